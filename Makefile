@@ -1,0 +1,72 @@
+# make quickstart | test | lint | benchmarks | clean
+#
+# Everything runs in .venv, which is made once and brought up to date when pyproject.toml or the constraints change.
+# Variables:
+#   PYTHON=python3.12                  the Python that .venv is made with (3.11 or newer)
+#   SEED=1                             seed of the quickstart
+#   CONSTRAINTS=                       no version pins; the default pins what was tested on CPUs
+#   VENV_ARGS=--system-site-packages   use the torch that the machine brings (GPU images)
+#   PIP_ARGS="--no-deps --no-build-isolation"   a machine without a package index that has everything already
+# A GPU image: make test CONSTRAINTS= VENV_ARGS=--system-site-packages
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+VENV ?= .venv
+VENV_ARGS ?=
+CONSTRAINTS ?= constraints/cpu.txt
+PIP_ARGS ?=
+SEED ?= 0
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help
+help:
+	@echo "make quickstart   a small language model learns by reinforcement learning, on the CPU (SEED=0)"
+	@echo "make test         all tests"
+	@echo "make lint         ruff, mypy, import rules"
+	@echo "make benchmarks   decode against transformers and the roofline; a GRPO step against TRL"
+	@echo "make clean        remove .venv, caches and build products (runs/ stays)"
+	@echo "The first of them makes $(VENV) and installs into it (a few minutes). Variables: see the head of this file."
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "rondo needs Python 3.11 or newer; '$(PYTHON)' is not. Try: make PYTHON=python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV_ARGS) $(VENV)
+
+# .stamp-quickstart and .stamp-dev: the extra of that name is installed.
+$(VENV)/.stamp-%: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
+	@echo "Installing rondo-rl[$*] into $(VENV) (torch is the largest part; minutes on the first time) …"
+	@$(BIN)/python -m pip install --progress-bar off $(PIP_ARGS) $(addprefix --constraint ,$(CONSTRAINTS)) \
+	  --editable ".[$*]" | awk '/Downloading .*MB/ { print "  " $$2, $$3, $$4; fflush() } \
+	  /^Installing collected/ { print "  unpacking", NF - 3, "packages"; fflush() }'
+	@touch $@
+
+.PHONY: quickstart
+quickstart: $(VENV)/.stamp-quickstart
+	$(BIN)/rondo train recipes/quickstart.yaml trainer.seed=$(SEED) trainer.run_dir=runs/quickstart-$(SEED)
+
+.PHONY: test
+test: $(VENV)/.stamp-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+.PHONY: lint
+lint: $(VENV)/.stamp-dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_layers.py
+
+.PHONY: benchmarks
+benchmarks: $(VENV)/.stamp-dev
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/decode.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/vs_trl.py
+
+.PHONY: clean
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find rondo tests benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true

@@ -1,0 +1,212 @@
+"""Decode speed: rondo's native engine against `transformers` generate, and against the roofline of this machine.
+
+    OMP_NUM_THREADS=1 python benchmarks/decode.py [--batches 64 128 256] [--repeats 5] [--json out.json]
+
+The quickstart's model (0.85 M parameters, float32, random weights), groups of 8 samples per prompt, 16 prompt and 48
+new tokens, temperature 1, one thread. Tokens per second of *process CPU time*; all contestants take turns within one
+run and the median of the turns counts, so that ratios hold on a busy machine too.
+
+The roofline is what the arithmetic alone would take: the model's matrix products at the rate measured here for their
+shapes (the better of PyTorch's and our own), plus one pass over each token's keys and values at the measured bandwidth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from rondo.rollout import NativeEngine
+from rondo.rollout.native.build import library
+from rondo.rollout.native.compiled import _declare
+from rondo.types import GenerateRequest, SamplingParams
+
+PROMPT, NEW, GROUP = 16, 48, 8
+
+
+def quickstart_config() -> Qwen3Config:
+    """As in recipes/quickstart.yaml (PLATFORM: the model that learns in minutes)."""
+    return Qwen3Config(
+        hidden_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        intermediate_size=384,
+        vocab_size=466,
+        tie_word_embeddings=True,
+        initializer_range=0.08,
+        max_position_embeddings=512,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+
+
+def prompts(batch: int) -> torch.Tensor:
+    """int64 [batch, PROMPT], every GROUP rows alike."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, 466, (-(-batch // GROUP), PROMPT), generator=generator).repeat_interleave(GROUP, 0)[:batch]
+
+
+def run_generate(model: torch.nn.Module, ids: torch.Tensor, cache: str) -> None:
+    """transformers' own loop: sampling at temperature 1, no truncation, exactly NEW tokens."""
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        min_new_tokens=NEW,
+        max_new_tokens=NEW,
+        use_cache=True,
+        cache_implementation=cache,
+    )
+    assert out.shape == (len(ids), PROMPT + NEW)
+
+
+def run_engine(engine: NativeEngine, ids: torch.Tensor) -> None:
+    """One request per row; rows of a group share their affinity key."""
+    sampling = SamplingParams(max_tokens=NEW)
+    rows = ids.numpy().astype(np.int32)
+
+    async def all_requests() -> None:
+        await asyncio.gather(
+            *(
+                engine.generate(GenerateRequest(str(i), rows[i], sampling, seed=i, affinity=str(i // GROUP)))
+                for i in range(len(rows))
+            )
+        )
+
+    asyncio.run(all_requests())
+
+
+def contestants(batch: int) -> dict[str, Callable[[], None]]:
+    """Name → one complete turn."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(quickstart_config(), dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    parameters = {name: p.data for name, p in model.named_parameters()}
+    ids = prompts(batch)
+    turns: dict[str, Callable[[], None]] = {
+        "generate, dynamic cache": lambda: run_generate(model, ids, "dynamic"),
+        "generate, static cache": lambda: run_generate(model, ids, "static"),
+    }
+    for decode in ("generic", "lean", "compiled"):
+        engine = NativeEngine(
+            quickstart_config(),
+            parameters=parameters,
+            max_concurrent=batch,
+            max_context=PROMPT + NEW,
+            decode=decode,  # type: ignore[arg-type]
+        )
+        turns[f"rondo {decode}"] = lambda engine=engine: run_engine(engine, ids)  # type: ignore[misc]
+    return turns
+
+
+def cpu_seconds(work: Callable[[], object], repeats: int = 1) -> float:
+    started = time.process_time()
+    for _ in range(repeats):
+        work()
+    return (time.process_time() - started) / repeats
+
+
+def products(batch: int) -> list[tuple[int, int, int]]:
+    """(K, N, times per step) of the matrix products of one decode step."""
+    c = quickstart_config()
+    q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+    layer = [(c.hidden_size, q + 2 * kv), (q, c.hidden_size), (c.hidden_size, 2 * c.intermediate_size)]
+    layer.append((c.intermediate_size, c.hidden_size))
+    return [(K, N, c.num_hidden_layers) for K, N in layer] + [(c.hidden_size, c.vocab_size, 1)]
+
+
+def roofline(batch: int) -> dict[str, float]:
+    """Measured product time per step, measured bandwidth, and the tokens per second that they allow."""
+    kernels = _declare(library())
+    panel, seconds, flops = kernels.rondo_panel(), 0.0, 0.0
+    for K, N, times in products(batch):
+        x, w, out = torch.randn(batch, K), torch.randn(N, K), torch.empty(batch, N)
+        packed = torch.zeros(-(-N // panel), K, panel)
+        kernels.rondo_pack(w.data_ptr(), N, K, packed.data_ptr(), 0)
+        ours = (x.data_ptr(), packed.data_ptr(), batch, K, N, out.data_ptr())
+        repeats = int(4e8 / (2 * batch * K * N)) + 1
+        best = min(
+            min(cpu_seconds(lambda: torch.mm(x, w.t(), out=out), repeats) for _ in range(3)),  # noqa: B023
+            min(cpu_seconds(lambda: kernels.rondo_gemm(*ours), repeats) for _ in range(3)),  # noqa: B023
+        )
+        seconds += best * times
+        flops += 2.0 * batch * K * N * times
+    c = quickstart_config()
+    per_token = c.num_hidden_layers * 2 * c.num_key_value_heads * c.head_dim * 4
+    cache = torch.zeros(batch * (PROMPT + NEW) * per_token // 4)
+    other = torch.empty_like(cache)
+    bandwidth = 2 * cache.nbytes / min(cpu_seconds(lambda: other.copy_(cache)) for _ in range(7))
+    traffic = batch * (PROMPT + NEW / 2) * per_token / bandwidth
+    return {
+        "gemm_gflops": flops / seconds / 1e9,
+        "bandwidth_gib_s": bandwidth / 2**30,
+        "tokens_per_cpu_s": batch / (seconds + traffic),
+    }
+
+
+def measure(batch: int, repeats: int) -> dict[str, object]:
+    """Median tokens per CPU-second of every contestant over alternated turns, after one turn each to warm up."""
+    turns = contestants(batch)
+    rates: dict[str, list[float]] = {name: [] for name in turns}
+    for repeat in range(repeats + 1):
+        for name, turn in turns.items():
+            rate = batch * NEW / cpu_seconds(turn)
+            if repeat:
+                rates[name].append(rate)
+    medians = {name: statistics.median(values) for name, values in rates.items()}
+    return {"batch": batch, "tokens_per_cpu_s": medians, "all": rates, "roofline": roofline(batch)}
+
+
+def table(results: list[dict[str, object]]) -> str:
+    """Rows: contestants; columns: batches; × against the better `generate` of the same column."""
+    names = list(results[0]["tokens_per_cpu_s"])  # type: ignore[call-overload]
+    lines = ["tokens per CPU-second".ljust(26) + "".join(f"B={r['batch']}".rjust(18) for r in results)]
+    for name in names:
+        line = name.ljust(26)
+        for r in results:
+            rates: dict[str, float] = r["tokens_per_cpu_s"]  # type: ignore[assignment]
+            best = max(rate for other, rate in rates.items() if other.startswith("generate"))
+            line += f"{rates[name]:10.0f} ({rates[name] / best:4.2f}×)"
+        lines.append(line)
+    roof: list[dict[str, float]] = [r["roofline"] for r in results]  # type: ignore[misc]
+    lines.append("roofline".ljust(26) + "".join(f"{r['tokens_per_cpu_s']:10.0f}        " for r in roof))
+    lines.append("  GEMM GFLOP/s".ljust(26) + "".join(f"{r['gemm_gflops']:10.0f}        " for r in roof))
+    lines.append("  copy GiB/s".ljust(26) + "".join(f"{r['bandwidth_gib_s']:10.1f}        " for r in roof))
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--batches", type=int, nargs="+", default=[64, 128, 256])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    results = [measure(batch, arguments.repeats) for batch in arguments.batches]
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "python": sys.version.split()[0]}
+    sys.stdout.write(table(results) + "\n")
+    text = json.dumps({"prompt": PROMPT, "new": NEW, "group": GROUP, "versions": versions, "results": results}, indent=1)
+    if arguments.json:
+        arguments.json.write_text(text + "\n")
+    else:
+        sys.stdout.write(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

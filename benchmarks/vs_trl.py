@@ -1,0 +1,142 @@
+"""rondo and TRL's GRPOTrainer on the quickstart task, alternately in one run: CPU seconds per step, tokens, reward.
+
+    .venv/bin/python benchmarks/vs_trl.py            # makes .venv-trl with TRL 1.16 when it is not there
+
+Both start from the same warm-started checkpoint, see the same prompts in the same order, take the same number of steps
+with the same group size, learning rate and loss (token-mean, clip 0.2/0.28, no KL), one thread, float32. CPU seconds are
+those of the whole process per training step after `--skip` warm-up steps for rondo, over all steps for TRL (whose first
+step costs no more than the others). The machine may be shared: read the ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+TRL = "trl==1.16.*"
+SETTINGS = {"batch_size": 16, "n": 8, "max_tokens": 28, "lr": 2e-4, "warmup_steps": 5, "seed": 0}
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
+
+
+def trl_python(venv: Path) -> Path:
+    """TRL's own environment, created when missing."""
+    python = venv / "bin" / "python"
+    if not python.exists():
+        subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
+        install = [str(python), "-m", "pip", "install", "-q", "torch==2.13.0", "transformers<5.24", TRL]
+        subprocess.run(install, check=True)
+    return python
+
+
+def warm_start(work: Path) -> Path:
+    """The checkpoint that both start from."""
+    run = work / "warm_start"
+    rondo("sft", "recipes/quickstart_sft.yaml", f"trainer.run_dir={run}")
+    return run / "export"
+
+
+def rondo(*arguments: str) -> None:
+    command = [sys.executable, "-m", "rondo.cli.main", *arguments, "tracking.console=off", "tracking.plot=false"]
+    subprocess.run([*command, "cluster.threads=1"], cwd=ROOT, env=ENVIRONMENT, check=True)
+
+
+def write_prompts(model: Path, path: Path, steps: int) -> None:
+    """The prompts of rondo's stream, in its order, for TRL's data set."""
+    code = (
+        "import json, sys; from rondo.config import load; from rondo.trainers.setup import load_prompts\n"
+        "model, path, number = sys.argv[1:]\n"
+        "over = [f'model.path={model}', 'trainer.warm_start=null']\n"
+        "stream = load_prompts(load(['recipes/quickstart.yaml'], over).config).train\n"
+        "rows = [stream.prompt(i) for i in range(int(number))]\n"
+        "lines = [json.dumps({'messages': list(map(dict, p.messages)), 'answer': str(p.fields['answer'])}) for p in rows]\n"
+        "open(path, 'w').write('\\n'.join(lines))\n"
+    )
+    number = str(steps * SETTINGS["batch_size"])
+    subprocess.run([sys.executable, "-c", code, str(model), str(path), number], cwd=ROOT, env=ENVIRONMENT, check=True)
+
+
+def run_rondo(model: Path, run: Path, steps: int, skip: int) -> dict[str, Any]:
+    """`rondo train` without evaluation and checkpoints."""
+    rondo(
+        "train",
+        "recipes/quickstart.yaml",
+        f"model.path={model}",
+        "trainer.warm_start=null",
+        f"trainer.total_steps={steps}",
+        "trainer.evaluation={before: false, after: false}",
+        "tracking.trackers=[]",
+        "checkpoint={every: null, export: false}",
+        f"trainer.run_dir={run}",
+    )
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    timed = lines[skip:]
+    names = sorted({k for line in timed for k in line if k.startswith("timing/") and k.endswith("_s")})
+    phases = {name[7:-2]: statistics.fmean(line.get(name, 0.0) for line in timed) for name in names}
+    return {
+        "cpu_s_per_step": statistics.fmean(line["timing/cpu_s"] for line in timed),
+        "phases": {name: seconds for name, seconds in phases.items() if name not in ("step", "cpu")},
+        "tokens": sum(line["rollout/generated_tokens"] for line in lines),
+        "rewards": [line["reward/mean"] for line in lines],
+    }
+
+
+def run_trl(python: Path, model: Path, prompts: Path, output: Path, steps: int) -> dict[str, Any]:
+    """`trl_side.py` in TRL's environment."""
+    command = [str(python), str(ROOT / "benchmarks" / "trl_side.py"), "--model", str(model)]
+    command += ["--prompts", str(prompts), "--output", str(output), "--settings", json.dumps(SETTINGS | {"steps": steps})]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise SystemExit(f"TRL failed:\n{done.stderr[-3000:]}")
+    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return result
+
+
+def main() -> None:
+    """Alternate the two, print a table, write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--skip", type=int, default=1, help="rondo's first steps left out of the times")
+    parser.add_argument("--model", type=Path, help="warm-started model folder (default: made now)")
+    parser.add_argument("--trl-venv", type=Path, default=ROOT / ".venv-trl")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    python = trl_python(args.trl_venv)
+    results: dict[str, list[dict[str, Any]]] = {"rondo": [], "trl": []}
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        model = args.model or warm_start(work)
+        prompts = work / "prompts.jsonl"
+        write_prompts(model, prompts, args.steps)
+        for repeat in range(args.repeats):
+            results["rondo"].append(run_rondo(model, work / f"rondo-{repeat}", args.steps, args.skip))
+            results["trl"].append(run_trl(python, model, prompts, work / f"trl-{repeat}", args.steps))
+            for name, runs in results.items():
+                last = runs[-1]
+                phases = "  ".join(f"{phase} {seconds:.3f}" for phase, seconds in sorted(last["phases"].items()))
+                print(f"{name:6s} {last['cpu_s_per_step']:.3f} CPU-s/step   {phases}", flush=True)
+    report(results, args.json)
+
+
+def report(results: dict[str, list[dict[str, Any]]], path: Path | None) -> None:
+    """Medians over the repeats, and the ratio."""
+    seconds = {name: statistics.median(run["cpu_s_per_step"] for run in runs) for name, runs in results.items()}
+    for name, runs in results.items():
+        rewards = runs[-1]["rewards"]
+        tail = statistics.fmean(rewards[-3:])
+        print(f"{name:6s} {seconds[name]:.3f} CPU-s/step, tokens {runs[-1]['tokens']:.0f}, reward {rewards[0]:.2f} -> {tail:.2f}")
+    print(f"TRL / rondo: {seconds['trl'] / seconds['rondo']:.2f}")
+    if path is not None:
+        path.write_text(json.dumps({"settings": SETTINGS, "results": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

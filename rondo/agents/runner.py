@@ -1,0 +1,79 @@
+"""The episode runner: all trajectories of one prompt group, scored as they finish, as rows of one Batch."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from rondo.agents.single_turn import Generate, single_turn
+from rondo.types import Prompt, SamplingParams, Trajectory
+
+
+class TrajectoryScorer(Protocol):
+    """What the runner needs of `rewards.Scorer`."""
+
+    names: tuple[str, ...]
+
+    async def score(self, trajectory: Trajectory) -> Trajectory: ...
+
+    async def score_group(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]: ...
+
+
+Decode = Callable[[np.ndarray], str]
+AgentLoop = Callable[..., Awaitable[Trajectory]]
+
+
+class EpisodeRunner:
+    """Runs agent loops next to an engine. generate: the engine's. decode: response ids to text for the scorers."""
+
+    def __init__(
+        self, generate: Generate, scorer: TrajectoryScorer, decode: Decode, *, run_seed: int, agent: AgentLoop = single_turn
+    ) -> None:
+        self._generate, self._scorer, self._decode = generate, scorer, decode
+        self._run_seed, self._agent = run_seed, agent
+
+    async def run_group(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        n: int,
+        *,
+        purpose: str = "train",
+        deadline_seconds: float | None = None,
+    ) -> list[Trajectory]:
+        """n scored trajectories of one prompt, in sample order. The first error cancels the others and is raised."""
+        tasks = [
+            asyncio.create_task(self._trajectory(prompt, sampling, i, purpose, deadline_seconds)) for i in range(n)
+        ]
+        try:
+            return await self._scorer.score_group(await asyncio.gather(*tasks))
+        finally:
+            await _cancel(tasks)
+
+    async def _trajectory(
+        self, prompt: Prompt, sampling: SamplingParams, sample_index: int, purpose: str, deadline_seconds: float | None
+    ) -> Trajectory:
+        trajectory = await self._agent(
+            prompt,
+            self._generate,
+            sampling=sampling,
+            sample_index=sample_index,
+            run_seed=self._run_seed,
+            purpose=purpose,
+            deadline_seconds=deadline_seconds,
+        )
+        if not trajectory.text:
+            trajectory = dataclasses.replace(trajectory, text=self._decode(trajectory.response_ids))
+        return await self._scorer.score(trajectory)
+
+
+async def _cancel(tasks: Sequence[asyncio.Task[Trajectory]]) -> None:
+    pending = [task for task in tasks if not task.done()]
+    for task in pending:
+        task.cancel()
+    if pending:
+        await asyncio.gather(*pending, return_exceptions=True)

@@ -1,0 +1,68 @@
+"""Generalized advantage estimation (1506.02438), also decoupled and length-adaptive (VAPO, 2504.05118)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rondo.algorithms import statistics
+from rondo.algorithms.registry import advantage, require
+
+
+@advantage("gae")
+def gae(
+    token_rewards: Tensor,
+    values: Tensor,
+    response_mask: Tensor,
+    *,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    lam_critic: float | None = None,
+    length_alpha: float | None = None,
+    whiten: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Advantages and returns [B, T] from token rewards and values [B, T] of the states *before* each token.
+
+    Δ_t = r_t + γ V_next - v_t,  Â_t = Δ_t + γ λ Â_next,  G_t = Â_t + v_t, where `next` is the next *trained*
+    token: the state passes through holes of the mask untouched, and the end of a response is terminal.
+    whiten: normalise advantages over all trained tokens of the batch, after the returns were formed from the
+    raw ones. lam_critic: another λ for the returns (decoupled GAE; VAPO uses 1). length_alpha: λ = 1 -
+    1/(alpha · L) per row instead of `lam`, not below 0 (VAPO: 0.05). Both outputs are 0 where the mask is 0.
+    """
+    require(
+        length_alpha is None or lam == 1.0, "algorithm.advantage: gae takes lam or length_alpha, not both"
+    )
+    require(length_alpha is None or length_alpha > 0, "algorithm.advantage: gae needs length_alpha > 0")
+    for name, value in (("gamma", gamma), ("lam", lam), ("lam_critic", lam_critic)):
+        fits = value is None or 0.0 <= value <= 1.0
+        require(fits, f"algorithm.advantage: gae needs {name} between 0 and 1, got {value}")
+    counted = response_mask > 0
+    rewards = torch.where(counted, token_rewards, 0.0).to(torch.float64)
+    before = torch.where(counted, values, 0.0).to(torch.float64)
+    policy_lam = rewards.new_full((len(rewards),), lam)
+    if length_alpha is not None:
+        lengths = counted.sum(1).clamp(min=1).to(torch.float64)
+        policy_lam = (1.0 - 1.0 / (length_alpha * lengths)).clamp(min=0.0)
+    advantages = _accumulate(rewards, before, counted, gamma, policy_lam)
+    targets = advantages
+    if lam_critic is not None:
+        targets = _accumulate(rewards, before, counted, gamma, torch.full_like(policy_lam, lam_critic))
+    returns = torch.where(counted, targets + before, 0.0)
+    if whiten:
+        advantages = statistics.whiten(advantages, counted)
+    return advantages.to(values.dtype), returns.to(values.dtype)
+
+
+def _accumulate(rewards: Tensor, values: Tensor, counted: Tensor, gamma: float, lam: Tensor) -> Tensor:
+    """Â [B, T], backwards over trained tokens; 0 where the mask is 0. lam: [B]."""
+    decay = gamma * lam
+    next_value = rewards.new_zeros(len(rewards))
+    next_advantage = rewards.new_zeros(len(rewards))
+    out = torch.zeros_like(rewards.t())  # position first: a step reads and writes contiguous memory
+    steps = zip(rewards.t().contiguous(), values.t().contiguous(), counted.t().contiguous(), out, strict=True)
+    for reward, value, here, row in reversed(list(steps)):
+        delta = reward + gamma * next_value - value
+        next_advantage = torch.where(here, delta + decay * next_advantage, next_advantage)
+        next_value = torch.where(here, value, next_value)
+        row.copy_(next_advantage)
+    return torch.where(counted, out.t(), 0.0)

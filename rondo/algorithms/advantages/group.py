@@ -1,0 +1,112 @@
+"""Estimators whose baseline is the prompt group: one number per row, from per-row numbers only.
+
+Common to all: groups may be of any size and in any order; a group of one and a group of equal rewards get
+exactly 0 (no baseline, no signal: D4, D7). R is the reward (with the KL inside, where the KL is in the
+reward), n the group's size, μ its mean, s its sample standard deviation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rondo.algorithms.registry import advantage, require
+from rondo.algorithms.statistics import Groups, whiten
+
+
+@advantage("grpo")
+def grpo(reward: Tensor, group_id: Tensor, *, normalize_std: bool = True, eps: float = 1e-6) -> Tensor:
+    """(R - μ) / (s + eps), [B] -> [B] (GRPO, outcome supervision: 2402.03300 §4.1.2).
+
+    normalize_std: false leaves R - μ, which is Dr.GRPO's.
+    """
+    groups = Groups.of(group_id)
+    centred = groups.centred(reward)
+    if normalize_std:
+        centred = centred / (groups.sample_std(reward) + eps)
+    return centred.to(reward.dtype)
+
+
+@advantage("dr_grpo")
+def dr_grpo(reward: Tensor, group_id: Tensor) -> Tensor:
+    """R - μ, [B] -> [B] (Dr.GRPO, 2503.20783). Use with aggregation seq-mean-token-sum-norm, the other half
+    of it.
+    """
+    return Groups.of(group_id).centred(reward).to(reward.dtype)
+
+
+@advantage("rloo")
+def rloo(reward: Tensor, group_id: Tensor) -> Tensor:
+    """R minus the mean of the group's *other* rewards = n/(n-1) · (R - μ), [B] -> [B] (RLOO, 2402.14740)."""
+    groups = Groups.of(group_id)
+    factor = groups.size / (groups.size - 1).clamp(min=1)
+    return (groups.centred(reward) * factor[groups.index]).to(reward.dtype)
+
+
+@advantage("reinforce_pp_baseline")
+def reinforce_pp_baseline(reward: Tensor, group_id: Tensor, num_trained_tokens: Tensor) -> Tensor:
+    """whiten(R - μ) over the tokens of the whole batch, [B] -> [B] (REINFORCE++-baseline, 2501.03262).
+
+    num_trained_tokens: [B]; a row counts once per token in mean and variance, as if it were broadcast over
+    them.
+    """
+    return whiten(Groups.of(group_id).centred(reward), num_trained_tokens).to(reward.dtype)
+
+
+@advantage("opo")
+def opo(reward: Tensor, group_id: Tensor, num_trained_tokens: Tensor) -> Tensor:
+    """R - b with the length-weighted baseline b = Σ L R / Σ L, [B] -> [B] (OPO, 2505.23585). For on-policy
+    updates.
+
+    num_trained_tokens: [B], L. A group without trained tokens gets 0.
+    """
+    groups = Groups.of(group_id)
+    raised = groups.above_minimum(reward)
+    lengths = num_trained_tokens.to(torch.float64)
+    total = groups.sums(lengths)
+    baseline = groups.sums(lengths * raised) / total.clamp(min=1)
+    return torch.where(total[groups.index] > 0, raised - baseline[groups.index], 0.0).to(reward.dtype)
+
+
+@advantage("gpg")
+def gpg(reward: Tensor, group_id: Tensor, *, normalize_std: bool = False, eps: float = 1e-6) -> Tensor:
+    """α (R - μ), [B] -> [B], α = G/(G - M) with M of the G groups constant (GPG, 2504.02546).
+
+    α makes up for groups without signal; it counts groups, not responses with a non-zero reward (D1).
+    normalize_std divides by s + eps. Use with the policy loss `reinforce`.
+    """
+    groups = Groups.of(group_id)
+    constant = groups.is_constant(reward)
+    useful = (~constant).sum().clamp(min=1)
+    return (grpo(reward, group_id, normalize_std=normalize_std, eps=eps) * (len(constant) / useful)).to(
+        reward.dtype
+    )
+
+
+@advantage("gdpo")
+def gdpo(
+    scores: Tensor,
+    group_id: Tensor,
+    num_trained_tokens: Tensor,
+    *,
+    weights: Sequence[float] | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Normalise each score in its group, sum with `weights`, whiten over the batch's tokens: [B] (GDPO,
+    2601.05242).
+
+    scores: [B, K], one column per named score; NaN where a row has no such score (it is then in no statistic
+    of that score). weights: K numbers, default all 1. No component's variance can hide another's.
+    """
+    given = [1.0] * scores.shape[1] if weights is None else list(weights)
+    require(
+        len(given) == scores.shape[1],
+        f"algorithm.advantage: gdpo has {len(given)} weights for {scores.shape[1]} scores; give one for each",
+    )
+    total = scores.new_zeros(len(scores), dtype=torch.float64)
+    for weight, score in zip(given, scores.unbind(1), strict=True):
+        known = ~score.isnan()
+        total[known] += weight * grpo(score[known].to(torch.float64), group_id[known], eps=eps)
+    return whiten(total, num_trained_tokens).to(scores.dtype)

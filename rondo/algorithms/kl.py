@@ -1,0 +1,122 @@
+"""KL(policy || reference): per-token estimators, the penalty in the reward, and the adaptive coefficient.
+
+With d = ℓ - ℓ_ref and q = exp(-d) on tokens sampled from the policy. Value and gradient are different
+questions: as a *loss*, only k2 and the straight-through forms follow ∇KL(policy || reference); k1's expected
+gradient is 0, and k3's is that of the *forward* KL(reference || policy). (docs/algorithms.md has the table.)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rondo.algorithms.registry import columns_read, kl_estimator, lookup
+from rondo.algorithms.statistics import masked_mean
+from rondo.errors import DataError
+from rondo.types import StepStats
+
+EXPONENT_LIMIT = 20.0
+K3_LIMIT = 10.0
+
+
+@kl_estimator("k1")
+def k1(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """d: unbiased, may be negative; gradient 1. Right in the reward, useless in the loss."""
+    return log_probs - ref_log_probs
+
+
+@kl_estimator("abs")
+def absolute(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """|d|: the gradient, sign d, is that of no divergence."""
+    return (log_probs - ref_log_probs).abs()
+
+
+@kl_estimator("k2")
+def k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """d²/2: gradient d, in expectation ∇KL(policy || reference)."""
+    return (log_probs - ref_log_probs).square() / 2
+
+
+@kl_estimator("k3")
+def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """q - 1 + d >= 0: unbiased, low variance; gradient 1 - q, in expectation ∇KL(reference || policy), the
+    forward KL.
+
+    d is clamped to ±20 before the exponential and the result to 10, beyond which the gradient is 0.
+    (Schulman, joschu.net/blog/kl-approx; used in the loss by GRPO 2402.03300.)
+    """
+    d = (log_probs - ref_log_probs).clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT)
+    return (torch.expm1(-d) + d).clamp(max=K3_LIMIT)
+
+
+def _straight_through(value: Tensor, carrier: Tensor) -> Tensor:
+    return carrier - carrier.detach() + value.detach()
+
+
+@kl_estimator("k1+")
+def k1_plus(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """The value of k1 with the gradient of k2."""
+    return _straight_through(k1(log_probs, ref_log_probs), k2(log_probs, ref_log_probs))
+
+
+@kl_estimator("k3+")
+def k3_plus(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """The value of k3 with the gradient of k2."""
+    return _straight_through(k3(log_probs, ref_log_probs), k2(log_probs, ref_log_probs))
+
+
+@kl_estimator("k3-unbiased")
+def k3_unbiased(log_probs: Tensor, ref_log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
+    """ρ·(q - 1 + d) with the ratio ρ = π/π_old differentiated too (DeepSeek-V3.2, 2512.02556).
+
+    The gradient is ρ·d, in expectation over π_old exactly ∇KL(policy || reference), also off-policy. Both
+    exponents are clamped to ±20; the value is not cut, since that would cut the gradient.
+    """
+    d = (log_probs - ref_log_probs).clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT)
+    ratio = (log_probs - old_log_probs).clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT).exp()
+    return ratio * (torch.expm1(-d) + d)
+
+
+def kl_reward(
+    reward: Tensor,
+    response_mask: Tensor,
+    old_log_probs: Tensor | None = None,
+    ref_log_probs: Tensor | None = None,
+    *,
+    estimator: str | None = None,
+    coef: float = 0.0,
+) -> tuple[Tensor, StepStats]:
+    """Token rewards [B, T]: the outcome on the last trained token, minus coef · k(ℓ_old, ℓ_ref) on every
+    trained one.
+
+    reward: [B]. response_mask, old_log_probs, ref_log_probs: [B, T]. estimator: a KL estimator's name, or
+    None for no penalty (then the log-probs may be None). A row without trained tokens gets zeros. Also
+    returns the metric `actor/kl_reward`, the mean over rows of the masked mean KL (rows without tokens count
+    as 0), which is what the adaptive coefficient is steered by.
+    """
+    counted = response_mask > 0
+    position = torch.arange(counted.shape[1], device=counted.device).expand_as(counted)
+    last = torch.where(counted, position, -1).amax(1, keepdim=True) if counted.shape[1] else position
+    rewards = torch.where(counted & (position == last), reward.unsqueeze(1), 0.0)
+    stats = StepStats()
+    if estimator is None:
+        return rewards, stats
+    if old_log_probs is None or ref_log_probs is None:
+        raise DataError("a KL in the reward needs the columns old_log_probs and ref_log_probs")
+    function = lookup("kl", estimator)
+    given = {"log_probs": old_log_probs, "ref_log_probs": ref_log_probs, "old_log_probs": old_log_probs}
+    clean = {name: torch.where(counted, given[name], 0.0) for name in columns_read(function)}
+    penalty = torch.where(counted, function(**clean), 0.0)
+    stats.add_mean("actor/kl_reward", float(masked_mean(penalty, response_mask).sum()), len(reward))
+    return rewards - coef * penalty, stats
+
+
+def update_kl_coef(coef: float, measured: float, target: float, horizon: float, num_responses: int) -> float:
+    """The next coefficient of the adaptive controller (Ziegler et al. 1909.08593); call it after the step
+    used `coef`.
+
+    e = clip(measured/target - 1, ±0.2); coef · (1 + e · num_responses/horizon). measured: this step's mean
+    KL.
+    """
+    error = min(max(measured / target - 1.0, -0.2), 0.2)
+    return coef * (1.0 + error * num_responses / horizon)

@@ -1,0 +1,231 @@
+"""Loss objects for the training engine: the functions chosen in the config, composed and weighted.
+
+The shape is `rondo.training.Loss`: `outputs` (what the engine computes: log_probs, entropy, values),
+`columns` (what it ships), and a call on the flat response positions [N] of one micro-batch that returns
+(loss_sum, metrics). Every term is Σ weight · mask · token loss with weights planned over the whole
+mini-batch, so sums over micro-batches and ranks are the mini-batch's loss however it is cut. A metric is
+(numerator, denominator), or a 0-dim tensor, which is a maximum.
+
+Everything is set to 0 where the mask is 0 before any function sees it: what stands there (NaN included)
+reaches neither loss nor gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rondo.algorithms.policy_losses.ratio import LOG_RATIO_LIMIT, Metrics
+from rondo.algorithms.registry import bind, columns_read, is_zero_at_zero_advantage, lookup
+from rondo.config.schema import AlgorithmConfig, FunctionConfig, KlConfig
+from rondo.errors import ConfigError, TrainError
+
+Columns = Mapping[str, Tensor]
+
+
+def _clean(columns: Columns, counted: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Columns [N] with 0 where the mask is 0; floating ones in `dtype`."""
+    out = {}
+    for name, column in columns.items():
+        wanted = column.to(dtype) if column.is_floating_point() else column
+        out[name] = torch.where(counted, wanted, torch.zeros((), dtype=wanted.dtype, device=wanted.device))
+    return out
+
+
+def _call(function: Callable[..., Any], inputs: Columns, cu_seqlens: Tensor) -> Any:
+    available = {**inputs, "cu_seqlens": cu_seqlens}
+    return function(*(available[name] for name in columns_read(function)))
+
+
+def _call_loss(
+    function: Callable[..., Any], inputs: Columns, cu_seqlens: Tensor, name: str
+) -> tuple[Tensor, Metrics]:
+    result = _call(function, inputs, cu_seqlens)
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor):
+        if result[0].shape == inputs["response_mask"].shape:
+            return result[0], dict(result[1])
+    raise TrainError(
+        f"the loss {name!r} must return (token loss [N], metrics), N = {len(inputs['response_mask'])} tokens"
+    )
+
+
+def _detached(metrics: Metrics) -> Metrics:
+    return {
+        name: value.detach() if isinstance(value, Tensor) else (value[0].detach(), value[1].detach())
+        for name, value in metrics.items()
+    }
+
+
+def _unique(*names: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(names))
+
+
+def _kl_in_loss(kl: KlConfig) -> Callable[..., Any]:
+    if kl.name == "k1":
+        raise ConfigError(
+            "algorithm.kl: k1 in the loss has an expected gradient of 0 and only adds noise; "
+            "write name: k2 (or k1+, which also reports k1's value), or where: reward"
+        )
+    return lookup("kl", kl.name)
+
+
+def rollout_gap(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Metrics:
+    """How far the sampler's log-probs [N] are from the trainer's (0 where masked); named in `ActorLoss`."""
+    difference = (old_log_probs - rollout_log_probs).detach()
+    gap = difference.abs() * mask
+    bounded = difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return {
+        "rollout/log_prob_gap": (gap.sum(), mask.sum()),
+        "rollout/log_prob_gap_max": torch.cat([gap.new_zeros(1), gap]).amax(),
+        "rollout/kl_k3": (((bounded.expm1() - bounded) * mask).sum(), mask.sum()),
+    }
+
+
+class ActorLoss:
+    """Policy loss - entropy_coef · entropy + kl.coef · KL (the last where kl.where is loss).
+
+    on_policy: one optimizer step follows per batch, so the old log-probs are the current ones, detached, and
+    no `old_log_probs` column is read. An adaptive KL coefficient is read from the per-row column `kl_coef`,
+    since it changes from step to step. Raises ConfigError for functions or options that cannot work.
+    Picklable.
+
+    Metrics, over trained tokens: actor/policy_loss and actor/loss (averaged with the loss weights: for the
+    `mean` aggregations the loss itself), actor/kl_loss, actor/entropy, what the policy loss reports,
+    actor/entropy_sampled (mean of -ℓ: an unbiased estimate of the entropy while π = π_old), and the distance
+    between sampler and trainer: rollout/log_prob_gap (mean of |ℓ_old - ℓ_rollout|), rollout/log_prob_gap_max,
+    rollout/kl_k3 (k3 of KL(rollout || old)), with the current ℓ where no function reads old_log_probs.
+    """
+
+    def __init__(self, algorithm: AlgorithmConfig, *, on_policy: bool = False) -> None:
+        self._algorithm, self._on_policy = algorithm, on_policy
+        self._policy_loss = bind("policy_loss", algorithm.policy_loss)
+        self._entropy_coef = algorithm.entropy_coef
+        self._kl = algorithm.kl if algorithm.kl is not None and algorithm.kl.where == "loss" else None
+        self._estimator = _kl_in_loss(self._kl) if self._kl else None
+        read = [*columns_read(self._policy_loss), *(columns_read(self._estimator) if self._estimator else ())]
+        needs_entropy = self._entropy_coef != 0 or "entropy" in read
+        self.outputs: tuple[str, ...] = ("log_probs", "entropy") if needs_entropy else ("log_probs",)
+        made_here = {*self.outputs, "cu_seqlens"} | ({"old_log_probs"} if on_policy else set())
+        adaptive = ["kl_coef"] if self._kl is not None and self._kl.controller == "adaptive" else []
+        wanted = _unique("response_mask", "loss_weight", "rollout_log_probs", *read, *adaptive)
+        self.columns: tuple[str, ...] = tuple(name for name in wanted if name not in made_here)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild_actor_loss, (self._algorithm, self._on_policy)
+
+    @property
+    def zero_where_advantage_is_zero(self) -> bool:
+        """Rows with advantage 0 have no part in loss or gradient, so that their compute may be skipped."""
+        alone = self._kl is None and self._entropy_coef == 0
+        return alone and is_zero_at_zero_advantage(self._policy_loss)
+
+    def __call__(self, outputs: Columns, columns: Columns, cu_seqlens: Tensor) -> tuple[Tensor, Metrics]:
+        """outputs and columns: [N]; per-row columns arrive expanded; cu_seqlens: int32 [B+1] of the
+        responses.
+        """
+        inputs = self._inputs(outputs, columns)
+        mask, current = inputs["response_mask"], inputs["log_probs"]
+        weight = inputs["loss_weight"] * mask
+        token_loss, metrics = _call_loss(
+            self._policy_loss, inputs, cu_seqlens, self._algorithm.policy_loss.name
+        )
+        policy_loss = loss = (weight * token_loss).sum()
+        if "entropy" in inputs:
+            loss = loss - self._entropy_coef * (weight * inputs["entropy"]).sum()
+            metrics["actor/entropy"] = ((inputs["entropy"] * mask).sum(), mask.sum())
+        if self._kl is not None and self._estimator is not None:
+            divergence = _call(self._estimator, inputs, cu_seqlens)
+            coef = inputs["kl_coef"] if self._kl.controller == "adaptive" else self._kl.coef
+            loss = loss + (weight * coef * divergence).sum()
+            metrics["actor/kl_loss"] = ((divergence * mask).sum(), mask.sum())
+        metrics["actor/policy_loss"] = (policy_loss, weight.sum())
+        metrics["actor/loss"] = (loss, weight.sum())
+        metrics["actor/entropy_sampled"] = ((-current * mask).sum(), mask.sum())
+        metrics |= rollout_gap(inputs["old_log_probs"], inputs["rollout_log_probs"], mask)
+        return loss, _detached(metrics)
+
+    def _inputs(self, outputs: Columns, columns: Columns) -> dict[str, Tensor]:
+        """All that the functions may read; where a name is both, the current policy's output wins."""
+        dtype = outputs["log_probs"].dtype
+        counted = columns["response_mask"] > 0
+        read = {name: columns[name] for name in self.columns}
+        inputs = _clean({**read, **{name: outputs[name] for name in self.outputs}}, counted, dtype)
+        inputs["response_mask"] = counted.to(dtype)
+        if "old_log_probs" not in inputs:
+            inputs["old_log_probs"] = inputs["log_probs"].detach()
+        return inputs
+
+
+def _rebuild_actor_loss(algorithm: AlgorithmConfig, on_policy: bool) -> ActorLoss:
+    return ActorLoss(algorithm, on_policy=on_policy)
+
+
+def actor_loss(algorithm: AlgorithmConfig, *, on_policy: bool = False) -> ActorLoss:
+    """The actor's loss for the configured algorithm; see `ActorLoss`."""
+    return ActorLoss(algorithm, on_policy=on_policy)
+
+
+class CriticLoss:
+    """The value loss, weighted by `critic_loss_weight`.
+
+    The engine's output `values` is the critic's current estimate; the column `values` (a value loss reads it
+    as `old_values`) is the one that the advantages were computed from. Picklable. Metrics: critic/loss and
+    those of the value loss.
+    """
+
+    outputs: tuple[str, ...] = ("values",)
+
+    def __init__(self, value_loss: FunctionConfig) -> None:
+        self._config = value_loss
+        self._value_loss = bind("value_loss", value_loss)
+        read = ["values" if name == "old_values" else name for name in self._reads()]
+        self.columns: tuple[str, ...] = _unique("response_mask", "critic_loss_weight", *read)
+
+    def _reads(self) -> list[str]:
+        return [name for name in columns_read(self._value_loss) if name not in ("values", "cu_seqlens")]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CriticLoss, (self._config,)
+
+    def __call__(self, outputs: Columns, columns: Columns, cu_seqlens: Tensor) -> tuple[Tensor, Metrics]:
+        """outputs and columns: [N]; cu_seqlens: int32 [B+1] of the responses."""
+        dtype = outputs["values"].dtype
+        counted = columns["response_mask"] > 0
+        named = {name: columns["values" if name == "old_values" else name] for name in self._reads()}
+        weights = columns["critic_loss_weight"]
+        inputs = _clean({**named, "critic_loss_weight": weights, "values": outputs["values"]}, counted, dtype)
+        inputs["response_mask"] = counted.to(dtype)
+        weight = inputs["critic_loss_weight"]
+        token_loss, metrics = _call_loss(self._value_loss, inputs, cu_seqlens, self._config.name)
+        loss = (weight * token_loss).sum()
+        return loss, _detached(metrics | {"critic/loss": (loss, weight.sum())})
+
+
+def critic_loss(algorithm: AlgorithmConfig) -> CriticLoss:
+    """The critic's loss for the configured algorithm; see `CriticLoss`."""
+    return CriticLoss(algorithm.value_loss)
+
+
+class SftLoss:
+    """Negative log-likelihood of the tokens under the mask, -Σ weight · ℓ. Metric sft/loss: its mean over
+    tokens.
+    """
+
+    outputs: tuple[str, ...] = ("log_probs",)
+    columns: tuple[str, ...] = ("response_mask", "loss_weight")
+
+    def __call__(self, outputs: Columns, columns: Columns, cu_seqlens: Tensor) -> tuple[Tensor, Metrics]:
+        """outputs and columns: [N]; cu_seqlens is not needed."""
+        counted = columns["response_mask"] > 0
+        log_probs = outputs["log_probs"]
+        inputs = _clean({"log_probs": log_probs, "weight": columns["loss_weight"]}, counted, log_probs.dtype)
+        loss = -(inputs["weight"] * inputs["log_probs"]).sum()
+        return loss, _detached({"sft/loss": (-inputs["log_probs"].sum(), counted.to(log_probs.dtype).sum())})
+
+
+def sft_loss() -> SftLoss:
+    """The loss of supervised fine-tuning; see `SftLoss`."""
+    return SftLoss()

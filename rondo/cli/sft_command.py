@@ -1,0 +1,25 @@
+"""`rondo sft`: supervised fine-tuning from a recipe."""
+
+from __future__ import annotations
+
+import argparse
+
+HELP = "fine-tune on conversations"
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+    """Register the subcommand."""
+    parser = subparsers.add_parser("sft", help=HELP, description=HELP)
+    parser.add_argument("config", nargs="+", help="recipe files, merged in order, then key.sub=value overrides")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Fine-tune; the console shows progress and the final table. Returns the exit code."""
+    from rondo.cli.arguments import load_arguments
+
+    loaded = load_arguments(args.config)
+    from rondo.trainers.run import sft
+
+    sft(loaded)
+    return 0

@@ -1,0 +1,191 @@
+"""Functions chosen by name in a recipe (built-in, `path/to/file.py:name`, dotted name), and their options.
+
+Standard library only. What the function means (columns, scores, rows) is the caller's business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from rondo.errors import ConfigError
+
+_SIMPLE_TYPES: Mapping[str, tuple[type, ...]] = {
+    "int": (int,),
+    "float": (int, float),
+    "bool": (bool,),
+    "str": (str,),
+    "None": (type(None),),
+}
+
+
+def resolve_function(name: str, builtins: Mapping[str, Callable[..., Any]] = {}) -> Callable[..., Any]:
+    """The function behind `name`: a built-in, `path/to/file.py:name`, `pkg.mod:name` or `pkg.mod.name`.
+
+    Relative paths and modules are looked up from the working directory. A file is executed once per process.
+    Raises ConfigError that says which part was missing, with the nearest name that exists.
+    """
+    if name in builtins:
+        return builtins[name]
+    module_name, colon, attribute = name.rpartition(":")
+    if colon and (module_name.endswith(".py") or "/" in module_name):
+        module = _module_from_file(module_name, name)
+    elif colon:
+        module = _module_by_name(module_name, name)
+    elif name.endswith(".py"):
+        raise ConfigError(f"'{name}' names a file but no function in it; write {name}:function_name")
+    elif "." in name:
+        module, attribute = _module_and_attribute(name)
+    else:
+        known = ", ".join(sorted(builtins)) or "nothing"
+        raise ConfigError(
+            f"unknown name '{name}'{did_you_mean(name, builtins)} Built in: {known}. "
+            "Your own: path/to/file.py:name or package.module.name"
+        )
+    return _attribute(module, attribute, name)
+
+
+def check_options(
+    function: Callable[..., Any], options: Mapping[str, Any], where: str, *, given: int | None = None
+) -> None:
+    """Check that `function` takes `options` as options, and that none it requires is missing.
+
+    Options are the keyword-only parameters and the positional ones after the first `given`, which the caller
+    fills itself (None: all positional parameters without a default). Values are checked against plain
+    annotations (int, float, bool, str and unions of them); everything else is the function's own business.
+    where: the key (and its origin) for the message. Raises ConfigError.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if given is None:
+        candidates = [p for p in positional if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is not p.empty]
+    else:
+        candidates = [p for p in positional[given:] if p.kind is p.POSITIONAL_OR_KEYWORD]
+    known = {p.name: p for p in [*candidates, *(p for p in parameters if p.kind is p.KEYWORD_ONLY)]}
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    title = getattr(function, "__name__", str(function))
+    listing = f"Its options: {', '.join(known) or 'none'}"
+    for key, value in options.items():
+        if key in known:
+            _check_plain_type(known[key], value, f"{where}: option '{key}' of {title}")
+        elif not takes_any:
+            raise ConfigError(f"{where}: {title} has no option '{key}'{did_you_mean(key, known)} {listing}")
+    missing = [name for name, p in known.items() if p.default is p.empty and name not in options]
+    if missing:
+        raise ConfigError(f"{where}: {title} needs the option '{missing[0]}', which is not set. {listing}")
+
+
+def did_you_mean(name: str, candidates: Iterable[str]) -> str:
+    """For the middle of a message: `; did you mean 'x'?` for the nearest candidate, `.` when none is near."""
+    near = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.6)
+    return f"; did you mean '{near[0]}'?" if near else "."
+
+
+def _check_plain_type(parameter: inspect.Parameter, value: Any, where: str) -> None:
+    annotation = parameter.annotation
+    text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
+    names = [part.strip() for part in text.split("|")]
+    if not all(name in _SIMPLE_TYPES for name in names):
+        return
+    fits = any(isinstance(value, _SIMPLE_TYPES[name]) for name in names)
+    if fits and isinstance(value, bool) and "bool" not in names:
+        fits = False  # bool is an int to Python, not to a user
+    if not fits:
+        raise ConfigError(f"{where} must be {' or '.join(names)}, got {type(value).__name__} {value!r}")
+
+
+@contextlib.contextmanager
+def _importable(folder: str) -> Iterator[None]:
+    """Modules in `folder` can be imported meanwhile (a console script's path lacks the working directory)."""
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
+
+
+def _module_from_file(path: str, name: str) -> ModuleType:
+    file = Path(path).expanduser().resolve()
+    module_name = f"rondo_file_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
+    if module_name in sys.modules:
+        return sys.modules[module_name]
+    if not file.is_file():
+        raise ConfigError(f"'{name}': there is no file {file}; paths are relative to the working directory")
+    spec = importlib.util.spec_from_file_location(module_name, file)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"'{name}': {file} is no Python file; its name must end in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # dataclasses and pickle look their module up
+    try:
+        with _importable(str(file.parent)):
+            spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[module_name]
+        raise ConfigError(f"'{name}': {file} could not be imported: {_cause(error, str(file))}") from error
+    return module
+
+
+def _module_by_name(module_name: str, name: str) -> ModuleType:
+    try:
+        with _importable(os.getcwd()):
+            return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (module_name == error.name or module_name.startswith(error.name + ".")):
+            raise ConfigError(
+                f"'{name}': there is no module {error.name}; install it, or run where it can be imported"
+            ) from error
+        raise ConfigError(f"'{name}': module {module_name} could not be imported: {_cause(error)}") from error
+    except Exception as error:
+        raise ConfigError(f"'{name}': module {module_name} could not be imported: {_cause(error)}") from error
+
+
+def _module_and_attribute(name: str) -> tuple[ModuleType, str]:
+    """`a.b.c.d`: the longest importable module, and the rest (`a.b.Class.method` is legal)."""
+    parts = name.split(".")
+    for stop in range(len(parts) - 1, 0, -1):
+        module_name = ".".join(parts[:stop])
+        with _importable(os.getcwd()):
+            try:
+                found = importlib.util.find_spec(module_name) is not None
+            except (ImportError, ValueError):  # the parent is missing, or is no package
+                found = False
+        if found:
+            return _module_by_name(module_name, name), ".".join(parts[stop:])
+    raise ConfigError(
+        f"'{name}': there is no module {parts[0]}; install it, or run where it can be imported, "
+        "or name a file: path/to/file.py:name"
+    )
+
+
+def _attribute(module: ModuleType, attribute: str, name: str) -> Callable[..., Any]:
+    found: Any = module
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            public = [key for key in vars(found) if not key.startswith("_")]
+            place = getattr(module, "__file__", None) or module.__name__
+            raise ConfigError(f"'{name}': {place} has no '{part}'{did_you_mean(part, public)}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise ConfigError(f"'{name}' is {type(found).__name__}, not a function")
+    return found  # type: ignore[no-any-return]
+
+
+def _cause(error: Exception, file: str | None = None) -> str:
+    """`NameError: x is not defined (rewards.py, line 3)`: the innermost line in `file`, else of all."""
+    if isinstance(error, SyntaxError):
+        return f"{type(error).__name__}: {error}"
+    frames = traceback.extract_tb(error.__traceback__)
+    in_file = [frame for frame in frames if frame.filename == file]
+    last = (in_file or frames)[-1]
+    return f"{type(error).__name__}: {error} ({Path(last.filename).name}, line {last.lineno})"

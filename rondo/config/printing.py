@@ -1,0 +1,77 @@
+"""A configuration as text: YAML that loads back to an equal one, and a table of keys with their origins."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from rondo.config.build import FLATTENED
+from rondo.config.schema import Config
+from rondo.config.tree import FLOAT, INT, Origin
+
+if TYPE_CHECKING:
+    from rondo.config.load import LoadedConfig
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes every string that either YAML 1.1 or our reader would take for something else."""
+
+
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, None)
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:int", INT, None)
+
+
+def to_yaml(config: Config) -> str:
+    """Every key with its value; loads back to an equal configuration."""
+    return yaml.dump(_plain(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
+
+
+def show(loaded: LoadedConfig) -> str:
+    """Every leaf as `key: value   # origin`; one that nothing has set has the origin `default`."""
+    rows = [
+        (f"{key}: {_flow(value)}", _origin(key, loaded.origins))
+        for key, value in _leaves(_plain(loaded.config), "")
+    ]
+    width = min(60, max(len(text) for text, _ in rows))
+    return "\n".join(f"{text:<{width}}  # {origin}" for text, origin in rows)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, FLATTENED):
+        fields = {
+            f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value) if f.name != "options"
+        }
+        return {**fields, **_plain(value.options)}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {key: _plain(child) for key, child in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(child) for child in value]
+    return value
+
+
+def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        for name, child in value.items():
+            yield from _leaves(child, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list) and any(isinstance(child, dict) for child in value):
+        for index, child in enumerate(value):
+            yield from _leaves(child, f"{key}.{index}")
+    else:
+        yield key, value
+
+
+def _flow(value: Any) -> str:
+    text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, allow_unicode=True, width=10_000)
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def _origin(key: str, origins: Mapping[str, Origin]) -> str:
+    if key in origins:
+        return origins[key].where
+    below = [origin.where for known, origin in origins.items() if known.startswith(key + ".")]
+    return below[0] if below else "default"

@@ -1,0 +1,172 @@
+"""YAML text as a tree in which every value remembers where it was written. No schema here.
+
+Scalars follow YAML 1.2, not 1.1: `1e-4` is a number; `yes`, `on`, `010`, `1:30`, dates are nothing special.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rondo.errors import ConfigError
+
+INT = re.compile(r"[-+]?[0-9][0-9_]*$|0x[0-9a-fA-F]+$|0o[0-7]+$")
+FLOAT = re.compile(
+    r"[-+]?(?:\.[0-9]+|[0-9][0-9_]*(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?$|[-+]?\.(?:inf|Inf|INF)$|\.(?:nan|NaN|NAN)$"
+)
+_CONSTANTS: dict[str, bool | None] = {
+    **dict.fromkeys(("true", "True", "TRUE"), True),
+    **dict.fromkeys(("false", "False", "FALSE"), False),
+    **dict.fromkeys(("null", "Null", "NULL", "~", ""), None),
+}
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a value was written: `recipe.yaml:12` or `argument 'actor.optimizer.lr=1e-4'`."""
+
+    where: str
+
+
+@dataclass
+class Node:
+    """A value (scalar, list of nodes, mapping of nodes), its origin, and the rank of its layer.
+
+    layer: later files and arguments have higher numbers; decides between two spellings of one key.
+    """
+
+    value: Any
+    origin: Origin
+    layer: int
+
+    def plain(self) -> Any:
+        """The value without origins: dicts, lists and scalars."""
+        if isinstance(self.value, dict):
+            return {key: node.plain() for key, node in self.value.items()}
+        if isinstance(self.value, list):
+            return [node.plain() for node in self.value]
+        return self.value
+
+    def leaves(self, prefix: str) -> Iterator[tuple[str, Node]]:
+        """Scalars and empty containers below, with their dotted keys."""
+        if self.value and isinstance(self.value, dict | list):
+            items = self.value.items() if isinstance(self.value, dict) else enumerate(self.value)
+            for key, node in items:
+                yield from node.leaves(f"{prefix}.{key}" if prefix else str(key))
+        else:
+            yield prefix, self
+
+
+def read_file(path: str, layer: int) -> Node:
+    """The tree of a YAML file; an empty file is an empty mapping. Raises ConfigError naming file and line."""
+    file = Path(path).expanduser()
+    if not file.is_file():
+        kind = "is a folder" if file.is_dir() else "does not exist"
+        hint = _yaml_files(file.parent)
+        raise ConfigError(f"configuration file {path} {kind}{hint}")
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text (byte {error.start}); is this a YAML file?") from error
+    node = _compose(text, path)
+    if node is None:
+        return Node({}, Origin(f"{path}:1"), layer)
+    tree = _convert(node, path, layer)
+    if not isinstance(tree.value, dict):
+        raise ConfigError(
+            f"{tree.origin.where}: a recipe is a mapping of sections (model: …, data: …), "
+            f"this is a {describe(tree.plain())}"
+        )
+    return tree
+
+
+def read_argument(argument: str, layer: int) -> tuple[list[str], Node]:
+    """`key.sub=value` as (key parts, tree of the value, which is parsed as YAML). Raises ConfigError."""
+    key, equals, text = argument.partition("=")
+    key = key.strip().lstrip("+")  # Hydra's `+key=value` adds a key; here every key exists already
+    if not equals or not key or not all(key.split(".")):
+        raise ConfigError(f"argument '{argument}': overrides are written key.sub=value")
+    origin = Origin(f"argument '{argument}'")
+    try:
+        node = yaml.compose(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        detail = getattr(error, "problem", None) or str(error)
+        raise ConfigError(
+            f"{origin.where}: the value is not valid YAML ({detail}); quote it: {key}='\"…\"'"
+        ) from error
+    value = Node(None, origin, layer) if node is None else _convert(node, None, layer, origin)
+    return key.split("."), value
+
+
+def parse_scalar(text: str) -> bool | int | float | str | None:
+    """An unquoted YAML 1.2 scalar."""
+    if text in _CONSTANTS:
+        return _CONSTANTS[text]
+    if INT.match(text):
+        digits = text.replace("_", "")
+        return int(digits, 0) if digits[:2] in ("0x", "0o") else int(digits)
+    if FLOAT.match(text):
+        return float(re.sub(r"\.(?=inf|nan)", "", text.replace("_", "").lower()))
+    return text
+
+
+def describe(value: Any) -> str:
+    """`string 'abc'`, `integer 3`, `mapping`: a value as messages name it."""
+    names = {bool: "boolean", int: "integer", float: "number", str: "string", dict: "mapping", list: "list"}
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return f"boolean {str(value).lower()}"
+    if isinstance(value, dict | list):
+        return names[type(value)]
+    return f"{names.get(type(value), type(value).__name__)} {value!r}"
+
+
+class _Loader(yaml.SafeLoader):
+    """Composes nodes only; scalars are resolved by `parse_scalar`."""
+
+
+def _compose(text: str, path: str) -> yaml.Node | None:
+    try:
+        return yaml.compose(text, Loader=_Loader)  # type: ignore[no-any-return]
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f":{mark.line + 1}" if mark else ""
+        context = f" ({error.context})" if error.context else ""
+        raise ConfigError(f"{path}{line}: not valid YAML: {error.problem}{context}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {error}") from error
+
+
+def _convert(node: yaml.Node, path: str | None, layer: int, origin: Origin | None = None) -> Node:
+    """path: of the file, for line numbers; origin: of an argument, for all nodes below."""
+    here = origin or Origin(f"{path}:{node.start_mark.line + 1}")
+    if isinstance(node, yaml.ScalarNode):
+        quoted = node.style in ("'", '"', "|", ">")
+        return Node(node.value if quoted else parse_scalar(node.value), here, layer)
+    if isinstance(node, yaml.SequenceNode):
+        return Node([_convert(child, path, layer, origin) for child in node.value], here, layer)
+    mapping: dict[str, Node] = {}
+    for key_node, value_node in node.value:
+        place = origin or Origin(f"{path}:{key_node.start_mark.line + 1}")
+        if not isinstance(key_node, yaml.ScalarNode):
+            raise ConfigError(f"{place.where}: a key must be a plain word, not a list or mapping")
+        key = key_node.value
+        if key in mapping:
+            first = mapping[key].origin.where
+            raise ConfigError(f"{place.where}: key '{key}' is set twice in one mapping (first at {first})")
+        child = _convert(value_node, path, layer, origin)
+        child.origin = place  # a value counts as written where its key is
+        mapping[key] = child
+    return Node(mapping, here, layer)
+
+
+def _yaml_files(folder: Path) -> str:
+    names = sorted(p.name for p in folder.glob("*.yaml")) if folder.is_dir() else []
+    listed = ", ".join(names[:12])
+    return f"; {folder}/ has: {listed}" if names else " (paths are relative to the working directory)"

@@ -1,0 +1,336 @@
+"""Combinations that cannot work, one function per section; `trainers/check.py` asks algorithms and engines.
+
+Every message names the keys, their values, and where they were set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from rondo.config.schema import Config, CriticConfig, EngineConfig, KlConfig, OptimizerConfig, SourceConfig
+from rondo.config.tree import Origin
+from rondo.errors import ConfigError
+
+
+def validate(config: Config, origins: Mapping[str, Origin]) -> None:
+    """Raises ConfigError for the first value or combination that cannot work."""
+    check = _Check(config, origins)
+    _model(check)
+    _data(check)
+    _engines(check)
+    _rollout(check)
+    _reward(check)
+    _algorithm(check)
+    _trainer(check)
+    _cluster(check)
+    _checkpoint_and_tracking(check)
+
+
+class _Check:
+    """The configuration with the origins of its keys."""
+
+    def __init__(self, config: Config, origins: Mapping[str, Origin]) -> None:
+        self.config = config
+        self._origins = origins
+
+    def value(self, key: str) -> Any:
+        found: Any = self.config
+        for part in key.split("."):
+            found = found[int(part)] if part.isdigit() else getattr(found, part)
+        return found
+
+    def is_set(self, key: str) -> bool:
+        """Whether a file or argument set the key, or anything below it."""
+        return key in self._origins or any(known.startswith(key + ".") for known in self._origins)
+
+    def fail(self, key: str, message: str) -> NoReturn:
+        """ConfigError at the place where `key` was set: `recipe.yaml:3: <message>`."""
+        where = self._where(key)
+        raise ConfigError(f"{where}: {message}" if where else message)
+
+    def named(self, key: str) -> str:
+        """`actor.mini_batch_size = 4 (recipe.yaml:9)`: a second key in a message."""
+        return f"{key} = {_shown(self.value(key))} ({self._where(key) or 'default'})"
+
+    def require(self, key: str, holds: bool, what: str) -> None:
+        """`rollout.top_p must be above 0 and at most 1, got 1.5`."""
+        if not holds:
+            self.fail(key, f"{key} must be {what}, got {_shown(self.value(key))}")
+
+    def at_least(self, key: str, minimum: int) -> None:
+        value = self.value(key)
+        self.require(key, value is None or value >= minimum, f"at least {minimum}")
+
+    def _where(self, key: str) -> str | None:
+        if key in self._origins:
+            return self._origins[key].where
+        below = [origin for known, origin in self._origins.items() if known.startswith(key + ".")]
+        return below[0].where if below else None
+
+
+def _shown(value: Any) -> str:
+    if value is None or isinstance(value, Mapping):
+        return "null" if value is None else "{…}"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _model(check: _Check) -> None:
+    keys = ("model.path", "model.config", "trainer.warm_start")
+    given = [key for key in keys if check.value(key) is not None]
+    if not given:
+        check.fail(
+            "model",
+            "nothing says where the model comes from: set model.path (a folder or hub id), model.config (a "
+            "new "
+            "model with random weights), or trainer.warm_start (an SFT recipe that is run first)",
+        )
+    if len(given) > 1:
+        named = " and ".join(check.named(key) for key in given[:2])
+        check.fail(given[1], f"{named} both say where the model comes from; keep one, set the other to null")
+    if check.value("model.config") is not None:
+        if not check.value("model.config").get("model_type"):
+            check.fail(
+                "model.config", "model.config lacks model_type (qwen3, llama, …), which chooses the model"
+            )
+        if check.value("model.tokenizer") is None:
+            check.fail(
+                "model.config",
+                "model.config makes a new model, which has no tokenizer; set model.tokenizer to a folder, "
+                "a hub id "
+                "or a function",
+            )
+
+
+def _data(check: _Check) -> None:
+    check.at_least("data.batch_size", 1)
+    check.at_least("data.max_prompt_tokens", 1)
+    for part in ("train", "eval"):
+        for index, source in enumerate(check.value(f"data.{part}")):
+            _source(check, f"data.{part}.{index}", source)
+
+
+# Keys of a source besides those that all types have: (needed, possible).
+_SOURCE_KEYS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "parquet": ("path", ()),
+    "jsonl": ("path", ()),
+    "huggingface": ("path", ("split", "options")),
+    "reasoning_gym": ("task", ("options", "seed")),
+    "function": ("task", ("options", "seed")),
+}
+
+
+def _source(check: _Check, key: str, source: SourceConfig) -> None:
+    needed, possible = _SOURCE_KEYS[source.type]
+    defaults = SourceConfig(type=source.type)
+    if not getattr(source, needed):
+        check.fail(f"{key}.type", f"{key} is of type {source.type} and needs the key '{needed}'")
+    for name in ("path", "task", "split", "options", "seed"):
+        if name not in (needed, *possible) and getattr(source, name) != getattr(defaults, name):
+            check.fail(
+                f"{key}.{name}", f"{key}.{name} has no meaning for a source of type {source.type}; remove it"
+            )
+    check.at_least(f"{key}.size", 1)
+    check.require(f"{key}.weight", source.weight > 0, "above 0 (leave a source out to switch it off)")
+
+
+def _engines(check: _Check) -> None:
+    config = check.config
+    for role in ("actor", "critic"):
+        _optimizer(check, f"{role}.optimizer", check.value(f"{role}.optimizer"))
+        check.at_least(f"{role}.epochs", 1)
+        check.at_least(f"{role}.mini_batch_size", 1)
+        mini = check.value(f"{role}.mini_batch_size")
+        if mini is not None and config.data.batch_size % mini:
+            key = f"{role}.mini_batch_size"
+            check.fail(
+                key,
+                f"{key} = {mini} does not divide {check.named('data.batch_size')}; both count prompt groups. "
+                f"Choose one of {', '.join(map(str, _divisors(config.data.batch_size)))}",
+            )
+    check.at_least("critic.warmup_steps", 0)
+    trains_by_rl = bool(config.reward.functions)
+    used = {
+        "actor": trains_by_rl,
+        "critic": trains_by_rl and config.critic != CriticConfig(),
+        "reference": trains_by_rl and config.algorithm.kl is not None,
+    }
+    for role in ("actor", "critic", "reference"):
+        engine: EngineConfig = check.value(role)
+        check.at_least(f"{role}.token_budget", 1)
+        check.at_least(f"{role}.logits_chunk", 1)
+        longest = config.data.max_prompt_tokens + config.rollout.max_tokens
+        if used[role] and engine.token_budget < longest:
+            key = f"{role}.token_budget"
+            check.fail(
+                key if check.is_set(key) else "rollout.max_tokens",
+                f"{key} = {engine.token_budget} is less than the longest sequence of {longest} tokens: "
+                f"{check.named('data.max_prompt_tokens')} + {check.named('rollout.max_tokens')}. Raise the "
+                "budget, "
+                "or lower one of the two",
+            )
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _optimizer(check: _Check, key: str, optimizer: OptimizerConfig) -> None:
+    check.require(f"{key}.lr", optimizer.lr > 0, "above 0")
+    for i, beta in enumerate(optimizer.betas):
+        if not 0 <= beta < 1:
+            check.fail(f"{key}.betas.{i}", f"{key}.betas must be at least 0 and below 1, got {beta}")
+    check.require(f"{key}.eps", optimizer.eps > 0, "above 0")
+    check.require(f"{key}.weight_decay", optimizer.weight_decay >= 0, "at least 0")
+    clip = optimizer.grad_clip
+    check.require(f"{key}.grad_clip", clip is None or clip > 0, "above 0 (null: no clipping)")
+    schedule, name = optimizer.schedule, f"{key}.schedule"
+    check.at_least(f"{name}.warmup_steps", 0)
+    check.at_least(f"{name}.decay_steps", 1)
+    check.require(f"{name}.min_ratio", 0 <= schedule.min_ratio <= 1, "between 0 and 1")
+    if schedule.name != "wsd" and schedule.decay_steps is not None:
+        check.fail(
+            f"{name}.decay_steps", f"{name}.decay_steps is for schedule wsd only, not for {schedule.name}"
+        )
+    if schedule.name == "constant" and schedule.min_ratio != 0:
+        check.fail(
+            f"{name}.min_ratio",
+            f"{name}.min_ratio has no meaning for the constant schedule; choose linear, cosine or wsd, or "
+            "remove it",
+        )
+
+
+def _rollout(check: _Check) -> None:
+    rollout = check.config.rollout
+    if rollout.engine != "native":
+        check.fail(
+            "rollout.engine",
+            f"rollout.engine = {rollout.engine} arrives with a later release; use rollout.engine=native",
+        )
+    if rollout.engine_options:
+        check.fail(
+            "rollout.engine_options",
+            "rollout.engine_options are for other engines; the native one is governed by the keys of rollout "
+            "itself. Remove them",
+        )
+    check.at_least("rollout.n", 1)
+    check.at_least("rollout.max_tokens", 1)
+    check.at_least("rollout.max_concurrent", 1)
+    check.at_least("rollout.top_k", 0)
+    check.require(
+        "rollout.temperature",
+        rollout.temperature > 0,
+        "above 0 (training samples; for greedy answers in evaluation see trainer.evaluation.greedy)",
+    )
+    check.require("rollout.top_p", 0 < rollout.top_p <= 1, "above 0 and at most 1")
+    check.require("rollout.min_p", 0 <= rollout.min_p < 1, "at least 0 and below 1")
+    deadline = rollout.deadline_seconds
+    check.require("rollout.deadline_seconds", deadline is None or deadline > 0, "above 0 (null: none)")
+
+
+def _reward(check: _Check) -> None:
+    reward = check.config.reward
+    check.require("reward.timeout_seconds", reward.timeout_seconds > 0, "above 0")
+    check.at_least("reward.max_retries", 0)
+    check.require("reward.max_dropped_share", 0 <= reward.max_dropped_share <= 1, "between 0 and 1")
+    for index, function in enumerate(reward.functions):
+        if function.sources is not None and not function.sources:
+            key = f"reward.functions.{index}.sources"
+            check.fail(key, f"{key} is empty, so the scorer would never run; name sources, or remove the key")
+
+
+_GROUP_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo", "gpg", "gdpo", "passk")
+
+
+def _algorithm(check: _Check) -> None:
+    algorithm, n = check.config.algorithm, check.config.rollout.n
+    name = algorithm.advantage.name
+    if name in _GROUP_ESTIMATORS and n < 2:
+        check.fail(
+            "rollout.n",
+            f"rollout.n = {n}, but algorithm.advantage = {name} compares the trajectories of one prompt "
+            "and needs at "
+            "least 2; raise rollout.n, or choose another estimator (gae, reinforce_pp)",
+        )
+    kl = algorithm.kl
+    if kl is None:
+        return
+    check.require("algorithm.kl.coef", kl.coef > 0, "above 0 (no KL is algorithm.kl: null)")
+    check.require("algorithm.kl.target", kl.target > 0, "above 0")
+    check.require("algorithm.kl.horizon", kl.horizon > 0, "above 0")
+    for name in ("target", "horizon"):
+        if kl.controller == "fixed" and getattr(kl, name) != getattr(KlConfig, name):
+            check.fail(
+                f"algorithm.kl.{name}",
+                f"algorithm.kl.{name} is for the adaptive controller; set algorithm.kl.controller: adaptive, "
+                "or remove it",
+            )
+
+
+def _trainer(check: _Check) -> None:
+    trainer = check.config.trainer
+    if trainer.total_steps is None and trainer.epochs is None:
+        check.fail("trainer", "nothing says how long to train: set trainer.total_steps or trainer.epochs")
+    if trainer.total_steps is not None and trainer.epochs is not None:
+        check.fail(
+            "trainer.epochs",
+            f"{check.named('trainer.epochs')} and {check.named('trainer.total_steps')} both say how long "
+            "to train; "
+            "keep one, set the other to null",
+        )
+    check.at_least("trainer.total_steps", 1)
+    check.require("trainer.epochs", trainer.epochs is None or trainer.epochs > 0, "above 0")
+    check.at_least("trainer.max_staleness", 0)
+    if trainer.on_update != "finish":
+        check.fail(
+            "trainer.on_update",
+            f"trainer.on_update = {trainer.on_update} arrives with a later release; use "
+            "trainer.on_update=finish",
+        )
+    evaluation, key = trainer.evaluation, "trainer.evaluation"
+    check.at_least(f"{key}.every", 1)
+    check.at_least(f"{key}.samples", 0)
+    check.at_least(f"{key}.limit", 1)
+    check.require(f"{key}.temperature", evaluation.temperature > 0, "above 0 (greedy answers: greedy: true)")
+    check.require(f"{key}.top_p", 0 < evaluation.top_p <= 1, "above 0 and at most 1")
+    if evaluation.every is not None and not evaluation.greedy and not evaluation.samples:
+        check.fail(
+            f"{key}.every",
+            f"{key}.every is set, but there is nothing to evaluate: set {key}.greedy or {key}.samples",
+        )
+
+
+def _cluster(check: _Check) -> None:
+    cluster = check.config.cluster
+    check.at_least("cluster.devices", 1)
+    check.at_least("cluster.threads", 1)
+    if cluster.backend == "local" and cluster.devices > 1:
+        check.fail(
+            "cluster.devices",
+            f"cluster.devices = {cluster.devices} needs one process per device, and "
+            f"{check.named('cluster.backend')} "
+            "has one process; use cluster.backend=ray",
+        )
+    if cluster.backend == "local" and cluster.ray_address is not None:
+        check.fail(
+            "cluster.ray_address",
+            f"cluster.ray_address is set, but {check.named('cluster.backend')}; use cluster.backend=ray, "
+            "or remove it",
+        )
+    if cluster.backend == "ray" and cluster.inline:
+        check.fail(
+            "cluster.inline",
+            f"cluster.inline runs workers in this process, which {check.named('cluster.backend')} cannot; "
+            "use "
+            "cluster.backend=local, or cluster.inline=false",
+        )
+
+
+def _checkpoint_and_tracking(check: _Check) -> None:
+    check.at_least("checkpoint.every", 1)
+    check.at_least("checkpoint.keep", 1)
+    check.at_least("tracking.samples", 0)
+    names = [tracker.name for tracker in check.config.tracking.trackers]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            check.fail(f"tracking.trackers.{index}", f"tracking.trackers lists {name} twice; keep one")

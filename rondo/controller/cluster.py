@@ -1,0 +1,77 @@
+"""The cluster: devices with a host process each, on which worker groups are placed. One protocol, two
+backends."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from rondo.batch import Batch, BatchRef
+from rondo.config.schema import ClusterConfig
+from rondo.controller.group import WorkerGroup
+from rondo.controller.mesh import Mesh
+from rondo.controller.worker import Worker
+from rondo.errors import ConfigError
+
+
+class Cluster(Protocol):
+    """num_devices: host processes. device: "cpu" or "cuda". threads: torch threads of each host."""
+
+    num_devices: int
+    device: str
+    threads: int
+
+    async def create_group(
+        self,
+        role: str,
+        worker_class: type[Worker],
+        *,
+        mesh: Mesh | None = None,
+        kwargs: Mapping[str, Any] = {},
+        devices: Sequence[int] | None = None,
+    ) -> WorkerGroup:
+        """Build one worker of `worker_class(context, **kwargs)` per rank.
+
+        mesh: default all devices on `dp`. devices: the resource pool, rising device numbers, one per rank
+        (default the first ones); groups may share devices, their workers then share host processes and see
+        each other as peers. Raises ConfigError if they do not fit, WorkerError if a constructor raises.
+        """
+
+    async def resolve(self, handles: Sequence[Any]) -> list[Batch]:
+        """What the handles of blocks stand for (the resolver of every BatchRef made here)."""
+
+    def put(self, batch: Batch, index_columns: Sequence[str] = ()) -> BatchRef:
+        """Hand rows made by the controller to the workers: `index_columns` stay here, the rest becomes a
+        block."""
+
+    def driver_bytes(self) -> int:
+        """Bytes that passed through the controller so far, both ways; see docs/controller.md for what is
+        counted."""
+
+    async def shutdown(self) -> None:
+        """Close all workers and end all processes. A second call does nothing."""
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+async def start_cluster(config: ClusterConfig) -> Cluster:
+    """Start the hosts. Raises ConfigError when there are not enough devices or the backend is not
+    installed."""
+    threads = config.threads or max(1, (os.cpu_count() or 1) // max(1, config.devices))
+    if config.devices < 1 or threads < 1:
+        raise ConfigError(
+            f"cluster.devices={config.devices}, cluster.threads={config.threads}: both are at least 1"
+        )
+    if config.backend == "local":
+        from rondo.controller.local import start_local
+
+        return await start_local(config, threads)
+    from rondo.controller.ray_backend import start_ray_cluster  # Ray takes a second to import
+
+    return await start_ray_cluster(config, threads)

@@ -1,0 +1,68 @@
+"""Dispatch: how a worker method's arguments are spread over the ranks, and who reads and writes which
+columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+
+from rondo.batch import Batch
+from rondo.planning.packing import balance
+
+How = Literal["broadcast", "split", "per_rank"]
+COST_COLUMNS = ("prompt_length", "response_length")
+GROUP_COLUMN = "mini_batch"
+
+_MARK = "__rondo_dispatch__"
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """The mark of a method. reads: columns shipped with a BatchRef. writes: columns it may return; () is not
+    checked."""
+
+    how: How
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+
+
+def dispatch(
+    how: How, *, reads: tuple[str, ...] = (), writes: tuple[str, ...] = ()
+) -> Callable[[Method], Method]:
+    """Mark a worker method that the controller may `call`.
+
+    broadcast: the same arguments to every rank, the result of rank 0. split: the first argument is a BatchRef
+    whose rows are cut over the data-parallel axis; each rank gets a Batch of `reads`. per_rank: every
+    argument is a list with one entry per rank, and so is the result.
+    """
+
+    def mark(method: Method) -> Method:
+        setattr(method, _MARK, Dispatch(how, reads, writes))
+        return method
+
+    return mark
+
+
+def dispatch_of(method: Callable[..., Any]) -> Dispatch | None:
+    """The mark of a method, or None."""
+    return getattr(method, _MARK, None)
+
+
+def cut(index: Batch, parts: int) -> list[np.ndarray]:
+    """Row positions of each data-parallel shard: balanced by tokens within every mini-batch; a function of
+    the index.
+
+    Costs are prompt_length + response_length (1 per row where the index has neither), groups the column
+    `mini_batch` if there is one. Shards may be uneven and empty.
+    """
+    if parts == 1:
+        return [np.arange(len(index))]
+    present = [name for name in COST_COLUMNS if name in index.columns]
+    costs = np.zeros(len(index)) if present else np.ones(len(index))
+    for name in present:
+        costs += index.scalars(name)
+    return balance(costs, parts, index.scalars(GROUP_COLUMN) if GROUP_COLUMN in index.columns else None)

@@ -1,0 +1,121 @@
+"""The `local` backend: the controller's own process is the one host. A debugger works, nothing is pickled."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from rondo.batch import Batch, BatchRef
+from rondo.config.schema import ClusterConfig
+from rondo.controller.group import Answer, WorkerGroup, create_group, pool
+from rondo.controller.handle import ByteCounter, HandleBase
+from rondo.controller.host import Call, Host
+from rondo.controller.mesh import Mesh
+from rondo.controller.worker import Worker
+from rondo.errors import ConfigError
+
+
+class LocalHandle(HandleBase):
+    """Calls the host directly."""
+
+    def __init__(self, host: Host, counter: ByteCounter) -> None:
+        super().__init__()
+        self._host, self._counter = host, counter
+
+    def pack(self, call: Call) -> Call:
+        """Nothing to pack: one process."""
+        return call
+
+    def submit(self, packed: Call, is_async: bool) -> asyncio.Task[Answer]:
+        """Start the call on the host."""
+        return self._task(self._run(packed, self._ticket(is_async)))
+
+    async def _run(self, call: Call, ticket: int | None) -> Answer:
+        pieces = call.shard.pieces if call.shard else ()
+        if call.shard is not None:
+            self._counter.add(
+                call.shard.index.num_bytes + sum(p.source.nbytes + p.target.nbytes for p in pieces)
+            )
+        reply, kept = await self._host.run(call, [piece.handle for piece in pieces], ticket)
+        if reply.kept is not None:
+            self._counter.add(reply.kept.index.num_bytes)
+        return reply, kept
+
+
+class LocalCluster:
+    """One device, one process; see the Cluster protocol. A block's handle is the Batch itself."""
+
+    num_devices = 1
+
+    def __init__(self, host: Host) -> None:
+        self.device, self.threads = host.device.partition(":")[0], host.threads
+        self._host, self._counter = host, ByteCounter()
+        self._handle = LocalHandle(host, self._counter)
+        self._closed = False
+
+    async def create_group(
+        self,
+        role: str,
+        worker_class: type[Worker],
+        *,
+        mesh: Mesh | None = None,
+        kwargs: Mapping[str, Any] = {},
+        devices: Sequence[int] | None = None,
+    ) -> WorkerGroup:
+        """See Cluster.create_group; the local backend has one device."""
+        mesh, _ = pool(1, mesh, devices)
+        return await create_group(role, worker_class, mesh, {0: self._handle}, kwargs, self.resolve)
+
+    async def resolve(self, handles: Sequence[Any]) -> list[Batch]:
+        """See Cluster.resolve."""
+        return list(handles)
+
+    def put(self, batch: Batch, index_columns: Sequence[str] = ()) -> BatchRef:
+        """See Cluster.put."""
+        ref = BatchRef.of(batch, index_columns, self.resolve)
+        self._counter.add(ref.index.num_bytes)
+        return ref
+
+    def driver_bytes(self) -> int:
+        """See Cluster.driver_bytes: index bytes only, token data is in this very process."""
+        return self._counter.total
+
+    async def shutdown(self) -> None:
+        """See Cluster.shutdown; waits for the sync call that is running."""
+        if not self._closed:
+            self._closed = True
+            await self._host.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.shutdown()
+
+
+async def start_local(config: ClusterConfig, threads: int) -> LocalCluster:
+    """Make this process the host."""
+    if config.devices != 1:
+        raise ConfigError(
+            f"cluster.devices={config.devices} with cluster.backend=local, which has one device: "
+            "set cluster.backend=ray or cluster.devices=1"
+        )
+    has_cuda = torch.cuda.is_available()
+    if config.device == "cuda" and not has_cuda:
+        raise ConfigError(
+            "cluster.device=cuda, but torch sees no CUDA device here: set cluster.device=cpu or auto"
+        )
+    device = "cuda:0" if has_cuda and config.device != "cpu" else "cpu"
+    host = Host(0, 1, device, threads, inline=config.inline)
+    try:
+        await host.start()
+    except BaseException:
+        await host.close()
+        raise
+    return LocalCluster(host)

@@ -1,0 +1,396 @@
+"""The `ray` backend: one actor per device is a host process. The only module that imports Ray.
+
+Token data stays in Ray's object store: a call has two return values, a small reply that comes to the
+controller and the kept Batch, of which the controller only holds the reference. References travel as
+top-level arguments, so that Ray brings the data to the worker (zero-copy on one node). Calls and replies are
+pickled here, so that the bytes through the controller can be counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import pickle
+import sys
+import sysconfig
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import torch.distributed as dist
+
+from rondo.batch import Batch, BatchRef, Shard
+from rondo.config.schema import ClusterConfig
+from rondo.controller.group import Answer, WorkerGroup, create_group, pool
+from rondo.controller.handle import ByteCounter, HandleBase
+from rondo.controller.host import Call, Failure, Host, Reply, failure_of
+from rondo.controller.mesh import Mesh
+from rondo.controller.worker import Worker
+from rondo.errors import ConfigError, DataError
+
+try:
+    import ray
+    from ray import cloudpickle
+    from ray.exceptions import RayError
+except ImportError as error:
+    raise ConfigError('cluster.backend=ray, but Ray is not installed: pip install "rondo-rl[ray]"') from error
+
+# Objects up to this size travel inside Ray's messages, through the controller; larger ones through the object
+# store. Ray's own default is 100 KiB; a cluster started here keeps token blocks out of the controller from 8
+# KiB on.
+INLINE_BYTES = 8 * 1024
+RAY_DEFAULT_INLINE_BYTES = 100 * 1024
+START_SECONDS = 120.0
+Origin = Literal["started", "connected", "found"]
+CLOSE_SECONDS = 10.0
+# What pickle raises for an object that cannot be written, or whose class cannot be found or rebuilt.
+_log = logging.getLogger(__name__)
+_PICKLE_ERRORS = (pickle.PickleError, ImportError, AttributeError, TypeError, ValueError, RecursionError)
+
+
+@dataclass(frozen=True)
+class StoredBlock:
+    """The handle of a block: a reference into the object store, and the size of what is there."""
+
+    ref: ray.ObjectRef
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class _Packed:
+    payload: bytes
+    refs: tuple[ray.ObjectRef, ...]
+    inline_bytes: int
+
+
+class HostActor:
+    """The process of one device; all its methods run on one event loop. See Host for what runs where."""
+
+    def __init__(self, device: str, threads: int, directory: str) -> None:
+        if os.path.isdir(directory):
+            os.chdir(directory)  # functions given as `path.py:name` are found as the controller finds them
+        self._device, self._threads = device, threads
+        self._host: Host | None = None
+        self._store: dist.TCPStore | None = None
+
+    async def whereabouts(self) -> tuple[str, str, int]:
+        """(node id, node address, process id)"""
+        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), os.getpid()
+
+    async def open_store(self, address: str, world_size: int) -> int:
+        """Rank 0 opens the meeting point of the world on a free port; returns the port."""
+        self._store = dist.TCPStore(address, 0, world_size, is_master=True, wait_for_workers=False)
+        return self._store.port
+
+    async def join(self, rank: int, world_size: int, address: str, port: int) -> None:
+        """Start torch.distributed; returns when all ranks have joined."""
+        store = self._store or dist.TCPStore(address, port, world_size, is_master=False)
+        self._host = Host(rank, world_size, self._device, self._threads)
+        await self._host.start(store)
+
+    async def run(self, ticket: int | None, payload: bytes, *blocks: Batch) -> tuple[bytes, Batch | None]:
+        """Run one pickled Call; returns a pickled Reply and the kept Batch."""
+        assert self._host is not None
+        try:
+            call: Call = pickle.loads(payload)
+        except _PICKLE_ERRORS as error:  # e.g. the worker class's module cannot be imported here
+            reply = Reply(failure=failure_of(error))
+            if ticket is not None:
+                await self._host.skip(ticket)
+            return _pack_reply(reply), None
+        pieces = call.shard.pieces if call.shard is not None else ()
+        reply, kept = await self._host.run(call, [blocks[piece.handle] for piece in pieces], ticket)
+        return _pack_reply(reply), kept
+
+    async def close(self) -> None:
+        """Close the workers."""
+        if self._host is not None:
+            await self._host.close()
+
+
+def _pack_reply(reply: Reply) -> bytes:
+    """The exception is pickled on its own: where it cannot be read, the failure still arrives."""
+    cause = reply.failure.cause if reply.failure is not None else None
+    if reply.failure is not None:
+        reply = replace(reply, failure=replace(reply.failure, cause=None))
+    try:
+        return pickle.dumps((cloudpickle.dumps(reply), _pickled_cause(cause)))
+    except _PICKLE_ERRORS as error:
+        failure = replace(failure_of(error), cause=None, message=f"the result cannot be pickled: {error}")
+        return pickle.dumps((cloudpickle.dumps(Reply(failure=failure)), None))
+
+
+def _pickled_cause(cause: BaseException | None) -> bytes | None:
+    try:
+        return None if cause is None else cloudpickle.dumps(cause)
+    except _PICKLE_ERRORS:
+        return None
+
+
+def _unpack_reply(raw: bytes) -> Reply:
+    body, cause = pickle.loads(raw)
+    try:
+        reply: Reply = pickle.loads(body)
+    except _PICKLE_ERRORS as error:
+        return Reply(failure=replace(failure_of(error), message=f"the result cannot be read here: {error}"))
+    if reply.failure is None or cause is None:
+        return reply
+    try:
+        return replace(reply, failure=replace(reply.failure, cause=pickle.loads(cause)))
+    except _PICKLE_ERRORS:  # the class lives only in the worker's process: its name is in the message
+        return reply
+
+
+class RayHandle(HandleBase):
+    """Sends calls to one host actor."""
+
+    def __init__(self, actor: Any, pid: int, counter: ByteCounter, inline_bytes: int) -> None:
+        super().__init__()
+        self.actor, self.pid = actor, pid
+        self._counter, self._inline_bytes = counter, inline_bytes
+
+    def pack(self, call: Call) -> _Packed:
+        """Pickle the call; block references are taken out of the shard and become top-level arguments."""
+        handles: list[StoredBlock] = []
+        if call.shard is not None:
+            pieces = []
+            places: dict[int, int] = {}
+            for piece in call.shard.pieces:
+                if id(piece.handle) not in places:
+                    places[id(piece.handle)] = len(handles)
+                    handles.append(piece.handle)
+                pieces.append(replace(piece, handle=places[id(piece.handle)]))
+            call = replace(call, shard=Shard(call.shard.index, tuple(pieces)))
+        inline = sum(handle.num_bytes for handle in handles if handle.num_bytes <= self._inline_bytes)
+        return _Packed(cloudpickle.dumps(call), tuple(handle.ref for handle in handles), inline)
+
+    def submit(self, packed: _Packed, is_async: bool) -> asyncio.Task[Answer]:
+        """Send to the actor; a dead process becomes a Failure."""
+        self._counter.add(len(packed.payload) + packed.inline_bytes)
+        method = self.actor.run.options(num_returns=2)
+        reply, kept = method.remote(self._ticket(is_async), packed.payload, *packed.refs)
+        return self._task(self._answer(reply, kept, is_async))
+
+    async def _answer(self, reply_ref: ray.ObjectRef, kept_ref: ray.ObjectRef, is_async: bool) -> Answer:
+        try:
+            raw = await reply_ref
+        except RayError as error:
+            first = str(error).strip().partition("\n")[0]
+            kind = type(error).__name__
+            message = f"its host process (pid {self.pid}) died or cannot be reached: {kind}: {first}"
+            return Reply(failure=Failure(message, str(error), time.time(), died=True)), None
+        except asyncio.CancelledError:
+            if is_async:
+                ray.cancel(reply_ref)
+            raise
+        self._counter.add(len(raw))
+        reply = _unpack_reply(raw)
+        if reply.kept is None:
+            return reply, None
+        if reply.kept.num_bytes <= self._inline_bytes:
+            self._counter.add(reply.kept.num_bytes)
+        return reply, StoredBlock(kept_ref, reply.kept.num_bytes)
+
+
+class RayCluster:
+    """One actor per device; see the Cluster protocol. origin: how this process came to Ray."""
+
+    def __init__(self, num_devices: int, device: str, threads: int, origin: Origin) -> None:
+        self.num_devices, self.device, self.threads = num_devices, device, threads
+        self._owns_ray = origin != "found"
+        self._inline_bytes = INLINE_BYTES if origin == "started" else RAY_DEFAULT_INLINE_BYTES
+        self._counter = ByteCounter()
+        self._handles: list[RayHandle] = []
+        self._actors: list[Any] = []
+        self._closed = False
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids of the hosts, by device number."""
+        return tuple(handle.pid for handle in self._handles)
+
+    async def start_hosts(self, env: Mapping[str, str]) -> None:
+        """Start the actors, number them node by node, and let them join one torch.distributed world."""
+        options: dict[str, Any] = {
+            "num_cpus": 1,
+            "max_concurrency": 10_000,
+            "runtime_env": {"env_vars": dict(env)},
+        }
+        if self.device == "cuda":
+            options["num_gpus"] = 1
+        device = "cuda:0" if self.device == "cuda" else "cpu"  # Ray shows each actor its own GPU only
+        make = ray.remote(HostActor).options(**options)
+        self._actors = [make.remote(device, self.threads, os.getcwd()) for _ in range(self.num_devices)]
+        try:
+            found = await asyncio.wait_for(_all(a.whereabouts.remote() for a in self._actors), START_SECONDS)
+        except (TimeoutError, RayError) as error:
+            raise ConfigError(
+                f"Ray did not start {self.num_devices} host processes within {START_SECONDS:.0f} s ({error!r}): are "
+                f"its resources ({ray.available_resources()}) taken by another job? See `ray status`"
+            ) from error
+        order = sorted(range(self.num_devices), key=lambda i: (found[i][0] != found[0][0], found[i][0], i))
+        self._actors = [self._actors[i] for i in order]
+        places = [found[i] for i in order]
+        self._handles = [
+            RayHandle(actor, place[2], self._counter, self._inline_bytes)
+            for actor, place in zip(self._actors, places, strict=True)
+        ]
+        one_node = len({node for node, _, _ in places}) == 1
+        address = "127.0.0.1" if one_node else places[0][1]
+        port = await self._actors[0].open_store.remote(address, self.num_devices)
+        await _all(
+            a.join.remote(rank, self.num_devices, address, port) for rank, a in enumerate(self._actors)
+        )
+
+    async def create_group(
+        self,
+        role: str,
+        worker_class: type[Worker],
+        *,
+        mesh: Mesh | None = None,
+        kwargs: Mapping[str, Any] = {},
+        devices: Sequence[int] | None = None,
+    ) -> WorkerGroup:
+        """See Cluster.create_group."""
+        mesh, chosen = pool(self.num_devices, mesh, devices)
+        hosts = {device: self._handles[device] for device in chosen}
+        return await create_group(role, worker_class, mesh, hosts, kwargs, self.resolve)
+
+    async def resolve(self, handles: Sequence[Any]) -> list[Batch]:
+        """See Cluster.resolve. Whole blocks come to the controller and are counted."""
+        try:
+            blocks: list[Batch] = await _all(handle.ref for handle in handles)
+        except RayError as error:
+            raise DataError(
+                f"a block of this batch is lost, its host process or node is gone: {error}"
+            ) from error
+        self._counter.add(sum({id(handle): handle.num_bytes for handle in handles}.values()))
+        return blocks
+
+    def put(self, batch: Batch, index_columns: Sequence[str] = ()) -> BatchRef:
+        """See Cluster.put."""
+        whole = BatchRef.of(batch, index_columns, self.resolve)
+        self._counter.add(whole.index.num_bytes)
+        if not whole.blocks:
+            return whole
+        data: Batch = whole.blocks[0].handle
+        self._counter.add(data.num_bytes)
+        return BatchRef.of(batch, index_columns, self.resolve, StoredBlock(ray.put(data), data.num_bytes))
+
+    def driver_bytes(self) -> int:
+        """See Cluster.driver_bytes: pickled calls and replies, what is put and fetched, and inlined
+        blocks."""
+        return self._counter.total
+
+    async def shutdown(self) -> None:
+        """See Cluster.shutdown. Hosts that are broken or do not close within CLOSE_SECONDS are killed."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if ray.is_initialized():
+                closing = [_quietly(h.actor.close.remote()) for h in self._handles if h.broken is None]
+                await asyncio.wait_for(asyncio.gather(*closing), CLOSE_SECONDS)
+        except TimeoutError:
+            _log.warning("workers did not close within %.0f s; their processes are killed", CLOSE_SECONDS)
+        finally:
+            if ray.is_initialized():
+                for actor in self._actors:
+                    ray.kill(actor, no_restart=True)
+                await _gone(self.pids)
+                if self._owns_ray:
+                    ray.shutdown()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.shutdown()
+
+
+async def _all(refs: Any) -> list[Any]:
+    return list(await asyncio.gather(*refs))
+
+
+async def _quietly(ref: ray.ObjectRef) -> None:
+    try:
+        await ref
+    except RayError:
+        return  # it died before it could close: it is gone, which is what was wanted
+
+
+async def _gone(pids: Sequence[int], seconds: float = 5.0) -> None:
+    """Wait until none of these processes of this machine is left."""
+    deadline = time.monotonic() + seconds
+    while any(os.path.exists(f"/proc/{pid}") for pid in pids) and time.monotonic() < deadline:
+        await asyncio.sleep(0.02)
+
+
+def worker_environment(threads: int) -> dict[str, str]:
+    """Environment of the host processes: import what the controller can import, and no more threads than
+    planned."""
+    own = tuple(os.path.realpath(path) for path in sysconfig.get_paths().values())
+    entries = [os.path.realpath(entry) for entry in sys.path if os.path.exists(entry or ".")]
+    path = [entry for entry in entries if not entry.startswith(own)]
+    return {"PYTHONPATH": os.pathsep.join(dict.fromkeys(path)), "OMP_NUM_THREADS": str(threads)}
+
+
+def start_ray(config: ClusterConfig, threads: int) -> Origin:
+    """Start Ray on this machine, or connect to `ray_address`, unless this process is connected already."""
+    if ray.is_initialized():
+        return "found"
+    env = {"env_vars": worker_environment(threads)}
+    quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False, "runtime_env": env}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about Ray's future defaults
+        if config.ray_address is not None:
+            try:
+                ray.init(address=config.ray_address, **quiet)
+            except (ConnectionError, RayError, ValueError) as error:
+                raise ConfigError(
+                    f"cluster.ray_address={config.ray_address}: no Ray there: {error}"
+                ) from error
+            return "connected"
+        ray.init(
+            address="local",
+            num_cpus=config.devices,  # one worker process each, and none to spare
+            include_dashboard=False,
+            _system_config={"max_direct_call_object_size": INLINE_BYTES},
+            **quiet,
+        )
+        return "started"
+
+
+async def start_ray_cluster(config: ClusterConfig, threads: int) -> RayCluster:
+    """Start or join Ray, then one host per device. Raises ConfigError when there are fewer devices than asked
+    for."""
+    if config.inline:
+        raise ConfigError(
+            "cluster.inline=true works with cluster.backend=local only: calls run in other processes"
+        )
+    origin = start_ray(config, threads)
+    cluster: RayCluster | None = None
+    try:
+        resources = ray.cluster_resources()
+        use_cuda = config.device == "cuda" or (config.device == "auto" and resources.get("GPU", 0) > 0)
+        kind = "GPU" if use_cuda else "CPU"
+        if resources.get(kind, 0) < config.devices:
+            raise ConfigError(
+                f"cluster.devices={config.devices}, but the Ray cluster has {resources.get(kind, 0):.0f} {kind}s: "
+                "lower cluster.devices, add nodes, or set cluster.device"
+            )
+        cluster = RayCluster(config.devices, "cuda" if use_cuda else "cpu", threads, origin)
+        await cluster.start_hosts(worker_environment(threads))
+    except BaseException:
+        if cluster is not None:
+            await cluster.shutdown()
+        elif origin != "found":
+            ray.shutdown()
+        raise
+    return cluster

@@ -1,0 +1,54 @@
+"""What a worker is handed: its place in the group, its device, its mesh, and the other workers of its
+process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from rondo.controller.distributed import new_device_mesh
+from rondo.controller.mesh import Mesh
+
+
+class Worker:
+    """One rank of a role. Methods marked with `dispatch` are called by the controller.
+
+    Sync methods run on the host process's one training thread, in the order in which the controller called
+    them; async ones on its event loop, at once.
+    """
+
+    def __init__(self, context: WorkerContext) -> None:
+        self.context = context
+
+    def close(self) -> None:
+        """Release threads and files. Called once more at shutdown, so a second call must do no harm."""
+
+
+@dataclass
+class WorkerContext:
+    """device: "cpu" or "cuda:i". threads: torch threads of this host. ranks: the group's ranks in the world
+    of hosts.
+
+    peers: the workers of other roles in this process, by role; a live view, filled in creation order.
+    """
+
+    role: str
+    rank: int
+    world_size: int
+    device: str
+    threads: int
+    peers: Mapping[str, Worker]
+    mesh: Mesh
+    ranks: tuple[int, ...]
+    _device_mesh: DeviceMesh | None = field(default=None, repr=False)
+
+    def device_mesh(self) -> DeviceMesh:
+        """A torch DeviceMesh over the group's ranks with the mesh's axis names, on process groups of its own.
+
+        Collective over the group at the first call (call it from `__init__` or a sync method, on every rank).
+        """
+        if self._device_mesh is None:
+            self._device_mesh = new_device_mesh(self.mesh, self.ranks, self.device.partition(":")[0])
+        return self._device_mesh

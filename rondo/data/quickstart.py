@@ -1,0 +1,236 @@
+"""The quickstart's task and tokenizer, made in this process: nothing is downloaded.
+
+Two-step word problems over three numbers from 2 to 9. The worked answer shows both steps
+(`3+9=12\\n12+9=21\\n#### 21`); most demonstrations answer lazily with a number from the text (`#### 3`), and
+reinforcement learning finds out that showing the work pays. An eighth of the 512 number triples is held out
+for evaluation: no test prompt's numbers occur in training.
+
+Use from a recipe: `{type: function, task: rondo.data.quickstart.train_rows, size: 4096, seed: 0}`,
+`model.tokenizer: rondo.data.quickstart.tokenizer`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rondo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+Triple = tuple[int, int, int]
+
+NAMES = (
+    "Tom",
+    "Ana",
+    "Ben",
+    "Eva",
+    "Max",
+    "Mia",
+    "Leo",
+    "Zoe",
+    "Sam",
+    "Ivy",
+    "Kim",
+    "Raj",
+    "Ada",
+    "Hugo",
+    "Nina",
+    "Omar",
+)
+OBJECTS = (
+    *(
+        "apples",
+        "pens",
+        "books",
+        "coins",
+        "cards",
+        "eggs",
+        "cups",
+        "keys",
+        "nuts",
+        "shells",
+        "stamps",
+        "toys",
+    ),
+    *(
+        "buttons",
+        "marbles",
+        "pencils",
+        "tickets",
+        "flowers",
+        "candles",
+        "baskets",
+        "feathers",
+        "ribbons",
+        "lemons",
+    ),
+)
+NUMBERS = range(2, 10)
+HELD_OUT_TRIPLES = 64
+
+_OPERATIONS: dict[str, Callable[[int, int], int]] = {"+": int.__add__, "-": int.__sub__}
+
+
+@dataclass(frozen=True)
+class Template:
+    """A wording and the two operations that answer it: (a first b) second c."""
+
+    text: str
+    first: str
+    second: str
+
+
+TEMPLATES = (
+    Template("{name} has {a} {things}, buys {b}, finds {c}. How many?", "+", "+"),
+    Template("{a} red, {b} blue and {c} green {things}. How many?", "+", "+"),
+    Template("{name} has {a} {things}, gets {b}, loses {c}. How many?", "+", "-"),
+    Template("{name} had {a} {things}, gave {b}, got {c}. How many?", "-", "+"),
+    Template("{name} saw {a} {things}, then {b}, then {c}. How many?", "+", "+"),
+    Template("{name} took {a} {things}, won {b}, lent {c}. How many?", "+", "-"),
+)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One word problem. worked: both steps and the answer; numbers: as they stand in the text."""
+
+    text: str
+    worked: str
+    answer: int
+    numbers: Triple
+
+
+def _solve(template: Template, numbers: Triple) -> tuple[int, int]:
+    middle = _OPERATIONS[template.first](numbers[0], numbers[1])
+    return middle, _OPERATIONS[template.second](middle, numbers[2])
+
+
+def _problem(template: Template, numbers: Triple, name: str, things: str) -> Problem:
+    a, b, c = numbers
+    middle, answer = _solve(template, numbers)
+    worked = f"{a}{template.first}{b}={middle}\n{middle}{template.second}{c}={answer}\n#### {answer}"
+    return Problem(template.text.format(name=name, things=things, a=a, b=b, c=c), worked, answer, numbers)
+
+
+def _all_triples() -> list[Triple]:
+    return [(a, b, c) for a in NUMBERS for b in NUMBERS for c in NUMBERS]
+
+
+@functools.cache
+def held_out_triples() -> frozenset[Triple]:
+    """The number triples that only evaluation prompts have: the same in every process and for every seed."""
+    rng = random.Random("rondo quickstart: held-out triples")
+    return frozenset(rng.sample(_all_triples(), HELD_OUT_TRIPLES))
+
+
+def _problems(stream: str, seed: int, held_out: bool) -> Iterator[Problem]:
+    """Endless random problems; a function of its arguments only. Results of both steps are never negative."""
+    rng = random.Random(f"rondo quickstart: {stream}: {seed}")
+    triples = [t for t in _all_triples() if (t in held_out_triples()) == held_out]
+    possible = {t: [template for template in TEMPLATES if min(_solve(template, t)) >= 0] for t in triples}
+    while True:
+        numbers = rng.choice(triples)
+        yield _problem(rng.choice(possible[numbers]), numbers, rng.choice(NAMES), rng.choice(OBJECTS))
+
+
+def _distinct_rows(problems: Iterator[Problem], size: int, most: int) -> list[dict[str, Any]]:
+    if not 0 < size <= most:
+        raise ConfigError(f"quickstart: size must be from 1 to {most} distinct prompts, got {size}")
+    rows: dict[str, dict[str, Any]] = {}
+    while len(rows) < size:
+        problem = next(problems)
+        rows[problem.text] = {
+            "prompt": problem.text,
+            "answer": str(problem.answer),
+            "solution": problem.worked,
+        }
+    return list(rows.values())
+
+
+def train_rows(size: int = 4096, seed: int = 0) -> list[dict[str, Any]]:
+    """`size` distinct training prompts: rows with prompt, answer (the number) and solution (the worked
+    answer).
+    """
+    return _distinct_rows(_problems("train", seed, held_out=False), size, most=100_000)
+
+
+def eval_rows(size: int = 256, seed: int = 0) -> list[dict[str, Any]]:
+    """`size` distinct test prompts, rows as in `train_rows`; their number triples occur in no training
+    prompt.
+    """
+    return _distinct_rows(_problems("eval", seed, held_out=True), size, most=10_000)
+
+
+def demonstrations(size: int = 4096, seed: int = 0, worked_share: float = 0.4) -> list[dict[str, Any]]:
+    """Rows with prompt and response for the warm start: `worked_share` of them worked, the rest lazy (`####
+    3`).
+    """
+    if size < 1 or not 0.0 <= worked_share <= 1.0:
+        raise ConfigError(
+            f"quickstart: need size >= 1 and worked_share in [0, 1], got {size} and {worked_share}"
+        )
+    rng = random.Random(f"rondo quickstart: lazy answers: {seed}")
+    rows = []
+    for problem in itertools.islice(_problems("demonstrations", seed, held_out=False), size):
+        worked = rng.random() < worked_share
+        response = problem.worked if worked else f"#### {rng.choice(problem.numbers)}"
+        rows.append({"prompt": problem.text, "response": response})
+    return rows
+
+
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+TOOL_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+
+CHAT_TEMPLATE = """\
+{%- if tools %}{{ '<|im_start|>tools\\n' + (tools | tojson) + '<|im_end|>\\n' }}{% endif %}
+{%- for message in messages %}
+{%- if message.role == 'tool' %}
+{{- '<|im_start|>user\\n<tool_response>' + message.content + '</tool_response><|im_end|>\\n' }}
+{%- else %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content }}
+{%- for call in message.tool_calls or [] %}
+{%- set call = call.function or call %}
+{{- '<tool_call>' + ({'name': call.name, 'arguments': call.arguments} | tojson) + '</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
+"""
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE trained here on 2,000 generated examples: always the same vocabulary, in well under a
+    second.
+
+    Every digit is its own token, every word of the task is one token; ChatML template; special tokens for
+    chat turns (`<|im_end|>` ends a turn and a sequence) and tool calls (these stay visible in decoded text).
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=1024,  # not reached: merging ends when every word is one token
+        min_frequency=2,
+        show_progress=False,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+    )
+    problems = itertools.islice(_problems("tokenizer", 0, held_out=False), 2000)
+    bpe.train_from_iterator((f"user\n{p.text}\nassistant\n{p.worked}" for p in problems), trainer)
+    bpe.add_tokens([AddedToken(token, special=False, normalized=False) for token in TOOL_TOKENS])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False, model_max_length=512,
+    )  # fmt: skip

@@ -1,0 +1,103 @@
+"""Trajectories to training rows: the one place where an episode becomes columns of a Batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from rondo.batch import ROW_ID, Batch, ragged_rows
+from rondo.errors import DataError
+from rondo.types import SCORED, Prompt, Trajectory
+
+# Small per-row columns that the controller, the buffer and the loop hold; the rest stays where it was made.
+INDEX_COLUMNS = (
+    ROW_ID,
+    "seq",
+    "group_id",
+    "prompt_id",
+    "source",
+    "trajectory_id",
+    "sample_index",
+    "step_index",
+    "prompt_length",
+    "response_length",
+    "num_trained_tokens",
+    "oldest_version",
+    "finish_reason",
+    "outcome",
+    "reward",
+)
+SCORE_PREFIX = "score/"
+
+
+def row_id(seq: int, sample_index: int, step_index: int = 0) -> int:
+    """A number that no other row of the run has: 20 bits for the sample, 12 for the step within the trajectory."""
+    if not (0 <= sample_index < 1 << 20 and 0 <= step_index < 1 << 12):
+        raise DataError(f"sample {sample_index}, step {step_index}: beyond what a row id can hold")
+    return (seq << 32) | (sample_index << 12) | step_index
+
+
+def rows_from_trajectories(trajectories: Sequence[Trajectory], score_names: Sequence[str] = ()) -> Batch:
+    """One row per single-context trajectory, with the identity, token, structure and outcome columns of DESIGN §5."""
+    for t in trajectories:
+        _check(t)
+    columns: dict[str, object] = {
+        ROW_ID: np.array([row_id(t.prompt.seq, t.sample_index) for t in trajectories], np.int64),
+        "seq": np.array([t.prompt.seq for t in trajectories], np.int64),
+        "group_id": np.array([t.prompt.seq for t in trajectories], np.int64),
+        "prompt_id": [t.prompt.prompt_id for t in trajectories],
+        "source": [t.prompt.source for t in trajectories],
+        "trajectory_id": [t.trajectory_id for t in trajectories],
+        "sample_index": np.array([t.sample_index for t in trajectories], np.int32),
+        "step_index": np.zeros(len(trajectories), np.int32),
+        "prompt_length": np.array([len(t.prompt.token_ids) for t in trajectories], np.int32),
+        "response_length": np.array([len(t.response_ids) for t in trajectories], np.int32),
+        "num_trained_tokens": np.array([int(t.response_mask.sum()) for t in trajectories], np.int32),
+        "oldest_version": np.array([_oldest_version(t) for t in trajectories], np.int32),
+        "finish_reason": [t.finish_reason for t in trajectories],
+        "outcome": [t.outcome for t in trajectories],
+        "reward": np.array([t.reward for t in trajectories], np.float32),
+    }
+    for name in score_names:
+        scores = [t.scores.get(name, float("nan")) for t in trajectories]
+        columns[SCORE_PREFIX + name] = np.array(scores, np.float32)
+    columns |= {
+        "prompt_ids": ragged_rows([t.prompt.token_ids for t in trajectories], np.int32),
+        "response_ids": ragged_rows([t.response_ids for t in trajectories], np.int32),
+        "response_mask": ragged_rows([t.response_mask for t in trajectories], np.uint8),
+        "rollout_log_probs": ragged_rows([t.rollout_log_probs for t in trajectories], np.float32),
+        "policy_versions": ragged_rows([t.policy_versions for t in trajectories], np.int32),
+        "prompt_text": [prompt_text(t.prompt) for t in trajectories],
+        "text": [t.text for t in trajectories],
+    }
+    return Batch.of(columns)  # type: ignore[arg-type]
+
+
+def prompt_text(prompt: Prompt) -> str:
+    """The prompt as people read it: the messages' contents, or the raw text."""
+    if prompt.messages:
+        return "\n".join(str(message.get("content") or "") for message in prompt.messages)
+    return str(prompt.fields.get("prompt", ""))
+
+
+def is_scored(batch: Batch) -> np.ndarray:
+    """bool [B]: rows whose trajectory has a reward; the others are typed failures and are trained on by nobody."""
+    return np.asarray(batch.scalars("outcome") == SCORED)
+
+
+def _oldest_version(trajectory: Trajectory) -> int:
+    policy = trajectory.policy_versions[trajectory.response_mask.astype(bool)]
+    return int(policy.min()) if len(policy) else -1
+
+
+def _check(t: Trajectory) -> None:
+    length = len(t.response_ids)
+    for name in ("response_mask", "rollout_log_probs", "policy_versions"):
+        if len(getattr(t, name)) != length:
+            raise DataError(
+                f"trajectory {t.trajectory_id}: {name} has {len(getattr(t, name))} entries for {length} response tokens; "
+                "an agent loop must give one per token (mask 0, log-prob 0 and version -1 for tokens it did not sample)"
+            )
+    if t.outcome == SCORED and not np.isfinite(t.reward):
+        raise DataError(f"trajectory {t.trajectory_id}: outcome is {SCORED!r} but its reward is {t.reward}")

@@ -1,0 +1,354 @@
+"""Rows from files, datasets, procedural tasks and functions. Nothing here knows tokens.
+
+A source gives mappings by position, and can say where a row came from, so that every error names file and
+line.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rondo.config.functions import check_options, did_you_mean, resolve_function
+from rondo.config.schema import SourceConfig
+from rondo.errors import ConfigError, DataError
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Source:
+    """The rows of one configured source. places: of a row, where it is not `row <position>` (line
+    numbers).
+    """
+
+    name: str
+    config: SourceConfig
+    rows: Sequence[Row]
+    origin: str
+    places: Sequence[str] | None = None
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def where(self, row: int) -> str:
+        """`prompts.jsonl, line 17`: for messages."""
+        return f"{self.origin}, {self.places[row] if self.places is not None else f'row {row}'}"
+
+    def error(self, row: int, message: str) -> DataError:
+        """A DataError that says which row of which source it is about."""
+        return DataError(f"source {self.name!r} ({self.where(row)}): {message}")
+
+    def value(self, row: int, key: str) -> Any:
+        """A column of a row; DataError naming the columns there are when it is absent."""
+        found = self.rows[row]
+        if key not in found:
+            raise self.error(
+                row,
+                f"no column {key!r}{did_you_mean(key, found)} "
+                f"Columns: {', '.join(found)}. Set prompt_key to the column that holds the prompt",
+            )
+        return found[key]
+
+
+def source_name(config: SourceConfig) -> str:
+    """The configured name, or the last part of path or task without its suffix."""
+    if config.name:
+        return config.name
+    text = config.path or config.task or config.type
+    if config.type == "function":
+        return text.replace(":", ".").rsplit(".", 1)[-1]
+    return Path(text).stem if config.type in ("parquet", "jsonl") else Path(text).name
+
+
+def open_source(config: SourceConfig) -> Source:
+    """Read or make the rows of one source.
+
+    Raises ConfigError for keys that do not fit the type, missing files, packages and functions; DataError for
+    content: broken lines, rows that are no objects, no rows at all.
+    """
+    name = source_name(config)
+    _check_keys(config, name)
+    source = _OPENERS[config.type](config, name)
+    if not len(source):
+        raise DataError(f"source {name!r} ({source.origin}) has no rows")
+    return source
+
+
+def open_sources(configs: Sequence[SourceConfig]) -> tuple[Source, ...]:
+    """All sources; ConfigError when there are none or two have one name (names go into prompt ids and
+    metrics).
+    """
+    if not configs:
+        raise ConfigError(
+            "data: no source of rows is configured; add one under data.train, e.g. {type: jsonl, path: …}"
+        )
+    names = [source_name(config) for config in configs]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(
+                f"data: {names.count(name)} sources are called {name!r}; give each its own name: {{name: …}}"
+            )
+        if "/" in name:
+            raise ConfigError(f"data: source name {name!r} must not contain '/'; it is a part of prompt ids")
+    return tuple(open_source(config) for config in configs)
+
+
+def _check_keys(config: SourceConfig, name: str) -> None:
+    """Keys that the type needs, and keys that it would ignore."""
+    needs = "path" if config.type in ("parquet", "jsonl", "huggingface") else "task"
+    if not getattr(config, needs):
+        raise ConfigError(f"source {name!r} (type {config.type}) needs the key {needs!r}")
+    defaults = SourceConfig(type=config.type)
+    read: Mapping[str, tuple[str, ...]] = {
+        "parquet": ("path",),
+        "jsonl": ("path",),
+        "huggingface": ("path", "split", "options"),
+        "reasoning_gym": ("task", "options", "seed"),
+        "function": ("task", "options", "seed"),
+    }
+    for key in ("path", "split", "task", "options", "seed"):
+        if key not in read[config.type] and getattr(config, key) != getattr(defaults, key):
+            raise ConfigError(
+                f"source {name!r}: key {key!r} means nothing for type {config.type}; take it out"
+            )
+    if config.size is not None and config.size < 1:
+        raise ConfigError(f"source {name!r}: size must be at least 1, got {config.size}")
+    if not config.weight > 0:
+        raise ConfigError(
+            f"source {name!r}: weight must be above 0, got {config.weight}; leave a source out to switch it "
+            "off"
+        )
+
+
+def _existing_file(config: SourceConfig, name: str) -> Path:
+    path = Path(config.path or "").expanduser()
+    if not path.is_file():
+        near = (
+            did_you_mean(path.name, (p.name for p in path.parent.iterdir())) if path.parent.is_dir() else "."
+        )
+        kind = "a folder" if path.is_dir() else "missing"
+        raise ConfigError(
+            f"source {name!r}: file {path} is {kind}{near} Paths are relative to the working directory"
+        )
+    return path
+
+
+# -----------------------------------------------------------------------------------------------------------
+# files
+
+
+class _TableRows(Sequence[Row]):
+    """Rows of an Arrow table, made into mappings one at a time."""
+
+    def __init__(self, table: Any) -> None:
+        self._table = table
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
+    def __getitem__(self, row: Any) -> Any:
+        if not 0 <= row < len(self):
+            raise IndexError(row)
+        return self._table.slice(row, 1).to_pylist()[0]
+
+
+def _open_parquet(config: SourceConfig, name: str) -> Source:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = _existing_file(config, name)
+    try:
+        table = pq.ParquetFile(path).read()
+    except (OSError, pa.ArrowInvalid) as error:
+        raise DataError(f"source {name!r}: {path} cannot be read as Parquet: {error}") from error
+    return Source(name, config, _TableRows(table.slice(0, config.size)), str(path))
+
+
+def _open_jsonl(config: SourceConfig, name: str) -> Source:
+    path = _existing_file(config, name)
+    rows: list[Row] = []
+    places: list[str] = []
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if config.size is not None and len(rows) == config.size:
+                break
+            if line.strip():
+                rows.append(_parse_line(line, f"source {name!r}: {path}, line {number}"))
+                places.append(f"line {number}")
+    return Source(name, config, rows, str(path), places)
+
+
+def _parse_line(line: bytes, where: str) -> Row:
+    try:
+        row = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{where}: not UTF-8 ({error.reason} at byte {error.start}); save the file as UTF-8"
+        ) from error
+    except json.JSONDecodeError as error:
+        text = line.decode("utf-8-sig").strip()
+        hint = (
+            " (a JSON array? write one object per line instead)"
+            if text in ("[", "[{") or text.startswith("[{")
+            else ""
+        )
+        raise DataError(
+            f"{where}: broken JSON: {error.msg} at column {error.colno}{hint}: {text[:80]!r}"
+        ) from error
+    if not isinstance(row, dict):
+        raise DataError(
+            f'{where}: a row must be an object {{"prompt": …}}, got {type(row).__name__}: {row!r:.80}'
+        )
+    return row
+
+
+# ---------------------------------------------------------------------------------------------------------
+# libraries
+
+
+def _open_huggingface(config: SourceConfig, name: str) -> Source:
+    """A folder written by `save_to_disk`, a folder or file of data, or a hub id. options go to
+    `load_dataset`.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise ConfigError(
+            f"source {name!r}: type huggingface needs the package datasets: pip install 'rondo-rl[datasets]'"
+        ) from error
+
+    path = Path(config.path or "").expanduser()
+    try:
+        data = _load_dataset(datasets, path, config)
+    except (OSError, ValueError, RuntimeError, TypeError) as error:
+        kind = "on this machine" if path.exists() else "on the hub (no local file or folder has that name)"
+        raise ConfigError(
+            f"source {name!r}: dataset {config.path!r} {kind}, split {config.split!r}, options "
+            f"{dict(config.options)} cannot "
+            f"be loaded: {type(error).__name__}: {error}"
+        ) from error
+    if isinstance(data, Mapping):
+        if config.split not in data:
+            near = did_you_mean(config.split, data)
+            raise ConfigError(
+                f"source {name!r}: no split {config.split!r} in {path}{near} Splits: {', '.join(data)}"
+            )
+        data = data[config.split]
+    if config.size is not None:
+        data = data.select(range(min(config.size, len(data))))
+    return Source(name, config, data, f"{config.path}[{config.split}]")
+
+
+def _load_dataset(datasets: Any, path: Path, config: SourceConfig) -> Any:
+    if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+        return datasets.load_from_disk(str(path))
+    if path.is_file():
+        builders = {
+            ".jsonl": "json",
+            ".json": "json",
+            ".parquet": "parquet",
+            ".csv": "csv",
+            ".arrow": "arrow",
+        }
+        if path.suffix not in builders:
+            raise ValueError(f"files must end in {', '.join(builders)}")
+        data = datasets.load_dataset(
+            builders[path.suffix], data_files={config.split: str(path)}, **config.options
+        )
+        return data[config.split]
+    return datasets.load_dataset(
+        str(path) if path.exists() else config.path, split=config.split, **config.options
+    )
+
+
+def import_reasoning_gym() -> Any:
+    """The package reasoning_gym; ConfigError with the remedy when it is missing."""
+    try:
+        import reasoning_gym
+    except ImportError as error:
+        raise ConfigError(
+            "reasoning_gym tasks need the package reasoning-gym: pip install 'rondo-rl[reasoning-gym]'"
+        ) from error
+    return reasoning_gym
+
+
+def _open_reasoning_gym(config: SourceConfig, name: str) -> Source:
+    """`size` entries of a task. A row carries what the `reasoning_gym` scorer needs: task, its options, and
+    the entry.
+    """
+    gym = import_reasoning_gym()
+    from reasoning_gym.factory import DATASETS
+
+    task = config.task or ""
+    if task not in DATASETS:
+        raise ConfigError(
+            f"source {name!r}: reasoning_gym has no task {task!r}{did_you_mean(task, DATASETS)}"
+        )
+    settings = dict(config.options)
+    settings.setdefault("seed", config.seed)
+    if config.size is not None:
+        settings["size"] = config.size
+    check_options(DATASETS[task][1], settings, f"source {name!r} (task {task})", given=0)
+    try:
+        dataset = gym.create_dataset(task, **settings)
+        entries = [dataset[i] for i in range(len(dataset))]
+    except (AssertionError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"source {name!r}: reasoning_gym task {task!r} refuses {settings}: {error}"
+        ) from error
+    rows = [
+        {
+            config.prompt_key: entry["question"],
+            "answer": entry["answer"],
+            "task": task,
+            "task_options": settings,
+            "entry": entry,
+        }
+        for entry in entries
+    ]
+    return Source(name, config, rows, f"reasoning_gym {task}, seed {settings['seed']}")
+
+
+def _open_function(config: SourceConfig, name: str) -> Source:
+    """Rows from a function. It is given `options`, and the source's `seed` and `size` where it has such
+    parameters.
+    """
+    task = config.task or ""
+    function = resolve_function(task)
+    options = dict(config.options)
+    accepted = inspect.signature(function).parameters
+    if "seed" in accepted:
+        options.setdefault("seed", config.seed)
+    elif config.seed:
+        raise ConfigError(f"source {name!r}: seed is set, but {task} has no parameter 'seed'")
+    if "size" in accepted and config.size is not None:
+        options.setdefault("size", config.size)
+    check_options(function, options, f"source {name!r} (function {task})", given=0)
+    made = function(**options)
+    if isinstance(made, str | bytes | Mapping) or not isinstance(made, Iterable):
+        raise ConfigError(
+            f"source {name!r}: {task} must return a list of mappings, it returned {type(made).__name__}"
+        )
+    rows = list(itertools.islice(made, config.size))
+    for i, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise DataError(
+                f"source {name!r} ({task}, row {i}): a row must be a mapping, got {type(row).__name__}: "
+                f"{row!r:.80}"
+            )
+    return Source(name, config, rows, task)
+
+
+_OPENERS = {
+    "parquet": _open_parquet,
+    "jsonl": _open_jsonl,
+    "huggingface": _open_huggingface,
+    "reasoning_gym": _open_reasoning_gym,
+    "function": _open_function,
+}

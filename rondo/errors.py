@@ -1,0 +1,51 @@
+"""The one small hierarchy of errors. Each message names the thing, the place and the remedy."""
+
+from __future__ import annotations
+
+
+class RondoError(Exception):
+    """Base of every error that rondo raises on purpose."""
+
+
+class ConfigError(RondoError, ValueError):
+    """A key, value or combination in the configuration cannot work; names key, file and line (or argument)."""
+
+
+class DataError(RondoError, ValueError):
+    """A prompt file, row, column or batch is not what was declared; names file, row and column."""
+
+
+class RolloutError(RondoError):
+    """A rollout engine could not do what a request asked for."""
+
+
+class RewardError(RondoError):
+    """A scorer raised, hung, or returned something that is no score, and the policy says stop."""
+
+
+class TrainError(RondoError):
+    """A training engine cannot go on (a unit over the token budget, shapes that do not fit)."""
+
+
+class WeightSyncError(RondoError):
+    """The weights that the sampler holds are not those of the trainer."""
+
+
+class CheckpointError(RondoError):
+    """A checkpoint is incomplete, damaged, or was made by an incompatible run."""
+
+
+class WorkerError(RondoError):
+    """A worker raised or died; names role, rank and method, and carries the worker's own traceback."""
+
+    def __init__(self, role: str, rank: int, method: str, message: str, worker_traceback: str = "") -> None:
+        self.role, self.rank, self.method, self.worker_traceback = role, rank, method, worker_traceback
+        self.message = message
+        self.cause_error: BaseException | None = None  # the worker's own exception, where it could travel
+        text = f"{role}[{rank}].{method} failed: {message}"
+        if worker_traceback:
+            text += f"\n--- traceback in {role}[{rank}] ---\n{worker_traceback.rstrip()}"
+        super().__init__(text)
+
+    def __reduce__(self) -> tuple[type, tuple[str, int, str, str, str]]:
+        return type(self), (self.role, self.rank, self.method, self.message, self.worker_traceback)

@@ -1,0 +1,7 @@
+"""Models: where they come from, how packed documents attend, names in checkpoints, value heads. No engine, no ranks."""
+
+from rondo.models.family import ModelFamily, family_of
+from rondo.models.loading import build_model, load_model_config, load_tokenizer
+from rondo.models.source import ModelSource
+
+__all__ = ["ModelFamily", "ModelSource", "build_model", "family_of", "load_model_config", "load_tokenizer"]

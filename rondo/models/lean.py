@@ -1,0 +1,167 @@
+"""Leaner float32 arithmetic on a CPU: RMS norm and rotary attention with hand-written backward passes.
+
+On small models the time beside the matrix products goes into element-wise passes over memory, and autograd's composition
+of a norm or a rotation makes two to three times as many as needed. A module is replaced by what it *does*, not by its
+name: only if its output on random input equals ours. Everything else keeps transformers' code, as do other dtypes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from rondo.models.attention import plan_documents, varlen_attention
+
+_TOLERANCE = 1e-5
+_PROBE = np.array([3, 2, 4])  # lengths of the documents that a replaced attention is tried on
+
+
+def use_lean_modules(model: PreTrainedModel) -> dict[str, int]:
+    """Replace `forward` of norms and attention modules that compute what ours do; returns how many of each kind.
+
+    For float32 parameters on a CPU and a model that was built for packed attention; otherwise nothing happens.
+    """
+    counts = {"rms_norm": 0, "attention": 0}
+    parameter = next(model.parameters())
+    if parameter.device.type != "cpu" or parameter.dtype != torch.float32:
+        return counts
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for module in model.modules():
+            if _is_rms_norm(module):
+                module.forward = functools.partial(_norm_forward, module, module.forward)
+                counts["rms_norm"] += 1
+        for module in model.modules():
+            forward = functools.partial(_attention_forward, module, module.forward)
+            if _has_projections(module) and _same_attention(model, module, forward):
+                module.forward = forward
+                counts["attention"] += 1
+    return counts
+
+
+def _is_rms_norm(module: torch.nn.Module) -> bool:
+    parameters = dict(module.named_parameters())
+    eps = _eps(module)
+    if set(parameters) != {"weight"} or parameters["weight"].ndim != 1 or eps is None or next(module.children(), None):
+        return False
+    x = torch.randn(4, len(parameters["weight"]))
+    return _close(module(x), _RmsNorm.apply(x, parameters["weight"], eps))
+
+
+def _eps(module: torch.nn.Module) -> float | None:
+    value = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    return float(value) if isinstance(value, float) else None
+
+
+def _norm_forward(module: Any, plain: Callable[..., torch.Tensor], hidden_states: torch.Tensor) -> torch.Tensor:
+    if hidden_states.dtype != torch.float32:
+        return plain(hidden_states)
+    out: torch.Tensor = _RmsNorm.apply(hidden_states, module.weight, _eps(module))
+    return out
+
+
+def _has_projections(module: torch.nn.Module) -> bool:
+    needed = ("q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "scaling")
+    return all(hasattr(module, name) for name in needed)
+
+
+def _attention_forward(
+    module: Any,
+    plain: Callable[..., Any],
+    hidden_states: torch.Tensor,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+    attention_mask: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Projections, norms of queries and keys if there are any, rotation, packed attention, projection."""
+    if hidden_states.dtype != torch.float32 or position_embeddings is None:
+        return plain(hidden_states, position_embeddings=position_embeddings, attention_mask=attention_mask, **kwargs)
+    rows = hidden_states[0]
+    q, k, v = (
+        projection(rows).view(len(rows), -1, module.head_dim)
+        for projection in (module.q_proj, module.k_proj, module.v_proj)
+    )
+    if hasattr(module, "q_norm"):
+        q, k = module.q_norm(q), module.k_norm(k)
+    cos, sin = (table[0].unsqueeze(1) for table in position_embeddings)
+    q, k = _Rotary.apply(q, cos, sin), _Rotary.apply(k, cos, sin)
+    out, _ = varlen_attention(
+        module,
+        *(tensor.transpose(0, 1)[None] for tensor in (q, k, v)),
+        attention_mask,
+        scaling=module.scaling,
+        sliding_window=getattr(module, "sliding_window", None),
+        **kwargs,
+    )
+    return module.o_proj(out.flatten(2)), None
+
+
+def _same_attention(model: PreTrainedModel, module: Any, ours: Callable[..., Any]) -> bool:
+    rotary = getattr(model.base_model, "rotary_emb", None)
+    if rotary is None:
+        return False
+    x = torch.randn(1, int(_PROBE.sum()), module.q_proj.in_features)
+    positions = torch.arange(x.shape[1])[None] % 5
+    heads = tuple(projection.out_features // module.head_dim for projection in (module.q_proj, module.k_proj))
+    documents = plan_documents(_PROBE, heads=heads, device=x.device, dtype=x.dtype)
+    arguments = {"position_embeddings": rotary(x, positions), "attention_mask": None, "documents": documents}
+    try:
+        theirs = module(hidden_states=x, **arguments)[0]
+        return _close(theirs, ours(hidden_states=x, **arguments)[0])
+    except (TypeError, RuntimeError, AttributeError):  # another signature or shape: not a module of this kind
+        return False
+
+
+def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and bool((a - b).norm() <= _TOLERANCE * a.norm())
+
+
+class _RmsNorm(torch.autograd.Function):
+    """y = w · x̂ with x̂ = x / sqrt(mean(x²) + eps), over the last dimension."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        scale = torch.linalg.vector_norm(rows, dim=-1, keepdim=True).square_().div_(rows.shape[1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(rows, scale, weight)
+        return (rows * scale).mul_(weight).view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """dw = Σ g·x̂;  dx = (g·w - x̂ · mean(g·w·x̂)) / rms."""
+        rows, scale, weight = ctx.saved_tensors
+        grad = grads[0].reshape(rows.shape)
+        normed = rows * scale
+        product = grad * normed
+        grad_weight = product.sum(0)
+        projection = torch.mv(product, weight).div_(-rows.shape[1])
+        out = torch.mul(grad, weight, out=product)
+        out.addcmul_(normed, projection[:, None]).mul_(scale)
+        return out.view(grads[0].shape), grad_weight, None
+
+
+class _Rotary(torch.autograd.Function):
+    """x · cos + rotate_half(x) · sin, for x [N, heads, D] and tables [N, 1, D]; the tables get no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(cos, sin)
+        half = x.shape[-1] // 2
+        out = x * cos
+        out[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
+        out[..., half:].addcmul_(x[..., :half], sin[..., half:])
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        grad, half = grads[0], grads[0].shape[-1] // 2
+        out = grad * cos
+        out[..., :half].addcmul_(grad[..., half:], sin[..., half:])
+        out[..., half:].addcmul_(grad[..., :half], sin[..., :half], value=-1)
+        return out, None, None

@@ -1,0 +1,174 @@
+"""Model configs, tokenizers and causal language models from a folder, the hub, or a transformers config."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+
+from rondo.config.functions import did_you_mean, resolve_function
+from rondo.errors import ConfigError, DataError
+from rondo.models.attention import IMPLEMENTATION, register_varlen
+from rondo.models.family import family_of
+from rondo.models.lean import use_lean_modules
+from rondo.models.source import ModelSource
+
+_WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin", "*.safetensors.index.json")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json", "vocab.txt")
+
+
+def load_model_config(source: ModelSource) -> PreTrainedConfig:
+    """The transformers config. Raises DataError (folder or hub id cannot be read) or ConfigError (unknown keys)."""
+    if source.config is not None:
+        return _config_from_mapping(source.config)
+    path = str(source.path)
+    _check_folder(path, ("config.json",), "config.json (is it a model folder?)")
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=source.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"model {path!r}: its config cannot be read: {_first_line(error)}{_where_hint(path)}"
+        ) from error
+
+
+def _config_from_mapping(mapping: Mapping[str, Any]) -> PreTrainedConfig:
+    fields = dict(mapping)
+    model_type = fields.pop("model_type", None)
+    if model_type is None:
+        raise ConfigError("model.config has no model_type; set for example model.config.model_type=qwen3")
+    types = list(transformers.CONFIG_MAPPING.keys())
+    if model_type not in types:
+        raise ConfigError(
+            f"model.config.model_type: transformers knows no {model_type!r}{did_you_mean(model_type, types)}"
+        )
+    known = vars(AutoConfig.for_model(model_type))
+    unknown = [
+        name for name in fields if name not in known and name not in ("rope_theta", "rope_scaling", "dtype")
+    ]
+    if unknown:
+        near = did_you_mean(unknown[0], known)
+        raise ConfigError(f"model.config: a {model_type} config has no key {unknown[0]!r}{near}")
+    try:
+        return AutoConfig.for_model(model_type, **fields)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"model.config: {_first_line(error)}") from error
+
+
+def build_model(
+    source: ModelSource, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> PreTrainedModel:
+    """A causal LM with parameters in `dtype` on `device`, dropout off, whose attention reads packed documents.
+
+    Random weights depend on `source.seed` only; the global generator is left as it was. Models that cannot be packed
+    (`family_of(config).packable`) keep transformers' own attention. Raises DataError or ConfigError.
+    """
+    config = load_model_config(source)
+    family = family_of(config)
+    config._attn_implementation = IMPLEMENTATION if family.packable else "eager"
+    register_varlen()
+    if source.config is not None:
+        model = _random_model(config, source)
+    else:
+        model = _pretrained_model(config, source, dtype)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.0
+    model = model.to(device=device, dtype=dtype)
+    if family.packable:
+        use_lean_modules(model)
+    return model
+
+
+def _random_model(config: PreTrainedConfig, source: ModelSource) -> PreTrainedModel:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(source.seed)
+        return AutoModelForCausalLM.from_config(
+            config,
+            trust_remote_code=source.trust_remote_code,
+            attn_implementation=config._attn_implementation,
+        )
+
+
+def _pretrained_model(config: PreTrainedConfig, source: ModelSource, dtype: torch.dtype) -> PreTrainedModel:
+    path = str(source.path)
+    _check_folder(path, _WEIGHT_FILES, "weights (*.safetensors)")
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            trust_remote_code=source.trust_remote_code,
+            attn_implementation=config._attn_implementation,
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise DataError(
+            f"model {path!r}: its weights cannot be loaded: {_first_line(error)}{_where_hint(path)}"
+        ) from error
+
+
+def load_tokenizer(name: str, chat_template: str | None = None, *, trust_remote_code: bool = False) -> Any:
+    """A tokenizer from a folder, a hub id, or a function without arguments (`path.py:fn`, `module:fn`, `module.fn`).
+
+    chat_template: a Jinja file that replaces the tokenizer's own template. Raises DataError or ConfigError.
+    """
+    if _is_function(name):
+        tokenizer = resolve_function(name)()
+        if not hasattr(tokenizer, "encode") or not hasattr(tokenizer, "decode"):
+            raise ConfigError(
+                f"tokenizer function {name!r} returned {type(tokenizer).__name__}, which is no tokenizer"
+            )
+    else:
+        remedy = (
+            "tokenizer (tokenizer.json, …); set model.tokenizer to a folder, hub id or function that has one"
+        )
+        _check_folder(name, _TOKENIZER_FILES, remedy)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+        except (OSError, ValueError, KeyError) as error:
+            raise DataError(
+                f"tokenizer {name!r} cannot be read: {_first_line(error)}{_where_hint(name)}"
+            ) from error
+    if chat_template is not None:
+        try:
+            tokenizer.chat_template = Path(chat_template).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"model.chat_template: {chat_template} cannot be read: {error}") from error
+    return tokenizer
+
+
+def _is_function(name: str) -> bool:
+    if os.path.isdir(name):
+        return False
+    return ":" in name or ("." in name and "/" not in name)
+
+
+def _check_folder(path: str, patterns: tuple[str, ...], what: str) -> None:
+    """A path that is meant as a folder must be there and hold a file of the kind; hub ids pass."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        if not any(next(folder.glob(pattern), None) for pattern in patterns):
+            found = ", ".join(sorted(item.name for item in folder.iterdir())[:8]) or "nothing"
+            raise DataError(f"model folder {path} has no {what}; it holds {found}")
+    elif path.startswith(("/", "./", "../", "~")) or path.count("/") > 1:
+        raise DataError(
+            f"model folder {path} does not exist (relative to {os.getcwd()}), and is no hub id either"
+        )
+
+
+def _where_hint(path: str) -> str:
+    if os.path.isdir(path):
+        return ""
+    return (
+        f" ({path!r} is no folder here, so it was looked up as a hub id; check the spelling and the network)"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,55 @@
+"""The critic's head: one number per position, in float32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from rondo.errors import DataError
+
+FILE = "value_head.safetensors"  # beside the trunk's weights in an exported critic
+
+
+class ValueHead(torch.nn.Module):
+    """V = w·h + b in at least float32, from hidden states [M, H] to values [M]. Starts at 0: V = 0 everywhere."""
+
+    def __init__(self, hidden_size: int, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1, hidden_size, dtype=dtype))
+        self.bias = torch.nn.Parameter(torch.zeros(1, dtype=dtype))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        return torch.mv(hidden.to(wide), self.weight[0].to(wide)) + self.bias.to(wide)
+
+
+def replace_lm_head(model: PreTrainedModel, path: str | None, dtype: torch.dtype) -> ValueHead:
+    """Drop the model's output head and return a value head, read from `path` if an exported critic lies there."""
+    head = ValueHead(model.get_input_embeddings().embedding_dim, dtype)
+    _drop_lm_head(model)
+    file = Path(path) / FILE if path is not None else None
+    if file is not None and file.is_file():
+        saved = load_file(file)
+        if saved["weight"].shape != head.weight.shape:
+            shapes = f"{tuple(saved['weight'].shape)}, the model needs {tuple(head.weight.shape)}"
+            raise DataError(f"{file}: the value head has shape {shapes}")
+        head.load_state_dict(saved)
+    return head.to(next(model.parameters()).device)
+
+
+def _drop_lm_head(model: PreTrainedModel) -> None:
+    head = model.get_output_embeddings()
+    for name, module in list(model.named_modules()):
+        for child_name, child in list(module.named_children()):
+            if child is head:
+                setattr(module, child_name, torch.nn.Identity())
+                return
+    raise DataError(f"{type(model).__name__} has no output head to replace by a value head")
+
+
+def save_value_head(tensors: dict[str, torch.Tensor], folder: str) -> None:
+    """Write `weight` and `bias` beside an exported trunk."""
+    save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, Path(folder) / FILE)

@@ -1,0 +1,88 @@
+"""Who gets which rows: balanced shards over data-parallel ranks, and micro-batches under a token budget. Pure numpy."""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+
+from rondo.errors import TrainError
+
+
+def balance(costs: np.ndarray, parts: int, groups: np.ndarray | None = None) -> list[np.ndarray]:
+    """Cut rows into `parts` shards of nearly equal cost, separately within every value of `groups`.
+
+    costs: [B], not negative (the caller's measure of work: tokens, squares of lengths). groups: [B], e.g. the
+    mini-batch of each row; every shard gets its share of each group, so that no rank idles in any of them.
+    Returns row positions per part, rising; parts may differ in row count and may be empty. Deterministic. Within a
+    group the heaviest and the lightest part differ by at most the group's costliest row.
+    Largest differencing (Karmarkar & Karp 1982); a group's heaviest part goes to the part with least so far.
+    """
+    costs = np.asarray(costs, np.float64)
+    if parts < 1 or costs.ndim != 1 or np.any(~(costs >= 0)):
+        raise TrainError(
+            f"balance needs parts >= 1 (got {parts}) and costs [B] that are finite and not negative"
+        )
+    labels = np.zeros(len(costs), np.int64) if groups is None else np.asarray(groups)
+    if len(labels) != len(costs):
+        raise TrainError(f"balance got {len(costs)} costs and {len(labels)} group labels")
+    shards: list[list[int]] = [[] for _ in range(parts)]
+    totals = np.zeros(parts)
+    for value in np.unique(labels):
+        rows = np.flatnonzero(labels == value)
+        sums, members = _largest_differencing(costs[rows], parts)
+        lightest_first = np.argsort(totals, kind="stable")
+        for part, share in zip(lightest_first, np.argsort(-sums, kind="stable"), strict=True):
+            shards[part].extend(rows[members[share]].tolist())
+            totals[part] += sums[share]
+    return [np.sort(np.asarray(shard, np.int64)) for shard in shards]
+
+
+def _largest_differencing(costs: np.ndarray, parts: int) -> tuple[np.ndarray, list[list[int]]]:
+    """(sums [parts], rows of each part): keep joining the two partial partitions that are least even."""
+    if parts == 1 or len(costs) == 0:
+        return np.full(parts, costs.sum()), [list(range(len(costs))), *([] for _ in range(parts - 1))]
+    heap: list[tuple[float, int, np.ndarray, list[list[int]]]] = []
+    for i, cost in enumerate(costs):
+        sums = np.zeros(parts)
+        sums[0] = cost
+        heap.append((-float(cost), i, sums, [[i], *([] for _ in range(parts - 1))]))
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        _, first, sums_a, members_a = heapq.heappop(heap)
+        _, _, sums_b, members_b = heapq.heappop(heap)
+        sums = sums_a + sums_b[::-1]  # the fullest of one meets the emptiest of the other
+        order = np.argsort(-sums, kind="stable")
+        members = [members_a[k] + members_b[parts - 1 - k] for k in order]
+        sums = sums[order]
+        heapq.heappush(heap, (float(sums[-1] - sums[0]), first, sums, members))
+    return heap[0][2], heap[0][3]
+
+
+def micro_batches(lengths: np.ndarray, budget: int) -> list[np.ndarray]:
+    """Cut rows into bins of at most `budget` tokens, few of them: first-fit decreasing (≤ 11/9 of the fewest + 1).
+
+    lengths: int [B], tokens per row. Returns row positions per bin, rising within a bin; the fullest bins come first,
+    so that what will not fit in memory fails in the first pass. Raises TrainError naming a row longer than the budget.
+    """
+    lengths = np.asarray(lengths, np.int64)
+    too_long = np.flatnonzero(lengths > budget)
+    if len(too_long):
+        row = int(too_long[0])
+        raise TrainError(
+            f"row {row} has {int(lengths[row])} tokens, more than token_budget={budget} ({len(too_long)} of "
+            f"{len(lengths)} rows are; the longest has {int(lengths.max())}): raise token_budget or lower "
+            "data.max_prompt_tokens or rollout.max_tokens"
+        )
+    room = np.empty(len(lengths), np.int64)
+    bins: list[list[int]] = []
+    for row in np.argsort(-lengths, kind="stable"):
+        fits = room[: len(bins)] >= lengths[row]
+        where = int(fits.argmax()) if fits.any() else len(bins)
+        if where == len(bins):
+            room[where] = budget
+            bins.append([])
+        room[where] -= lengths[row]
+        bins[where].append(int(row))
+    fullest_first = np.argsort(room[: len(bins)], kind="stable")
+    return [np.sort(np.asarray(bins[where], np.int64)) for where in fullest_first]

@@ -1,0 +1,18 @@
+"""Scorers: from a finished trajectory to a reward, with a time limit, and a typed failure instead of a
+zero.
+"""
+
+from __future__ import annotations
+
+from rondo.rewards.functions import RewardFunction, load_functions, reward_function
+from rondo.rewards.scorer import Scorer, check_dropped_share
+from rondo.rewards.scorers import BUILTINS
+
+__all__ = [
+    "BUILTINS",
+    "RewardFunction",
+    "Scorer",
+    "check_dropped_share",
+    "load_functions",
+    "reward_function",
+]

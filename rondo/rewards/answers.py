@@ -1,0 +1,94 @@
+"""Finding the answer in a response, and reading numbers. Every function takes time linear in the text."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from typing import Any, Literal
+
+from rondo.errors import DataError
+from rondo.types import Prompt
+
+Extract = Literal["text", "tag", "hash", "last_line"]
+
+# A maximal run that may be a number: sign and currency (a '-' behind a digit or word is a minus between two),
+# digits.
+_RUN = re.compile(r"(?:(?<![\w)])[-+$]{1,2})?(?:(?<![0-9])\.)?[0-9][0-9.,/]*", re.ASCII)
+_NUMBER = re.compile(r"(?:[-+]?\$?|\$[-+])(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)")
+_LONGEST_NUMBER = 100
+
+
+def extract_answer(text: str, how: Extract) -> str | None:
+    """The part of a response that is its answer, stripped; None where there is none.
+
+    text: all of it. tag: inside the last complete <answer>…</answer>. hash: what follows the last `####`, to
+    the end of its line. last_line: the last line that is not empty.
+    """
+    if how == "text":
+        return text.strip()
+    if how == "tag":
+        stop = text.rfind("</answer>")
+        start = text.rfind("<answer>", 0, max(stop, 0))
+        return text[start + len("<answer>") : stop].strip() if start >= 0 else None
+    if how == "hash":
+        _, marker, rest = text.rpartition("####")
+        return rest.split("\n", 1)[0].strip() if marker else None
+    lines = text.strip().splitlines()
+    return lines[-1].strip() if lines else None
+
+
+def final_answer(text: str) -> str | None:
+    """What a majority vote counts: behind the last `####`, else in the last <answer>…</answer>, else in the
+    last `\\boxed{…}` (without braces inside); None where there is none.
+    """
+    for how in ("hash", "tag"):
+        answer = extract_answer(text, how)  # type: ignore[arg-type]
+        if answer:
+            return answer
+    boxed = re.findall(r"\\boxed\{([^{}]*)\}", text)
+    return boxed[-1].strip() if boxed else None
+
+
+def parse_number(text: str) -> Fraction | None:
+    """`-$1,234.50` or `42.` as an exact number; None for anything else (`12,34`, `1.2.3`, `1/2`, `.`,
+    nothing).
+    """
+    text = text.strip()
+    if not 0 < len(text) <= _LONGEST_NUMBER:
+        return None
+    text = text.rstrip(".,")
+    if not _NUMBER.fullmatch(text):
+        return None
+    return Fraction(re.sub(r"[$,]", "", text))
+
+
+def last_number(text: str) -> Fraction | None:
+    """The last number anywhere in the text."""
+    for run in reversed(_RUN.findall(text)):
+        number = parse_number(run)
+        if number is not None:
+            return number
+    return None
+
+
+def hash_number(text: str) -> Fraction | None:
+    """The number right behind the last `####` that has one."""
+    for rest in reversed(text.split("####")[1:]):
+        run = _RUN.match(rest.lstrip(" \t"))
+        number = parse_number(run.group()) if run else None
+        if number is not None:
+            return number
+    return None
+
+
+def required_field(prompt: Prompt, key: str, option: str) -> Any:
+    """A column of the prompt's row. DataError naming the columns there are when it is missing or null."""
+    value = prompt.fields.get(key)
+    if value is None:
+        raise DataError(
+            f"prompt {prompt.prompt_id}: the scorer needs column {key!r}, which is missing or null; the row "
+            "has "
+            f"{', '.join(prompt.fields) or 'no other columns'}. Name another with the scorer's option "
+            f"{option}"
+        )
+    return value

@@ -1,0 +1,221 @@
+"""Running reward functions that may hang: daemon threads that are left behind, and processes that are killed.
+
+Neither blocks the event loop, and neither keeps the program from ending.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import queue
+import signal
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import IO, Any
+
+from rondo.errors import ConfigError, DataError, RewardError
+
+_START_SECONDS = 120.0
+_GRACE_SECONDS = 2.0  # a process ends itself at the time limit; after this much more it is killed
+
+
+class ScorerCrashError(Exception):
+    """A reward function raised in its process, or the process died; the text carries the traceback."""
+
+
+class LimitError(TimeoutError):
+    """A reward function's process used up its time or memory."""
+
+
+class _Thread:
+    """One daemon thread that runs calls one after the other."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._work, name="rondo-reward", daemon=True).start()
+
+    def submit(self, call: Callable[[], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._calls.put((call, future))
+        return future
+
+    def finish(self) -> None:
+        """End the thread when it comes back from its call."""
+        self._calls.put(None)
+
+    def _work(self) -> None:
+        while (item := self._calls.get()) is not None:
+            call, future = item
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(call())
+            except BaseException as error:
+                future.set_exception(error)
+
+
+class DaemonThreads:
+    """Blocking calls with a time limit, at most `threads` at a time.
+
+    A call that is over its limit keeps its thread, which nobody waits for, and another thread takes its
+    place. With `max_hung` of those the next call raises RewardError: they take processor time for ever.
+    """
+
+    def __init__(self, threads: int, max_hung: int = 16) -> None:
+        self._slots = asyncio.Semaphore(threads)
+        self._max_hung = max_hung
+        self._idle: list[_Thread] = []
+        self._hung: set[Future[Any]] = set()
+
+    async def run(self, call: Callable[[], Any], timeout: float) -> Any:
+        """`call()`'s result; TimeoutError after `timeout` seconds of running (waiting for a thread does not
+        count).
+        """
+        async with self._slots:
+            self._hung = {future for future in self._hung if not future.done()}
+            if len(self._hung) >= self._max_hung:
+                raise RewardError(
+                    f"{len(self._hung)} calls of reward functions hang in threads that cannot be stopped. "
+                    "Mark the function "
+                    "@reward_function(run_in='process'), which is killed at the time limit"
+                )
+            thread = self._idle.pop() if self._idle else _Thread()
+            future = thread.submit(call)
+            try:
+                return await asyncio.wait_for(asyncio.wrap_future(future), timeout)
+            finally:
+                if future.done() and not future.cancelled():
+                    self._idle.append(thread)
+                else:
+                    self._hung.add(future)
+                    thread.finish()
+
+    def close(self) -> None:
+        for thread in self._idle:
+            thread.finish()
+        self._idle.clear()
+
+
+def send(pipe: IO[bytes], message: Any) -> None:
+    """One pickled message, with its length in front."""
+    data = pickle.dumps(message, protocol=5)
+    pipe.write(struct.pack("<Q", len(data)) + data)
+    pipe.flush()
+
+
+def receive(pipe: IO[bytes]) -> Any:
+    """The next message; EOFError when the other side is gone."""
+    header = pipe.read(8)
+    if len(header) < 8:
+        raise EOFError
+    (length,) = struct.unpack("<Q", header)
+    data = pipe.read(length)
+    if len(data) < length:
+        raise EOFError
+    return pickle.loads(data)
+
+
+class _Process:
+    """One worker process (`rondo.rewards.worker`) that has loaded one reward function."""
+
+    def __init__(self, spec: str) -> None:
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "rondo.rewards.worker", spec],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            start_new_session=True,  # Ctrl-C is for the controller; this ends when its input closes
+        )
+
+    def exchange(self, message: Any) -> Any:
+        """Send a message (None: nothing, the worker speaks first) and wait for the answer."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            if message is not None:
+                send(self._process.stdin, message)
+            return receive(self._process.stdout)
+        except (EOFError, BrokenPipeError, ValueError, OSError) as error:
+            code = self._process.wait()
+            if code == -signal.SIGALRM:
+                raise LimitError("the reward function was over its time limit") from error
+            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            raise ScorerCrashError(
+                f"the reward function's process died ({how}); it may have run out of memory"
+            ) from error
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None and not pipe.closed:
+                _close(pipe)
+
+
+def _close(pipe: IO[bytes]) -> None:
+    try:
+        pipe.close()
+    except OSError:  # bytes that nobody will read any more
+        return
+
+
+class ProcessPool:
+    """Calls of one reward function in processes that are killed at the time limit; started when first
+    needed.
+    """
+
+    def __init__(self, spec: str, processes: int) -> None:
+        self._spec = spec
+        self._slots = asyncio.Semaphore(processes)
+        self._threads = DaemonThreads(processes)
+        self._idle: list[_Process] = []
+        self._busy: set[_Process] = set()
+
+    async def run(self, args: tuple[Any, ...], options: dict[str, Any], timeout: float) -> Any:
+        """The function's result. TimeoutError after `timeout` seconds; ScorerCrashError with the process's
+        traceback.
+
+        Waiting for a process, starting it and importing the function's module do not count as time.
+        """
+        async with self._slots:
+            process = self._idle.pop() if self._idle else None
+            started = process is None
+            process = process or _Process(self._spec)
+            self._busy.add(process)
+            try:
+                if started:
+                    _result(await self._threads.run(lambda: process.exchange(None), _START_SECONDS))
+                request = (args, options, timeout)
+                answer = await self._threads.run(lambda: process.exchange(request), timeout + _GRACE_SECONDS)
+            except BaseException:  # cancelled, too: a process that is busy is of no more use
+                process.kill()
+                raise
+            finally:
+                self._busy.discard(process)
+            self._idle.append(process)
+        return _result(answer)
+
+    def close(self) -> None:
+        for process in [*self._idle, *self._busy]:
+            process.kill()
+        self._idle.clear()
+        self._threads.close()
+
+
+def _result(answer: tuple[str, Any]) -> Any:
+    kind, value = answer
+    if kind == "value":
+        return value
+    if kind == "limit":
+        raise LimitError(value)
+    if kind == "config":
+        raise ConfigError(value)
+    if kind == "data":
+        raise DataError(value)
+    raise ScorerCrashError(value)

@@ -1,0 +1,203 @@
+"""The built-in scorers. Each is deterministic, draws from no random stream, and gives 1.0 or 0.0 unless it
+says otherwise.
+
+A scorer is `fn(prompt, trajectory, *, options…) -> float`. `trajectory.text` is the decoded response; the
+prompt's other columns (`answer`, …) are `prompt.fields`. Those that always take short, bounded time run on
+the event loop itself.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from typing import Any, Literal
+
+from rondo.errors import ConfigError, DataError
+from rondo.rewards.answers import (
+    Extract,
+    extract_answer,
+    hash_number,
+    last_number,
+    parse_number,
+    required_field,
+)
+from rondo.rewards.functions import reward_function
+from rondo.rewards.math_equivalence import math
+from rondo.types import Prompt, Trajectory
+
+
+@reward_function(run_in="loop")
+def exact_match(
+    prompt: Prompt,
+    trajectory: Trajectory,
+    *,
+    answer_key: str = "answer",
+    extract: Extract = "text",
+    ignore_case: bool = False,
+) -> float:
+    """1 when the extracted answer equals the row's answer (or one of them, if it is a list); ends are
+    stripped.
+    """
+    answer = required_field(prompt, answer_key, "answer_key")
+    accepted = answer if isinstance(answer, list | tuple) else [answer]
+    found = extract_answer(trajectory.text, extract)
+    if found is None:
+        return 0.0
+    if ignore_case:
+        return float(found.casefold() in [str(a).strip().casefold() for a in accepted])
+    return float(found in [str(a).strip() for a in accepted])
+
+
+@reward_function(run_in="loop")
+def gsm8k(
+    prompt: Prompt,
+    trajectory: Trajectory,
+    *,
+    method: Literal["strict", "flexible"] = "strict",
+    answer_key: str = "answer",
+) -> float:
+    """1 when the answer is the row's number. strict: the number behind the last `####`; flexible: the last
+    number.
+
+    The row's answer is a number or a GSM8K solution that ends in `#### number`. Numbers are compared as
+    numbers: `$`, thousands commas and a trailing full stop do not matter (`42.` = `42` = `42.0`). The whole
+    text is searched.
+    """
+    answer = str(required_field(prompt, answer_key, "answer_key"))
+    truth = hash_number(answer) if "####" in answer else parse_number(answer)
+    if truth is None:
+        raise DataError(
+            f"prompt {prompt.prompt_id}: answer {answer!r:.80} (column {answer_key!r}) is no number"
+        )
+    found = hash_number(trajectory.text) if method == "strict" else last_number(trajectory.text)
+    return float(found == truth)
+
+
+_OPERATORS: Mapping[type, Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+_LONGEST_EXPRESSION = 200
+
+
+def evaluate_expression(expression: str) -> tuple[Fraction, list[int]] | None:
+    """(exact value, the integers used) of `+ - * /` over integers with parentheses; None for anything else.
+
+    Nothing is executed: the syntax tree is walked. No powers, names, calls or decimals; at most 200
+    characters.
+    """
+    if len(expression) > _LONGEST_EXPRESSION:
+        return None
+    try:
+        tree = ast.parse(expression.strip(), mode="eval")
+        used: list[int] = []
+        return _value(tree.body, used), used
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+        return None
+
+
+def _value(node: ast.expr, used: list[int]) -> Fraction:
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        return _OPERATORS[type(node.op)](_value(node.left, used), _value(node.right, used))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_value(node.operand, used)
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        used.append(node.value)
+        return Fraction(node.value)
+    raise ValueError(f"{type(node).__name__} is not allowed")
+
+
+@reward_function(run_in="loop")
+def countdown(
+    prompt: Prompt,
+    trajectory: Trajectory,
+    *,
+    numbers_key: str = "nums",
+    target_key: str = "target",
+    extract: Extract = "tag",
+    format_score: float = 0.0,
+) -> float:
+    """1 when the answer is an expression over the row's numbers, each used exactly once, that equals the
+    target.
+
+    format_score: for an answer that is such an expression, but wrong in its numbers or its value.
+    """
+    numbers = [int(n) for n in required_field(prompt, numbers_key, "numbers_key")]
+    target = Fraction(str(required_field(prompt, target_key, "target_key")))
+    answer = extract_answer(trajectory.text, extract)
+    evaluated = evaluate_expression(answer) if answer else None
+    if evaluated is None:
+        return 0.0
+    value, used = evaluated
+    return 1.0 if value == target and sorted(used) == sorted(numbers) else float(format_score)
+
+
+@reward_function(run_in="loop")
+def format_tags(prompt: Prompt, trajectory: Trajectory, *, tags: Sequence[str]) -> float:
+    """1 when the response is `<a>…</a>` for each tag, in this order, each once, and nothing but white space
+    around.
+    """
+    if not tags or isinstance(tags, str):
+        raise ConfigError("reward function format: tags must be a list of tag names, e.g. [think, answer]")
+    rest = trajectory.text.strip()
+    for tag in tags:
+        opening, closing = f"<{tag}>", f"</{tag}>"
+        if not rest.startswith(opening) or rest.count(opening) != 1 or rest.count(closing) != 1:
+            return 0.0
+        rest = rest.partition(closing)[2].lstrip()
+    return float(not rest)
+
+
+@reward_function(run_in="process")
+def regex(prompt: Prompt, trajectory: Trajectory, *, pattern: str) -> float:
+    """1 when the whole response, ends stripped, matches the pattern (`.` matches newlines too).
+
+    Runs in its own process: a pattern that backtracks without end can only be stopped by killing it.
+    """
+    try:
+        compiled = re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise ConfigError(
+            f"reward function regex: pattern {pattern!r} is no regular expression: {error}"
+        ) from error
+    return float(compiled.fullmatch(trajectory.text.strip()) is not None)
+
+
+@reward_function(run_in="process", requires=("reasoning_gym", "rondo-rl[reasoning-gym]"))
+def reasoning_gym(prompt: Prompt, trajectory: Trajectory, *, extract: Extract = "text") -> float:
+    """The task's own score of the answer, from 0 to 1, for prompts of a reasoning_gym source.
+
+    extract `tag` is the library's own convention (`<answer>…</answer>`); without an answer the score is 0.
+    """
+    task = required_field(prompt, "task", "task of a reasoning_gym source")
+    entry = required_field(prompt, "entry", "entry of a reasoning_gym source")
+    answer = extract_answer(trajectory.text, extract)
+    if answer is None:
+        return 0.0
+    dataset = _reasoning_gym_task(task, json.dumps(prompt.fields.get("task_options", {}), default=repr))
+    return float(dataset.score_answer(answer, entry))
+
+
+@functools.lru_cache(maxsize=64)
+def _reasoning_gym_task(task: str, options: str) -> Any:
+    import reasoning_gym as gym
+
+    return gym.create_dataset(task, **json.loads(options))
+
+
+BUILTINS: Mapping[str, Callable[..., Any]] = {
+    "countdown": countdown,
+    "exact_match": exact_match,
+    "format": format_tags,
+    "gsm8k": gsm8k,
+    "math": math,
+    "reasoning_gym": reasoning_gym,
+    "regex": regex,
+}

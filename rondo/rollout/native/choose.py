@@ -1,0 +1,84 @@
+"""Which decode path a model gets on a device, and why."""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+
+from rondo.errors import ConfigError
+from rondo.rollout.native.cache import capacity_of
+from rondo.rollout.native.compiled import CompiledPath, why_not_compiled
+from rondo.rollout.native.generic import GenericPath
+from rondo.rollout.native.lean import LeanPath, why_not_lean
+from rondo.rollout.native.slots import SlotTable
+
+Decode = Literal["auto", "generic", "lean", "compiled"]
+
+
+class DecodePath(Protocol):
+    """The arithmetic behind the decoder; called from the decode thread only.
+
+    dense: `decode` wants slots 0 .. R - 1. prefill: (slot, tokens) pairs, into an allocated cache. decode: one token for
+    each slot of `rows` int64 [R], from the table's token at the table's position; a log-prob that is not finite says
+    that the logits were not. copy: the first `length` cache positions of one slot to another.
+    """
+
+    name: str
+    dense: bool
+
+    def allocate(self) -> None: ...
+
+    def free(self) -> None: ...
+
+    @property
+    def cache_nbytes(self) -> int: ...
+
+    def weights_changed(self) -> None: ...
+
+    def copy(self, source: int, target: int, length: int) -> None: ...
+
+    def prefill(self, prompts: list[tuple[int, np.ndarray]]) -> None: ...
+
+    def decode(self, rows: np.ndarray, table: SlotTable) -> tuple[np.ndarray, np.ndarray]: ...
+
+
+def choose_path(
+    decode: Decode,
+    module: torch.nn.Module,
+    *,
+    num_slots: int,
+    max_context: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    threads: int,
+) -> tuple[DecodePath, str]:
+    """The path and the reason for it. Raises ConfigError when `decode` names one that cannot run this model here."""
+    if decode not in ("auto", "generic", "lean", "compiled"):
+        raise ConfigError(f"rollout.decode={decode}: choose auto, generic, lean or compiled")
+    name, reason = decode, f"rollout.decode={decode}"
+    if decode == "auto":
+        name, reason = "compiled", "the fastest path for this model, dtype and device"
+    why_not = ""
+    if name == "compiled":
+        why_not = why_not_compiled(module, max_context, dtype, device)
+        if why_not and decode == "auto":
+            name, reason, why_not = "lean", f"not compiled: {why_not}", ""
+    if name == "lean":
+        why_not = why_not_lean(module, max_context)
+        if why_not and decode == "auto":
+            name, reason, why_not = "generic", f"neither compiled nor lean: {why_not}", ""
+    if why_not:
+        raise ConfigError(f"rollout.decode={name} cannot be used: {why_not}; set rollout.decode=auto")
+    paths = {"generic": GenericPath, "lean": LeanPath, "compiled": CompiledPath}
+    path = paths[name](
+        module,
+        num_slots=num_slots,
+        capacity=capacity_of(max_context),
+        max_context=max_context,
+        dtype=dtype,
+        device=device,
+        threads=threads,
+    )
+    return path, reason

@@ -1,0 +1,198 @@
+"""The decode loop's own side: scheduler, slots and path, one token step at a time. No asyncio and no locks here.
+
+Everything is called from one thread at a time: the engine's decode thread while it serves, the caller's otherwise.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from rondo.errors import RolloutError
+from rondo.rollout.native.choose import DecodePath
+from rondo.rollout.native.scheduler import Scheduler, Sequence
+from rondo.rollout.native.slots import SlotTable
+from rondo.types import Completion, FinishReason, GenerateRequest, StepStats
+
+_NOTHING = (np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32))
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A sequence that has left, and what it made."""
+
+    sequence: Sequence
+    completion: Completion
+
+
+class Decoder:
+    """version: () -> policy version that the weights are. Clock of deadlines: time.monotonic."""
+
+    def __init__(self, path: DecodePath, num_slots: int, capacity: int, version: Callable[[], int]) -> None:
+        self.path, self._version = path, version
+        self.scheduler = Scheduler(num_slots, dense=path.dense)
+        self._num_slots, self._capacity = num_slots, capacity
+        self._table = SlotTable(num_slots, capacity)
+        self._rows = np.empty(0, np.int64)
+        self._changed = False  # somebody joined or left, or caches are stale: plan before the next step
+        self._deadlines = False
+        self.asleep = False
+        self._stats = StepStats()
+        path.allocate()
+
+    def has_work(self) -> bool:
+        return self.scheduler.has_work()
+
+    def add(self, sequence: Sequence) -> None:
+        self.scheduler.add(sequence)
+        self._changed = True
+        self._deadlines |= sequence.deadline is not None
+
+    def cancel(self, request_id: str) -> Finished | None:
+        """Take a sequence out, with what it has so far; None if it is not here (any more)."""
+        return next(iter(self._leave(lambda s: s.request_id == request_id, "cancelled")), None)
+
+    def expire(self) -> list[Finished]:
+        """Take out all sequences past their deadline."""
+        if not self._deadlines:
+            return []
+        now = time.monotonic()
+        return self._leave(lambda s: s.deadline is not None and s.deadline <= now, "deadline")
+
+    def weights_changed(self) -> None:
+        """The next step runs on new weights: nothing cached is valid. Running sequences are prefilled again."""
+        self.path.weights_changed()
+        self.scheduler.invalidate()
+        self._changed = True
+
+    def sleep(self) -> None:
+        """Free the cache; running sequences keep their tokens and are prefilled after `wake`."""
+        self.path.free()
+        self.scheduler.invalidate()
+        self._changed = self.asleep = True
+
+    def wake(self) -> None:
+        self.path.allocate()
+        self.asleep = False
+
+    def reset(self) -> list[Sequence]:
+        """After an error: forget all sequences (returned) and start from a clean cache."""
+        dropped = self.scheduler.clear()
+        self._table = SlotTable(self._num_slots, self._capacity)
+        self._changed = True
+        self.path.free()
+        if not self.asleep:
+            self.path.allocate()
+        return dropped
+
+    @torch.inference_mode()
+    def step(self) -> list[Finished]:
+        """One token for every running sequence, after seating those that wait. Returns the ones that finished."""
+        if self._changed:
+            started = time.thread_time()
+            self._apply_plan()
+            self._stats.add_sum("rollout/prefill_cpu_s", time.thread_time() - started)
+        rows = self._rows
+        if not len(rows):
+            return []
+        started = time.thread_time()
+        ids, log_probs = self.path.decode(rows, self._table)
+        if not np.isfinite(log_probs).all():
+            slot = int(rows[np.flatnonzero(~np.isfinite(log_probs))[0]])
+            raise RolloutError(f"the logits of request {self._sequence(slot).request_id!r} are not finite; "
+                               "the weights hold NaN or inf, or the dtype overflows")  # fmt: skip
+        done = self._table.append(rows, ids, log_probs, self._version())
+        finished = [self._finish(int(slot)) for slot in rows[done]] if done.any() else []
+        self._stats.add_sum("rollout/decode_cpu_s", time.thread_time() - started)
+        self._stats.add_sum("rollout/decode_steps", 1)
+        self._stats.add_sum("rollout/generated_tokens", len(rows))
+        self._stats.add_mean("rollout/batch_occupancy", len(rows))
+        return finished
+
+    def stats(self) -> StepStats:
+        """Counters since the last call."""
+        stats, self._stats = self._stats, StepStats()
+        stats.add_max("rollout/cache_bytes", self.path.cache_nbytes)
+        return stats
+
+    def _apply_plan(self) -> None:
+        plan = self.scheduler.plan()
+        for slot, sequence in plan.joins:
+            self._seat(slot, sequence)
+        for copy in plan.early_copies:
+            self._copy(copy.source, copy.target, copy.length)
+        for move in plan.moves:
+            length = int(self._table.positions[move.source])
+            if length:
+                self.path.copy(move.source, move.target, length)
+            self._table.move(move.source, move.target)
+        prompts = [(prefill.slot, self._cached_tokens(prefill.slot)) for prefill in plan.prefills]
+        prompts = [(slot, tokens) for slot, tokens in prompts if len(tokens)]
+        if prompts:
+            self.path.prefill(prompts)
+            self._stats.add_sum("rollout/prefill_tokens", sum(len(tokens) for _, tokens in prompts))
+        for copy in plan.late_copies:
+            self._copy(copy.source, copy.target, copy.length)
+        slots = self.scheduler.slots
+        self._rows = np.array([i for i, sequence in enumerate(slots) if sequence is not None], np.int64)
+        self._changed = False
+
+    def _copy(self, source: int, target: int, length: int) -> None:
+        if length:
+            self.path.copy(source, target, length)
+            self._stats.add_sum("rollout/shared_prefill_tokens", length)
+
+    def _seat(self, slot: int, sequence: Sequence) -> None:
+        request = sequence.request
+        prefix = request.prefix
+        before = _NOTHING if prefix is None else (prefix.token_ids, prefix.log_probs, prefix.policy_versions)
+        seed = (request.seed + 2**63) % 2**64 - 2**63
+        self._table.seat(slot, sequence.tokens, request.sampling, seed, before)
+
+    def _cached_tokens(self, slot: int) -> np.ndarray:
+        """All tokens whose keys and values the cache must hold: those before the one that is fed next."""
+        sequence = self._sequence(slot)
+        new = self._table.ids[slot, sequence.num_prefix : self._table.indices[slot]]
+        return np.concatenate([sequence.tokens, new.astype(np.int64)])[:-1]
+
+    def _sequence(self, slot: int) -> Sequence:
+        sequence = self.scheduler.slots[slot]
+        assert sequence is not None
+        return sequence
+
+    def _finish(self, slot: int) -> Finished:
+        sequence = self._sequence(slot)
+        stopped = self._table.ids[slot, self._table.indices[slot] - 1] in sequence.request.sampling.stop_token_ids
+        return self._take_out(slot, "stop" if stopped else "length")
+
+    def _take_out(self, slot: int, reason: FinishReason) -> Finished:
+        sequence = self._sequence(slot)
+        finished = Finished(sequence, _completion(sequence.request, self._table.response(slot), reason))
+        self.scheduler.release(slot)
+        self._changed = True
+        return finished
+
+    def _leave(self, who: Callable[[Sequence], bool], reason: FinishReason) -> list[Finished]:
+        scheduler = self.scheduler
+        out = [
+            self._take_out(slot, reason)
+            for slot, sequence in enumerate(scheduler.slots)
+            if sequence is not None and who(sequence)
+        ]
+        for sequence in [s for s in scheduler.waiting if who(s)]:
+            scheduler.waiting.remove(sequence)
+            prefix = sequence.request.prefix
+            before = _NOTHING if prefix is None else (prefix.token_ids, prefix.log_probs, prefix.policy_versions)
+            out.append(Finished(sequence, _completion(sequence.request, before, reason)))
+        return out
+
+
+def _completion(
+    request: GenerateRequest, response: tuple[np.ndarray, np.ndarray, np.ndarray], reason: FinishReason
+) -> Completion:
+    prompt_ids = np.array(request.token_ids, np.int32)
+    return Completion(request.request_id, prompt_ids, *response, finish_reason=reason)

@@ -1,0 +1,352 @@
+"""The native engine's asyncio side.
+
+    generate() ──inbox──▶ serve(): a burst on the one decode thread          weights: begin/receive/commit, set_version
+       ▲                    drain inbox → step → step → …                      only while the engine is paused or idle
+       └──reply (loop.call_soon_threadsafe)── finished sequences
+
+A burst goes on until nothing is left to do or the engine is paused; joins, cancellations and pauses take effect at the
+next token boundary. `_lock` guards three things: the inbox, `_serving` and `_paused`. While `_serving` is true the
+decoder belongs to the decode thread; otherwise to the caller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from rondo.errors import ConfigError, RolloutError, WeightSyncError
+from rondo.rollout.native import generic
+from rondo.rollout.native.cache import capacity_of
+from rondo.rollout.native.choose import Decode, choose_path
+from rondo.rollout.native.decoder import Decoder, Finished
+from rondo.rollout.native.scheduler import Sequence
+from rondo.rollout.native.weights import WeightStore, build_module
+from rondo.types import Completion, FinishReason, GenerateRequest, StepStats
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Reply:
+    """Where an answer goes: the future of a generate call, on that call's event loop."""
+
+    future: asyncio.Future[Completion]
+    loop: asyncio.AbstractEventLoop
+
+    def send(self, result: Completion | BaseException) -> None:
+        """From any thread. A caller that has gone (loop closed, task cancelled) is no error."""
+        if not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(self._set, result)
+
+    def _set(self, result: Completion | BaseException) -> None:
+        if self.future.done():
+            return
+        if isinstance(result, BaseException):
+            self.future.set_exception(result)
+        else:
+            self.future.set_result(result)
+
+
+class NativeEngine:
+    """Continuous batching over one Hugging Face causal LM. Implements `RolloutEngine`.
+
+    model_config: a transformers config. parameters: checkpoint name → tensor, used in place (the trainer's storage; say
+    `set_version` after every change); None: own storage, filled by begin / receive / commit before the first request.
+    max_concurrent: slots. max_context: prompt and response tokens of one request at most. decode: "auto" takes the
+    fastest path that can run the model here; `decode_path` and `decode_reason` say which and why. threads: of the
+    decode thread. Raises ConfigError or WeightSyncError.
+    """
+
+    def __init__(
+        self,
+        model_config: Any,
+        *,
+        parameters: Mapping[str, torch.Tensor] | None = None,
+        dtype: torch.dtype | str = torch.float32,
+        device: torch.device | str = "cpu",
+        max_concurrent: int = 256,
+        max_context: int = 2048,
+        decode: Decode = "auto",
+        trust_remote_code: bool = False,
+        threads: int = 1,
+    ) -> None:
+        if min(max_concurrent, max_context, threads) < 1:
+            raise ConfigError("max_concurrent, max_context and threads must be at least 1")
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        device = torch.device(device)
+        _refuse_what_masks_hide(model_config, max_context)
+        generic.register()
+        module = build_module(model_config, generic.ATTENTION, dtype, device, trust_remote_code=trust_remote_code)
+        self._weights = WeightStore(module, parameters, dtype, device)
+        path, self.decode_reason = choose_path(
+            decode,
+            module,
+            num_slots=max_concurrent,
+            max_context=max_context,
+            dtype=dtype,
+            device=device,
+            threads=threads,
+        )
+        self.decode_path = path.name
+        self.max_context, self._vocab = max_context, int(module.get_input_embeddings().weight.shape[0])
+        self._decoder = Decoder(path, max_concurrent, capacity_of(max_context), lambda: self._weights.version)
+        self._lock = threading.Lock()
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._in_flight: dict[str, _Reply] = {}
+        self._serving = self._paused = self._closed = False
+        self._executor = ThreadPoolExecutor(1, "rondo-decode", torch.set_num_threads, (threads,))
+        if self._weights.ready:
+            self._decoder.weights_changed()
+        _log.info("%s", self.describe())
+
+    def describe(self) -> str:
+        """One line: which decode path runs, and why."""
+        return f"native rollout engine: {self.decode_path} path ({self.decode_reason})"
+
+    # ---- requests ----
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """The completion of one request. Cancelling the task frees its slot at the next token boundary.
+
+        Raises RolloutError: an impossible request, no weights yet, engine asleep or closed, or an error while decoding.
+        """
+        sequence = self._sequence(request)
+        done = _done_already(request)
+        if done is not None:
+            return done
+        loop = asyncio.get_running_loop()
+        reply = _Reply(loop.create_future(), loop)
+        sequence.reply = reply
+        self._in_flight[request.request_id] = reply
+        self._post(lambda: self._decoder.add(sequence))
+        try:
+            return await reply.future
+        except asyncio.CancelledError:
+            self._post(lambda: self._take_out(request.request_id))
+            raise
+        finally:
+            if self._in_flight.get(request.request_id) is reply:
+                del self._in_flight[request.request_id]
+
+    async def cancel(self, request_id: str) -> None:
+        """The pending generate call returns its partial completion. Unknown (finished) requests are ignored."""
+        if request_id in self._in_flight:
+            self._post(lambda: self._take_out(request_id))
+
+    async def pause(self) -> None:
+        """Stop at the next token boundary; when this returns nothing decodes. Requests keep their place."""
+        with self._lock:
+            self._paused = True
+        await asyncio.wrap_future(self._executor.submit(lambda: None))
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        with self._lock:
+            self._paused = False
+            self._start()
+
+    # ---- weights ----
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Checkpoint name → the tensor that the decoder reads (tied names included)."""
+        return self._weights.parameters()
+
+    @property
+    def version(self) -> int:
+        """The policy version that new tokens are stamped with; -1 before the first commit."""
+        return self._weights.version
+
+    def set_version(self, version: int) -> None:
+        """Shared storage only: the tensors now hold `version`. Must be called after every change of the weights."""
+        if not self._weights.shared:
+            raise WeightSyncError("this engine has its own storage: send weights with begin, receive, commit")
+        self._must_be_still("set_version")
+        self._weights.version = version
+        self._decoder.weights_changed()
+
+    def begin(self, version: int) -> None:
+        """Start to receive `version`. Until `commit` nothing decodes. Raises WeightSyncError."""
+        with self._lock:  # a burst that starts after this sees that the weights are not ready
+            still = self._paused or not self._serving
+            if still:
+                self._weights.begin(version)
+        if not still:
+            raise WeightSyncError("begin: the engine is decoding; await pause() first")
+
+    def receive(self, name: str, tensor: torch.Tensor) -> None:
+        """Copy one tensor, under its checkpoint name, into the decoder's storage. Raises WeightSyncError."""
+        self._weights.receive(name, tensor)
+
+    def commit(self, version: int) -> None:
+        """All tensors are there: serve `version`. Raises WeightSyncError naming what did not arrive."""
+        self._weights.commit(version)
+        self._decoder.weights_changed()
+        with self._lock:
+            self._start()
+
+    # ---- life ----
+
+    def sleep(self) -> None:
+        """Free the key/value cache. The engine must be paused or idle; requests in flight go on after wake and resume."""
+        self._must_be_still("sleep")
+        if not self._decoder.asleep:
+            self._decoder.sleep()
+
+    def wake(self) -> None:
+        """Make the cache again."""
+        if self._decoder.asleep:
+            self._decoder.wake()
+            with self._lock:
+                self._start()
+
+    def stats(self) -> StepStats:
+        """rollout/…: tokens, steps, occupancy, CPU-seconds since the last call; bytes of the cache."""
+        return self._decoder.stats()
+
+    def close(self) -> None:
+        """Stop the decode thread; whoever still waits gets a RolloutError."""
+        with self._lock:
+            self._paused = self._closed = True
+        self._executor.shutdown(wait=True)
+        self._fail(RolloutError("the rollout engine was closed"))
+
+    # ---- inside ----
+
+    def _sequence(self, request: GenerateRequest) -> Sequence:
+        """Check a request and turn it into a sequence."""
+        who = f"request {request.request_id!r}"
+        if self._closed:
+            raise RolloutError(f"{who}: the rollout engine is closed")
+        if self._decoder.asleep:
+            raise RolloutError(f"{who}: the rollout engine is asleep; call wake() first")
+        if self._weights.version < 0:
+            raise RolloutError(f"{who}: the rollout engine has no weights yet; send them with begin, receive, commit")
+        if request.request_id in self._in_flight:
+            raise RolloutError(f"{who} is in flight already; request ids must be unique")
+        sampling, prompt = request.sampling, np.asarray(request.token_ids, np.int64)
+        _check_sampling(who, sampling)
+        if len(prompt) == 0:
+            raise RolloutError(f"{who} has an empty prompt; give at least one token")
+        if len(prompt) + sampling.max_tokens > self.max_context:
+            raise RolloutError(
+                f"{who}: {len(prompt)} prompt tokens and max_tokens {sampling.max_tokens} exceed max_context "
+                f"{self.max_context}; shorten the prompt, lower rollout.max_tokens, or raise max_context"
+            )
+        prefix = () if request.prefix is None else np.asarray(request.prefix.token_ids, np.int64)
+        tokens = np.concatenate([prompt, prefix]).astype(np.int64)
+        if tokens.min() < 0 or tokens.max() >= self._vocab:
+            raise RolloutError(f"{who} has token ids outside the model's vocabulary of {self._vocab}; wrong tokenizer?")
+        deadline = None if request.deadline_seconds is None else time.monotonic() + request.deadline_seconds
+        return Sequence(request, tokens, len(prefix), deadline)
+
+    def _post(self, action: Callable[[], None]) -> None:
+        """Have `action` run on the decode thread at the next token boundary (at once when nothing decodes)."""
+        with self._lock:
+            self._inbox.append(action)
+            self._start()
+
+    def _start(self) -> None:
+        if not self._serving and not self._closed:
+            self._serving = True
+            self._executor.submit(self._serve)
+
+    def _serve(self) -> None:
+        """One burst, on the decode thread."""
+        try:
+            while self._drain():
+                for finished in (*self._decoder.step(), *self._decoder.expire()):
+                    self._answer(finished)
+        except Exception as error:  # the documented boundary: whatever decoding raises belongs to all who wait
+            _log.exception("decoding failed")
+            failure = error if isinstance(error, RolloutError) else RolloutError(f"decoding failed: {error!r}")
+            self._fail(failure, cause=error)
+            with self._lock:
+                self._serving = False
+                if self._inbox:
+                    self._start()
+
+    def _drain(self) -> bool:
+        """Do what has been posted; False ends the burst."""
+        while True:
+            with self._lock:
+                actions = list(self._inbox)
+                self._inbox.clear()
+                if not actions:
+                    ready = self._weights.ready and not self._paused and not self._decoder.asleep
+                    self._serving = ready and self._decoder.has_work()
+                    return self._serving
+            for action in actions:
+                action()
+
+    def _take_out(self, request_id: str) -> None:
+        finished = self._decoder.cancel(request_id)
+        if finished is not None:
+            self._answer(finished)
+
+    @staticmethod
+    def _answer(finished: Finished) -> None:
+        assert isinstance(finished.sequence.reply, _Reply)
+        finished.sequence.reply.send(finished.completion)
+
+    def _fail(self, failure: RolloutError, cause: BaseException | None = None) -> None:
+        for sequence in self._decoder.reset():
+            assert isinstance(sequence.reply, _Reply)
+            error = RolloutError(str(failure))  # one each: a traceback grows with every raise
+            error.__cause__ = cause
+            sequence.reply.send(error)
+
+    def _must_be_still(self, what: str) -> None:
+        with self._lock:
+            if self._serving and not self._paused:
+                raise WeightSyncError(f"{what}: the engine is decoding; await pause() first, or wait for all requests")
+
+
+def _check_sampling(who: str, sampling: Any) -> None:
+    if sampling.max_tokens < 1:
+        raise RolloutError(f"{who}: max_tokens is {sampling.max_tokens}; it must be at least 1")
+    if not (sampling.temperature >= 0 and 0 < sampling.top_p <= 1 and sampling.top_k >= 0 and 0 <= sampling.min_p <= 1):
+        raise RolloutError(f"{who}: {sampling} is out of range (temperature ≥ 0, 0 < top_p ≤ 1, top_k ≥ 0, 0 ≤ min_p ≤ 1)")
+
+
+def _done_already(request: GenerateRequest) -> Completion | None:
+    """A prefix may be complete as it is: it ends with a stop token, or has max_tokens."""
+    prefix = request.prefix
+    if prefix is None or len(prefix.token_ids) == 0:
+        return None
+    reason: FinishReason
+    if int(prefix.token_ids[-1]) in request.sampling.stop_token_ids:
+        reason = "stop"
+    elif len(prefix.token_ids) >= request.sampling.max_tokens:
+        reason = "length"
+    else:
+        return None
+    prompt_ids = np.array(request.token_ids, np.int32)
+    arrays = (prefix.token_ids, prefix.log_probs, prefix.policy_versions)
+    return Completion(request.request_id, prompt_ids, *arrays, finish_reason=reason)
+
+
+def _refuse_what_masks_hide(model_config: Any, max_context: int) -> None:
+    """Some models keep windows or states out of the attention call; their config gives them away."""
+    config = model_config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ())
+    other = kinds - {"full_attention", "sliding_attention"}
+    if other:
+        raise ConfigError(f"the native engine cannot decode {config.model_type} models (layers: {', '.join(sorted(other))}); "
+                          "set rollout.engine=vllm")  # fmt: skip
+    windowed = "sliding_attention" in kinds if kinds else getattr(config, "use_sliding_window", True)
+    window = getattr(config, "sliding_window", None) if windowed else None
+    if window is not None and window < max_context:
+        raise ConfigError(f"the native engine has no sliding-window attention: {config.model_type} has a window of {window} "
+                          f"< max_context {max_context}; lower max_context, or set rollout.engine=vllm")  # fmt: skip
+    if getattr(config, "is_encoder_decoder", False):
+        raise ConfigError(f"{config.model_type} is an encoder-decoder model; the native engine decodes causal ones")

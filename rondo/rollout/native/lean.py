@@ -1,0 +1,198 @@
+"""The lean path: our own forward over the weights of a Llama, Qwen2 or Qwen3 module.
+
+The same arithmetic as the module's, without its per-call Python: one mask and one pair of rotary tables per step. On a
+CUDA device the decode step can be captured once per (rows, width) and replayed as a graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from rondo.rollout.native.generic import GenericPath, Step, grouped_attention
+
+FAMILIES = {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+
+
+def why_not_lean(module: torch.nn.Module, max_context: int) -> str:
+    """The reason why the lean path cannot run this model; "" if it can."""
+    config: Any = module.config
+    if type(module).__name__ not in FAMILIES:
+        return f"{type(module).__name__} is not one of {', '.join(sorted(FAMILIES))}"
+    if config.hidden_act != "silu":
+        return f"its activation is {config.hidden_act}, not silu"
+    window = config.sliding_window if getattr(config, "use_sliding_window", False) else None
+    if window is not None and window < max_context:
+        return f"its sliding window of {window} is shorter than max_context {max_context}"
+    rope = module.model.rotary_emb.rope_type
+    if rope in ("dynamic", "longrope"):
+        return f"its rotary embedding ({rope}) depends on the sequence's length"
+    return ""
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One layer's tensors, as the module holds them now. A bias or a head norm that the family lacks is None."""
+
+    input_norm: torch.Tensor
+    post_norm: torch.Tensor
+    q: torch.nn.Linear
+    k: torch.nn.Linear
+    v: torch.nn.Linear
+    o: torch.nn.Linear
+    gate: torch.nn.Linear
+    up: torch.nn.Linear
+    down: torch.nn.Linear
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+
+
+def layer_weights(module: torch.nn.Module) -> list[LayerWeights]:
+    """The layers' weights (views, no copies)."""
+
+    def of(layer: Any) -> LayerWeights:
+        attention, mlp = layer.self_attn, layer.mlp
+        q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+        return LayerWeights(
+            layer.input_layernorm.weight,
+            layer.post_attention_layernorm.weight,
+            attention.q_proj,
+            attention.k_proj,
+            attention.v_proj,
+            attention.o_proj,
+            mlp.gate_proj,
+            mlp.up_proj,
+            mlp.down_proj,
+            None if q_norm is None else q_norm.weight,
+            None if k_norm is None else k_norm.weight,
+        )
+
+    return [of(layer) for layer in module.model.layers]
+
+
+def rotary_tables(module: torch.nn.Module, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin, float32 [length, head_dim], from the module's own rotary embedding."""
+    positions = torch.arange(length, device=device)[None]
+    with torch.no_grad():
+        cos, sin = module.model.rotary_emb(torch.zeros(1, 1, 1, device=device), positions)
+    return cos[0].float().contiguous(), sin[0].float().contiguous()
+
+
+class LeanPath(GenericPath):
+    """GenericPath with another forward; everything about slots, masks and prefill is the same."""
+
+    name = "lean"
+
+    def __init__(self, module: torch.nn.Module, *, cuda_graphs: bool = True, **settings: Any) -> None:
+        super().__init__(module, **settings)
+        config: Any = module.config
+        self._layers = layer_weights(module)
+        self._eps, self._hidden = config.rms_norm_eps, config.hidden_size
+        self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self._head_dim = self._shapes[0].key_dim
+        cos, sin = rotary_tables(module, self._capacity, self.device)
+        self._cos, self._sin = cos.to(self.dtype), sin.to(self.dtype)
+        self._graphs: DecodeGraphs | None = None
+        if cuda_graphs and self.device.type == "cuda":
+            self._graphs = DecodeGraphs()
+
+    def allocate(self) -> None:
+        super().allocate()
+        if self._graphs is not None:
+            self._graphs.forget()
+
+    def free(self) -> None:
+        super().free()
+        if self._graphs is not None:
+            self._graphs.forget()  # they hold the cache's addresses
+
+    def decode_logits(self, tokens: torch.Tensor, positions: torch.Tensor, width: int) -> torch.Tensor:
+        if self._graphs is None:
+            return super().decode_logits(tokens, positions, width)
+        return self._graphs.run(super().decode_logits, tokens, positions, width)
+
+    def forward(self, step: Step, tokens: torch.Tensor, *, want_logits: bool) -> torch.Tensor | None:
+        R, C = tokens.shape
+        x = F.embedding(tokens, self.module.model.embed_tokens.weight)
+        cos, sin = self._cos[step.positions][:, :, None], self._sin[step.positions][:, :, None]
+        for number, layer in enumerate(self._layers):
+            h = self._rms_norm(x, layer.input_norm)
+            q = layer.q(h).view(R, C, self._heads, self._head_dim)
+            k = layer.k(h).view(R, C, self._kv_heads, self._head_dim)
+            v = layer.v(h).view(R, C, self._kv_heads, self._head_dim)
+            if layer.q_norm is not None and layer.k_norm is not None:
+                q, k = self._rms_norm(q, layer.q_norm), self._rms_norm(k, layer.k_norm)
+            attended = self._attend(number, step, _rotate(q, cos, sin), _rotate(k, cos, sin), v)
+            x = x + layer.o(attended)
+            h = self._rms_norm(x, layer.post_norm)
+            x = x + layer.down(F.silu(layer.gate(h)).mul_(layer.up(h)))
+        if not want_logits:
+            return None
+        logits: torch.Tensor = self.module.lm_head(self._rms_norm(x[:, -1], self.module.model.norm.weight))
+        return logits
+
+    def _attend(self, number: int, step: Step, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        assert step.cache is not None
+        keys, values = step.cache.keys[number], step.cache.values[number]
+        keys[step.rows[:, None], :, step.positions] = k
+        values[step.rows[:, None], :, step.positions] = v
+        rows, width = slice(step.first, step.first + len(q)), step.mask.shape[-1]
+        out = grouped_attention(q.transpose(1, 2), keys[rows, :, :width], values[rows, :, :width], step.mask, None)
+        return out.transpose(1, 2).reshape(len(q), -1, self._heads * self._head_dim)
+
+    def _rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        if x.dtype == torch.float32:
+            return F.rms_norm(x, weight.shape, weight, self._eps)
+        wide = x.float()
+        normed: torch.Tensor = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self._eps)).to(x.dtype)
+        return weight * normed
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding of x [R, C, heads, D]; cos, sin [R, C, 1, D]."""
+    low, high = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-high, low), dim=-1) * sin
+
+
+class DecodeGraphs:
+    """CUDA graphs of the decode step, one per (rows, width), sharing one memory pool.
+
+    Not run on the machines this was written on (no GPU): covered by the `gpu` tests only.
+    """
+
+    def __init__(self) -> None:
+        self._captured: dict[tuple[int, int], tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        self._pool: Any = None
+
+    def forget(self) -> None:
+        self._captured.clear()
+        self._pool = None
+
+    def run(self, step: Any, tokens: torch.Tensor, positions: torch.Tensor, width: int) -> torch.Tensor:
+        """step(tokens, positions, width) -> logits, replayed. The result is valid until the next call."""
+        key = (len(tokens), width)
+        if key not in self._captured:
+            self._captured[key] = self._capture(step, tokens, positions, width)
+        graph, static_tokens, static_positions, logits = self._captured[key]
+        static_tokens.copy_(tokens)
+        static_positions.copy_(positions)
+        graph.replay()
+        return logits
+
+    def _capture(
+        self, step: Any, tokens: torch.Tensor, positions: torch.Tensor, width: int
+    ) -> tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor]:
+        tokens, positions = tokens.clone(), positions.clone()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            step(tokens, positions, width)  # warm-up: handles and workspaces must exist before the capture
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            logits = step(tokens, positions, width)
+        self._pool = graph.pool()
+        return graph, tokens, positions, logits

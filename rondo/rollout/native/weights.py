@@ -1,0 +1,144 @@
+"""Whose storage the decoder's model uses: the trainer's, in place, or its own, filled by begin / receive / commit."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from transformers import AutoModelForCausalLM
+
+from rondo.errors import ConfigError, WeightSyncError
+
+
+class _ParametersOnMeta(TorchFunctionMode):
+    """Inside: `torch.empty`, which makes every large parameter, allocates nothing; buffers become real."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.empty:
+            kwargs["device"] = "meta"
+        return func(*args, **kwargs)
+
+
+def build_module(
+    model_config: Any, attention: str, dtype: torch.dtype, device: torch.device, *, trust_remote_code: bool
+) -> torch.nn.Module:
+    """The causal LM of a transformers config with real buffers, and parameters that await a storage."""
+    with torch.random.fork_rng(devices=[]), _ParametersOnMeta():
+        module = AutoModelForCausalLM.from_config(  # a copy: it writes the attention's name into the config
+            copy.deepcopy(model_config), attn_implementation=attention, dtype=dtype, trust_remote_code=trust_remote_code
+        )
+    for owner in module.modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is None:
+                continue
+            if buffer.is_meta:
+                raise ConfigError(f"{type(owner).__name__}.{name} is not initialised by the model's constructor; "
+                                  "the native engine cannot build this model: set rollout.engine=vllm")  # fmt: skip
+            owner._buffers[name] = buffer.to(device)
+    return module.eval()
+
+
+class WeightStore:
+    """The parameters of `module` under their checkpoint names, with the version that they are.
+
+    ready: all weights of one version are there. Tied parameters may come under any one of their names.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        shared: Mapping[str, torch.Tensor] | None,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.shared = shared is not None
+        self.version = 0 if self.shared else -1
+        self.ready = self.shared
+        self._names = _tied_names(module)
+        self._pending: set[str] | None = None
+        self._tensors: dict[str, torch.Tensor] = {}
+        tensors: Mapping[str, torch.Tensor] = shared or {}
+        for name in tensors:
+            self._canonical(name)
+        for canonical, names in self._groups().items():
+            slot = module.get_parameter(canonical)
+            given = next((tensors[name] for name in names if name in tensors), None)
+            if shared is None:
+                given = torch.empty(slot.shape, dtype=dtype, device=device)
+            elif given is None:
+                raise WeightSyncError(f"the parameters to share lack {canonical!r}")
+            self._check_shape(canonical, given, slot.shape)
+            if given.dtype != dtype or given.device.type != device.type:
+                raise WeightSyncError(
+                    f"{canonical!r} is {given.dtype} on {given.device}, but the rollout engine wants {dtype} on "
+                    f"{device}: storage can be shared only as it is; set rollout.dtype to match, or do not share"
+                )
+            self._assign(module, canonical, names, given)
+
+    def _assign(self, module: torch.nn.Module, canonical: str, names: list[str], tensor: torch.Tensor) -> None:
+        parameter = torch.nn.Parameter(tensor.detach(), requires_grad=False)
+        assert parameter.data_ptr() == tensor.data_ptr()
+        for name in names:
+            owner, _, leaf = name.rpartition(".")
+            setattr(module.get_submodule(owner), leaf, parameter)
+        self._tensors[canonical] = parameter.data
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Every name, tied ones included, to the storage that the decoder reads."""
+        return {name: self._tensors[canonical] for name, canonical in self._names.items()}
+
+    def begin(self, version: int) -> None:
+        if self.shared:
+            raise WeightSyncError("this engine uses the trainer's storage in place: nothing to receive; set_version says it")
+        self.ready = False
+        self._pending = set(self._tensors)
+
+    def receive(self, name: str, tensor: torch.Tensor) -> None:
+        if self._pending is None:
+            raise WeightSyncError(f"{name!r} arrived outside begin … commit")
+        canonical = self._canonical(name)
+        own = self._tensors[canonical]
+        self._check_shape(name, tensor, own.shape)
+        own.copy_(tensor)
+        self._pending.discard(canonical)
+
+    def commit(self, version: int) -> None:
+        if self._pending is None:
+            raise WeightSyncError(f"commit({version}) without begin")
+        if self._pending:
+            missing = ", ".join(sorted(self._pending)[:4])
+            raise WeightSyncError(f"commit({version}): {len(self._pending)} of {len(self._tensors)} tensors did not arrive: "
+                                  f"{missing}; the engine serves nothing until a complete set is committed")  # fmt: skip
+        self._pending, self.version, self.ready = None, version, True
+
+    def _canonical(self, name: str) -> str:
+        if name not in self._names:
+            near = difflib.get_close_matches(name, self._names, n=1)
+            hint = f"; the nearest is {near[0]!r}" if near else ""
+            raise WeightSyncError(f"the model has no parameter {name!r}{hint}")
+        return self._names[name]
+
+    def _groups(self) -> dict[str, list[str]]:
+        groups: dict[str, list[str]] = {}
+        for name, canonical in self._names.items():
+            groups.setdefault(canonical, []).append(name)
+        return groups
+
+    @staticmethod
+    def _check_shape(name: str, tensor: torch.Tensor, shape: torch.Size) -> None:
+        if tuple(tensor.shape) != tuple(shape):
+            raise WeightSyncError(f"{name!r} has shape {tuple(tensor.shape)}, the model wants {tuple(shape)}")
+
+
+def _tied_names(module: torch.nn.Module) -> dict[str, str]:
+    """Every parameter name to the first name of the same parameter."""
+    first: dict[int, str] = {}
+    names = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names[name] = first.setdefault(id(parameter), name)
+    return names

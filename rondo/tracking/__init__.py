@@ -1,0 +1,33 @@
+"""What a run leaves behind and shows: the run folder, trackers, console, curves, timers, summary."""
+
+from __future__ import annotations
+
+from rondo.tracking.console import Console
+from rondo.tracking.curves import matplotlib_available, plot_curves
+from rondo.tracking.run_folder import RunFolder, read_metrics
+from rondo.tracking.samples import BeforeAfter, Report, Sample
+from rondo.tracking.summary import build_summary
+from rondo.tracking.timers import Timers, Usage, process_usage
+from rondo.tracking.trackers import Tracker, TrackerContext, Trackers, check_trackers, make_trackers
+from rondo.tracking.view import Header
+
+__all__ = [
+    "BeforeAfter",
+    "Console",
+    "Header",
+    "Report",
+    "RunFolder",
+    "Sample",
+    "Timers",
+    "Tracker",
+    "TrackerContext",
+    "Trackers",
+    "Usage",
+    "build_summary",
+    "check_trackers",
+    "make_trackers",
+    "matplotlib_available",
+    "plot_curves",
+    "process_usage",
+    "read_metrics",
+]

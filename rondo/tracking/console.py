@@ -1,0 +1,206 @@
+"""What the user sees while a run goes on: a live panel on a terminal, one line per step elsewhere.
+
+The only place outside the command line that writes to the terminal, through one rich Console.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+from rich.console import Console as RichConsole
+from rich.console import RenderableType
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.text import Text
+
+from rondo.tracking.samples import Report, Sample
+from rondo.tracking.text import clean_text, format_duration, format_number, shorten
+from rondo.tracking.view import Header, Kind, RunView, alarms, plain_line, render_report, render_run
+
+Mode = Literal["auto", "live", "plain", "off"]
+
+_REFRESH_PER_SECOND = 2  # drawing takes CPU time from training
+_WARNINGS_SHOWN = 3
+
+
+class Console:
+    """mode: `auto` is live on a terminal that can show it and plain otherwise; `off` shows warnings only.
+
+    samples: how many trajectories of a step are shown in plain mode, and pairs in the final table. `out`
+    and `clock` (seconds) are seams for tests. A context manager; `close` leaves the last picture on the
+    screen.
+    """
+
+    def __init__(
+        self,
+        mode: Mode = "auto",
+        *,
+        samples: int = 2,
+        out: RichConsole | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.out = out or RichConsole(highlight=False)
+        utf8 = self.out.encoding.lower().startswith("utf")
+        drawable = self.out.is_terminal and not self.out.is_dumb_terminal and utf8
+        self.mode: Mode = ("live" if drawable else "plain") if mode == "auto" else mode
+        self.samples = samples
+        self._clock = clock
+        self._view: RunView | None = None
+        self._started = 0.0
+        self._first_step = 0
+        self._warnings: dict[str, int] = {}
+        self._activities: list[tuple[str, float]] = []
+        self._spinner = Spinner("dots")
+        self._live: Live | None = None
+
+    def __enter__(self) -> Console:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def start(
+        self, header: Header, total_steps: int | None, *, kind: Kind = "rl", first_step: int = 0
+    ) -> None:
+        """Begin a stage (SFT, RL). first_step: steps already done by the run that this one goes on with."""
+        self.end_stage()
+        self._view = RunView(header, total_steps, kind, step=first_step)
+        self._started, self._first_step = self._clock(), first_step
+        if self.mode == "plain":
+            steps = "" if total_steps is None else f", {total_steps} steps"
+            resumed = f", going on after step {first_step}" if first_step else ""
+            where = f", in {header.run_dir}" if header.run_dir else ""
+            self._line(f"rondo: {header.algorithm}, {header.model}, {header.device}{steps}{resumed}{where}")
+        self._show()
+
+    def step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """One step is done. metrics as logged; whatever is missing is not shown."""
+        view = self._view
+        if view is None:
+            return
+        view.add(step, metrics)
+        view.elapsed = self._clock() - self._started
+        done = step - self._first_step
+        if view.total_steps is not None and done > 0:
+            view.left = view.elapsed / done * max(0, view.total_steps - step)
+        if self.mode == "plain":
+            self._line(plain_line(view, metrics))
+        for message in alarms(metrics):
+            self.warn(message, where=f"step {step}")
+
+    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Trajectories of a step, as text. Live: the first one stays until the next call."""
+        if self._view is not None and samples:
+            self._view.sample = (step, samples[0])
+        if self.mode == "plain":
+            for sample in samples[: self.samples]:
+                reward = "" if sample.reward is None else f" (reward {format_number(sample.reward)})"
+                self._line(
+                    f"  sample{reward}: {_one_line(sample.prompt, 120)} -> {_one_line(sample.response, 240)}"
+                )
+
+    def evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Results of an evaluation; labels as in `metrics`, less a leading `eval/`."""
+        shown = {n.removeprefix("eval/"): v for n, v in metrics.items() if isinstance(v, int | float)}
+        numbers = "  ".join(f"{name} {format_number(float(value))}" for name, value in shown.items())
+        self.note(f"evaluation at step {step}: {numbers}")
+
+    def note(self, message: str) -> None:
+        """A line that stays."""
+        if self.mode != "off":
+            self._line(message)
+
+    def warn(self, message: str, where: str = "") -> None:
+        """Loud, in every mode. Live: stays in the panel with how often it came."""
+        key = clean_text(message)
+        self._warnings[key] = self._warnings.pop(key, 0) + 1
+        if self.mode != "live" or self._live is None or self._view is None:
+            self._line(f"WARNING {where}{': ' if where else ''}{message}", style="bold red")
+
+    @contextmanager
+    def phase(self, label: str) -> Iterator[None]:
+        """Progress of something long that is no step: `with console.phase("loading model"): …`."""
+        started = self._clock()
+        self._activities.append((label, started))
+        if self.mode == "plain":
+            self._line(f"{label} ...")
+        self._show()
+        try:
+            yield
+        finally:
+            self._activities.remove((label, started))
+            taken = self._clock() - started
+            if self.mode != "off" and taken >= 1:
+                self._line(f"{label}: {format_duration(taken)}")
+
+    def end_stage(self) -> None:
+        """Close the stage: its panel stays as it is now, and a line says where it began and ended."""
+        view = self._view
+        self._stop_live()
+        self._view = None
+        if view is None or self.mode == "off":
+            return
+        label = "loss" if view.kind == "sft" else "reward"
+        values = view.history.get(label, [])
+        course = f", {label} {format_number(values[0])} to {format_number(values[-1])}" if values else ""
+        elapsed = format_duration(self._clock() - self._started)
+        self._line(f"{view.header.algorithm}: {view.step} steps in {elapsed}{course}")
+
+    def report(self, report: Report) -> None:
+        """The final table. Ends the stage."""
+        self.end_stage()
+        if self.mode != "off":
+            shown = Report(report.before, report.after, list(report.samples)[: self.samples], report.facts)
+            self.out.print(render_report(shown, self.out.encoding))
+
+    def close(self) -> None:
+        """Leave the terminal as it was found, with the last picture on it. Idempotent."""
+        self._stop_live()
+
+    def _show(self) -> None:
+        if self.mode == "live" and self._live is None:
+            self._live = Live(
+                get_renderable=self._render,
+                console=self.out,
+                refresh_per_second=_REFRESH_PER_SECOND,
+                vertical_overflow="ellipsis",
+            )
+            self._live.start()
+
+    def _stop_live(self) -> None:
+        """The panel becomes ordinary text; warnings for which it had no room follow."""
+        live, self._live = self._live, None
+        if live is not None:
+            live.stop()
+            for message, count in list(self._warnings.items())[:-_WARNINGS_SHOWN]:
+                self._line(f"WARNING {message}{f' ({count} times)' if count > 1 else ''}", style="bold red")
+        self._warnings.clear()
+
+    def _render(self) -> RenderableType:
+        """Called by the live display's thread."""
+        activities, view = list(self._activities), self._view
+        activity: RenderableType | None = None
+        if activities:
+            label, started = activities[-1]
+            self._spinner.update(
+                text=Text(f"{label}  {format_duration(self._clock() - started)}", style="dim")
+            )
+            activity = self._spinner
+        if view is None:
+            return activity or Text()
+        view.elapsed = self._clock() - self._started
+        newest = list(self._warnings.items())[-_WARNINGS_SHOWN:]
+        return render_run(
+            view, [f"{m} ({n} times)" if n > 1 else m for m, n in newest], activity, self.out.width
+        )
+
+    def _line(self, message: str, style: str = "") -> None:
+        """One line of any length; markup in it is text."""
+        self.out.print(Text(clean_text(message, self.out.encoding), style=style), soft_wrap=True)
+
+
+def _one_line(text: str, limit: int) -> str:
+    return shorten(" ".join(text.split()), limit)

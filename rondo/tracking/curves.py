@@ -1,0 +1,128 @@
+"""curves.png: how the run went, drawn from metrics.jsonl."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rondo.errors import ConfigError, DataError
+from rondo.tracking import names
+from rondo.tracking.run_folder import read_metrics
+
+Points = tuple[list[int], list[float]]
+
+# (title, [(label, metric names)], logarithmic where it spans a lot); a panel without data is left out
+PANELS: Sequence[tuple[str, Sequence[tuple[str, tuple[str, ...]]], bool]] = (
+    ("reward", [("train", names.REWARD)], False),
+    ("loss", [("train", names.LOSS)], False),
+    ("response length, tokens", [("train", names.RESPONSE_LENGTH)], False),
+    ("KL", [("KL", names.KL)], False),
+    ("entropy, nats", [("entropy", names.ENTROPY)], False),
+    ("gradient norm", [("gradient norm", names.GRAD_NORM)], True),
+    ("log-prob gap, sampler to trainer", [("gap", names.LOG_PROB_GAP)], True),
+    ("tokens per second", [("generated", names.GENERATED_RATE), ("trained", names.TRAINED_RATE)], False),
+)
+EVALS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "reward": {"greedy": ("eval/greedy/reward",), "sampled": ("eval/sampled/reward",)},
+    "loss": {"held out": names.EVAL_LOSS},
+    "response length, tokens": {"greedy": ("eval/greedy/response_length",)},
+}
+_LINES = ("#2457a8", "#c2571a")
+_MARKS = ("#c2571a", "#2e7d4f")
+
+
+def matplotlib_available() -> bool:
+    """Whether `plot_curves` can draw; the caller skips the picture when it was not asked for by name."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def plot_curves(run_dir: str | os.PathLike[str]) -> Path:
+    """Draw run_dir/metrics.jsonl into run_dir/curves.png; returns its path.
+
+    Raises ConfigError when matplotlib is missing, DataError when there is nothing to draw.
+    """
+    lines = read_metrics(run_dir)
+    panels = [
+        (title, curves, log) for title, curves, log in PANELS if any(_series(lines, n)[0] for _, n in curves)
+    ]
+    if not panels:
+        raise DataError(f"{run_dir}: metrics.jsonl has no metric to draw yet")
+    try:
+        figure_module = importlib.import_module("matplotlib.figure")
+        canvas_module = importlib.import_module("matplotlib.backends.backend_agg")
+    except ImportError as error:
+        remedy = 'Install it (pip install "rondo-rl[plots]") or set tracking.plot=false'
+        raise ConfigError(f"tracking.plot: curves.png needs matplotlib: {error}. {remedy}") from error
+    columns = min(2, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = figure_module.Figure(figsize=(5.4 * columns, 2.5 * rows), layout="constrained")
+    canvas_module.FigureCanvasAgg(figure)
+    for number, (title, curves, log) in enumerate(panels):
+        axes = figure.add_subplot(rows, columns, number + 1)
+        _draw(axes, lines, title, curves, log)
+        if number >= len(panels) - columns:
+            axes.set_xlabel("step")
+    path = Path(run_dir) / "curves.png"
+    temporary = path.with_name(".curves.png")
+    figure.savefig(temporary, format="png", dpi=120)
+    temporary.replace(path)
+    return path
+
+
+def _draw(axes: Any, lines: Sequence[Mapping[str, Any]], title: str, curves: Any, log: bool) -> None:
+    axes.set_title(title, loc="left", fontsize=10)
+    drawn: list[float] = []
+    for (label, metric), colour in zip(curves, _LINES, strict=False):
+        steps, values = _series(lines, metric)
+        drawn += values
+        smooth = _smoothed(values)
+        if smooth is None:
+            axes.plot(
+                steps,
+                values,
+                color=colour,
+                linewidth=1.4,
+                label=label,
+                marker="." if len(steps) < 20 else None,
+            )
+        else:
+            axes.plot(steps, values, color=colour, linewidth=0.7, alpha=0.3)
+            axes.plot(steps, smooth, color=colour, linewidth=1.6, label=label)
+    shown = 0
+    for (label, metric), colour in zip(EVALS.get(title, {}).items(), _MARKS, strict=False):
+        steps, values = _series(lines, metric)
+        if steps:
+            style = {"marker": "o", "markersize": 4, "linewidth": 1.0, "linestyle": "--"}
+            axes.plot(steps, values, color=colour, label=f"eval, {label}", **style)
+            shown += 1
+    if log and min(drawn) > 0 and max(drawn) > 30 * min(drawn):
+        axes.set_yscale("log")
+    elif title not in ("reward", "loss", "KL"):
+        axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.25, linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(which="both", labelsize=8)
+    if len(curves) + shown > 1 and axes.get_legend_handles_labels()[1]:
+        axes.legend(fontsize=8, frameon=False)
+
+
+def _series(lines: Sequence[Mapping[str, Any]], metric: tuple[str, ...]) -> Points:
+    """(steps, values), rising; of lines of the same step the last counts."""
+    found = {line["step"]: value for line in lines if (value := names.find(line, metric)) is not None}
+    steps = sorted(found)
+    return steps, [found[step] for step in steps]
+
+
+def _smoothed(values: Sequence[float]) -> list[float] | None:
+    """Running mean over about a twentieth of the run; None when the run is too short for one."""
+    half = len(values) // 40
+    if half < 1:
+        return None
+    out = []
+    for i in range(len(values)):
+        window = values[max(0, i - half) : i + half + 1]
+        out.append(sum(window) / len(window))
+    return out

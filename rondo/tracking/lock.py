@@ -1,0 +1,98 @@
+"""One run per folder: an exclusive lock that dies with its process."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+from rondo.errors import ConfigError
+
+
+def read_holder(path: Path) -> dict[str, Any]:
+    """What the last holder wrote (pid, host, started, attempt); empty when there is nothing readable."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+class RunLock:
+    """An flock on `path`, which also says who holds it. The kernel drops it when the process ends, however
+    it ends.
+
+    A forked child (a process pool, say) inherits the open file and would keep the lock after its parent was
+    killed; so every child closes its copy right after the fork.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._descriptor: int | None = None
+
+    def acquire(self) -> dict[str, Any]:
+        """Take the lock; returns the previous holder's record.
+
+        Raises ConfigError naming the process that holds it.
+        """
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise ConfigError(_refusal(self.path)) from None
+        except OSError as error:
+            os.close(descriptor)
+            where = self.path.parent
+            remedy = "set trainer.run_dir to a local folder"
+            raise ConfigError(f"{where}: this file system has no file locks ({error}); {remedy}") from error
+        self._descriptor = descriptor
+        myself = weakref.ref(self)
+
+        def forget_in_child() -> None:
+            lock = myself()
+            if lock is not None:
+                lock.close()
+
+        os.register_at_fork(after_in_child=forget_in_child)
+        return read_holder(self.path)
+
+    def write_holder(self, attempt: int) -> None:
+        """Record pid, host, start time (UNIX seconds) and attempt, for whoever finds the folder locked."""
+        assert self._descriptor is not None, "acquire first"
+        record = {
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "started": int(time.time()),
+            "attempt": attempt,
+        }
+        data = (json.dumps(record) + "\n").encode()
+        os.pwrite(self._descriptor, data, 0)
+        os.ftruncate(self._descriptor, len(data))
+
+    def close(self) -> None:
+        """Close this process's copy of the file: releases the lock, unless we are a forked child.
+
+        Idempotent.
+        """
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def _refusal(path: Path) -> str:
+    holder = read_holder(path)
+    pid, host = holder.get("pid", "?"), holder.get("host", "?")
+    started = holder.get("started")
+    since = (
+        time.strftime(" since %Y-%m-%d %H:%M:%S", time.localtime(started)) if isinstance(started, int) else ""
+    )
+    return (
+        f"{path.parent}: another run is writing into this folder (pid {pid} on {host}{since}). "
+        f"Wait for it, stop it (kill -INT {pid}), or choose another folder: trainer.run_dir=…"
+    )

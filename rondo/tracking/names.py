@@ -1,0 +1,46 @@
+"""The metrics that the console, the curves and the summary show, by the names under which they are logged.
+
+Each is a tuple of names: the first that is there counts. A metric that is not there is not shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+REWARD = ("reward/mean",)
+RESPONSE_LENGTH = ("rollout/response_length",)
+TRUNCATED = ("rollout/truncated_share",)
+KL = (
+    "actor/kl_loss",
+    "actor/kl_reward",
+    "actor/ppo_kl",
+)  # to the reference, else to the policy before the update
+ENTROPY = ("actor/entropy", "actor/entropy_sampled")
+GRAD_NORM = ("actor/grad_norm",)
+LOG_PROB_GAP = ("rollout/log_prob_gap",)
+LOSS = ("sft/loss",)
+EVAL_LOSS = ("eval/sft/loss",)
+LEARNING_RATE = ("actor/lr",)
+VALUE_LOSS = ("critic/loss",)
+GENERATED_RATE = ("perf/generated_tokens_per_s",)
+TRAINED_RATE = ("perf/trained_tokens_per_s",)
+STALENESS = ("buffer/staleness",)
+
+# Anything above 0 here is said loudly. The text is what one of them means.
+ALARMS: Mapping[str, str] = {
+    "actor/skipped_steps": "optimizer step(s) skipped: gradient not finite",
+    "critic/skipped_steps": "critic step(s) skipped: gradient not finite",
+    "reward/errors": "scorer error(s)",
+    "reward/timeouts": "scorer timeout(s)",
+    "reward/failed_share": "of the trajectories were not scored and are dropped",
+}
+
+
+def find(metrics: Mapping[str, Any], names: tuple[str, ...]) -> float | None:
+    """The first of `names` that has a number; None when none does."""
+    for name in names:
+        value = metrics.get(name)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+    return None

@@ -1,0 +1,331 @@
+"""The folder of one run: what it holds, who may write into it, and what survives a kill.
+
+config.yaml      the resolved configuration
+metrics.jsonl    one JSON object per logged step, only ever appended to
+summary.json     written at the end
+curves.png       written at the end
+rollouts/        step-000012.parquet: the rows of each step
+evaluations/     step-000012.jsonl: evaluated answers
+checkpoints/     step-00000012/ (rondo.checkpoint)
+export/          the trained model as a Hugging Face folder
+discarded/<k>/   what attempt k wrote beyond the checkpoint from which a later attempt went on
+run.lock         who is writing here
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import numbers
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from rondo.batch import Batch
+from rondo.checkpoint.durable import free_name, sync_path, write_atomic
+from rondo.errors import CheckpointError, ConfigError, DataError
+from rondo.tracking.lock import RunLock
+
+Resume = Literal["auto", "never", "must"]
+
+OURS = (
+    "config.yaml",
+    "metrics.jsonl",
+    "summary.json",
+    "curves.png",
+    "rollouts",
+    "evaluations",
+    "export",
+    "trackers",
+)
+NOT_FINITE = (
+    "not_finite"  # key of a metrics line: {metric: "nan" | "inf" | "-inf"} for values that are null in it
+)
+
+_CHECKPOINT = re.compile(r"step-(\d{8})")
+_STEP_FILE = re.compile(r"step-(\d{6,})\.(parquet|jsonl)")
+
+
+def metrics_line(step: int, metrics: Mapping[str, Any]) -> str:
+    """One JSON line. NaN and infinities are null, and named under `not_finite`.
+
+    Raises DataError on another type.
+    """
+    record: dict[str, Any] = {"step": int(step)}
+    odd: dict[str, str] = {}
+    for name, value in metrics.items():
+        if name in ("step", NOT_FINITE):
+            raise DataError(
+                f"a metric cannot be called {name!r}: the line of metrics.jsonl uses that key itself"
+            )
+        if value is None or isinstance(value, bool | str):
+            record[name] = value
+        elif isinstance(value, numbers.Integral):
+            record[name] = int(value)
+        elif isinstance(value, numbers.Real):
+            number = float(value)
+            record[name] = number if math.isfinite(number) else None
+            if not math.isfinite(number):
+                odd[name] = str(number)
+        else:
+            raise DataError(f"metric {name!r} is a {type(value).__name__}; log a number, a string or None")
+    if odd:
+        record[NOT_FINITE] = odd
+    return json.dumps(record, allow_nan=False)
+
+
+def parse_metrics(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
+    """(line with its newline, record) of every line; the record is None where the line is no JSON object."""
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+        for line in file:
+            try:
+                record = json.loads(line) if line.endswith("\n") else None
+            except ValueError:
+                record = None
+            yield line, record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
+
+
+def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The lines of `metrics.jsonl`, in order. A last line cut off by a kill is left out.
+
+    Raises DataError naming the file when it is missing, and the line when one in the middle is broken.
+    """
+    path = Path(run_dir) / "metrics.jsonl"
+    if not path.is_file():
+        raise DataError(f"{path}: no such file; {run_dir} is not the folder of a run that logged anything")
+    lines = list(parse_metrics(path))
+    if lines and lines[-1][1] is None:
+        lines.pop()
+    for number, (_, record) in enumerate(lines, 1):
+        if record is None:
+            raise DataError(
+                f"{path}:{number}: not a metrics line (a JSON object with an integer `step`); remove it"
+            )
+    return [record for _, record in lines if record is not None]
+
+
+class RunFolder:
+    """A run's folder, held exclusively until `close` (also a context manager).
+
+    resume says what to do with a folder that has content:
+      auto   go on from its newest checkpoint; without one, move the old files to discarded/<attempt>/
+             and start anew
+      never  refuse: ConfigError
+      must   go on from its newest checkpoint; without one CheckpointError
+    Attributes: path; attempt (1 for the first process that ran here, then 2, …); resume_step (of the newest
+    checkpoint when there is one to go on from, not verified; else None).
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, resume: Resume = "auto") -> None:
+        self.path = Path(path)
+        existed = self.path.exists()
+        if existed and not self.path.is_dir():
+            raise ConfigError(f"trainer.run_dir: {self.path} is a file; choose another folder")
+        _refuse_foreign(self.path)
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = RunLock(self.path / "run.lock")
+        previous = self._lock.acquire()
+        self._unsynced: set[Path] = set()
+        self._file: Any = None
+        try:
+            self.attempt = 1 + max(_attempt(previous), _attempts_discarded(self.path))
+            self.resume_step = self._prepare(resume)
+            self._lock.write_holder(self.attempt)
+            for name in ("rollouts", "checkpoints"):
+                (self.path / name).mkdir(exist_ok=True)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _prepare(self, resume: Resume) -> int | None:
+        present = [name for name in OURS if _has_content(self.path / name)]
+        checkpoints = checkpoint_steps(self.path)
+        if checkpoints and resume != "never":
+            return checkpoints[-1]
+        if resume == "must":
+            raise CheckpointError(
+                f"checkpoint.resume=must, but {self.path / 'checkpoints'} has no checkpoint to go on from. "
+                "Check trainer.run_dir, or set checkpoint.resume=auto to start anew"
+            )
+        if (present or checkpoints) and resume == "never":
+            found = f"a checkpoint of step {checkpoints[-1]}" if checkpoints else ", ".join(present)
+            raise ConfigError(
+                f"{self.path}: this folder holds an earlier run ({found}) and checkpoint.resume=never. "
+                "Set checkpoint.resume=auto to go on with it, or choose another trainer.run_dir"
+            )
+        for name in present:
+            self._discard(self.path / name, self.attempt - 1)
+        return None
+
+    def _discard(self, path: Path, attempt: int) -> None:
+        target = self.path / "discarded" / str(max(attempt, 1)) / path.relative_to(self.path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        path.rename(free_name(target))
+
+    @property
+    def resuming(self) -> bool:
+        """Whether there is a checkpoint to go on from."""
+        return self.resume_step is not None
+
+    @property
+    def checkpoints_dir(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def export_dir(self) -> Path:
+        return self.path / "export"
+
+    def trackers_dir(self, name: str) -> Path:
+        """Where a tracker keeps its local files: trackers/<name>, created."""
+        path = self.path / "trackers" / name
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def write_config(self, text: str) -> None:
+        """config.yaml.
+
+        One that differs (the run is resumed with other settings) moves to discarded/<attempt>/.
+        """
+        path = self.path / "config.yaml"
+        if path.exists():
+            if path.read_text(encoding="utf-8") == text:
+                return
+            self._discard(path, self.attempt - 1)
+        write_atomic(path, text)
+
+    def append_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Append one line to metrics.jsonl.
+
+        It survives the end of this process at once, a power cut after `sync`.
+        """
+        if self._file is None:
+            self._file = (self.path / "metrics.jsonl").open("ab")
+        self._file.write(metrics_line(step, metrics).encode() + b"\n")
+        self._file.flush()
+        self._unsynced.add(self.path / "metrics.jsonl")
+
+    def write_rollouts(self, step: int, batch: Batch) -> Path:
+        """rollouts/step-000012.parquet: whole or absent, whatever happens."""
+        folder = self.path / "rollouts"
+        path = folder / f"step-{step:06d}.parquet"
+        temporary = folder / f".{path.name}.tmp"
+        try:
+            batch.write_parquet(temporary)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        self._unsynced |= {path, folder}
+        return path
+
+    def sync(self) -> None:
+        """Force everything written so far to disk. Call before a checkpoint is renamed into place."""
+        for path in sorted(self._unsynced):
+            sync_path(path)
+        if self._unsynced:
+            sync_path(self.path)
+        self._unsynced.clear()
+
+    def discard_beyond(self, step: int, attempt: int | None = None) -> int:
+        """Move metrics lines, rollouts and evaluations of steps > `step` to discarded/<attempt>/; returns the
+        number of lines.
+
+        attempt: whose they are (default: the one before this). Lines that a kill cut off move too. A
+        summary, curves and export of the earlier attempt move when anything else does. Call on resume,
+        before anything is logged.
+        """
+        whose = self.attempt - 1 if attempt is None else attempt
+        moved = self._discard_lines(step, whose)
+        folders = [self.path / name for name in ("rollouts", "evaluations") if (self.path / name).is_dir()]
+        late = [path for folder in folders for path in sorted(folder.iterdir()) if _step_of(path) > step]
+        for path in late:
+            self._discard(path, whose)
+        if moved or late:
+            for name in ("summary.json", "curves.png", "export"):
+                if (self.path / name).exists():
+                    self._discard(self.path / name, whose)
+        return moved
+
+    def _discard_lines(self, step: int, attempt: int) -> int:
+        assert self._file is None, "discard_beyond comes before the first append_metrics of this process"
+        path = self.path / "metrics.jsonl"
+        if not path.exists():
+            return 0
+        kept: list[str] = []
+        late: list[str] = []
+        for line, record in parse_metrics(path):
+            (kept if record is not None and record["step"] <= step else late).append(line)
+        if late:
+            target = self.path / "discarded" / str(max(attempt, 1)) / "metrics.jsonl"
+            target.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(free_name(target), "".join(late))
+            write_atomic(path, "".join(kept))
+        return len(late)
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """As the module's `read_metrics`; empty when nothing was logged yet."""
+        return read_metrics(self.path) if (self.path / "metrics.jsonl").exists() else []
+
+    def write_summary(self, summary: Mapping[str, Any]) -> Path:
+        """summary.json, atomically. Raises DataError on a NaN or a value that JSON does not have."""
+        path = self.path / "summary.json"
+        try:
+            text = json.dumps(summary, indent=2, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise DataError(f"{path}: the summary holds a value that JSON does not have: {error}") from error
+        write_atomic(path, text + "\n")
+        return path
+
+    def close(self) -> None:
+        """Close the files and release the lock. Idempotent."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        self._lock.close()
+
+
+def checkpoint_steps(run_dir: Path) -> list[int]:
+    """Steps of the checkpoints in a run folder, oldest first, by name only (rondo.checkpoint verifies
+    them)."""
+    folder = run_dir / "checkpoints"
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    return sorted(int(match[1]) for name in names if (match := _CHECKPOINT.fullmatch(name)))
+
+
+def _has_content(path: Path) -> bool:
+    return any(path.iterdir()) if path.is_dir() else path.exists()
+
+
+def _refuse_foreign(path: Path) -> None:
+    """A folder full of other things is a mistyped path, not a run."""
+    entries = path.iterdir() if path.is_dir() else ()
+    present = {entry.name for entry in entries if not entry.name.startswith(".")}
+    if present and not present & {*OURS, "checkpoints", "run.lock", "discarded"}:
+        some = ", ".join(sorted(present)[:3]) + (", …" if len(present) > 3 else "")
+        raise ConfigError(
+            f"trainer.run_dir: {path} is not empty and holds no run ({some}). "
+            "Choose a folder that does not exist yet"
+        )
+
+
+def _attempt(holder: Mapping[str, Any]) -> int:
+    attempt = holder.get("attempt", 0)
+    return attempt if isinstance(attempt, int) and attempt > 0 else 0
+
+
+def _attempts_discarded(run_dir: Path) -> int:
+    folder = run_dir / "discarded"
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    return max((int(name) for name in names if name.isdigit()), default=0)
+
+
+def _step_of(path: Path) -> int:
+    match = _STEP_FILE.fullmatch(path.name)
+    return int(match[1]) if match else -1

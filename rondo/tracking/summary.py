@@ -1,0 +1,95 @@
+"""summary.json: what a run came to, in numbers that a script can read."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import rondo
+from rondo.tracking.names import REWARD, find
+from rondo.tracking.timers import Timers, process_usage
+
+PACKAGES = ("torch", "transformers", "numpy", "pyarrow", "ray")
+WINDOW = 0.05  # of the steps, at least one: what reward_first and reward_last are means over
+
+
+def build_summary(
+    metrics: Sequence[Mapping[str, Any]],
+    timers: Timers,
+    *,
+    steps: int,
+    eval_before: Mapping[str, float] | None = None,
+    eval_after: Mapping[str, float] | None = None,
+    peak_memory_bytes: int | None = None,
+    cpu_seconds: float | None = None,
+) -> dict[str, Any]:
+    """The content of summary.json.
+
+    metrics: the lines of metrics.jsonl. reward_first and reward_last are means of `reward/mean` over the
+    first and the last 5 % of the steps that have it, at least one. Times and tokens are the run's, over all
+    its attempts: wall seconds; CPU seconds of this process unless given; tokens as handed to
+    `Timers.end_step(generated=…, trained=…)`. peak_memory_bytes: default this process's. phase_shares: of
+    the wall time. No paths of this machine.
+    """
+    by_step = {line["step"]: reward for line in metrics if (reward := find(line, REWARD)) is not None}
+    rewards = [reward for _, reward in sorted(by_step.items())]
+    window = max(1, round(WINDOW * len(rewards)))
+    shares = timers.shares()
+    return {
+        "reward_first": _mean(rewards[:window]),
+        "reward_last": _mean(rewards[-window:]),
+        "reward_window_steps": window if rewards else 0,
+        "eval_before": dict(eval_before) if eval_before else None,
+        "eval_after": dict(eval_after) if eval_after else None,
+        "steps": steps,
+        "wall_seconds": timers.wall_seconds,
+        "cpu_seconds": timers.cpu_seconds if cpu_seconds is None else cpu_seconds,
+        "generated_tokens": timers.counts.get("generated", 0),
+        "trained_tokens": timers.counts.get("trained", 0),
+        "peak_memory_bytes": process_usage().peak_memory_bytes
+        if peak_memory_bytes is None
+        else peak_memory_bytes,
+        "phase_shares": shares,
+        "versions": versions(),
+        "git_commit": git_commit(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """rondo, Python, and those of the packages that numbers depend on, where installed."""
+    found = {"rondo": rondo.__version__, "python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def git_commit() -> str | None:
+    """The commit of rondo's own source tree, with `+` when tracked files differ from it; None when not in
+    one."""
+    root = Path(rondo.__file__).parent.parent
+    if not (root / ".git").exists():
+        return None
+    try:
+        commit = _git(root, "rev-parse", "HEAD")
+        changed = _git(root, "status", "--porcelain", "--untracked-files=no")
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return commit + ("+" if changed else "")
+
+
+def _git(root: Path, *arguments: str) -> str:
+    done = subprocess.run(
+        ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=10, check=True
+    )
+    return done.stdout.strip()
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None

@@ -1,0 +1,371 @@
+"""Where metrics go: metrics.jsonl always, and any of TensorBoard, Weights & Biases, MLflow and SwanLab.
+
+A tracker is a class whose constructor takes a TrackerContext and, keyword only, its options. Each
+third-party library is imported by the class that speaks to it, when it is made. Another tracker is
+`path.py:ClassName` in the config.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import numbers
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from rondo.config.functions import check_options, resolve_function
+from rondo.config.schema import FunctionConfig
+from rondo.errors import ConfigError
+from rondo.tracking.run_folder import RunFolder
+from rondo.tracking.samples import Sample
+
+Status = Literal["finished", "failed", "stopped"]
+
+
+def _silent(message: str) -> None:
+    del message
+
+
+@dataclass(frozen=True)
+class TrackerContext:
+    """What every tracker is told. config: the resolved configuration, nested; resume_step: the checkpoint's
+    step, or None.
+
+    warn: called with a message when a remote service fails; the run goes on, metrics.jsonl has everything.
+    """
+
+    folder: RunFolder
+    project: str
+    run_name: str
+    config: Mapping[str, Any]
+    resume_step: int | None = None
+    warn: Callable[[str], None] = _silent
+
+
+class Tracker(Protocol):
+    """A place that metrics go to. `where` is a URL or folder to show to the user."""
+
+    where: str
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Finite numbers of one step. Steps rise; a step may be logged in several calls."""
+
+    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """A few trajectories as text."""
+
+    def finish(self, status: Status) -> None:
+        """Flush and close."""
+
+
+class TensorBoard:
+    """Event files in trackers/tensorboard, or in log_dir.
+
+    On resume, what was logged beyond the checkpoint is hidden.
+    """
+
+    def __init__(
+        self, context: TrackerContext, *, log_dir: str | None = None, flush_seconds: int = 30
+    ) -> None:
+        _require("tensorboard", "tensorboard")
+        writer = _require("torch.utils.tensorboard", "tensorboard").SummaryWriter
+        self.where = log_dir or str(context.folder.trackers_dir("tensorboard"))
+        purge = None if context.resume_step is None else context.resume_step + 1
+        self._writer: Any = writer(self.where, purge_step=purge, flush_secs=flush_seconds)
+        self._writer.add_text("config", _as_code(context.config), context.resume_step or 0)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        for number, sample in enumerate(samples):
+            self._writer.add_text(f"samples/{number}", _as_code(sample.as_dict()), step)
+
+    def finish(self, status: Status) -> None:
+        self._writer.close()
+
+
+class Wandb:
+    """Weights & Biases. Local files lie in trackers/wandb; a resumed run goes on under its old id."""
+
+    def __init__(
+        self,
+        context: TrackerContext,
+        *,
+        mode: Literal["online", "offline", "disabled"] | None = None,
+        entity: str | None = None,
+        group: str | None = None,
+        tags: Sequence[str] = (),
+        notes: str | None = None,
+    ) -> None:
+        self._wandb = _require("wandb", "wandb")
+        folder = context.folder.trackers_dir("wandb")
+        run_id = _remembered_id(context, "wandb", _short_id)
+        try:
+            self._run: Any = self._wandb.init(
+                project=context.project,
+                name=context.run_name,
+                config=dict(context.config),
+                dir=str(folder),
+                id=run_id,
+                resume="allow",
+                mode=mode,
+                entity=entity,
+                group=group,
+                tags=list(tags),
+                notes=notes,
+                reinit="create_new",
+                settings=self._wandb.Settings(silent=True, console="off"),
+            )
+        except self._wandb.errors.Error as error:
+            remedy = "Log in (`wandb login`), or set the tracker's option mode: offline"
+            raise ConfigError(f"tracking.trackers: wandb did not start: {error}. {remedy}") from error
+        self.where = str(folder if self._run.offline else self._run.url or folder)
+        # wandb refuses steps that go back, which a resume does; so the step is an ordinary column and the x
+        # axis
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **metrics})
+
+    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        rows = [list(sample.as_dict().values()) for sample in samples]
+        if rows:
+            table = self._wandb.Table(columns=list(samples[0].as_dict()), data=rows)
+            self._run.log({"step": step, "samples": table})
+
+    def finish(self, status: Status) -> None:
+        self._run.finish(exit_code=0 if status == "finished" else 1)
+
+
+class Mlflow:
+    """MLflow. tracking_uri: default $MLFLOW_TRACKING_URI, else an SQLite file in trackers/mlflow."""
+
+    def __init__(
+        self,
+        context: TrackerContext,
+        *,
+        tracking_uri: str | None = None,
+        experiment: str | None = None,
+        tags: Mapping[str, str] | None = None,
+    ) -> None:
+        mlflow = _require("mlflow", "mlflow")
+        self._entities = mlflow.entities
+        self._error: type[Exception] = mlflow.exceptions.MlflowException
+        self._warn = context.warn
+        folder = context.folder.trackers_dir("mlflow").resolve()
+        uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder / 'mlflow.db'}"
+        artifacts = (folder / "artifacts").as_uri() if uri.startswith("sqlite") else None
+        self.where = uri
+        try:
+            self._client: Any = mlflow.MlflowClient(tracking_uri=uri)
+            self._run_id = self._start(context, experiment or context.project, artifacts, dict(tags or {}))
+        except (self._error, ImportError) as error:  # mlflow-skinny has no database and needs a server
+            remedy = (
+                "Check the tracker's option tracking_uri, or install the whole package (pip install mlflow)"
+            )
+            raise ConfigError(
+                f"tracking.trackers: mlflow did not start at {uri}: {error}. {remedy}"
+            ) from error
+
+    def _start(
+        self, context: TrackerContext, experiment: str, artifacts: str | None, tags: dict[str, str]
+    ) -> str:
+        known = self._client.get_experiment_by_name(experiment)
+        parent = (
+            known.experiment_id
+            if known
+            else self._client.create_experiment(experiment, artifact_location=artifacts)
+        )
+
+        def create() -> str:
+            return str(self._client.create_run(parent, run_name=context.run_name, tags=tags).info.run_id)
+
+        run_id = _remembered_id(context, "mlflow", create)
+        self._client.update_run(run_id, status="RUNNING")
+        self._client.log_dict(run_id, dict(context.config), "config.json")
+        return run_id
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        now = int(time.time() * 1000)
+        rows = [self._entities.Metric(_mlflow_name(n), v, now, step) for n, v in metrics.items()]
+        try:
+            for start in range(0, len(rows), 1000):  # the most that MLflow takes in one request
+                self._client.log_batch(self._run_id, metrics=rows[start : start + 1000])
+        except self._error as error:
+            self._warn(f"mlflow: the metrics of step {step} were not stored: {error}")
+
+    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        rows = [sample.as_dict() for sample in samples]
+        try:
+            self._client.log_text(self._run_id, json.dumps(rows, indent=2), f"samples/step-{step:06d}.json")
+        except self._error as error:
+            self._warn(f"mlflow: the samples of step {step} were not stored: {error}")
+
+    def finish(self, status: Status) -> None:
+        words = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
+        try:
+            self._client.set_terminated(self._run_id, words[status])
+        except self._error as error:
+            self._warn(f"mlflow: the run was not closed: {error}")
+
+
+class Swanlab:
+    """SwanLab. Local files lie in trackers/swanlab. mode `local` also needs its dashboard: pip install
+    swanlab[dashboard]."""
+
+    def __init__(
+        self,
+        context: TrackerContext,
+        *,
+        mode: Literal["online", "offline", "local", "disabled"] = "online",
+        workspace: str | None = None,
+        description: str | None = None,
+        tags: Sequence[str] = (),
+    ) -> None:
+        self._swanlab = _require("swanlab", "swanlab")
+        if mode == "local":
+            _require("swanboard", "swanlab")
+        folder = context.folder.trackers_dir("swanlab")
+        self._run: Any = self._swanlab.init(
+            project=context.project,
+            name=context.run_name,
+            config=dict(context.config),
+            log_dir=str(folder),
+            mode=mode,
+            workspace=workspace,
+            description=description,
+            tags=list(tags) or None,
+            id=_remembered_id(context, "swanlab", _short_id),
+            resume="allow" if mode == "online" else None,
+        )
+        self.where = str((mode == "online" and self._run.url) or folder)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        texts = [self._swanlab.Text(json.dumps(s.as_dict(), indent=2, ensure_ascii=False)) for s in samples]
+        if texts:
+            self._run.log({"samples": texts}, step=step)
+
+    def finish(self, status: Status) -> None:
+        words = {"finished": "success", "failed": "crashed", "stopped": "aborted"}
+        self._swanlab.finish(state=words[status], error=None if status == "finished" else status)
+
+
+BUILT_IN: Mapping[str, Callable[..., Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": Wandb,
+    "mlflow": Mlflow,
+    "swanlab": Swanlab,
+}
+
+
+class Trackers:
+    """All trackers of a run as one: metrics.jsonl first (everything), then the others (finite numbers
+    only)."""
+
+    def __init__(self, folder: RunFolder, others: Sequence[Tracker]) -> None:
+        self.folder = folder
+        self.others = list(others)
+
+    @property
+    def where(self) -> str:
+        """Where to look, for the user."""
+        return ", ".join(
+            [str(self.folder.path / "metrics.jsonl"), *(tracker.where for tracker in self.others)]
+        )
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """One step's metrics to every tracker. Raises DataError when a value is no number, string or None."""
+        self.folder.append_metrics(step, metrics)
+        plain = {
+            name: float(value)
+            for name, value in metrics.items()
+            if isinstance(value, numbers.Real) and math.isfinite(float(value))
+        }
+        for tracker in self.others:
+            tracker.log(step, plain)
+
+    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """A few trajectories to every tracker (the run folder has them all in rollouts/)."""
+        for tracker in self.others:
+            tracker.log_samples(step, samples)
+
+    def finish(self, status: Status = "finished") -> None:
+        """Close all; idempotent."""
+        while self.others:
+            self.others.pop().finish(status)
+
+
+def make_trackers(
+    configs: Sequence[FunctionConfig],
+    folder: RunFolder,
+    project: str,
+    run_name: str,
+    config: Mapping[str, Any],
+    *,
+    resume_step: int | None = None,
+    warn: Callable[[str], None] = _silent,
+) -> Trackers:
+    """The trackers that `tracking.trackers` names. Start `folder` first.
+
+    Raises ConfigError for an unknown tracker or option (with the nearest name), or a missing package (with
+    the pip line).
+    """
+    check_trackers(configs)
+    context = TrackerContext(folder, project, run_name, config, resume_step, warn)
+    trackers = Trackers(folder, [])
+    try:
+        for entry in configs:
+            trackers.others.append(resolve_function(entry.name, BUILT_IN)(context, **entry.options))
+    except BaseException:
+        trackers.finish("failed")
+        raise
+    return trackers
+
+
+def check_trackers(configs: Sequence[FunctionConfig]) -> None:
+    """Names and options only; starts nothing and imports no tracker's library. Raises ConfigError."""
+    for number, entry in enumerate(configs):
+        where = f"tracking.trackers.{number}"
+        check_options(resolve_function(entry.name, BUILT_IN), entry.options, where, given=1)
+
+
+def _require(module: str, extra: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        message = f"tracking.trackers: {extra!r} needs a package that is not installed ({error})"
+        raise ConfigError(f'{message}. Install it: pip install "rondo-rl[{extra}]"') from error
+
+
+def _remembered_id(context: TrackerContext, name: str, create: Callable[[], str]) -> str:
+    """The service's id of this run: kept in trackers/<name>/run_id, used again only when the run is
+    resumed."""
+    path = context.folder.trackers_dir(name) / "run_id"
+    if context.resume_step is not None and path.exists():
+        return path.read_text(encoding="utf-8").strip()
+    run_id = create()
+    path.write_text(run_id + "\n", encoding="utf-8")
+    return run_id
+
+
+def _short_id() -> str:
+    return os.urandom(6).hex()
+
+
+def _mlflow_name(name: str) -> str:
+    return "".join(c if c.isalnum() or c in "_-. :/" else "_" for c in name)
+
+
+def _as_code(value: Mapping[str, Any]) -> str:
+    """As a Markdown code block, so that a model's text cannot be taken for markup."""
+    text = json.dumps(value, indent=2, default=str, ensure_ascii=False)
+    return "\n".join("    " + line for line in text.splitlines())

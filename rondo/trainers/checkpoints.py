@@ -1,0 +1,94 @@
+"""When a run's state is cut, written and restored. What a state is belongs to the trainer, how it is kept to `checkpoint`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from rondo.checkpoint import (
+    CheckpointStore,
+    ControllerState,
+    check_compatible,
+    compatibility_record,
+    load_controller_state,
+    save_controller_state,
+)
+from rondo.config.schema import Config
+from rondo.controller import WorkerGroup
+from rondo.tracking import RunFolder
+from rondo.workers.models import ModelWorker
+
+
+class Resumable(Protocol):
+    """A trainer, as seen from here."""
+
+    step: int
+
+    @property
+    def total_steps(self) -> int: ...
+
+    def saved_roles(self) -> Mapping[str, WorkerGroup]: ...
+
+    async def state(self) -> ControllerState: ...
+
+    async def load_state(self, state: ControllerState) -> None: ...
+
+
+class Checkpoints:
+    """config: as the user wrote it (before a warm start set model.path); a resumed run must agree with it."""
+
+    def __init__(self, config: Config, folder: RunFolder) -> None:
+        self._config, self._folder = config, folder
+        self._store = CheckpointStore(folder.checkpoints_dir, config.checkpoint.keep)
+        self._cut: ControllerState | None = None
+
+    async def restore(self, trainer: Resumable) -> int | None:
+        """Load the newest checkpoint into the trainer and its roles; what was logged beyond it moves aside.
+
+        Returns the step, or None when there is nothing to resume. Raises CheckpointError for a damaged or foreign one.
+        """
+        checkpoint = self._store.latest() if self._folder.resuming else None
+        if checkpoint is None:
+            return None
+        state, record = load_controller_state(checkpoint.path)
+        check_compatible(record, compatibility_record(self._config))
+        self._folder.discard_beyond(checkpoint.step)
+        for role, group in trainer.saved_roles().items():
+            await group.call(ModelWorker.load, str(checkpoint.path / role))
+        await trainer.load_state(state)
+        return checkpoint.step
+
+    def due(self, trainer: Resumable) -> bool:
+        """Every `checkpoint.every` steps and at the end."""
+        every = self._config.checkpoint.every
+        return every is not None and (trainer.step % every == 0 or trainer.step == trainer.total_steps)
+
+    async def snapshot_if_due(self, trainer: Resumable) -> None:
+        """Cut: copy all state while nothing decodes and nothing trains."""
+        if self.due(trainer):
+            await self._snapshot(trainer)
+
+    async def write_if_due(self, trainer: Resumable) -> None:
+        """Write what was cut."""
+        if self._cut is not None:
+            await self._write(trainer)
+
+    async def save_now(self, trainer: Resumable) -> None:
+        """Cut and write, unless this step has a checkpoint already."""
+        if not self._store.has(trainer.step):
+            await self._snapshot(trainer)
+            await self._write(trainer)
+
+    async def _snapshot(self, trainer: Resumable) -> None:
+        for group in trainer.saved_roles().values():
+            await group.call(ModelWorker.snapshot)
+        self._cut = await trainer.state()
+
+    async def _write(self, trainer: Resumable) -> None:
+        assert self._cut is not None
+        state, self._cut = self._cut, None
+        with self._store.writing(state.step) as path:
+            for role, group in trainer.saved_roles().items():
+                await group.call(ModelWorker.write_snapshot, str(path / role))
+            save_controller_state(path, state, compatibility_record(self._config))
+            self._folder.sync()

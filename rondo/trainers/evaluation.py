@@ -1,0 +1,107 @@
+"""Evaluation: scored answers to held-out prompts; greedy, and mean / best / majority at n for sampled ones."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rondo.config.schema import EvaluationConfig, RolloutConfig
+from rondo.controller import WorkerGroup
+from rondo.types import SCORED, Prompt, SamplingParams
+from rondo.workers.rollout import EvaluationRecord, RolloutWorker
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """metrics: eval/… by name. samples: greedy answers (or the first sampled ones) in prompt order."""
+
+    metrics: dict[str, float]
+    samples: tuple[EvaluationRecord, ...]
+
+
+async def evaluate(
+    rollout: WorkerGroup,
+    prompts: Sequence[Prompt],
+    evaluation: EvaluationConfig,
+    sampling: SamplingParams,
+) -> EvaluationResult:
+    """sampling: stop tokens and length limit of the run; temperature and top-p are evaluation's own.
+
+    The noise of a prompt's samples does not depend on the step, so that two evaluations differ by the policy alone.
+    """
+    metrics: dict[str, float] = {}
+    samples: list[EvaluationRecord] = []
+    if evaluation.greedy:
+        greedy = SamplingParams(sampling.max_tokens, temperature=0.0, stop_token_ids=sampling.stop_token_ids)
+        records = await _run(rollout, prompts, greedy, 1, "eval-greedy")
+        metrics |= summarise(records, "greedy")
+        samples = samples or records
+    if evaluation.samples:
+        sampled = SamplingParams(
+            sampling.max_tokens,
+            temperature=evaluation.temperature,
+            top_p=evaluation.top_p,
+            stop_token_ids=sampling.stop_token_ids,
+        )
+        records = await _run(rollout, prompts, sampled, evaluation.samples, "eval-sampled")
+        metrics |= summarise(records, "sampled")
+        samples = samples or [record for record in records if record.sample_index == 0]
+    return EvaluationResult(metrics, tuple(samples))
+
+
+async def _run(
+    rollout: WorkerGroup, prompts: Sequence[Prompt], sampling: SamplingParams, n: int, purpose: str
+) -> list[EvaluationRecord]:
+    parts = [list(prompts[rank :: rollout.size]) for rank in range(rollout.size)]
+    results = await asyncio.gather(
+        *(
+            rollout.call_rank(rank, RolloutWorker.evaluate, part, sampling, n, purpose)
+            for rank, part in enumerate(parts)
+            if part
+        )
+    )
+    order = {prompt.prompt_id: i for i, prompt in enumerate(prompts)}
+    return sorted((r for part in results for r in part), key=lambda r: (order[r.prompt_id], r.sample_index))
+
+
+def summarise(records: Sequence[EvaluationRecord], kind: str) -> dict[str, float]:
+    """Metrics of one set of answers.
+
+    `eval/<kind>/reward` is the mean over prompts of the mean over answers (mean@n). With n > 1 also best@n (mean over
+    prompts of the best answer) and, where the scorer names a final answer, majority@n (the reward of the most frequent
+    answer, the earliest of equals). Failed scorings are left out and counted in `eval/<kind>/failed_share`.
+    """
+    by_prompt: dict[str, list[EvaluationRecord]] = defaultdict(list)
+    for record in records:
+        if record.outcome == SCORED:
+            by_prompt[record.prompt_id].append(record)
+    scored = [record for group in by_prompt.values() for record in group]
+    out = {f"eval/{kind}/failed_share": 1 - len(scored) / len(records) if records else 0.0}
+    if not scored:
+        return out
+    n = max(len(group) for group in by_prompt.values())
+    out[f"eval/{kind}/reward"] = float(np.mean([np.mean([r.reward for r in g]) for g in by_prompt.values()]))
+    out[f"eval/{kind}/response_length"] = float(np.mean([r.response_length for r in scored]))
+    out[f"eval/{kind}/truncated_share"] = float(np.mean([r.finish_reason == "length" for r in scored]))
+    if n > 1:
+        out[f"eval/{kind}/best@{n}"] = float(np.mean([max(r.reward for r in g) for g in by_prompt.values()]))
+        if any(record.answer is not None for record in scored):
+            out[f"eval/{kind}/majority@{n}"] = float(np.mean([_majority(g) for g in by_prompt.values()]))
+    sources = {record.source for record in scored}
+    for source in sorted(sources) if len(sources) > 1 else ():
+        rewards = [record.reward for record in scored if record.source == source]
+        out[f"eval/{kind}/reward/{source}"] = float(np.mean(rewards))
+    return out
+
+
+def _majority(group: Sequence[EvaluationRecord]) -> float:
+    """The reward of the first answer among the most frequent ones; answers that name nothing do not vote."""
+    votes = Counter(record.answer for record in group if record.answer is not None)
+    if not votes:
+        return 0.0
+    most = max(votes.values())
+    return next(record.reward for record in group if record.answer is not None and votes[record.answer] == most)

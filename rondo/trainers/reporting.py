@@ -1,0 +1,188 @@
+"""What a run tells: metrics to the trackers, steps to the console, rollouts and answers to the folder, the end to a table."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from rondo.batch import BatchRef
+from rondo.config.schema import Config
+from rondo.tracking import (
+    BeforeAfter,
+    Console,
+    Header,
+    Report,
+    RunFolder,
+    Sample,
+    Timers,
+    build_summary,
+    make_trackers,
+    matplotlib_available,
+    plot_curves,
+    process_usage,
+)
+from rondo.trainers.evaluation import EvaluationResult
+from rondo.types import StepStats
+from rondo.workers.rollout import EvaluationRecord
+
+Kind = Literal["rl", "sft"]
+
+
+class Reporter:
+    """One per stage (RL, SFT). Use `with reporter.running(total_steps, first_step):` around the training."""
+
+    def __init__(self, config: Config, folder: RunFolder, console: Console, *, title: str, kind: Kind = "rl") -> None:
+        self.config, self.folder, self.console, self.title, self.kind = config, folder, console, title, kind
+        self._trackers = make_trackers(
+            config.tracking.trackers,
+            folder,
+            config.tracking.project,
+            title,
+            dataclasses.asdict(config),
+            resume_step=folder.resume_step,
+            warn=console.warn,
+        )
+
+    @contextmanager
+    def running(self, total_steps: int, first_step: int, parameters: int) -> Iterator[None]:
+        """The console's stage; trackers learn how it ended."""
+        algorithm = self.config.algorithm.advantage.name if self.kind == "rl" else "supervised fine-tuning"
+        model = self.config.model.path or f"new {(self.config.model.config or {}).get('model_type', '')} model"
+        header = Header(
+            model=f"{Path(model).parent.parent.name + '/' if model.endswith('export') else ''}{Path(model).name} "
+            f"({parameters / 1e6:.2f} M parameters)",
+            device=f"{self.config.cluster.devices} x {self.config.cluster.device} ({self.config.cluster.backend})",
+            algorithm=algorithm,
+            run_dir=str(self.folder.path),
+        )
+        self.console.start(header, total_steps, kind=self.kind, first_step=first_step)
+        status: Literal["finished", "failed", "stopped"] = "failed"
+        try:
+            yield
+            status = "finished"
+        except (KeyboardInterrupt, asyncio.CancelledError):
+            status = "stopped"
+            raise
+        finally:
+            self.console.end_stage()
+            self._trackers.finish(status)
+
+    def note(self, message: str) -> None:
+        self.console.note(message)
+
+    def step(
+        self,
+        step: int,
+        stats: StepStats,
+        extra: Mapping[str, float],
+        timers: Timers,
+        evaluation: Sequence[EvaluationResult] = (),
+    ) -> None:
+        """One step's metrics, everywhere."""
+        values = stats.values()
+        trained = int(values.pop("perf/trained_tokens", 0))
+        generated = int(values.get("rollout/generated_tokens", 0))
+        tokens = {"trained": trained} | ({"generated": generated} if self.kind == "rl" else {})
+        metrics = values | dict(extra) | timers.end_step(**tokens)
+        self._trackers.log(step, metrics)
+        self.console.step(step, metrics)
+        for result in evaluation:
+            self._evaluated(step, result)
+
+    def evaluation(self, step: int, result: EvaluationResult) -> None:
+        """An evaluation with no training step of its own (before the first)."""
+        self._trackers.log(step, result.metrics)
+        self._evaluated(step, result)
+
+    def _evaluated(self, step: int, result: EvaluationResult) -> None:
+        self.console.evaluation(step, result.metrics)
+        folder = self.folder.path / "evaluations"
+        folder.mkdir(exist_ok=True)
+        lines = [json.dumps(dataclasses.asdict(record), ensure_ascii=False) for record in result.samples]
+        (folder / f"step-{step:06d}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+    async def rollouts(self, step: int, rows: BatchRef) -> None:
+        """All rows of a step as Parquet, a few as text."""
+        tracking = self.config.tracking
+        if not tracking.save_rollouts and not tracking.samples:
+            return
+        if tracking.save_rollouts:
+            self.folder.write_rollouts(step, await rows.fetch())
+        if tracking.samples:
+            few = await rows.take(range(min(tracking.samples, len(rows)))).fetch(["text", "prompt_text", "reward", "outcome"])
+            samples = [
+                Sample(row["prompt_text"], row["text"], row["reward"], row["outcome"]) for row in few.table.to_pylist()
+            ]
+            self.console.log_samples(step, samples)
+            self._trackers.log_samples(step, samples)
+
+    def finish(self, timers: Timers, step: int, finished: bool) -> dict[str, Any]:
+        """summary.json, curves.png and the final table. Of a run that was stopped: the summary only."""
+        lines = self.folder.read_metrics()
+        evaluations = [line for line in lines if any(key.startswith("eval/") for key in line)]
+        before = _evaluation_of(evaluations[0]) if evaluations and evaluations[0]["step"] == 0 else None
+        after = _evaluation_of(evaluations[-1]) if evaluations and evaluations[-1]["step"] == step else None
+        peak = max((line.get("perf/peak_memory_bytes", 0) for line in lines), default=0)
+        usage = process_usage(children=True)
+        summary = build_summary(
+            lines,
+            timers,
+            steps=step,
+            eval_before=before,
+            eval_after=after,
+            peak_memory_bytes=int(max(peak, usage.peak_memory_bytes)),
+        )
+        self.folder.write_summary(summary)
+        if not finished:
+            return summary
+        facts = {"time": f"{summary['wall_seconds']:.0f} s ({summary['cpu_seconds']:.0f} CPU-s)"}
+        if self.kind == "rl":
+            if self.config.tracking.plot:
+                facts |= self._plot()
+            facts |= {"run folder": str(self.folder.path)}
+            self.console.report(Report(_table(before), _table(after), self._answers(step), facts))
+        return summary
+
+    def _plot(self) -> dict[str, str]:
+        if not matplotlib_available():
+            return {"curves": 'not drawn: pip install "rondo-rl[plots]"'}
+        return {"curves": str(plot_curves(self.folder.path))}
+
+    def _answers(self, step: int) -> list[BeforeAfter]:
+        """Answers to the same prompts before and after; those that changed from wrong to right first."""
+        before, after = _read_records(self.folder.path, 0), _read_records(self.folder.path, step)
+        pairs = [(before.get(key), record) for key, record in after.items()]
+        pairs.sort(key=lambda pair: -(pair[1].reward - (pair[0].reward if pair[0] else 0.0)))
+        return [BeforeAfter(_sample(old), _sample(new)) for old, new in pairs[: self.config.tracking.samples]]
+
+
+def _table(metrics: Mapping[str, float] | None) -> dict[str, float]:
+    """What the final table shows of an evaluation: rewards and lengths, in words."""
+    shown = {}
+    for name, value in (metrics or {}).items():
+        kind, _, what = name.partition("/")
+        if what == "reward" or "@" in what or what.startswith("reward/") or what == "response_length":
+            words = what.replace("_", " ").replace("/", ", ")
+            shown[f"{kind} {words}"] = value
+    return shown
+
+
+def _evaluation_of(line: Mapping[str, Any]) -> dict[str, float]:
+    return {key.removeprefix("eval/"): value for key, value in line.items() if key.startswith("eval/")}
+
+
+def _read_records(run: Path, step: int) -> dict[str, EvaluationRecord]:
+    path = run / "evaluations" / f"step-{step:06d}.jsonl"
+    if not path.exists():
+        return {}
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return {line["prompt_id"]: EvaluationRecord(**line) for line in lines}
+
+
+def _sample(record: EvaluationRecord | None) -> Sample | None:
+    return None if record is None else Sample(record.prompt, record.text, record.reward, record.finish_reason)

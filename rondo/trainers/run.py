@@ -1,0 +1,175 @@
+"""A whole run: folder, warm start, worker groups, trainer, export, summary. What `rondo train` and `rondo sft` call.
+
+From Python: `summary = rondo.trainers.run.train(load(["recipe.yaml"]))`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from rondo.config import LoadedConfig, load, to_yaml
+from rondo.config.schema import Config
+from rondo.controller import Cluster, start_cluster
+from rondo.errors import ConfigError
+from rondo.rewards import Scorer
+from rondo.tracking import Console, RunFolder
+from rondo.trainers.check import check_rl, check_sft
+from rondo.trainers.checkpoints import Checkpoints
+from rondo.trainers.reporting import Reporter
+from rondo.trainers.rl import RLTrainer
+from rondo.trainers.setup import complete_model, create_roles, load_prompts, plan_program, plan_schedule
+from rondo.trainers.sft import SFTTrainer
+from rondo.workers.models import ActorWorker
+from rondo.workers.rollout import RolloutWorker
+
+Summary = dict[str, Any]
+
+
+class Stoppable(Protocol):
+    def request_stop(self) -> None: ...
+
+
+def run_dir(loaded: LoadedConfig) -> str:
+    """trainer.run_dir, or runs/<name of the first recipe>."""
+    if loaded.config.trainer.run_dir is not None:
+        return loaded.config.trainer.run_dir
+    if not loaded.files:
+        raise ConfigError("trainer.run_dir is not set and there is no recipe file to name the run after; set it")
+    return str(Path("runs") / Path(loaded.files[0]).stem)
+
+
+def train(loaded: LoadedConfig) -> Summary:
+    """RL from a configuration; blocks until the end. Raises RondoError; KeyboardInterrupt when stopped by Ctrl-C."""
+    check_rl(loaded)
+    console = Console(loaded.config.tracking.console, samples=loaded.config.tracking.samples)
+    return asyncio.run(_train(loaded, console))
+
+
+def sft(loaded: LoadedConfig) -> Summary:
+    """Supervised fine-tuning from a configuration; as `train`."""
+    check_sft(loaded)
+    console = Console(loaded.config.tracking.console, samples=loaded.config.tracking.samples)
+    return asyncio.run(_sft(loaded, console))
+
+
+async def _train(loaded: LoadedConfig, console: Console) -> Summary:
+    folder_path = run_dir(loaded)
+    with RunFolder(folder_path, resume=loaded.config.checkpoint.resume) as folder:
+        folder.write_config(to_yaml(loaded.config))
+        config = complete_model(await _warm_start(loaded, folder, console))
+        program = plan_program(config)
+        with console.phase("reading prompts"):
+            prompts = load_prompts(config)
+        schedule = plan_schedule(config, prompts.train.prompts_per_epoch)
+        reporter = Reporter(config, folder, console, title=Path(folder_path).name)
+        async with _cluster(config, console) as cluster:
+            with console.phase("starting worker groups"):
+                roles = await create_roles(cluster, config, program, schedule, prompts.max_context)
+            checkpoints = Checkpoints(loaded.config, folder)
+            trainer = RLTrainer(
+                config, cluster, roles, program, schedule, prompts, reporter, checkpoints, Scorer(config.reward).names
+            )
+            for line in (*program.describe(), *await roles.rollout.call(RolloutWorker.decode_path)):
+                reporter.note(line)
+            with _stop_on_interrupt(trainer):
+                finished = await trainer.run()
+            if finished and config.checkpoint.export:
+                with console.phase("exporting the model"):
+                    await roles.actor.call(ActorWorker.export, str(folder.export_dir))
+                    _export_tokenizer(config, folder.export_dir)
+            await roles.rollout.call(RolloutWorker.close)
+        return _close(reporter, trainer, finished)
+
+
+async def _sft(loaded: LoadedConfig, console: Console) -> Summary:
+    folder_path = run_dir(loaded)
+    config = loaded.config
+    with RunFolder(folder_path, resume=config.checkpoint.resume) as folder:
+        folder.write_config(to_yaml(config))
+        async with _cluster(config, console) as cluster:
+            return await _run_sft(config, cluster, folder, console, title=Path(folder_path).name)
+
+
+async def _run_sft(config: Config, cluster: Cluster, folder: RunFolder, console: Console, title: str) -> Summary:
+    config = complete_model(config)
+    reporter = Reporter(config, folder, console, title=title, kind="sft")
+    checkpoints = Checkpoints(config, folder)
+    with console.phase("reading conversations, starting the worker group"):
+        trainer = await SFTTrainer.create(config, cluster, reporter, checkpoints)
+    with _stop_on_interrupt(trainer):
+        finished = await trainer.run()
+    if finished and config.checkpoint.export:
+        await trainer.actor.call(ActorWorker.export, str(folder.export_dir))
+        _export_tokenizer(config, folder.export_dir)
+    return _close(reporter, trainer, finished)
+
+
+async def _warm_start(loaded: LoadedConfig, folder: RunFolder, console: Console) -> Config:
+    """Run the SFT recipe once into <run>/warm_start; the model to start from is its export."""
+    config = loaded.config
+    if config.trainer.warm_start is None:
+        return config
+    path = folder.path / "warm_start"
+    export = path / "export"
+    if not (path / "summary.json").exists():
+        sft_config = load([config.trainer.warm_start]).config
+        trainer = dataclasses.replace(sft_config.trainer, seed=config.trainer.seed)
+        sft_config = dataclasses.replace(
+            sft_config, cluster=config.cluster, trainer=trainer, tracking=dataclasses.replace(config.tracking, plot=False)
+        )
+        with RunFolder(path, resume="auto") as sft_folder:
+            sft_folder.write_config(to_yaml(sft_config))
+            async with _cluster(sft_config, console) as cluster:
+                await _run_sft(sft_config, cluster, sft_folder, console, title="warm start")
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(export), tokenizer=str(export)))
+
+
+@asynccontextmanager
+async def _cluster(config: Config, console: Console) -> AsyncIterator[Cluster]:
+    with console.phase(f"starting {config.cluster.backend} backend, {config.cluster.devices} device(s)"):
+        cluster = await start_cluster(config.cluster)
+    try:
+        yield cluster
+    finally:
+        await cluster.shutdown()
+
+
+@contextmanager
+def _stop_on_interrupt(trainer: Stoppable) -> Iterator[None]:
+    """First Ctrl-C: stop at the next safe point, save, and say how to go on. Second: stop at once."""
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        trainer.request_stop()
+        loop.remove_signal_handler(signal.SIGINT)
+
+    loop.add_signal_handler(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
+
+
+def _export_tokenizer(config: Config, path: Path) -> None:
+    from rondo.models import load_tokenizer
+    from rondo.trainers.setup import tokenizer_name
+
+    model = config.model
+    tokenizer = load_tokenizer(tokenizer_name(config), model.chat_template, trust_remote_code=model.trust_remote_code)
+    tokenizer.save_pretrained(path)
+
+
+def _close(reporter: Reporter, trainer: RLTrainer | SFTTrainer, finished: bool) -> Summary:
+    summary = reporter.finish(trainer.timers, trainer.step, finished)
+    if not finished:
+        raise KeyboardInterrupt(
+            f"stopped after step {trainer.step}; run the same command again to go on from there "
+            f"({reporter.folder.path / 'checkpoints'})"
+        )
+    return summary

@@ -1,0 +1,315 @@
+"""FsdpEngine: a Hugging Face causal LM under FSDP2, driven by a few verbs.
+
+    forward            per-token columns, no gradient
+    forward_backward   micro-batches of one mini-batch; gradients are *summed* over micro-batches and ranks
+    optimizer_step     clip, skip or update
+
+Every rank runs the same number of passes; a rank without rows runs a dummy token with weight 0. One rank is the same
+code. The engine is handed its mesh and always names the group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from rondo.batch import ROW_ID, Batch, ragged_array
+from rondo.config.schema import EngineConfig, OptimizerConfig
+from rondo.errors import ConfigError, TrainError
+from rondo.models.family import family_of
+from rondo.models.loading import build_model
+from rondo.models.source import ModelSource
+from rondo.models.value_head import replace_lm_head
+from rondo.planning.packing import micro_batches
+from rondo.training import checkpoint
+from rondo.training.head import TokenModel
+from rondo.training.loss import Loss, Metrics
+from rondo.training.optimizer import OptimizerStats, ShardedAdamW
+from rondo.training.packed import Layout, PackedRows, document_lengths, dummy, expand_columns, pack
+from rondo.training.sharding import gather_buckets, shard_model
+from rondo.types import StepStats
+
+
+class FsdpEngine:
+    """One role's model, optimizer and verbs on this rank.
+
+    mesh: its data-parallel axis is called "dp" (a mesh of one axis may call it anything); other axes must have size 1.
+    optimizer None: a frozen model (reference). temperature divides the logits. total_optimizer_steps: for schedules
+    that fall. Raises ConfigError or DataError for a source or setting that cannot work.
+    """
+
+    def __init__(
+        self,
+        source: ModelSource,
+        engine: EngineConfig,
+        optimizer: OptimizerConfig | None,
+        *,
+        mesh: DeviceMesh,
+        head: Literal["lm", "value"] = "lm",
+        temperature: float = 1.0,
+        total_optimizer_steps: int | None = None,
+        device: str | torch.device = "cpu",
+    ) -> None:
+        if temperature <= 0:
+            raise ConfigError(f"temperature={temperature}: log-probs need a temperature above 0")
+        self.source, self.config, self.device = source, engine, torch.device(device)
+        self.mesh = _data_parallel(mesh)
+        self._group, self._world = self.mesh.get_group(), self.mesh.size()
+        param_dtype, compute_dtype = getattr(torch, engine.param_dtype), getattr(torch, engine.compute_dtype)
+        lm = build_model(source, param_dtype, self.device)
+        family = family_of(lm.config)
+        value_head = (
+            replace_lm_head(lm, source.path, _at_least_float32(param_dtype)) if head == "value" else None
+        )
+        self.hf_config = lm.config
+        self._layout = Layout(
+            family, _heads(lm.config), self.device, compute_dtype, source.attention
+        )
+        self._model = TokenModel(lm, value_head, temperature=temperature, logits_chunk=engine.logits_chunk)
+        self._model.train(optimizer is not None)
+        self._model.requires_grad_(optimizer is not None)
+        shard_model(
+            self._model, self.mesh, compute_dtype, gradient_checkpointing=engine.gradient_checkpointing
+        )
+        self._shards: dict[str, DTensor] = {
+            family.checkpoint_name(name.removeprefix("lm.")): parameter
+            for name, parameter in self._model.named_parameters()
+        }
+        self._output_dtype = _at_least_float32(compute_dtype)
+        self.optimizer: ShardedAdamW | None = None
+        if optimizer is not None:
+            self.optimizer = ShardedAdamW(self._shards, optimizer, total_optimizer_steps, self._group)
+        self._rest()
+
+    # ---- verbs
+
+    def forward(self, batch: Batch, outputs: Mapping[str, str]) -> Batch:
+        """New per-token columns, without gradient. outputs: what to compute -> column name.
+
+        E.g. {"log_probs": "old_log_probs"} reads prompt_ids and response_ids and returns Batch(row_id, old_log_probs).
+        """
+        flat: dict[str, list[torch.Tensor]] = {name: [] for name in outputs}
+        order: list[np.ndarray] = []
+        with torch.no_grad(), self._awake():
+            for packed in self._passes(batch):
+                results = self._model(packed, tuple(outputs))
+                if len(packed.rows):
+                    order.append(packed.rows)
+                    for name in outputs:
+                        flat[name].append(results[name])
+            self._model.reshard()
+        columns = {column: _in_row_order(batch, order, flat[name]) for name, column in outputs.items()}
+        return batch.select([ROW_ID]).with_columns(columns)
+
+    def forward_backward(self, batch: Batch, loss: Loss) -> StepStats:
+        """Add the gradient of Σ loss over all rows of all ranks to what is there. Returns this rank's metrics."""
+        if self.optimizer is None:
+            raise TrainError("forward_backward on a frozen model: it was built without an optimizer")
+        return self._run_loss(batch, loss, backward=True)
+
+    def evaluate(self, batch: Batch, loss: Loss) -> StepStats:
+        """The loss's metrics, without gradient."""
+        with torch.no_grad():
+            return self._run_loss(batch, loss, backward=False)
+
+    def optimizer_step(self) -> OptimizerStats:
+        """Clip by the global norm and update; a non-finite norm skips the update and leaves weights and moments."""
+        if self.optimizer is None:
+            raise TrainError("optimizer_step on a frozen model: it was built without an optimizer")
+        with self._awake(optimizer=True):
+            return self.optimizer.step()
+
+    def _run_loss(self, batch: Batch, loss: Loss, *, backward: bool) -> StepStats:
+        seen: list[Metrics] = []
+        with self._awake():
+            for packed in self._passes(batch):
+                outputs = self._model(packed, loss.outputs)
+                if len(packed.rows):
+                    columns = expand_columns(batch, loss.columns, packed, self._output_dtype)
+                    total, metrics = loss(outputs, columns, packed.cu_seqlens)
+                    seen.append(metrics)
+                else:
+                    total = sum(output.sum() for output in outputs.values()) * 0.0
+                if backward:
+                    total.backward()
+            self._model.reshard()
+        return _step_stats(seen)
+
+    def _passes(self, batch: Batch) -> Iterator[PackedRows]:
+        """The micro-batches of this rank, then dummies up to the number of passes of the busiest rank."""
+        lengths = document_lengths(batch)
+        if self._layout.family.packable:
+            parts = (part[lengths[part] > 0] for part in micro_batches(lengths, self.config.token_budget))
+            bins = [part for part in parts if len(part)]
+        else:
+            bins = [np.array([row]) for row in np.flatnonzero(lengths)]
+        passes = torch.tensor(len(bins), device=self.device)
+        if self._world > 1:
+            dist.all_reduce(passes, dist.ReduceOp.MAX, group=self._group)
+        for i in range(int(passes)):
+            yield pack(batch, bins[i], self._layout) if i < len(bins) else dummy(self._layout)
+
+    # ---- parameters
+
+    def num_parameters(self) -> int:
+        """Of the whole model; tied tensors count once."""
+        return sum(shard.numel() for shard in self._shards.values())
+
+    def parameters_in_place(self) -> dict[str, torch.Tensor]:
+        """Hugging Face name -> tensor that shares the trainer's storage; tied tensors once. One rank only."""
+        if self._world > 1:
+            raise TrainError(
+                f"parameters_in_place needs one rank, there are {self._world}: use gathered_parameters"
+            )
+        return {name: shard.to_local().detach() for name, shard in self._shards.items()}
+
+    def gathered_parameters(self, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """Full tensors under Hugging Face names, tied ones once. Collective: every rank must run through all of it.
+
+        At most `bucket_bytes` (or one tensor) exist beside the shards; on one rank the tensors are the storage itself.
+        """
+        with self._awake():
+            yield from gather_buckets(self._shards, self._group, bucket_bytes)
+
+    # ---- state
+
+    def state(self) -> checkpoint.State:
+        """All state (parameters, moments, counters) as tensors that share storage; for torch.distributed.checkpoint."""
+        state: checkpoint.State = {f"model.{name}": shard.detach() for name, shard in self._shards.items()}
+        if self.optimizer is not None:
+            state |= {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state().items()}
+        return state
+
+    def load_state(self, state: checkpoint.State) -> None:
+        """Take over a state of the same sharding, e.g. a snapshot."""
+        own = self.state()
+        if own.keys() != state.keys():
+            raise TrainError(f"the state to load has other entries: {sorted(own.keys() ^ state.keys())[:4]}")
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(state[name])
+        if self.optimizer is not None:
+            self.optimizer.load_steps(state["optimizer.steps"])
+
+    def snapshot(self) -> checkpoint.State:
+        """A copy of `state` that `save` can write later, while training goes on."""
+        return {name: tensor.detach().clone() for name, tensor in self.state().items()}
+
+    def save(self, path: str, state: checkpoint.State | None = None) -> None:
+        """Write `state` (a snapshot; default: as it is now). Collective. Loads on any number of ranks."""
+        checkpoint.save(self.state() if state is None else state, path, self._group)
+
+    def load(self, path: str) -> None:
+        """Read what `save` wrote, on any number of ranks. Collective. Raises CheckpointError."""
+        state = self.state()
+        checkpoint.load(state, path, self._group)
+        if self.optimizer is not None:
+            self.optimizer.load_steps(state["optimizer.steps"])
+
+    def export(self, path: str) -> None:
+        """Write a Hugging Face folder (config, safetensors; a critic's value head beside them). Collective."""
+        keep = dist.get_rank(self._group) == 0
+        tensors = {}
+        for name, tensor in self.gathered_parameters(256 << 20):
+            if keep:
+                tensors[name] = tensor.to("cpu", copy=True)
+        if keep:
+            checkpoint.export_folder(tensors, self.source, path)
+        dist.barrier(self._group)
+
+    # ---- memory
+
+    def offload(self) -> None:
+        """Move parameters and moments to host memory (nothing to do on a CPU)."""
+        self._move(torch.device("cpu"), params=True, optimizer=True)
+
+    def onload(self) -> None:
+        """Move parameters and moments to the device."""
+        self._move(self.device, params=True, optimizer=True)
+
+    def peak_memory_bytes(self) -> int:
+        """Most bytes ever in use: of the device's allocator, or of this process on a CPU."""
+        if self.device.type == "cuda":
+            return int(torch.cuda.max_memory_allocated(self.device))
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+    @contextlib.contextmanager
+    def _awake(self, optimizer: bool = False) -> Iterator[None]:
+        """Parameters (and moments) are on the device inside; afterwards they rest where the config says."""
+        self._move(self.device, params=True, optimizer=optimizer)
+        yield
+        self._rest()
+
+    def _rest(self) -> None:
+        params, moments = self.config.offload_params, self.config.offload_optimizer
+        self._move(torch.device("cpu"), params=params, optimizer=moments)
+
+    def _move(self, device: torch.device, *, params: bool, optimizer: bool) -> None:
+        if self.device.type == "cpu":
+            return
+        if params and next(iter(self._shards.values())).to_local().device != device:
+            self._model.to(device)
+            if self.optimizer is not None:
+                self.optimizer.rebind()
+        if optimizer and self.optimizer is not None:
+            self.optimizer.move_state(device)
+
+
+def _data_parallel(mesh: DeviceMesh) -> DeviceMesh:
+    if mesh.ndim == 1:
+        return mesh
+    names = mesh.mesh_dim_names or ()
+    other = [name for i, name in enumerate(names) if name != "dp" and mesh.size(i) > 1]
+    if "dp" not in names or other:
+        raise ConfigError(
+            f"the FSDP engine splits over axis dp only; the mesh has {dict(zip(names, mesh.shape, strict=False))}"
+        )
+    return mesh["dp"]
+
+
+def _heads(config: Any) -> tuple[int, int]:
+    """(query heads, key/value heads)."""
+    heads = int(config.num_attention_heads)
+    return heads, int(getattr(config, "num_key_value_heads", None) or heads)
+
+
+def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _in_row_order(batch: Batch, order: list[np.ndarray], parts: list[torch.Tensor]) -> object:
+    """Micro-batch results as one list column in the batch's row order (rows without response tokens are empty)."""
+    lengths = batch.lengths("response_ids").astype(np.int64)
+    rows = np.concatenate([*order, np.flatnonzero(lengths == 0)])
+    flat = torch.cat(parts).cpu() if parts else torch.empty(0)
+    offsets = np.concatenate([[0], np.cumsum(lengths[rows])])
+    shuffled = Batch.of({"values": ragged_array(flat, offsets)})
+    return shuffled.take(np.argsort(rows, kind="stable")).array("values")
+
+
+def _step_stats(seen: list[Metrics]) -> StepStats:
+    """Fold the metrics of all micro-batches; one transfer to the host."""
+    names, tensors = [], []
+    for metrics in seen:
+        for name, value in metrics.items():
+            names.append((name, isinstance(value, tuple)))
+            tensors += list(value) if isinstance(value, tuple) else [value]
+    stats = StepStats()
+    if not tensors:
+        return stats
+    numbers = iter(torch.stack([tensor.detach().double() for tensor in tensors]).tolist())
+    for name, is_mean in names:
+        if is_mean:
+            stats.add_mean(name, next(numbers), next(numbers))
+        else:
+            stats.add_max(name, next(numbers))
+    return stats

@@ -1,0 +1,30 @@
+"""What the engine asks of a loss. Losses themselves live elsewhere and are handed in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+
+Metrics = Mapping[str, tuple[torch.Tensor, torch.Tensor] | torch.Tensor]
+
+
+class Loss(Protocol):
+    """A pure function of one micro-batch. The sum of its first result over micro-batches and ranks is the loss.
+
+    outputs: which of "log_probs", "entropy", "values" it wants. columns: columns of the batch it reads.
+    N are the response positions of the micro-batch; entry t belongs to `response_ids[t]`. Per-row columns arrive
+    expanded to [N]; floats and uint8 masks arrive in the outputs' dtype. cu_seqlens: int32 [B+1], of the responses.
+    Returns (loss_sum, metrics); a metric is (numerator, denominator), or a 0-dim tensor, which is a maximum.
+    """
+
+    outputs: tuple[str, ...]
+    columns: tuple[str, ...]
+
+    def __call__(
+        self,
+        outputs: Mapping[str, torch.Tensor],
+        columns: Mapping[str, torch.Tensor],
+        cu_seqlens: torch.Tensor,
+    ) -> tuple[torch.Tensor, Metrics]: ...

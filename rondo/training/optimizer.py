@@ -1,0 +1,135 @@
+"""AdamW on the local shards: clipping by the global norm, skipping of non-finite gradients, the learning rate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from rondo.config.schema import OptimizerConfig
+from rondo.training.schedule import lr_ratio
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class OptimizerStats:
+    """grad_norm: global, before clipping; not finite exactly when the step was skipped. lr: of this step."""
+
+    grad_norm: float
+    skipped: bool
+    lr: float
+
+
+class ShardedAdamW:
+    """torch's AdamW, run on plain tensors that share the shards' storage (DTensor dispatch costs more than the step).
+
+    shards: parameter name -> sharded parameter. group: the ranks that the shards are spread over.
+    Every call of `step` counts for the schedule, also a skipped one.
+    """
+
+    def __init__(
+        self,
+        shards: Mapping[str, DTensor],
+        config: OptimizerConfig,
+        total_steps: int | None,
+        group: dist.ProcessGroup,
+    ) -> None:
+        self._shards, self._config, self._total_steps, self._group = shards, config, total_steps, group
+        self.num_steps = 0
+        self._locals = {name: torch.nn.Parameter(shard.to_local().detach()) for name, shard in shards.items()}
+        lr_ratio(
+            config.schedule.warmup_steps, config.schedule, total_steps
+        )  # a schedule that cannot work fails now
+        self._adamw = torch.optim.AdamW(
+            [local for local in self._locals.values() if local.numel()],
+            lr=config.lr,
+            betas=config.betas,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+        for local in self._locals.values():
+            moments = {name: torch.zeros_like(local) for name in MOMENTS}
+            step = torch.zeros((), dtype=torch.float32, device=local.device)
+            self._adamw.state[local] = {"step": step, **moments}
+
+    def rebind(self) -> None:
+        """Point at the shards' storage again after it moved."""
+        for name, local in self._locals.items():
+            local.data = self._shards[name].to_local().detach()
+
+    def step(self) -> OptimizerStats:
+        """Clip, update, drop the gradients. One host synchronisation (the norm decides whether to skip)."""
+        lr = self._config.lr * lr_ratio(self.num_steps, self._config.schedule, self._total_steps)
+        self.num_steps += 1
+        for name, shard in self._shards.items():
+            gradient = shard.grad
+            self._locals[name].grad = None if gradient is None else gradient.to_local()
+        gradients = [
+            local.grad for local in self._locals.values() if local.grad is not None and local.numel()
+        ]
+        norm = global_norm(gradients, self._group, next(iter(self._locals.values())).device)
+        skipped = not bool(torch.isfinite(norm))
+        if not skipped:
+            if self._config.grad_clip is not None and gradients:
+                scale = torch.clamp(self._config.grad_clip / (norm + 1e-6), max=1.0)
+                torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
+            for parameter_group in self._adamw.param_groups:
+                parameter_group["lr"] = lr
+            self._adamw.step()
+        self.zero_grad()
+        return OptimizerStats(float(norm), skipped, lr)
+
+    def zero_grad(self) -> None:
+        """Drop the gradients of shards and aliases."""
+        for name, shard in self._shards.items():
+            shard.grad = None
+            self._locals[name].grad = None
+
+    def move_state(self, device: torch.device) -> None:
+        """Move the moments (twice the parameters' bytes) to `device`."""
+        for local in self._locals.values():
+            state = self._adamw.state[local]
+            for name in MOMENTS:
+                state[name] = state[name].to(device)
+
+    def state(self) -> dict[str, DTensor | torch.Tensor]:
+        """Moments as sharded tensors that share storage, and the step counters (schedule, then one per parameter)."""
+        out: dict[str, DTensor | torch.Tensor] = {}
+        for name, shard in self._shards.items():
+            for moment in MOMENTS:
+                local = self._adamw.state[self._locals[name]][moment]
+                out[f"{moment}.{name}"] = like_shard(shard, local)
+        steps = [self._adamw.state[local]["step"].cpu() for local in self._locals.values()]
+        out["steps"] = torch.stack([torch.tensor(float(self.num_steps)), *steps])
+        return out
+
+    def load_steps(self, steps: torch.Tensor) -> None:
+        """Take over the counters; moments are loaded in place."""
+        self.num_steps = int(steps[0])
+        for local, step in zip(self._locals.values(), steps[1:], strict=True):
+            self._adamw.state[local]["step"].fill_(float(step))
+
+
+def like_shard(shard: DTensor, local: torch.Tensor) -> DTensor:
+    """`local` as the local part of a tensor that is sharded as `shard` is."""
+    return DTensor.from_local(
+        local, shard.device_mesh, shard.placements, run_check=False, shape=shard.shape, stride=shard.stride()
+    )
+
+
+def global_norm(
+    gradients: list[torch.Tensor], group: dist.ProcessGroup, device: torch.device
+) -> torch.Tensor:
+    """Euclidean norm of all ranks' local gradients together, float64 []."""
+    if gradients:
+        squares = torch.stack(torch._foreach_norm(gradients)).double().square().sum()
+    else:
+        squares = torch.zeros((), dtype=torch.float64, device=device)
+    if dist.get_world_size(group) > 1:
+        dist.all_reduce(squares, group=group)
+    return squares.sqrt()

@@ -1,0 +1,1 @@
+"""How parameters get from a trainer to a sampler: shared in place, or gathered and received in buckets."""

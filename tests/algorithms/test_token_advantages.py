@@ -1,0 +1,132 @@
+"""GAE, REINFORCE++ and ReMax: hand-computed tables with holes in the mask, identities and rules."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rondo.algorithms import kl_reward
+from rondo.algorithms.advantages.gae import gae
+from rondo.algorithms.advantages.returns import reinforce_pp, remax, returns_to_go
+from rondo.errors import ConfigError
+
+T = torch.tensor
+NAN = float("nan")
+
+
+def test_gae_table_through_a_hole() -> None:
+    """γ = .5, λ = .5, tokens 0, 2, 3 trained; token 1 is an observation, token 4 padding.
+
+    Δ3 = 1 - .4 = .6; Δ2 = .5·.4 - .2 = 0; Δ0 = .5·.2 - .6 = -.5.  Â3 = .6, Â2 = .15, Â0 = -.4625.
+    """
+    rewards, values = T([[0.0, 7.0, 0.0, 1.0, NAN]]), T([[0.6, 9.0, 0.2, 0.4, NAN]])
+    mask = T([[1.0, 0.0, 1.0, 1.0, 0.0]])
+    advantages, returns = gae(rewards, values, mask, gamma=0.5, lam=0.5, whiten=False)
+    torch.testing.assert_close(advantages, T([[-0.4625, 0.0, 0.15, 0.6, 0.0]]))
+    torch.testing.assert_close(returns, T([[0.1375, 0.0, 0.35, 1.0, 0.0]]))
+
+
+def test_gae_whitens_after_forming_returns() -> None:
+    rewards, values, mask = torch.randn(3, 5), torch.randn(3, 5), torch.ones(3, 5)
+    raw, raw_returns = gae(rewards, values, mask, lam=0.9, whiten=False)
+    white, returns = gae(rewards, values, mask, lam=0.9)
+    assert torch.equal(returns, raw_returns)
+    torch.testing.assert_close(white, (raw - raw.mean()) / (raw.var() + 1e-8).sqrt())
+
+
+padded = st.integers(0, 2**31).map(lambda seed: torch.Generator().manual_seed(seed))
+
+
+def random_rows(generator: torch.Generator, rows: int = 4, width: int = 7) -> tuple[torch.Tensor, ...]:
+    rewards = torch.randn(rows, width, generator=generator)
+    values = torch.randn(rows, width, generator=generator)
+    mask = (torch.rand(rows, width, generator=generator) < 0.6).float()
+    return rewards, values, mask
+
+
+@settings(max_examples=30, deadline=None)
+@given(generator=padded, gamma=st.sampled_from([1.0, 0.9, 0.5]))
+def test_gae_with_lambda_1_is_discounted_return_minus_value(generator: torch.Generator, gamma: float) -> None:
+    rewards, values, mask = random_rows(generator)
+    advantages, returns = gae(rewards, values, mask, gamma=gamma, lam=1.0, whiten=False)
+    expected = returns_to_go(rewards, mask, gamma).float()
+    torch.testing.assert_close(returns, expected)
+    torch.testing.assert_close(advantages, (expected - values) * mask)
+
+
+@settings(max_examples=30, deadline=None)
+@given(generator=padded)
+def test_gae_equals_gae_of_the_compacted_tokens(generator: torch.Generator) -> None:
+    """Holes change nothing: the trained tokens get what they would get if the others were cut out."""
+    rewards, values, mask = random_rows(generator)
+    advantages, returns = gae(rewards, values, mask, gamma=0.9, lam=0.8, whiten=False)
+    for i, kept in enumerate(mask.bool()):
+        dense = torch.ones(1, int(kept.sum()))
+        short, short_returns = gae(
+            rewards[i : i + 1, kept], values[i : i + 1, kept], dense, gamma=0.9, lam=0.8, whiten=False
+        )
+        torch.testing.assert_close(advantages[i, kept], short[0])
+        torch.testing.assert_close(returns[i, kept], short_returns[0])
+        assert (advantages[i, ~kept] == 0).all()
+        assert (returns[i, ~kept] == 0).all()
+
+
+def test_gae_lambda_0_is_the_td_error() -> None:
+    rewards, values, mask = torch.randn(2, 4), torch.randn(2, 4), torch.ones(2, 4)
+    following = torch.cat([values[:, 1:], torch.zeros(2, 1)], dim=1)
+    advantages, _ = gae(rewards, values, mask, gamma=0.7, lam=0.0, whiten=False)
+    torch.testing.assert_close(advantages, rewards + 0.7 * following - values)
+
+
+def test_gae_decoupled_and_length_adaptive() -> None:
+    """lam_critic changes the returns only; length_alpha gives each row its own λ = 1 - 1/(α L)."""
+    rewards, values, mask = torch.randn(2, 6), torch.randn(2, 6), torch.ones(2, 6)
+    mask[1, 3:] = 0
+    both, _ = gae(rewards, values, mask, lam=0.5, whiten=False)
+    _, critic = gae(rewards, values, mask, lam=1.0, whiten=False)
+    advantages, returns = gae(rewards, values, mask, lam=0.5, lam_critic=1.0, whiten=False)
+    assert torch.equal(advantages, both)
+    assert torch.equal(returns, critic)
+    adaptive, _ = gae(rewards, values, mask, length_alpha=0.5, whiten=False)
+    for i, lam in enumerate([1 - 1 / 3, 1 - 1 / 1.5]):
+        row = slice(i, i + 1)
+        expected, _ = gae(rewards[row], values[row], mask[row], lam=lam, whiten=False)
+        torch.testing.assert_close(adaptive[row], expected)
+
+
+@pytest.mark.parametrize("options", [{"gamma": 1.5}, {"lam": -0.1}, {"lam": 0.5, "length_alpha": 0.05}])
+def test_gae_refuses_options_out_of_range(options: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="gae"):
+        gae(torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1, 1), **options)
+
+
+def test_returns_to_go_and_remax_tables() -> None:
+    rewards, mask = T([[1.0, 50.0, 2.0, 4.0, NAN]]), T([[1.0, 0.0, 1.0, 1.0, 0.0]])
+    assert returns_to_go(rewards, mask, 0.5).tolist() == [[3.0, 0.0, 4.0, 4.0, 0.0]]
+    assert remax(rewards, mask, T([3.0])).tolist() == [[4.0, 0.0, 3.0, 1.0, 0.0]]
+
+
+def test_reinforce_pp_table() -> None:
+    """Two rows of two and one tokens with outcomes 1 and 4: tokens {1, 1, 4}, mean 2, sample variance 3."""
+    rewards, mask = T([[0.0, 1.0], [4.0, 0.0]]), T([[1.0, 1.0], [1.0, 0.0]])
+    expected = T([[-1.0, -1.0], [2.0, 0.0]]) / math.sqrt(3 + 1e-8)
+    torch.testing.assert_close(reinforce_pp(rewards, mask), expected)
+
+
+def test_equal_outcomes_give_exactly_zero() -> None:
+    rewards, stats = kl_reward(torch.full((8,), 0.9), torch.ones(8, 5))
+    assert (reinforce_pp(rewards, torch.ones(8, 5)) == 0).all()
+    assert stats.values() == {}
+
+
+@pytest.mark.parametrize("shape", [(0, 0), (2, 0), (2, 3)])
+def test_nothing_trained_gives_zeros(shape: tuple[int, int]) -> None:
+    mask, nothing = torch.zeros(shape), torch.full(shape, NAN)
+    reward = torch.ones(shape[0])
+    assert torch.equal(kl_reward(reward, mask, nothing, nothing, estimator="k3", coef=1.0)[0], mask)
+    for out in (*gae(nothing, nothing, mask), reinforce_pp(nothing, mask), remax(nothing, mask, reward)):
+        assert torch.equal(out, mask)

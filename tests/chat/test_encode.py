@@ -1,0 +1,214 @@
+"""Token lists and masks through several templates: exact, not shapes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rondo.chat import (
+    as_messages,
+    decode,
+    encode_conversation,
+    encode_conversations,
+    encode_prompt,
+    encode_prompts,
+    stop_token_ids,
+)
+from rondo.data.quickstart import CHAT_TEMPLATE, tokenizer
+from rondo.errors import ConfigError, DataError
+
+# As Qwen3 does: only the last assistant turn keeps (or gets) a thinking block; earlier ones lose theirs.
+THINKING_TEMPLATE = """\
+{%- for message in messages %}
+{%- if message.role == 'assistant' and loop.last %}
+{{- '<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n' + message.content.split('</think>')[-1] +
+'<|im_end|>\\n' }} {%- elif message.role == 'assistant' %} {{- '<|im_start|>assistant\\n' +
+message.content.split('</think>')[-1] + '<|im_end|>\\n' }} {%- else %} {{- '<|im_start|>' + message.role +
+'\\n' + message.content + '<|im_end|>\\n' }} {%- endif %} {%- endfor %} {%- if add_generation_prompt %}{{
+'<|im_start|>assistant\\n' }}{% endif %}
+"""
+# As DeepSeek-R1 does: the generation prompt opens a thinking block that a rendered turn does not have.
+UNSTABLE_TEMPLATE = """\
+{%- for message in messages %}{{ message.role + ': ' + message.content + '<|im_end|>' }}{% endfor %}
+{%- if add_generation_prompt %}{{ 'assistant: <think>' }}{% endif %}
+"""
+CONVERSATION = [
+    {"role": "system", "content": "Be short."},
+    {"role": "user", "content": "3+4?"},
+    {"role": "assistant", "content": "7"},
+    {"role": "user", "content": "plus 2?"},
+    {"role": "assistant", "content": "9"},
+]
+
+
+@pytest.fixture(scope="module")
+def tok():
+    return tokenizer()
+
+
+@pytest.fixture
+def with_template(tok):
+    """The tokenizer with another template for one test."""
+
+    def use(template):
+        tok.chat_template = template
+        return tok
+
+    yield use
+    tok.chat_template = CHAT_TEMPLATE
+
+
+def trained(tok, ids, mask):
+    """The text of each stretch of ones, special tokens visible."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], mask, [0]])))
+    return [tok.decode(ids[a:b]) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+
+
+def test_prompt_is_the_template_with_generation_prompt(tok):
+    ids = encode_prompt(tok, "Tom has 3 apples", "Be short.")
+    assert ids.dtype == np.int32
+    assert tok.decode(ids) == (
+        "<|im_start|>system\nBe short.<|im_end|>\n<|im_start|>user\nTom has 3 "
+        "apples<|im_end|>\n<|im_start|>assistant\n"
+    )
+    messages = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Tom has 3 apples"}]
+    assert np.array_equal(ids, encode_prompt(tok, messages))
+
+
+def test_batched_prompts_equal_single_ones(tok):
+    prompts = ["How many?", [{"role": "user", "content": "3 apples"}], "x" * 100]
+    for one, other in zip(encode_prompts(tok, prompts), prompts, strict=True):
+        assert np.array_equal(one, encode_prompt(tok, other))
+    assert encode_prompts(tok, []) == []
+
+
+def test_own_system_message_wins(tok):
+    own = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
+    assert as_messages(own, "other") == tuple(own)
+
+
+def test_without_template_text_is_raw(with_template):
+    tok = with_template(None)
+    assert tok.decode(encode_prompt(tok, "How many?")) == "How many?"
+    with pytest.raises(ConfigError, match="chat template"):
+        encode_prompt(tok, [{"role": "user", "content": "b"}])
+    with pytest.raises(ConfigError, match="chat template"):
+        encode_prompt(tok, "b", "system prompt")
+    ids, mask = encode_conversation(
+        tok, [{"role": "user", "content": "a:"}, {"role": "assistant", "content": " 5"}]
+    )
+    assert tok.decode(ids) == "a: 5<|im_end|>"
+    assert trained(tok, ids, mask) == [" 5<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("messages", "wrong"),
+    [
+        ([{"content": "x"}], "no 'role'"),
+        ([{"role": "user"}], "neither 'content'"),
+        ([{"role": "user", "content": 5}], "content is int"),
+        (["x"], "must be a mapping"),
+        (5, "string or a list"),
+    ],
+)
+def test_wrong_messages_are_named(messages, wrong):
+    with pytest.raises(DataError, match=wrong):
+        as_messages(messages)
+
+
+def test_prompt_must_await_an_answer(tok):
+    with pytest.raises(DataError, match="ends with 'assistant'"):
+        encode_prompt(tok, [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+
+
+def test_mask_covers_assistant_turns_and_their_end(tok):
+    ids, mask = encode_conversation(tok, CONVERSATION)
+    assert mask.dtype == np.uint8
+    assert trained(tok, ids, mask) == ["7<|im_end|>", "9<|im_end|>"]
+    # The prompt's part is, token for token, what a rollout would start from; so is the second turn's.
+    first = encode_prompt(tok, CONVERSATION[:2])
+    assert np.array_equal(ids[: len(first)], first)
+    second = encode_prompt(tok, CONVERSATION[:4])
+    assert np.array_equal(ids[: len(second)], second)
+    assert ids[-1] == tok.eos_token_id
+
+
+def test_border_never_merges_with_the_answer(with_template):
+    """A tokenizer that has ` 5` or `\\n\\n` as one token must not fuse the answer with the generation
+    prompt.
+    """
+    tok = with_template("{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}"
+                        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}")  # fmt: skip
+    ids, mask = encode_conversation(
+        tok, [{"role": "user", "content": "q"}, {"role": "assistant", "content": "apples"}]
+    )
+    prompt = encode_prompt(tok, "q")
+    assert np.array_equal(ids[: len(prompt)], prompt)
+    assert mask.tolist() == [0] * len(prompt) + [1] * (len(ids) - len(prompt))
+    assert tok.decode(ids) == "user: qassistant: apples"
+
+
+def test_many_conversations_at_once_equal_one_at_a_time(tok):
+    several = [CONVERSATION, CONVERSATION[:3], CONVERSATION[1:3]]
+    for (ids, mask), messages in zip(encode_conversations(tok, several), several, strict=True):
+        one_ids, one_mask = encode_conversation(tok, messages)
+        assert np.array_equal(ids, one_ids)
+        assert np.array_equal(mask, one_mask)
+
+
+def test_template_that_renders_the_last_turn_differently(with_template):
+    tok = with_template(THINKING_TEMPLATE)
+    ids, mask = encode_conversation(tok, CONVERSATION)
+    assert trained(tok, ids, mask) == ["7<|im_end|>", "<think>\n\n</think>\n\n9<|im_end|>"]
+    assert tok.decode(ids) == tok.apply_chat_template(CONVERSATION, tokenize=False).rstrip()
+
+
+def test_template_that_is_not_prefix_stable_is_an_error(with_template):
+    tok = with_template(UNSTABLE_TEMPLATE)
+    with pytest.raises(DataError, match=r"not prefix-stable.*assistant message 1"):
+        encode_conversation(tok, CONVERSATION[1:3])
+
+
+def test_template_that_refuses_is_told(with_template):
+    tok = with_template("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(DataError, match=r"refuses messages with roles.*roles must alternate"):
+        encode_prompt(tok, "a")
+
+
+def test_tool_calls_are_trained_and_tool_results_are_not(tok):
+    call = {"function": {"name": "calc", "arguments": {"expr": "4*3"}}}
+    messages = [
+        {"role": "user", "content": "4*3?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "12"},
+        {"role": "assistant", "content": "#### 12", "tool_calls": None},
+    ]
+    ids, mask = encode_conversation(tok, messages)
+    assert trained(tok, ids, mask) == [
+        '<tool_call>{"name": "calc", "arguments": {"expr": "4*3"}}</tool_call><|im_end|>',
+        "#### 12<|im_end|>",
+    ]
+    tools = [{"name": "calc"}]
+    assert "calc" in tok.decode(encode_prompt(tok, "4*3?", tools=tools))
+
+
+def test_conversation_without_assistant_is_an_error(tok):
+    with pytest.raises(DataError, match="no assistant turn"):
+        encode_conversation(tok, CONVERSATION[:2])
+
+
+def test_stop_tokens(tok, with_template):
+    end = tok.convert_tokens_to_ids("<|im_end|>")
+    assert stop_token_ids(tok) == (end,)
+    hashes = tok.convert_tokens_to_ids("####")
+    assert stop_token_ids(tok, ("####",)) == tuple(sorted((end, hashes)))
+    with pytest.raises(ConfigError, match=r"rollout\.stop: '12' is 2 tokens"):
+        stop_token_ids(tok, ("12",))
+    # A template whose turns end with another token than the end of sequence: both stop (Llama 3).
+    other = with_template("{% for m in messages %}{{ m.content + '<|endoftext|>' }}{% endfor %}")
+    assert stop_token_ids(other) == tuple(sorted((end, tok.convert_tokens_to_ids("<|endoftext|>"))))
+
+
+def test_decode_hides_chat_tokens_and_keeps_tool_calls(tok):
+    ids = tok("<tool_call>3+4</tool_call><|im_end|>")["input_ids"]
+    assert decode(tok, np.array(ids, np.int32)) == "<tool_call>3+4</tool_call>"

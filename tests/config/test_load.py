@@ -1,0 +1,383 @@
+"""Loading: merging, overrides, types, origins and the exact messages of what is wrong."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rondo.config import Origin, load, show, to_yaml
+from rondo.config.build import schema_keys
+from rondo.config.schema import Config, FunctionConfig, KlConfig, RewardFunctionConfig, SourceConfig
+from rondo.config.tree import parse_scalar
+from rondo.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+BASE = ("model.path=model", "trainer.total_steps=10")  # what every configuration needs
+
+
+def recipe(folder: Path, text: str, name: str = "recipe.yaml") -> str:
+    (folder / name).write_text(text, encoding="utf-8")
+    return name
+
+
+def message(files: list[str], *overrides: str, base: tuple[str, ...] = BASE) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(files, [*base, *overrides])
+    return str(caught.value)
+
+
+def config(*overrides: str) -> Config:
+    return load([], [*BASE, *overrides]).config
+
+
+class TestMerging:
+    def test_files_merge_in_order_and_arguments_win(self, in_tmp_path: Path) -> None:
+        first = recipe(in_tmp_path, "rollout: {n: 4, top_p: 0.9}\ndata: {batch_size: 8}\n", "a.yaml")
+        second = recipe(in_tmp_path, "rollout:\n  n: 6\n", "b.yaml")
+        loaded = load([first, second], [*BASE, "data.batch_size=32"])
+        assert (loaded.config.rollout.n, loaded.config.rollout.top_p, loaded.config.data.batch_size) == (
+            6,
+            0.9,
+            32,
+        )
+        assert loaded.files == ("a.yaml", "b.yaml")
+        assert loaded.origins["rollout.n"] == Origin("b.yaml:2")
+        assert loaded.origins["rollout.top_p"] == Origin("a.yaml:1")
+        assert loaded.origins["data.batch_size"] == Origin("argument 'data.batch_size=32'")
+        assert "rollout.top_k" not in loaded.origins
+
+    def test_lists_replace(self, in_tmp_path: Path) -> None:
+        first = recipe(in_tmp_path, "rollout: {stop: [a, b, c]}\n", "a.yaml")
+        second = recipe(in_tmp_path, "rollout: {stop: [d]}\n", "b.yaml")
+        assert load([first, second], BASE).config.rollout.stop == ("d",)
+
+    def test_open_mappings_merge_deeply(self, in_tmp_path: Path) -> None:
+        first = recipe(
+            in_tmp_path, "model: {config: {model_type: qwen3, rope: {theta: 1, x: 2}}}\n", "a.yaml"
+        )
+        found = load([first], ["model.config.rope.theta=1e4", "trainer.epochs=1", "model.tokenizer=t"]).config
+        assert found.model.config == {"model_type": "qwen3", "rope": {"theta": 10000.0, "x": 2}}
+
+    def test_options_belong_to_the_name(self, in_tmp_path: Path) -> None:
+        first = recipe(in_tmp_path, "algorithm: {advantage: {name: grpo, normalize_std: false}}\n", "a.yaml")
+        same = load([first], [*BASE, "algorithm.advantage.eps=1e-3"]).config.algorithm.advantage
+        assert same == FunctionConfig("grpo", {"normalize_std": False, "eps": 1e-3})
+        for other in (
+            "algorithm.advantage=gae",
+            "algorithm.advantage.name=gae",
+            "algorithm.advantage={name: gae}",
+        ):
+            assert load([first], [*BASE, other]).config.algorithm.advantage == FunctionConfig("gae")
+
+    def test_null_and_mapping_over_null(self, in_tmp_path: Path) -> None:
+        first = recipe(in_tmp_path, "algorithm: {kl: {name: k3, where: loss, coef: 1e-3}}\n", "a.yaml")
+        assert load([first], BASE).config.algorithm.kl == KlConfig("k3", "loss", 0.001)
+        assert load([first], [*BASE, "algorithm.kl=null"]).config.algorithm.kl is None
+
+    def test_one_element_of_a_list(self, in_tmp_path: Path) -> None:
+        text = "reward:\n  functions:\n    - gsm8k\n    - {name: length, target: 5}\n"
+        path = recipe(in_tmp_path, text)
+        loaded = load([path], [*BASE, "reward.functions.0.weight=2", "reward.functions.1.target=7"])
+        assert loaded.config.reward.functions == (
+            RewardFunctionConfig("gsm8k", weight=2.0),
+            RewardFunctionConfig("length", options={"target": 7}),
+        )
+        assert loaded.origins["reward.functions.0.name"] == Origin("recipe.yaml:3")
+        assert loaded.origins["reward.functions.0.weight"] == Origin("argument 'reward.functions.0.weight=2'")
+        assert message([path], "reward.functions.2.weight=1") == (
+            "argument 'reward.functions.2.weight=1': reward.functions ends with element 1; set the whole "
+            "list with "
+            "reward.functions=[…]"
+        )
+        assert message([path], "reward.functions.weight=1") == (
+            "argument 'reward.functions.weight=1': reward.functions is a list; write "
+            "reward.functions.0.weight=… for "
+            "its first element, or reward.functions=[…] for all"
+        )
+
+    def test_a_function_in_flow_style(self) -> None:
+        found = config(
+            "reward.functions=[{name: my_reward.py:short_and_right, max_tokens: 24, sources: [a]}]"
+        )
+        expected = RewardFunctionConfig(
+            "my_reward.py:short_and_right", sources=("a",), options={"max_tokens": 24}
+        )
+        assert found.reward.functions == (expected,)
+
+    def test_defaults_equal_the_schema(self) -> None:
+        found = config()
+        assert found.actor == Config().actor
+        assert found.rollout == Config().rollout
+
+
+class TestValues:
+    @pytest.mark.parametrize(
+        ("text", "value"),
+        [
+            ("1e-4", 1e-4),
+            ("1e4", 1e4),
+            ("-2.5E+3", -2500.0),
+            (".5", 0.5),
+            ("3.", 3.0),
+            ("12", 12),
+            ("-7", -7),
+            ("1_000", 1000),
+            ("0x10", 16),
+            ("0o10", 8),
+            ("010", 10),
+            (".inf", float("inf")),
+            ("-.inf", float("-inf")),
+            ("true", True),
+            ("False", False),
+            ("yes", "yes"),
+            ("on", "on"),
+            ("1:30", "1:30"),
+            ("2026-11-21", "2026-11-21"),
+            ("null", None),
+            ("~", None),
+            ("", None),
+            ("e5", "e5"),
+            ("1e", "1e"),
+        ],
+    )
+    def test_scalars(self, text: str, value: object) -> None:
+        found = parse_scalar(text)
+        assert found == value
+        assert type(found) is type(value)
+
+    def test_numbers(self) -> None:
+        assert config("actor.optimizer.lr=1e-4").actor.optimizer.lr == 1e-4
+        assert config("data.max_prompt_tokens=1e3").data.max_prompt_tokens == 1000
+        lr = config("actor.optimizer.lr=1").actor.optimizer.lr
+        assert (lr, type(lr)) == (1.0, float)
+        assert config("actor.optimizer.betas=[0.8, 0]").actor.optimizer.betas == (0.8, 0.0)
+
+    def test_quoted_number_is_a_string(self) -> None:
+        assert config("tracking.project='2024'").tracking.project == "2024"
+
+    @pytest.mark.parametrize(
+        ("argument", "expected"),
+        [
+            ("rollout.n=four", "rollout.n must be an integer, got string 'four'"),
+            ("rollout.n=2.5", "rollout.n must be an integer, got number 2.5"),
+            ("rollout.n=true", "rollout.n must be an integer, got boolean true"),
+            ("rollout.n=null", "rollout.n must be an integer, got null"),
+            ("rollout.n=[1]", "rollout.n must be an integer, got list"),
+            ("actor.optimizer.lr='1e-4'", "actor.optimizer.lr must be a number, got string '1e-4'"),
+            ("actor.optimizer.lr=true", "actor.optimizer.lr must be a number, got boolean true"),
+            ("data.shuffle=yes", "data.shuffle must be true or false, got string 'yes'"),
+            ("data.shuffle=1", "data.shuffle must be true or false, got integer 1"),
+            ("tracking.project=7", "tracking.project must be a string, got integer 7; put it in quotes"),
+            ("rollout.stop=x", "rollout.stop must be a list of strings, got string 'x'"),
+            ("rollout.stop=[1]", "rollout.stop.0 must be a string, got integer 1; put it in quotes"),
+            (
+                "actor.optimizer.betas=[0.9]",
+                "actor.optimizer.betas must be a list of 2 numbers, got list of 1",
+            ),
+            ("rollout=3", "rollout must be a mapping, got integer 3"),
+            ("model.config=3", "model.config must be a mapping or null, got integer 3"),
+            (
+                "algorithm.advantage=3",
+                "algorithm.advantage must be a name, or a mapping with `name` and options, got integer 3",
+            ),
+            (
+                "cluster.backend=rai",
+                "cluster.backend must be one of local, ray, got string 'rai'; did you mean 'ray'?",
+            ),
+            (
+                "rollout.dtype=fp8",
+                "rollout.dtype must be one of float32, bfloat16, float16, float64 or null, got string 'fp8'",
+            ),
+            ("algorithm.kl={name: k3, coef: 1}", "algorithm.kl lacks the key 'where', which has no default"),
+            ("data.train=[{path: x}]", "data.train.0 lacks the key 'type', which has no default"),
+            (
+                "algorithm.advantage={gamma: 1}",
+                "algorithm.advantage lacks the key 'name', which has no default",
+            ),
+        ],
+    )
+    def test_wrong_types(self, argument: str, expected: str) -> None:
+        if argument == "algorithm.advantage={gamma: 1}":
+            # over the default there is nothing to merge with: the name has to be written
+            assert message([], argument) == f"argument '{argument}': {expected}"
+        else:
+            assert message([], argument) == f"argument '{argument}': {expected}"
+
+    def test_options_beside_the_name(self) -> None:
+        assert message([], "algorithm.advantage={name: gae, options: {lam: 1}}") == (
+            "argument 'algorithm.advantage={name: gae, options: {lam: 1}}': algorithm.advantage.options: "
+            "the options "
+            "of a function are written beside its name: {name: gae, option: value}"
+        )
+
+
+class TestUnknownKeys:
+    @pytest.mark.parametrize(
+        ("key", "suggestion"),
+        [
+            ("lr", "; did you mean 'actor.optimizer.lr' (or 'critic.optimizer.lr')?"),
+            ("actor.lr", "; did you mean 'actor.optimizer.lr'?"),
+            ("critic.lr", "; did you mean 'critic.optimizer.lr'?"),
+            ("actor.token_bugdet", "; did you mean 'actor.token_budget'?"),
+            ("rolout", "; did you mean 'rollout'?"),
+            ("trainer.n", "; did you mean 'rollout.n'?"),
+            ("data.total_step", "; did you mean 'trainer.total_steps'?"),
+            (
+                "reward.zzz",
+                ". Keys of reward: functions, timeout_seconds, on_error, on_timeout, max_retries, "
+                "max_dropped_share",
+            ),
+        ],
+    )
+    def test_suggestions(self, key: str, suggestion: str) -> None:
+        assert message([], f"{key}=1") == f"argument '{key}=1': unknown key '{key}'{suggestion}"
+
+    def test_names_file_and_line(self, in_tmp_path: Path) -> None:
+        path = recipe(in_tmp_path, "# comment\nactor:\n  optimizer:\n    lr: 1e-4\n    betass: [1, 2]\n")
+        assert message([path]) == (
+            "recipe.yaml:5: unknown key 'actor.optimizer.betass'; did you mean 'actor.optimizer.betas'?"
+        )
+
+    def test_every_schema_key_is_reachable(self) -> None:
+        assert "actor.optimizer.schedule.warmup_steps" in schema_keys()
+        assert "data.train.0.prompt_key" in schema_keys()
+        assert len(set(schema_keys())) == len(schema_keys()) <= 200
+
+
+class TestBadFiles:
+    @pytest.mark.parametrize(
+        ("text", "expected"),
+        [
+            (
+                "rollout:\n  n: 4\n  n: 5\n",
+                "recipe.yaml:3: key 'n' is set twice in one mapping (first at recipe.yaml:2)",
+            ),
+            (
+                "rollout:\n  n: [1, 2\ndata: {}\n",
+                "recipe.yaml:3: not valid YAML: expected ',' or ']', but got ':' (while parsing a flow "
+                "sequence)",
+            ),
+            (
+                "rollout:\n\tn: 4\n",
+                "recipe.yaml:2: not valid YAML: found character '\\t' that cannot start any token "
+                "(while scanning for the next token)",
+            ),
+            (
+                "- a\n- b\n",
+                "recipe.yaml:1: a recipe is a mapping of sections (model: …, data: …), this is a list",
+            ),
+            (
+                "hello\n",
+                "recipe.yaml:1: a recipe is a mapping of sections (model: …, data: …), this is a string "
+                "'hello'",
+            ),
+            ("? [a, b]\n: 1\n", "recipe.yaml:1: a key must be a plain word, not a list or mapping"),
+            ("rollout:\n", "recipe.yaml:1: rollout must be a mapping, got null"),
+        ],
+    )
+    def test_message_names_the_line(self, in_tmp_path: Path, text: str, expected: str) -> None:
+        assert message([recipe(in_tmp_path, text)]) == expected
+
+    def test_missing_file_lists_what_is_there(self, in_tmp_path: Path) -> None:
+        assert message(["nope.yaml"]) == (
+            "configuration file nope.yaml does not exist (paths are relative to the working directory)"
+        )
+        (in_tmp_path / "recipes").mkdir()
+        recipe(in_tmp_path / "recipes", "", "quickstart.yaml")
+        expected = "configuration file recipes/quick.yaml does not exist; recipes/ has: quickstart.yaml"
+        assert message(["recipes/quick.yaml"]) == expected
+        assert message(["recipes"]).startswith("configuration file recipes is a folder")
+
+    def test_binary_file(self, in_tmp_path: Path) -> None:
+        (in_tmp_path / "x.yaml").write_bytes(b"ab\xff\x00")
+        assert message(["x.yaml"]) == "x.yaml: not UTF-8 text (byte 2); is this a YAML file?"
+
+    def test_empty_file_is_an_empty_recipe(self, in_tmp_path: Path) -> None:
+        assert load([recipe(in_tmp_path, "# nothing\n")], BASE).config == config()
+
+    @pytest.mark.parametrize("argument", ["n", "=3", "a..b=3", ".a=1"])
+    def test_malformed_arguments(self, argument: str) -> None:
+        assert message([], argument) == f"argument '{argument}': overrides are written key.sub=value"
+
+    def test_argument_with_broken_yaml(self) -> None:
+        assert message([], "rollout.stop=[a").startswith(
+            "argument 'rollout.stop=[a': the value is not valid YAML (expected ',' or ']'"
+        )
+
+
+class TestPrinting:
+    RECIPE = """
+    model: {config: {model_type: qwen3, note: "1e-4", empty: {}, list: [1, {a: null}]}, tokenizer: "007"}
+    data: {train: [{type: function, task: "m:f", options: {size: 3, ratio: 1e-7}}, {type: jsonl, path: a.jsonl}]}
+    reward: {functions: [gsm8k, {name: "x.py:f", weight: 0.5, flag: true, text: "yes"}]}
+    algorithm: {kl: {name: k3+, where: loss, coef: 1e-3}, advantage: {name: gae, lam: 0.95}}
+    trainer: {epochs: 1.5, run_dir: "2026-11-21"}
+    tracking: {trackers: [tensorboard, {name: wandb, mode: "on"}], project: "1:30"}
+    """
+
+    def test_to_yaml_loads_back_equal(self, in_tmp_path: Path) -> None:
+        loaded = load([recipe(in_tmp_path, self.RECIPE)])
+        again = load([recipe(in_tmp_path, to_yaml(loaded.config), "again.yaml")])
+        assert again.config == loaded.config
+        assert loaded.config.model.tokenizer == "007"
+        assert loaded.config.model.config is not None
+        assert loaded.config.model.config["note"] == "1e-4"
+
+    def test_other_readers_of_yaml_agree(self, in_tmp_path: Path) -> None:
+        import yaml
+
+        loaded = load([recipe(in_tmp_path, self.RECIPE)])
+        plain = yaml.safe_load(to_yaml(loaded.config))
+        assert plain["trainer"]["run_dir"] == "2026-11-21"
+        assert plain["reward"]["functions"][1]["text"] == "yes"
+        assert plain["tracking"]["project"] == "1:30"
+        assert plain["data"]["train"][0]["options"]["ratio"] == 1e-7
+
+    def test_show_has_every_leaf_with_its_origin(self, in_tmp_path: Path) -> None:
+        loaded = load([recipe(in_tmp_path, self.RECIPE)], ["rollout.n=3"])
+        lines = {line.split(":")[0]: line for line in show(loaded).splitlines()}
+        assert lines["rollout.n"].split() == ["rollout.n:", "3", "#", "argument", "'rollout.n=3'"]
+        assert lines["rollout.top_p"].split() == ["rollout.top_p:", "1.0", "#", "default"]
+        assert lines["algorithm.advantage.lam"].split() == [
+            "algorithm.advantage.lam:",
+            "0.95",
+            "#",
+            "recipe.yaml:5",
+        ]
+        assert lines["data.train.1.path"].split() == ["data.train.1.path:", "a.jsonl", "#", "recipe.yaml:3"]
+        simple = {
+            key for key in schema_keys() if key.startswith(("actor.", "rollout.", "trainer.evaluation."))
+        }
+        sections = {"actor.optimizer", "actor.optimizer.schedule"}
+        assert simple - sections <= set(lines)
+
+
+class TestRecipes:
+    @pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "recipes").glob("*.yaml")))
+    def test_every_recipe_loads(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(ROOT)
+        text = (ROOT / "recipes" / name).read_text(encoding="utf-8")
+        files = [f"recipes/{name}"]
+        if "recipes/quickstart.yaml recipes/" in text:  # says that it goes over the quickstart
+            files.insert(0, "recipes/quickstart.yaml")
+        assert load(files).config.data.train
+
+
+def test_sources_are_typed() -> None:
+    found = config("data.train=[{type: parquet, path: p.parquet, weight: 2}]").data.train
+    assert found == (SourceConfig("parquet", path="p.parquet", weight=2.0),)
+
+
+def test_loading_imports_nothing_heavy(tmp_path: Path) -> None:
+    """A recipe loads, prints and fails without torch, ray, transformers or numpy."""
+    path = recipe(tmp_path, TestPrinting.RECIPE)
+    code = (
+        "import sys; from rondo.config import load, show, to_yaml; "
+        f"loaded = load([{str(tmp_path / path)!r}]); show(loaded); to_yaml(loaded.config); "
+        "print([m for m in ('torch', 'ray', 'transformers', 'numpy', 'pyarrow', 'rich') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert out.stdout.strip() == "[]"

@@ -1,0 +1,189 @@
+"""Combinations that cannot work: each message names the keys, their values and where they were set."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rondo.config import load
+from rondo.errors import ConfigError
+
+MODEL, LENGTH = "model.path=model", "trainer.total_steps=10"
+SCORER = "reward.functions=[gsm8k]"
+
+
+def message(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load([], overrides)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("argument", "expected"),
+    [
+        ("data.batch_size=0", "data.batch_size must be at least 1, got 0"),
+        ("data.max_prompt_tokens=0", "data.max_prompt_tokens must be at least 1, got 0"),
+        ("actor.optimizer.lr=0", "actor.optimizer.lr must be above 0, got 0.0"),
+        ("critic.optimizer.lr=-1e-3", "critic.optimizer.lr must be above 0, got -0.001"),
+        ("actor.optimizer.eps=0", "actor.optimizer.eps must be above 0, got 0.0"),
+        (
+            "actor.optimizer.grad_clip=0",
+            "actor.optimizer.grad_clip must be above 0 (null: no clipping), got 0.0",
+        ),
+        ("actor.optimizer.weight_decay=-1", "actor.optimizer.weight_decay must be at least 0, got -1.0"),
+        (
+            "actor.optimizer.schedule.warmup_steps=-1",
+            "actor.optimizer.schedule.warmup_steps must be at least 0, got -1",
+        ),
+        ("actor.epochs=0", "actor.epochs must be at least 1, got 0"),
+        ("actor.token_budget=0", "actor.token_budget must be at least 1, got 0"),
+        ("rollout.n=0", "rollout.n must be at least 1, got 0"),
+        ("rollout.top_p=0", "rollout.top_p must be above 0 and at most 1, got 0.0"),
+        ("rollout.top_p=1.5", "rollout.top_p must be above 0 and at most 1, got 1.5"),
+        ("rollout.min_p=1", "rollout.min_p must be at least 0 and below 1, got 1.0"),
+        ("rollout.top_k=-1", "rollout.top_k must be at least 0, got -1"),
+        (
+            "rollout.temperature=0",
+            "rollout.temperature must be above 0 (training samples; for greedy answers in evaluation see "
+            "trainer.evaluation.greedy), got 0.0",
+        ),
+        (
+            "rollout.engine=vllm",
+            "rollout.engine = vllm arrives with a later release; use rollout.engine=native",
+        ),
+        ("reward.max_dropped_share=2", "reward.max_dropped_share must be between 0 and 1, got 2.0"),
+        ("trainer.total_steps=0", "trainer.total_steps must be at least 1, got 0"),
+        ("trainer.max_staleness=-1", "trainer.max_staleness must be at least 0, got -1"),
+        (
+            "trainer.on_update=resume",
+            "trainer.on_update = resume arrives with a later release; use trainer.on_update=finish",
+        ),
+        (
+            "trainer.on_update=abort",
+            "trainer.on_update = abort arrives with a later release; use trainer.on_update=finish",
+        ),
+        ("trainer.evaluation.every=0", "trainer.evaluation.every must be at least 1, got 0"),
+        ("checkpoint.every=0", "checkpoint.every must be at least 1, got 0"),
+        ("checkpoint.keep=0", "checkpoint.keep must be at least 1, got 0"),
+        ("tracking.trackers=[wandb, wandb]", "tracking.trackers lists wandb twice; keep one"),
+        (
+            "cluster.devices=2",
+            "cluster.devices = 2 needs one process per device, and cluster.backend = local (default) has "
+            "one process; "
+            "use cluster.backend=ray",
+        ),
+        (
+            "actor.optimizer.schedule.min_ratio=0.1",
+            "actor.optimizer.schedule.min_ratio has no meaning for the constant schedule; choose linear, "
+            "cosine or wsd, "
+            "or remove it",
+        ),
+        (
+            "actor.optimizer.schedule={name: linear, decay_steps: 5}",
+            "actor.optimizer.schedule.decay_steps is for schedule wsd only, not for linear",
+        ),
+        (
+            "algorithm.kl={name: k3, where: loss, coef: 0}",
+            "algorithm.kl.coef must be above 0 (no KL is algorithm.kl: null), got 0.0",
+        ),
+        (
+            "algorithm.kl={name: k3, where: loss, coef: 1, target: 6}",
+            "algorithm.kl.target is for the adaptive controller; set algorithm.kl.controller: adaptive, or "
+            "remove it",
+        ),
+        (
+            "rollout.n=1",
+            "rollout.n = 1, but algorithm.advantage = grpo compares the trajectories of one prompt and "
+            "needs at least 2; "
+            "raise rollout.n, or choose another estimator (gae, reinforce_pp)",
+        ),
+        ("data.train=[{type: jsonl}]", "data.train.0 is of type jsonl and needs the key 'path'"),
+        (
+            "data.train=[{type: function, path: x}]",
+            "data.train.0 is of type function and needs the key 'task'",
+        ),
+        (
+            "data.eval=[{type: jsonl, path: x, task: y}]",
+            "data.eval.0.task has no meaning for a source of type jsonl; remove it",
+        ),
+        (
+            "data.train=[{type: jsonl, path: x, weight: 0}]",
+            "data.train.0.weight must be above 0 (leave a source out to switch it off), got 0.0",
+        ),
+    ],
+)
+def test_one_key(argument: str, expected: str) -> None:
+    assert message(MODEL, LENGTH, argument) == f"argument '{argument}': {expected}"
+
+
+def test_mini_batches_divide_the_batch(in_tmp_path: Path) -> None:
+    (in_tmp_path / "r.yaml").write_text("data:\n  batch_size: 12\n", encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        load(["r.yaml"], [MODEL, LENGTH, "actor.mini_batch_size=8"])
+    assert str(caught.value) == (
+        "argument 'actor.mini_batch_size=8': actor.mini_batch_size = 8 does not divide data.batch_size = "
+        "12 (r.yaml:2); "
+        "both count prompt groups. Choose one of 1, 2, 3, 4, 6, 12"
+    )
+    assert load(["r.yaml"], [MODEL, LENGTH, "actor.mini_batch_size=4"]).config.actor.mini_batch_size == 4
+
+
+def test_one_place_for_the_model() -> None:
+    assert message(LENGTH).startswith("nothing says where the model comes from: set model.path")
+    assert message(LENGTH, MODEL, "trainer.warm_start=sft.yaml") == (
+        "argument 'trainer.warm_start=sft.yaml': model.path = model (argument 'model.path=model') and "
+        "trainer.warm_start = sft.yaml (argument 'trainer.warm_start=sft.yaml') both say where the model "
+        "comes from; "
+        "keep one, set the other to null"
+    )
+    assert message(LENGTH, "model.config={hidden_size: 4}") == (
+        "argument 'model.config={hidden_size: 4}': model.config lacks model_type (qwen3, llama, …), which "
+        "chooses the "
+        "model"
+    )
+    assert "set model.tokenizer" in message(LENGTH, "model.config={model_type: qwen3}")
+
+
+def test_one_length() -> None:
+    assert message(MODEL) == "nothing says how long to train: set trainer.total_steps or trainer.epochs"
+    assert message(MODEL, LENGTH, "trainer.epochs=2") == (
+        "argument 'trainer.epochs=2': trainer.epochs = 2.0 (argument 'trainer.epochs=2') and "
+        "trainer.total_steps = 10 "
+        "(argument 'trainer.total_steps=10') both say how long to train; keep one, set the other to null"
+    )
+
+
+def test_longest_sequence_fits_the_budget() -> None:
+    tight = ("data.max_prompt_tokens=60", "rollout.max_tokens=40", SCORER)
+    assert load([], [MODEL, LENGTH, *tight, "actor.token_budget=100"]).config.actor.token_budget == 100
+    assert message(MODEL, LENGTH, *tight, "actor.token_budget=99") == (
+        "argument 'actor.token_budget=99': actor.token_budget = 99 is less than the longest sequence of "
+        "100 tokens: "
+        "data.max_prompt_tokens = 60 (argument 'data.max_prompt_tokens=60') + rollout.max_tokens = 40 "
+        "(argument "
+        "'rollout.max_tokens=40'). Raise the budget, or lower one of the two"
+    )
+    # without scorers it is an SFT recipe, which generates nothing
+    assert load([], [MODEL, LENGTH, "data.max_prompt_tokens=60", "actor.token_budget=99"])
+    kl = "algorithm.kl={name: k3, where: loss, coef: 0.1}"
+    assert "reference.token_budget = 50" in message(MODEL, LENGTH, *tight, "reference.token_budget=50", kl)
+    assert load(
+        [], [MODEL, LENGTH, *tight, "reference.token_budget=50"]
+    )  # not used: nothing reads ref_log_probs
+
+
+def test_backends() -> None:
+    assert load([], [MODEL, LENGTH, "cluster.backend=ray", "cluster.devices=4"]).config.cluster.devices == 4
+    assert "cluster.inline runs workers in this process" in message(
+        MODEL, LENGTH, "cluster.backend=ray", "cluster.inline=true"
+    )
+    assert "use cluster.backend=ray, or remove it" in message(MODEL, LENGTH, "cluster.ray_address=auto")
+
+
+def test_staleness_is_allowed_with_finish() -> None:
+    assert load([], [MODEL, LENGTH, "trainer.max_staleness=2"]).config.trainer.max_staleness == 2
+
+
+def test_estimators_without_groups_take_one_sample() -> None:
+    assert load([], [MODEL, LENGTH, "rollout.n=1", "algorithm.advantage=gae"]).config.rollout.n == 1

@@ -1,0 +1,236 @@
+"""Keys in verl's spelling: translated, without a meaning (reported once), or refused with a remedy."""
+
+from __future__ import annotations
+
+import pytest
+
+from rondo.config import Origin, load
+from rondo.config.build import schema_keys
+from rondo.config.schema import FunctionConfig, KlConfig
+from rondo.config.verl import FOREIGN_SECTIONS, TABLE, To
+from rondo.errors import ConfigError
+
+BASE = ("model.path=model", "trainer.total_steps=10")
+A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+
+# The keys of verl's GSM8K GRPO example, with its values.
+GRPO_EXAMPLE = [
+    "algorithm.adv_estimator=grpo",
+    "data.train_files=gsm8k/train.parquet",
+    "data.val_files=gsm8k/test.parquet",
+    "data.train_batch_size=1024",
+    "data.max_prompt_length=512",
+    "data.max_response_length=1024",
+    "data.filter_overlong_prompts=True",
+    "data.truncation='error'",
+    "actor_rollout_ref.model.path=Qwen/Qwen3-8B",
+    "actor_rollout_ref.actor.optim.lr=1e-6",
+    "actor_rollout_ref.model.use_remove_padding=True",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=256",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32",
+    "actor_rollout_ref.actor.use_kl_loss=True",
+    "actor_rollout_ref.actor.kl_loss_coef=0.001",
+    "actor_rollout_ref.actor.kl_loss_type=low_var_kl",
+    "actor_rollout_ref.actor.entropy_coeff=0",
+    "actor_rollout_ref.model.enable_gradient_checkpointing=True",
+    "actor_rollout_ref.actor.fsdp_config.param_offload=False",
+    "actor_rollout_ref.actor.fsdp_config.optimizer_offload=False",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+    "actor_rollout_ref.rollout.name=hf",
+    "actor_rollout_ref.rollout.gpu_memory_utilization=0.6",
+    "actor_rollout_ref.rollout.n=5",
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=32",
+    "actor_rollout_ref.ref.fsdp_config.param_offload=True",
+    "algorithm.use_kl_in_reward=False",
+    "trainer.critic_warmup=0",
+    'trainer.logger=["console","wandb"]',
+    "trainer.project_name=verl_grpo_example_gsm8k",
+    "trainer.experiment_name=qwen3_8b",
+    "trainer.n_gpus_per_node=8",
+    "trainer.nnodes=1",
+    "trainer.save_freq=20",
+    "trainer.test_freq=5",
+    "trainer.total_epochs=15",
+]
+
+
+def settings(*overrides: str) -> dict[str, object]:
+    """What the overrides set, as {our key: value}, besides BASE."""
+    loaded = load([], [*BASE, *overrides])
+    found: dict[str, object] = {}
+    for key in loaded.origins:
+        value: object = loaded.config
+        for part in key.split("."):
+            if isinstance(value, FunctionConfig) and part in value.options:
+                value = value.options[part]
+            else:
+                value = value[int(part)] if part.isdigit() else getattr(value, part)  # type: ignore[index]
+        found[key] = value
+    return {key: value for key, value in found.items() if key not in ("model.path", "trainer.total_steps")}
+
+
+def message(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load([], [*BASE, *overrides])
+    return str(caught.value)
+
+
+def test_the_grpo_example() -> None:
+    loaded = load([], GRPO_EXAMPLE)
+    c = loaded.config
+    assert [(s.type, s.path) for s in (*c.data.train, *c.data.eval)] == [
+        ("parquet", "gsm8k/train.parquet"),
+        ("parquet", "gsm8k/test.parquet"),
+    ]
+    assert (c.data.batch_size, c.data.max_prompt_tokens, c.rollout.max_tokens) == (1024, 512, 1024)
+    assert (c.model.path, c.actor.optimizer.lr, c.actor.mini_batch_size) == ("Qwen/Qwen3-8B", 1e-6, 256)
+    assert c.actor.gradient_checkpointing
+    assert c.reference.offload_params
+    assert c.algorithm.advantage == FunctionConfig("grpo")
+    assert c.algorithm.kl == KlConfig("k3", "loss", 0.001)
+    assert (c.rollout.engine, c.rollout.n) == ("native", 5)
+    assert (c.cluster.devices, c.cluster.backend) == (8, "ray")
+    assert (c.checkpoint.every, c.trainer.evaluation.every, c.trainer.epochs) == (20, 5, 15.0)
+    assert c.tracking.trackers == (FunctionConfig("wandb"),)
+    assert c.tracking.project == "verl_grpo_example_gsm8k"
+    assert loaded.origins["rollout.n"] == Origin("argument 'actor_rollout_ref.rollout.n=5'")
+    assert len(loaded.notes) == 6
+    assert loaded.notes[0] == (
+        "argument 'actor_rollout_ref.model.use_remove_padding=True': "
+        "actor_rollout_ref.model.use_remove_padding has no "
+        "meaning in rondo: sequences are always packed; there is no padding to remove"
+    )
+
+
+@pytest.mark.parametrize(
+    ("argument", "expected"),
+    [
+        ("data.train_batch_size=64", {"data.batch_size": 64}),
+        (f"{A}.ppo_epochs=3", {"actor.epochs": 3}),
+        (f"{A}.ppo_max_token_len_per_gpu=9000", {"actor.token_budget": 9000}),
+        (f"{A}.clip_ratio_low=0.1", {"algorithm.policy_loss.clip_low": 0.1}),
+        (f"{A}.clip_ratio_high=0.28", {"algorithm.policy_loss.clip_high": 0.28}),
+        (f"{A}.grad_clip=0.5", {"actor.optimizer.grad_clip": 0.5}),
+        (f"{A}.optim.lr_warmup_steps=-1", {"actor.optimizer.schedule.warmup_steps": 0}),
+        (f"{A}.loss_agg_mode=seq-mean-token-mean", {"algorithm.aggregation.name": "seq-mean-token-mean"}),
+        (f"{R}.temperature=0.7", {"rollout.temperature": 0.7}),
+        (f"{R}.top_k=-1", {"rollout.top_k": 0}),
+        ("critic.optim.lr=1e-5", {"critic.optimizer.lr": 1e-5}),
+        ("critic.ppo_epochs=2", {"critic.epochs": 2}),
+        ("critic.cliprange_value=0.5", {"algorithm.value_loss.clip": 0.5}),
+        ("trainer.save_freq=-1", {"checkpoint.every": None}),
+        ("trainer.resume_mode=disable", {"checkpoint.resume": "never"}),
+        ("+trainer.val_before_train=False", {"trainer.evaluation.before": False}),
+        (f"{R}.val_kwargs.n=4", {"trainer.evaluation.samples": 4}),
+    ],
+)
+def test_one_key(argument: str, expected: dict[str, object]) -> None:
+    found = settings(argument)
+    assert {key: found[key] for key in expected} == expected
+    assert set(found) - set(expected) <= {f"{key.rpartition('.')[0]}.name" for key in expected}
+
+
+def test_options_of_a_default_function_keep_its_name() -> None:
+    found = load(
+        [], [*BASE, f"{A}.clip_ratio_low=0.1", f"{A}.clip_ratio_high=0.3"]
+    ).config.algorithm.policy_loss
+    assert found == FunctionConfig("ppo_clip", {"clip_low": 0.1, "clip_high": 0.3})
+
+
+def test_kl() -> None:
+    def kl(*overrides: str) -> KlConfig | None:
+        return load([], [*BASE, *overrides]).config.algorithm.kl
+
+    assert kl(f"{A}.use_kl_loss=True") == KlConfig("k3", "loss", 0.001)  # verl's defaults
+    assert kl(f"{A}.use_kl_loss=False", f"{A}.kl_loss_coef=0.1") is None
+    assert kl(f"{A}.kl_loss_coef=0.1") is None  # a coefficient switches nothing on
+    adaptive = (
+        "algorithm.use_kl_in_reward=True",
+        "algorithm.kl_ctrl.type=adaptive",
+        "algorithm.kl_ctrl.target_kl=0.2",
+    )
+    assert kl(*adaptive) == KlConfig("k1", "reward", 0.001, "adaptive", 0.2, 10000.0)
+    both = message(f"{A}.use_kl_loss=True", "algorithm.use_kl_in_reward=True")
+    assert both.endswith("cannot be boolean true here: the KL is in the loss already; choose one of the two")
+
+
+def test_advantage() -> None:
+    def advantage(*overrides: str) -> FunctionConfig:
+        return load([], [*BASE, *overrides]).config.algorithm.advantage
+
+    gae = advantage("algorithm.adv_estimator=gae", "algorithm.lam=0.95", "algorithm.gamma=1.0")
+    assert gae == FunctionConfig("gae", {"gamma": 1.0, "lam": 0.95})
+    grpo = ("algorithm.adv_estimator=grpo", "algorithm.gamma=1.0", "algorithm.norm_adv_by_std_in_grpo=False")
+    assert advantage(*grpo) == FunctionConfig("grpo", {"normalize_std": False})
+    assert "use one of gae, grpo" in message("algorithm.adv_estimator=magic")
+
+
+def test_steps_overrule_epochs() -> None:
+    trainer = load(
+        [], ["model.path=m", "trainer.total_epochs=3", "trainer.total_training_steps=7"]
+    ).config.trainer
+    assert (trainer.total_steps, trainer.epochs) == (7, None)
+
+
+def test_a_later_spelling_of_ours_wins_and_loses() -> None:
+    assert settings("data.train_batch_size=4", "data.batch_size=8")["data.batch_size"] == 8
+    assert settings("data.batch_size=8", "data.train_batch_size=4")["data.batch_size"] == 4
+
+
+@pytest.mark.parametrize(
+    ("argument", "expected"),
+    [
+        (
+            f"{A}.optim.learning_rate=1",
+            "'actor_rollout_ref.actor.optim.learning_rate' is verl's spelling, but rondo does not "
+            "translate it; see "
+            "docs/config.md for the keys that are translated",
+        ),
+        (
+            f"{A}.ppo_epoch=1",
+            "'actor_rollout_ref.actor.ppo_epoch' is verl's spelling, but rondo does not translate it; did "
+            "you mean "
+            "'actor_rollout_ref.actor.ppo_epochs'?",
+        ),
+        (
+            f"{A}.strategy=megatron",
+            "actor_rollout_ref.actor.strategy (verl's spelling) cannot be megatron here: this release "
+            "trains with FSDP2",
+        ),
+        (
+            f"{R}.tensor_model_parallel_size=2",
+            "actor_rollout_ref.rollout.tensor_model_parallel_size (verl's spelling) cannot be 2 here: the "
+            "native engine "
+            "runs on one device per replica",
+        ),
+        (
+            "custom_reward_function.path=r.py",
+            "custom_reward_function.path (verl's spelling) cannot be r.py here: scorers take (prompt, "
+            "trajectory) here: "
+            "reward.functions=[{name: path/to/file.py:function}]",
+        ),
+        (
+            f"{A}.kl_loss_typ=k3",
+            "'actor_rollout_ref.actor.kl_loss_typ' is verl's spelling, but rondo does not translate it; "
+            "did you mean "
+            "'actor_rollout_ref.actor.kl_loss_type'?",
+        ),
+        (f"{R}.name=vllm", "rollout.engine = vllm arrives with a later release; use rollout.engine=native"),
+    ],
+)
+def test_refused(argument: str, expected: str) -> None:
+    assert message(argument) == f"argument '{argument}': {expected}"
+
+
+def test_targets_are_keys_of_the_schema() -> None:
+    """Except options of functions, which the schema does not list; and no key of ours is shadowed."""
+    options = {"clip", "clip_low", "clip_high", "dual_clip", "divisor"}
+    targets = {rule.target for rule in TABLE.values() if isinstance(rule, To)}
+    assert {t for t in targets if t not in schema_keys()} <= {
+        f"algorithm.{name}.{option}"
+        for name in ("policy_loss", "aggregation", "value_loss")
+        for option in options
+    }
+    assert not set(TABLE) & set(schema_keys())
+    assert not [key for key in schema_keys() if key.startswith(FOREIGN_SECTIONS)]

@@ -1,0 +1,66 @@
+"""One event loop, one Ray instance and one cluster per backend for all of the controller's tests."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import pytest
+
+from rondo.config.schema import ClusterConfig
+from rondo.controller import Cluster, start_cluster
+
+RAY_DEVICES = 4
+SPARE_DEVICES = 3  # for the tests that break theirs
+
+Run = Callable[[Awaitable[Any]], Any]
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="session")
+def run() -> Iterator[Run]:
+    """Runs a coroutine on the session's event loop."""
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+
+    def to_the_end(work: Awaitable[Any]) -> Any:
+        async def bounded() -> Any:
+            return await asyncio.wait_for(work, 40)
+
+        return loop.run_until_complete(bounded())
+
+    yield to_the_end
+    loop.close()
+    asyncio.set_event_loop(None)
+
+
+@pytest.fixture(scope="session")
+def ray_instance() -> Iterator[None]:
+    """Ray, started as rondo starts it, with devices for two clusters."""
+    pytest.importorskip("ray")
+    import ray
+
+    from rondo.controller.ray_backend import start_ray
+
+    start_ray(ClusterConfig(backend="ray", devices=RAY_DEVICES + SPARE_DEVICES), threads=1)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="session", params=["local", "ray"])
+def cluster(request: pytest.FixtureRequest, run: Run) -> Iterator[Cluster]:
+    """The same tests on both backends: one device with `local`, four with `ray`."""
+    if request.param == "ray":
+        request.getfixturevalue("ray_instance")
+    devices = RAY_DEVICES if request.param == "ray" else 1
+    cluster = run(start_cluster(ClusterConfig(backend=request.param, devices=devices, device="cpu", threads=1)))
+    yield cluster
+    run(cluster.shutdown())
+
+
+@pytest.fixture
+def role() -> str:
+    """A role name that no other test uses."""
+    return f"role{next(_numbers)}"

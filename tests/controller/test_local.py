@@ -1,0 +1,83 @@
+"""What is particular to the local backend."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rondo.config.schema import ClusterConfig
+from rondo.controller import Worker, dispatch, start_cluster
+from rondo.errors import ConfigError
+from tests.controller.sample_workers import Calculator
+
+
+class WhichThread(Worker):
+    @dispatch("broadcast")
+    def name(self) -> str:
+        return threading.current_thread().name
+
+
+def test_inline_runs_on_the_event_loops_thread() -> None:
+    async def main() -> list[str]:
+        names = []
+        for inline in (True, False):
+            async with await start_cluster(ClusterConfig(device="cpu", inline=inline)) as cluster:
+                names.append(await (await cluster.create_group("w", WhichThread)).call(WhichThread.name))
+        return names
+
+    assert asyncio.run(main()) == [threading.main_thread().name, "rondo-train_0"]
+
+
+def test_shutdown_undoes_what_start_did_and_closes_workers_once() -> None:
+    class Closing(Calculator):
+        def close(self) -> None:
+            self.closed += 1
+
+    async def main() -> tuple[int, int, bool]:
+        async with await start_cluster(ClusterConfig(device="cpu", threads=2)) as cluster:
+            await cluster.create_group("w", Closing)
+            worker = cluster._host.workers["w"]  # type: ignore[attr-defined]
+            inside, up = torch.get_num_threads(), dist.is_initialized()
+            await cluster.shutdown()
+        return worker.closed, inside, up
+
+    threads, initialised = torch.get_num_threads(), dist.is_initialized()
+    assert asyncio.run(main()) == (1, 2, True)
+    assert (torch.get_num_threads(), dist.is_initialized()) == (threads, initialised)
+    assert not [t for t in threading.enumerate() if t.name.startswith("rondo-train") and initialised is False]
+
+
+def test_blocks_are_not_copied_on_the_way() -> None:
+    """The handle of a block is the Batch itself."""
+
+    async def main() -> bool:
+        async with await start_cluster(ClusterConfig(device="cpu")) as cluster:
+            group = await cluster.create_group("w", Calculator)
+            ref = await group.call_rank_for_ref(0, Calculator.make_rows, 4)
+            (block,) = await cluster.resolve([ref.blocks[0].handle])
+            return block is ref.blocks[0].handle
+
+    assert asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (ClusterConfig(devices=2), "cluster.backend=ray or cluster.devices=1"),
+        (ClusterConfig(devices=0), "cluster.devices=0"),
+        (ClusterConfig(backend="ray", inline=True), "cluster.inline=true works with cluster.backend=local only"),
+    ],
+)
+def test_impossible_configurations(config: ClusterConfig, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        asyncio.run(start_cluster(config))
+
+
+def test_cuda_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="no CUDA device here"):
+        asyncio.run(start_cluster(ClusterConfig(device="cuda")))

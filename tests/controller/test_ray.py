@@ -1,0 +1,215 @@
+"""What is particular to the ray backend: meshes over real processes, failures, bytes, and that nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rondo.batch import ROW_ID, Batch, ragged_rows
+from rondo.config.schema import ClusterConfig
+from rondo.controller import Cluster, Mesh, start_cluster
+from rondo.errors import ConfigError, DataError, WorkerError
+from tests.controller.conftest import SPARE_DEVICES, Run
+from tests.controller.sample_workers import Calculator
+
+pytest.importorskip("ray")
+
+RAY = ClusterConfig(backend="ray", device="cpu", threads=1)
+
+
+@pytest.fixture(scope="module")
+def shared(ray_instance: None, run: Run) -> Iterator[Cluster]:
+    cluster = run(start_cluster(ClusterConfig(backend="ray", devices=SPARE_DEVICES, device="cpu", threads=1)))
+    yield cluster
+    run(cluster.shutdown())
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in cluster.pids)
+    run(cluster.shutdown())  # a second time: nothing happens
+
+
+@pytest.fixture
+def four(request: pytest.FixtureRequest, cluster: Cluster) -> Cluster:
+    """The session's cluster of four devices."""
+    return cluster
+
+
+only_ray = pytest.mark.parametrize("cluster", ["ray"], indirect=True)
+
+
+@only_ray
+def test_meshes_over_real_processes(four: Cluster, run: Run, role: str) -> None:
+    mesh = Mesh((("dp", 2), ("tp", 2)))
+    group = run(four.create_group(role, Calculator, mesh=mesh))
+    # ranks + 1 are 1 2 | 3 4; dp groups are (0, 2) and (1, 3), tp groups (0, 1) and (2, 3)
+    out = run(group.call(Calculator.reduce_over, ["dp"] * 4))
+    assert out == [(4.0, ("dp", "tp"), False), (6.0, ("dp", "tp"), False)] * 2
+    out = run(group.call(Calculator.reduce_over, ["tp"] * 4))
+    assert [total for total, _, _ in out] == [3.0, 3.0, 7.0, 7.0]
+
+
+@only_ray
+def test_split_over_dp_and_tp_shares_shards_and_collects_once(four: Cluster, run: Run, role: str) -> None:
+    group = run(four.create_group(role, Calculator, mesh=Mesh((("dp", 2), ("tp", 2)))))
+    batch = Batch.of({ROW_ID: np.arange(5), "tokens": ragged_rows([np.arange(3)] * 5, np.int32), "weight": np.ones(5)})
+    ref = four.put(batch, ("weight",))
+    assert sorted(i for shard in run(group.call(Calculator.row_ids, ref)) for i in shard) == [0, 1, 2, 3, 4]
+    assert run(group.call(Calculator.count, ref, "x")).sums["x/tokens"] == 15  # not twice
+
+
+@only_ray
+def test_groups_on_their_own_devices(four: Cluster, run: Run, role: str) -> None:
+    """Two resource pools: each group's mesh has its own ranks, and its collectives do not wait for the others."""
+    left = run(four.create_group(role + "l", Calculator, devices=(0, 1)))
+    right = run(four.create_group(role + "r", Calculator, devices=(1, 3)))
+    pids = [[pid for _, _, pid, _ in run(g.call(Calculator.place, [0, 0]))] for g in (left, right)]
+    assert pids[0][1] == pids[1][0]
+    assert len({*pids[0], *pids[1]}) == 3
+    assert [out[0] for out in run(right.call(Calculator.reduce_over, ["dp", "dp"]))] == [3.0, 3.0]
+
+
+@only_ray
+def test_token_data_does_not_pass_through_the_driver(four: Cluster, run: Run, role: str) -> None:
+    group = run(four.create_group(role, Calculator))
+    n = 50_000
+    ref = run(group.call_rank_for_ref(0, Calculator.make_rows, n))
+    token_bytes = ref.blocks[0].handle.num_bytes
+    ref = ref.take(np.arange(0, n, 2))
+    before = four.driver_bytes()
+    out = run(group.call(Calculator.multiply, ref.with_index({"response_length": np.full(len(ref), 3)})))
+    sent = four.driver_bytes() - before
+    index_bytes = 8 * len(out)
+    assert sent < 7 * index_bytes  # ids both ways, and the positions of the rows
+    small = run(group.call_rank_for_ref(0, Calculator.make_rows, 10))
+    before = four.driver_bytes()
+    run(small.fetch())
+    assert four.driver_bytes() - before == small.blocks[0].handle.num_bytes  # a fetch is counted in full
+    assert token_bytes > n * 3 * 4
+
+
+@only_ray
+def test_long_rows_cost_the_driver_nothing(four: Cluster, run: Run, role: str) -> None:
+    group = run(four.create_group(role, Calculator))
+    costs = []
+    for length in (10_000, 50_000):
+        rows = ragged_rows([np.arange(length)] * 40, np.int32)
+        ref = four.put(Batch.of({ROW_ID: np.arange(40), "tokens": rows, "weight": np.ones(40)}), ("weight",))
+        before = four.driver_bytes()
+        run(group.call(Calculator.multiply, ref))
+        costs.append(four.driver_bytes() - before)
+    assert costs[0] == costs[1] < 40_000
+
+
+@only_ray
+def test_a_shard_pickles_its_own_rows_only(four: Cluster, run: Run, role: str) -> None:
+    group = run(four.create_group(role, Calculator))
+    ref = run(group.call_rank_for_ref(0, Calculator.make_rows, 100_000))
+    pickled, tokens = run(group.call(Calculator.address_of_tokens, ref.take(np.arange(100)), reads=("tokens",)))
+    assert pickled < 2 * tokens + 4000
+
+
+def test_the_first_cause_is_reported_while_a_peer_hangs(shared: Cluster, run: Run, role: str) -> None:
+    group = run(shared.create_group(role, Calculator, devices=(0, 1)))
+    bystander = run(shared.create_group(role + "b", Calculator, devices=(1, 2)))
+    started = time.monotonic()
+
+    async def fail() -> None:
+        failing = asyncio.ensure_future(group.call(Calculator.fails_in_collective, 1))
+        queued = asyncio.ensure_future(group.call_rank(0, Calculator.note, "behind the rank that hangs"))
+        with pytest.raises(WorkerError, match=r"\[1\]\.fails_in_collective failed: DataError: the cause") as caught:
+            await failing
+        assert isinstance(caught.value.cause_error, DataError)
+        with pytest.raises(WorkerError, match=r"\[0\]\.note failed: this rank's host process is unusable since"):
+            await queued
+
+    run(fail())
+    assert time.monotonic() - started < 5
+    with pytest.raises(WorkerError, match=r"\[0\].*unusable since: DataError: the cause"):
+        run(group.call(Calculator.fails, ()))
+    assert run(bystander.call(Calculator.fails, ())) == "fine"  # other devices go on
+
+
+def test_a_killed_host_is_an_error_within_seconds(shared: Cluster, run: Run, role: str) -> None:
+    group = run(shared.create_group(role, Calculator, devices=(1, 2)))
+    run(group.call(Calculator.reduce_over, ["dp", "dp"]))
+    started = time.monotonic()
+    with pytest.raises(WorkerError, match=rf"{role}\[1\]\.dies_in_collective failed: its host process \(pid \d+\) died"):
+        run(group.call(Calculator.dies_in_collective, 1))
+    assert time.monotonic() - started < 10
+    with pytest.raises(WorkerError, match=r"\[1\].*unusable since: its host process"):
+        run(group.call(Calculator.fails, ()))
+
+
+def test_more_devices_than_the_cluster_has(ray_instance: None, run: Run) -> None:
+    started = time.monotonic()
+    with pytest.raises(ConfigError, match="cluster.devices=64, but the Ray cluster has"):
+        run(start_cluster(ClusterConfig(backend="ray", devices=64, device="cpu")))
+    assert time.monotonic() - started < 5
+
+
+PROGRAM = """
+    import asyncio, os, sys
+    from rondo.config.schema import ClusterConfig
+    from rondo.controller import Worker, dispatch, start_cluster
+
+    class W(Worker):  # lives in __main__
+        @dispatch("per_rank")
+        def facts(self):
+            import beside_the_program
+            rays = [name for name in os.environ if name.startswith("RONDO_TEST")]
+            return os.getpid(), os.getcwd(), beside_the_program.VALUE, os.environ["OMP_NUM_THREADS"]
+
+    async def main():
+        async with await start_cluster(ClusterConfig(backend="ray", devices=2, device="cpu", threads=1)) as cluster:
+            group = await cluster.create_group("w", W)
+            for fact in await group.call(W.facts):
+                print(*fact, flush=True)
+            if sys.argv[1] == "raise":
+                raise KeyboardInterrupt
+            if sys.argv[1] == "die":
+                os.kill(os.getpid(), 9)
+
+    before = dict(os.environ)
+    try:
+        asyncio.run(main())
+    finally:
+        changed = sorted(name for name in os.environ if os.environ[name] != before.get(name))
+        print("environment", *changed, flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ending", ["raise", "die"])
+def test_a_program_of_its_own_leaves_no_process(tmp_path: Path, ending: str) -> None:
+    """A worker class in __main__, a module beside the program, another working directory; ended by Ctrl-C or kill."""
+    (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM))
+    (tmp_path / "beside_the_program.py").write_text("VALUE = 7\n")
+    (tmp_path / "elsewhere").mkdir()
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "program.py"), ending],
+        cwd=tmp_path / "elsewhere",
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    facts = [line.split() for line in done.stdout.splitlines() if line[:1].isdigit()]
+    assert [fact[1:] for fact in facts] == [[str(tmp_path / "elsewhere"), "7", "1"]] * 2, done.stderr
+    assert done.returncode in (-signal.SIGKILL, -signal.SIGINT, 130)
+    deadline = time.monotonic() + 15
+    while any(os.path.exists(f"/proc/{fact[0]}") for fact in facts) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(os.path.exists(f"/proc/{fact[0]}") for fact in facts)
+    if ending == "raise":
+        assert "KeyboardInterrupt" in done.stderr
+        assert done.stdout.splitlines()[-1] == "environment"
+        assert "WARNING" not in done.stderr

@@ -1,0 +1,60 @@
+"""Trajectories to rows: exact columns, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from rondo.data.rows import is_scored, row_id, rows_from_trajectories
+from rondo.errors import DataError
+from rondo.types import Prompt, Trajectory, Turn
+
+
+def trajectory(sample: int, **changes: object) -> Trajectory:
+    prompt = Prompt(seq=3, prompt_id="train/0/3", source="train", token_ids=np.array([5, 6], np.int32))
+    made = Trajectory(
+        prompt=prompt,
+        trajectory_id=f"t{sample}",
+        sample_index=sample,
+        response_ids=np.array([7, 8, 9], np.int32),
+        response_mask=np.array([1, 0, 1], np.uint8),
+        rollout_log_probs=np.array([-1, 0, -2], np.float32),
+        policy_versions=np.array([4, -1, 5], np.int32),
+        turns=(Turn("policy", 0, 1), Turn("tool", 1, 2), Turn("policy", 2, 3)),
+        finish_reason="stop",
+        reward=1.0,
+        scores={"right": 1.0},
+        text="abc",
+    )
+    return dataclasses.replace(made, **changes)  # type: ignore[arg-type]
+
+
+def test_columns_of_two_rows() -> None:
+    failed = trajectory(1, outcome="reward_timeout", reward=float("nan"), scores={})
+    batch = rows_from_trajectories([trajectory(0), failed], ["right"])
+    assert batch.scalars("row_id").tolist() == [3 << 32, (3 << 32) | (1 << 12)]
+    assert batch.scalars("group_id").tolist() == [3, 3]
+    assert batch.scalars("num_trained_tokens").tolist() == [2, 2]
+    assert batch.scalars("oldest_version").tolist() == [4, 4]
+    assert batch.padded("response_mask").tolist() == [[1, 0, 1], [1, 0, 1]]
+    assert is_scored(batch).tolist() == [True, False]
+    assert np.isnan(batch.scalars("reward")[1]) and np.isnan(batch.scalars("score/right")[1])
+
+
+def test_row_ids_are_unique_over_samples_steps_and_groups() -> None:
+    ids = {row_id(seq, sample, step) for seq in range(4) for sample in range(50) for step in range(5)}
+    assert len(ids) == 1000
+    with pytest.raises(DataError, match="beyond what a row id can hold"):
+        row_id(0, 1 << 20)
+
+
+def test_an_agent_loop_that_forgets_a_mask_is_named() -> None:
+    with pytest.raises(DataError, match="t0: response_mask has 2 entries for 3 response tokens"):
+        rows_from_trajectories([trajectory(0, response_mask=np.ones(2, np.uint8))])
+
+
+def test_scored_without_a_number_is_refused() -> None:
+    with pytest.raises(DataError, match="its reward is nan"):
+        rows_from_trajectories([trajectory(0, reward=float("nan"))])

@@ -1,0 +1,184 @@
+"""Admission and selection: simulated runs with random completion orders, drops and re-issues."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rondo.planning.admission import may_admit, select
+
+UNBOUNDED = 1 << 62
+
+
+def test_credits_table() -> None:
+    def credits(admitted: int, dropped: int, version: int, staleness: int, groups: int = UNBOUNDED) -> int:
+        return may_admit(
+            num_admitted=admitted,
+            num_dropped=dropped,
+            version=version,
+            max_staleness=staleness,
+            batch_size=4,
+            total_steps=10,
+            total_groups=groups,
+        )
+
+    assert credits(0, 0, 0, 0) == 4  # synchronous: one batch
+    assert credits(4, 0, 0, 0) == 0
+    assert credits(4, 1, 0, 0) == 1  # a drop returns its credit
+    assert credits(4, 0, 1, 0) == 4
+    assert credits(0, 0, 0, 1) == 8  # one step off: two batches
+    assert credits(38, 0, 9, 3) == 2  # nothing is started beyond the last step
+    assert credits(36, 0, 9, 0, groups=38) == 2  # nor beyond the end of the stream
+    assert credits(50, 0, 0, 0) == 0  # never negative
+
+
+def test_selection_table() -> None:
+    def choose(ready: list[int], open_groups: dict[int, int], **changes: object) -> list[int] | None:
+        arguments = {"version": 5, "max_staleness": 1, "want": 2} | changes
+        return select(ready=ready, open_groups=open_groups, **arguments)  # type: ignore[arg-type]
+
+    assert choose([7, 3, 5], {}) == [3, 5]
+    assert choose([3], {}) is None  # not enough
+    assert choose([3, 5], {9: 5}) == [3, 5]  # fresh enough to stay open, and later in prompt order
+    assert choose([3, 5], {9: 4}) is None  # one more update would break its bound
+    assert choose([3, 5], {4: 5}) is None  # prompt order
+    assert choose([3], {}, want=1) == [3]  # short last step
+    assert choose([], {}, want=0) == []  # the end
+
+
+@dataclass
+class Run:
+    """Groups finish, are dropped or are given back in random order; the trainer takes when it may."""
+
+    batch_size: int
+    max_staleness: int
+    total_steps: int
+    total_groups: int
+    chance: random.Random
+    drop_share: float = 0.1
+    give_back_share: float = 0.1
+    version: int = 0
+    next_seq: int = 0
+    dropped: set[int] = field(default_factory=set)
+    reissue: list[int] = field(default_factory=list)
+    open_groups: dict[int, int] = field(default_factory=dict)
+    ready: dict[int, int] = field(default_factory=dict)
+    steps: list[list[int]] = field(default_factory=list)
+    staleness: list[int] = field(default_factory=list)
+
+    def admit(self) -> bool:
+        credits = may_admit(
+            num_admitted=self.next_seq - len(self.reissue),
+            num_dropped=len(self.dropped),
+            version=self.version,
+            max_staleness=self.max_staleness,
+            batch_size=self.batch_size,
+            total_steps=self.total_steps,
+            total_groups=self.total_groups,
+        )
+        for _ in range(credits):
+            seq = self.reissue.pop(0) if self.reissue else self.next_seq
+            self.next_seq = max(self.next_seq, seq + 1)
+            self.open_groups[seq] = self.version
+        return credits > 0
+
+    def finish_one(self) -> None:
+        seq = self.chance.choice(sorted(self.open_groups))
+        admitted = self.open_groups.pop(seq)
+        draw = self.chance.random()
+        if draw < self.drop_share:
+            self.dropped.add(seq)
+        elif draw < self.drop_share + self.give_back_share:
+            self.reissue = sorted([*self.reissue, seq])
+        else:
+            self.ready[seq] = admitted
+
+    def train(self) -> bool:
+        over = self.next_seq >= self.total_groups and not self.open_groups and not self.reissue
+        chosen = select(
+            ready=self.ready,
+            open_groups=self.open_groups,
+            version=self.version,
+            max_staleness=self.max_staleness,
+            want=min(self.batch_size, len(self.ready)) if over else self.batch_size,
+        )
+        if not chosen:
+            return False
+        self.staleness += [self.version - self.ready.pop(seq) for seq in chosen]
+        self.steps.append(chosen)
+        self.version += 1
+        return True
+
+    def go(self) -> None:
+        for _ in range(100_000):
+            admitted = self.admit()
+            if self.version >= self.total_steps:
+                return
+            # A slow trainer looks at the buffer only now and then, unless nothing else can happen.
+            trained = (not self.open_groups or self.chance.random() < 0.5) and self.train()
+            if self.open_groups:
+                self.finish_one()
+            elif not admitted and not trained and not self.reissue:
+                return
+        raise AssertionError("the run neither ends nor goes on")
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    batch_size=st.integers(1, 5),
+    max_staleness=st.integers(0, 4),
+    total_steps=st.integers(1, 12),
+    short_by=st.integers(-20, 20),
+    seed=st.integers(0, 1 << 30),
+)
+def test_nothing_is_older_than_the_bound_and_every_prompt_is_used_once(
+    batch_size: int, max_staleness: int, total_steps: int, short_by: int, seed: int
+) -> None:
+    total_groups = max(batch_size * total_steps - short_by, 1)
+    run = Run(batch_size, max_staleness, total_steps, total_groups, random.Random(seed))
+    run.go()
+    trained = [seq for step in run.steps for seq in step]
+    assert max(run.staleness, default=0) <= max_staleness
+    assert len(trained) == len(set(trained))
+    assert not set(trained) & run.dropped
+    assert all(len(step) == batch_size for step in run.steps[:-1])
+    if run.version < total_steps:  # the stream ended first: everything in it was trained or dropped
+        assert sorted({*trained, *run.dropped}) == list(range(total_groups))
+    else:
+        accounted = {*trained, *run.dropped, *run.open_groups, *run.ready, *run.reissue}
+        assert accounted == set(range(run.next_seq))
+        assert not run.ready
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 3])
+def test_prompt_order_does_not_depend_on_who_finished_first(max_staleness: int) -> None:
+    """Without drops and re-issues, every step trains the next batch_size prompts, whatever the order of
+    completion.
+    """
+    for seed in range(20):
+        run = Run(4, max_staleness, 8, UNBOUNDED, random.Random(seed), drop_share=0.0, give_back_share=0.0)
+        run.go()
+        assert run.steps == [list(range(4 * i, 4 * i + 4)) for i in range(8)]
+
+
+def test_synchronous_means_on_policy() -> None:
+    """max_staleness = 0: a batch starts when its policy exists, the next one when it was trained."""
+    run = Run(3, 0, 6, UNBOUNDED, random.Random(0))
+    run.go()
+    assert set(run.staleness) == {0}
+    assert len(run.steps) == 6
+
+
+def test_staleness_lets_generation_run_ahead() -> None:
+    """max_staleness = k keeps k + 1 batches in flight before the first update; the bound is reached, not just
+    kept.
+    """
+    run = Run(2, 3, 10, UNBOUNDED, random.Random(1), drop_share=0.0, give_back_share=0.0)
+    run.admit()
+    assert len(run.open_groups) == 8
+    run.go()
+    assert max(run.staleness) == 3

@@ -1,0 +1,91 @@
+"""Balanced shards and micro-batches: the guarantees that the docstrings give, for any lengths."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rondo.errors import TrainError
+from rondo.planning.packing import balance, micro_batches
+
+LENGTHS = st.lists(st.integers(0, 60), max_size=40)
+
+
+@settings(max_examples=80, deadline=None)
+@given(costs=LENGTHS, parts=st.integers(1, 6), num_groups=st.integers(1, 3))
+def test_balance_keeps_every_row_once_and_each_group_even(
+    costs: list[int], parts: int, num_groups: int
+) -> None:
+    values = np.asarray(costs, np.int64)
+    groups = np.arange(len(costs)) % num_groups
+    shards = balance(values, parts, groups)
+    assert len(shards) == parts
+    assert sorted(np.concatenate(shards).tolist()) == list(range(len(costs)))
+    assert all(np.all(np.diff(shard) > 0) for shard in shards)
+    for group in range(num_groups):
+        in_group = [values[shard[groups[shard] == group]].sum() for shard in shards]
+        assert max(in_group) - min(in_group) <= values[groups == group].max(initial=0)
+    again = balance(values, parts, groups)
+    assert all(np.array_equal(a, b) for a, b in zip(shards, again, strict=True))
+
+
+def test_balance_finds_the_perfect_cut() -> None:
+    assert [shard.tolist() for shard in balance(np.array([4, 5, 6, 7, 8]), 2)] != []
+    sums = sorted(
+        int(np.array([10, 9, 8, 7, 6, 5, 4, 3, 2, 1])[s].sum()) for s in balance(np.arange(10, 0, -1), 5)
+    )
+    assert sums == [11, 11, 11, 11, 11]
+
+
+def test_balance_evens_out_over_groups_too() -> None:
+    """One heavy row per group and two parts: the heavy rows must not all land on part 0."""
+    costs, groups = np.array([9, 1, 9, 1, 9, 1, 9, 1]), np.array([0, 0, 1, 1, 2, 2, 3, 3])
+    assert [int(costs[shard].sum()) for shard in balance(costs, 2, groups)] == [20, 20]
+
+
+def test_balance_with_fewer_rows_than_parts_leaves_empty_parts() -> None:
+    assert sorted(len(shard) for shard in balance(np.array([3.0, 2.0]), 4)) == [0, 0, 1, 1]
+    assert [len(shard) for shard in balance(np.empty(0), 3)] == [0, 0, 0]
+
+
+def test_balance_refuses_nonsense() -> None:
+    with pytest.raises(TrainError, match="not negative"):
+        balance(np.array([1.0, float("nan")]), 2)
+    with pytest.raises(TrainError, match="3 costs and 2 group"):
+        balance(np.ones(3), 2, np.zeros(2))
+
+
+@settings(max_examples=80, deadline=None)
+@given(lengths=LENGTHS, budget=st.integers(60, 200))
+def test_micro_batches_never_exceed_the_budget_and_are_few(lengths: list[int], budget: int) -> None:
+    values = np.asarray(lengths, np.int64)
+    bins = micro_batches(values, budget)
+    assert sorted(itertools.chain.from_iterable(b.tolist() for b in bins)) == list(range(len(lengths)))
+    assert all(values[b].sum() <= budget and np.all(np.diff(b) > 0) for b in bins)
+    assert len(bins) <= max(1, 2 * values.sum() / budget) + 1
+    sums = [int(values[b].sum()) for b in bins]
+    assert sums == sorted(sums, reverse=True)
+
+
+@settings(max_examples=40, deadline=None)
+@given(lengths=st.lists(st.integers(1, 10), min_size=1, max_size=6))
+def test_micro_batches_close_to_the_fewest(lengths: list[int]) -> None:
+    budget, values = 12, np.asarray(lengths)
+
+    def fewest() -> int:
+        for k in range(1, len(lengths) + 1):
+            for where in itertools.product(range(k), repeat=len(lengths)):
+                if np.bincount(where, values, k).max() <= budget:
+                    return k
+        raise AssertionError
+
+    assert len(micro_batches(values, budget)) <= 11 / 9 * fewest() + 1
+
+
+def test_micro_batches_name_the_row_over_the_budget() -> None:
+    with pytest.raises(TrainError, match=r"row 1 has 9 tokens, more than token_budget=8 \(2 of 4"):
+        micro_batches(np.array([3, 9, 8, 12]), 8)

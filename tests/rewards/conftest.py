@@ -1,0 +1,30 @@
+"""Trajectories for scorers, made by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rondo.types import Prompt, Trajectory
+
+
+def make_trajectory(text, sample_index=0, source="s", **fields):
+    prompt = Prompt(0, f"{source}/0/0", source, np.zeros(1, np.int32), fields)
+    ints = np.zeros(1, np.int32)
+    return Trajectory(
+        prompt=prompt,
+        trajectory_id=f"0-{sample_index}",
+        sample_index=sample_index,
+        response_ids=ints,
+        response_mask=np.ones(1, np.uint8),
+        rollout_log_probs=np.zeros(1, np.float32),
+        policy_versions=ints,
+        turns=(),
+        finish_reason="stop",
+        text=text,
+    )
+
+
+@pytest.fixture
+def trajectory():
+    return make_trajectory

@@ -1,0 +1,423 @@
+"""Policies, timeouts, several functions, groups: a failure is typed, counted and logged, and never a zero."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from rondo.config.schema import RewardConfig, RewardFunctionConfig
+from rondo.errors import ConfigError, RewardError
+from rondo.rewards import Scorer, check_dropped_share
+from tests.rewards.conftest import make_trajectory
+
+FUNCTIONS = """
+import asyncio, os, time
+from rondo.rewards import reward_function
+
+def length(prompt, trajectory, *, scale=1.0):
+    return scale * len(trajectory.text)
+
+async def slow_length(prompt, trajectory):
+    await asyncio.sleep(0.01)
+    return len(trajectory.text)
+
+def raises(prompt, trajectory):
+    raise KeyError("solution")
+
+def nan(prompt, trajectory):
+    return float("nan")
+
+def text(prompt, trajectory):
+    return "0.5"
+
+def nothing(prompt, trajectory):
+    pass
+
+def two(prompt, trajectory):
+    return [1.0, 2.0]
+
+def hangs(prompt, trajectory):
+    time.sleep(3600)
+
+async def hangs_async(prompt, trajectory):
+    await asyncio.sleep(3600)
+
+@reward_function(run_in="process")
+def hangs_holding_the_lock(prompt, trajectory):
+    import re
+    re.fullmatch("(a+)+b", "a" * 50)
+
+@reward_function(run_in="process")
+def in_process(prompt, trajectory, *, factor):
+    print("not an answer")
+    if trajectory.text == "die":
+        os._exit(3)
+    if trajectory.text == "raise":
+        raise ValueError("inside")
+    return factor * len(trajectory.text)
+
+calls = []
+def third_time(prompt, trajectory):
+    calls.append(1)
+    if len(calls) % 3:
+        raise RuntimeError("not yet")
+    return 1.0
+
+@reward_function(score_names=["format", "content"])
+def parts(prompt, trajectory):
+    return {"format": 0.5, "content": len(trajectory.text)}
+
+@reward_function(score_names=["style"])
+def with_total(prompt, trajectory):
+    return {"reward": 10.0, "style": 3.0}
+
+def undeclared(prompt, trajectory):
+    return {"a": 1.0}
+
+@reward_function(group=True)
+def longest_wins(trajectories, *, bonus=1.0):
+    most = max(len(t.text) for t in trajectories)
+    return [bonus if len(t.text) == most else 0.0 for t in trajectories]
+
+@reward_function(group=True)
+def too_few(trajectories):
+    return [1.0]
+
+def seeded(prompt, trajectory, *, seed):
+    return seed % 1000
+
+def no_arguments():
+    return 1.0
+"""
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    file = tmp_path_factory.mktemp("rewards") / "mine.py"
+    file.write_text(FUNCTIONS)
+    return file
+
+
+@pytest.fixture
+def scorer(path):
+    """Make a Scorer of functions in the file above; closed at the end."""
+    made = []
+
+    def make(*functions, seed=0, **config):
+        configs = [
+            f if isinstance(f, RewardFunctionConfig) else RewardFunctionConfig(f"{path}:{f}")
+            for f in functions
+        ]
+        made.append(Scorer(RewardConfig(functions=tuple(configs), **config), seed))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def named(path, name, weight=1.0, sources=None, **options):
+    return RewardFunctionConfig(f"{path}:{name}", weight, sources, options)
+
+
+def run(scorer, *trajectories):
+    async def all_of_them():
+        return await asyncio.gather(*(scorer.score(t) for t in trajectories))
+
+    return asyncio.run(all_of_them())
+
+
+# -------------------------------------------------------------------------------------------------------
+# scores
+
+
+def test_weighted_sum_of_sync_and_async(scorer, path):
+    s = scorer(named(path, "length", 2.0, scale=0.5), named(path, "slow_length", 0.1))
+    assert s.names == ("length", "slow_length")
+    one, other = run(s, make_trajectory("abcd"), make_trajectory(""))
+    assert one.scores == {"length": 2.0, "slow_length": 4.0}
+    assert one.reward == pytest.approx(2.0 * 2.0 + 0.1 * 4.0)
+    assert (other.reward, other.outcome) == (0.0, "scored")
+
+
+def test_named_scores_and_their_total(scorer):
+    s = scorer("parts", "with_total", "parts")
+    assert s.names == (
+        "parts", "parts/format", "parts/content", "with_total", "with_total/style",
+        "parts_2", "parts_2/format", "parts_2/content",
+    )  # fmt: skip
+    (t,) = run(s, make_trajectory("ab"))
+    assert t.scores["parts"] == 2.5
+    assert t.scores["with_total"] == 10.0
+    assert t.scores["with_total/style"] == 3.0
+    assert t.reward == 2.5 + 10.0 + 2.5
+    assert set(t.scores) == set(s.names)
+
+
+def test_per_source_functions(scorer, path):
+    s = scorer(named(path, "length", sources=("a",)), named(path, "slow_length", 3.0, sources=("b",)))
+    a, b = run(s, make_trajectory("xy", source="a"), make_trajectory("xy", source="b"))
+    assert (a.reward, a.scores) == (2.0, {"length": 2.0})
+    assert (b.reward, b.scores) == (6.0, {"slow_length": 2.0})
+    with pytest.raises(RewardError, match="source 'c' has no reward function"):
+        run(s, make_trajectory("xy", source="c"))
+    s.check_sources(["a", "b"])
+    with pytest.raises(ConfigError, match=r"there is no source 'a'.*Sources: b, aa"):
+        s.check_sources(["b", "aa"])
+    with pytest.raises(ConfigError, match="source 'c' has no reward function"):
+        s.check_sources(["a", "b", "c"])
+
+
+@pytest.mark.parametrize("value", [True, 1, np.float32(1.0), np.int64(1), np.bool_(True), np.array(1.0)])
+def test_numbers_of_every_kind(scorer, tmp_path, value):
+    import rondo.rewards.scorer as module
+
+    assert module._number(value, "it") == 1.0
+
+
+def test_a_seed_is_a_function_of_what_is_scored(scorer):
+    a, b, again = run(scorer("seeded", seed=1), *(make_trajectory("x", sample_index=i) for i in (0, 1, 0)))
+    assert a.reward == again.reward != b.reward
+    assert run(scorer("seeded", seed=2), make_trajectory("x"))[0].reward != a.reward
+
+
+def test_failed_trajectories_pass_through(scorer):
+    from dataclasses import replace
+
+    failed = replace(make_trajectory("x"), outcome="rollout_error")
+    assert run(scorer("raises"), failed) == [failed]
+
+
+# -----------------------------------------------------------------------------------------------------
+# failures
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("raises", "KeyError: 'solution'"),
+        ("nan", "must be a finite number, got nan"),
+        ("text", "must be a number, got str: '0.5'"),
+        ("nothing", "must be a number, got NoneType"),
+        ("two", "must be a number, got list"),
+        ("undeclared", r"returned scores named \['a'\].*@reward_function\(score_names"),
+    ],
+)
+def test_error_stops_by_default_and_shows_the_sample(scorer, caplog, name, wrong):
+    s = scorer(name)
+    with pytest.raises(
+        RewardError,
+        match=rf"(?s)reward function {name}: .*{wrong}.*prompt s/0/0.*the answer.*reward.on_error",
+    ):
+        run(s, make_trajectory("the answer"))
+    assert s.stats().sums["reward/errors"] == 1
+    assert "s/0/0" in caplog.text
+    assert "the answer" in caplog.text
+    assert "Traceback" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["raises", "nan", "text", "nothing"])
+def test_error_dropped_is_typed_and_no_zero(scorer, path, name):
+    s = scorer("length", name, on_error="drop")
+    (t,) = run(s, make_trajectory("x"))
+    assert t.outcome == "reward_error"
+    assert math.isnan(t.reward)
+    assert t.scores == {}
+    assert t.failure.startswith(f"{name}: ")
+    assert s.stats().sums == {"reward/errors": 1, "reward/timeouts": 0, "reward/retries": 0}
+    assert s.stats().sums["reward/errors"] == 0  # counted since the last call
+
+
+def test_retry_until_it_works_then_drop(scorer):
+    s = scorer("third_time", on_error="retry", max_retries=2)
+    assert run(s, make_trajectory("x"))[0].reward == 1.0
+    assert s.stats().sums == {"reward/errors": 2, "reward/timeouts": 0, "reward/retries": 2}
+    s = scorer("raises", on_error="retry", max_retries=2)
+    assert run(s, make_trajectory("x"))[0].outcome == "reward_error"
+    assert s.stats().sums == {"reward/errors": 3, "reward/timeouts": 0, "reward/retries": 2}
+
+
+@pytest.mark.parametrize("name", ["hangs", "hangs_async"])
+def test_hang_is_a_timeout_and_the_loop_goes_on(scorer, name):
+    s = scorer(name, timeout_seconds=0.2)
+    ticks = 0
+
+    async def main():
+        nonlocal ticks
+        task = asyncio.gather(*(s.score(make_trajectory("x", i)) for i in range(3)))
+        while not task.done():
+            await asyncio.sleep(0.01)
+            ticks += 1
+        return await task
+
+    start = time.monotonic()
+    scored = asyncio.run(main())
+    assert time.monotonic() - start < 3
+    assert ticks >= 5
+    assert {t.outcome for t in scored} == {"reward_timeout"}
+    assert "no score after 0.2 s" in scored[0].failure
+    assert s.stats().sums["reward/timeouts"] == 3
+
+
+def test_timeout_can_stop(scorer):
+    with pytest.raises(RewardError, match=r"reward.on_timeout"):
+        run(scorer("hangs", timeout_seconds=0.1, on_timeout="stop"), make_trajectory("x"))
+
+
+def test_too_many_hanging_threads_are_an_error(scorer):
+    s = scorer("hangs", timeout_seconds=0.02)
+    with pytest.raises(RewardError, match=r"\d\d calls.*run_in='process'"):
+        run(s, *(make_trajectory("x", i) for i in range(40)))
+
+
+def test_hanging_function_does_not_keep_the_program(path):
+    program = f"""
+import asyncio
+from rondo.config.schema import RewardConfig, RewardFunctionConfig
+from rondo.rewards import Scorer
+from tests.rewards.conftest import make_trajectory
+for name in ("hangs", "hangs_holding_the_lock"):
+    s = Scorer(RewardConfig(functions=(RewardFunctionConfig("{path}:" + name),), timeout_seconds=0.2))
+    print(asyncio.run(s.score(make_trajectory("x"))).outcome)
+"""
+    env = {**os.environ, "PYTHONPATH": os.getcwd()}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.split() == ["reward_timeout", "reward_timeout"]
+
+
+# ----------------------------------------------------------------------------------------------------
+# processes
+
+
+def test_process_functions(scorer, path):
+    s = scorer(named(path, "in_process", factor=2.0), on_error="drop")
+    texts = ["abc", "raise", "ab", "die", "a"]
+
+    async def main():
+        return [await s.score(make_trajectory(text)) for text in texts]
+
+    scored = asyncio.run(main())
+    assert [t.outcome for t in scored] == ["scored", "reward_error", "scored", "reward_error", "scored"]
+    assert [scored[i].reward for i in (0, 2, 4)] == [6.0, 4.0, 2.0]
+    assert scored[1].failure == "in_process: ValueError: inside"
+    assert "process died (exit code 3)" in scored[3].failure
+
+
+def test_many_calls_share_few_processes(scorer, path):
+    s = scorer(named(path, "in_process", factor=1.0))
+    scored = run(s, *(make_trajectory("x" * i, i) for i in range(30)))
+    assert [t.reward for t in scored] == [float(i) for i in range(30)]
+
+
+def test_call_that_holds_the_lock_is_killed(scorer):
+    s = scorer("hangs_holding_the_lock", timeout_seconds=0.3)
+    (t,) = run(s, make_trajectory("x"))
+    assert t.outcome == "reward_timeout"
+
+
+# -------------------------------------------------------------------------------------------------------
+# groups
+
+
+def run_group(scorer, trajectories):
+    async def main():
+        return await scorer.score_group([await scorer.score(t) for t in trajectories])
+
+    return asyncio.run(main())
+
+
+def test_group_functions_see_scored_trajectories_only(scorer, path):
+    s = scorer(
+        named(path, "longest_wins", 0.5, bonus=4.0), named(path, "in_process", factor=1.0), on_error="drop"
+    )
+    assert s.has_group_functions
+    assert math.isnan(run(s, make_trajectory("ab"))[0].reward)  # not final before score_group
+    group = run_group(s, [make_trajectory(text, i) for i, text in enumerate(["ab", "raise", "abc", "a"])])
+    assert [t.outcome for t in group] == ["scored", "reward_error", "scored", "scored"]
+    assert [t.reward for t in (group[0], *group[2:])] == [2.0, 3.0 + 2.0, 1.0]
+    assert group[2].scores == {"longest_wins": 4.0, "in_process": 3.0}
+
+
+def test_group_function_that_fails_fails_the_group(scorer):
+    group = run_group(scorer("too_few", on_error="drop"), [make_trajectory("a", i) for i in range(3)])
+    assert {t.outcome for t in group} == {"reward_error"}
+    assert "must return 3 scores" in group[0].failure
+
+
+def test_without_group_functions_score_group_changes_nothing(scorer):
+    s = scorer("length")
+    one = run(s, make_trajectory("ab"))
+    assert asyncio.run(s.score_group(one)) == one
+
+
+# -------------------------------------------------------------------------------------------------------
+# config
+
+
+@pytest.mark.parametrize(
+    ("config", "wrong"),
+    [
+        (RewardFunctionConfig("gsm8"), "unknown name 'gsm8'; did you mean 'gsm8k'"),
+        (
+            RewardFunctionConfig("gsm8k", options={"metod": "strict"}),
+            "no option 'metod'; did you mean 'method'",
+        ),
+        (
+            RewardFunctionConfig("gsm8k", options={"method": "stric"}),
+            "method must be one of strict, flexible",
+        ),
+        (RewardFunctionConfig("countdown", options={"format_score": "x"}), "format_score.*must be float"),
+        (RewardFunctionConfig("format"), "needs the option 'tags'"),
+        (RewardFunctionConfig("rondo.rewards.scorers.nothing"), "has no 'nothing'"),
+    ],
+)
+def test_wrong_config_is_told_before_the_start(config, wrong):
+    with pytest.raises(ConfigError, match=wrong):
+        Scorer(RewardConfig(functions=(config,)))
+
+
+def test_wrong_signature_and_nothing_configured(scorer):
+    with pytest.raises(
+        ConfigError, match=r"no_arguments\(\) cannot be called as a reward function, \(prompt, trajectory"
+    ):
+        scorer("no_arguments")
+    with pytest.raises(ConfigError, match=r"reward\.functions is empty"):
+        scorer()
+
+
+def test_missing_package_names_the_remedy(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(
+        ConfigError, match=r"math needs the package math_verify: pip install 'rondo-rl\[math\]'"
+    ):
+        Scorer(RewardConfig(functions=(RewardFunctionConfig("math"),)))
+
+
+def test_missing_column_stops_whatever_the_policy(scorer):
+    s = scorer(RewardFunctionConfig("gsm8k"), on_error="drop")
+    with pytest.raises(RewardError, match="needs column 'answer'"):
+        run(s, make_trajectory("#### 1", solution="1"))
+
+
+def test_dropped_share():
+    check_dropped_share(["scored", "reward_error"], 0.5)
+    check_dropped_share([], 0.5)
+    with pytest.raises(RewardError, match=r"2 of 3 trajectories of this step \(1 errors, 1 timeouts\)"):
+        check_dropped_share(["scored", "reward_error", "reward_timeout"], 0.5)
+
+
+def test_failures_are_logged_without_printing(scorer, capsys, caplog):
+    with caplog.at_level(logging.ERROR):
+        run(scorer("raises", on_error="drop"), make_trajectory("x"))
+    assert capsys.readouterr().out == ""
+    assert len(caplog.records) == 1

@@ -1,0 +1,282 @@
+"""Hand-made tables for the built-in scorers, the pitfalls of ALGORITHMS §12.1 among them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from fractions import Fraction
+
+import pytest
+
+from rondo.config.schema import RewardConfig, RewardFunctionConfig
+from rondo.errors import ConfigError, DataError
+from rondo.rewards import Scorer
+from rondo.rewards.answers import extract_answer, hash_number, last_number, parse_number
+from rondo.rewards.math_equivalence import last_boxed
+from rondo.rewards.scorers import countdown, evaluate_expression, exact_match, format_tags, gsm8k
+
+
+def score(function, t, **options):
+    return function(t.prompt, t, **options)
+
+
+@pytest.mark.parametrize(
+    ("text", "how", "answer"),
+    [
+        (" a b \n", "text", "a b"),
+        ("<answer>1</answer> no, <answer> 2 </answer> end", "tag", "2"),
+        ("<answer>1 <answer>2</answer>", "tag", "2"),
+        ("<answer>1</answer><answer>2", "tag", "1"),  # the unclosed one does not count
+        ("</answer>1<answer>", "tag", None),
+        ("1", "tag", None),
+        ("#### 1\n#### 2 apples\nend", "hash", "2 apples"),
+        ("no marker", "hash", None),
+        ("a\nb \n\n", "last_line", "b"),
+        ("", "last_line", None),
+        ("", "text", ""),
+    ],
+)
+def test_extract_answer(text, how, answer):
+    assert extract_answer(text, how) == answer
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("42", 42),
+        ("42.", 42),
+        ("-42.0", -42),
+        ("$1,234.50", Fraction("1234.5")),
+        ("-$5", -5),
+        ("$-5", -5),
+        ("+7", 7),
+        (".5", Fraction(1, 2)),
+        ("12,34", None),
+        ("1.2.3", None),
+        ("1/2", None),
+        (".", None),
+        (",", None),
+        ("", None),
+        ("５", None),  # a full-width digit
+        ("1" * 101, None),
+    ],
+)
+def test_parse_number(text, number):
+    assert parse_number(text) == number
+
+
+@pytest.mark.parametrize(
+    ("text", "strict", "flexible"),
+    [
+        ("3+9=12\n12+9=21\n#### 21", 21, 21),
+        ("####21", 21, 21),
+        ("#### 21.", 21, 21),
+        ("#### $1,234", 1234, 1234),
+        ("#### -3", -3, -3),
+        ("#### 1\nwait\n#### 2", 2, 2),
+        ("#### 5\n####", 5, 5),
+        ("#### 5 and 6", 5, 6),
+        ("#### 12,34", None, None),
+        ("#### 1/2", None, None),
+        ("#### .", None, None),
+        ("the answer is 42.", None, 42),
+        ("it is 1,234, yes", None, 1234),
+        ("7-4", None, 4),  # a minus between numbers is no sign
+        ("x = -4", None, -4),
+        ("nothing", None, None),
+        ("", None, None),
+        ("#### 42" + " padding" * 500, 42, 42),  # the whole text is searched, not its last 300 characters
+    ],
+)
+def test_numbers_in_text(text, strict, flexible):
+    assert hash_number(text) == strict
+    assert last_number(text) == flexible
+
+
+def test_number_search_is_linear_in_the_text():
+    for text in ("-" * 200_000, "1" * 200_000 + "/1", "1,1" * 70_000, "####" * 50_000, "$-." * 70_000):
+        hash_number(text)
+        last_number(text)
+
+
+def test_gsm8k(trajectory):
+    t = trajectory("6*7=42\n#### 42.", answer="Six times seven is 42.\n#### 42")
+    assert score(gsm8k, t) == 1.0
+    assert score(gsm8k, trajectory("42", answer="42")) == 0.0
+    assert score(gsm8k, trajectory("42", answer="42"), method="flexible") == 1.0
+    assert score(gsm8k, trajectory("#### 42", answer=42)) == 1.0
+    assert score(gsm8k, trajectory("#### 43", answer="42")) == 0.0
+    assert score(gsm8k, trajectory("#### 42", solution="42"), answer_key="solution") == 1.0
+    with pytest.raises(DataError, match=r"needs column 'answer'.*the row has solution.*answer_key"):
+        score(gsm8k, trajectory("#### 42", solution="42"))
+    with pytest.raises(DataError, match=r"answer 'many' .* is no number"):
+        score(gsm8k, trajectory("#### 42", answer="many"))
+
+
+def test_gsm8k_scores_the_quickstart():
+    from rondo.data.quickstart import demonstrations, train_rows
+    from tests.rewards.conftest import make_trajectory
+
+    for row in train_rows(100):
+        assert score(gsm8k, make_trajectory(row["solution"], answer=row["answer"])) == 1.0
+        assert score(gsm8k, make_trajectory("#### 99", answer=row["answer"])) == 0.0
+    assert all("####" in row["response"] for row in demonstrations(100))
+
+
+def test_exact_match(trajectory):
+    assert score(exact_match, trajectory(" Paris\n", answer="Paris")) == 1.0
+    assert score(exact_match, trajectory("paris", answer="Paris")) == 0.0
+    assert score(exact_match, trajectory("paris", answer=["Lutetia", "Paris"]), ignore_case=True) == 1.0
+    assert score(exact_match, trajectory("3.14", answer="314")) == 0.0
+    assert score(exact_match, trajectory("so <answer>5</answer>", answer=5), extract="tag") == 1.0
+    assert score(exact_match, trajectory("so 5", answer=5), extract="tag") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("expression", "result"),
+    [
+        ("(2+3)*4", (20, [2, 3, 4])),
+        ("1/3*3", (1, [1, 3, 3])),  # exact, not floating point
+        ("-2+5", (3, [2, 5])),
+        ("2**9", None),
+        ("7//2", None),
+        ("1.5*2", None),
+        ("1/0", None),
+        ("abs(1)", None),
+        ("__import__('os')", None),
+        ("True+1", None),
+        ("2+", None),
+        ("", None),
+        ("(" * 150 + "1" + ")" * 150, None),
+        ("1" + "+1" * 200, None),
+    ],
+)
+def test_evaluate_expression(expression, result):
+    assert evaluate_expression(expression) == result
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("<answer>(7-2)*5</answer>", 1.0),
+        ("<answer>5*(7-2)</answer>", 1.0),
+        ("<answer>25</answer>", 0.1),  # the value, but not from the numbers
+        ("<answer>5*5</answer>", 0.1),  # a number twice
+        ("<answer>7*5-2*5</answer>", 0.1),
+        ("<answer>(7+2)*5</answer>", 0.1),
+        ("<answer>(7-2)*5 = 25</answer>", 0.0),
+        ("(7-2)*5", 0.0),
+    ],
+)
+def test_countdown(trajectory, text, reward):
+    assert score(countdown, trajectory(text, nums=[2, 5, 7], target=25), format_score=0.1) == reward
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("<think>a</think>\n<answer>b</answer>\n", 1.0),
+        ("<think></think><answer></answer>", 1.0),
+        ("<answer>b</answer><think>a</think>", 0.0),
+        ("x <think>a</think><answer>b</answer>", 0.0),
+        ("<think>a</think><answer>b</answer> x", 0.0),
+        ("<think>a</think> x <answer>b</answer>", 0.0),
+        ("<think>a<think></think><answer>b</answer>", 0.0),
+        ("<think>a</think><answer>b", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_format(trajectory, text, reward):
+    assert score(format_tags, trajectory(text), tags=["think", "answer"]) == reward
+
+
+def test_format_needs_a_list(trajectory):
+    with pytest.raises(ConfigError, match="list of tag names"):
+        score(format_tags, trajectory("x"), tags="think")
+
+
+@pytest.mark.parametrize(
+    ("text", "inside"),
+    [
+        (r"\boxed{4} then \boxed{5}", "5"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{4} then \boxed{5", "4"),
+        (r"\boxed{5", None),
+        (r"\fbox{6}", "6"),
+        (r"\boxed 5", None),
+        ("5", None),
+        ("\\boxed{" * 1000, None),
+    ],
+)
+def test_last_boxed(text, inside):
+    assert last_boxed(text) == inside
+
+
+MATH_CASES = [
+    (r"\boxed{4} no, \boxed{5}", "5", 1.0),
+    (r"\boxed{\frac{1}{2}}", "0.5", 1.0),
+    (r"\boxed{x^2+2x+1}", "(x+1)^2", 1.0),
+    (r"\boxed{\sqrt{8}}", r"the answer is \boxed{2\sqrt{2}}", 1.0),
+    (r"\boxed{\{1,2\}}", r"$\{2,1\}$", 1.0),
+    (r"\boxed{[1,2)}", "[1,2]", 0.0),
+    (r"\boxed{500}", "5", 0.0),
+    (r"\boxed{0.05}", "5", 0.0),
+    (r"\boxed{12,34}", "1234", 0.0),
+    (r"\boxed{5", "5", 0.0),
+    ("5", "5", 0.0),
+    # math-verify's own leniencies, kept and documented
+    (r"\boxed{5\%}", "5", 1.0),
+    (r"\boxed{x=5}", "5", 1.0),
+]
+
+
+def run_scorer(trajectories, *functions, **config):
+    """Each trajectory scored by one Scorer; the results and its stats."""
+    scorer = Scorer(RewardConfig(functions=functions, **config))
+
+    async def run():
+        return [await scorer.score(t) for t in trajectories]
+
+    try:
+        return asyncio.run(run()), scorer.stats()
+    finally:
+        scorer.close()
+
+
+def test_math_in_its_process(trajectory):
+    pytest.importorskip("math_verify")
+    trajectories = [trajectory(text, answer=answer) for text, answer, _ in MATH_CASES]
+    trajectories.append(trajectory(r"\boxed{9^{9^{9^{9}}}}", answer="5"))
+    trajectories.append(trajectory(r"\boxed{5}", answer="5"))  # a new process serves what comes after
+    scored, stats = run_scorer(trajectories, RewardFunctionConfig("math"), timeout_seconds=3.0)
+    for (text, answer, reward), t in zip(MATH_CASES, scored, strict=False):
+        assert t.reward == reward, (text, answer)
+    assert scored[-2].outcome == "reward_timeout"
+    assert scored[-1].reward == 1.0
+    assert stats.sums["reward/timeouts"] == 1
+
+
+def test_catastrophic_regex_is_killed(trajectory):
+    options = {"pattern": "(a+)+b"}
+    cases = [trajectory("aab"), trajectory("a" * 40), trajectory("c")]
+    scored, _ = run_scorer(cases, RewardFunctionConfig("regex", options=options), timeout_seconds=0.5)
+    assert [t.outcome for t in scored] == ["scored", "reward_timeout", "scored"]
+    assert [t.reward for t in scored[::2]] == [1.0, 0.0]
+
+
+def test_reasoning_gym_scores_its_own_entries():
+    pytest.importorskip("reasoning_gym")
+    from rondo.config.schema import SourceConfig
+    from rondo.data.sources import open_source
+    from tests.rewards.conftest import make_trajectory
+
+    row = open_source(SourceConfig(type="reasoning_gym", task="chain_sum", size=1)).rows[0]
+    fields = {key: value for key, value in row.items() if key != "prompt"}
+    texts = [row["answer"], f"<answer>{row['answer']}</answer>", "no"]
+    state = random.getstate()
+    trajectories = [make_trajectory(text, **fields) for text in texts]
+    scored, _ = run_scorer(trajectories, RewardFunctionConfig("reasoning_gym", options={"extract": "tag"}))
+    assert [t.reward for t in scored][1:] == [1.0, 0.0]
+    assert scored[0].reward == 0.0
+    assert random.getstate() == state

@@ -1,0 +1,355 @@
+"""The house rules of docs and design, held by reading the source: who imports whom, and what does not occur.
+
+Lazy imports (inside functions) and imports for annotations count like all others.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "rondo"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+
+# Who may import whom. `errors`, `types`, `batch` and `config` may be imported by every part above them.
+BASE = {"errors", "types", "batch", "config"}
+ALLOWED: dict[str, set[str]] = {
+    "__init__": set(),
+    "errors": set(),
+    "types": {"errors"},
+    "batch": {"errors", "types"},
+    "config": {"errors"},
+    "algorithms": BASE,
+    "planning": BASE | {"algorithms"},  # loss weights are an aggregation's
+    "models": BASE,
+    "chat": BASE,
+    "checkpoint": BASE,
+    "tracking": BASE | {"checkpoint"},  # durable files
+    "weights": BASE,
+    "rewards": BASE,
+    "agents": BASE,
+    "controller": BASE | {"planning"},
+    "data": BASE | {"chat", "planning"},  # the buffer asks admission and selection
+    "training": BASE | {"models", "planning"},
+    "rollout": BASE | {"models"},
+    "workers": BASE
+    | {
+        "agents",
+        "algorithms",
+        "chat",
+        "controller",
+        "data",
+        "models",
+        "planning",
+        "rewards",
+        "rollout",
+        "training",
+    }
+    | {"weights"},
+}
+ALLOWED["trainers"] = {*ALLOWED, "trainers"} - {"__init__"}
+ALLOWED["cli"] = {*ALLOWED, "cli"}
+ALLOWED["__main__"] = {"cli"}
+
+# Third-party packages that a part must not touch.
+ENGINES = {"vllm", "sglang", "megatron"}
+FORBIDDEN: dict[str, set[str]] = {
+    "errors": {"torch", "numpy", "pyarrow", "ray", "transformers", *ENGINES},
+    "config": {"torch", "numpy", "pyarrow", "ray", "transformers", *ENGINES},
+    "types": {"ray", "transformers", "torch.distributed", *ENGINES},
+    "batch": {"ray", "transformers", "torch.distributed", *ENGINES},
+    "algorithms": {"ray", "torch.distributed", "transformers", *ENGINES},
+    "planning": {"ray", "torch", "transformers", *ENGINES},
+    "controller": {"transformers", *ENGINES},
+    "models": {"ray", *ENGINES},
+    "training": {"ray", "vllm", "sglang"},
+    "rollout": {"megatron"},
+    "weights": {"ray", *ENGINES},
+    "agents": {"ray", *ENGINES},
+    "rewards": {"ray", *ENGINES},
+    "data": {"ray", *ENGINES},
+    "tracking": {"ray", "torch", "transformers", *ENGINES},
+}
+# Third-party systems that one or two modules hide from everybody else.
+HIDDEN = ("ray", "vllm", "sglang", "megatron")
+
+# Boundaries between threads, tasks and processes, and around code of the user's: whatever is raised is carried
+# to whoever waits for the answer. Everywhere else `except Exception` must end in `raise`.
+BOUNDARIES = {
+    "rondo/controller/host.py": "a worker's exception travels to the controller as a Failure",
+    "rondo/rewards/execution.py": "a scorer's exception travels from its thread to the future",
+    "rondo/rewards/scorer.py": "a scorer's exception is judged by reward.on_error",
+    "rondo/rewards/worker.py": "a scorer's exception travels from its process as text",
+    "rondo/rollout/native/engine.py": "a decoder's exception travels from its thread to all who wait",
+    "rondo/trainers/feeder.py": "an episode's exception travels to the trainer, which waits in take()",
+}
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def part(path: Path) -> str:
+    """`rondo/data/stream.py` -> data; `rondo/types.py` -> types."""
+    relative = path.relative_to(PACKAGE)
+    return relative.parts[0] if len(relative.parts) > 1 else relative.stem
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@cache
+def imports(path: Path) -> tuple[tuple[str, int], ...]:
+    """(dotted module or module.name, line) of every import in the file, relative ones resolved."""
+    found: list[tuple[str, int]] = []
+    package = ["rondo", *path.relative_to(PACKAGE).parts[:-1]]
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, node.lineno) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            found += [(f"{module}.{alias.name}", node.lineno) for alias in node.names]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module") and node.args:
+            target = node.args[0]
+            if isinstance(target, ast.Constant) and isinstance(target.value, str):
+                found.append((target.value, node.lineno))
+    return tuple(found)
+
+
+def rondo_imports(path: Path) -> Iterator[tuple[str, int]]:
+    """(part of rondo, line) of every import of another part."""
+    for module, line in imports(path):
+        pieces = module.split(".")
+        if pieces[0] == "rondo":
+            target = pieces[1] if len(pieces) > 1 else "__init__"
+            known = (PACKAGE / target).is_dir() or (PACKAGE / f"{target}.py").is_file()
+            yield (target if known else "__init__"), line
+
+
+def test_every_part_has_a_layer() -> None:
+    assert {part(path) for path in SOURCES} <= set(ALLOWED)
+
+
+def test_who_may_import_whom() -> None:
+    wrong = [
+        f"{name_of(path)}:{line} imports rondo.{target}"
+        for path in SOURCES
+        for target, line in rondo_imports(path)
+        if target not in (part(path), "__init__") and target not in ALLOWED[part(path)]
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_cycles_between_folders() -> None:
+    edges: dict[str, set[str]] = {}
+    for path in SOURCES:
+        edges.setdefault(part(path), set()).update(target for target, _ in rondo_imports(path))
+    done: set[str] = set()
+
+    def visit(node: str, path: tuple[str, ...]) -> None:
+        assert node not in path, "cycle: " + " -> ".join([*path[path.index(node) :], node])
+        if node in done:
+            return
+        for target in sorted(edges.get(node, set()) - {node, "__init__"}):
+            visit(target, (*path, node))
+        done.add(node)
+
+    for node in sorted(edges):
+        visit(node, ())
+
+
+def test_third_party_packages_stay_where_they_belong() -> None:
+    wrong = [
+        f"{name_of(path)}:{line} imports {module}"
+        for path in SOURCES
+        for module, line in imports(path)
+        for forbidden in FORBIDDEN.get(part(path), ())
+        if module == forbidden or module.startswith(forbidden + ".")
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("system", HIDDEN)
+def test_one_or_two_modules_know_an_engine(system: str) -> None:
+    users = {
+        name_of(path) for path in SOURCES for module, _ in imports(path) if module.split(".")[0] == system
+    }
+    assert len(users) <= 2, f"{system} is imported by {sorted(users)}"
+
+
+def test_pure_parts_read_no_environment() -> None:
+    wrong = [
+        f"{name_of(path)}:{node.lineno} {ast.unparse(node)}"
+        for path in SOURCES
+        if part(path) in ("algorithms", "planning")
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv")
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_controller_knows_no_models() -> None:
+    wrong = [
+        f"{name_of(path)}:{node.lineno}"
+        for path in SOURCES
+        if part(path) == "controller"
+        for node in ast.walk(tree(path))
+        if (isinstance(node, ast.Name) and node.id.lower() == "critic")  # an actor is also a word of Ray's
+        or (isinstance(node, ast.Constant) and node.value in ("actor", "critic"))
+    ]
+    assert not wrong, "the words actor and critic in\n" + "\n".join(wrong)
+
+
+def test_no_folder_of_helpers() -> None:
+    assert not [
+        name_of(p) for p in PACKAGE.rglob("*") if p.stem in ("utils", "util", "helpers", "misc", "common")
+    ]
+
+
+def test_importing_has_no_effects() -> None:
+    """Module level holds definitions only: no calls for their effect, no writes into other objects."""
+    wrong = [f"{name_of(path)}:{line}" for path in SOURCES for line in _effects(tree(path))]
+    assert not wrong, "\n".join(wrong)
+
+
+def _effects(module: ast.Module) -> Iterator[int]:
+    own = {
+        name.id
+        for node in module.body
+        if isinstance(node, ast.Assign | ast.AnnAssign)
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        for name in ast.walk(target)
+        if isinstance(name, ast.Name)
+    }
+    own |= {
+        n.name for n in module.body if isinstance(n, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    harmless = (ast.Import, ast.ImportFrom, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in module.body:
+        if isinstance(node, harmless):
+            continue
+        if isinstance(node, ast.Expr):
+            call = node.value
+            if isinstance(call, ast.Constant):
+                continue
+            if isinstance(call, ast.Call) and _root(call.func) in own:
+                continue  # completes an object of this module
+            yield node.lineno
+        elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for target in targets:
+                if isinstance(target, ast.Attribute | ast.Subscript) and _root(target) not in own:
+                    yield node.lineno
+        elif isinstance(node, ast.If) and ast.unparse(node.test) in (
+            "TYPE_CHECKING",
+            "__name__ == '__main__'",
+        ):
+            continue
+        elif isinstance(node, ast.Try) and all(isinstance(n, ast.Import | ast.ImportFrom) for n in node.body):
+            continue  # imports of an optional package
+        else:
+            yield node.lineno
+
+
+def _root(node: ast.expr) -> str:
+    while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def test_only_the_command_line_prints() -> None:
+    wrong = [
+        f"{name_of(path)}:{node.lineno}"
+        for path in SOURCES
+        if part(path) != "cli"
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_swallowed_exceptions() -> None:
+    """`except Exception`, `except BaseException` and bare `except` end in `raise`, or carry the error on."""
+    wrong = [
+        f"{name_of(path)}:{node.lineno}"
+        for path in SOURCES
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.ExceptHandler)
+        and _is_broad(node)
+        and not isinstance(node.body[-1], ast.Raise)
+        if name_of(path) not in BOUNDARIES or not _uses_error(node)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def _uses_error(handler: ast.ExceptHandler) -> bool:
+    names = {node.id for node in ast.walk(ast.Module(handler.body, [])) if isinstance(node, ast.Name)}
+    return handler.name in names or "traceback" in names
+
+
+def _is_broad(handler: ast.ExceptHandler) -> bool:
+    names = (
+        {n.id for n in ast.walk(handler.type) if isinstance(n, ast.Name)} if handler.type else {"Exception"}
+    )
+    return bool(names & {"Exception", "BaseException"})
+
+
+def test_public_functions_are_annotated() -> None:
+    wrong = [
+        f"{name_of(path)}:{function.lineno} {function.name}"
+        for path in SOURCES
+        for function in _functions(tree(path))
+        if not function.name.startswith("_") and not _is_annotated(function)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def _functions(node: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Functions and methods, but not functions inside functions."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield child
+        elif isinstance(child, ast.ClassDef | ast.If | ast.Try):
+            yield from _functions(child)
+
+
+def _is_annotated(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    spec = function.args
+    named = [*spec.posonlyargs, *spec.args, *spec.kwonlyargs, *filter(None, (spec.vararg, spec.kwarg))]
+    return function.returns is not None and all(a.annotation or a.arg in ("self", "cls") for a in named)
+
+
+def test_sizes() -> None:
+    """Files of at most 500 lines, functions of at most 100."""
+    wrong = [
+        f"{name_of(path)} has {count} lines"
+        for path in SOURCES
+        if (count := len(path.read_text(encoding="utf-8").splitlines())) > 500
+    ]
+    for path in SOURCES:
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                if length > 100:
+                    wrong.append(f"{name_of(path)}:{node.lineno} {node.name} has {length} lines")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_importing_rondo_is_light() -> None:
+    """`import rondo` and the command's own modules load no third-party package but yaml."""
+    code = (
+        "import sys, rondo, rondo.config, rondo.cli.main; "
+        "print([m for m in ('torch', 'ray', 'transformers', 'numpy', 'pyarrow', 'rich') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert out.stdout.strip() == "[]"

@@ -1,0 +1,105 @@
+"""curves.png from a metrics file, and summary.json's numbers."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rondo
+from rondo.errors import ConfigError, DataError
+from rondo.tracking import RunFolder, Timers, build_summary, plot_curves
+from rondo.tracking.curves import PANELS, _series, _smoothed
+from rondo.tracking.summary import git_commit
+
+
+def test_a_picture_with_every_panel_that_has_data(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    with RunFolder(tmp_path / "run") as folder:
+        folder.append_metrics(0, {"eval/greedy/reward": 0.1})
+        for step in range(1, 60):
+            odd = float("nan") if step == 7 else 0.5
+            folder.append_metrics(
+                step, {"reward/mean": step / 60, "actor/grad_norm": odd, "actor/kl_loss": 0.0}
+            )
+    path = plot_curves(tmp_path / "run")
+    assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert path.name == "curves.png"
+    assert path.stat().st_size > 10_000
+
+
+def test_missing_matplotlib_and_nothing_to_draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with RunFolder(tmp_path / "run") as folder:
+        folder.append_metrics(1, {"other": 1.0})
+        with pytest.raises(DataError, match="no metric to draw"):
+            plot_curves(tmp_path / "run")
+        folder.append_metrics(2, {"reward/mean": 1.0})
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ConfigError, match=r"tracking.plot.*rondo-rl\[plots\]"):
+        plot_curves(tmp_path / "run")
+
+
+def test_importing_tracking_imports_no_tracker_and_no_matplotlib() -> None:
+    code = "import sys, rondo.tracking; print(sorted({m.split('.')[0] for m in sys.modules}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = set(re.findall(r"'(\w+)'", done.stdout))
+    assert not loaded & {"matplotlib", "wandb", "tensorboard", "mlflow", "swanlab", "ray", "transformers"}
+
+
+def test_series_takes_the_last_line_of_a_step_and_the_first_name_that_is_there() -> None:
+    lines = [
+        {"step": 2, "actor/ppo_kl": 2.0},
+        {"step": 1, "actor/kl_loss": 1.0},
+        {"step": 2, "actor/ppo_kl": 3.0},
+        {"step": 3},
+    ]
+    kl = next(curves[0][1] for title, curves, _ in PANELS if title == "KL")
+    assert _series(lines, kl) == ([1, 2], [1.0, 3.0])
+    assert _smoothed([1.0] * 30) is None
+    assert _smoothed([float(i) for i in range(40)])[:3] == [0.5, 1.0, 2.0]  # type: ignore[index]
+
+
+def test_the_summary() -> None:
+    now = [0.0]
+    timers = Timers(lambda: now[0], lambda: now[0] / 2)
+    with timers.phase("generate"):
+        now[0] = 30.0
+    timers.end_step(generated=1000, trained=900)
+    now[0] = 40.0
+    lines = [{"step": 0, "eval/greedy/reward": 0.1}]
+    lines += [{"step": step, "reward/mean": float(step)} for step in range(1, 41)]
+    summary = build_summary(lines, timers, steps=40, eval_before={"greedy/reward": 0.1}, peak_memory_bytes=5)
+    expected = {
+        "reward_first": 1.5,  # 5 % of 40 steps: 2
+        "reward_last": 39.5,
+        "reward_window_steps": 2,
+        "eval_before": {"greedy/reward": 0.1},
+        "eval_after": None,
+        "steps": 40,
+        "wall_seconds": 40.0,
+        "cpu_seconds": 20.0,
+        "generated_tokens": 1000,
+        "trained_tokens": 900,
+        "peak_memory_bytes": 5,
+        "phase_shares": {"generate": 0.75, "other": 0.25},
+    }
+    assert {key: summary[key] for key in expected} == expected
+    assert summary["versions"]["rondo"] == rondo.__version__
+    assert "torch" in summary["versions"]
+    assert str(Path.home()) + "/" not in json.dumps(summary)
+
+
+def test_the_summary_of_a_run_without_rewards() -> None:
+    summary = build_summary([], Timers(), steps=0)
+    assert (summary["reward_first"], summary["reward_last"], summary["reward_window_steps"]) == (
+        None,
+        None,
+        0,
+    )
+    assert summary["peak_memory_bytes"] > 2**20
+    commit = git_commit()
+    assert commit is None or re.fullmatch(r"[0-9a-f]{40}\+?", commit)

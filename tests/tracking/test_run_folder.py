@@ -1,0 +1,246 @@
+"""The run folder: exact lines, what a kill leaves, what a resume discards, and who may write."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rondo.batch import Batch, ragged_rows
+from rondo.errors import CheckpointError, ConfigError, DataError
+from rondo.tracking import RunFolder, read_metrics
+from tests.tracking.processes import running
+
+
+def rollouts(reward: float) -> Batch:
+    return Batch.of({"reward": np.array([reward, 1.0]), "response_ids": ragged_rows([[1, 2], [3]], np.int32)})
+
+
+def hold(connection: Connection, path: str) -> None:
+    with RunFolder(path) as folder:
+        connection.send(folder.attempt)
+        connection.recv()
+
+
+def log_without_end(connection: Connection, path: str) -> None:
+    folder = RunFolder(path)
+    step = 0
+    while True:
+        step += 1
+        folder.append_metrics(step, {"reward/mean": step / 7})
+        folder.write_rollouts(step, rollouts(step / 7))
+        connection.send(step)
+
+
+def test_a_line_keeps_numbers_exactly_and_names_what_is_not_finite(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run") as folder:
+        metrics = {
+            "a": 0.1 + 0.2,
+            "b": np.float32(0.1),
+            "c": np.int64(7),
+            "d": float("nan"),
+            "e": -np.inf,
+            "f": None,
+            "g": "text",
+        }
+        folder.append_metrics(12, metrics)
+    text = (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert "NaN" not in text
+    assert json.loads(text) == {
+        "step": 12,
+        "a": 0.30000000000000004,
+        "b": float(np.float32(0.1)),
+        "c": 7,
+        "d": None,
+        "e": None,
+        "f": None,
+        "g": "text",
+        "not_finite": {"d": "nan", "e": "-inf"},
+    }
+
+
+def test_a_metric_that_is_no_number_is_an_error_that_names_it(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run") as folder, pytest.raises(DataError, match="'rollout/ids' is a list"):
+        folder.append_metrics(1, {"rollout/ids": [1, 2]})
+
+
+def test_rollouts_are_written_whole_under_their_step(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run") as folder:
+        path = folder.write_rollouts(12, rollouts(0.5))
+        folder.sync()
+    assert path == tmp_path / "run" / "rollouts" / "step-000012.parquet"
+    assert [entry.name for entry in path.parent.iterdir()] == ["step-000012.parquet"]
+    assert Batch.read_parquet(path) == rollouts(0.5)
+
+
+def test_two_processes_cannot_write_into_one_folder(tmp_path: Path) -> None:
+    path = str(tmp_path / "run")
+    with running(hold, path) as (process, connection):
+        assert connection.recv() == 1
+        with pytest.raises(ConfigError) as caught:
+            RunFolder(path)
+        message = str(caught.value)
+        assert f"pid {process.pid} on {os.uname().nodename}" in message
+        assert f"kill -INT {process.pid}" in message
+        assert "trainer.run_dir" in message
+        process.kill()
+        process.join()
+        with RunFolder(path) as folder:  # the lock of a dead process is no obstacle
+            assert folder.attempt == 2
+
+
+def test_one_process_cannot_open_a_folder_twice(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run"), pytest.raises(ConfigError, match=f"pid {os.getpid()} "):
+        RunFolder(tmp_path / "run")
+
+
+def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    read, write = os.pipe()
+    ready, forked = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(write)
+        os.write(forked, b"x")
+        os.read(read, 1)  # until the parent closes its end
+        os._exit(0)
+    try:
+        os.read(ready, 1)
+        with pytest.raises(ConfigError):
+            RunFolder(tmp_path / "run")  # the fork did not release it either
+        folder.close()
+        RunFolder(tmp_path / "run").close()
+    finally:
+        for end in (write, read, ready, forked):
+            os.close(end)
+        os.waitpid(child, 0)
+
+
+def test_resume_discards_what_lies_beyond_the_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    with RunFolder(path) as folder:
+        folder.write_config("a: 1\n")
+        for step in range(6):
+            folder.append_metrics(step, {"x": step})
+            folder.write_rollouts(step, rollouts(step))
+        (path / "evaluations").mkdir()
+        for step in (0, 5):
+            (path / "evaluations" / f"step-{step:06d}.jsonl").write_text("{}\n")
+        folder.write_summary({"steps": 5})
+        (path / "checkpoints" / "step-00000003").mkdir()
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "x"')  # cut off by a kill
+    with RunFolder(path) as folder:
+        assert (folder.attempt, folder.resuming, folder.resume_step) == (2, True, 3)
+        assert folder.discard_beyond(3) == 3
+        folder.write_config("a: 2\n")
+        folder.append_metrics(4, {"x": 40})
+    assert [line["x"] for line in read_metrics(path)] == [0, 1, 2, 3, 40]
+    gone = path / "discarded" / "1"
+    assert (gone / "metrics.jsonl").read_text().splitlines() == [
+        '{"step": 4, "x": 4}',
+        '{"step": 5, "x": 5}',
+        '{"step": 6, "x"',
+    ]
+    assert sorted(p.name for p in (gone / "rollouts").iterdir()) == [
+        "step-000004.parquet",
+        "step-000005.parquet",
+    ]
+    assert [p.name for p in (gone / "evaluations").iterdir()] == ["step-000005.jsonl"]
+    assert (gone / "config.yaml").read_text() == "a: 1\n"
+    assert (gone / "summary.json").exists()
+    assert not (path / "summary.json").exists()
+    assert sorted(p.name for p in (path / "rollouts").iterdir()) == [
+        f"step-{k:06d}.parquet" for k in range(4)
+    ]
+
+
+def test_a_kill_loses_no_line_that_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    with running(log_without_end, str(path)) as (process, connection):
+        while connection.recv() < 20:
+            pass
+        process.kill()
+        process.join()
+    last = 20
+    while connection_has_more(connection):
+        last = connection.recv()
+    lines = read_metrics(path)
+    assert len(lines) >= last
+    assert [line["reward/mean"] for line in lines] == [line["step"] / 7 for line in lines]
+    for file in (path / "rollouts").glob("*.parquet"):
+        step = int(re.findall(r"\d+", file.name)[0])
+        assert Batch.read_parquet(file) == rollouts(step / 7)
+
+
+def connection_has_more(connection: Connection) -> bool:
+    return not connection.closed and connection.poll()
+
+
+@pytest.mark.parametrize("resume", ["auto", "never", "must"])
+def test_a_new_folder(tmp_path: Path, resume: str) -> None:
+    if resume == "must":
+        with pytest.raises(CheckpointError, match=r"checkpoint\.resume=auto"):
+            RunFolder(tmp_path / "run", resume="must")
+        return
+    with RunFolder(tmp_path / "run", resume=resume) as folder:  # type: ignore[arg-type]
+        assert (folder.attempt, folder.resuming) == (1, False)
+
+
+def test_content_without_a_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    for number in range(2):
+        with RunFolder(path) as folder:
+            assert folder.resuming is False
+            folder.append_metrics(1, {"x": number})
+    assert [line["x"] for line in read_metrics(path)] == [1]
+    assert (path / "discarded" / "1" / "metrics.jsonl").read_text() == '{"step": 1, "x": 0}\n'
+    with pytest.raises(ConfigError, match=r"checkpoint\.resume=never"):
+        RunFolder(path, resume="never")
+    with pytest.raises(CheckpointError, match="no checkpoint to go on from"):
+        RunFolder(path, resume="must")
+    RunFolder(path).close()  # the refusals released the lock
+
+
+def test_content_with_a_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    with RunFolder(path) as folder:
+        folder.append_metrics(1, {"x": 1})
+        (folder.checkpoints_dir / "step-00000001").mkdir()
+    with pytest.raises(ConfigError, match="a checkpoint of step 1"):
+        RunFolder(path, resume="never")
+    for resume in ("auto", "must"):
+        with RunFolder(path, resume=resume) as folder:  # type: ignore[arg-type]
+            assert folder.resuming
+    assert len(read_metrics(path)) == 1
+
+
+def test_a_folder_with_other_things_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("x")
+    with pytest.raises(ConfigError, match=r"holds no run \(thesis.tex\)"):
+        RunFolder(tmp_path)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_reading_a_broken_line_names_it(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
+    with pytest.raises(DataError, match=r"metrics\.jsonl:2"):
+        read_metrics(tmp_path)
+    path.write_text('{"step": 1}\n{"step": 2')
+    assert read_metrics(tmp_path) == [{"step": 1}]
+    with pytest.raises(DataError, match="no such file"):
+        read_metrics(tmp_path / "absent")
+
+
+def test_a_summary_with_nan_is_refused_and_the_old_one_stays(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run") as folder:
+        path = folder.write_summary({"steps": 1})
+        with pytest.raises(DataError, match=r"summary.json.*JSON does not have"):
+            folder.write_summary({"reward": float("nan")})
+    assert json.loads(path.read_text()) == {"steps": 1}

@@ -1,0 +1,195 @@
+"""Trackers with the real libraries, offline; what was logged is read back from their own files."""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rondo.config.schema import FunctionConfig
+from rondo.errors import ConfigError
+from rondo.tracking import RunFolder, Sample, check_trackers, make_trackers, read_metrics
+
+CONFIG = {"data": {"batch_size": 16}, "model": {"path": None}}
+SAMPLES = [Sample("1+1=", "**2** <b>", 1.0, "stop"), Sample("2+2=", "5", 0.0)]
+
+
+def log_run(
+    folder: RunFolder, name: str, options: dict[str, Any], resume_step: int | None = None
+) -> list[str]:
+    warnings: list[str] = []
+    trackers = make_trackers(
+        [FunctionConfig(name, options)],
+        folder,
+        "rondo-test",
+        "run-a",
+        CONFIG,
+        resume_step=resume_step,
+        warn=warnings.append,
+    )
+    first = 1 if resume_step is None else resume_step + 1
+    for step in range(first, first + 3):
+        trackers.log(
+            step, {"reward/mean": step / 10, "eval/best@4": 1.0, "actor/kl": float("nan"), "note": "x"}
+        )
+    trackers.log_samples(first, SAMPLES)
+    assert str(folder.path) in trackers.where
+    trackers.finish()
+    trackers.finish()
+    return warnings
+
+
+def test_metrics_jsonl_is_always_on(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run") as folder:
+        trackers = make_trackers([], folder, "p", "r", {})
+        trackers.log(3, {"a": 1.5, "b": float("inf")})
+        trackers.finish()
+    assert read_metrics(tmp_path / "run") == [{"step": 3, "a": 1.5, "b": None, "not_finite": {"b": "inf"}}]
+
+
+def test_tensorboard_event_file_read_back(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    with RunFolder(tmp_path / "run") as folder:
+        log_run(folder, "tensorboard", {})
+        log_run(folder, "tensorboard", {"flush_seconds": 5}, resume_step=2)
+    events = accumulator.EventAccumulator(str(tmp_path / "run" / "trackers" / "tensorboard"))
+    events.Reload()
+    scalars = [(e.step, round(e.value, 6)) for e in events.Scalars("reward/mean")]
+    assert scalars == [
+        (1, 0.1),
+        (2, 0.2),
+        (3, 0.3),
+        (4, 0.4),
+        (5, 0.5),
+    ]  # step 3 of the first attempt is purged
+    assert sorted(events.Tags()["scalars"]) == ["eval/best@4", "reward/mean"]
+    text = events.Tensors("samples/0/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert '    "response": "**2** <b>"' in text  # a code block: the model's text is no markup
+
+
+def wandb_records(path: Path) -> Iterator[bytes]:
+    """The records of a .wandb file: a LevelDB log in blocks of 32 KiB, after a header of 7 bytes."""
+    data, at, whole = path.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if (left := 32768 - at % 32768) < 7:
+            at += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        whole += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield whole
+            whole = b""
+
+
+def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    from wandb.proto import wandb_internal_pb2
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with RunFolder(tmp_path / "run") as folder:
+        log_run(folder, "wandb", {"mode": "offline", "tags": ["t1"]})
+    files = list((tmp_path / "run" / "trackers" / "wandb" / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert len(files) == 1
+    records = []
+    deadline = time.monotonic() + 30  # wandb's own process may still write when finish() has returned
+    while not any(r.WhichOneof("record_type") == "exit" for r in records) and time.monotonic() < deadline:
+        time.sleep(0.05)
+        records = [wandb_internal_pb2.Record.FromString(data) for data in wandb_records(files[0])]
+    history: list[dict[str, Any]] = []
+    run = None
+    for record in records:
+        if record.WhichOneof("record_type") == "history":
+            items = record.history.item
+            history.append({i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items})
+        elif record.WhichOneof("record_type") == "run":
+            run = record.run
+    assert run is not None
+    assert (run.project, run.display_name, list(run.tags)) == ("rondo-test", "run-a", ["t1"])
+    assert run.run_id == (tmp_path / "run" / "trackers" / "wandb" / "run_id").read_text().strip()
+    scalars = [(h["step"], h["reward/mean"], h["eval/best@4"]) for h in history if "reward/mean" in h]
+    assert scalars == [(1, 0.1, 1.0), (2, 0.2, 1.0), (3, 0.3, 1.0)]
+    assert not any("actor/kl" in h or "note" in h for h in history)
+    assert any(any(key.startswith("samples") for key in h) for h in history)
+
+
+def test_mlflow_in_a_local_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    with RunFolder(tmp_path / "run") as folder:
+        assert log_run(folder, "mlflow", {"tags": {"who": "test"}}) == []
+        assert log_run(folder, "mlflow", {}, resume_step=3) == []
+        run_id = (folder.path / "trackers" / "mlflow" / "run_id").read_text().strip()
+    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/run/trackers/mlflow/mlflow.db")
+    run = client.get_run(run_id)
+    assert (run.info.status, run.info.run_name, run.data.tags["who"]) == ("FINISHED", "run-a", "test")
+    history = [(m.step, m.value) for m in client.get_metric_history(run_id, "reward/mean")]
+    assert history == [(step, step / 10) for step in range(1, 7)]
+    assert [m.value for m in client.get_metric_history(run_id, "eval/best_4")] == [1.0] * 6
+    stored = sorted(a.path for a in client.list_artifacts(run_id, "samples"))
+    assert stored == ["samples/step-000001.json", "samples/step-000004.json"]
+
+
+@pytest.mark.parametrize("mode", ["offline", "disabled"])
+def test_swanlab_without_a_network(tmp_path: Path, mode: str) -> None:
+    pytest.importorskip("swanlab")
+    with RunFolder(tmp_path / "run") as folder:
+        log_run(folder, "swanlab", {"mode": mode, "tags": ["t1"]})
+    files = list((tmp_path / "run" / "trackers" / "swanlab").glob("run-*/run-*.swanlab"))
+    if mode == "disabled":
+        assert files == []
+        return
+    assert len(files) == 1
+    content = files[0].read_bytes()
+    assert b"reward/mean" in content
+    assert b"eval/best@4" in content
+    texts = [p.read_text() for p in files[0].parent.glob("media/**/*.txt")]
+    assert any("**2** <b>" in text for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("name", "module"), [("wandb", "wandb"), ("mlflow", "mlflow"), ("swanlab", "swanlab")]
+)
+def test_a_missing_package_names_the_pip_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, module: str
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with RunFolder(tmp_path / "run") as folder, pytest.raises(ConfigError) as caught:
+        make_trackers([FunctionConfig(name)], folder, "p", "r", {})
+    assert f'pip install "rondo-rl[{name}]"' in str(caught.value)
+
+
+def test_names_and_options_are_checked_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    check_trackers([FunctionConfig("wandb", {"mode": "offline"})])
+    with pytest.raises(ConfigError, match=r"tracking\.trackers\.1.*no option 'entitty'.*entity"):
+        check_trackers([FunctionConfig("tensorboard"), FunctionConfig("wandb", {"entitty": "x"})])
+    with pytest.raises(ConfigError, match="wandb"):
+        check_trackers([FunctionConfig("wandbb")])
+
+
+def test_a_tracker_of_ones_own(tmp_path: Path) -> None:
+    source = tmp_path / "mine.py"
+    source.write_text(
+        "class Mine:\n"
+        "    where = 'nowhere'\n"
+        "    def __init__(self, context, *, prefix='p'):\n"
+        "        self.lines, self.prefix = context.folder.path / 'mine.txt', prefix\n"
+        "    def log(self, step, metrics):\n"
+        "        with self.lines.open('a') as f: f.write(f'{self.prefix} {step} {sorted(metrics)}\\n')\n"
+        "    def log_samples(self, step, samples): pass\n"
+        "    def finish(self, status):\n"
+        "        with self.lines.open('a') as f: f.write(status)\n"
+    )
+    with RunFolder(tmp_path / "run") as folder:
+        log_it = make_trackers([FunctionConfig(f"{source}:Mine", {"prefix": "q"})], folder, "p", "r", {})
+        log_it.log(1, {"b": 1, "a": 2.0, "c": True, "d": None})
+        log_it.finish("stopped")
+    assert (tmp_path / "run" / "mine.txt").read_text() == "q 1 ['a', 'b', 'c']\nstopped"

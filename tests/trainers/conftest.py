@@ -1,0 +1,81 @@
+"""A tiny model on the quickstart task: one step takes a fraction of a second."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+REPOSITORY = Path(__file__).parents[2]
+
+MODEL = {
+    "model_type": "qwen3",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.08,
+}
+
+RECIPE: dict[str, Any] = {
+    "model": {"config": MODEL, "tokenizer": "rondo.data.quickstart.tokenizer"},
+    "data": {
+        "train": [
+            {"type": "function", "name": "train", "task": "rondo.data.quickstart.train_rows", "options": {"size": 64}}
+        ],
+        "eval": [
+            {"type": "function", "name": "held_out", "task": "rondo.data.quickstart.eval_rows", "options": {"size": 4}}
+        ],
+        "batch_size": 4,
+        "max_prompt_tokens": 64,
+    },
+    "actor": {"token_budget": 512, "mini_batch_size": 2, "optimizer": {"lr": 1.0e-3}},
+    "rollout": {"n": 4, "max_tokens": 8, "max_concurrent": 16},
+    "reward": {"functions": [{"name": "tests/trainers/scorers.py:even_share"}]},
+    "trainer": {"total_steps": 3, "evaluation": {"every": 2, "samples": 2}},
+    "tracking": {"console": "off", "plot": False},
+    "checkpoint": {"export": True},
+}
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    """The tiny recipe as a file."""
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump(RECIPE))
+    return path
+
+
+def cli(*arguments: str, check: bool = True, timeout: float = 240, **environment: str) -> subprocess.CompletedProcess[str]:
+    """`rondo …` in a process of its own, from the repository."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), **environment}
+    command = [sys.executable, "-m", "rondo.cli.main", *arguments]
+    done = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=timeout)
+    if check and done.returncode != 0:
+        raise AssertionError(f"rondo {' '.join(arguments)} exited {done.returncode}\n{done.stdout}\n{done.stderr}")
+    return done
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl without what depends on clocks and memory."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    timed = ("timing/", "perf/")
+    return [{k: v for k, v in line.items() if not k.startswith(timed) and "seconds" not in k} for line in lines]
+
+
+def weights(run: Path) -> bytes:
+    """The exported parameters, as bytes."""
+    files: Sequence[Path] = sorted((run / "export").glob("*.safetensors"))
+    assert files, f"{run} exported nothing"
+    return b"".join(file.read_bytes() for file in files)

@@ -1,0 +1,37 @@
+"""Scorers for tests: one that learns quickly, and broken ones."""
+
+from __future__ import annotations
+
+import time
+
+from rondo.types import Prompt, Trajectory
+
+
+def even_share(prompt: Prompt, trajectory: Trajectory) -> float:
+    """Share of tokens with an even id: every policy can raise it."""
+    return float((trajectory.response_ids % 2 == 0).mean())
+
+
+def raises(prompt: Prompt, trajectory: Trajectory) -> float:
+    if trajectory.sample_index == 1:
+        raise KeyError("no answer column")
+    return even_share(prompt, trajectory)
+
+
+def hangs(prompt: Prompt, trajectory: Trajectory) -> float:
+    if trajectory.sample_index == 1:
+        time.sleep(60)
+    return even_share(prompt, trajectory)
+
+
+def slow(prompt: Prompt, trajectory: Trajectory) -> float:
+    time.sleep(0.05)
+    return even_share(prompt, trajectory)
+
+
+def not_a_number(prompt: Prompt, trajectory: Trajectory) -> float:
+    return float("nan")
+
+
+def a_string(prompt: Prompt, trajectory: Trajectory) -> str:
+    return "1.0"

@@ -1,0 +1,111 @@
+"""An interrupted run equals one that was never interrupted: weights and metrics, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.trainers.conftest import REPOSITORY, cli, metrics, weights
+
+SIX_STEPS = ("trainer.total_steps=6", "checkpoint.every=3", "trainer.evaluation.every=3")
+SLOW_SCORER = "reward.functions=[tests/trainers/scorers.py:slow]"  # so that there is time to kill it
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six steps in one go."""
+    import yaml
+
+    from tests.trainers.conftest import RECIPE
+
+    folder = tmp_path_factory.mktemp("undisturbed")
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(RECIPE))
+    cli("train", str(folder / "tiny.yaml"), *SIX_STEPS, SLOW_SCORER, f"trainer.run_dir={folder / 'run'}")
+    return folder / "run"
+
+
+def start(recipe: Path, run: Path, *overrides: str) -> subprocess.Popen[str]:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    arguments = ["train", str(recipe), *SIX_STEPS, *overrides, f"trainer.run_dir={run}"]
+    command = [sys.executable, "-m", "rondo.cli.main", *arguments]
+    return subprocess.Popen(
+        command, cwd=REPOSITORY, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def wait_for_line(run: Path, process: subprocess.Popen[str], step: int) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        path = run / "metrics.jsonl"
+        if path.exists() and f'"step": {step},' in path.read_text():
+            return
+        time.sleep(0.01)
+    output = process.communicate(timeout=10)[0] if process.poll() is not None else "still running"
+    raise AssertionError(f"step {step} never came:\n{output}")
+
+
+def test_kill_nine_and_resume_equals_undisturbed(recipe: Path, tmp_path: Path, undisturbed: Path) -> None:
+    run = tmp_path / "run"
+    process = start(recipe, run, SLOW_SCORER)
+    wait_for_line(run, process, 4)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert (run / "checkpoints" / "step-00000003").is_dir()
+    cli("train", str(recipe), *SIX_STEPS, SLOW_SCORER, f"trainer.run_dir={run}")
+    assert metrics(run) == metrics(undisturbed)
+    assert weights(run) == weights(undisturbed)
+    assert any((run / "discarded" / "1").iterdir())
+
+
+def test_interrupt_saves_at_once_and_resume_equals_undisturbed(recipe: Path, tmp_path: Path, undisturbed: Path) -> None:
+    run = tmp_path / "run"
+    process = start(recipe, run, SLOW_SCORER)
+    wait_for_line(run, process, 2)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert "run the same command again" in output
+    assert list((run / "checkpoints").glob("step-*"))
+    cli("train", str(recipe), *SIX_STEPS, SLOW_SCORER, f"trainer.run_dir={run}")
+    assert metrics(run) == metrics(undisturbed)
+    assert weights(run) == weights(undisturbed)
+
+
+def test_two_runs_with_one_seed_are_equal_and_another_seed_is_not(recipe: Path, tmp_path: Path) -> None:
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        cli("train", str(recipe), f"trainer.run_dir={tmp_path / name}", f"trainer.seed={seed}")
+    assert weights(tmp_path / "a") == weights(tmp_path / "b")
+    assert metrics(tmp_path / "a") == metrics(tmp_path / "b")
+    assert weights(tmp_path / "a") != weights(tmp_path / "c")
+
+
+def test_a_finished_run_started_again_changes_nothing(undisturbed: Path, recipe: Path) -> None:
+    before = (metrics(undisturbed), weights(undisturbed))
+    cli("train", str(recipe), *SIX_STEPS, SLOW_SCORER, f"trainer.run_dir={undisturbed}")
+    assert (metrics(undisturbed), weights(undisturbed)) == before
+
+
+def test_resume_with_other_settings_is_refused_with_the_keys(recipe: Path, undisturbed: Path) -> None:
+    done = cli(
+        "train", str(recipe), *SIX_STEPS, SLOW_SCORER, "rollout.n=2", f"trainer.run_dir={undisturbed}", check=False
+    )
+    assert done.returncode == 2
+    assert "rollout.n: 4 in the checkpoint, 2 now" in done.stderr
+
+
+def test_a_truncated_checkpoint_is_named_with_the_way_out(recipe: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    arguments = ("train", str(recipe), "checkpoint.every=1", f"trainer.run_dir={run}")
+    cli(*arguments)
+    victim = max((run / "checkpoints" / "step-00000003" / "actor").glob("*.distcp"), key=lambda p: p.stat().st_size)
+    victim.write_bytes(victim.read_bytes()[:-10])
+    done = cli(*arguments, check=False)
+    assert done.returncode == 2
+    assert str(victim.name) in done.stderr
+    assert "checkpoint of step 2 is valid" in done.stderr

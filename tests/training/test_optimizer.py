@@ -1,0 +1,124 @@
+"""Schedules by hand, clipping against torch, skipping, memory sharing."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from rondo.config.schema import OptimizerConfig, ScheduleConfig
+from rondo.errors import ConfigError, TrainError
+from rondo.training import lr_ratio
+from tests.training.helpers import PolicyLoss, ValueLoss, make_batch, make_engine
+
+SCHEDULES = [
+    (ScheduleConfig("constant", warmup_steps=4), None, {0: 0.25, 1: 0.5, 3: 1.0, 4: 1.0, 99: 1.0}),
+    (ScheduleConfig("linear", min_ratio=0.2), 8, {0: 1.0, 4: 0.6, 8: 0.2, 12: 0.2}),
+    (ScheduleConfig("linear", warmup_steps=2), 6, {0: 0.5, 1: 1.0, 2: 1.0, 3: 0.75, 5: 0.25}),
+    (
+        ScheduleConfig("cosine", min_ratio=0.1),
+        4,
+        {0: 1.0, 1: 0.1 + 0.9 * (1 + math.sqrt(0.5)) / 2, 2: 0.55, 4: 0.1},
+    ),
+    (
+        ScheduleConfig("wsd", warmup_steps=1, decay_steps=4),
+        10,
+        {0: 1.0, 5: 1.0, 6: 1.0, 7: 0.75, 9: 0.25, 10: 0.0},
+    ),
+    (ScheduleConfig("wsd"), 20, {17: 1.0, 18: 1.0, 19: 0.5}),
+]
+
+
+@pytest.mark.parametrize(("schedule", "total", "expected"), SCHEDULES)
+def test_schedules_by_hand(schedule: ScheduleConfig, total: int | None, expected: dict[int, float]) -> None:
+    assert {step: lr_ratio(step, schedule, total) for step in expected} == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_falling_schedule_needs_its_end(mesh: DeviceMesh) -> None:
+    with pytest.raises(ConfigError, match="needs the number of optimizer steps"):
+        make_engine(mesh, optimizer=OptimizerConfig(schedule=ScheduleConfig("cosine")))
+
+
+@pytest.mark.parametrize("clip", [None, 0.05, 1e6])
+def test_step_equals_torch_adamw_with_clip_grad_norm(mesh: DeviceMesh, clip: float | None) -> None:
+    config = OptimizerConfig(lr=0.01, betas=(0.9, 0.98), weight_decay=0.1, grad_clip=clip)
+    engine = make_engine(mesh, optimizer=config)
+    plain = {n: p.clone().requires_grad_() for n, p in engine.parameters_in_place().items()}
+    theirs = torch.optim.AdamW(plain.values(), lr=0.01, betas=(0.9, 0.98), weight_decay=0.1)
+    for seed in range(3):
+        engine.forward_backward(make_batch(seed=seed), PolicyLoss())
+        for name, shard in engine._shards.items():
+            plain[name].grad = shard.grad.to_local().clone()
+        norm = torch.nn.utils.clip_grad_norm_(plain.values(), clip or math.inf)
+        theirs.step()
+        step = engine.optimizer_step()
+        assert step.grad_norm == pytest.approx(float(norm), rel=1e-6)
+        assert (step.skipped, step.lr) == (False, 0.01)
+    for name, tensor in engine.parameters_in_place().items():
+        torch.testing.assert_close(tensor, plain[name].detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_nan_gradient_skips_the_step(mesh: DeviceMesh) -> None:
+    schedule = ScheduleConfig("linear")
+    engine = make_engine(mesh, optimizer=OptimizerConfig(lr=1.0, schedule=schedule), total_optimizer_steps=4)
+    before = engine.snapshot()
+    batch = make_batch()
+    poisoned = batch.with_columns({"advantages": [float("nan")] + [1.0] * (len(batch) - 1)}, replace=True)
+    engine.forward_backward(poisoned, PolicyLoss())
+    step = engine.optimizer_step()
+    assert step.skipped and math.isnan(step.grad_norm) and step.lr == 1.0
+    after = engine.state()
+    assert all(
+        torch.equal(after[n].to_local(), before[n].to_local()) for n in before if n != "optimizer.steps"
+    )
+    engine.forward_backward(batch, PolicyLoss())
+    step = engine.optimizer_step()
+    assert (
+        not step.skipped and step.lr == 0.75
+    )  # a skipped step counts for the schedule, its gradient is gone
+
+
+def test_parameters_in_place_are_the_storage(mesh: DeviceMesh) -> None:
+    engine = make_engine(mesh)
+    shared = engine.parameters_in_place()
+    before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in shared.items()}
+    for _ in range(2):
+        engine.forward(make_batch(), {"log_probs": "x"})
+        engine.forward_backward(make_batch(), PolicyLoss())
+        engine.optimizer_step()
+        engine.offload()
+        engine.onload()
+    assert "lm_head.weight" not in shared and "model.embed_tokens.weight" in shared  # tied: once
+    for name, tensor in engine.parameters_in_place().items():
+        assert tensor.data_ptr() == before[name][0]
+        assert torch.equal(tensor, shared[name]) and not torch.equal(tensor, before[name][1])
+    assert engine.num_parameters() == sum(tensor.numel() for tensor in shared.values())
+    gathered = dict(engine.gathered_parameters(1000))
+    assert gathered.keys() == shared.keys() and all(torch.equal(gathered[n], shared[n]) for n in shared)
+    assert engine.peak_memory_bytes() > 1 << 20
+
+
+def test_the_critic_learns_its_targets(mesh: DeviceMesh) -> None:
+    engine = make_engine(mesh, optimizer=OptimizerConfig(lr=0.02, weight_decay=0.0), head="value")
+    batch = make_batch()
+    values = engine.forward(batch, {"values": "values"}).ragged("values")[0]
+    assert values.dtype == torch.float32 and not values.any()  # starts at 0
+    first = engine.evaluate(batch, ValueLoss()).values()["loss"]
+    for _ in range(30):
+        engine.forward_backward(batch, ValueLoss())
+        engine.optimizer_step()
+    assert engine.evaluate(batch, ValueLoss()).values()["loss"] < 0.2 * first
+    assert {"value_head.weight", "value_head.bias"} < set(
+        engine._shards
+    ) and "lm_head.weight" not in engine._shards
+
+
+def test_a_frozen_engine_refuses_to_train(mesh: DeviceMesh) -> None:
+    engine = make_engine(mesh, optimizer=None)
+    with pytest.raises(TrainError, match="frozen model"):
+        engine.forward_backward(make_batch(), PolicyLoss())
+    with pytest.raises(TrainError, match="frozen model"):
+        engine.optimizer_step()
+    assert not any(shard.requires_grad for shard in engine._shards.values())

@@ -1,0 +1,153 @@
+"""Log-probs, entropies and values: against a direct computation with transformers' eager attention, row by row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import AutoModelForCausalLM
+
+from rondo.batch import Batch, ragged_rows
+from rondo.errors import DataError, TrainError
+from rondo.models import load_model_config
+from rondo.training.head import token_log_probs
+from tests.training.helpers import ARCHITECTURES, FLOAT64, VOCAB, PolicyLoss, make_batch, make_engine, source
+
+
+def reference_model(name: str, attention: str) -> Any:
+    """The same random weights as the engine's, in plain transformers, float64 (eager's softmax is float32 even so)."""
+    model_source = source(name)
+    with torch.random.fork_rng():
+        torch.manual_seed(model_source.seed)
+        model = AutoModelForCausalLM.from_config(
+            load_model_config(model_source), attn_implementation=attention
+        )
+    return model.to(torch.float64)
+
+
+def reference_outputs(
+    model: Any, batch: Batch, temperature: float = 1.0
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(log_probs, entropy) per row: one document at a time, direct log_softmax."""
+    out = []
+    for prompt, response in zip(batch.rows("prompt_ids"), batch.rows("response_ids"), strict=True):
+        ids = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))
+        logits = (
+            model(input_ids=ids[None], use_cache=False).logits[0, len(prompt) - 1 : len(ids) - 1]
+            / temperature
+        )
+        log_softmax = torch.log_softmax(logits, -1)
+        targets = torch.from_numpy(response.astype(np.int64))
+        entropy = -(log_softmax.exp() * log_softmax).sum(-1)
+        out.append((log_softmax.gather(1, targets[:, None]).squeeze(1), entropy))
+    return out
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(("temperature", "budget", "chunk"), [(1.0, 10_000, 4096), (0.7, 24, 5)])
+def test_packed_outputs_equal_separate_documents(
+    mesh: DeviceMesh, name: str, temperature: float, budget: int, chunk: int
+) -> None:
+    config = {"token_budget": budget, "logits_chunk": chunk}
+    engine = make_engine(mesh, source(name), None, config, temperature=temperature)
+    batch = make_batch()
+    result = engine.forward(batch, {"log_probs": "old_log_probs", "entropy": "entropy"})
+    assert result.columns == ["row_id", "old_log_probs", "entropy"]
+    assert result.scalars("row_id").tolist() == batch.scalars("row_id").tolist()
+    expected = reference_outputs(reference_model(name, "eager"), batch, temperature)
+    for i, (log_probs, entropy) in enumerate(expected):
+        np.testing.assert_allclose(
+            result.rows("old_log_probs")[i], log_probs.detach().numpy(), atol=1e-5, rtol=1e-5
+        )
+        np.testing.assert_allclose(result.rows("entropy")[i], entropy.detach().numpy(), atol=1e-5, rtol=1e-5)
+    assert result.rows("old_log_probs")[0].dtype == np.float32
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama"])
+def test_gradients_equal_separate_documents(mesh: DeviceMesh, name: str) -> None:
+    """Short and long documents (both attention kernels), chunked head with recomputation, in float64."""
+    batch, model = make_batch((*((3, 7), (1, 1), (5, 12)), (90, 60))), reference_model(name, "sdpa")
+    loss = torch.zeros((), dtype=torch.float64)
+    for i, (log_probs, entropy) in enumerate(reference_outputs(model, batch, 0.8)):
+        weight = torch.from_numpy(batch.rows("token_weight")[i] * batch.rows("response_mask")[i])
+        loss = loss - (weight * (batch.scalars("advantages")[i] * log_probs + 0.1 * entropy)).sum()
+    loss.backward()
+    for budget in (10_000, 150):
+        engine = make_engine(
+            mesh, source(name), config={**FLOAT64, "token_budget": budget, "logits_chunk": 9}, temperature=0.8
+        )
+        stats = engine.forward_backward(batch, PolicyLoss())
+        assert stats.means["loss"][0] == pytest.approx(float(loss.detach()), rel=1e-12)
+        names = dict(model.named_parameters())
+        assert set(engine._shards) == set(names)
+        for key, shard in engine._shards.items():
+            expected = names[key].grad
+            assert (shard.grad.to_local() - expected).norm() <= 1e-10 * expected.norm(), key
+
+
+def test_gradient_checkpointing_changes_nothing(mesh: DeviceMesh) -> None:
+    batch, gradients = make_batch(), []
+    for checkpointing in (False, True):
+        engine = make_engine(mesh, config={"gradient_checkpointing": checkpointing, "token_budget": 40})
+        engine.forward_backward(batch, PolicyLoss())
+        gradients.append({name: shard.grad.to_local() for name, shard in engine._shards.items()})
+    assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
+
+
+def test_bfloat16_compute_stays_close_and_keeps_float32_masters(mesh: DeviceMesh) -> None:
+    batch = make_batch()
+    exact = make_engine(mesh, optimizer=None).forward(batch, {"log_probs": "x"}).ragged("x")[0]
+    engine = make_engine(mesh, config={"compute_dtype": "bfloat16"})
+    rough = engine.forward(batch, {"log_probs": "x"}).ragged("x")[0]
+    assert rough.dtype == torch.float32
+    assert 0 < (rough - exact).abs().mean() < 0.1
+    engine.forward_backward(batch, PolicyLoss())
+    step = engine.optimizer_step()
+    assert step.grad_norm > 0 and not step.skipped
+    assert all(shard.dtype == torch.float32 for shard in engine._shards.values())
+
+
+@pytest.mark.parametrize("chunk", [3, 100])
+def test_log_prob_head_against_autograd(chunk: int) -> None:
+    """Values and all gradients, with a bias, temperature and entropy; recomputed chunks and one kept chunk."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(10, 6, dtype=torch.float64), torch.randn(VOCAB, 6, dtype=torch.float64)
+    bias, targets = torch.randn(VOCAB, dtype=torch.float64), torch.randint(0, VOCAB, (10,))
+    mine = [t.clone().requires_grad_() for t in (hidden, weight, bias)]
+    theirs = [t.clone().requires_grad_() for t in (hidden, weight, bias)]
+    log_probs, entropy = token_log_probs(*mine, targets, temperature=1.7, chunk=chunk, entropy=True)
+    log_softmax = torch.log_softmax((theirs[0] @ theirs[1].T + theirs[2]) / 1.7, -1)
+    expected = log_softmax.gather(1, targets[:, None]).squeeze(1), -(log_softmax.exp() * log_softmax).sum(-1)
+    torch.testing.assert_close((log_probs, entropy), expected, rtol=0, atol=1e-13)
+    factors = torch.randn(2, 10, dtype=torch.float64)
+    (log_probs @ factors[0] + entropy @ factors[1]).backward()
+    (expected[0] @ factors[0] + expected[1] @ factors[1]).backward()
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-13)
+
+
+def test_rows_without_response_and_empty_batches(mesh: DeviceMesh) -> None:
+    engine = make_engine(mesh)
+    empty = engine.forward(make_batch(()), {"log_probs": "x"})
+    assert len(empty) == 0 and empty.columns == ["row_id", "x"]
+    only = engine.forward(make_batch(((3, 0), (2, 0))), {"log_probs": "x"})
+    assert only.lengths("x").tolist() == [0, 0]
+    assert engine.forward_backward(make_batch(()), PolicyLoss()).means == {}
+    with pytest.raises(DataError, match="row 1 has an empty prompt"):
+        engine.forward(make_batch(((1, 1), (0, 2))), {"log_probs": "x"})
+
+
+def test_errors_name_what_is_wrong(mesh: DeviceMesh) -> None:
+    engine = make_engine(mesh, config={"token_budget": 15})
+    with pytest.raises(TrainError, match="more than token_budget=15"):
+        engine.forward(make_batch(((9, 9),)), {"log_probs": "x"})
+    with pytest.raises(TrainError, match="computes log_probs, entropy, not 'values'"):
+        engine.forward(make_batch(((2, 2),)), {"values": "x"})
+    batch = make_batch(((2, 2), (3, 3))).with_columns(
+        {"response_mask": ragged_rows([np.ones(2), np.ones(2)], np.uint8)}, replace=True
+    )
+    with pytest.raises(DataError, match="'response_mask' is not aligned"):
+        engine.forward_backward(batch, PolicyLoss())

@@ -1,0 +1,202 @@
+"""Several ranks: the same loss and gradients however rows are cut; state that moves between numbers of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from rondo.config.schema import OptimizerConfig, ScheduleConfig
+from rondo.errors import CheckpointError
+from rondo.planning.packing import balance
+from rondo.training import FsdpEngine
+from tests.ranks import run_ranks
+from tests.training.helpers import (
+    FLOAT64,
+    PolicyLoss,
+    ValueLoss,
+    full_gradients,
+    make_batch,
+    make_engine,
+    relative_difference,
+    source,
+)
+
+Gradients = dict[str, torch.Tensor]
+
+
+def _shard(rank: int, world: int, seed: int = 0) -> Any:
+    batch = make_batch(seed=seed)
+    costs = batch.lengths("prompt_ids") + batch.lengths("response_ids")
+    return batch.take(balance(costs, world)[rank])
+
+
+def _gradients(rank: int, world: int) -> dict[str, tuple[float, Gradients]]:
+    """Name of a case -> (loss summed over ranks, full gradients)."""
+    mesh, out = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",)), {}
+    whole = 10_000
+    cases: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "float64": ({**FLOAT64, "token_budget": whole}, {}),
+        "float64 micro": (
+            {**FLOAT64, "token_budget": 24, "logits_chunk": 4, "gradient_checkpointing": True},
+            {},
+        ),
+        "float32": ({"token_budget": whole}, {}),
+        "float32 micro": ({"token_budget": 24}, {}),
+        "value float64": ({**FLOAT64, "token_budget": 30}, {"head": "value"}),
+        "bfloat16": ({"compute_dtype": "bfloat16", "token_budget": 60}, {}),
+    }
+    for name, (config, arguments) in cases.items():
+        engine = make_engine(mesh, source("llama"), config=config, **arguments)
+        loss = ValueLoss() if name.startswith("value") else PolicyLoss()
+        stats = engine.forward_backward(_shard(rank, world), loss)
+        total = torch.tensor(stats.means.get("loss", (0.0, 0.0))[0], dtype=torch.float64)
+        dist.all_reduce(total)
+        out[name] = (float(total), full_gradients(engine))
+    return out
+
+
+def test_loss_and_gradients_do_not_depend_on_ranks_or_micro_batches() -> None:
+    results = {world: run_ranks(world, _gradients)[0] for world in (1, 2, 4)}
+    tolerance = {
+        "float64": 1e-10,
+        "float64 micro": 1e-10,
+        "value float64": 1e-10,
+        "float32": 1e-5,
+        "float32 micro": 1e-5,
+    }
+    for world, cases in results.items():
+        for name, limit in tolerance.items():
+            base = name.removesuffix(" micro")
+            loss, gradients = results[1][base]
+            assert cases[name][0] == pytest.approx(loss, rel=max(limit, 1e-9))
+            for parameter, expected in gradients.items():
+                difference = relative_difference(cases[name][1][parameter], expected)
+                assert difference <= limit, (world, name, parameter, difference)
+        for parameter, expected in results[1]["float32"][1].items():
+            assert relative_difference(cases["bfloat16"][1][parameter], expected) < 0.15, (world, parameter)
+
+
+def _few_rows(rank: int, world: int) -> list[float]:
+    """Two rows on the last rank, none elsewhere: every rank still runs the same passes."""
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
+    engine = make_engine(mesh, config={**FLOAT64, "token_budget": 25})
+    batch = make_batch().take([0, 5, 8] if rank == world - 1 else [])
+    old = engine.forward(batch, {"log_probs": "old_log_probs"})
+    assert len(old) == len(batch)
+    with torch.no_grad():
+        engine.evaluate(batch, PolicyLoss())
+    engine.forward_backward(batch, PolicyLoss())
+    step = engine.optimizer_step()
+    return [step.grad_norm, *(float(t.sum()) for _, t in engine.gathered_parameters(3000))]
+
+
+def test_ranks_without_rows_do_not_hang_and_change_nothing() -> None:
+    alone = run_ranks(1, _few_rows)[0]
+    for result in run_ranks(3, _few_rows):
+        assert result == pytest.approx(alone, rel=1e-9)
+
+
+def _engine(rank: int, world: int, seed: int = 3) -> FsdpEngine:
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
+    optimizer = OptimizerConfig(lr=0.01, schedule=ScheduleConfig("cosine", warmup_steps=2))
+    return make_engine(mesh, source(), optimizer, total_optimizer_steps=9)
+
+
+def _steps(engine: FsdpEngine, rank: int, world: int, seeds: range) -> list[float]:
+    norms = []
+    for seed in seeds:
+        engine.forward_backward(_shard(rank, world, seed), PolicyLoss())
+        norms.append(engine.optimizer_step().grad_norm)
+    return norms
+
+
+def _everything(engine: FsdpEngine) -> dict[str, torch.Tensor]:
+    state = engine.state()
+    return {n: t.full_tensor() if hasattr(t, "full_tensor") else t.clone() for n, t in state.items()}
+
+
+def _train_and_save(rank: int, world: int, path: str) -> dict[str, torch.Tensor]:
+    engine = _engine(rank, world)
+    _steps(engine, rank, world, range(3))
+    snapshot, now = engine.snapshot(), _everything(engine)
+    _steps(engine, rank, world, range(3, 5))
+    engine.save(path, snapshot)  # the copy, though training went on
+    return now
+
+
+def _load(rank: int, world: int, path: str) -> dict[str, torch.Tensor]:
+    engine = _engine(rank, world)
+    engine.load(path)
+    return _everything(engine)
+
+
+def test_saved_on_two_ranks_loads_exactly_on_one_two_and_four(tmp_path: Path) -> None:
+    saved = run_ranks(2, _train_and_save, str(tmp_path / "state"))[0]
+    assert float(saved["optimizer.steps"][0]) == 3
+    for world in (1, 2, 4):
+        loaded = run_ranks(world, _load, str(tmp_path / "state"))[0]
+        assert loaded.keys() == saved.keys()
+        assert all(torch.equal(loaded[name], saved[name]) for name in saved)
+
+
+def _interrupted(rank: int, world: int, path: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Five steps in one go, and three steps, a new engine from disk, two more."""
+    straight = _engine(rank, world)
+    _steps(straight, rank, world, range(5))
+    first = _engine(rank, world)
+    _steps(first, rank, world, range(3))
+    first.save(path)
+    second = _engine(rank, world)
+    second.load(path)
+    _steps(second, rank, world, range(3, 5))
+    third = _engine(rank, world)
+    third.load_state(first.snapshot())
+    _steps(third, rank, world, range(3, 5))
+    assert all(torch.equal(a, _everything(third)[n]) for n, a in _everything(second).items())
+    return _everything(straight), _everything(second)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_going_on_from_a_checkpoint_is_bit_for_bit(world: int, tmp_path: Path) -> None:
+    for straight, resumed in run_ranks(world, _interrupted, str(tmp_path / "state")):
+        assert all(torch.equal(straight[name], resumed[name]) for name in straight)
+
+
+def _gathered(rank: int, world: int, path: str) -> dict[str, torch.Tensor]:
+    engine = _engine(rank, world)
+    whole = {name: shard.full_tensor() for name, shard in engine._shards.items()}
+    for bucket_bytes in (1, 5000, 1 << 30):
+        gathered = dict(engine.gathered_parameters(bucket_bytes))
+        assert list(gathered) == list(whole) and all(torch.equal(gathered[n], whole[n]) for n in whole)
+    engine.export(path)
+    return whole
+
+
+def test_gathered_and_exported_from_three_ranks(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    whole = run_ranks(3, _gathered, str(tmp_path))[0]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert all(torch.equal(dict(model.named_parameters())[name], tensor) for name, tensor in whole.items())
+    np.testing.assert_array_equal(model.lm_head.weight.data_ptr(), model.model.embed_tokens.weight.data_ptr())
+
+
+def _load_into_other(rank: int, world: int, path: str) -> str:
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
+    engine = make_engine(mesh, source("qwen3", hidden_size=64))
+    with pytest.raises(CheckpointError, match="cannot be loaded into this model") as caught:
+        engine.load(path)
+    with pytest.raises(CheckpointError, match="cannot be loaded"):
+        engine.load(path + "-nowhere")
+    return str(caught.value)
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    run_ranks(1, _train_and_save, str(tmp_path / "state"))
+    assert "another" in run_ranks(1, _load_into_other, str(tmp_path / "state"))[0]
