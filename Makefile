@@ -42,7 +42,7 @@ $(BIN)/python:
 $(VENV)/.stamp-%: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	@echo "Installing rondo-rl[$*] into $(VENV) (torch is the largest part; minutes on the first time) …"
 	@$(BIN)/python -m pip install --progress-bar off $(PIP_ARGS) $(addprefix --constraint ,$(CONSTRAINTS)) \
-	  --editable ".[$*]" | awk '/Downloading .*MB/ { print "  " $$2, $$3, $$4; fflush() } \
+	  --editable ".[$*]" 2> >(grep -v '^WARNING: Location .* is ignored' >&2) | awk '/Downloading .*MB/ { print "  " $$2, $$3, $$4; fflush() } \
 	  /^Installing collected/ { print "  unpacking", NF - 3, "packages"; fflush() }'
 	@touch $@
 

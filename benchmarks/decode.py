@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import statistics
 import sys
@@ -32,6 +33,7 @@ from rondo.rollout.native.compiled import _declare
 from rondo.types import GenerateRequest, SamplingParams
 
 PROMPT, NEW, GROUP = 16, 48, 8
+_turns = itertools.count()
 
 
 def quickstart_config() -> Qwen3Config:
@@ -77,14 +79,15 @@ def run_generate(model: torch.nn.Module, ids: torch.Tensor, cache: str) -> None:
 
 
 def run_engine(engine: NativeEngine, ids: torch.Tensor) -> None:
-    """One request per row; rows of a group share their affinity key."""
+    """One request per row; rows of a group share their affinity key, which no earlier turn had (else its prefill is free)."""
+    turn = next(_turns)
     sampling = SamplingParams(max_tokens=NEW)
     rows = ids.numpy().astype(np.int32)
 
     async def all_requests() -> None:
         await asyncio.gather(
             *(
-                engine.generate(GenerateRequest(str(i), rows[i], sampling, seed=i, affinity=str(i // GROUP)))
+                engine.generate(GenerateRequest(str(i), rows[i], sampling, seed=i, affinity=f"{turn}/{i // GROUP}"))
                 for i in range(len(rows))
             )
         )

@@ -80,7 +80,7 @@ FORBIDDEN: dict[str, set[str]] = {
 # Third-party systems that one or two modules hide from everybody else.
 HIDDEN = ("ray", "vllm", "sglang", "megatron")
 
-# Boundaries between threads, tasks and processes, and around code of the user's: whatever is raised is carried
+# Boundaries between threads, tasks and processes, and around the user's code: what is raised is carried on
 # to whoever waits for the answer. Everywhere else `except Exception` must end in `raise`.
 BOUNDARIES = {
     "rondo/controller/host.py": "a worker's exception travels to the controller as a Failure",

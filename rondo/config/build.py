@@ -21,7 +21,7 @@ FLATTENED = (FunctionConfig, RewardFunctionConfig)
 def build(tree: Node) -> tuple[Config, dict[str, Origin]]:
     """The configuration, and the origin of every leaf that was set. Raises ConfigError."""
     origins: dict[str, Origin] = {}
-    config = _value(Config, tree, "", origins)
+    config = _value(Config, tree, "", origins, Config())
     return typing.cast(Config, config), origins
 
 
@@ -71,13 +71,14 @@ def _walk(kind: Any, prefix: str) -> Iterator[str]:
             yield from _walk(field_type, key)
 
 
-def _value(kind: Any, node: Node, key: str, origins: dict[str, Origin]) -> Any:
+def _value(kind: Any, node: Node, key: str, origins: dict[str, Origin], default: Any = None) -> Any:
+    """default: what stands here when nothing is set; a section starts from it (critic.optimizer's lr)."""
     kind, optional = unwrap(kind)
     if node.value is None and optional:
         origins[key] = node.origin
         return None
     if is_section(kind):
-        return _section(kind, node, key, origins)
+        return _section(kind, node, key, origins, default)
     shape = typing.get_origin(kind)
     if shape is tuple:
         return _tuple(kind, node, key, origins)
@@ -97,13 +98,14 @@ def _value(kind: Any, node: Node, key: str, origins: dict[str, Origin]) -> Any:
     return _scalar(kind, node, key, optional)
 
 
-def _section(kind: Any, node: Node, key: str, origins: dict[str, Origin]) -> Any:
+def _section(kind: Any, node: Node, key: str, origins: dict[str, Origin], default: Any) -> Any:
     if kind in FLATTENED and isinstance(node.value, str):
         node = Node({"name": node}, node.origin, node.layer)
     if not isinstance(node.value, dict):
         wanted = "a name, or a mapping with `name` and options" if kind in FLATTENED else "a mapping"
         raise _wrong(node, key or "the recipe", wanted, False)
     hints = fields_of(kind)
+    defaults = _defaults(kind, default)
     values: dict[str, Any] = {}
     options: dict[str, Any] = {}
     for name, child in node.value.items():
@@ -114,23 +116,33 @@ def _section(kind: Any, node: Node, key: str, origins: dict[str, Origin]) -> Any
                 f"{{name: {getattr(node.value.get('name'), 'value', '…')}, option: value}}"
             )
         if name in hints:
-            values[name] = _value(hints[name], child, child_key, origins)
+            values[name] = _value(hints[name], child, child_key, origins, defaults.get(name))
         elif kind in FLATTENED:
             options[name] = child.plain()
             origins.update((leaf_key, leaf.origin) for leaf_key, leaf in child.leaves(child_key))
         else:
             raise ConfigError(f"{child.origin.where}: unknown key '{child_key}'{_suggest(child_key, kind)}")
-    for field in dataclasses.fields(kind):
-        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        if required and field.name not in values:
-            raise ConfigError(
-                f"{node.origin.where}: {key} lacks the key '{field.name}', which has no default"
-            )
+    missing = [name for name in hints if name not in values and name not in defaults]
+    if missing:
+        raise ConfigError(f"{node.origin.where}: {key} lacks the key '{missing[0]}', which has no default")
     if kind in FLATTENED:
         values["options"] = options
     if not node.value and key:
         origins[key] = node.origin
-    return kind(**values)
+    return kind(**{**defaults, **values})
+
+
+def _defaults(kind: Any, default: Any) -> dict[str, Any]:
+    """Field values of the section when nothing is set: those of `default`, or else the schema's."""
+    if isinstance(default, kind):
+        return {field.name: getattr(default, field.name) for field in dataclasses.fields(kind)}
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(kind):
+        if field.default is not dataclasses.MISSING:
+            found[field.name] = field.default
+        elif field.default_factory is not dataclasses.MISSING:
+            found[field.name] = field.default_factory()
+    return found
 
 
 def _tuple(kind: Any, node: Node, key: str, origins: dict[str, Origin]) -> tuple[Any, ...]:

@@ -415,7 +415,9 @@ TABLE: Mapping[str, Rule] = {
     f"{_R}.prompt_length": To("data.max_prompt_tokens"),
     f"{_R}.max_num_seqs": To("rollout.max_concurrent"),
     f"{_R}.dtype": To("rollout.dtype"),
-    f"{_R}.do_sample": Only((True,), "set rollout.temperature=0 for greedy answers"),
+    f"{_R}.do_sample": Only(
+        (True,), "training samples; for greedy answers in evaluation: trainer.evaluation.greedy"
+    ),
     f"{_R}.mode": Ignored("requests are always asynchronous"),
     f"{_R}.tensor_model_parallel_size": Only((1,), "the native engine runs on one device per replica"),
     f"{_R}.gpu_memory_utilization": _NATIVE,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -43,18 +44,31 @@ def init_distributed(rank: int, world_size: int, device: str, store: dist.Store 
     return True
 
 
-def new_device_mesh(mesh: Mesh, ranks: Sequence[int], device_type: str) -> DeviceMesh:
-    """A DeviceMesh over these ranks of the world, each axis on new process groups. Collective over `ranks`
-    only."""
-    grid = torch.tensor(ranks, dtype=torch.int).reshape(mesh.shape)
-    here = (grid == dist.get_rank()).nonzero()[0].tolist()
-    groups = []
+def new_axis_groups(mesh: Mesh, ranks: Sequence[int]) -> tuple[dist.ProcessGroup, ...]:
+    """Process groups for a mesh over these ranks of the world: of each axis, the one that this process is in.
+
+    Collective over the *whole* world, as torch.distributed wants it, in one order everywhere; () for a
+    process that is not among `ranks`. Always new groups: colocated roles never share one, nor the default
+    group.
+    """
+    grid = np.asarray(ranks).reshape(mesh.shape)
+    mine = []
     for axis, name in enumerate(mesh.names):
-        members = grid[tuple(slice(None) if k == axis else at for k, at in enumerate(here))].tolist()
-        groups.append(dist.new_group(members, use_local_synchronization=True, group_desc=f"rondo_{name}"))
+        for members in np.moveaxis(grid, axis, -1).reshape(-1, mesh.shape[axis]).tolist():
+            group = dist.new_group(members, group_desc=f"rondo_{name}")
+            if dist.get_rank() in members:
+                mine.append(group)
+    return tuple(mine)
+
+
+def device_mesh_of(
+    mesh: Mesh, ranks: Sequence[int], groups: Sequence[dist.ProcessGroup], device_type: str
+) -> DeviceMesh:
+    """A DeviceMesh with the mesh's axis names on existing groups. Moves nothing."""
     if len(groups) == 1:
         return DeviceMesh.from_group(groups[0], device_type, mesh_dim_names=mesh.names)
-    return DeviceMesh.from_group(groups, device_type, mesh=grid, mesh_dim_names=mesh.names)
+    grid = torch.tensor(ranks, dtype=torch.int).reshape(mesh.shape)
+    return DeviceMesh.from_group(list(groups), device_type, mesh=grid, mesh_dim_names=mesh.names)
 
 
 def is_echo(error: BaseException) -> bool:

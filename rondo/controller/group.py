@@ -15,7 +15,7 @@ import numpy as np
 
 from rondo.batch import ROW_ID, BatchRef, Block, Resolver
 from rondo.controller.dispatch import Dispatch, cut, dispatch_of
-from rondo.controller.host import CREATE, Call, Failure, NewWorker, Reply
+from rondo.controller.host import CREATE, JOIN, Call, Failure, NewMesh, NewWorker, Reply
 from rondo.controller.mesh import Mesh
 from rondo.controller.worker import Worker
 from rondo.errors import ConfigError, DataError, WorkerError
@@ -150,8 +150,8 @@ class WorkerGroup:
         missing = [name for name in columns if name not in ref.columns]
         if missing:
             raise DataError(
-                f"{self.role}.{method.__name__} reads {', '.join(missing)}, which not all rows of the batch have; "
-                f"it has {', '.join(ref.columns)}"
+                f"{self.role}.{method.__name__} reads {', '.join(missing)}, which not all rows of the batch "
+                f"have; it has {', '.join(ref.columns)}"
             )
         conflicts = sorted(set(mark.writes) & set(ref.columns))
         if conflicts:
@@ -214,19 +214,19 @@ async def create_group(
     role: str,
     worker_class: type[Worker],
     mesh: Mesh,
-    hosts: Mapping[int, HostHandle],
+    devices: tuple[int, ...],
+    hosts: Sequence[HostHandle],
     kwargs: Mapping[str, Any],
     resolve: Resolver,
 ) -> WorkerGroup:
-    """Build one worker in each of `hosts` (device number → host, in rank order)."""
-    devices = tuple(hosts)
-    calls = {
-        rank: Call(role, CREATE, (NewWorker(worker_class, rank, mesh, devices),), kwargs)
-        for rank in range(mesh.size)
-    }
-    in_order = list(hosts.values())
-    await _invoke(role, CREATE, dict(enumerate(in_order)), calls)
-    return WorkerGroup(role, worker_class, mesh, in_order, resolve)
+    """Build one worker on each of `devices`. All hosts of the world take part in making the process
+    groups."""
+    join = Call(role, JOIN, (NewMesh(mesh, devices),))
+    await _invoke(role, JOIN, dict(enumerate(hosts)), dict.fromkeys(range(len(hosts)), join))
+    chosen = [hosts[device] for device in devices]
+    calls = {rank: Call(role, CREATE, (NewWorker(worker_class, rank),), kwargs) for rank in range(mesh.size)}
+    await _invoke(role, CREATE, dict(enumerate(chosen)), calls)
+    return WorkerGroup(role, worker_class, mesh, chosen, resolve)
 
 
 def pool(num_devices: int, mesh: Mesh | None, devices: Sequence[int] | None) -> tuple[Mesh, tuple[int, ...]]:

@@ -27,11 +27,11 @@ import torch
 import torch.distributed as dist
 
 from rondo.batch import ROW_ID, Batch, Shard
-from rondo.controller.distributed import init_distributed, is_echo
+from rondo.controller.distributed import init_distributed, is_echo, new_axis_groups
 from rondo.controller.mesh import Mesh
 from rondo.controller.worker import Worker, WorkerContext
 
-CREATE = "__init__"
+JOIN, CREATE = "join a mesh", "__init__"
 _log = logging.getLogger(__name__)
 
 
@@ -61,6 +61,12 @@ class NewWorker:
 
     worker_class: type[Worker]
     rank: int
+
+
+@dataclass(frozen=True)
+class NewMesh:
+    """The argument of a JOIN call, which every host of the world gets before some of them build a worker."""
+
     mesh: Mesh
     ranks: tuple[int, ...]
 
@@ -139,6 +145,7 @@ class Host:
     ) -> None:
         self.rank, self.world_size, self.device, self.threads = rank, world_size, device, threads
         self.workers: dict[str, Worker] = {}
+        self._meshes: dict[str, tuple[NewMesh, tuple[dist.ProcessGroup, ...]]] = {}
         self._started_distributed = False
         self._threads_before = torch.get_num_threads()
         torch.set_num_threads(threads)
@@ -178,6 +185,10 @@ class Host:
     # The two methods below are the boundary at which a worker's exception, whatever it is, becomes a Failure.
     def _run_sync(self, call: Call, blocks: Sequence[Batch]) -> Result:
         try:
+            if call.method == JOIN:
+                new: NewMesh = call.args[0]
+                self._meshes[call.role] = new, new_axis_groups(new.mesh, new.ranks)
+                return Reply(), None
             if call.method == CREATE:
                 self._create(call)
                 return Reply(), None
@@ -195,15 +206,17 @@ class Host:
 
     def _create(self, call: Call) -> None:
         new: NewWorker = call.args[0]
+        placed, groups = self._meshes[call.role]
         context = WorkerContext(
             role=call.role,
             rank=new.rank,
-            world_size=new.mesh.size,
+            world_size=placed.mesh.size,
             device=self.device,
             threads=self.threads,
             peers=MappingProxyType(self.workers),
-            mesh=new.mesh,
-            ranks=new.ranks,
+            mesh=placed.mesh,
+            ranks=placed.ranks,
+            groups=groups,
         )
         self.workers[call.role] = new.worker_class(context, **call.kwargs)
 
@@ -211,7 +224,7 @@ class Host:
         """Close the workers, youngest first, and what was started here."""
         if self._thread is not None:  # behind what is still running
             await asyncio.get_running_loop().run_in_executor(self._thread, self._close_workers)
-            self._thread.shutdown(wait=False)
+            self._thread.shutdown()
         else:
             self._close_workers()
         torch.set_num_threads(self._threads_before)

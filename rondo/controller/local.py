@@ -67,8 +67,8 @@ class LocalCluster:
         devices: Sequence[int] | None = None,
     ) -> WorkerGroup:
         """See Cluster.create_group; the local backend has one device."""
-        mesh, _ = pool(1, mesh, devices)
-        return await create_group(role, worker_class, mesh, {0: self._handle}, kwargs, self.resolve)
+        mesh, chosen = pool(1, mesh, devices)
+        return await create_group(role, worker_class, mesh, chosen, [self._handle], kwargs, self.resolve)
 
     async def resolve(self, handles: Sequence[Any]) -> list[Batch]:
         """See Cluster.resolve."""

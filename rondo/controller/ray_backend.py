@@ -199,7 +199,15 @@ class RayHandle(HandleBase):
 class RayCluster:
     """One actor per device; see the Cluster protocol. origin: how this process came to Ray."""
 
-    def __init__(self, num_devices: int, device: str, threads: int, origin: Origin) -> None:
+    def __init__(
+        self,
+        num_devices: int,
+        device: str,
+        threads: int,
+        origin: Origin,
+        environment_before: Mapping[str, str],
+    ) -> None:
+        self._environment_before = environment_before
         self.num_devices, self.device, self.threads = num_devices, device, threads
         self._owns_ray = origin != "found"
         self._inline_bytes = INLINE_BYTES if origin == "started" else RAY_DEFAULT_INLINE_BYTES
@@ -229,8 +237,8 @@ class RayCluster:
             found = await asyncio.wait_for(_all(a.whereabouts.remote() for a in self._actors), START_SECONDS)
         except (TimeoutError, RayError) as error:
             raise ConfigError(
-                f"Ray did not start {self.num_devices} host processes within {START_SECONDS:.0f} s ({error!r}): are "
-                f"its resources ({ray.available_resources()}) taken by another job? See `ray status`"
+                f"Ray started no {self.num_devices} host processes within {START_SECONDS:.0f} s, {error!r}: "
+                f"are its resources ({ray.available_resources()}) taken by another job? See `ray status`"
             ) from error
         order = sorted(range(self.num_devices), key=lambda i: (found[i][0] != found[0][0], found[i][0], i))
         self._actors = [self._actors[i] for i in order]
@@ -257,8 +265,7 @@ class RayCluster:
     ) -> WorkerGroup:
         """See Cluster.create_group."""
         mesh, chosen = pool(self.num_devices, mesh, devices)
-        hosts = {device: self._handles[device] for device in chosen}
-        return await create_group(role, worker_class, mesh, hosts, kwargs, self.resolve)
+        return await create_group(role, worker_class, mesh, chosen, self._handles, kwargs, self.resolve)
 
     async def resolve(self, handles: Sequence[Any]) -> list[Batch]:
         """See Cluster.resolve. Whole blocks come to the controller and are counted."""
@@ -303,7 +310,7 @@ class RayCluster:
                     ray.kill(actor, no_restart=True)
                 await _gone(self.pids)
                 if self._owns_ray:
-                    ray.shutdown()
+                    stop_ray(self._environment_before)
 
     async def __aenter__(self) -> Self:
         return self
@@ -367,6 +374,17 @@ def start_ray(config: ClusterConfig, threads: int) -> Origin:
         return "started"
 
 
+def stop_ray(environment_before: Mapping[str, str]) -> None:
+    """Stop Ray, or disconnect, and take back what it wrote into this process's environment."""
+    ray.shutdown()
+    for name in list(os.environ):
+        if name.startswith("RAY_") or name == "PYTHONBREAKPOINT":
+            if name in environment_before:
+                os.environ[name] = environment_before[name]
+            else:
+                del os.environ[name]
+
+
 async def start_ray_cluster(config: ClusterConfig, threads: int) -> RayCluster:
     """Start or join Ray, then one host per device. Raises ConfigError when there are fewer devices than asked
     for."""
@@ -374,6 +392,7 @@ async def start_ray_cluster(config: ClusterConfig, threads: int) -> RayCluster:
         raise ConfigError(
             "cluster.inline=true works with cluster.backend=local only: calls run in other processes"
         )
+    environment_before = dict(os.environ)
     origin = start_ray(config, threads)
     cluster: RayCluster | None = None
     try:
@@ -382,15 +401,17 @@ async def start_ray_cluster(config: ClusterConfig, threads: int) -> RayCluster:
         kind = "GPU" if use_cuda else "CPU"
         if resources.get(kind, 0) < config.devices:
             raise ConfigError(
-                f"cluster.devices={config.devices}, but the Ray cluster has {resources.get(kind, 0):.0f} {kind}s: "
-                "lower cluster.devices, add nodes, or set cluster.device"
+                f"cluster.devices={config.devices}, but the Ray cluster has {resources.get(kind, 0):.0f} "
+                f"{kind}s: lower cluster.devices, add nodes, or set cluster.device"
             )
-        cluster = RayCluster(config.devices, "cuda" if use_cuda else "cpu", threads, origin)
+        cluster = RayCluster(
+            config.devices, "cuda" if use_cuda else "cpu", threads, origin, environment_before
+        )
         await cluster.start_hosts(worker_environment(threads))
     except BaseException:
         if cluster is not None:
             await cluster.shutdown()
         elif origin != "found":
-            ray.shutdown()
+            stop_ray(environment_before)
         raise
     return cluster

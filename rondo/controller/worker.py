@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from rondo.controller.distributed import new_device_mesh
+from rondo.controller.distributed import device_mesh_of
 from rondo.controller.mesh import Mesh
 
 
@@ -28,10 +29,11 @@ class Worker:
 
 @dataclass
 class WorkerContext:
-    """device: "cpu" or "cuda:i". threads: torch threads of this host. ranks: the group's ranks in the world
-    of hosts.
+    """Where a worker stands, and with whom.
 
-    peers: the workers of other roles in this process, by role; a live view, filled in creation order.
+    device: "cpu" or "cuda:i". threads: torch threads of this host. peers: the workers of other roles in this
+    process, by role; a live view. ranks: the group's ranks in the world of hosts. groups: one process group
+    per mesh axis.
     """
 
     role: str
@@ -42,13 +44,13 @@ class WorkerContext:
     peers: Mapping[str, Worker]
     mesh: Mesh
     ranks: tuple[int, ...]
+    groups: tuple[ProcessGroup, ...]
     _device_mesh: DeviceMesh | None = field(default=None, repr=False)
 
     def device_mesh(self) -> DeviceMesh:
-        """A torch DeviceMesh over the group's ranks with the mesh's axis names, on process groups of its own.
-
-        Collective over the group at the first call (call it from `__init__` or a sync method, on every rank).
-        """
+        """A torch DeviceMesh over the group's ranks with the mesh's axis names, on process groups of its
+        own."""
         if self._device_mesh is None:
-            self._device_mesh = new_device_mesh(self.mesh, self.ranks, self.device.partition(":")[0])
+            device_type = self.device.partition(":")[0]
+            self._device_mesh = device_mesh_of(self.mesh, self.ranks, self.groups, device_type)
         return self._device_mesh

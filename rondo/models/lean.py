@@ -1,8 +1,9 @@
-"""Leaner float32 arithmetic on a CPU: RMS norm and rotary attention with hand-written backward passes.
+"""Leaner arithmetic on a CPU: RMS norm and rotary attention with hand-written backward passes.
 
 On small models the time beside the matrix products goes into element-wise passes over memory, and autograd's composition
 of a norm or a rotation makes two to three times as many as needed. A module is replaced by what it *does*, not by its
-name: only if its output on random input equals ours. Everything else keeps transformers' code, as do other dtypes.
+name: only if its output on random input equals ours. Everything else keeps transformers' code, as does half precision.
+(In float64 this norm is also exact, where transformers' rounds to float32.)
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from transformers import PreTrainedModel
 
 from rondo.models.attention import plan_documents, varlen_attention
 
+_DTYPES = (torch.float32, torch.float64)
 _TOLERANCE = 1e-5
 _PROBE = np.array([3, 2, 4])  # lengths of the documents that a replaced attention is tried on
 
@@ -24,11 +26,11 @@ _PROBE = np.array([3, 2, 4])  # lengths of the documents that a replaced attenti
 def use_lean_modules(model: PreTrainedModel) -> dict[str, int]:
     """Replace `forward` of norms and attention modules that compute what ours do; returns how many of each kind.
 
-    For float32 parameters on a CPU and a model that was built for packed attention; otherwise nothing happens.
+    For float32 or float64 parameters on a CPU, in a model that was built for packed attention; otherwise nothing happens.
     """
     counts = {"rms_norm": 0, "attention": 0}
     parameter = next(model.parameters())
-    if parameter.device.type != "cpu" or parameter.dtype != torch.float32:
+    if parameter.device.type != "cpu" or parameter.dtype not in _DTYPES:
         return counts
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -49,8 +51,9 @@ def _is_rms_norm(module: torch.nn.Module) -> bool:
     eps = _eps(module)
     if set(parameters) != {"weight"} or parameters["weight"].ndim != 1 or eps is None or next(module.children(), None):
         return False
-    x = torch.randn(4, len(parameters["weight"]))
-    return _close(module(x), _RmsNorm.apply(x, parameters["weight"], eps))
+    weight = parameters["weight"]
+    x = torch.randn(4, len(weight), dtype=weight.dtype)
+    return _close(module(x), _RmsNorm.apply(x, weight, eps))
 
 
 def _eps(module: torch.nn.Module) -> float | None:
@@ -59,7 +62,7 @@ def _eps(module: torch.nn.Module) -> float | None:
 
 
 def _norm_forward(module: Any, plain: Callable[..., torch.Tensor], hidden_states: torch.Tensor) -> torch.Tensor:
-    if hidden_states.dtype != torch.float32:
+    if hidden_states.dtype not in _DTYPES:
         return plain(hidden_states)
     out: torch.Tensor = _RmsNorm.apply(hidden_states, module.weight, _eps(module))
     return out
@@ -79,7 +82,7 @@ def _attention_forward(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Projections, norms of queries and keys if there are any, rotation, packed attention, projection."""
-    if hidden_states.dtype != torch.float32 or position_embeddings is None:
+    if hidden_states.dtype not in _DTYPES or position_embeddings is None:
         return plain(hidden_states, position_embeddings=position_embeddings, attention_mask=attention_mask, **kwargs)
     rows = hidden_states[0]
     q, k, v = (
@@ -105,7 +108,7 @@ def _same_attention(model: PreTrainedModel, module: Any, ours: Callable[..., Any
     rotary = getattr(model.base_model, "rotary_emb", None)
     if rotary is None:
         return False
-    x = torch.randn(1, int(_PROBE.sum()), module.q_proj.in_features)
+    x = torch.randn(1, int(_PROBE.sum()), module.q_proj.in_features, dtype=module.q_proj.weight.dtype)
     positions = torch.arange(x.shape[1])[None] % 5
     heads = tuple(projection.out_features // module.head_dim for projection in (module.q_proj, module.k_proj))
     documents = plan_documents(_PROBE, heads=heads, device=x.device, dtype=x.dtype)

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from rondo.config.functions import did_you_mean, resolve_function
@@ -55,8 +57,8 @@ def _config_from_mapping(mapping: Mapping[str, Any]) -> PreTrainedConfig:
         raise ConfigError(f"model.config: a {model_type} config has no key {unknown[0]!r}{near}")
     try:
         return AutoConfig.for_model(model_type, **fields)
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"model.config: {_first_line(error)}") from error
+    except (ValueError, TypeError, StrictDataclassError) as error:
+        raise ConfigError(f"model.config: {' '.join(str(error).split())}") from error
 
 
 def build_model(
@@ -107,7 +109,7 @@ def _pretrained_model(config: PreTrainedConfig, source: ModelSource, dtype: torc
             trust_remote_code=source.trust_remote_code,
             attn_implementation=config._attn_implementation,
         )
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise DataError(
             f"model {path!r}: its weights cannot be loaded: {_first_line(error)}{_where_hint(path)}"
         ) from error

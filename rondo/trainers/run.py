@@ -66,6 +66,10 @@ async def _train(loaded: LoadedConfig, console: Console) -> Summary:
         program = plan_program(config)
         with console.phase("reading prompts"):
             prompts = load_prompts(config)
+        scorer = Scorer(config.reward)
+        scorer.check_sources(prompts.train.source_names)
+        score_names = scorer.names
+        scorer.close()
         schedule = plan_schedule(config, prompts.train.prompts_per_epoch)
         reporter = Reporter(config, folder, console, title=Path(folder_path).name)
         async with _cluster(config, console) as cluster:
@@ -73,7 +77,7 @@ async def _train(loaded: LoadedConfig, console: Console) -> Summary:
                 roles = await create_roles(cluster, config, program, schedule, prompts.max_context)
             checkpoints = Checkpoints(loaded.config, folder)
             trainer = RLTrainer(
-                config, cluster, roles, program, schedule, prompts, reporter, checkpoints, Scorer(config.reward).names
+                config, cluster, roles, program, schedule, prompts, reporter, checkpoints, score_names
             )
             for line in (*program.describe(), *await roles.rollout.call(RolloutWorker.decode_path)):
                 reporter.note(line)

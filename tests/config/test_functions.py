@@ -85,8 +85,8 @@ class TestResolve:
         assert failure(lambda: resolve_function("my_reward.py:not_a_function")) == (
             "'my_reward.py:not_a_function' is int, not a function"
         )
-        assert failure(lambda: resolve_function("json.dumpz")).endswith(
-            "has no 'dumpz'; did you mean 'dumps'?"
+        assert failure(lambda: resolve_function("json.load_s")).endswith(
+            "has no 'load_s'; did you mean 'loads'?"
         )
         assert failure(lambda: resolve_function("no_such_package.f")) == (
             "'no_such_package.f': there is no module no_such_package; install it, or run where it can be "

@@ -72,6 +72,11 @@ class TestMerging:
         ):
             assert load([first], [*BASE, other]).config.algorithm.advantage == FunctionConfig("gae")
 
+    def test_sections_start_from_their_own_defaults(self) -> None:
+        found = config("critic.optimizer.betas=[0.9, 0.95]", "algorithm.advantage.normalize_std=false")
+        assert (found.critic.optimizer.lr, found.actor.optimizer.lr) == (1e-5, 1e-6)
+        assert found.algorithm.advantage == FunctionConfig("grpo", {"normalize_std": False})
+
     def test_null_and_mapping_over_null(self, in_tmp_path: Path) -> None:
         first = recipe(in_tmp_path, "algorithm: {kl: {name: k3, where: loss, coef: 1e-3}}\n", "a.yaml")
         assert load([first], BASE).config.algorithm.kl == KlConfig("k3", "loss", 0.001)
@@ -194,17 +199,13 @@ class TestValues:
             ("algorithm.kl={name: k3, coef: 1}", "algorithm.kl lacks the key 'where', which has no default"),
             ("data.train=[{path: x}]", "data.train.0 lacks the key 'type', which has no default"),
             (
-                "algorithm.advantage={gamma: 1}",
-                "algorithm.advantage lacks the key 'name', which has no default",
+                "tracking.trackers=[{mode: x}]",
+                "tracking.trackers.0 lacks the key 'name', which has no default",
             ),
         ],
     )
     def test_wrong_types(self, argument: str, expected: str) -> None:
-        if argument == "algorithm.advantage={gamma: 1}":
-            # over the default there is nothing to merge with: the name has to be written
-            assert message([], argument) == f"argument '{argument}': {expected}"
-        else:
-            assert message([], argument) == f"argument '{argument}': {expected}"
+        assert message([], argument) == f"argument '{argument}': {expected}"
 
     def test_options_beside_the_name(self) -> None:
         assert message([], "algorithm.advantage={name: gae, options: {lam: 1}}") == (
@@ -311,7 +312,7 @@ class TestBadFiles:
 class TestPrinting:
     RECIPE = """
     model: {config: {model_type: qwen3, note: "1e-4", empty: {}, list: [1, {a: null}]}, tokenizer: "007"}
-    data: {train: [{type: function, task: "m:f", options: {size: 3, ratio: 1e-7}}, {type: jsonl, path: a.jsonl}]}
+    data: {train: [{type: function, task: "m:f", options: {ratio: 1e-7}}, {type: jsonl, path: a.jsonl}]}
     reward: {functions: [gsm8k, {name: "x.py:f", weight: 0.5, flag: true, text: "yes"}]}
     algorithm: {kl: {name: k3+, where: loss, coef: 1e-3}, advantage: {name: gae, lam: 0.95}}
     trainer: {epochs: 1.5, run_dir: "2026-11-21"}
@@ -341,12 +342,7 @@ class TestPrinting:
         lines = {line.split(":")[0]: line for line in show(loaded).splitlines()}
         assert lines["rollout.n"].split() == ["rollout.n:", "3", "#", "argument", "'rollout.n=3'"]
         assert lines["rollout.top_p"].split() == ["rollout.top_p:", "1.0", "#", "default"]
-        assert lines["algorithm.advantage.lam"].split() == [
-            "algorithm.advantage.lam:",
-            "0.95",
-            "#",
-            "recipe.yaml:5",
-        ]
+        assert lines["algorithm.advantage.lam"].endswith("# recipe.yaml:5")
         assert lines["data.train.1.path"].split() == ["data.train.1.path:", "a.jsonl", "#", "recipe.yaml:3"]
         simple = {
             key for key in schema_keys() if key.startswith(("actor.", "rollout.", "trainer.evaluation."))

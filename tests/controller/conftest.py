@@ -1,4 +1,4 @@
-"""One event loop, one Ray instance and one cluster per backend for all of the controller's tests."""
+"""One event loop, one Ray instance and one cluster per backend for the controller's tests."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Run = Callable[[Awaitable[Any]], Any]
 _numbers = itertools.count()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def run() -> Iterator[Run]:
-    """Runs a coroutine on the session's event loop."""
+    """Runs a coroutine on the tests' event loop."""
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
 
@@ -36,7 +36,7 @@ def run() -> Iterator[Run]:
     asyncio.set_event_loop(None)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def ray_instance() -> Iterator[None]:
     """Ray, started as rondo starts it, with devices for two clusters."""
     pytest.importorskip("ray")
@@ -49,13 +49,15 @@ def ray_instance() -> Iterator[None]:
     ray.shutdown()
 
 
-@pytest.fixture(scope="session", params=["local", "ray"])
+@pytest.fixture(scope="package", params=["local", "ray"])
 def cluster(request: pytest.FixtureRequest, run: Run) -> Iterator[Cluster]:
     """The same tests on both backends: one device with `local`, four with `ray`."""
     if request.param == "ray":
         request.getfixturevalue("ray_instance")
     devices = RAY_DEVICES if request.param == "ray" else 1
-    cluster = run(start_cluster(ClusterConfig(backend=request.param, devices=devices, device="cpu", threads=1)))
+    cluster = run(
+        start_cluster(ClusterConfig(backend=request.param, devices=devices, device="cpu", threads=1))
+    )
     yield cluster
     run(cluster.shutdown())
 

@@ -18,7 +18,7 @@ from rondo.errors import DataError
 from rondo.types import StepStats
 
 
-class Unwritable(Exception):
+class UnwritableError(Exception):
     """Cannot be pickled."""
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ class Calculator(Worker):
         """These ranks raise; the others return."""
         if self.context.rank in ranks:
             if kind == "unwritable":
-                raise Unwritable
+                raise UnwritableError
             if kind == "exit":
                 raise SystemExit(3)
             raise DataError(f"bad row on rank {self.context.rank}")
@@ -131,7 +131,9 @@ class Calculator(Worker):
         return self.order
 
     def make_rows(self, n: int) -> Batch:
-        return Batch.of({ROW_ID: np.arange(n), "reward": np.ones(n), "tokens": ragged_rows([np.arange(3)] * n, np.int32)})
+        return Batch.of(
+            {ROW_ID: np.arange(n), "reward": np.ones(n), "tokens": ragged_rows([np.arange(3)] * n, np.int32)}
+        )
 
     def make_rows_and_name(self, n: int) -> tuple[Batch, str]:
         return self.make_rows(n), self.context.role

@@ -69,7 +69,10 @@ def test_blocks_are_not_copied_on_the_way() -> None:
     [
         (ClusterConfig(devices=2), "cluster.backend=ray or cluster.devices=1"),
         (ClusterConfig(devices=0), "cluster.devices=0"),
-        (ClusterConfig(backend="ray", inline=True), "cluster.inline=true works with cluster.backend=local only"),
+        (
+            ClusterConfig(backend="ray", inline=True),
+            "cluster.inline=true works with cluster.backend=local only",
+        ),
     ],
 )
 def test_impossible_configurations(config: ClusterConfig, message: str) -> None:

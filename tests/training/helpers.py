@@ -56,6 +56,16 @@ def make_batch(lengths: tuple[tuple[int, int], ...] = LENGTHS, seed: int = 0) ->
     )
 
 
+def with_groups(batch: Batch, sizes: tuple[int, ...]) -> Batch:
+    """The batch with its first rows' prompts made equal within groups of the given sizes."""
+    prompts = batch.rows("prompt_ids")
+    start = 0
+    for size in sizes:
+        prompts[start : start + size] = [prompts[start]] * size
+        start += size
+    return batch.with_columns({"prompt_ids": ragged_rows(prompts, np.int32)}, replace=True)
+
+
 class PolicyLoss:
     """Policy gradient plus entropy: both outputs, a per-row and two per-token columns."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rondo.config.schema import OptimizerConfig, ScheduleConfig
 from rondo.errors import ConfigError, TrainError
+from rondo.models import ModelSource
 from rondo.training import lr_ratio
 from tests.training.helpers import PolicyLoss, ValueLoss, make_batch, make_engine
 
@@ -113,6 +115,19 @@ def test_the_critic_learns_its_targets(mesh: DeviceMesh) -> None:
     assert {"value_head.weight", "value_head.bias"} < set(
         engine._shards
     ) and "lm_head.weight" not in engine._shards
+
+
+def test_a_critic_is_exported_with_its_head(mesh: DeviceMesh, tmp_path: Path) -> None:
+    engine = make_engine(mesh, head="value")
+    batch = make_batch()
+    for _ in range(3):
+        engine.forward_backward(batch, ValueLoss())
+        engine.optimizer_step()
+    engine.export(str(tmp_path))
+    loaded = make_engine(mesh, ModelSource(path=str(tmp_path)), head="value")
+    outputs = {"values": "values"}
+    assert engine.forward(batch, outputs) == loaded.forward(batch, outputs)
+    assert loaded.forward(batch, outputs).ragged("values")[0].any()
 
 
 def test_a_frozen_engine_refuses_to_train(mesh: DeviceMesh) -> None:

@@ -25,13 +25,14 @@ from tests.training.helpers import (
     make_engine,
     relative_difference,
     source,
+    with_groups,
 )
 
 Gradients = dict[str, torch.Tensor]
 
 
 def _shard(rank: int, world: int, seed: int = 0) -> Any:
-    batch = make_batch(seed=seed)
+    batch = with_groups(make_batch(seed=seed), (4, 3))  # their prompts are shared, or not, as the cut falls
     costs = batch.lengths("prompt_ids") + batch.lengths("response_ids")
     return batch.take(balance(costs, world)[rank])
 

@@ -244,21 +244,11 @@ static void attend_group(const Model *m, const float *q, const float *keys, cons
     }
 }
 
-/* The caches of the next row are far away in memory: ask for them while this one is computed. */
-static void prefetch(const float *p, int64_t floats) {
-    for (int64_t i = 0; i < floats; i += 16) __builtin_prefetch(p + i, 0, 2);
-}
-
 static void attend_rows(const Model *m, const Layer *l, const float *qkv, int64_t width, const int64_t *slot,
                         const int64_t *position, int64_t n, float *out, float *scores) {
     int64_t D = m->head_dim, KV = m->kv_heads, group = m->heads / KV;
     for (int64_t i = 0; i < n * KV; i++) {
         int64_t r = i / KV, h = i % KV, base = (slot[r] * KV + h) * m->capacity * D;
-        if (i + 1 < n * KV) {
-            int64_t next = (i + 1) / KV, there = (slot[next] * KV + (i + 1) % KV) * m->capacity * D;
-            prefetch(l->keys + there, (position[next] / V + 1) * V * D);
-            prefetch(l->values + there, (position[next] + 1) * D);
-        }
         attend_group(m, qkv + r * width + h * group * D, l->keys + base, l->values + base,
                      out + (r * m->heads + h * group) * D, scores, position[r] + 1);
     }

@@ -1,0 +1,152 @@
+"""The command `rondo`: dispatch, errors as one block, exit codes, and how light it is."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rondo import __version__
+from rondo.cli import main as cli
+from rondo.errors import ConfigError, WorkerError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def fake_command(monkeypatch: pytest.MonkeyPatch, action: Any) -> None:
+    """Make `rondo train` call `action(args)`."""
+    module = SimpleNamespace(
+        add_parser=lambda subparsers: subparsers.add_parser("train").add_argument("config", nargs="*"),
+        run=action,
+    )
+    monkeypatch.setattr(cli.importlib, "import_module", lambda name: module)
+
+
+def raising(error: BaseException) -> Any:
+    def run(args: object) -> int:
+        raise error
+
+    return run
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 0
+    text = capsys.readouterr().out
+    for command in cli.COMMANDS:
+        assert f"\n    {command} " in text
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"rondo {__version__}\n"
+
+
+def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["trian"])
+    assert "invalid choice: 'trian'" in capsys.readouterr().err
+
+
+def test_config_error_is_one_block(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["config", "show", "lr=1"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == (
+        "rondo config: ConfigError\n"
+        "  argument 'lr=1': unknown key 'lr'; did you mean 'actor.optimizer.lr' (or 'critic.optimizer.lr')?\n"
+    )
+
+
+def test_worker_error_keeps_the_workers_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_command(
+        monkeypatch, raising(WorkerError("actor", 1, "update_actor", "boom", "Traceback …\n  line 3"))
+    )
+    assert cli.main(["train"]) == 2
+    assert capsys.readouterr().err == (
+        "rondo train: WorkerError\n"
+        "  actor[1].update_actor failed: boom\n"
+        "  --- traceback in actor[1] ---\n"
+        "  Traceback …\n"
+        "    line 3\n"
+    )
+
+
+def test_hidden_cause_is_announced(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = ConfigError("outer")
+    error.__cause__ = ValueError("inner")
+    fake_command(monkeypatch, raising(error))
+    assert cli.main(["train"]) == 2
+    assert capsys.readouterr().err.endswith("  outer\n  (--traceback shows where in the code)\n")
+
+
+def test_traceback_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_command(monkeypatch, raising(ConfigError("x")))
+    with pytest.raises(ConfigError):
+        cli.main(["train", "--traceback", "a.yaml"])
+    monkeypatch.setenv("RONDO_TRACEBACK", "1")
+    with pytest.raises(ConfigError):
+        cli.main(["train"])
+    monkeypatch.setenv("RONDO_TRACEBACK", "0")
+    assert cli.main(["train"]) == 2
+
+
+def test_interrupt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    fake_command(monkeypatch, raising(KeyboardInterrupt()))
+    assert cli.main(["train"]) == 130
+    assert capsys.readouterr().err == "rondo train: interrupted\n"
+
+
+def test_bugs_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_command(monkeypatch, raising(ZeroDivisionError()))
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["train"])
+
+
+def test_exit_code_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_command(monkeypatch, lambda args: 7)
+    assert cli.main(["train"]) == 7
+
+
+def test_overrides_may_stand_after_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr("rondo.cli.eval_command.run", lambda args: seen.append(args) or 0)
+    assert cli.main(["eval", "a.yaml", "--model", "m", "rollout.n=4"]) == 0
+    assert seen[0].config == ["a.yaml", "rollout.n=4"]
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["eval", "a.yaml", "--modle", "m"])
+
+
+def test_notes_on_foreign_keys_are_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["model.path=m", "trainer.total_steps=1", "trainer.balance_batch=True"]
+    assert cli.main(["config", "show", "--yaml", *arguments]) == 0
+    assert capsys.readouterr().err == (
+        "note: argument 'trainer.balance_batch=True': trainer.balance_batch has no meaning in rondo: "
+        "batches are always "
+        "balanced over ranks, by tokens\n"
+    )
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from rondo.cli.main import main; main([]); "
+        "print([m for m in ('torch', 'ray', 'transformers', 'numpy', 'rich') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert out.stdout.splitlines()[-1] == "[]"
+
+
+def test_closed_pipe_is_no_error() -> None:
+    command = (
+        f"{sys.executable} -m rondo config show --no-stages model.path=m trainer.total_steps=1 | head -n 1"
+    )
+    out = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert (out.stdout.split(), out.stderr) == (["model.path:", "m", "#", "argument", "'model.path=m'"], "")

@@ -1,0 +1,111 @@
+"""The packed attention function against a dense masked softmax, in float64, forward and backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rondo.errors import ConfigError, TrainError
+from rondo.models.attention import SHORT, Documents, choose_kernel, plan_documents, varlen_attention
+
+CPU = torch.device("cpu")
+
+
+def plan(lengths: list[int], heads: tuple[int, int], prefixes: list[int] | None = None) -> Documents:
+    index = None if prefixes is None else np.array(prefixes)
+    return plan_documents(np.array(lengths), heads=heads, device=CPU, dtype=torch.float64, prefixes=index)
+
+
+def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int], prefixes: list[int]) -> torch.Tensor:
+    """[1, H, N, D] and a mask built token by token."""
+    document = np.repeat(np.arange(len(lengths)), lengths)
+    N = len(document)
+    mask = torch.full((N, N), float("-inf"), dtype=q.dtype)
+    for i in range(N):
+        for j in range(N):
+            same = document[i] == document[j] and j <= i
+            if same or document[j] == prefixes[document[i]]:
+                mask[i, j] = 0
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = q @ k.mT * 0.3 + mask
+    return (torch.softmax(scores, -1) @ v).transpose(1, 2)
+
+
+def check(lengths: list[int], heads: tuple[int, int], prefixes: list[int] | None = None, value_dim: int = 6) -> None:
+    generator = torch.Generator().manual_seed(sum(lengths))
+    shapes = [(heads[0], 4), (heads[1], 4), (heads[1], value_dim)]
+    tensors = [torch.randn(1, h, sum(lengths), d, generator=generator, dtype=torch.float64) for h, d in shapes]
+    mine, theirs = ([t.clone().requires_grad_() for t in tensors] for _ in range(2))
+    documents = plan(lengths, heads, prefixes)
+    out, _ = varlen_attention(torch.nn.Identity(), *mine, None, documents=documents, scaling=0.3)
+    expected = dense(*theirs, lengths, prefixes or [-1] * len(lengths))
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+    factor = torch.randn(out.shape, generator=generator, dtype=torch.float64)
+    (out * factor).sum().backward()
+    (expected * factor).sum().backward()
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-12)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=6), heads=st.sampled_from([(2, 2), (4, 2), (4, 1)])
+)
+def test_short_documents_of_any_lengths(lengths: list[int], heads: tuple[int, int]) -> None:
+    check(lengths, heads)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    prompts=st.lists(st.integers(1, 12), min_size=1, max_size=3),
+    samples=st.lists(st.tuples(st.integers(-1, 2), st.integers(1, 9)), max_size=6),
+)
+def test_shared_prefixes_equal_a_dense_mask(prompts: list[int], samples: list[tuple[int, int]]) -> None:
+    lengths = [*prompts, *(length for _, length in samples)]
+    prefixes = [-1] * len(prompts) + [which if which < len(prompts) else -1 for which, _ in samples]
+    check(lengths, (4, 2), prefixes)
+
+
+def test_long_and_many_documents() -> None:
+    assert plan([SHORT], (2, 2)).kernel == "short" and plan([SHORT + 1], (2, 2)).kernel == "sdpa"
+    check([SHORT + 9, 1, 40, 2], (4, 2), value_dim=4)
+    documents = plan([3] * 5000, (4, 2))
+    assert len(documents.buckets) <= 5  # tiny documents share matrix products
+    assert sum(bucket.docs * bucket.width for bucket in plan([*range(10, 60)] * 3, (4, 2)).buckets) < 1.1 * 5175
+
+
+def test_prefixes_only_where_they_can_be_shared() -> None:
+    with pytest.raises(TrainError, match="need the short kernel"):
+        plan([SHORT, 9], (2, 2), [-1, 0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"s_aux": torch.zeros(2)}, "s_aux"),
+        ({"softcap": 50.0}, "softcap"),
+        ({"attention_mask": torch.zeros(1)}, "an attention mask"),
+        ({"dropout": 0.1}, "dropout=0.1"),
+        ({"is_causal": False}, "not causal"),
+        ({"documents": None}, "no `documents`"),
+        ({"sliding_window": 4}, "sliding window of 4 tokens and a document has 5"),
+    ],
+)
+def test_what_it_does_not_know_it_refuses(arguments: dict[str, Any], named: str) -> None:
+    q = torch.zeros(1, 2, 5, 4, dtype=torch.float64)
+    accepted = {"documents": plan([5], (2, 2)), "softcap": None, "use_cache": False, "sliding_window": 5}
+    varlen_attention(torch.nn.Identity(), q, q, q, **accepted)
+    with pytest.raises(ConfigError, match=named):
+        varlen_attention(torch.nn.Identity(), q, q, q, **{**accepted, **arguments})
+
+
+def test_flash_needs_a_gpu() -> None:
+    with pytest.raises(ConfigError, match="attention=flash needs a CUDA device"):
+        choose_kernel("flash", CPU, torch.bfloat16, 10)
+    assert choose_kernel("auto", CPU, torch.bfloat16, 10) == "short"

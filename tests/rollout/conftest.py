@@ -1,0 +1,117 @@
+"""Tiny random models and a helper that runs requests through an engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GPTNeoXConfig,
+    LlamaConfig,
+    Olmo2Config,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from rondo.rollout import NativeEngine
+from rondo.types import Completion, GenerateRequest, SamplingParams
+
+VOCAB = 101
+_BASE = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "vocab_size": VOCAB,
+    "initializer_range": 0.1,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "qwen3": lambda: Qwen3Config(**_BASE, num_key_value_heads=2, head_dim=32, tie_word_embeddings=True),
+    "qwen2": lambda: Qwen2Config(**_BASE, num_key_value_heads=2),
+    "llama": lambda: LlamaConfig(**_BASE, num_key_value_heads=1, attention_bias=True, mlp_bias=True),
+    "llama3": lambda: LlamaConfig(
+        **_BASE,
+        num_key_value_heads=4,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 1e4,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    ),
+    "gpt_neox": lambda: GPTNeoXConfig(**_BASE),
+    "olmo2": lambda: Olmo2Config(**_BASE),
+    "gemma3": lambda: Gemma3TextConfig(**_BASE, num_key_value_heads=2, head_dim=16),
+}
+LLAMA_LIKE = ("qwen3", "qwen2", "llama", "llama3")
+
+
+def build(family: str, seed: int = 0) -> torch.nn.Module:
+    """A random model whose norms and biases are not trivial."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(CONFIGS[family](), dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.data for name, parameter in model.named_parameters()}
+
+
+def make_engine(model: torch.nn.Module, **settings: Any) -> NativeEngine:
+    """Shares the model's storage unless told otherwise."""
+    settings = {"parameters": weights(model), "max_concurrent": 8, "max_context": 100} | settings
+    return NativeEngine(model.config, **settings)
+
+
+def prompt(length: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed * 1000 + length).integers(0, VOCAB, length).astype(np.int32)
+
+
+def request(name: str, token_ids: np.ndarray, max_tokens: int = 12, **fields: Any) -> GenerateRequest:
+    """Fields of the request or of its sampling parameters."""
+    own = {key: fields.pop(key) for key in ("seed", "affinity", "deadline_seconds", "prefix") if key in fields}
+    return GenerateRequest(name, token_ids, SamplingParams(max_tokens, **fields), **own)
+
+
+def run(engine: NativeEngine, requests: Iterable[GenerateRequest]) -> list[Completion]:
+    async def all_requests() -> list[Completion]:
+        return list(await asyncio.gather(*(engine.generate(r) for r in requests)))
+
+    return asyncio.run(all_requests())
+
+
+def true_log_probs(model: torch.nn.Module, completion: Completion, temperature: float = 1.0) -> np.ndarray:
+    """Of the response's tokens, by one float32 forward over prompt and response."""
+    n = len(completion.prompt_ids)
+    ids = torch.from_numpy(np.concatenate([completion.prompt_ids, completion.token_ids]).astype(np.int64))
+    with torch.no_grad():
+        scores = model(ids[None]).logits[0, n - 1 : -1].float() / temperature
+    return scores.log_softmax(-1).gather(1, ids[n:, None])[:, 0].numpy()
+
+
+@pytest.fixture(scope="module", params=["generic", "lean", "compiled"])
+def decode(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
