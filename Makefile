@@ -21,6 +21,9 @@ PIP_ARGS ?=
 SEED ?= 0
 PYTEST_ARGS ?=
 
+# Warnings of pip and setuptools that say nothing to anybody here.
+PIP_NOISE := /^WARNING: Location .* is ignored/d; /BuildBackendWarning/,/wheel_obj:/d
+
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -42,7 +45,7 @@ $(BIN)/python:
 $(VENV)/.stamp-%: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	@echo "Installing rondo-rl[$*] into $(VENV) (torch is the largest part; minutes on the first time) …"
 	@$(BIN)/python -m pip install --progress-bar off $(PIP_ARGS) $(addprefix --constraint ,$(CONSTRAINTS)) \
-	  --editable ".[$*]" 2> >(grep -v '^WARNING: Location .* is ignored' >&2) | awk '/Downloading .*MB/ { print "  " $$2, $$3, $$4; fflush() } \
+	  --editable ".[$*]" 2> >(sed '$(PIP_NOISE)' >&2) | awk '/Downloading .*MB/ { print "  " $$2, $$3, $$4; fflush() } \
 	  /^Installing collected/ { print "  unpacking", NF - 3, "packages"; fflush() }'
 	@touch $@
 

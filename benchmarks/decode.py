@@ -1,13 +1,15 @@
-"""Decode speed: rondo's native engine against `transformers` generate, and against the roofline of this machine.
+"""Decode speed: rondo's native engine against `transformers` generate, and against the roofline of this
+machine.
 
     OMP_NUM_THREADS=1 python benchmarks/decode.py [--batches 64 128 256] [--repeats 5] [--json out.json]
 
-The quickstart's model (0.85 M parameters, float32, random weights), groups of 8 samples per prompt, 16 prompt and 48
-new tokens, temperature 1, one thread. Tokens per second of *process CPU time*; all contestants take turns within one
-run and the median of the turns counts, so that ratios hold on a busy machine too.
+The quickstart's model (0.85 M parameters, float32, random weights), groups of 8 samples per prompt, 16 prompt
+and 48 new tokens, temperature 1, one thread. Tokens per second of *process CPU time*; all contestants take
+turns within one run and the median of the turns counts, so that ratios hold on a busy machine too.
 
-The roofline is what the arithmetic alone would take: the model's matrix products at the rate measured here for their
-shapes (the better of PyTorch's and our own), plus one pass over each token's keys and values at the measured bandwidth.
+The roofline is what the arithmetic alone would take: the model's matrix products at the rate measured here
+for their shapes (the better of PyTorch's and our own), plus one pass over each token's keys and values at the
+measured bandwidth.
 """
 
 from __future__ import annotations
@@ -58,7 +60,9 @@ def quickstart_config() -> Qwen3Config:
 def prompts(batch: int) -> torch.Tensor:
     """int64 [batch, PROMPT], every GROUP rows alike."""
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(0, 466, (-(-batch // GROUP), PROMPT), generator=generator).repeat_interleave(GROUP, 0)[:batch]
+    return torch.randint(0, 466, (-(-batch // GROUP), PROMPT), generator=generator).repeat_interleave(
+        GROUP, 0
+    )[:batch]
 
 
 def run_generate(model: torch.nn.Module, ids: torch.Tensor, cache: str) -> None:
@@ -79,7 +83,7 @@ def run_generate(model: torch.nn.Module, ids: torch.Tensor, cache: str) -> None:
 
 
 def run_engine(engine: NativeEngine, ids: torch.Tensor) -> None:
-    """One request per row; rows of a group share their affinity key, which no earlier turn had (else its prefill is free)."""
+    """One request per row; a group shares an affinity key that no earlier turn had (no free prefill)."""
     turn = next(_turns)
     sampling = SamplingParams(max_tokens=NEW)
     rows = ids.numpy().astype(np.int32)
@@ -87,7 +91,9 @@ def run_engine(engine: NativeEngine, ids: torch.Tensor) -> None:
     async def all_requests() -> None:
         await asyncio.gather(
             *(
-                engine.generate(GenerateRequest(str(i), rows[i], sampling, seed=i, affinity=f"{turn}/{i // GROUP}"))
+                engine.generate(
+                    GenerateRequest(str(i), rows[i], sampling, seed=i, affinity=f"{turn}/{i // GROUP}")
+                )
                 for i in range(len(rows))
             )
         )
@@ -164,7 +170,7 @@ def roofline(batch: int) -> dict[str, float]:
 
 
 def measure(batch: int, repeats: int) -> dict[str, object]:
-    """Median tokens per CPU-second of every contestant over alternated turns, after one turn each to warm up."""
+    """Median tokens per CPU-second of every contestant over alternated turns, after one to warm up."""
     turns = contestants(batch)
     rates: dict[str, list[float]] = {name: [] for name in turns}
     for repeat in range(repeats + 1):
@@ -202,9 +208,15 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     results = [measure(batch, arguments.repeats) for batch in arguments.batches]
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "python": sys.version.split()[0]}
+    versions = {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": sys.version.split()[0],
+    }
     sys.stdout.write(table(results) + "\n")
-    text = json.dumps({"prompt": PROMPT, "new": NEW, "group": GROUP, "versions": versions, "results": results}, indent=1)
+    text = json.dumps(
+        {"prompt": PROMPT, "new": NEW, "group": GROUP, "versions": versions, "results": results}, indent=1
+    )
     if arguments.json:
         arguments.json.write_text(text + "\n")
     else:

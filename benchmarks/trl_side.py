@@ -1,6 +1,8 @@
-"""TRL's half of `vs_trl.py`; runs in TRL's own environment and prints one JSON line. Not meant to be called by hand.
+"""TRL's half of `vs_trl.py`; runs in TRL's own environment and prints one JSON line. Not meant to be called
+by hand.
 
-Measures process CPU seconds: generation, log-probs without gradient, and the update (everything else in a training step).
+Measures process CPU seconds: generation, log-probs without gradient, and the update (everything else in a
+training step).
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ SPENT: dict[str, float] = defaultdict(float)
 NESTED: list[float] = []
 
 
-def timed(name: str, function: Callable[..., Any], only: Callable[[], bool] = lambda: True) -> Callable[..., Any]:
+def timed(
+    name: str, function: Callable[..., Any], only: Callable[[], bool] = lambda: True
+) -> Callable[..., Any]:
     """Exclusive CPU seconds of `function` under `name`."""
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -58,9 +62,14 @@ def main() -> None:
     rewards: list[float] = []
     tokens = [0]
 
-    def reward(completions: list[Any], answer: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+    def reward(
+        completions: list[Any], answer: list[str], completion_ids: list[list[int]], **_: Any
+    ) -> list[float]:
         texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
-        scores = [float(t.rpartition("####")[2].strip() == a) if "####" in t else 0.0 for t, a in zip(texts, answer)]
+        scores = [
+            float(t.rpartition("####")[2].strip() == a) if "####" in t else 0.0
+            for t, a in zip(texts, answer, strict=True)
+        ]
         rewards.append(sum(scores) / len(scores))
         tokens[0] += sum(len(ids) for ids in completion_ids)
         return scores
@@ -98,12 +107,16 @@ def main() -> None:
         model=model,
         reward_funcs=reward,
         args=config,
-        train_dataset=Dataset.from_list([{"prompt": row["messages"], "answer": row["answer"]} for row in rows]),
+        train_dataset=Dataset.from_list(
+            [{"prompt": row["messages"], "answer": row["answer"]} for row in rows]
+        ),
         processing_class=tokenizer,
     )
     trainer._generate_single_turn = timed("generate", trainer._generate_single_turn)
     score = trainer._get_per_token_logps_and_entropies
-    trainer._get_per_token_logps_and_entropies = timed("log_probs", score, only=lambda: not torch.is_grad_enabled())
+    trainer._get_per_token_logps_and_entropies = timed(
+        "log_probs", score, only=lambda: not torch.is_grad_enabled()
+    )
     trainer._prepare_inputs = timed("prepare", trainer._prepare_inputs)
     trainer.training_step = timed("update", trainer.training_step)
     started = time.process_time()
@@ -111,7 +124,11 @@ def main() -> None:
     whole = time.process_time() - started
     steps = settings["steps"]
     phases = {name: seconds / steps for name, seconds in SPENT.items()}
-    print(json.dumps({"cpu_s_per_step": whole / steps, "phases": phases, "tokens": tokens[0], "rewards": rewards}))
+    print(
+        json.dumps(
+            {"cpu_s_per_step": whole / steps, "phases": phases, "tokens": tokens[0], "rewards": rewards}
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""rondo and TRL's GRPOTrainer on the quickstart task, alternately in one run: CPU seconds per step, tokens, reward.
+"""rondo and TRL's GRPOTrainer on the quickstart task, alternately in one run: CPU seconds per step, tokens,
+reward.
 
     .venv/bin/python benchmarks/vs_trl.py            # makes .venv-trl with TRL 1.16 when it is not there
 
-Both start from the same warm-started checkpoint, see the same prompts in the same order, take the same number of steps
-with the same group size, learning rate and loss (token-mean, clip 0.2/0.28, no KL), one thread, float32. CPU seconds are
-those of the whole process per training step after `--skip` warm-up steps for rondo, over all steps for TRL (whose first
-step costs no more than the others). The machine may be shared: read the ratios.
+Both start from the same warm-started checkpoint, see the same prompts in the same order, take the same
+number of steps with the same group size, learning rate and loss (token-mean, clip 0.2/0.28, no KL), one
+thread, float32. CPU seconds are those of the whole process per training step after `--skip` warm-up steps
+for rondo, over all steps for TRL (whose first step costs no more than the others). The machine may be
+shared: read the ratios.
 """
 
 from __future__ import annotations
@@ -23,7 +25,12 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 TRL = "trl==1.16.*"
 SETTINGS = {"batch_size": 16, "n": 8, "max_tokens": 28, "lr": 2e-4, "warmup_steps": 5, "seed": 0}
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
+ENVIRONMENT = {
+    **os.environ,
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": str(ROOT),
+    "TOKENIZERS_PARALLELISM": "false",
+}
 
 
 def trl_python(venv: Path) -> Path:
@@ -44,7 +51,14 @@ def warm_start(work: Path) -> Path:
 
 
 def rondo(*arguments: str) -> None:
-    command = [sys.executable, "-m", "rondo.cli.main", *arguments, "tracking.console=off", "tracking.plot=false"]
+    command = [
+        sys.executable,
+        "-m",
+        "rondo.cli.main",
+        *arguments,
+        "tracking.console=off",
+        "tracking.plot=false",
+    ]
     subprocess.run([*command, "cluster.threads=1"], cwd=ROOT, env=ENVIRONMENT, check=True)
 
 
@@ -56,11 +70,14 @@ def write_prompts(model: Path, path: Path, steps: int) -> None:
         "over = [f'model.path={model}', 'trainer.warm_start=null']\n"
         "stream = load_prompts(load(['recipes/quickstart.yaml'], over).config).train\n"
         "rows = [stream.prompt(i) for i in range(int(number))]\n"
-        "lines = [json.dumps({'messages': list(map(dict, p.messages)), 'answer': str(p.fields['answer'])}) for p in rows]\n"
+        "lines = [json.dumps({'messages': list(map(dict, p.messages)), 'answer': str(p.fields['answer'])}) "
+        "for p in rows]\n"
         "open(path, 'w').write('\\n'.join(lines))\n"
     )
     number = str(steps * SETTINGS["batch_size"])
-    subprocess.run([sys.executable, "-c", code, str(model), str(path), number], cwd=ROOT, env=ENVIRONMENT, check=True)
+    subprocess.run(
+        [sys.executable, "-c", code, str(model), str(path), number], cwd=ROOT, env=ENVIRONMENT, check=True
+    )
 
 
 def run_rondo(model: Path, run: Path, steps: int, skip: int) -> dict[str, Any]:
@@ -91,7 +108,14 @@ def run_rondo(model: Path, run: Path, steps: int, skip: int) -> dict[str, Any]:
 def run_trl(python: Path, model: Path, prompts: Path, output: Path, steps: int) -> dict[str, Any]:
     """`trl_side.py` in TRL's environment."""
     command = [str(python), str(ROOT / "benchmarks" / "trl_side.py"), "--model", str(model)]
-    command += ["--prompts", str(prompts), "--output", str(output), "--settings", json.dumps(SETTINGS | {"steps": steps})]
+    command += [
+        "--prompts",
+        str(prompts),
+        "--output",
+        str(output),
+        "--settings",
+        json.dumps(SETTINGS | {"steps": steps}),
+    ]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
     if done.returncode != 0:
         raise SystemExit(f"TRL failed:\n{done.stderr[-3000:]}")
@@ -101,7 +125,9 @@ def run_trl(python: Path, model: Path, prompts: Path, output: Path, steps: int) 
 
 def main() -> None:
     """Alternate the two, print a table, write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--skip", type=int, default=1, help="rondo's first steps left out of the times")
@@ -121,18 +147,25 @@ def main() -> None:
             results["trl"].append(run_trl(python, model, prompts, work / f"trl-{repeat}", args.steps))
             for name, runs in results.items():
                 last = runs[-1]
-                phases = "  ".join(f"{phase} {seconds:.3f}" for phase, seconds in sorted(last["phases"].items()))
+                phases = "  ".join(
+                    f"{phase} {seconds:.3f}" for phase, seconds in sorted(last["phases"].items())
+                )
                 print(f"{name:6s} {last['cpu_s_per_step']:.3f} CPU-s/step   {phases}", flush=True)
     report(results, args.json)
 
 
 def report(results: dict[str, list[dict[str, Any]]], path: Path | None) -> None:
     """Medians over the repeats, and the ratio."""
-    seconds = {name: statistics.median(run["cpu_s_per_step"] for run in runs) for name, runs in results.items()}
+    seconds = {
+        name: statistics.median(run["cpu_s_per_step"] for run in runs) for name, runs in results.items()
+    }
     for name, runs in results.items():
         rewards = runs[-1]["rewards"]
         tail = statistics.fmean(rewards[-3:])
-        print(f"{name:6s} {seconds[name]:.3f} CPU-s/step, tokens {runs[-1]['tokens']:.0f}, reward {rewards[0]:.2f} -> {tail:.2f}")
+        print(
+            f"{name:6s} {seconds[name]:.3f} CPU-s/step, tokens {runs[-1]['tokens']:.0f}, reward "
+            f"{rewards[0]:.2f} -> {tail:.2f}"
+        )
     print(f"TRL / rondo: {seconds['trl'] / seconds['rondo']:.2f}")
     if path is not None:
         path.write_text(json.dumps({"settings": SETTINGS, "results": results}, indent=1) + "\n")

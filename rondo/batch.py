@@ -1,15 +1,16 @@
 """Batch (the data) and BatchRef (what the controller holds).
 
-A Batch is a `pyarrow.Table` with manners: one chunk per column, per-token columns as list columns with int32 offsets
-from 0, so that a column's buffers *are* the packed layout that variable-length attention wants. A BatchRef is an index
-of per-row numbers plus references to blocks of token data; taking, splitting and joining it moves no tokens.
+A Batch is a `pyarrow.Table` with manners: one chunk per column, per-token columns as list columns with int32
+offsets from 0, so that a column's buffers *are* the packed layout that variable-length attention wants. A
+BatchRef is an index of per-row numbers plus references to blocks of token data; taking, splitting and joining
+it moves no tokens.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -20,12 +21,14 @@ import torch
 from rondo.errors import DataError
 
 ROW_ID = "row_id"
+_NO_ROW = np.iinfo(np.int64).min  # stands for a row of a block that belongs to nobody
 
 ColumnLike: TypeAlias = "pa.Array | np.ndarray | torch.Tensor | Sequence[Any]"
 
 
 def ragged_array(values: np.ndarray | torch.Tensor, offsets: np.ndarray | torch.Tensor) -> pa.ListArray:
-    """A list column from flat `values` [N] and `offsets` [B+1] (from 0 to N, never falling). No copy of the values.
+    """A list column from flat `values` [N] and `offsets` [B+1] (from 0 to N, never falling). No copy of the
+    values.
 
     Raises DataError when the offsets do not describe the values.
     """
@@ -34,7 +37,9 @@ def ragged_array(values: np.ndarray | torch.Tensor, offsets: np.ndarray | torch.
     if flat.dtype == np.bool_:
         flat = flat.astype(np.uint8)  # Arrow's booleans are bits; a mask is bytes
     if len(bounds) == 0 or bounds[0] != 0 or bounds[-1] != len(flat) or np.any(np.diff(bounds) < 0):
-        raise DataError(f"offsets must rise from 0 to {len(flat)}; got {bounds[:3]}…{bounds[-3:]} ({len(bounds)} of them)")
+        raise DataError(
+            f"offsets must rise from 0 to {len(flat)}; got {bounds[:3]}…{bounds[-3:]} ({len(bounds)} of them)"
+        )
     return pa.ListArray.from_arrays(pa.array(bounds.astype(np.int32, copy=False)), pa.array(flat))
 
 
@@ -51,19 +56,27 @@ def _is_ragged(kind: pa.DataType) -> bool:
 
 
 def _compact(array: pa.Array | pa.ChunkedArray) -> pa.Array:
-    """One chunk; list offsets from 0 and no bytes of a parent beyond them (a slice would drag those along)."""
+    """One chunk, list offsets from 0, and no bytes of a parent (which a slice drags along when it travels).
+
+    Copies only what is a part of something larger. Raises DataError when list rows are more than int32
+    offsets hold.
+    """
     if isinstance(array, pa.ChunkedArray):
-        if array.num_chunks == 0:
-            return pa.array([], array.type)
-        array = array.chunk(0) if array.num_chunks == 1 else pa.concat_arrays(array.chunks)
-    if pa.types.is_list(array.type) and len(array) == 0:
+        if array.num_chunks > 1:
+            try:
+                return pa.concat_arrays(array.chunks)
+            except pa.ArrowInvalid as error:
+                raise DataError(
+                    f"the parts of a column do not fit into one: {error}; use smaller batches"
+                ) from error
+        array = array.chunk(0) if array.num_chunks else pa.array([], array.type)
+    if len(array) == 0:
         return pa.array([], array.type)
-    if pa.types.is_list(array.type) and array.null_count == 0:
+    is_part = array.offset != 0 or array.get_total_buffer_size() > 1.125 * array.nbytes + 256
+    if not is_part and pa.types.is_list(array.type):
         offsets = array.offsets.to_numpy()
-        if array.offset or offsets[0] != 0 or offsets[-1] != len(array.values):
-            values = array.values.slice(int(offsets[0]), int(offsets[-1] - offsets[0]))
-            return pa.ListArray.from_arrays(pa.array(offsets - offsets[0]), values)
-    return array
+        is_part = bool(offsets[0] != 0 or offsets[-1] != len(array.values))
+    return pa.concat_arrays([array]) if is_part else array
 
 
 def _as_array(name: str, column: ColumnLike) -> pa.Array:
@@ -71,14 +84,23 @@ def _as_array(name: str, column: ColumnLike) -> pa.Array:
         column = column.detach().cpu().numpy()
     if isinstance(column, np.ndarray):
         if column.ndim != 1:
-            raise DataError(f"column {name!r} has {column.ndim} dimensions; pass one value per row, or ragged_array(...)")
+            raise DataError(
+                f"column {name!r} has {column.ndim} dimensions; one value per row, or ragged_array(...)"
+            )
         if column.dtype == np.bool_:
             column = column.astype(np.uint8)
-    return _compact(column if isinstance(column, pa.Array | pa.ChunkedArray) else pa.array(column))
+    array = _compact(column if isinstance(column, pa.Array | pa.ChunkedArray) else pa.array(column))
+    if pa.types.is_boolean(array.type):
+        return array.cast(pa.uint8())
+    if pa.types.is_list(array.type) and pa.types.is_boolean(array.type.value_type):
+        return array.cast(pa.list_(pa.uint8()))
+    return array
 
 
 def _take(array: pa.Array, rows: np.ndarray) -> pa.Array:
-    """Rows of a column. Long list rows are copied row by row: several times faster than Arrow's own gather."""
+    """Rows of a column. List rows are copied row by row: several times faster than Arrow's own gather."""
+    if len(rows) == len(array) and np.array_equal(rows, np.arange(len(rows))):
+        return array
     if not _is_ragged(array.type) or array.null_count:
         return _compact(array.take(pa.array(rows)))
     offsets = array.offsets.to_numpy() if len(array) else np.zeros(1, np.int32)
@@ -86,10 +108,11 @@ def _take(array: pa.Array, rows: np.ndarray) -> pa.Array:
     new_offsets = np.zeros(len(rows) + 1, np.int64)
     np.cumsum((offsets[1:] - offsets[:-1])[rows], out=new_offsets[1:])
     if new_offsets[-1] > np.iinfo(np.int32).max:
-        raise DataError(f"{new_offsets[-1]} tokens in one batch: more than int32 offsets hold; split the batch")
+        raise DataError(f"{new_offsets[-1]} tokens in one batch: more than int32 offsets hold; split it")
     out = np.empty(int(new_offsets[-1]), values.dtype)
-    for i, row in enumerate(rows):
-        out[new_offsets[i] : new_offsets[i + 1]] = values[offsets[row] : offsets[row + 1]]
+    starts, stops, places = offsets[:-1][rows].tolist(), offsets[1:][rows].tolist(), new_offsets.tolist()
+    for i, (start, stop) in enumerate(zip(starts, stops, strict=True)):
+        out[places[i] : places[i + 1]] = values[start:stop]
     return pa.ListArray.from_arrays(pa.array(new_offsets.astype(np.int32)), pa.array(out))
 
 
@@ -111,7 +134,14 @@ class Batch:
         lengths = {name: len(array) for name, array in arrays.items()}
         if len(set(lengths.values())) > 1:
             raise DataError(f"columns differ in length: {lengths}")
-        return cls(pa.table(arrays))
+        return cls._of_packed(arrays)
+
+    @classmethod
+    def _of_packed(cls, arrays: Mapping[str, pa.Array]) -> Batch:
+        """From arrays that are compact already: checking every column again costs more than most methods."""
+        batch = cls.__new__(cls)
+        batch.table = pa.table(dict(arrays))
+        return batch
 
     def __len__(self) -> int:
         return int(self.table.num_rows)
@@ -136,7 +166,8 @@ class Batch:
         """The column as one Arrow array. Raises DataError naming the columns there are."""
         if name not in self.table.column_names:
             raise DataError(f"no column {name!r}; the batch has {', '.join(self.columns) or 'no columns'}")
-        return _compact(self.table.column(name))
+        column = self.table.column(name)
+        return column.chunk(0) if column.num_chunks == 1 else _compact(column)
 
     def scalars(self, name: str) -> np.ndarray:
         """A per-row column as numpy [B] (nulls become NaN; strings become objects)."""
@@ -148,11 +179,11 @@ class Batch:
     def _ragged(self, name: str) -> pa.ListArray:
         array = self.array(name)
         if not _is_ragged(array.type) or array.null_count:
-            raise DataError(f"column {name!r} has type {array.type}; a per-token column (list of numbers, no nulls) is needed")
+            raise DataError(f"column {name!r} has type {array.type}; per-token columns are lists of numbers")
         return array
 
     def ragged(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """(values [N], cu_seqlens int32 [B+1]) without a copy. The tensors alias the table: never write to them."""
+        """(values [N], cu_seqlens int32 [B+1]) without a copy. The tensors alias the table: do not write."""
         array = self._ragged(name)
         if len(array) == 0:
             values = torch.from_numpy(np.empty(0, array.type.value_type.to_pandas_dtype()))
@@ -184,7 +215,7 @@ class Batch:
     def with_columns(self, new: Mapping[str, ColumnLike] | Batch, replace: bool = False) -> Batch:
         """Add columns. A name that is there already is an error unless `replace`."""
         items = {n: new.array(n) for n in new.columns} if isinstance(new, Batch) else new
-        columns = {name: self.table.column(name) for name in self.columns}
+        columns = {name: self.array(name) for name in self.columns}
         for name, column in items.items():
             if name in columns and not replace:
                 raise DataError(f"column {name!r} is there already; pass replace=True to overwrite it")
@@ -192,7 +223,7 @@ class Batch:
             if self.columns and len(array) != len(self):
                 raise DataError(f"column {name!r} has {len(array)} rows, the batch has {len(self)}")
             columns[name] = array
-        return Batch(pa.table(columns))
+        return Batch._of_packed(columns)
 
     def aligned(self, name: str, like: str) -> Batch:
         """This batch, after checking that two per-token columns have the same row lengths."""
@@ -201,7 +232,7 @@ class Batch:
         return self
 
     def select(self, names: Iterable[str]) -> Batch:
-        return Batch(pa.table({name: self.array(name) for name in names}))
+        return Batch._of_packed({name: self.array(name) for name in names})
 
     def without(self, *names: str) -> Batch:
         return self.select([n for n in self.columns if n not in names])
@@ -209,9 +240,10 @@ class Batch:
     def take(self, rows: np.ndarray | Sequence[int]) -> Batch:
         """Rows by position, in the order given (repeats allowed)."""
         where = np.asarray(rows, np.int64)
-        if len(where) and (where.min() < 0 or where.max() >= len(self)):
-            raise DataError(f"row {int(where.max())} asked for, the batch has {len(self)} rows")
-        return Batch(pa.table({name: _take(self.array(name), where) for name in self.columns}))
+        outside = where[(where < 0) | (where >= len(self))]
+        if len(outside):
+            raise DataError(f"row {int(outside[0])} asked for, the batch has {len(self)} rows")
+        return Batch._of_packed({name: _take(self.array(name), where) for name in self.columns})
 
     def split(self, parts: Sequence[np.ndarray]) -> list[Batch]:
         return [self.take(part) for part in parts]
@@ -227,12 +259,13 @@ class Batch:
             raise DataError("concat needs at least one batch (an empty one carries the columns)")
         first = batches[0]
         for batch in batches[1:]:
-            if set(batch.columns) != set(first.columns):
-                differ = sorted(set(batch.columns) ^ set(first.columns))
-                raise DataError(f"columns differ between the batches: {', '.join(differ)} are not in all of them")
+            differ = sorted(set(batch.columns) ^ set(first.columns))
+            if differ:
+                raise DataError(f"columns differ: {', '.join(differ)} are not in all of the batches")
             for name in first.columns:
-                if batch.array(name).type != first.array(name).type:
-                    raise DataError(f"column {name!r} is {first.array(name).type} in one batch, {batch.array(name).type} in another")
+                here, there = first.array(name).type, batch.array(name).type
+                if here != there:
+                    raise DataError(f"column {name!r} is {here} in one batch, {there} in another")
         tables = [batch.table.select(first.columns) for batch in batches]
         return Batch(pa.concat_tables(tables))
 
@@ -256,10 +289,19 @@ class Block:
     columns: tuple[str, ...]
     row_ids: np.ndarray
 
+    def only(self, ids: np.ndarray) -> Block:
+        """This block for these rows; the others lose their id, another block may have them."""
+        mine = np.isin(self.row_ids, ids)
+        return self if mine.all() else replace(self, row_ids=np.where(mine, self.row_ids, _NO_ROW))
+
+    def union(self, other: Block) -> Block:
+        """Two views of one block, for the rows of either."""
+        return replace(self, row_ids=np.where(self.row_ids == _NO_ROW, other.row_ids, self.row_ids))
+
 
 @dataclass(frozen=True)
 class Piece:
-    """Some columns of some rows of one block: `source` are positions in the block, `target` positions in the shard."""
+    """Some columns of some rows of one block: `source` are positions in the block, `target` in the shard."""
 
     handle: Any
     columns: tuple[str, ...]
@@ -283,16 +325,19 @@ class Shard:
         out: dict[str, pa.Array] = {}
         for name, parts in gathered.items():
             target = np.concatenate([where for where, _ in parts])
-            whole = parts[0][1] if len(parts) == 1 else pa.concat_arrays([array for _, array in parts])
+            kinds = {array.type for _, array in parts}
+            if len(kinds) > 1:
+                raise DataError(f"column {name!r} has several types in its blocks: {sorted(map(str, kinds))}")
+            whole = _compact(pa.chunked_array([array for _, array in parts]))
             in_order = np.array_equal(target, np.arange(len(self.index)))
-            out[name] = whole if in_order else _take(_compact(whole), np.argsort(target, kind="stable"))
+            out[name] = whole if in_order else _take(whole, np.argsort(target, kind="stable"))
         return self.index.with_columns(out) if out else self.index
 
 
 async def _resolve_local(handles: Sequence[Any]) -> list[Batch]:
     for handle in handles:
         if not isinstance(handle, Batch):
-            raise DataError(f"a block is held as {type(handle).__name__}; this BatchRef needs its backend's resolver")
+            raise DataError(f"a block is held as {type(handle).__name__}: the backend's resolver is needed")
     return list(handles)
 
 
@@ -301,9 +346,11 @@ Resolver = Callable[[Sequence[Any]], Awaitable[list[Batch]]]
 
 @dataclass(frozen=True)
 class BatchRef:
-    """What controller, buffer and loop hold: `index` (per-row numbers, with a unique `row_id`) and `blocks` elsewhere.
+    """What controller, buffer and loop hold: `index` (per-row numbers, with a unique `row_id`) and `blocks`
+    elsewhere.
 
-    Blocks with the same column name must not overlap in rows. `resolve` turns handles into Batches (`fetch` only).
+    Blocks with the same column name must not overlap in rows. `resolve` turns handles into Batches (`fetch`
+    only).
     """
 
     index: Batch
@@ -316,8 +363,14 @@ class BatchRef:
             raise DataError("row_id repeats in a BatchRef's index; each row needs its own")
 
     @classmethod
-    def of(cls, batch: Batch, index_columns: Sequence[str], resolve: Resolver = _resolve_local, handle: Any = None) -> BatchRef:
-        """From a whole Batch with a `row_id` column: `index_columns` stay here, the rest becomes one block."""
+    def of(
+        cls,
+        batch: Batch,
+        index_columns: Sequence[str],
+        resolve: Resolver = _resolve_local,
+        handle: Any = None,
+    ) -> BatchRef:
+        """From a whole Batch with a `row_id` column: `index_columns` stay here, the rest is one block."""
         index = batch.select([ROW_ID, *(n for n in index_columns if n != ROW_ID)])
         data = batch.without(*index.columns)
         block = Block(data if handle is None else handle, tuple(data.columns), batch.scalars(ROW_ID))
@@ -354,24 +407,41 @@ class BatchRef:
     def concat(refs: Sequence[BatchRef]) -> BatchRef:
         if not refs:
             raise DataError("concat needs at least one BatchRef")
-        blocks: dict[int, Block] = {id(block.row_ids): block for ref in refs for block in ref.blocks}
-        return BatchRef(Batch.concat([ref.index for ref in refs]), tuple(blocks.values()), refs[0].resolve)
+        blocks: dict[tuple[int, tuple[str, ...]], Block] = {}  # a block that several parts share appears once
+        for ref in refs:
+            for block in ref.blocks:
+                key = (id(block.handle), block.columns)
+                mine = block.only(ref.row_ids)
+                blocks[key] = mine.union(blocks[key]) if key in blocks else mine
+        kept = tuple(blocks.values())
+        return BatchRef(Batch.concat([ref.index for ref in refs]), kept, refs[0].resolve)
 
     def with_index(self, new: Mapping[str, ColumnLike], replace: bool = False) -> BatchRef:
-        """Add per-row columns to the index."""
-        return BatchRef(self.index.with_columns(new, replace), self.blocks, self.resolve)
+        """Add per-row columns to the index. A name that is there already is an error unless `replace`."""
+        held = {name for block in self.blocks for name in block.columns} & set(new)
+        self._refuse(held, replace)
+        return BatchRef(self.index.with_columns(new, replace), self._blocks_without(held), self.resolve)
+
+    def _refuse(self, conflicts: set[str], replace: bool) -> None:
+        if conflicts and not replace:
+            names = ", ".join(sorted(conflicts))
+            raise DataError(f"columns {names} are there already; pass replace=True to overwrite them")
+
+    def _blocks_without(self, names: set[str]) -> tuple[Block, ...]:
+        if not names:
+            return self.blocks
+        stripped = (
+            Block(b.handle, tuple(c for c in b.columns if c not in names), b.row_ids) for b in self.blocks
+        )
+        return tuple(block for block in stripped if block.columns)
 
     def with_blocks(self, new: Sequence[Block], replace: bool = False) -> BatchRef:
         """Add columns that a worker wrote. A name that is there already is an error unless `replace`."""
         names = {name for block in new for name in block.columns}
-        conflicts = sorted(names & set(self.columns))
-        if conflicts and not replace:
-            raise DataError(f"columns {', '.join(conflicts)} are there already; pass replace=True to overwrite them")
-        old = self.blocks
-        if conflicts:
-            stripped = (Block(b.handle, tuple(c for c in b.columns if c not in names), b.row_ids) for b in old)
-            old = tuple(block for block in stripped if block.columns)
-        return BatchRef(self.index, (*old, *new), self.resolve)
+        conflicts = names & set(self.columns)
+        self._refuse(conflicts, replace)
+        index = self.index.without(*names) if conflicts else self.index
+        return BatchRef(index, (*self._blocks_without(conflicts), *new), self.resolve)
 
     def shard(self, columns: Sequence[str], rows: np.ndarray | None = None) -> Shard:
         """The plan for reading `columns` of `rows` (positions; default all). Pure: nothing moves.
@@ -402,13 +472,16 @@ class BatchRef:
             held = any(name in block.columns for block in self.blocks)
             if count != len(ids) or not held:
                 have = ", ".join(self.columns)
-                raise DataError(f"column {name!r} is missing for {len(ids) - count} of {len(ids)} rows; there are: {have}")
+                raise DataError(
+                    f"column {name!r} is missing for {len(ids) - count} of {len(ids)} rows; there are: {have}"
+                )
         if not len(ids):
             pieces = _one_per_column(pieces)
         return Shard(index, tuple(pieces))
 
     async def fetch(self, columns: Sequence[str] | None = None) -> Batch:
-        """The only way to the token data: the rows, in the index's order, with `row_id` and `columns` (default all)."""
+        """The only way to the token data: the rows, in the index's order, with `row_id` and `columns`
+        (default all)."""
         shard = self.shard(self.columns if columns is None else columns)
         return shard.assemble(await self.resolve([piece.handle for piece in shard.pieces]))
 

@@ -8,7 +8,9 @@ class RondoError(Exception):
 
 
 class ConfigError(RondoError, ValueError):
-    """A key, value or combination in the configuration cannot work; names key, file and line (or argument)."""
+    """A key, value or combination in the configuration cannot work; names key, file and line (or
+    argument).
+    """
 
 
 class DataError(RondoError, ValueError):

@@ -14,13 +14,16 @@ import numpy as np
 
 FinishReason = Literal["stop", "length", "cancelled", "deadline"]
 
-# The outcome of a trajectory: a score, or a typed failure. Failures are in no baseline and are never a zero reward.
+# The outcome of a trajectory: a score, or a typed failure. Failures are in no baseline and are never a zero
+# reward.
 SCORED = "scored"
 Outcome = Literal["scored", "reward_error", "reward_timeout", "rollout_error"]
 
 
 def request_seed(run_seed: int, *key: object) -> int:
-    """A 63-bit seed that is a function of what a request *is* (run seed, prompt, sample, turn), never of when it ran."""
+    """A 63-bit seed that is a function of what a request *is* (run seed, prompt, sample, turn), never of
+    when it ran.
+    """
     digest = hashlib.blake2b(repr((run_seed, *key)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -30,8 +33,9 @@ class Prompt:
     """One prompt of the stream, tokenised.
 
     seq: position in the (infinite) prompt stream; the sampler's only state.
-    prompt_id: "source/epoch/row", unique in a run. token_ids: int32 [P]. fields: the row's other columns (answer, …)
-    as handed to rewards. messages: the chat messages behind token_ids (empty for a raw text prompt).
+    prompt_id: "source/epoch/row", unique in a run. token_ids: int32 [P]. fields: the row's other columns
+    (answer, …) as handed to rewards. messages: the chat messages behind token_ids (empty for a raw text
+    prompt).
     """
 
     seq: int
@@ -46,8 +50,8 @@ class Prompt:
 class SamplingParams:
     """How to sample. temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 are off.
 
-    Reported log-probs are those after temperature and *before* truncation (top-p/top-k/min-p), the only choice that
-    matches the trainer's; greedy requests report log-probs at temperature 1.
+    Reported log-probs are those after temperature and *before* truncation (top-p/top-k/min-p), the only
+    choice that matches the trainer's; greedy requests report log-probs at temperature 1.
     """
 
     max_tokens: int
@@ -60,10 +64,11 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """One sequence to generate. `n` samples are n requests with one `affinity` key; the engine finds the shared prefix.
+    """One sequence to generate. `n` samples are n requests with one `affinity` key; the engine finds the
+    shared prefix.
 
-    token_ids: int32 [P]. seed: with the token index, the only source of randomness. prefix: response tokens already
-    generated (a partial rollout to go on with); they are part of the completion that comes back.
+    token_ids: int32 [P]. seed: with the token index, the only source of randomness. prefix: response tokens
+    already generated (a partial rollout to go on with); they are part of the completion that comes back.
     """
 
     request_id: str
@@ -79,7 +84,8 @@ class GenerateRequest:
 class Completion:
     """What came back: token_ids int32 [T], log_probs float32 [T], policy_versions int32 [T] (one per token).
 
-    prompt_ids are the engine's own; the caller compares them with what it sent. extras: named per-token arrays.
+    prompt_ids are the engine's own; the caller compares them with what it sent. extras: named per-token
+    arrays.
     """
 
     request_id: str
@@ -104,10 +110,11 @@ class Turn:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One episode. All per-token arrays have the response's length T; response_mask (uint8) is 1 on policy tokens.
+    """One episode. All per-token arrays have the response's length T; response_mask (uint8) is 1 on policy
+    tokens.
 
-    policy_versions is -1 and rollout_log_probs 0 where the mask is 0. reward is the number that is trained on and is
-    NaN unless outcome == "scored"; scores are the named parts.
+    policy_versions is -1 and rollout_log_probs 0 where the mask is 0. reward is the number that is trained
+    on and is NaN unless outcome == "scored"; scores are the named parts.
     """
 
     prompt: Prompt

@@ -28,10 +28,18 @@ AgentLoop = Callable[..., Awaitable[Trajectory]]
 
 
 class EpisodeRunner:
-    """Runs agent loops next to an engine. generate: the engine's. decode: response ids to text for the scorers."""
+    """Runs agent loops next to an engine. generate: the engine's. decode: response ids to text for the
+    scorers.
+    """
 
     def __init__(
-        self, generate: Generate, scorer: TrajectoryScorer, decode: Decode, *, run_seed: int, agent: AgentLoop = single_turn
+        self,
+        generate: Generate,
+        scorer: TrajectoryScorer,
+        decode: Decode,
+        *,
+        run_seed: int,
+        agent: AgentLoop = single_turn,
     ) -> None:
         self._generate, self._scorer, self._decode = generate, scorer, decode
         self._run_seed, self._agent = run_seed, agent
@@ -45,9 +53,12 @@ class EpisodeRunner:
         purpose: str = "train",
         deadline_seconds: float | None = None,
     ) -> list[Trajectory]:
-        """n scored trajectories of one prompt, in sample order. The first error cancels the others and is raised."""
+        """n scored trajectories of one prompt, in sample order. The first error cancels the others and is
+        raised.
+        """
         tasks = [
-            asyncio.create_task(self._trajectory(prompt, sampling, i, purpose, deadline_seconds)) for i in range(n)
+            asyncio.create_task(self._trajectory(prompt, sampling, i, purpose, deadline_seconds))
+            for i in range(n)
         ]
         try:
             return await self._scorer.score_group(await asyncio.gather(*tasks))
@@ -55,7 +66,12 @@ class EpisodeRunner:
             await _cancel(tasks)
 
     async def _trajectory(
-        self, prompt: Prompt, sampling: SamplingParams, sample_index: int, purpose: str, deadline_seconds: float | None
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        sample_index: int,
+        purpose: str,
+        deadline_seconds: float | None,
     ) -> Trajectory:
         trajectory = await self._agent(
             prompt,

@@ -24,8 +24,8 @@ async def single_turn(
 ) -> Trajectory:
     """One completion of `prompt` as an unscored trajectory.
 
-    Its noise depends on (run_seed, purpose, prompt, sample_index) only. Raises RolloutError when the engine worked on
-    other prompt tokens than it was given.
+    Its noise depends on (run_seed, purpose, prompt, sample_index) only. Raises RolloutError when the engine
+    worked on other prompt tokens than it was given.
     """
     trajectory_id = f"{purpose}/{prompt.prompt_id}/{sample_index}"
     request = GenerateRequest(
@@ -39,7 +39,8 @@ async def single_turn(
     completion = await generate(request)
     if not np.array_equal(completion.prompt_ids, prompt.token_ids):
         raise RolloutError(
-            f"{trajectory_id}: the engine generated from {len(completion.prompt_ids)} prompt tokens that are not the "
+            f"{trajectory_id}: the engine generated from {len(completion.prompt_ids)} prompt tokens that "
+            f"are not the "
             f"{len(prompt.token_ids)} it was sent; tokenizer and engine disagree"
         )
     length = len(completion.token_ids)

@@ -12,7 +12,9 @@ HELP = "evaluate a model on a recipe's evaluation prompts"
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
     """Register the subcommand."""
     parser = subparsers.add_parser("eval", help=HELP, description=HELP)
-    parser.add_argument("config", nargs="+", help="recipe files, merged in order, then key.sub=value overrides")
+    parser.add_argument(
+        "config", nargs="+", help="recipe files, merged in order, then key.sub=value overrides"
+    )
     parser.add_argument("--model", help="model folder or hub id (default: model.path of the recipe)")
     parser.add_argument("--output", help="write all answers to this JSON-lines file")
     return parser

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from rondo import __version__
-from rondo.errors import RondoError
+from rondo.errors import RondoError, WorkerError
 
 COMMANDS = {
     "train": "rondo.cli.train_command",
@@ -60,8 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(error_block(args.command, error), file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print(f"rondo {args.command}: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as stopped:
+        print(f"rondo {args.command}: {stopped or 'interrupted'}", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `rondo … | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -70,8 +70,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def error_block(command: str, error: RondoError) -> str:
     """What the user sees of an error: its kind, the message, and how to see more."""
-    text = "\n".join([str(error), *getattr(error, "__notes__", ())])
-    lines = [f"rondo {command}: {type(error).__name__}", textwrap.indent(text, "  ")]
+    notes = getattr(error, "__notes__", ())
+    cause = getattr(error, "cause_error", None)
+    if isinstance(error, WorkerError) and isinstance(cause, RondoError):  # said by rondo itself, in a worker
+        text = "\n".join([str(cause), *notes])
+        kind = f"{type(cause).__name__} in {error.role}[{error.rank}]"
+    else:
+        text, kind = "\n".join([str(error), *notes]), type(error).__name__
+    lines = [f"rondo {command}: {kind}", textwrap.indent(text, "  ")]
     if error.__cause__ is not None:
         lines.append("  (--traceback shows where in the code)")
     return "\n".join(lines)

@@ -10,7 +10,9 @@ HELP = "fine-tune on conversations"
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
     """Register the subcommand."""
     parser = subparsers.add_parser("sft", help=HELP, description=HELP)
-    parser.add_argument("config", nargs="+", help="recipe files, merged in order, then key.sub=value overrides")
+    parser.add_argument(
+        "config", nargs="+", help="recipe files, merged in order, then key.sub=value overrides"
+    )
     return parser
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rondo.config.build import FLATTENED, build, element_type, fields_of, is_section, unwrap
@@ -16,6 +17,8 @@ from rondo.config.tree import Node, Origin, read_argument, read_file
 from rondo.config.validate import validate
 from rondo.config.verl import Assignment, translate
 from rondo.errors import ConfigError
+
+INCLUDE = "include"
 
 
 @dataclass(frozen=True)
@@ -36,15 +39,17 @@ class LoadedConfig:
 def load(files: Sequence[str], overrides: Sequence[str] = ()) -> LoadedConfig:
     """Merge `files` in order, then `overrides`, into one validated configuration.
 
-    Mappings merge deeply, lists and scalars replace; `key.0.sub=value` reaches into a list. The options of a
-    function belong to its name: another name replaces them all. Values of overrides are YAML (`lr=1e-4`,
-    `stop=[a, b]`). Keys in verl's spelling are translated. Raises ConfigError, which names key, file and line
-    or argument, and the nearest valid key or the remedy.
+    A file's top-level `include: other.yaml` (or a list; relative to the file) is merged before the file
+    itself. Mappings merge deeply, lists and scalars replace; `key.0.sub=value` reaches into a list. The
+    options of a function belong to its name: another name replaces them all. Values of overrides are YAML
+    (`lr=1e-4`, `stop=[a, b]`). Keys in verl's spelling are translated. Raises ConfigError, which names key,
+    file and line or argument, and the nearest valid key or the remedy.
     """
     tree = Node({}, Origin("defaults"), -1)
-    for layer, path in enumerate(files):
-        tree = _merge(Config, tree, read_file(path, layer))
-    for layer, argument in enumerate(overrides, start=len(files)):
+    layers = [path for file in files for path in _with_includes(file, ())]
+    for layer, path in enumerate(layers):
+        tree = _merge(Config, tree, _without_include(read_file(path, layer)))
+    for layer, argument in enumerate(overrides, start=len(layers)):
         parts, value = read_argument(argument, layer)
         tree = _override(Config, tree, parts, value, "")
     tree, assignments, notes = translate(tree)
@@ -53,6 +58,36 @@ def load(files: Sequence[str], overrides: Sequence[str] = ()) -> LoadedConfig:
     config, origins = build(tree)
     validate(config, origins)
     return LoadedConfig(config, origins, tuple(files), notes)
+
+
+def _with_includes(path: str, including: tuple[str, ...]) -> list[str]:
+    """`path` preceded by what it includes, outermost first. Raises ConfigError for a circle."""
+    if path in including:
+        raise ConfigError(
+            f"{path}: includes itself by way of {' -> '.join([*including, path])}; break the circle"
+        )
+    node = read_file(path, 0)
+    listed = node.value.get(INCLUDE) if isinstance(node.value, dict) else None
+    if listed is None:
+        return [path]
+    names = listed.value if isinstance(listed.value, list) else [listed]
+    found: list[str] = []
+    for name in names:
+        if not isinstance(name.value, str):
+            raise ConfigError(
+                f"{name.origin.where}: {INCLUDE} is a file name or a list of them, got {name.value!r}"
+            )
+        other = str(Path(path).parent / name.value)
+        if not Path(other).is_file():
+            raise ConfigError(f"{name.origin.where}: {INCLUDE}: no such file: {other} (relative to {path})")
+        found += _with_includes(other, (*including, path))
+    return [*found, path]
+
+
+def _without_include(node: Node) -> Node:
+    if not isinstance(node.value, dict):
+        return node
+    return Node({key: child for key, child in node.value.items() if key != INCLUDE}, node.origin, node.layer)
 
 
 def _merge(kind: Any, old: Node | None, new: Node) -> Node:

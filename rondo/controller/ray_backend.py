@@ -40,9 +40,9 @@ except ImportError as error:
     raise ConfigError('cluster.backend=ray, but Ray is not installed: pip install "rondo-rl[ray]"') from error
 
 # Objects up to this size travel inside Ray's messages, through the controller; larger ones through the object
-# store. Ray's own default is 100 KiB; a cluster started here keeps token blocks out of the controller from 8
-# KiB on.
-INLINE_BYTES = 8 * 1024
+# store. Ray's own default is 100 KiB; a cluster started here keeps all but the smallest blocks out of
+# the controller (a call takes as long, measured).
+INLINE_BYTES = 1024
 RAY_DEFAULT_INLINE_BYTES = 100 * 1024
 START_SECONDS = 120.0
 Origin = Literal["started", "connected", "found"]

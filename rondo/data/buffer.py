@@ -1,7 +1,7 @@
 """The trajectory buffer and its ledger: who may start, what is trained next, and an account of every prompt.
 
-The two decisions are pure functions (`planning/admission.py`); here they meet waiting coroutines. All methods run on
-the controller's event loop.
+The two decisions are pure functions (`planning/admission.py`); here they meet waiting coroutines. All
+methods run on the controller's event loop.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ class Group:
 
 @dataclass
 class Ledger:
-    """Exactly once: a sequence number below `next_seq` was trained unless it is open, ready, dropped or to re-issue."""
+    """Exactly once: a sequence number below `next_seq` was trained unless it is open, ready, dropped or to
+    re-issue.
+    """
 
     next_seq: int = 0
     num_trained: int = 0
@@ -63,7 +65,9 @@ class Ledger:
         reissue = sorted([*self.reissue, *self.open])
         head = {"kind": "watermark", "next_seq": self.next_seq, "num_trained": self.num_trained}
         again = [{"kind": "reissue", "seq": seq} for seq in reissue]
-        dropped = [{"kind": "dropped", "seq": seq, "reason": reason} for seq, reason in sorted(self.dropped.items())]
+        dropped = [
+            {"kind": "dropped", "seq": seq, "reason": reason} for seq, reason in sorted(self.dropped.items())
+        ]
         return [head, *again, *dropped]
 
     @classmethod
@@ -80,8 +84,9 @@ class Ledger:
 class Buffer:
     """Between episodes and trainer.
 
-    batch_size: groups per step. total_groups: prompts that the run may consume. keep: a filter that names the reason
-    for which a complete group is dropped (its credit then admits another prompt), or None to keep it.
+    batch_size: groups per step. total_groups: prompts that the run may consume. keep: a filter that names
+    the reason for which a complete group is dropped (its credit then admits another prompt), or None to keep
+    it.
     """
 
     def __init__(
@@ -115,7 +120,9 @@ class Buffer:
         )
 
     async def ticket(self) -> int:
-        """Waits for a credit; returns the sequence number of a prompt that may start. This is all the back-pressure."""
+        """Waits for a credit; returns the sequence number of a prompt that may start. This is all the
+        back-pressure.
+        """
         async with self._changed:
             await self._changed.wait_for(lambda: self.credits() > 0)
             return self.ledger.admit(self.version)
@@ -149,7 +156,9 @@ class Buffer:
             self._changed.notify_all()
 
     async def take(self) -> list[Group]:
-        """Whole groups for one step, in prompt order, none staler than the bound; short at the end, then empty."""
+        """Whole groups for one step, in prompt order, none staler than the bound; short at the end, then
+        empty.
+        """
         chosen: list[int] = []
 
         def pick() -> bool:
@@ -184,7 +193,9 @@ class Buffer:
         return self.batch_size
 
     async def settled(self) -> None:
-        """Nothing is in flight and no credit is left: a drop during the drain has been replaced, and that one is done."""
+        """Nothing is in flight and no credit is left: a drop during the drain has been replaced, and that
+        one is done.
+        """
 
         def done() -> bool:
             if self._error is not None:

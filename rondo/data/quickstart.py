@@ -14,10 +14,11 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rondo.data.sources import import_reasoning_gym
 from rondo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -184,6 +185,53 @@ def demonstrations(size: int = 4096, seed: int = 0, worked_share: float = 0.4) -
     return rows
 
 
+def chain_sum_demonstrations(
+    size: int = 4096,
+    seed: int = 0,
+    worked_share: float = 0.4,
+    terms: int = 4,
+    held_out_seed: int | None = None,
+    held_out_size: int = 256,
+) -> list[dict[str, Any]]:
+    """Demonstrations as above for reasoning_gym's `chain_sum` with `terms` one-digit numbers: worked term by
+    term (`3-8=-5\\n-5+2=-3\\n#### -3`) or lazy (a number from the text).
+
+    held_out_seed, held_out_size: the evaluation source's; its problems are left out. `seed` is the library's,
+    whose entry i is a function of seed + i alone: two seeds that differ by less than `size` share entries.
+    ConfigError for impossible values and without the package.
+    """
+    if size < 1 or terms < 2 or not 0.0 <= worked_share <= 1.0:
+        raise ConfigError(
+            "chain_sum_demonstrations: need size >= 1, terms >= 2 and worked_share in [0, 1], got "
+            f"{size}, {terms} and {worked_share}"
+        )
+    held_out = set() if held_out_seed is None else set(_chain_sums(terms, held_out_size, held_out_seed))
+    rng = random.Random(f"rondo quickstart: lazy chain sums: {seed}")
+    rows = []
+    for question, expression in _chain_sums(terms, size, seed):
+        worked = rng.random() < worked_share
+        lazy = rng.choice(expression[::2])
+        if (question, expression) not in held_out:
+            rows.append({"prompt": question, "response": _work_out(expression) if worked else f"#### {lazy}"})
+    return rows
+
+
+def _chain_sums(terms: int, size: int, seed: int) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Question and expression (`("3", "-", "8")`) of the library's entries."""
+    options = {"min_terms": terms, "max_terms": terms, "min_digits": 1, "max_digits": 1}
+    for entry in import_reasoning_gym().create_dataset("chain_sum", **options, size=size, seed=seed):
+        yield entry["question"], tuple(entry["metadata"]["expression"].split())
+
+
+def _work_out(expression: tuple[str, ...]) -> str:
+    total, lines = int(expression[0]), []
+    for operation, number in zip(expression[1::2], expression[2::2], strict=True):
+        result = _OPERATIONS[operation](total, int(number))
+        lines.append(f"{total}{operation}{number}={result}")
+        total = result
+    return "\n".join([*lines, f"#### {total}"])
+
+
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TOOL_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 
@@ -212,6 +260,17 @@ def tokenizer() -> PreTrainedTokenizerFast:
     Every digit is its own token, every word of the task is one token; ChatML template; special tokens for
     chat turns (`<|im_end|>` ends a turn and a sequence) and tool calls (these stay visible in decoded text).
     """
+    problems = itertools.islice(_problems("tokenizer", 0, held_out=False), 2000)
+    return _trained_tokenizer(f"user\n{p.text}\nassistant\n{p.worked}" for p in problems)
+
+
+def chain_sum_tokenizer() -> PreTrainedTokenizerFast:
+    """As `tokenizer`, trained on 500 generated `chain_sum_demonstrations`. Needs reasoning_gym."""
+    rows = chain_sum_demonstrations(500, seed=0, worked_share=1.0)
+    return _trained_tokenizer(f"user\n{row['prompt']}\nassistant\n{row['response']}" for row in rows)
+
+
+def _trained_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -227,8 +286,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
         special_tokens=list(SPECIAL_TOKENS),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
     )
-    problems = itertools.islice(_problems("tokenizer", 0, held_out=False), 2000)
-    bpe.train_from_iterator((f"user\n{p.text}\nassistant\n{p.worked}" for p in problems), trainer)
+    bpe.train_from_iterator(texts, trainer)
     bpe.add_tokens([AddedToken(token, special=False, normalized=False) for token in TOOL_TOKENS])
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHAT_TEMPLATE,

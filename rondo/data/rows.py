@@ -32,14 +32,18 @@ SCORE_PREFIX = "score/"
 
 
 def row_id(seq: int, sample_index: int, step_index: int = 0) -> int:
-    """A number that no other row of the run has: 20 bits for the sample, 12 for the step within the trajectory."""
+    """A number that no other row of the run has: 20 bits for the sample, 12 for the step within the
+    trajectory.
+    """
     if not (0 <= sample_index < 1 << 20 and 0 <= step_index < 1 << 12):
         raise DataError(f"sample {sample_index}, step {step_index}: beyond what a row id can hold")
     return (seq << 32) | (sample_index << 12) | step_index
 
 
 def rows_from_trajectories(trajectories: Sequence[Trajectory], score_names: Sequence[str] = ()) -> Batch:
-    """One row per single-context trajectory, with the identity, token, structure and outcome columns of DESIGN §5."""
+    """One row per single-context trajectory, with the identity, token, structure and outcome columns of
+    DESIGN §5.
+    """
     for t in trajectories:
         _check(t)
     columns: dict[str, object] = {
@@ -82,7 +86,9 @@ def prompt_text(prompt: Prompt) -> str:
 
 
 def is_scored(batch: Batch) -> np.ndarray:
-    """bool [B]: rows whose trajectory has a reward; the others are typed failures and are trained on by nobody."""
+    """bool [B]: rows whose trajectory has a reward; the others are typed failures and are trained on by
+    nobody.
+    """
     return np.asarray(batch.scalars("outcome") == SCORED)
 
 
@@ -96,8 +102,10 @@ def _check(t: Trajectory) -> None:
     for name in ("response_mask", "rollout_log_probs", "policy_versions"):
         if len(getattr(t, name)) != length:
             raise DataError(
-                f"trajectory {t.trajectory_id}: {name} has {len(getattr(t, name))} entries for {length} response tokens; "
-                "an agent loop must give one per token (mask 0, log-prob 0 and version -1 for tokens it did not sample)"
+                f"trajectory {t.trajectory_id}: {name} has {len(getattr(t, name))} entries for {length} "
+                f"response tokens; "
+                "an agent loop must give one per token (mask 0, log-prob 0 and version -1 for tokens it did "
+                "not sample)"
             )
     if t.outcome == SCORED and not np.isfinite(t.reward):
         raise DataError(f"trajectory {t.trajectory_id}: outcome is {SCORED!r} but its reward is {t.reward}")

@@ -1,4 +1,6 @@
-"""Models: where they come from, how packed documents attend, names in checkpoints, value heads. No engine, no ranks."""
+"""Models: where they come from, how packed documents attend, names in checkpoints, value heads. No engine, no
+ranks.
+"""
 
 from rondo.models.family import ModelFamily, family_of
 from rondo.models.loading import build_model, load_model_config, load_tokenizer

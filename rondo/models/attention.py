@@ -1,12 +1,13 @@
 """Attention over packed documents: the one function that all models' attention goes through.
 
-Queries, keys and values of all documents of a micro-batch lie one after another in a single row [1, heads, N, D]. No
-document sees another one. Everything that depends on the documents' lengths only is computed once per micro-batch
-(`plan_documents`) and travels with the forward call as the keyword `documents`.
+Queries, keys and values of all documents of a micro-batch lie one after another in a single row [1, heads, N,
+D]. No document sees another one. Everything that depends on the documents' lengths only is computed once per
+micro-batch (`plan_documents`) and travels with the forward call as the keyword `documents`.
 
-Kernels: `flash` (flash-attn, or torch's own varlen_attn: CUDA, half precision); `short` (documents of similar length
-side by side, two batched matrix products and a softmax: everywhere, for documents of at most SHORT tokens; on a CPU
-2–3 times faster than SDPA there); `sdpa` (scaled_dot_product_attention document by document).
+Kernels: `flash` (flash-attn, or torch's own varlen_attn: CUDA, half precision); `short` (documents of similar
+length side by side, two batched matrix products and a softmax: everywhere, for documents of at most SHORT
+tokens; on a CPU 2–3 times faster than SDPA there); `sdpa` (scaled_dot_product_attention document by
+document).
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ _CACHE_ELEMENTS = 1 << 17  # scores per bucket and head: what stays in a CPU cor
 
 Heads = tuple[int, int]  # query heads, key/value heads
 Kernel = Literal["flash", "short", "sdpa"]
-# Keywords that carry nothing this function needs (rotary embeddings are applied already; positions are in the plan).
+# Keywords that carry nothing this function needs (rotary embeddings are applied already; positions are in the
+# plan).
 _IRRELEVANT = {"position_ids", "position_embeddings", "cache_position", "use_cache", "num_items_in_batch"}
 
 
@@ -40,10 +42,10 @@ _IRRELEVANT = {"position_ids", "position_embeddings", "cache_position", "use_cac
 class Bucket:
     """Documents of similar length side by side, for the `short` kernel; all index tensors are int64.
 
-    Queries are padded on the right to `width`: causal, so that no real query looks at padding. Keys are `prefix` shared
-    ones and then the documents' own. Index tensors address rows of [N * heads, D], so that one gather also brings the
-    heads to the front: query_rows [docs * H * width], key_rows [docs * K * (prefix + width)]. padding: which of the
-    query rows are padding.
+    Queries are padded on the right to `width`: causal, so that no real query looks at padding. Keys are
+    `prefix` shared ones and then the documents' own. Index tensors address rows of [N * heads, D], so that
+    one gather also brings the heads to the front: query_rows [docs * H * width], key_rows [docs * K * (prefix
+    + width)]. padding: which of the query rows are padding.
     """
 
     docs: int
@@ -58,8 +60,8 @@ class Bucket:
 class Unpadding:
     """Back from the joined buckets: where each row of [N * H, D] and of [N * K, D] lies in them.
 
-    A shared prefix's keys also lie in every bucket that reads them: their gradients are rows `shared_from` of the
-    joined buckets, to be added to rows `shared_to` of [N * K, D].
+    A shared prefix's keys also lie in every bucket that reads them: their gradients are rows `shared_from` of
+    the joined buckets, to be added to rows `shared_to` of [N * K, D].
     """
 
     queries: torch.Tensor
@@ -70,7 +72,7 @@ class Unpadding:
 
 @dataclass(frozen=True)
 class Documents:
-    """The lengths of the documents of one micro-batch, as each kernel wants them. Made by `plan_documents`."""
+    """The document lengths of one micro-batch, as each kernel wants them. Made by `plan_documents`."""
 
     kernel: Kernel
     lengths: tuple[int, ...]
@@ -100,13 +102,16 @@ def flash_kernel() -> str | None:
 
 
 def choose_kernel(attention: Attention, device: torch.device, dtype: torch.dtype, max_length: int) -> Kernel:
-    """The kernel for documents of at most `max_length` tokens. Raises ConfigError when `flash` is asked for and absent."""
+    """The kernel for documents of at most `max_length` tokens. Raises ConfigError when `flash` is asked for
+    and absent.
+    """
     half = dtype in (torch.bfloat16, torch.float16)
     flash = device.type == "cuda" and half and flash_kernel() is not None
     if attention == "flash" and not flash:
         raise ConfigError(
-            f"model.attention=flash needs a CUDA device, compute_dtype bfloat16 or float16 and a kernel (flash-attn, or "
-            f"torch with varlen_attn); here: {device}, {dtype}, kernel {flash_kernel()}. Use model.attention=auto"
+            "model.attention=flash needs a CUDA device, compute_dtype bfloat16 or float16, and a kernel "
+            f"(flash-attn, or torch's varlen_attn); here: {device}, {dtype}, kernel {flash_kernel()}. "
+            "Use model.attention=auto"
         )
     if flash and attention != "sdpa":
         return "flash"
@@ -114,7 +119,7 @@ def choose_kernel(attention: Attention, device: torch.device, dtype: torch.dtype
 
 
 def shares_prefixes(attention: Attention, device: torch.device, dtype: torch.dtype, max_length: int) -> bool:
-    """Whether documents that begin alike may be given as one prefix and its continuations (`plan_documents`)."""
+    """Whether documents that begin alike may be given as prefix and continuations (`plan_documents`)."""
     return choose_kernel(attention, device, dtype, max_length) == "short"
 
 
@@ -129,8 +134,9 @@ def plan_documents(
 ) -> Documents:
     """Everything about a micro-batch that attention needs and that depends on lengths only.
 
-    lengths: int [B], each at least 1; the documents lie one after another. prefixes: int [B], which document each one
-    continues (its tokens come first, and are seen by all of this one's), -1 for none; only where `shares_prefixes`.
+    lengths: int [B], each at least 1; the documents lie one after another. prefixes: int [B], which document
+    each one continues (its tokens come first, and are seen by all of this one's), -1 for none; only where
+    `shares_prefixes`.
     """
     lengths = np.asarray(lengths, np.int64)
     prefixes = np.full(len(lengths), -1) if prefixes is None else np.asarray(prefixes, np.int64)
@@ -141,7 +147,9 @@ def plan_documents(
     kernel = choose_kernel(attention, device, dtype, longest)
     if kernel != "short":
         if np.any(prefixes >= 0):
-            raise TrainError(f"shared prefixes need the short kernel, but documents of {longest} tokens use {kernel}")
+            raise TrainError(
+                f"shared prefixes need the short kernel, but documents of {longest} tokens use {kernel}"
+            )
         return Documents(kernel, tuple(lengths.tolist()), cu_seqlens, longest)
     buckets, unpadding = _plan_buckets(lengths, prefixes, prefix_lengths, heads, device)
     return Documents(kernel, tuple(lengths.tolist()), cu_seqlens, longest, buckets, unpadding)
@@ -174,12 +182,18 @@ def _plan_buckets(
         index = [torch.from_numpy(array.reshape(-1)).to(device) for array in (query_rows, key_rows, padding)]
         buckets.append(Bucket(n, width, prefix, *index))
         query_base, key_base = query_base + query_rows.size, key_base + key_rows.size
-    parts = (unpad_queries.reshape(-1), unpad_keys.reshape(-1), np.concatenate(shared_from), np.concatenate(shared_to))
+    parts = (
+        unpad_queries.reshape(-1),
+        unpad_keys.reshape(-1),
+        np.concatenate(shared_from),
+        np.concatenate(shared_to),
+    )
     return tuple(buckets), Unpadding(*(torch.from_numpy(part).to(device) for part in parts))
 
 
 def _similar_lengths(lengths: np.ndarray, prefix_lengths: np.ndarray, num_heads: int) -> list[np.ndarray]:
-    """Documents with equal prefix length, longest first, cut where a bucket's scores outgrow the cache or its padding
+    """Documents with equal prefix length, longest first, cut where a bucket's scores outgrow the cache or its
+    padding
     a quarter of it."""
     order = np.lexsort((-lengths, prefix_lengths))
     buckets, start = [], 0
@@ -212,10 +226,12 @@ def varlen_attention(
     is_causal: bool | None = None,
     **other: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention within each document. query [1, H, N, D], key and value [1, K, N, D]; returns [1, N, H, Dv].
+    """Causal attention within each document. query [1, H, N, D], key and value [1, K, N, D]; returns [1, N,
+    H, Dv].
 
-    Follows transformers' AttentionInterface. Refuses (ConfigError) what it does not know: a keyword ignored here would
-    be a silent error of the loss. A sliding window is accepted where no document is longer than it.
+    Follows transformers' AttentionInterface. Refuses (ConfigError) what it does not know: a keyword ignored
+    here would be a silent error of the loss. A sliding window is accepted where no document is longer than
+    it.
     """
     asked_for = [
         name for name, v in other.items() if v is not None and v is not False and name not in _IRRELEVANT
@@ -304,7 +320,8 @@ _KERNELS: dict[Kernel, Callable[..., torch.Tensor]] = {"flash": _flash, "short":
 
 
 class _ShortAttention(torch.autograd.Function):
-    """softmax(scale · q kᵀ + causal) v per document, bucket by bucket, so that a bucket stays in the core's cache.
+    """softmax(scale · q kᵀ + causal) v per document, bucket by bucket, so that a bucket stays in the core's
+    cache.
 
     Query heads that share a key head are rows of one matrix product. Scores stay for the backward pass.
     """
@@ -315,6 +332,7 @@ class _ShortAttention(torch.autograd.Function):
     ) -> torch.Tensor:
         """q [N, H, D], k [N, K, D], v [N, K, Dv] -> [N, H, Dv]."""
         (N, H, _), (K, D_out), unpadding = q.shape, v.shape[1:], documents.unpadding
+        assert unpadding is not None
         rows_q, rows_k, rows_v = (tensor.reshape(-1, tensor.shape[2]) for tensor in (q, k, v))
         out = q.new_empty(sum(len(bucket.query_rows) for bucket in documents.buckets), D_out)
         base, saved = 0, []
@@ -348,9 +366,15 @@ class _ShortAttention(torch.autograd.Function):
         for i, bucket in enumerate(documents.buckets):
             qb, kb, vb, probs = saved[4 * i : 4 * i + 4]
             query_stop, key_stop = query_base + len(bucket.query_rows), key_base + len(bucket.key_rows)
-            gb = rows_g.index_select(0, bucket.query_rows).index_fill_(0, bucket.padding, 0).view(*qb.shape[:2], -1)
+            gb = (
+                rows_g.index_select(0, bucket.query_rows)
+                .index_fill_(0, bucket.padding, 0)
+                .view(*qb.shape[:2], -1)
+            )
             torch.bmm(probs.mT, gb, out=grad_v[key_base:key_stop].view(vb.shape))
-            grad_scores = torch._softmax_backward_data(torch.bmm(gb, vb.mT), probs, -1, probs.dtype).mul_(ctx.scale)
+            grad_scores = torch._softmax_backward_data(torch.bmm(gb, vb.mT), probs, -1, probs.dtype).mul_(
+                ctx.scale
+            )
             torch.bmm(grad_scores, kb, out=grad_q[query_base:query_stop].view(qb.shape))
             torch.bmm(grad_scores.mT, qb, out=grad_k[key_base:key_stop].view(kb.shape))
             query_base, key_base = query_stop, key_stop
@@ -369,6 +393,8 @@ def _collect_keys(joined: torch.Tensor, unpadding: Unpadding) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=256)
 def _causal(width: int, prefix: int, group: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """[group * width, prefix + width]: 0 where a query may look, -inf elsewhere; once per query head of a group."""
+    """[group * width, prefix + width]: 0 where a query may look, -inf elsewhere; once per query head of a
+    group.
+    """
     mask = torch.full((width, prefix + width), float("-inf"), dtype=dtype, device=device).triu_(1 + prefix)
     return mask.repeat(group, 1)

@@ -23,7 +23,8 @@ _HEAD_SETTINGS = {
 
 
 def packed_positions(lengths: np.ndarray, offsets: np.ndarray) -> torch.Tensor:
-    """Position ids of packed documents: int64 [N], rising from each document's offset (where it continues a prefix).
+    """Position ids of packed documents: int64 [N], rising from each document's offset (where it continues a
+    prefix).
 
     Recomputed where needed, never stored.
     """
@@ -39,9 +40,9 @@ def same_name(name: str) -> str:
 class ModelFamily:
     """positions: (document lengths, first positions) -> position ids [N]; always passed to the model.
 
-    packable: documents may share a forward pass, kept apart by the variable-length attention function. If not, each
-    pass holds one document and transformers' own eager attention. checkpoint_name: parameter name -> name in a
-    Hugging Face checkpoint.
+    packable: documents may share a forward pass, kept apart by the variable-length attention function. If
+    not, each pass holds one document and transformers' own eager attention. checkpoint_name: parameter name
+    -> name in a Hugging Face checkpoint.
     """
 
     model_type: str
@@ -52,14 +53,16 @@ class ModelFamily:
 
 
 def family_of(config: PreTrainedConfig) -> ModelFamily:
-    """The family of a causal language model. Raises ConfigError for a head whose log-probs would be silently wrong."""
+    """The family of a causal language model. Raises ConfigError for a head whose log-probs would be silently
+    wrong.
+    """
     model_type = str(config.model_type)
     for name, neutral in _HEAD_SETTINGS.items():
         value = getattr(config, name, None)
         if value is not None and value != neutral:
             raise ConfigError(
-                f"a {model_type} model with {name}={value} changes its logits after the output head, which the "
-                "trainer's log-prob head does not do yet; choose another model"
+                f"a {model_type} model with {name}={value} changes its logits after the output head, which "
+                "the trainer's log-prob head does not do yet; choose another model"
             )
     if getattr(config, "is_encoder_decoder", False):
         raise ConfigError(

@@ -25,7 +25,9 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenize
 
 
 def load_model_config(source: ModelSource) -> PreTrainedConfig:
-    """The transformers config. Raises DataError (folder or hub id cannot be read) or ConfigError (unknown keys)."""
+    """The transformers config. Raises DataError (folder or hub id cannot be read) or ConfigError (unknown
+    keys).
+    """
     if source.config is not None:
         return _config_from_mapping(source.config)
     path = str(source.path)
@@ -64,10 +66,11 @@ def _config_from_mapping(mapping: Mapping[str, Any]) -> PreTrainedConfig:
 def build_model(
     source: ModelSource, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> PreTrainedModel:
-    """A causal LM with parameters in `dtype` on `device`, dropout off, whose attention reads packed documents.
+    """A causal LM with parameters in `dtype` on `device`, dropout off, whose attention reads packed
+    documents.
 
-    Random weights depend on `source.seed` only; the global generator is left as it was. Models that cannot be packed
-    (`family_of(config).packable`) keep transformers' own attention. Raises DataError or ConfigError.
+    Random weights depend on `source.seed` only; the global generator is left as it was. Models that cannot be
+    packed (`family_of(config).packable`) keep transformers' own attention. Raises DataError or ConfigError.
     """
     config = load_model_config(source)
     family = family_of(config)
@@ -116,7 +119,8 @@ def _pretrained_model(config: PreTrainedConfig, source: ModelSource, dtype: torc
 
 
 def load_tokenizer(name: str, chat_template: str | None = None, *, trust_remote_code: bool = False) -> Any:
-    """A tokenizer from a folder, a hub id, or a function without arguments (`path.py:fn`, `module:fn`, `module.fn`).
+    """A tokenizer from a folder, a hub id, or a function without arguments (`path.py:fn`, `module:fn`,
+    `module.fn`).
 
     chat_template: a Jinja file that replaces the tokenizer's own template. Raises DataError or ConfigError.
     """

@@ -13,10 +13,12 @@ Attention = Literal["auto", "flash", "sdpa"]
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Exactly one of `path` (local folder or hub id: pretrained) and `config` (transformers keys: random weights).
+    """Exactly one of `path` (local folder or hub id: pretrained) and `config` (transformers keys: random
+    weights).
 
-    config: e.g. {"model_type": "qwen3", "hidden_size": 128, ...}; what it leaves out has the transformers default.
-    attention: the kernel behind packed attention. seed: of a random initialisation (and of a critic's value head).
+    config: e.g. {"model_type": "qwen3", "hidden_size": 128, ...}; what it leaves out has the transformers
+    default. attention: the kernel behind packed attention. seed: of a random initialisation (and of a
+    critic's value head).
     """
 
     path: str | None = None

@@ -14,7 +14,9 @@ FILE = "value_head.safetensors"  # beside the trunk's weights in an exported cri
 
 
 class ValueHead(torch.nn.Module):
-    """V = w·h + b in at least float32, from hidden states [M, H] to values [M]. Starts at 0: V = 0 everywhere."""
+    """V = w·h + b in at least float32, from hidden states [M, H] to values [M]. Starts at 0: V = 0
+    everywhere.
+    """
 
     def __init__(self, hidden_size: int, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -27,7 +29,9 @@ class ValueHead(torch.nn.Module):
 
 
 def replace_lm_head(model: PreTrainedModel, path: str | None, dtype: torch.dtype) -> ValueHead:
-    """Drop the model's output head and return a value head, read from `path` if an exported critic lies there."""
+    """Drop the model's output head and return a value head, read from `path` if an exported critic lies
+    there.
+    """
     head = ValueHead(model.get_input_embeddings().embedding_dim, dtype)
     _drop_lm_head(model)
     file = Path(path) / FILE if path is not None else None
@@ -42,7 +46,7 @@ def replace_lm_head(model: PreTrainedModel, path: str | None, dtype: torch.dtype
 
 def _drop_lm_head(model: PreTrainedModel) -> None:
     head = model.get_output_embeddings()
-    for name, module in list(model.named_modules()):
+    for module in list(model.modules()):
         for child_name, child in list(module.named_children()):
             if child is head:
                 setattr(module, child_name, torch.nn.Identity())

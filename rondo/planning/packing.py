@@ -1,4 +1,6 @@
-"""Who gets which rows: balanced shards over data-parallel ranks, and micro-batches under a token budget. Pure numpy."""
+"""Who gets which rows: balanced shards over data-parallel ranks, and micro-batches under a token budget. Pure
+numpy.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,9 @@ def balance(costs: np.ndarray, parts: int, groups: np.ndarray | None = None) -> 
 
     costs: [B], not negative (the caller's measure of work: tokens, squares of lengths). groups: [B], e.g. the
     mini-batch of each row; every shard gets its share of each group, so that no rank idles in any of them.
-    Returns row positions per part, rising; parts may differ in row count and may be empty. Deterministic. Within a
-    group the heaviest and the lightest part differ by at most the group's costliest row.
-    Largest differencing (Karmarkar & Karp 1982); a group's heaviest part goes to the part with least so far.
+    Returns row positions per part, rising; parts may differ in row count and may be empty. Deterministic.
+    Within a group the heaviest and the lightest part differ by at most the group's costliest row. Largest
+    differencing (Karmarkar & Karp 1982); a group's heaviest part goes to the part with least so far.
     """
     costs = np.asarray(costs, np.float64)
     if parts < 1 or costs.ndim != 1 or np.any(~(costs >= 0)):
@@ -60,10 +62,12 @@ def _largest_differencing(costs: np.ndarray, parts: int) -> tuple[np.ndarray, li
 
 
 def micro_batches(lengths: np.ndarray, budget: int) -> list[np.ndarray]:
-    """Cut rows into bins of at most `budget` tokens, few of them: first-fit decreasing (≤ 11/9 of the fewest + 1).
+    """Cut rows into bins of at most `budget` tokens, few of them: first-fit decreasing (≤ 11/9 of the fewest
+    + 1).
 
-    lengths: int [B], tokens per row. Returns row positions per bin, rising within a bin; the fullest bins come first,
-    so that what will not fit in memory fails in the first pass. Raises TrainError naming a row longer than the budget.
+    lengths: int [B], tokens per row. Returns row positions per bin, rising within a bin; the fullest bins
+    come first, so that what will not fit in memory fails in the first pass. Raises TrainError naming a row
+    longer than the budget.
     """
     lengths = np.asarray(lengths, np.int64)
     too_long = np.flatnonzero(lengths > budget)

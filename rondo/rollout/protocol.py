@@ -12,17 +12,17 @@ from rondo.types import Completion, GenerateRequest, StepStats
 class RolloutEngine(Protocol):
     """One replica. Tokens in, tokens out; every token carries the policy version that made it.
 
-    Weights: `begin(version)`, `receive(name, tensor)` for every checkpoint name, `commit(version)`; the engine must be
-    paused or idle meanwhile. `pause` stops at a token boundary and requests keep their place; `sleep` gives the
-    key/value cache back and `wake` makes it again.
+    Weights: `begin(version)`, `receive(name, tensor)` for every checkpoint name, `commit(version)`; the
+    engine must be paused or idle meanwhile. `pause` stops at a token boundary and requests keep their place;
+    `sleep` gives the key/value cache back and `wake` makes it again.
     """
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """The completion of one request. Cancelling the task frees the request's place. Raises RolloutError."""
+        """The completion of one request. Cancelling the task frees its place. Raises RolloutError."""
         ...
 
     async def cancel(self, request_id: str) -> None:
-        """The pending `generate` call returns what it has, with finish_reason "cancelled". Unknown ids are ignored."""
+        """The pending `generate` call returns what it has ("cancelled"). Unknown ids are ignored."""
         ...
 
     async def pause(self) -> None: ...

@@ -1,1 +1,3 @@
-"""The programs: the RL loop, SFT, evaluation. Everything below is wired here, and only the CLI imports this folder."""
+"""The programs: the RL loop, SFT, evaluation. Everything below is wired here, and only the CLI imports this
+folder.
+"""

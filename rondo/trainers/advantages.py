@@ -1,6 +1,7 @@
 """The advantage stage: fetch the columns that the chosen estimator reads, call it, put the result back.
 
-Estimators that read per-row numbers only never touch tokens on the controller; their result is a per-row column.
+Estimators that read per-row numbers only never touch tokens on the controller; their result is a per-row
+column.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from rondo.config.schema import AlgorithmConfig
 from rondo.controller import Cluster
 from rondo.types import StepStats
 
-PER_ROW = frozenset({"reward", "group_id", "trajectory_id", "response_length", "num_trained_tokens", "sample_index"})
+PER_ROW = frozenset(
+    {"reward", "group_id", "trajectory_id", "response_length", "num_trained_tokens", "sample_index"}
+)
 
 
 class AdvantageStage:
@@ -44,13 +47,17 @@ class AdvantageStage:
         return self._attach(batch, named, cluster), stats
 
     async def _inputs(self, batch: BatchRef, kl_coef: float, stats: StepStats) -> dict[str, torch.Tensor]:
-        """The estimator's arguments by name: per-row [B], per-token [B, T] float32, response_mask [B, T] float32."""
+        """The estimator's arguments by name: per-row [B], per-token [B, T] float32, response_mask [B, T]
+        float32.
+        """
         wanted = set(self.columns)
         per_token = [c for c in wanted if c not in batch.index.columns and c != "token_rewards"]
         if self._kl or "token_rewards" in wanted:
             per_token.append("response_mask")
         inputs = {
-            name: torch.from_numpy(_numbers(batch.index, name)) for name in wanted if name in batch.index.columns
+            name: torch.from_numpy(_numbers(batch.index, name))
+            for name in wanted
+            if name in batch.index.columns
         }
         if not per_token:
             return inputs
@@ -91,7 +98,9 @@ class AdvantageStage:
             lengths = batch.index.scalars("response_length")
             offsets = np.concatenate([[0], np.cumsum(lengths)])
             columns = {
-                name: ragged_array(np.concatenate([v[i, :n] for i, n in enumerate(lengths)] or [v[0, :0]]), offsets)
+                name: ragged_array(
+                    np.concatenate([v[i, :n] for i, n in enumerate(lengths)] or [v[0, :0]]), offsets
+                )
                 for name, v in ((name, value.numpy().astype(np.float32)) for name, value in per_token.items())
             }
             block = Batch.of({ROW_ID: batch.row_ids, **columns})

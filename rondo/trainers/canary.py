@@ -1,4 +1,6 @@
-"""The canary: at the start and after a resume, the sampler's log-probs of a few tokens must be the trainer's."""
+"""The canary: at the start and after a resume, the sampler's log-probs of a few tokens must be the
+trainer's.
+"""
 
 from __future__ import annotations
 

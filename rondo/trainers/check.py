@@ -1,4 +1,6 @@
-"""The second pass over a configuration: what needs algorithms, scorers and engines to be known. Before anything starts."""
+"""The second pass over a configuration: what needs algorithms, scorers and engines to be known. Before
+anything starts.
+"""
 
 from __future__ import annotations
 
@@ -37,23 +39,33 @@ def check_rl(loaded: LoadedConfig) -> None:
     """Raises ConfigError for what `rondo train` cannot do as configured."""
     config = loaded.config
     if not config.data.train:
-        raise ConfigError("data.train is empty: there is nothing to learn from; add a source (see docs/data.md)")
+        raise ConfigError(
+            "data.train is empty: there is nothing to learn from; add a source (see docs/data.md)"
+        )
     if not config.reward.functions:
-        raise ConfigError("reward.functions is empty: nothing says what is good; add a scorer, for example {name: gsm8k}")
+        raise ConfigError(
+            "reward.functions is empty: nothing says what is good; add a scorer, for example {name: gsm8k}"
+        )
     check_algorithm(config.algorithm)
     load_functions(config.reward.functions, BUILTINS)
     check_trackers(config.tracking.trackers)
     if config.trainer.evaluation.every is not None and not config.data.eval:
-        raise ConfigError("trainer.evaluation.every is set, but data.eval is empty; add a source of held-out prompts")
+        raise ConfigError(
+            "trainer.evaluation.every is set, but data.eval is empty; add a source of held-out prompts"
+        )
     _check_backend(loaded)
     _check_files(loaded)
 
 
 def check_sft(loaded: LoadedConfig) -> None:
-    """Raises ConfigError for what `rondo sft` cannot do as configured, keys that it would not read included."""
+    """Raises ConfigError for what `rondo sft` cannot do as configured, keys that it would not read
+    included.
+    """
     config = loaded.config
     if not config.data.train:
-        raise ConfigError("data.train is empty: there is nothing to learn from; add a source (see docs/data.md)")
+        raise ConfigError(
+            "data.train is empty: there is nothing to learn from; add a source (see docs/data.md)"
+        )
     for key, origin in loaded.origins.items():
         if not key.startswith(SFT_KEYS) or key in NOT_SFT_KEYS:
             raise ConfigError(f"{origin.where}: {key} has no meaning for supervised fine-tuning; remove it")
@@ -67,20 +79,38 @@ def _check_backend(loaded: LoadedConfig) -> None:
     if config.cluster.backend == "ray" and importlib.util.find_spec("ray") is None:
         raise ConfigError('cluster.backend=ray, but Ray is not installed: pip install "rondo-rl[ray]"')
     if config.rollout.decode == "compiled" and shutil.which("cc") is None:
-        raise ConfigError("rollout.decode=compiled needs a C compiler (cc); install one or set rollout.decode=auto")
+        raise ConfigError(
+            "rollout.decode=compiled needs a C compiler (cc); install one or set rollout.decode=auto"
+        )
 
 
 def _check_files(loaded: LoadedConfig) -> None:
-    config = loaded.config
-    named = {"model.chat_template": config.model.chat_template, "trainer.warm_start": config.trainer.warm_start}
-    for key, path in named.items():
-        if path is not None and not Path(path).is_file():
-            origin = loaded.origins.get(key)
-            where = f"{origin.where}: " if origin else ""
-            raise ConfigError(f"{where}{key}: no such file: {path} (looked for from {Path.cwd().name}/){_near(path)}")
+    for key, path in (
+        ("model.chat_template", loaded.config.model.chat_template),
+        ("trainer.warm_start", loaded.config.trainer.warm_start),
+    ):
+        if path is not None:
+            beside_recipe(loaded, key, path)
 
 
-def _near(path: str) -> str:
-    folder = Path(path).parent
-    names: Iterable[str] = sorted(p.name for p in folder.glob("*" + Path(path).suffix)) if folder.is_dir() else ()
+def beside_recipe(loaded: LoadedConfig, key: str, path: str) -> Path:
+    """The file that `key` names: relative to the working directory, else to the recipe that set the key.
+
+    Raises ConfigError naming both places.
+    """
+    origin = loaded.origins.get(key)
+    recipe = Path(origin.where.rpartition(":")[0]) if origin else Path()
+    places = [Path(path), recipe.parent / path]
+    for place in places:
+        if place.is_file():
+            return place
+    where = f"{origin.where}: " if origin else ""
+    looked = " and ".join(dict.fromkeys(str(place) for place in places))
+    raise ConfigError(f"{where}{key}: no such file: looked for {looked}{_near(places[-1])}")
+
+
+def _near(path: Path) -> str:
+    names: Iterable[str] = (
+        sorted(p.name for p in path.parent.glob("*" + path.suffix)) if path.parent.is_dir() else ()
+    )
     return "; there are: " + ", ".join(names) if names else ""

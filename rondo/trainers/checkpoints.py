@@ -1,4 +1,6 @@
-"""When a run's state is cut, written and restored. What a state is belongs to the trainer, how it is kept to `checkpoint`."""
+"""When a run's state is cut, written and restored. What a state is belongs to the trainer, how it is kept to
+`checkpoint`.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,8 @@ class Checkpoints:
     async def restore(self, trainer: Resumable) -> int | None:
         """Load the newest checkpoint into the trainer and its roles; what was logged beyond it moves aside.
 
-        Returns the step, or None when there is nothing to resume. Raises CheckpointError for a damaged or foreign one.
+        Returns the step, or None when there is nothing to resume. Raises CheckpointError for a damaged or
+        foreign one.
         """
         checkpoint = self._store.latest() if self._folder.resuming else None
         if checkpoint is None:

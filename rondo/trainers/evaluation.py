@@ -1,4 +1,6 @@
-"""Evaluation: scored answers to held-out prompts; greedy, and mean / best / majority at n for sampled ones."""
+"""Evaluation: scored answers to held-out prompts; greedy, and mean / best / majority at n for sampled
+ones.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rondo.config.schema import EvaluationConfig, RolloutConfig
+from rondo.config.schema import EvaluationConfig
 from rondo.controller import WorkerGroup
 from rondo.types import SCORED, Prompt, SamplingParams
 from rondo.workers.rollout import EvaluationRecord, RolloutWorker
@@ -31,7 +33,8 @@ async def evaluate(
 ) -> EvaluationResult:
     """sampling: stop tokens and length limit of the run; temperature and top-p are evaluation's own.
 
-    The noise of a prompt's samples does not depend on the step, so that two evaluations differ by the policy alone.
+    The noise of a prompt's samples does not depend on the step, so that two evaluations differ by the policy
+    alone.
     """
     metrics: dict[str, float] = {}
     samples: list[EvaluationRecord] = []
@@ -71,9 +74,10 @@ async def _run(
 def summarise(records: Sequence[EvaluationRecord], kind: str) -> dict[str, float]:
     """Metrics of one set of answers.
 
-    `eval/<kind>/reward` is the mean over prompts of the mean over answers (mean@n). With n > 1 also best@n (mean over
-    prompts of the best answer) and, where the scorer names a final answer, majority@n (the reward of the most frequent
-    answer, the earliest of equals). Failed scorings are left out and counted in `eval/<kind>/failed_share`.
+    `eval/<kind>/reward` is the mean over prompts of the mean over answers (mean@n). With n > 1 also best@n
+    (mean over prompts of the best answer) and, where the scorer names a final answer, majority@n (the reward
+    of the most frequent answer, the earliest of equals). Failed scorings are left out and counted in
+    `eval/<kind>/failed_share`.
     """
     by_prompt: dict[str, list[EvaluationRecord]] = defaultdict(list)
     for record in records:
@@ -104,4 +108,6 @@ def _majority(group: Sequence[EvaluationRecord]) -> float:
     if not votes:
         return 0.0
     most = max(votes.values())
-    return next(record.reward for record in group if record.answer is not None and votes[record.answer] == most)
+    return next(
+        record.reward for record in group if record.answer is not None and votes[record.answer] == most
+    )

@@ -1,8 +1,11 @@
-"""The feeder: turns the buffer's credits into prompt groups in flight, and holds them when weights must change."""
+"""The feeder: turns the buffer's credits into prompt groups in flight, and holds them when weights must
+change.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable
 
 import numpy as np
@@ -16,7 +19,9 @@ from rondo.workers.rollout import RolloutWorker
 
 
 class EpisodeFeeder:
-    """prompt_at: the stream, a function of the sequence number. All methods run on the controller's event loop."""
+    """prompt_at: the stream, a function of the sequence number. All methods run on the controller's event
+    loop.
+    """
 
     def __init__(
         self,
@@ -41,7 +46,10 @@ class EpisodeFeeder:
             seq = await self._buffer.ticket()
             task = asyncio.create_task(self._group(seq), name=f"group-{seq}")
             self._tasks[seq] = task
-            task.add_done_callback(lambda _, seq=seq: self._tasks.pop(seq, None))
+            task.add_done_callback(functools.partial(self._forget, seq))
+
+    def _forget(self, seq: int, task: asyncio.Task[None]) -> None:
+        self._tasks.pop(seq, None)
 
     async def hold(self) -> None:
         """`finish`: drain what is in flight, scoring and refills included, then pause the engines."""
@@ -76,7 +84,9 @@ class EpisodeFeeder:
         except asyncio.CancelledError:
             await self._buffer.give_back(seq)
             raise
-        except Exception as error:  # the boundary: an episode's error becomes the trainer's, which waits in take()
+        except (
+            Exception
+        ) as error:  # the boundary: an episode's error becomes the trainer's, which waits in take()
             await self._buffer.fail(error)
         finally:
             self._load[rank] -= 1

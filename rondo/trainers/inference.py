@@ -35,7 +35,9 @@ class EvaluationOutput:
 
 
 def evaluate_model(loaded: LoadedConfig) -> EvaluationOutput:
-    """Answers of model.path to data.eval, as trainer.evaluation says. Raises ConfigError when there are no prompts."""
+    """Answers of model.path to data.eval, as trainer.evaluation says. Raises ConfigError when there are no
+    prompts.
+    """
     check_rl(loaded)
     config = complete_model(loaded.config)
     if not config.data.eval:
@@ -65,7 +67,11 @@ async def _frozen_actor(cluster: Any, config: Config) -> Any:
     return await cluster.create_group(
         "actor",
         ActorWorker,
-        kwargs={"source": model_source(config), "engine": config.actor, "temperature": config.rollout.temperature},
+        kwargs={
+            "source": model_source(config),
+            "engine": config.actor,
+            "temperature": config.rollout.temperature,
+        },
     )
 
 
@@ -88,7 +94,7 @@ def generate(
     config = Config(
         model=ModelConfig(path=model),
         data=DataConfig(max_prompt_tokens=max(len(ids) for ids in encoded)),
-        rollout=RolloutConfig(n=n, max_tokens=max_tokens, temperature=temperature, top_p=top_p),
+        rollout=RolloutConfig(n=n, max_tokens=max_tokens),  # how to sample goes with each request
         trainer=dataclasses.replace(Config().trainer, seed=seed),
     )
     sampling = SamplingParams(
@@ -160,7 +166,9 @@ def export_checkpoint(run: str, output: str, step: int | None = None) -> int:
     store = CheckpointStore(Path(run) / "checkpoints", keep=config.checkpoint.keep)
     checkpoint = store.latest() if step is None else store.open(step)
     if checkpoint is None:
-        raise CheckpointError(f"{run}: has no checkpoint; set checkpoint.every in the recipe, or use its export/ folder")
+        raise CheckpointError(
+            f"{run}: has no checkpoint; set checkpoint.every in the recipe, or use its export/ folder"
+        )
     asyncio.run(_export(config, str(checkpoint.path / "actor"), output))
     return int(checkpoint.step)
 

@@ -1,5 +1,6 @@
-"""Which stages a run needs: the functions chosen in the config say which columns they read, this table says who
-produces each column, and the stages are sorted once at set-up. No `if` on an algorithm's name anywhere."""
+"""Which stages a run needs: the functions chosen in the config say which columns they read, this table says
+who produces each column, and the stages are sorted once at set-up. No `if` on an algorithm's name
+anywhere."""
 
 from __future__ import annotations
 
@@ -30,14 +31,33 @@ PRODUCERS: Mapping[str, Producer] = {
 
 # Columns that the episode side or the controller itself makes.
 FROM_EPISODES = frozenset(
-    {"prompt_ids", "response_ids", "response_mask", "rollout_log_probs", "policy_versions", "reward", "group_id"}
-    | {"trajectory_id", "response_length", "prompt_length", "num_trained_tokens", "oldest_version", "sample_index"}
+    {
+        "prompt_ids",
+        "response_ids",
+        "response_mask",
+        "rollout_log_probs",
+        "policy_versions",
+        "reward",
+        "group_id",
+    }
+    | {
+        "trajectory_id",
+        "response_length",
+        "prompt_length",
+        "num_trained_tokens",
+        "oldest_version",
+        "sample_index",
+    }
 )
-FROM_CONTROLLER = frozenset({"token_rewards", "advantages", "returns", "loss_weight", "critic_loss_weight", "kl_coef"})
+FROM_CONTROLLER = frozenset(
+    {"token_rewards", "advantages", "returns", "loss_weight", "critic_loss_weight", "kl_coef"}
+)
 
 
 def stages(columns: Iterable[str], asked_by: str) -> tuple[Producer, ...]:
-    """The producers for `columns`, in the table's order. Raises ConfigError for a column that nothing produces."""
+    """The producers for `columns`, in the table's order. Raises ConfigError for a column that nothing
+    produces.
+    """
     wanted = set(columns)
     for column in sorted(wanted - FROM_EPISODES - FROM_CONTROLLER - set(PRODUCERS)):
         raise ConfigError(

@@ -16,7 +16,9 @@ BeforeRelease = Callable[[int], Awaitable[None]]
 
 
 class WeightPublisher:
-    """shared: trainer and sampler use one storage, so episodes must be held before the first optimizer step."""
+    """shared: trainer and sampler use one storage, so episodes must be held before the first optimizer
+    step.
+    """
 
     def __init__(self, rollout: WorkerGroup, feeder: EpisodeFeeder, buffer: Buffer, *, shared: bool) -> None:
         self._rollout, self._feeder, self._buffer, self._shared = rollout, feeder, buffer, shared
@@ -25,7 +27,8 @@ class WeightPublisher:
     async def publishing(self, version: int, before_release: BeforeRelease) -> AsyncIterator[StepStats]:
         """The update runs inside. before_release(version) runs while nothing decodes: evaluation, snapshot.
 
-        An error inside leaves the episodes held and the version old. Yields statistics that are full afterwards.
+        An error inside leaves the episodes held and the version old. Yields statistics that are full
+        afterwards.
         """
         stats = StepStats()
         if self._shared:

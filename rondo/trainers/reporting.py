@@ -1,4 +1,6 @@
-"""What a run tells: metrics to the trackers, steps to the console, rollouts and answers to the folder, the end to a table."""
+"""What a run tells: metrics to the trackers, steps to the console, rollouts and answers to the folder, the
+end to a table.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ Kind = Literal["rl", "sft"]
 class Reporter:
     """One per stage (RL, SFT). Use `with reporter.running(total_steps, first_step):` around the training."""
 
-    def __init__(self, config: Config, folder: RunFolder, console: Console, *, title: str, kind: Kind = "rl") -> None:
+    def __init__(
+        self, config: Config, folder: RunFolder, console: Console, *, title: str, kind: Kind = "rl"
+    ) -> None:
         self.config, self.folder, self.console, self.title, self.kind = config, folder, console, title, kind
         self._trackers = make_trackers(
             config.tracking.trackers,
@@ -51,13 +55,11 @@ class Reporter:
     @contextmanager
     def running(self, total_steps: int, first_step: int, parameters: int) -> Iterator[None]:
         """The console's stage; trackers learn how it ended."""
-        algorithm = self.config.algorithm.advantage.name if self.kind == "rl" else "supervised fine-tuning"
-        model = self.config.model.path or f"new {(self.config.model.config or {}).get('model_type', '')} model"
+        config = self.config
         header = Header(
-            model=f"{Path(model).parent.parent.name + '/' if model.endswith('export') else ''}{Path(model).name} "
-            f"({parameters / 1e6:.2f} M parameters)",
-            device=f"{self.config.cluster.devices} x {self.config.cluster.device} ({self.config.cluster.backend})",
-            algorithm=algorithm,
+            model=f"{_model_name(config)} ({parameters / 1e6:.2f} M parameters)",
+            device=f"{config.cluster.devices} x {config.cluster.device} ({config.cluster.backend})",
+            algorithm=config.algorithm.advantage.name if self.kind == "rl" else "supervised fine-tuning",
             run_dir=str(self.folder.path),
         )
         self.console.start(header, total_steps, kind=self.kind, first_step=first_step)
@@ -114,9 +116,12 @@ class Reporter:
         if tracking.save_rollouts:
             self.folder.write_rollouts(step, await rows.fetch())
         if tracking.samples:
-            few = await rows.take(range(min(tracking.samples, len(rows)))).fetch(["text", "prompt_text", "reward", "outcome"])
+            few = await rows.take(range(min(tracking.samples, len(rows)))).fetch(
+                ["text", "prompt_text", "reward", "outcome"]
+            )
             samples = [
-                Sample(row["prompt_text"], row["text"], row["reward"], row["outcome"]) for row in few.table.to_pylist()
+                Sample(row["prompt_text"], row["text"], row["reward"], row["outcome"])
+                for row in few.table.to_pylist()
             ]
             self.console.log_samples(step, samples)
             self._trackers.log_samples(step, samples)
@@ -159,6 +164,13 @@ class Reporter:
         pairs = [(before.get(key), record) for key, record in after.items()]
         pairs.sort(key=lambda pair: -(pair[1].reward - (pair[0].reward if pair[0] else 0.0)))
         return [BeforeAfter(_sample(old), _sample(new)) for old, new in pairs[: self.config.tracking.samples]]
+
+
+def _model_name(config: Config) -> str:
+    if config.model.path is None:
+        return f"new {(config.model.config or {}).get('model_type', '')} model"
+    path = Path(config.model.path)
+    return str(Path(*path.parts[-3:])) if path.name == "export" else path.name
 
 
 def _table(metrics: Mapping[str, float] | None) -> dict[str, float]:

@@ -4,9 +4,9 @@
        ▲ credits                                                                                    │
        └──────── advance ◀── publish: hold, update, load, evaluate, snapshot, release ◀─────────────┘
 
-The feeder waits for credit (buffer.ticket), this loop waits for complete groups (buffer.take), a publish waits for the
-feeder to hold. The trainer owns the policy version, the engine stamps every token with it, the buffer learns it last.
-A step's metrics and rollouts are on disk before its checkpoint is renamed into place.
+The feeder waits for credit (buffer.ticket), this loop waits for complete groups (buffer.take), a publish
+waits for the feeder to hold. The trainer owns the policy version, the engine stamps every token with it, the
+buffer learns it last. A step's metrics and rollouts are on disk before its checkpoint is renamed into place.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import numpy as np
 
 from rondo.algorithms import explained_variance, update_kl_coef
 from rondo.batch import BatchRef
+from rondo.checkpoint import ControllerState
 from rondo.config.schema import Config
 from rondo.controller import Cluster, WorkerGroup
-from rondo.checkpoint import ControllerState
 from rondo.data.buffer import Buffer, Group, Ledger
 from rondo.data.rows import SCORE_PREFIX, is_scored
 from rondo.planning.update import loss_weights, mini_batch_order, plan_mini_batches
@@ -55,7 +55,12 @@ class RLTrainer:
         score_names: tuple[str, ...],
     ) -> None:
         self.config, self.cluster, self.roles, self.program = config, cluster, roles, program
-        self.schedule, self.prompts, self.reporter, self.checkpoints = schedule, prompts, reporter, checkpoints
+        self.schedule, self.prompts, self.reporter, self.checkpoints = (
+            schedule,
+            prompts,
+            reporter,
+            checkpoints,
+        )
         self.step = 0
         self.kl_coef = config.algorithm.kl.coef if config.algorithm.kl else 0.0
         self.timers = Timers()
@@ -77,15 +82,20 @@ class RLTrainer:
         self.weights = WeightPublisher(roles.rollout, self.feeder, self.buffer, shared=shares_weights(config))
         self._stop = asyncio.Event()
         self._driver_bytes = 0
+        self._hosts_cpu_seconds = 0.0
 
     def request_stop(self) -> None:
-        """Stop at the next step boundary (at once while waiting for episodes); the state is saved and resumable."""
+        """Stop at the next step boundary (at once while waiting for episodes); the state is saved and
+        resumable.
+        """
         self._stop.set()
 
     async def run(self) -> bool:
         """Train. Returns False when stopped on request before the end."""
         await self.start()
-        with self.reporter.running(self.total_steps, self.step, await self.roles.actor.call(ActorWorker.num_parameters)):
+        with self.reporter.running(
+            self.total_steps, self.step, await self.roles.actor.call(ActorWorker.num_parameters)
+        ):
             await self._first_evaluation()
             return await self._loop()
 
@@ -158,7 +168,9 @@ class RLTrainer:
                 stats.merge(await self._update_critic(batch))
         warm = self.step >= self.config.critic.warmup_steps or self.roles.critic is None
         evaluation: list[EvaluationResult] = []
-        async with self.weights.publishing(self.step + 1, lambda version: self._before_release(evaluation)) as published:
+        async with self.weights.publishing(
+            self.step + 1, lambda version: self._before_release(evaluation)
+        ) as published:
             if warm:
                 with self.timers.phase("update_actor"):
                     stats.merge(await self._update_actor(batch))
@@ -177,7 +189,9 @@ class RLTrainer:
         return everything.take(np.flatnonzero(scored))
 
     def _plan_mini_batches(self, batch: BatchRef) -> BatchRef:
-        """Which mini-batch each row is in: by prompt groups, right after take, so that shards are fixed for the step."""
+        """Which mini-batch each row is in: by prompt groups, right after take, so that shards are fixed for
+        the step.
+        """
         config, group_ids = self.config, batch.index.scalars("group_id")
         full = config.data.batch_size
         columns = {
@@ -199,9 +213,13 @@ class RLTrainer:
             "loss_weight": loss_weights(aggregation, tokens, batch.index.scalars("mini_batch")),
         }
         if self.config.algorithm.kl is not None:
-            columns["kl_coef"] = np.full(len(batch), self.kl_coef, np.float32)  # read where it is adaptive and in the loss
+            columns["kl_coef"] = np.full(
+                len(batch), self.kl_coef, np.float32
+            )  # read where it is adaptive and in the loss
         if self.roles.critic is not None:
-            columns["critic_loss_weight"] = loss_weights(aggregation, tokens, batch.index.scalars("critic_mini_batch"))
+            columns["critic_loss_weight"] = loss_weights(
+                aggregation, tokens, batch.index.scalars("critic_mini_batch")
+            )
         return batch.with_index(columns)
 
     async def _update_actor(self, batch: BatchRef) -> StepStats:
@@ -225,7 +243,10 @@ class RLTrainer:
 
     def _orders(self, batch: BatchRef, column: str, epochs: int) -> list[list[int]]:
         number = int(batch.index.scalars(column).max(initial=-1)) + 1
-        return [mini_batch_order(number, seed=self.config.trainer.seed, step=self.step, epoch=e) for e in range(epochs)]
+        return [
+            mini_batch_order(number, seed=self.config.trainer.seed, step=self.step, epoch=e)
+            for e in range(epochs)
+        ]
 
     async def _before_release(self, evaluation: list[EvaluationResult]) -> None:
         """While nothing decodes under the new weights: evaluate if due, cut the snapshot if due."""
@@ -239,7 +260,9 @@ class RLTrainer:
     def _evaluation_due(self) -> bool:
         evaluation = self.config.trainer.evaluation
         last = self.step == self.schedule.total_steps
-        due = last and evaluation.after or bool(evaluation.every and self.step % evaluation.every == 0 and not last)
+        due = (last and evaluation.after) or bool(
+            evaluation.every and self.step % evaluation.every == 0 and not last
+        )
         return bool(due and self.prompts.eval)
 
     async def _evaluate(self) -> EvaluationResult:
@@ -256,9 +279,12 @@ class RLTrainer:
                 measured = stats.values().get(f"actor/kl_{kl.where}", kl.target)
                 self.kl_coef = update_kl_coef(self.kl_coef, measured, kl.target, kl.horizon, num_responses)
 
-    async def _report(self, stats: StepStats, batch: BatchRef, evaluation: Sequence[EvaluationResult]) -> None:
+    async def _report(
+        self, stats: StepStats, batch: BatchRef, evaluation: Sequence[EvaluationResult]
+    ) -> None:
         for part in await self.roles.rollout.call(RolloutWorker.statistics):
             stats.merge(part)
+        await self._count_cpu()
         for group in (self.roles.actor, self.roles.critic, self.roles.reference):
             for peak in await group.call(ActorWorker.peak_memory_bytes) if group else ():
                 stats.add_max("perf/peak_memory_bytes", float(peak))
@@ -273,12 +299,21 @@ class RLTrainer:
         self._driver_bytes = self.cluster.driver_bytes()
         self.reporter.step(self.step, stats, extra, self.timers, evaluation)
 
+    async def _count_cpu(self) -> None:
+        """CPU time of host processes that are not this one."""
+        if self.config.cluster.backend == "ray":
+            seconds = sum(await self.roles.actor.call(ActorWorker.cpu_seconds))
+            self.timers.cpu_seconds += seconds - self._hosts_cpu_seconds
+            self._hosts_cpu_seconds = seconds
+
     @property
     def total_steps(self) -> int:
         return self.schedule.total_steps
 
     def saved_roles(self) -> Mapping[str, WorkerGroup]:
-        """Roles whose state is part of a checkpoint (the reference is frozen, the rollout engine has none)."""
+        """Roles whose state is part of a checkpoint (the reference is frozen, the rollout engine has
+        none).
+        """
         return {"actor": self.roles.actor} | ({"critic": self.roles.critic} if self.roles.critic else {})
 
     async def state(self) -> ControllerState:
@@ -306,7 +341,9 @@ class RLTrainer:
             self.buffer.ready[seq] = Group(seq, admitted, oldest, ref)
 
     def _group(self, role: str) -> WorkerGroup:
-        group = {"actor": self.roles.actor, "critic": self.roles.critic, "reference": self.roles.reference}[role]
+        group = {"actor": self.roles.actor, "critic": self.roles.critic, "reference": self.roles.reference}[
+            role
+        ]
         assert group is not None, role
         return group
 
@@ -326,7 +363,9 @@ def describe_rows(batch: BatchRef, stats: StepStats) -> None:
             stats.add_mean("reward/" + name, float(scores[known].sum()), int(known.sum()))
     sources = index.scalars("source").astype(str)
     for source in np.unique(sources) if len(np.unique(sources)) > 1 else ():
-        stats.add_mean(f"reward/mean/{source}", float(reward[sources == source].sum()), int((sources == source).sum()))
+        stats.add_mean(
+            f"reward/mean/{source}", float(reward[sources == source].sum()), int((sources == source).sum())
+        )
     stats.add_mean("rollout/response_length", float(lengths.sum()), len(lengths))
     stats.add_max("rollout/response_length_max", float(lengths.max(initial=0)))
     truncated = index.scalars("finish_reason") == "length"

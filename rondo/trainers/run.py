@@ -1,4 +1,5 @@
-"""A whole run: folder, warm start, worker groups, trainer, export, summary. What `rondo train` and `rondo sft` call.
+"""A whole run: folder, warm start, worker groups, trainer, export, summary. What `rondo train` and `rondo
+sft` call.
 
 From Python: `summary = rondo.trainers.run.train(load(["recipe.yaml"]))`.
 """
@@ -19,7 +20,7 @@ from rondo.controller import Cluster, start_cluster
 from rondo.errors import ConfigError
 from rondo.rewards import Scorer
 from rondo.tracking import Console, RunFolder
-from rondo.trainers.check import check_rl, check_sft
+from rondo.trainers.check import beside_recipe, check_rl, check_sft
 from rondo.trainers.checkpoints import Checkpoints
 from rondo.trainers.reporting import Reporter
 from rondo.trainers.rl import RLTrainer
@@ -40,12 +41,16 @@ def run_dir(loaded: LoadedConfig) -> str:
     if loaded.config.trainer.run_dir is not None:
         return loaded.config.trainer.run_dir
     if not loaded.files:
-        raise ConfigError("trainer.run_dir is not set and there is no recipe file to name the run after; set it")
+        raise ConfigError(
+            "trainer.run_dir is not set and there is no recipe file to name the run after; set it"
+        )
     return str(Path("runs") / Path(loaded.files[0]).stem)
 
 
 def train(loaded: LoadedConfig) -> Summary:
-    """RL from a configuration; blocks until the end. Raises RondoError; KeyboardInterrupt when stopped by Ctrl-C."""
+    """RL from a configuration; blocks until the end. Raises RondoError; KeyboardInterrupt when stopped by
+    Ctrl-C.
+    """
     check_rl(loaded)
     console = Console(loaded.config.tracking.console, samples=loaded.config.tracking.samples)
     return asyncio.run(_train(loaded, console))
@@ -100,7 +105,9 @@ async def _sft(loaded: LoadedConfig, console: Console) -> Summary:
             return await _run_sft(config, cluster, folder, console, title=Path(folder_path).name)
 
 
-async def _run_sft(config: Config, cluster: Cluster, folder: RunFolder, console: Console, title: str) -> Summary:
+async def _run_sft(
+    config: Config, cluster: Cluster, folder: RunFolder, console: Console, title: str
+) -> Summary:
     config = complete_model(config)
     reporter = Reporter(config, folder, console, title=title, kind="sft")
     checkpoints = Checkpoints(config, folder)
@@ -122,16 +129,22 @@ async def _warm_start(loaded: LoadedConfig, folder: RunFolder, console: Console)
     path = folder.path / "warm_start"
     export = path / "export"
     if not (path / "summary.json").exists():
-        sft_config = load([config.trainer.warm_start]).config
+        recipe = beside_recipe(loaded, "trainer.warm_start", config.trainer.warm_start)
+        sft_config = load([str(recipe)]).config
         trainer = dataclasses.replace(sft_config.trainer, seed=config.trainer.seed)
         sft_config = dataclasses.replace(
-            sft_config, cluster=config.cluster, trainer=trainer, tracking=dataclasses.replace(config.tracking, plot=False)
+            sft_config,
+            cluster=config.cluster,
+            trainer=trainer,
+            tracking=dataclasses.replace(config.tracking, plot=False),
         )
         with RunFolder(path, resume="auto") as sft_folder:
             sft_folder.write_config(to_yaml(sft_config))
             async with _cluster(sft_config, console) as cluster:
                 await _run_sft(sft_config, cluster, sft_folder, console, title="warm start")
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(export), tokenizer=str(export)))
+    return dataclasses.replace(
+        config, model=dataclasses.replace(config.model, path=str(export), tokenizer=str(export))
+    )
 
 
 @asynccontextmanager
@@ -165,7 +178,9 @@ def _export_tokenizer(config: Config, path: Path) -> None:
     from rondo.trainers.setup import tokenizer_name
 
     model = config.model
-    tokenizer = load_tokenizer(tokenizer_name(config), model.chat_template, trust_remote_code=model.trust_remote_code)
+    tokenizer = load_tokenizer(
+        tokenizer_name(config), model.chat_template, trust_remote_code=model.trust_remote_code
+    )
     tokenizer.save_pretrained(path)
 
 

@@ -92,16 +92,22 @@ def tokenizer_name(config: Config) -> str:
     """Where the tokenizer comes from. Raises ConfigError when nothing says so."""
     name = config.model.tokenizer or config.model.path
     if name is None:
-        raise ConfigError("model.tokenizer is not set and there is no model.path to take it from; set model.tokenizer")
+        raise ConfigError(
+            "model.tokenizer is not set and there is no model.path to take it from; set model.tokenizer"
+        )
     return name
 
 
 def complete_model(config: Config) -> Config:
-    """A model built from scratch fits its tokenizer: vocab_size and special token ids, where model.config has none."""
+    """A model built from scratch fits its tokenizer: vocab_size and special token ids, where model.config
+    has none.
+    """
     model = config.model
     if model.config is None:
         return config
-    tokenizer = load_tokenizer(tokenizer_name(config), model.chat_template, trust_remote_code=model.trust_remote_code)
+    tokenizer = load_tokenizer(
+        tokenizer_name(config), model.chat_template, trust_remote_code=model.trust_remote_code
+    )
     found = {
         "vocab_size": len(tokenizer),
         "bos_token_id": tokenizer.bos_token_id,
@@ -110,7 +116,9 @@ def complete_model(config: Config) -> Config:
     }
     size = model.config.get("vocab_size", len(tokenizer))
     if size < len(tokenizer):
-        raise ConfigError(f"model.config.vocab_size={size}, but the tokenizer has {len(tokenizer)} tokens; raise it")
+        raise ConfigError(
+            f"model.config.vocab_size={size}, but the tokenizer has {len(tokenizer)} tokens; raise it"
+        )
     full = {**{key: value for key, value in found.items() if value is not None}, **model.config}
     return dataclasses.replace(config, model=dataclasses.replace(model, config=full))
 
@@ -126,9 +134,13 @@ def plan_program(config: Config) -> Program:
     read = {*advantage.columns, *loss_columns} - {"advantages", "returns", "loss_weight"}
     needs_critic = "values" in read
     if needs_critic and not advantage.writes_returns:
-        raise ConfigError(f"algorithm.advantage.name={algorithm.advantage.name} reads no values, yet a loss does")
+        raise ConfigError(
+            f"algorithm.advantage.name={algorithm.advantage.name} reads no values, yet a loss does"
+        )
     critic_columns = (
-        ("prompt_ids", "response_ids", *critic_loss(algorithm).columns, "critic_mini_batch") if needs_critic else ()
+        ("prompt_ids", "response_ids", *critic_loss(algorithm).columns, "critic_mini_batch")
+        if needs_critic
+        else ()
     )
     return Program(
         advantage=advantage,
@@ -151,16 +163,22 @@ def plan_schedule(config: Config, prompts_per_epoch: int) -> Schedule:
         groups = math.ceil((config.trainer.epochs or 0) * prompts_per_epoch)
         steps = math.ceil(groups / batch)
     if steps < 1:
-        raise ConfigError("trainer.total_steps (or trainer.epochs) gives a run of 0 steps; ask for at least one")
+        raise ConfigError(
+            "trainer.total_steps (or trainer.epochs) gives a run of 0 steps; ask for at least one"
+        )
     per_step = math.ceil(batch / (config.actor.mini_batch_size or batch)) * config.actor.epochs
     critic_per_step = math.ceil(batch / (config.critic.mini_batch_size or batch)) * config.critic.epochs
-    return Schedule(steps, groups, max(1, steps - config.critic.warmup_steps) * per_step, steps * critic_per_step)
+    return Schedule(
+        steps, groups, max(1, steps - config.critic.warmup_steps) * per_step, steps * critic_per_step
+    )
 
 
 def load_prompts(config: Config) -> Prompts:
     """Read and tokenise the sources. Raises DataError or ConfigError naming file, row and column."""
     model = config.model
-    tokenizer = load_tokenizer(tokenizer_name(config), model.chat_template, trust_remote_code=model.trust_remote_code)
+    tokenizer = load_tokenizer(
+        tokenizer_name(config), model.chat_template, trust_remote_code=model.trust_remote_code
+    )
     data, rollout = config.data, config.rollout
     train = PromptStream(
         data.train,
@@ -177,7 +195,9 @@ def load_prompts(config: Config) -> Prompts:
         overlong=data.overlong_prompts,
         limit=config.trainer.evaluation.limit,
     )
-    return Prompts(train, held_out, sampling_params(config, tokenizer), data.max_prompt_tokens + rollout.max_tokens)
+    return Prompts(
+        train, held_out, sampling_params(config, tokenizer), data.max_prompt_tokens + rollout.max_tokens
+    )
 
 
 def sampling_params(config: Config, tokenizer: object) -> SamplingParams:
@@ -198,7 +218,9 @@ def shares_weights(config: Config) -> bool:
     return config.cluster.devices == 1 and config.trainer.max_staleness == 0 and same_dtype
 
 
-async def create_rollout(cluster: Cluster, config: Config, max_context: int, *, share: bool, threads: int) -> WorkerGroup:
+async def create_rollout(
+    cluster: Cluster, config: Config, max_context: int, *, share: bool, threads: int
+) -> WorkerGroup:
     """The generation engines, next to the role `actor` whose weights they serve."""
     return await cluster.create_group(
         "rollout",
@@ -218,8 +240,12 @@ async def create_rollout(cluster: Cluster, config: Config, max_context: int, *, 
     )
 
 
-async def create_roles(cluster: Cluster, config: Config, program: Program, schedule: Schedule, max_context: int) -> Roles:
-    """Start the worker groups; the order is actor, critic, reference, rollout (which shares or gathers the actor's)."""
+async def create_roles(
+    cluster: Cluster, config: Config, program: Program, schedule: Schedule, max_context: int
+) -> Roles:
+    """Start the worker groups; the order is actor, critic, reference, rollout (which shares or gathers the
+    actor's).
+    """
     mini = config.actor.mini_batch_size or config.data.batch_size
     one_update = mini == config.data.batch_size and config.actor.epochs == 1
     source = model_source(config)

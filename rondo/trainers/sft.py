@@ -32,7 +32,9 @@ READS = ("prompt_ids", "response_ids", "response_mask", "loss_weight", "mini_bat
 def conversation_stream(config: Config, *, held_out: bool) -> ConversationStream:
     """Rows of data.train or data.eval as token sequences with a loss mask."""
     model = config.model
-    tokenizer = load_tokenizer(tokenizer_name(config), model.chat_template, trust_remote_code=model.trust_remote_code)
+    tokenizer = load_tokenizer(
+        tokenizer_name(config), model.chat_template, trust_remote_code=model.trust_remote_code
+    )
     return ConversationStream(
         config.data.eval if held_out else config.data.train,
         tokenizer,
@@ -55,7 +57,9 @@ def sft_steps(config: Config, rows_per_epoch: int) -> int:
 
 
 class SFTTrainer:
-    """data.batch_size conversations per optimizer step; a whole conversation has at most actor.token_budget tokens."""
+    """data.batch_size conversations per optimizer step; a whole conversation has at most actor.token_budget
+    tokens.
+    """
 
     def __init__(
         self,
@@ -76,7 +80,9 @@ class SFTTrainer:
         self._stop = asyncio.Event()
 
     @classmethod
-    async def create(cls, config: Config, cluster: Cluster, reporter: Reporter, checkpoints: Checkpoints) -> SFTTrainer:
+    async def create(
+        cls, config: Config, cluster: Cluster, reporter: Reporter, checkpoints: Checkpoints
+    ) -> SFTTrainer:
         """Load the data, then start the one worker group."""
         stream = conversation_stream(config, held_out=False)
         held_out = conversation_stream(config, held_out=True) if config.data.eval else None
@@ -134,7 +140,9 @@ class SFTTrainer:
             {"mini_batch": np.zeros(len(rows), np.int64), "loss_weight": weights}
         )
         with self.timers.phase("update_actor"):
-            stats: StepStats = await self.actor.call(ActorWorker.update_actor, batch, [[0]], "sft", reads=READS)
+            stats: StepStats = await self.actor.call(
+                ActorWorker.update_actor, batch, [[0]], "sft", reads=READS
+            )
         self.step += 1
         stats.add_sum("perf/trained_tokens", float(tokens.sum()))
         extra: dict[str, Any] = {}

@@ -40,7 +40,9 @@ def load(state: State, path: str, group: dist.ProcessGroup) -> None:
 
 
 def export_folder(tensors: State, source: ModelSource, path: str) -> None:
-    """A folder that AutoModelForCausalLM loads (a critic: its trunk, and the value head in a file of its own)."""
+    """A folder that AutoModelForCausalLM loads (a critic: its trunk, and the value head in a file of its
+    own).
+    """
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     trunk = {

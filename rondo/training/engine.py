@@ -4,8 +4,8 @@
     forward_backward   micro-batches of one mini-batch; gradients are *summed* over micro-batches and ranks
     optimizer_step     clip, skip or update
 
-Every rank runs the same number of passes; a rank without rows runs a dummy token with weight 0. One rank is the same
-code. The engine is handed its mesh and always names the group.
+Every rank runs the same number of passes; a rank without rows runs a dummy token with weight 0. One rank is
+the same code. The engine is handed its mesh and always names the group.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ from rondo.types import StepStats
 class FsdpEngine:
     """One role's model, optimizer and verbs on this rank.
 
-    mesh: its data-parallel axis is called "dp" (a mesh of one axis may call it anything); other axes must have size 1.
-    optimizer None: a frozen model (reference). temperature divides the logits. total_optimizer_steps: for schedules
-    that fall. Raises ConfigError or DataError for a source or setting that cannot work.
+    mesh: its data-parallel axis is called "dp" (a mesh of one axis may call it anything); other axes must
+    have size 1. optimizer None: a frozen model (reference). temperature divides the logits.
+    total_optimizer_steps: for schedules that fall. Raises ConfigError or DataError for a source or setting
+    that cannot work.
     """
 
     def __init__(
@@ -71,9 +72,7 @@ class FsdpEngine:
             replace_lm_head(lm, source.path, _at_least_float32(param_dtype)) if head == "value" else None
         )
         self.hf_config = lm.config
-        self._layout = Layout(
-            family, _heads(lm.config), self.device, compute_dtype, source.attention
-        )
+        self._layout = Layout(family, _heads(lm.config), self.device, compute_dtype, source.attention)
         self._model = TokenModel(lm, value_head, temperature=temperature, logits_chunk=engine.logits_chunk)
         self._model.train(optimizer is not None)
         self._model.requires_grad_(optimizer is not None)
@@ -95,7 +94,8 @@ class FsdpEngine:
     def forward(self, batch: Batch, outputs: Mapping[str, str]) -> Batch:
         """New per-token columns, without gradient. outputs: what to compute -> column name.
 
-        E.g. {"log_probs": "old_log_probs"} reads prompt_ids and response_ids and returns Batch(row_id, old_log_probs).
+        E.g. {"log_probs": "old_log_probs"} reads prompt_ids and response_ids and returns Batch(row_id,
+        old_log_probs).
         """
         flat: dict[str, list[torch.Tensor]] = {name: [] for name in outputs}
         order: list[np.ndarray] = []
@@ -111,7 +111,9 @@ class FsdpEngine:
         return batch.select([ROW_ID]).with_columns(columns)
 
     def forward_backward(self, batch: Batch, loss: Loss) -> StepStats:
-        """Add the gradient of Σ loss over all rows of all ranks to what is there. Returns this rank's metrics."""
+        """Add the gradient of Σ loss over all rows of all ranks to what is there. Returns this rank's
+        metrics.
+        """
         if self.optimizer is None:
             raise TrainError("forward_backward on a frozen model: it was built without an optimizer")
         return self._run_loss(batch, loss, backward=True)
@@ -122,7 +124,9 @@ class FsdpEngine:
             return self._run_loss(batch, loss, backward=False)
 
     def optimizer_step(self) -> OptimizerStats:
-        """Clip by the global norm and update; a non-finite norm skips the update and leaves weights and moments."""
+        """Clip by the global norm and update; a non-finite norm skips the update and leaves weights and
+        moments.
+        """
         if self.optimizer is None:
             raise TrainError("optimizer_step on a frozen model: it was built without an optimizer")
         with self._awake(optimizer=True):
@@ -173,9 +177,11 @@ class FsdpEngine:
         return {name: shard.to_local().detach() for name, shard in self._shards.items()}
 
     def gathered_parameters(self, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """Full tensors under Hugging Face names, tied ones once. Collective: every rank must run through all of it.
+        """Full tensors under Hugging Face names, tied ones once. Collective: every rank must run through all
+        of it.
 
-        At most `bucket_bytes` (or one tensor) exist beside the shards; on one rank the tensors are the storage itself.
+        At most `bucket_bytes` (or one tensor) exist beside the shards; on one rank the tensors are the
+        storage itself.
         """
         with self._awake():
             yield from gather_buckets(self._shards, self._group, bucket_bytes)
@@ -183,7 +189,9 @@ class FsdpEngine:
     # ---- state
 
     def state(self) -> checkpoint.State:
-        """All state (parameters, moments, counters) as tensors that share storage; for torch.distributed.checkpoint."""
+        """All state (parameters, moments, counters) as tensors that share storage; for
+        torch.distributed.checkpoint.
+        """
         state: checkpoint.State = {f"model.{name}": shard.detach() for name, shard in self._shards.items()}
         if self.optimizer is not None:
             state |= {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state().items()}
@@ -216,7 +224,7 @@ class FsdpEngine:
             self.optimizer.load_steps(state["optimizer.steps"])
 
     def export(self, path: str) -> None:
-        """Write a Hugging Face folder (config, safetensors; a critic's value head beside them). Collective."""
+        """Write a Hugging Face folder (config, safetensors; a critic's value head beside). Collective."""
         keep = dist.get_rank(self._group) == 0
         tensors = {}
         for name, tensor in self.gathered_parameters(256 << 20):
@@ -271,7 +279,7 @@ def _data_parallel(mesh: DeviceMesh) -> DeviceMesh:
     other = [name for i, name in enumerate(names) if name != "dp" and mesh.size(i) > 1]
     if "dp" not in names or other:
         raise ConfigError(
-            f"the FSDP engine splits over axis dp only; the mesh has {dict(zip(names, mesh.shape, strict=False))}"
+            f"FSDP splits over axis dp only; the mesh is {dict(zip(names, mesh.shape, strict=False))}"
         )
     return mesh["dp"]
 
@@ -287,7 +295,9 @@ def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
 
 
 def _in_row_order(batch: Batch, order: list[np.ndarray], parts: list[torch.Tensor]) -> object:
-    """Micro-batch results as one list column in the batch's row order (rows without response tokens are empty)."""
+    """Micro-batch results as one list column in the batch's row order (rows without response tokens are
+    empty).
+    """
     lengths = batch.lengths("response_ids").astype(np.int64)
     rows = np.concatenate([*order, np.flatnonzero(lengths == 0)])
     flat = torch.cat(parts).cpu() if parts else torch.empty(0)

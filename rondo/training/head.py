@@ -1,4 +1,6 @@
-"""From hidden states to log-probs, entropies and values of the response positions, logits of one chunk at a time."""
+"""From hidden states to log-probs, entropies and values of the response positions, logits of one chunk at a
+time.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ OUTPUTS = {"lm": ("log_probs", "entropy"), "value": ("values",)}
 
 
 class TokenModel(torch.nn.Module):
-    """A causal LM and a head; one forward gives the per-token outputs [M] of a micro-batch's response positions.
+    """A causal LM and a head; one forward gives the per-token outputs [M] of a micro-batch's response
+    positions.
 
     lm: the transformers model. value_head: makes it a critic (the LM's own head is gone then).
     """
@@ -66,11 +69,13 @@ def token_log_probs(
     chunk: int = 4096,
     entropy: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """log softmax(z / temperature)[target] and the entropy of softmax(z / temperature), z = hidden · weightᵀ + bias.
+    """log softmax(z / temperature)[target] and the entropy of softmax(z / temperature), z = hidden · weightᵀ
+    + bias.
 
-    hidden [M, H], weight [V, H], targets int64 [M]; both results [M], in float32 (float64 for float64 inputs); the
-    entropy is empty unless asked for. Logits of at most `chunk` positions exist at one time, in the backward pass too,
-    where they are computed again; when all positions fit in one chunk they are kept instead.
+    hidden [M, H], weight [V, H], targets int64 [M]; both results [M], in float32 (float64 for float64
+    inputs); the entropy is empty unless asked for. Logits of at most `chunk` positions exist at one time, in
+    the backward pass too, where they are computed again; when all positions fit in one chunk they are kept
+    instead.
     """
     wanted: tuple[torch.Tensor, torch.Tensor] = _TokenLogProbs.apply(
         hidden, weight, bias, targets, temperature, chunk, entropy

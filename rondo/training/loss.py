@@ -11,12 +11,14 @@ Metrics = Mapping[str, tuple[torch.Tensor, torch.Tensor] | torch.Tensor]
 
 
 class Loss(Protocol):
-    """A pure function of one micro-batch. The sum of its first result over micro-batches and ranks is the loss.
+    """A pure function of one micro-batch. The sum of its first result over micro-batches and ranks is the
+    loss.
 
     outputs: which of "log_probs", "entropy", "values" it wants. columns: columns of the batch it reads.
-    N are the response positions of the micro-batch; entry t belongs to `response_ids[t]`. Per-row columns arrive
-    expanded to [N]; floats and uint8 masks arrive in the outputs' dtype. cu_seqlens: int32 [B+1], of the responses.
-    Returns (loss_sum, metrics); a metric is (numerator, denominator), or a 0-dim tensor, which is a maximum.
+    N are the response positions of the micro-batch; entry t belongs to `response_ids[t]`. Per-row columns
+    arrive expanded to [N]; floats and uint8 masks arrive in the outputs' dtype. cu_seqlens: int32 [B+1], of
+    the responses. Returns (loss_sum, metrics); a metric is (numerator, denominator), or a 0-dim tensor, which
+    is a maximum.
     """
 
     outputs: tuple[str, ...]

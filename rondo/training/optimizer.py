@@ -1,4 +1,6 @@
-"""AdamW on the local shards: clipping by the global norm, skipping of non-finite gradients, the learning rate."""
+"""AdamW on the local shards: clipping by the global norm, skipping of non-finite gradients, the learning
+rate.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ class OptimizerStats:
 
 
 class ShardedAdamW:
-    """torch's AdamW, run on plain tensors that share the shards' storage (DTensor dispatch costs more than the step).
+    """torch's AdamW, run on plain tensors that share the shards' storage (DTensor dispatch costs more than
+    the step).
 
     shards: parameter name -> sharded parameter. group: the ranks that the shards are spread over.
     Every call of `step` counts for the schedule, also a skipped one.
@@ -98,7 +101,9 @@ class ShardedAdamW:
                 state[name] = state[name].to(device)
 
     def state(self) -> dict[str, DTensor | torch.Tensor]:
-        """Moments as sharded tensors that share storage, and the step counters (schedule, then one per parameter)."""
+        """Moments as sharded tensors that share storage, and the step counters (schedule, then one per
+        parameter).
+        """
         out: dict[str, DTensor | torch.Tensor] = {}
         for name, shard in self._shards.items():
             for moment in MOMENTS:

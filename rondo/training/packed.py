@@ -1,7 +1,8 @@
 """Rows of a batch laid out one after another, and where the responses are predicted from.
 
-Alignment: the model's output at position j predicts token j+1. A document is the prompt and the response *without its
-last token* (nothing is predicted from that one), P + R - 1 tokens; response token t is predicted at P - 1 + t of it.
+Alignment: the model's output at position j predicts token j+1. A document is the prompt and the response
+*without its last token* (nothing is predicted from that one), P + R - 1 tokens; response token t is predicted
+at P - 1 + t of it.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ class Layout:
 class PackedRows:
     """One micro-batch on the device. N tokens in B documents, M response tokens.
 
-    rows: positions in the batch. input_ids, position_ids: int64 [N]. positions: int64 [M], the position whose output
-    predicts each response token. targets: int64 [M], the response tokens. cu_seqlens: int32 [B+1] of the responses.
+    rows: positions in the batch. input_ids, position_ids: int64 [N]. positions: int64 [M], the position whose
+    output predicts each response token. targets: int64 [M], the response tokens. cu_seqlens: int32 [B+1] of
+    the responses.
     """
 
     rows: np.ndarray
@@ -69,8 +71,8 @@ def document_lengths(batch: Batch) -> np.ndarray:
 def pack(batch: Batch, rows: np.ndarray, layout: Layout) -> PackedRows:
     """Lay out `rows` (positions in the batch, each with at least one response token).
 
-    Where attention can share prefixes, a prompt that several rows have is laid out (and computed) once, in front of
-    their responses: the samples of a prompt group cost their responses only.
+    Where attention can share prefixes, a prompt that several rows have is laid out (and computed) once, in
+    front of their responses: the samples of a prompt group cost their responses only.
     """
     prompts, responses = batch.rows("prompt_ids"), batch.rows("response_ids")
     rows_prompts, rows_responses = [prompts[row] for row in rows], [responses[row] for row in rows]
@@ -78,7 +80,7 @@ def pack(batch: Batch, rows: np.ndarray, layout: Layout) -> PackedRows:
 
 
 def dummy(layout: Layout) -> PackedRows:
-    """One document of one token: what a rank without rows computes, so that every rank runs the same passes."""
+    """One document of one token: what a rank without rows computes, so that all run the same passes."""
     token = np.zeros(1, np.int64)
     return _lay_out(np.empty(0, np.int64), [token], [token], layout)
 
@@ -96,7 +98,10 @@ def _lay_out(
     documents: list[list[np.ndarray]] = []  # each the arrays that it is joined from
     continues: list[int] = []
     prompt_at: dict[bytes | int, int] = {}  # shared prompt -> its document
-    last_prompt_token, own = [], []  # per row: (document, place in it) of what predicts the first token; the others'
+    last_prompt_token, own = (
+        [],
+        [],
+    )  # per row: (document, place in it) of what predicts the first token; the others'
     for key, prompt, response in zip(keys, prompts, responses, strict=True):
         alone = counts[key] == 1
         if not alone and key not in prompt_at:
@@ -120,7 +125,9 @@ def _lay_out(
     return PackedRows(
         rows=rows,
         input_ids=_on(tokens.astype(np.int64), layout),
-        position_ids=layout.family.positions(lengths, np.where(prefixes >= 0, lengths[prefixes], 0)).to(layout.device),
+        position_ids=layout.family.positions(lengths, np.where(prefixes >= 0, lengths[prefixes], 0)).to(
+            layout.device
+        ),
         positions=_on(positions, layout),
         targets=_on(np.concatenate(responses).astype(np.int64), layout),
         cu_seqlens=_on(cu_responses.astype(np.int32), layout),
@@ -146,10 +153,11 @@ def _on(array: np.ndarray, layout: Layout) -> torch.Tensor:
 def expand_columns(
     batch: Batch, names: Sequence[str], packed: PackedRows, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """The columns of the micro-batch's rows as [M] on its device: per-token as they are, per-row ones repeated.
+    """The columns of the micro-batch's rows as [M] on its device: per-token as they are, per-row ones
+    repeated.
 
-    Floats and uint8 masks become `dtype`. Raises DataError naming a per-token column that is not aligned with the
-    responses.
+    Floats and uint8 masks become `dtype`. Raises DataError naming a per-token column that is not aligned with
+    the responses.
     """
     lengths = batch.lengths("response_ids")[packed.rows]
     out = {}

@@ -11,9 +11,10 @@ from rondo.errors import ConfigError
 def lr_ratio(step: int, schedule: ScheduleConfig, total_steps: int | None) -> float:
     """Learning rate of optimizer step `step` (from 0) as a share of `lr`.
 
-    Warm-up is linear: step s of w gives (s + 1) / w. Then `constant` is 1; `linear` and `cosine` fall from 1 towards
-    min_ratio, which they reach after total_steps; `wsd` stays at 1 and falls linearly to min_ratio over the last
-    decay_steps (default: a tenth of the run). Raises ConfigError when a falling schedule has no total_steps.
+    Warm-up is linear: step s of w gives (s + 1) / w. Then `constant` is 1; `linear` and `cosine` fall from 1
+    towards min_ratio, which they reach after total_steps; `wsd` stays at 1 and falls linearly to min_ratio
+    over the last decay_steps (default: a tenth of the run). Raises ConfigError when a falling schedule has no
+    total_steps.
     """
     warmup, floor = schedule.warmup_steps, schedule.min_ratio
     if step < warmup:

@@ -20,8 +20,9 @@ def shard_model(
 ) -> None:
     """Shard over the mesh's one axis, block by block; gradients are summed over ranks, not averaged.
 
-    Parameters are cast to compute_dtype for the forward and backward pass; gradients are reduced in the parameters'
-    own dtype. The value head keeps its own dtype. On one rank there is nothing to gather, so the whole model is one unit.
+    Parameters are cast to compute_dtype for the forward and backward pass; gradients are reduced in the
+    parameters' own dtype. The value head keeps its own dtype. On one rank there is nothing to gather, so the
+    whole model is one unit.
     """
     param_dtype = next(model.parameters()).dtype
     cast = compute_dtype if compute_dtype != param_dtype else None
@@ -76,7 +77,9 @@ def gather_buckets(
 def _gather(
     bucket: list[str], shards: Mapping[str, DTensor], group: dist.ProcessGroup, world: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """One all-gather for a bucket. Every rank holds ceil(rows / world) rows of a parameter, the last ones fewer."""
+    """One all-gather for a bucket. Every rank holds ceil(rows / world) rows of a parameter, the last ones
+    fewer.
+    """
     pieces, sizes = [], []
     for name in bucket:
         local = shards[name].to_local().detach()

@@ -1,4 +1,5 @@
-"""The two ways of the first version: shared storage (nothing moves) and gathered full tensors in bounded buckets.
+"""The two ways of the first version: shared storage (nothing moves) and gathered full tensors in bounded
+buckets.
 
 Both ends are seen through small protocols, so that this module knows neither training nor rollout engines.
 """
@@ -44,12 +45,20 @@ class SyncReport:
 
 
 def assert_shared(source: Mapping[str, torch.Tensor], sink: Mapping[str, torch.Tensor]) -> None:
-    """Raises WeightSyncError naming the first parameter whose storage the sampler does not share with the trainer."""
+    """Raises WeightSyncError naming the first parameter whose storage the sampler does not share with the
+    trainer.
+    """
     for name, tensor in source.items():
         other = sink.get(name)
         if other is None:
-            raise WeightSyncError(f"the sampler has no parameter {name!r}; it cannot share the trainer's storage")
-        if other.data_ptr() != tensor.data_ptr() or other.shape != tensor.shape or other.dtype != tensor.dtype:
+            raise WeightSyncError(
+                f"the sampler has no parameter {name!r}; it cannot share the trainer's storage"
+            )
+        if (
+            other.data_ptr() != tensor.data_ptr()
+            or other.shape != tensor.shape
+            or other.dtype != tensor.dtype
+        ):
             raise WeightSyncError(
                 f"parameter {name!r} is not shared: trainer {tuple(tensor.shape)} {tensor.dtype} at "
                 f"{tensor.data_ptr():#x}, sampler {tuple(other.shape)} {other.dtype} at {other.data_ptr():#x}"

@@ -55,7 +55,9 @@ class ModelWorker(Worker):
 
     @dispatch("broadcast")
     def snapshot(self) -> None:
-        """Copy all state (parameters, optimizer, schedule) in memory; `write_snapshot` writes that copy later."""
+        """Copy all state (parameters, optimizer, schedule) in memory; `write_snapshot` writes that copy
+        later.
+        """
         self._snapshot = self.engine.snapshot()
 
     @dispatch("broadcast")
@@ -78,8 +80,12 @@ class ModelWorker(Worker):
     def peak_memory_bytes(self) -> int:
         return self.engine.peak_memory_bytes()
 
-    def _update(self, batch: Batch, loss: str, mini_batch_column: str, orders: Sequence[Sequence[int]]) -> StepStats:
-        """Epochs × mini-batches × (forward_backward, optimizer_step). orders[e]: mini-batch numbers of epoch e."""
+    def _update(
+        self, batch: Batch, loss: str, mini_batch_column: str, orders: Sequence[Sequence[int]]
+    ) -> StepStats:
+        """Epochs × mini-batches × (forward_backward, optimizer_step). orders[e]: mini-batch numbers of epoch
+        e.
+        """
         stats = StepStats()
         mini_batch = batch.scalars(mini_batch_column)
         prefix = "critic" if loss == "critic" else "actor"
@@ -102,12 +108,16 @@ class ActorWorker(ModelWorker):
 
     @dispatch("split", reads=TOKENS, writes=("old_log_probs",))
     def compute_log_prob(self, batch: Batch) -> Batch:
-        """old_log_probs: under the policy as it is now (at the start of an update), float32 per response token."""
+        """old_log_probs: under the policy as it is now (at the start of an update), float32 per response
+        token.
+        """
         return self.engine.forward(batch, {"log_probs": "old_log_probs"})
 
     @dispatch("split")
     def update_actor(self, batch: Batch, orders: Sequence[Sequence[int]], loss: str = "policy") -> StepStats:
-        """All optimizer steps of one trainer step. Mini-batches are planned by the controller (column mini_batch)."""
+        """All optimizer steps of one trainer step. Mini-batches are planned by the controller (column
+        mini_batch).
+        """
         started = time.process_time()
         stats = self._update(batch, loss, "mini_batch", orders)
         stats.add_sum("perf/update_cpu_s", time.process_time() - started)

@@ -1,4 +1,6 @@
-"""The rollout worker: a generation engine and the episodes that run next to it. Token data is born here and stays."""
+"""The rollout worker: a generation engine and the episodes that run next to it. Token data is born here and
+stays.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-
-from rondo.agents.runner import EpisodeRunner
+from rondo.agents.runner import EpisodeRunner, TrajectoryScorer
 from rondo.batch import Batch
 from rondo.chat import decode
 from rondo.config.schema import RewardConfig, RolloutConfig
@@ -41,7 +42,9 @@ class EvaluationRecord:
 
 
 class RolloutWorker(Worker):
-    """share_with: the role whose engine's storage is used in place (one rank, same process); None: own copy."""
+    """share_with: the role whose engine's storage is used in place (one rank, same process); None: own
+    copy.
+    """
 
     def __init__(
         self,
@@ -78,12 +81,13 @@ class RolloutWorker(Worker):
         if parameters is not None:
             assert_shared(parameters, self.engine.parameters())
         self._tokenizer = load_tokenizer(tokenizer, chat_template, trust_remote_code=source.trust_remote_code)
-        self.scorer = Scorer(reward, seed=run_seed)
-        self._runner = EpisodeRunner(
-            self.engine.generate, self.scorer, lambda ids: decode(self._tokenizer, ids), run_seed=run_seed
-        )
-        self._unscored = EpisodeRunner(
-            self.engine.generate, _Unscored(), lambda ids: decode(self._tokenizer, ids), run_seed=run_seed
+        self.scorer = Scorer(reward, seed=run_seed) if reward.functions else None
+        self._unscored = self._make_runner(Unscored(), run_seed)
+        self._runner = self._make_runner(self.scorer or Unscored(), run_seed)
+
+    def _make_runner(self, scorer: TrajectoryScorer, run_seed: int) -> EpisodeRunner:
+        return EpisodeRunner(
+            self.engine.generate, scorer, lambda ids: decode(self._tokenizer, ids), run_seed=run_seed
         )
 
     @dispatch("broadcast")
@@ -114,7 +118,7 @@ class RolloutWorker(Worker):
     ) -> Batch:
         """All rows of one prompt group, failed trajectories included (column outcome)."""
         trajectories = await self._runner.run_group(prompt, sampling, n, deadline_seconds=deadline_seconds)
-        return rows_from_trajectories(trajectories, self.scorer.names)
+        return rows_from_trajectories(trajectories, self.scorer.names if self.scorer else ())
 
     async def run_unscored(self, prompt: Prompt, sampling: SamplingParams, n: int, purpose: str) -> Batch:
         """Rows without a reward (0): for the canary, and for `rondo generate`."""
@@ -147,15 +151,19 @@ class RolloutWorker(Worker):
     @dispatch("per_rank")
     def statistics(self) -> StepStats:
         """Counters of engine and scorer since the last call."""
-        return self.engine.stats().merge(self.scorer.stats())
+        stats = self.engine.stats()
+        return stats.merge(self.scorer.stats()) if self.scorer else stats
 
     @dispatch("broadcast")
     def close(self) -> None:
         self.engine.close()
-        self.scorer.close()
+        if self.scorer:
+            self.scorer.close()
 
 
-class _Unscored:
+class Unscored:
+    """No reward: for the canary, `rondo generate`, and a model without reward functions."""
+
     names: tuple[str, ...] = ()
 
     async def score(self, trajectory: Trajectory) -> Trajectory:

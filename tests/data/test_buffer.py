@@ -58,7 +58,9 @@ async def simulate(
 def test_every_prompt_once_in_order_within_the_bound(max_staleness: int, seed: int) -> None:
     buf, steps = asyncio.run(simulate(lambda: buffer(4, max_staleness, 6), seed))
     assert steps == [list(range(4 * i, 4 * i + 4)) for i in range(6)]
-    assert buf.ledger.num_trained == 24 and not buf.ledger.open and not buf.ready
+    assert buf.ledger.num_trained == 24
+    assert not buf.ledger.open
+    assert not buf.ready
 
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
@@ -93,7 +95,8 @@ def test_the_filter_drops_with_its_reason_and_returns_the_credit() -> None:
         buf = buffer(2, 0, 1, keep=lambda g: "all answers are right" if g.seq == 0 else None)
         first = await buf.ticket()
         await buf.put(group(first, 0))
-        assert buf.ledger.dropped == {0: "all answers are right"} and buf.credits() == 2
+        assert buf.ledger.dropped == {0: "all answers are right"}
+        assert buf.credits() == 2
 
     asyncio.run(main())
 
@@ -122,8 +125,11 @@ def test_ledger_round_trip_lists_what_is_in_flight_to_be_issued_again() -> None:
     ledger.drop(3, "timeout")
     ledger.give_back(4)
     again = Ledger.from_records(ledger.records())
-    assert (again.next_seq, again.num_trained, again.dropped, again.reissue) == (6, 2, {3: "timeout"}, [2, 4, 5])
+    assert (again.next_seq, again.num_trained, again.dropped, again.reissue) == (
+        6,
+        2,
+        {3: "timeout"},
+        [2, 4, 5],
+    )
     assert again.num_admitted == 3
     assert [again.admit(1) for _ in range(4)] == [2, 4, 5, 6]
-
-

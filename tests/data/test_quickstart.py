@@ -12,6 +12,8 @@ from rondo.data.quickstart import (
     HELD_OUT_TRIPLES,
     NAMES,
     OBJECTS,
+    chain_sum_demonstrations,
+    chain_sum_tokenizer,
     demonstrations,
     eval_rows,
     held_out_triples,
@@ -110,3 +112,61 @@ def test_tokenizer_survives_saving(tmp_path):
     assert loaded(text)["input_ids"] == tok(text)["input_ids"]
     assert loaded.chat_template == tok.chat_template
     assert loaded.eos_token_id == tok.eos_token_id
+
+
+def chain_sums(size, seed):
+    """The library's own entries: what a source of type reasoning_gym gives."""
+    options = {"min_terms": 4, "max_terms": 4, "min_digits": 1, "max_digits": 1}
+    return list(
+        pytest.importorskip("reasoning_gym").create_dataset("chain_sum", **options, size=size, seed=seed)
+    )
+
+
+def test_chain_sum_demonstrations_are_right_by_the_librarys_answer():
+    entries = {entry["question"]: entry for entry in chain_sums(1000, seed=7)}
+    rows = chain_sum_demonstrations(1000, seed=7)
+    assert len(rows) == 1000
+    worked = [row["response"] for row in rows if "=" in row["response"]]
+    assert 350 < len(worked) < 450
+    assert any("#### -" in response for response in worked)
+    for row in rows:
+        entry, (*steps, last) = entries[row["prompt"]], row["response"].split("\n")
+        if steps:
+            assert last == f"#### {entry['answer']}"
+            assert len(steps) == 3
+            assert all(eval(step.replace("=", "==")) for step in steps)
+        else:
+            assert last.removeprefix("#### ") in entry["metadata"]["expression"].split()
+
+
+def test_chain_sum_demonstrations_leave_out_what_is_held_out():
+    held_out = {entry["question"] for entry in chain_sums(256, seed=50)}
+    everything = [row["prompt"] for row in chain_sum_demonstrations(300, seed=40)]
+    kept = [row["prompt"] for row in chain_sum_demonstrations(300, seed=40, held_out_seed=50)]
+    assert kept == [prompt for prompt in everything if prompt not in held_out]
+    assert len(kept) <= 300 - 256  # entry i is a function of seed + i alone: these seeds share 256 entries
+
+
+def test_chain_sum_recipe_evaluates_on_unseen_problems():
+    """The recipe's sources: no evaluation problem is in the demonstrations or the training prompts."""
+    from rondo.config import load
+    from rondo.data.sources import open_source
+
+    recipe, warm_start = (
+        load([f"recipes/{name}.yaml"], overrides).config.data
+        for name, overrides in (("reasoning_gym", []), ("reasoning_gym_sft", []))
+    )
+    held_out = {row["prompt"] for row in open_source(recipe.eval[0]).rows}
+    assert len(held_out) == recipe.eval[0].size
+    for source in (recipe.train[0], warm_start.train[0]):
+        assert not held_out & {row["prompt"] for row in open_source(source).rows}
+
+
+def test_chain_sum_tokenizer_has_the_tasks_words():
+    tok = chain_sum_tokenizer()
+    assert max(len(tok(entry["question"])["input_ids"]) for entry in chain_sums(200, seed=9)) == 22
+    assert tok.tokenize("12-9=3") == ["1", "2", "-", "9", "=", "3"]
+    assert (
+        max(len(tok(row["response"])["input_ids"]) for row in chain_sum_demonstrations(500, seed=9)) + 1 <= 28
+    )
+    assert tok.eos_token == "<|im_end|>"

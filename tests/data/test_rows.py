@@ -40,7 +40,8 @@ def test_columns_of_two_rows() -> None:
     assert batch.scalars("oldest_version").tolist() == [4, 4]
     assert batch.padded("response_mask").tolist() == [[1, 0, 1], [1, 0, 1]]
     assert is_scored(batch).tolist() == [True, False]
-    assert np.isnan(batch.scalars("reward")[1]) and np.isnan(batch.scalars("score/right")[1])
+    assert np.isnan(batch.scalars("reward")[1])
+    assert np.isnan(batch.scalars("score/right")[1])
 
 
 def test_row_ids_are_unique_over_samples_steps_and_groups() -> None:

@@ -12,6 +12,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
+    GPT2Config,
     GPTNeoXConfig,
     LlamaConfig,
     Olmo2Config,
@@ -51,6 +52,9 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         },
     ),
     "gpt_neox": lambda: GPTNeoXConfig(**_BASE),
+    "gpt2": lambda: GPT2Config(
+        **_BASE | {"n_inner": 96}, n_positions=100, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+    ),
     "olmo2": lambda: Olmo2Config(**_BASE),
     "gemma3": lambda: Gemma3TextConfig(**_BASE, num_key_value_heads=2, head_dim=16),
 }
@@ -84,7 +88,9 @@ def prompt(length: int, seed: int = 0) -> np.ndarray:
 
 def request(name: str, token_ids: np.ndarray, max_tokens: int = 12, **fields: Any) -> GenerateRequest:
     """Fields of the request or of its sampling parameters."""
-    own = {key: fields.pop(key) for key in ("seed", "affinity", "deadline_seconds", "prefix") if key in fields}
+    own = {
+        key: fields.pop(key) for key in ("seed", "affinity", "deadline_seconds", "prefix") if key in fields
+    }
     return GenerateRequest(name, token_ids, SamplingParams(max_tokens, **fields), **own)
 
 

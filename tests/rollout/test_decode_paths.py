@@ -9,11 +9,20 @@ import torch
 from rondo.errors import ConfigError, RolloutError
 from rondo.rollout import NativeEngine, cache_bytes
 from rondo.rollout.native import build as kernels
-from tests.rollout.conftest import CONFIGS, LLAMA_LIKE, build, make_engine, prompt, request, run, true_log_probs
+from tests.rollout.conftest import (
+    CONFIGS,
+    LLAMA_LIKE,
+    build,
+    make_engine,
+    prompt,
+    request,
+    run,
+    true_log_probs,
+)
 
 LENGTHS = (1, 2, 16, 17, 40)
 CASES = [(family, path) for family in LLAMA_LIKE for path in ("generic", "lean", "compiled")]
-CASES += [(family, "generic") for family in ("gpt_neox", "olmo2", "gemma3")]
+CASES += [(family, "generic") for family in ("gpt_neox", "gpt2", "olmo2", "gemma3")]
 
 
 def greedy_by_transformers(model: torch.nn.Module, ids: np.ndarray, new: int) -> np.ndarray:
@@ -38,14 +47,17 @@ def test_greedy_and_log_probs(family: str, path: str) -> None:
         np.testing.assert_allclose(completion.log_probs, true_log_probs(model, completion), atol=1e-5, rtol=0)
         assert completion.finish_reason == "length"
     for completion in out[len(prompts) :]:
-        np.testing.assert_allclose(completion.log_probs, true_log_probs(model, completion, 0.7), atol=1e-5, rtol=0)
+        np.testing.assert_allclose(
+            completion.log_probs, true_log_probs(model, completion, 0.7), atol=1e-5, rtol=0
+        )
     engine.close()
 
 
 def test_paths_sample_the_same_tokens() -> None:
     model = build("qwen3")
+    settings = [(1, 0, 1, 0), (1.3, 5, 1, 0), (0.8, 0, 0.7, 0), (1, 0, 1, 0.2), (1, 9, 0.8, 0.05)]
     requests = [request(f"{i}", prompt(3 + i), 20, seed=i, temperature=t, top_k=k, top_p=p, min_p=m)
-                for i, (t, k, p, m) in enumerate([(1, 0, 1, 0), (1.3, 5, 1, 0), (0.8, 0, 0.7, 0), (1, 0, 1, 0.2), (1, 9, 0.8, 0.05)])]  # fmt: skip
+                for i, (t, k, p, m) in enumerate(settings)]  # fmt: skip
     outs = []
     for path in ("generic", "lean", "compiled"):
         engine = make_engine(model, decode=path)

@@ -81,7 +81,7 @@ def next_probs(model: torch.nn.Module, temperature: float = 1.0) -> np.ndarray:
 
 
 def test_distribution(decode: str) -> None:
-    """Pearson's statistic of first tokens against the model's own probabilities, cells of at least 8 expected."""
+    """Pearson's statistic of first tokens against the model's probabilities, cells of at least 8 expected."""
     model = build("qwen3")
     n = 2000 if decode == "compiled" else 600
     engine = make_engine(model, decode=decode, max_concurrent=128)
@@ -96,7 +96,9 @@ def test_distribution(decode: str) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("sampling", [{"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.4}, {"top_k": 8, "top_p": 0.6}])
+@pytest.mark.parametrize(
+    "sampling", [{"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.4}, {"top_k": 8, "top_p": 0.6}]
+)
 def test_support_is_exact(decode: str, sampling: dict[str, float]) -> None:
     model = build("qwen3")
     p = next_probs(model)
@@ -134,7 +136,10 @@ def test_stop_tokens_and_lengths(decode: str) -> None:
 
 def test_seeds(decode: str) -> None:
     engine = make_engine(build("qwen3"), decode=decode)
-    outs = run(engine, [request(str(i), prompt(5), 16, seed=s) for i, s in enumerate([1, 2, 1, 2**63 - 1, 2**64 - 5])])
+    outs = run(
+        engine,
+        [request(str(i), prompt(5), 16, seed=s) for i, s in enumerate([1, 2, 1, 2**63 - 1, 2**64 - 5])],
+    )
     np.testing.assert_array_equal(outs[0].token_ids, outs[2].token_ids)
     assert len({tuple(o.token_ids) for o in outs}) == 4
     engine.close()

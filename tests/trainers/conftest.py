@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+
+from rondo.cli.main import main
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -32,10 +37,20 @@ RECIPE: dict[str, Any] = {
     "model": {"config": MODEL, "tokenizer": "rondo.data.quickstart.tokenizer"},
     "data": {
         "train": [
-            {"type": "function", "name": "train", "task": "rondo.data.quickstart.train_rows", "options": {"size": 64}}
+            {
+                "type": "function",
+                "name": "train",
+                "task": "rondo.data.quickstart.train_rows",
+                "options": {"size": 64},
+            }
         ],
         "eval": [
-            {"type": "function", "name": "held_out", "task": "rondo.data.quickstart.eval_rows", "options": {"size": 4}}
+            {
+                "type": "function",
+                "name": "held_out",
+                "task": "rondo.data.quickstart.eval_rows",
+                "options": {"size": 4},
+            }
         ],
         "batch_size": 4,
         "max_prompt_tokens": 64,
@@ -44,6 +59,7 @@ RECIPE: dict[str, Any] = {
     "rollout": {"n": 4, "max_tokens": 8, "max_concurrent": 16},
     "reward": {"functions": [{"name": "tests/trainers/scorers.py:even_share"}]},
     "trainer": {"total_steps": 3, "evaluation": {"every": 2, "samples": 2}},
+    "cluster": {"threads": 1},
     "tracking": {"console": "off", "plot": False},
     "checkpoint": {"export": True},
 }
@@ -57,21 +73,46 @@ def recipe(tmp_path: Path) -> Path:
     return path
 
 
-def cli(*arguments: str, check: bool = True, timeout: float = 240, **environment: str) -> subprocess.CompletedProcess[str]:
+def cli(
+    *arguments: str, check: bool = True, timeout: float = 240, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """`rondo …` in a process of its own, from the repository."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), **environment}
     command = [sys.executable, "-m", "rondo.cli.main", *arguments]
     done = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=timeout)
     if check and done.returncode != 0:
-        raise AssertionError(f"rondo {' '.join(arguments)} exited {done.returncode}\n{done.stdout}\n{done.stderr}")
+        raise AssertionError(
+            f"rondo {' '.join(arguments)} exited {done.returncode}\n{done.stdout}\n{done.stderr}"
+        )
     return done
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What a command did."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def inline(*arguments: str, check: bool = True) -> Finished:
+    """`rondo …` in this process: the same code, without the seconds of a new interpreter."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(list(arguments))
+    if check and code != 0:
+        raise AssertionError(f"rondo {' '.join(arguments)} exited {code}\n{out.getvalue()}\n{err.getvalue()}")
+    return Finished(code, out.getvalue(), err.getvalue())
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl without what depends on clocks and memory."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     timed = ("timing/", "perf/")
-    return [{k: v for k, v in line.items() if not k.startswith(timed) and "seconds" not in k} for line in lines]
+    return [
+        {k: v for k, v in line.items() if not k.startswith(timed) and "seconds" not in k} for line in lines
+    ]
 
 
 def weights(run: Path) -> bytes:

@@ -63,7 +63,9 @@ def test_kill_nine_and_resume_equals_undisturbed(recipe: Path, tmp_path: Path, u
     assert any((run / "discarded" / "1").iterdir())
 
 
-def test_interrupt_saves_at_once_and_resume_equals_undisturbed(recipe: Path, tmp_path: Path, undisturbed: Path) -> None:
+def test_interrupt_saves_at_once_and_resume_equals_undisturbed(
+    recipe: Path, tmp_path: Path, undisturbed: Path
+) -> None:
     run = tmp_path / "run"
     process = start(recipe, run, SLOW_SCORER)
     wait_for_line(run, process, 2)
@@ -93,7 +95,13 @@ def test_a_finished_run_started_again_changes_nothing(undisturbed: Path, recipe:
 
 def test_resume_with_other_settings_is_refused_with_the_keys(recipe: Path, undisturbed: Path) -> None:
     done = cli(
-        "train", str(recipe), *SIX_STEPS, SLOW_SCORER, "rollout.n=2", f"trainer.run_dir={undisturbed}", check=False
+        "train",
+        str(recipe),
+        *SIX_STEPS,
+        SLOW_SCORER,
+        "rollout.n=2",
+        f"trainer.run_dir={undisturbed}",
+        check=False,
     )
     assert done.returncode == 2
     assert "rollout.n: 4 in the checkpoint, 2 now" in done.stderr
@@ -103,7 +111,9 @@ def test_a_truncated_checkpoint_is_named_with_the_way_out(recipe: Path, tmp_path
     run = tmp_path / "run"
     arguments = ("train", str(recipe), "checkpoint.every=1", f"trainer.run_dir={run}")
     cli(*arguments)
-    victim = max((run / "checkpoints" / "step-00000003" / "actor").glob("*.distcp"), key=lambda p: p.stat().st_size)
+    victim = max(
+        (run / "checkpoints" / "step-00000003" / "actor").glob("*.distcp"), key=lambda p: p.stat().st_size
+    )
     victim.write_bytes(victim.read_bytes()[:-10])
     done = cli(*arguments, check=False)
     assert done.returncode == 2

@@ -44,10 +44,16 @@ def test_the_run_folder_holds_what_the_docs_say(run: Any) -> None:
     lines = metrics(folder)
     assert [line["step"] for line in lines] == [0, 1, 2, 3]
     assert lines[0]["eval/greedy/reward"] == pytest.approx(
-        np.mean([json.loads(row)["reward"] for row in (folder / "evaluations/step-000000.jsonl").read_text().splitlines()])
+        np.mean(
+            [
+                json.loads(row)["reward"]
+                for row in (folder / "evaluations/step-000000.jsonl").read_text().splitlines()
+            ]
+        )
     )
     rows = pq.read_table(folder / "rollouts" / "step-000001.parquet").to_pydict()
-    assert len(rows["reward"]) == 16 and sorted(set(rows["group_id"])) == [0, 1, 2, 3]
+    assert len(rows["reward"]) == 16
+    assert sorted(set(rows["group_id"])) == [0, 1, 2, 3]
     assert lines[1]["reward/mean"] == pytest.approx(np.mean(rows["reward"]))
     for row in range(16):
         ids, reward = np.array(rows["response_ids"][row]), rows["reward"][row]
@@ -56,12 +62,28 @@ def test_the_run_folder_holds_what_the_docs_say(run: Any) -> None:
     third = pq.read_table(folder / "rollouts" / "step-000003.parquet").to_pydict()
     assert {version for versions in third["policy_versions"] for version in versions} == {2}
     summary = json.loads((folder / "summary.json").read_text())
-    wanted = {"reward_first", "reward_last", "eval_before", "eval_after", "steps", "wall_seconds", "cpu_seconds"}
+    wanted = {
+        "reward_first",
+        "reward_last",
+        "eval_before",
+        "eval_after",
+        "steps",
+        "wall_seconds",
+        "cpu_seconds",
+    }
     wanted |= {"generated_tokens", "trained_tokens", "peak_memory_bytes", "phase_shares"}
-    assert wanted <= set(summary) and summary["steps"] == 3
-    generated = sum(len(ids) for step in (1, 2, 3) for ids in pq.read_table(folder / f"rollouts/step-00000{step}.parquet")["response_ids"].to_pylist())
+    assert wanted <= set(summary)
+    assert summary["steps"] == 3
+    generated = sum(
+        len(ids)
+        for step in (1, 2, 3)
+        for ids in pq.read_table(folder / f"rollouts/step-00000{step}.parquet")["response_ids"].to_pylist()
+    )
     assert summary["generated_tokens"] >= generated
-    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-00000002", "step-00000003"]
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
+        "step-00000002",
+        "step-00000003",
+    ]
 
 
 def test_sampler_and_trainer_agree(run: Any) -> None:
@@ -69,7 +91,9 @@ def test_sampler_and_trainer_agree(run: Any) -> None:
         assert line["rollout/log_prob_gap"] < 1e-5
 
 
-def test_one_update_per_batch_needs_no_old_log_probs_and_equals_recomputing_them(run: Any, recipe: Path) -> None:
+def test_one_update_per_batch_needs_no_old_log_probs_and_equals_recomputing_them(
+    run: Any, recipe: Path
+) -> None:
     detached = run("detached", "actor.mini_batch_size=4", "trainer.total_steps=2")
     # the same update, but with the old log-probs recomputed because a KL with a negligible weight reads them
     recomputed = run(
@@ -99,7 +123,12 @@ def test_one_step_off_policy_keeps_the_bound_and_its_bits(run: Any) -> None:
 
 
 def test_ppo_trains_the_critic_alone_while_it_warms_up(run: Any) -> None:
-    ppo = ("algorithm.advantage=gae", "critic.warmup_steps=2", "critic.token_budget=512", "critic.optimizer.lr=1e-2")
+    ppo = (
+        "algorithm.advantage=gae",
+        "critic.warmup_steps=2",
+        "critic.token_budget=512",
+        "critic.optimizer.lr=1e-2",
+    )
     start = run("start", *ppo, "trainer.total_steps=1")
     warm = run("warm", *ppo, "trainer.total_steps=2")
     after = run("after", *ppo, "trainer.total_steps=3")
@@ -111,10 +140,21 @@ def test_ppo_trains_the_critic_alone_while_it_warms_up(run: Any) -> None:
 
 @pytest.mark.parametrize(
     "aggregation",
-    ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "{name: seq-mean-token-sum-norm, divisor: 8}"],
+    [
+        "token-mean",
+        "token-sum",
+        "seq-mean-token-sum",
+        "seq-mean-token-mean",
+        "{name: seq-mean-token-sum-norm, divisor: 8}",
+    ],
 )
 def test_every_aggregation_trains(run: Any, aggregation: str) -> None:
-    folder = run("agg", f"algorithm.aggregation={aggregation}", "trainer.total_steps=2", "trainer.evaluation.every=null")
+    folder = run(
+        "agg",
+        f"algorithm.aggregation={aggregation}",
+        "trainer.total_steps=2",
+        "trainer.evaluation.every=null",
+    )
     assert all(line["actor/grad_norm"] > 0 for line in metrics(folder)[1:])
 
 
@@ -137,7 +177,11 @@ def test_kl_in_the_reward_adapts_its_coefficient_after_use(run: Any) -> None:
 
 def test_a_reward_that_can_be_learned_is_learned(run: Any) -> None:
     folder = run(
-        "learns", "trainer.total_steps=25", "data.batch_size=8", "actor.optimizer.lr=3e-3", "trainer.evaluation.every=null"
+        "learns",
+        "trainer.total_steps=25",
+        "data.batch_size=8",
+        "actor.optimizer.lr=3e-3",
+        "trainer.evaluation.every=null",
     )
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["reward_last"] > summary["reward_first"] + 0.2
@@ -159,7 +203,9 @@ def test_failed_trajectories_are_dropped_counted_and_in_no_baseline(run: Any) ->
     lines = metrics(folder)[1:]
     assert all(line["reward/failed_share"] == 0.25 for line in lines)
     rows = pq.read_table(folder / "rollouts" / "step-000001.parquet").to_pydict()
-    assert [o for o, i in zip(rows["outcome"], rows["sample_index"], strict=True) if i == 1] == ["reward_error"] * 4
+    assert [o for o, i in zip(rows["outcome"], rows["sample_index"], strict=True) if i == 1] == [
+        "reward_error"
+    ] * 4
 
 
 def test_a_scorer_that_hangs_is_timed_out(run: Any) -> None:

@@ -1,4 +1,6 @@
-"""Tiny models, a ragged batch, simple losses and engines on a one-rank mesh, for every test of the training engine."""
+"""Tiny models, a ragged batch, simple losses and engines on a one-rank mesh, for every test of the training
+engine.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def source(name: str = "qwen3", **changes: Any) -> ModelSource:
 
 
 def make_batch(lengths: tuple[tuple[int, int], ...] = LENGTHS, seed: int = 0) -> Batch:
-    """Rows of (prompt, response) lengths with a mask that has holes, advantages per row and weights per token."""
+    """Rows of (prompt, response) lengths with a mask that has holes, advantages per row and weights per
+    token.
+    """
     rng = np.random.default_rng(seed)
     masks = [(rng.random(r) < 0.8).astype(np.uint8) for _, r in lengths]
     return Batch.of(

@@ -70,16 +70,17 @@ def test_a_nan_gradient_skips_the_step(mesh: DeviceMesh) -> None:
     poisoned = batch.with_columns({"advantages": [float("nan")] + [1.0] * (len(batch) - 1)}, replace=True)
     engine.forward_backward(poisoned, PolicyLoss())
     step = engine.optimizer_step()
-    assert step.skipped and math.isnan(step.grad_norm) and step.lr == 1.0
+    assert (step.skipped, math.isnan(step.grad_norm), step.lr) == (True, True, 1.0)
     after = engine.state()
     assert all(
         torch.equal(after[n].to_local(), before[n].to_local()) for n in before if n != "optimizer.steps"
     )
     engine.forward_backward(batch, PolicyLoss())
     step = engine.optimizer_step()
-    assert (
-        not step.skipped and step.lr == 0.75
-    )  # a skipped step counts for the schedule, its gradient is gone
+    assert (step.skipped, step.lr) == (
+        False,
+        0.75,
+    )  # a skipped step counts for the schedule; its gradient is gone
 
 
 def test_parameters_in_place_are_the_storage(mesh: DeviceMesh) -> None:
@@ -92,13 +93,17 @@ def test_parameters_in_place_are_the_storage(mesh: DeviceMesh) -> None:
         engine.optimizer_step()
         engine.offload()
         engine.onload()
-    assert "lm_head.weight" not in shared and "model.embed_tokens.weight" in shared  # tied: once
+    assert [name for name in shared if "lm_head" in name or "embed" in name] == [
+        "model.embed_tokens.weight"
+    ]  # tied
     for name, tensor in engine.parameters_in_place().items():
         assert tensor.data_ptr() == before[name][0]
-        assert torch.equal(tensor, shared[name]) and not torch.equal(tensor, before[name][1])
+        assert torch.equal(tensor, shared[name])
+        assert not torch.equal(tensor, before[name][1])
     assert engine.num_parameters() == sum(tensor.numel() for tensor in shared.values())
     gathered = dict(engine.gathered_parameters(1000))
-    assert gathered.keys() == shared.keys() and all(torch.equal(gathered[n], shared[n]) for n in shared)
+    assert gathered.keys() == shared.keys()
+    assert all(torch.equal(gathered[n], shared[n]) for n in shared)
     assert engine.peak_memory_bytes() > 1 << 20
 
 
@@ -106,15 +111,14 @@ def test_the_critic_learns_its_targets(mesh: DeviceMesh) -> None:
     engine = make_engine(mesh, optimizer=OptimizerConfig(lr=0.02, weight_decay=0.0), head="value")
     batch = make_batch()
     values = engine.forward(batch, {"values": "values"}).ragged("values")[0]
-    assert values.dtype == torch.float32 and not values.any()  # starts at 0
+    assert torch.equal(values, torch.zeros(values.shape, dtype=torch.float32))
     first = engine.evaluate(batch, ValueLoss()).values()["loss"]
     for _ in range(30):
         engine.forward_backward(batch, ValueLoss())
         engine.optimizer_step()
     assert engine.evaluate(batch, ValueLoss()).values()["loss"] < 0.2 * first
-    assert {"value_head.weight", "value_head.bias"} < set(
-        engine._shards
-    ) and "lm_head.weight" not in engine._shards
+    heads = {name for name in engine._shards if "head" in name}
+    assert heads == {"value_head.weight", "value_head.bias"}
 
 
 def test_a_critic_is_exported_with_its_head(mesh: DeviceMesh, tmp_path: Path) -> None:

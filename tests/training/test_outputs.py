@@ -1,7 +1,10 @@
-"""Log-probs, entropies and values: against a direct computation with transformers' eager attention, row by row."""
+"""Log-probs, entropies and values: against a direct computation with transformers' eager attention, row by
+row.
+"""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -14,18 +17,36 @@ from rondo.batch import Batch, ragged_rows
 from rondo.errors import DataError, TrainError
 from rondo.models import load_model_config
 from rondo.training.head import token_log_probs
-from tests.training.helpers import ARCHITECTURES, FLOAT64, VOCAB, PolicyLoss, make_batch, make_engine, relative_difference, source, with_groups
+from tests.training.helpers import (
+    ARCHITECTURES,
+    FLOAT64,
+    VOCAB,
+    PolicyLoss,
+    make_batch,
+    make_engine,
+    source,
+    with_groups,
+)
 
 
 def reference_model(name: str, attention: str) -> Any:
-    """The same random weights as the engine's, in plain transformers, float64 (eager's softmax is float32 even so)."""
+    """The same random weights as the engine's, in plain transformers, float64 (eager's softmax is float32
+    even so).
+    """
     model_source = source(name)
     with torch.random.fork_rng():
         torch.manual_seed(model_source.seed)
         model = AutoModelForCausalLM.from_config(
             load_model_config(model_source), attn_implementation=attention
         )
+    for module in model.modules():
+        if hasattr(module, "variance_epsilon"):  # transformers' norms round to float32
+            module.forward = functools.partial(exact_norm, module)
     return model.to(torch.float64)
+
+
+def exact_norm(module: Any, x: torch.Tensor) -> torch.Tensor:
+    return module.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + module.variance_epsilon)
 
 
 def reference_outputs(
@@ -69,7 +90,9 @@ def test_packed_outputs_equal_separate_documents(
 @pytest.mark.parametrize("name", ["qwen3", "llama"])
 @pytest.mark.parametrize("case", ["long", "groups"])
 def test_gradients_equal_separate_documents(mesh: DeviceMesh, name: str, case: str) -> None:
-    """Long documents among short ones, and prompt groups whose prompt is computed once; chunked head; in float64."""
+    """Long documents among short ones, and prompt groups whose prompt is computed once; chunked head; in
+    float64.
+    """
     batch, model = make_batch((*((3, 7), (1, 1), (5, 12)), (90, 60))), reference_model(name, "sdpa")
     if case == "groups":
         batch = with_groups(make_batch(), (4, 3))
@@ -78,12 +101,12 @@ def test_gradients_equal_separate_documents(mesh: DeviceMesh, name: str, case: s
         weight = torch.from_numpy(batch.rows("token_weight")[i] * batch.rows("response_mask")[i])
         loss = loss - (weight * (batch.scalars("advantages")[i] * log_probs + 0.1 * entropy)).sum()
     loss.backward()
-    for budget in (10_000, 150 if case == "long" else 25):
+    for budget in (10_000, 150 if case == "long" else 30):
         engine = make_engine(
             mesh, source(name), config={**FLOAT64, "token_budget": budget, "logits_chunk": 9}, temperature=0.8
         )
         stats = engine.forward_backward(batch, PolicyLoss())
-        assert stats.means["loss"][0] == pytest.approx(float(loss.detach()), rel=1e-7)
+        assert stats.means["loss"][0] == pytest.approx(float(loss.detach()), rel=1e-12)
         names = dict(model.named_parameters())
         assert set(engine._shards) == set(names)
         for key, shard in engine._shards.items():
@@ -96,7 +119,12 @@ def test_a_prompt_group_is_laid_out_once(mesh: DeviceMesh) -> None:
     batch = with_groups(make_batch(((4, 5), (4, 1), (4, 3), (6, 2))), (3,))
     (packed,) = engine._passes(batch)
     assert packed.documents is not None
-    assert packed.documents.lengths == (4, 4, 2, 7)  # prompt, two continuations (one answer is a single token), alone
+    assert packed.documents.lengths == (
+        4,
+        4,
+        2,
+        7,
+    )  # prompt, two continuations (one answer is a single token), alone
     assert packed.position_ids.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 4, 5, 0, 1, 2, 3, 4, 5, 6]
     assert packed.positions.tolist() == [3, 4, 5, 6, 7, 3, 3, 8, 9, 15, 16]
     assert torch.equal(packed.targets, batch.ragged("response_ids")[0].long())
@@ -104,7 +132,11 @@ def test_a_prompt_group_is_laid_out_once(mesh: DeviceMesh) -> None:
 
 def test_a_model_that_cannot_be_packed_runs_one_document_at_a_time(mesh: DeviceMesh) -> None:
     """Gemma 2 with a soft-cap on attention scores: slow, but right."""
-    ARCHITECTURES["gemma2"] = {**ARCHITECTURES["qwen3"], "model_type": "gemma2", "final_logit_softcapping": None}
+    ARCHITECTURES["gemma2"] = {
+        **ARCHITECTURES["qwen3"],
+        "model_type": "gemma2",
+        "final_logit_softcapping": None,
+    }
     batch = make_batch(((3, 7), (1, 1), (2, 0), (5, 12)))
     result = make_engine(mesh, source("gemma2")).forward(batch, {"log_probs": "x"})
     expected = reference_outputs(reference_model("gemma2", "eager"), batch)
@@ -131,13 +163,14 @@ def test_bfloat16_compute_stays_close_and_keeps_float32_masters(mesh: DeviceMesh
     assert 0 < (rough - exact).abs().mean() < 0.1
     engine.forward_backward(batch, PolicyLoss())
     step = engine.optimizer_step()
-    assert step.grad_norm > 0 and not step.skipped
+    assert step.grad_norm > 0
+    assert not step.skipped
     assert all(shard.dtype == torch.float32 for shard in engine._shards.values())
 
 
 @pytest.mark.parametrize("chunk", [3, 100])
 def test_log_prob_head_against_autograd(chunk: int) -> None:
-    """Values and all gradients, with a bias, temperature and entropy; recomputed chunks and one kept chunk."""
+    """Values and all gradients, with a bias, temperature and entropy; recomputed chunks, one kept chunk."""
     torch.manual_seed(0)
     hidden, weight = torch.randn(10, 6, dtype=torch.float64), torch.randn(VOCAB, 6, dtype=torch.float64)
     bias, targets = torch.randn(VOCAB, dtype=torch.float64), torch.randint(0, VOCAB, (10,))
@@ -157,7 +190,7 @@ def test_log_prob_head_against_autograd(chunk: int) -> None:
 def test_rows_without_response_and_empty_batches(mesh: DeviceMesh) -> None:
     engine = make_engine(mesh)
     empty = engine.forward(make_batch(()), {"log_probs": "x"})
-    assert len(empty) == 0 and empty.columns == ["row_id", "x"]
+    assert (len(empty), empty.columns) == (0, ["row_id", "x"])
     only = engine.forward(make_batch(((3, 0), (2, 0))), {"log_probs": "x"})
     assert only.lengths("x").tolist() == [0, 0]
     assert engine.forward_backward(make_batch(()), PolicyLoss()).means == {}

@@ -1,4 +1,4 @@
-"""Compiles kernels.c once per machine and loads it. The library is cached under the user's cache folder by content."""
+"""Compiles kernels.c once per machine and loads it from the user's cache folder (named by content)."""
 
 from __future__ import annotations
 
@@ -30,14 +30,18 @@ def library() -> ctypes.CDLL:
     command = compiler()
     if command is None:
         raise RolloutError("no C compiler (cc, gcc or clang) found; install one, or set rollout.decode=lean")
-    key = hashlib.sha256("\0".join((SOURCE.read_text(), command, *FLAGS, _processor())).encode()).hexdigest()[:24]
+    key = hashlib.sha256("\0".join((SOURCE.read_text(), command, *FLAGS, _processor())).encode()).hexdigest()[
+        :24
+    ]
     path = _cache_folder() / f"kernels-{key}.so"
     if not path.exists():
         _compile(command, path)
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
-        raise RolloutError(f"the compiled kernels {path} cannot be loaded: {error}; delete the file") from error
+        raise RolloutError(
+            f"the compiled kernels {path} cannot be loaded: {error}; delete the file"
+        ) from error
 
 
 def _compile(command: str, path: Path) -> None:

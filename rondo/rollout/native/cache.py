@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
-WIDTH_STEP = 64  # the cache is looked at in steps of this many positions, so that bits do not depend on batch mates
+WIDTH_STEP = (
+    64  # the cache is looked at in steps of this many positions, so that bits do not depend on batch mates
+)
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,11 @@ def layer_shapes(model_config: Any) -> list[LayerShape]:
 
 
 def cache_bytes(model_config: Any, max_concurrent: int, max_context: int, dtype: torch.dtype | str) -> int:
-    """Bytes of the key/value cache that a NativeEngine with these settings allocates at once, at its start."""
+    """Bytes of the key/value cache that a NativeEngine with these settings allocates at its start.
+
+    The PyTorch paths round max_concurrent up to a multiple of 8, and to at least 16 (128 with several CPU
+    threads).
+    """
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     per_position = sum(s.kv_heads * (s.key_dim + s.value_dim) for s in layer_shapes(model_config))
     return int(per_position * capacity_of(max_context) * max_concurrent * dtype.itemsize)
@@ -52,7 +58,12 @@ class SlotCache:
     """keys[l], values[l]: [slots, kv_heads, capacity, dim], zero at first (what is masked must be finite)."""
 
     def __init__(
-        self, shapes: Sequence[LayerShape], num_slots: int, capacity: int, dtype: torch.dtype, device: torch.device
+        self,
+        shapes: Sequence[LayerShape],
+        num_slots: int,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         def zeros(shape: LayerShape, dim: int) -> torch.Tensor:
             return torch.zeros(num_slots, shape.kv_heads, capacity, dim, dtype=dtype, device=device)

@@ -20,9 +20,10 @@ Decode = Literal["auto", "generic", "lean", "compiled"]
 class DecodePath(Protocol):
     """The arithmetic behind the decoder; called from the decode thread only.
 
-    dense: `decode` wants slots 0 .. R - 1. prefill: (slot, tokens) pairs, into an allocated cache. decode: one token for
-    each slot of `rows` int64 [R], from the table's token at the table's position; a log-prob that is not finite says
-    that the logits were not. copy: the first `length` cache positions of one slot to another.
+    dense: `decode` wants slots 0 .. R - 1. prefill: (slot, tokens) pairs, into an allocated cache. decode:
+    one token for each slot of `rows` int64 [R], from the table's token at the table's position; a log-prob
+    that is not finite says that the logits were not. copy: the first `length` cache positions of one slot to
+    another.
     """
 
     name: str
@@ -54,7 +55,7 @@ def choose_path(
     device: torch.device,
     threads: int,
 ) -> tuple[DecodePath, str]:
-    """The path and the reason for it. Raises ConfigError when `decode` names one that cannot run this model here."""
+    """The path and the reason for it. ConfigError when `decode` names one that cannot run the model here."""
     if decode not in ("auto", "generic", "lean", "compiled"):
         raise ConfigError(f"rollout.decode={decode}: choose auto, generic, lean or compiled")
     name, reason = decode, f"rollout.decode={decode}"
@@ -71,8 +72,12 @@ def choose_path(
             name, reason, why_not = "generic", f"neither compiled nor lean: {why_not}", ""
     if why_not:
         raise ConfigError(f"rollout.decode={name} cannot be used: {why_not}; set rollout.decode=auto")
-    paths = {"generic": GenericPath, "lean": LeanPath, "compiled": CompiledPath}
-    path = paths[name](
+    paths: dict[str, type[GenericPath] | type[CompiledPath]] = {
+        "generic": GenericPath,
+        "lean": LeanPath,
+        "compiled": CompiledPath,
+    }
+    path: DecodePath = paths[name](
         module,
         num_slots=num_slots,
         capacity=capacity_of(max_context),

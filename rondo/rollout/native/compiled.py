@@ -1,8 +1,8 @@
 """The compiled path: one C call per token step (kernels.c), for Llama-family models in float32 on a CPU.
 
-Rows are independent of each other by construction, so threads simply share them out, and a request's bits depend
-neither on its batch mates nor on the number of threads. Weights are held a second time, packed for the C products;
-`weights_changed` packs them again. Everything small (norms, biases, embeddings) is read in place.
+Rows are independent of each other by construction, so threads simply share them out, and a request's bits
+depend neither on its batch mates nor on the number of threads. Weights are held a second time, packed for the
+C products; `weights_changed` packs them again. Everything small (norms, biases, embeddings) is read in place.
 """
 
 from __future__ import annotations
@@ -22,29 +22,34 @@ from rondo.rollout.native.slots import SlotTable
 
 PREFILL_ROWS = 4096  # prompt tokens per C call
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
-_LAYER_POINTERS = (
-    "input_norm post_norm q_norm k_norm qkv o gate_up down qkv_bias o_bias gate_up_bias down_bias keys values".split()
-)
+_NORMS = ("input_norm", "post_norm", "q_norm", "k_norm")
+_PRODUCTS = ("qkv", "o", "gate_up", "down")
+_LAYER_POINTERS = (*_NORMS, *_PRODUCTS, *(f"{name}_bias" for name in _PRODUCTS), "keys", "values")
 
 
 class _Layer(ctypes.Structure):
-    _fields_ = [(name, _POINTER) for name in _LAYER_POINTERS]  # noqa: RUF012
+    _fields_ = [(name, _POINTER) for name in _LAYER_POINTERS]
 
 
 class _Model(ctypes.Structure):
-    _fields_ = [  # noqa: RUF012
-        *((name, _INT) for name in "hidden heads kv_heads head_dim intermediate vocab num_layers capacity".split()),
+    _fields_ = [
+        *(
+            (name, _INT)
+            for name in "hidden heads kv_heads head_dim intermediate vocab num_layers capacity".split()
+        ),
         *((name, ctypes.c_double) for name in ("eps", "scale")),
         *((name, _POINTER) for name in "embedding cos sin final_norm head head_bias layers".split()),
     ]
 
 
 class _Sampling(ctypes.Structure):
-    _fields_ = [(name, _POINTER) for name in "seeds indices top_k temperature top_p min_p".split()]  # noqa: RUF012
+    _fields_ = [(name, _POINTER) for name in "seeds indices top_k temperature top_p min_p".split()]
 
 
-def why_not_compiled(module: torch.nn.Module, max_context: int, dtype: torch.dtype, device: torch.device) -> str:
-    """The reason why the compiled path cannot run this model here; "" if it can (it then is compiled already)."""
+def why_not_compiled(
+    module: torch.nn.Module, max_context: int, dtype: torch.dtype, device: torch.device
+) -> str:
+    """The reason why the compiled path cannot run this model here; "" if it can (and is compiled)."""
     if device.type != "cpu":
         return f"it runs on a CPU only, not on {device}"
     if dtype != torch.float32:
@@ -91,23 +96,28 @@ class CompiledPath:
         self._model = self._model_record()
         floats = self._library.rondo_scratch_floats(ctypes.byref(self._model))
         self._scratch = [torch.zeros(floats) for _ in range(threads)]
-        self._pool = ThreadPoolExecutor(threads, "rondo-kernels") if threads > 1 else None
+        self._pool: ThreadPoolExecutor | None = None
         self._keys: torch.Tensor | None = None
         self._values: torch.Tensor | None = None
 
     # ---- memory ----
 
     def allocate(self) -> None:
-        """keys [layers, slots, kv_heads, capacity / lanes, head_dim, lanes]; values [..., capacity, head_dim]."""
+        """keys [layers, slots, kv_heads, capacity / lanes, head_dim, lanes]; values [..., capacity, dim]."""
         layers, heads, dim = len(self._layers), self._shape.kv_heads, self._shape.key_dim
         blocks = self._capacity // self._lanes
         self._keys = torch.zeros(layers, self._num_slots, heads, blocks, dim, self._lanes)
         self._values = torch.zeros(layers, self._num_slots, heads, self._capacity, dim)
         for i, record in enumerate(self._layer_records):
             record.keys, record.values = self._keys[i].data_ptr(), self._values[i].data_ptr()
+        if len(self._scratch) > 1:
+            self._pool = ThreadPoolExecutor(len(self._scratch), "rondo-kernels")
 
     def free(self) -> None:
         self._keys = self._values = None
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
 
     @property
     def cache_nbytes(self) -> int:
@@ -115,10 +125,7 @@ class CompiledPath:
 
     def copy(self, source: int, target: int, length: int) -> None:
         assert self._keys is not None
-        assert self._values is not None
-        blocks = -(-length // self._lanes)
-        self._keys[:, target, :, :blocks] = self._keys[:, source, :, :blocks]
-        self._values[:, target, :, :length] = self._values[:, source, :, :length]
+        self._library.rondo_copy(ctypes.addressof(self._model), source, target, length)
 
     # ---- weights ----
 
@@ -135,7 +142,7 @@ class CompiledPath:
                 biases[name] = _joined_bias(linears)
                 setattr(record, f"{name}_bias", _pointer(biases[name]))
             self._biases.append(biases)
-            for name in ("input_norm", "post_norm", "q_norm", "k_norm"):
+            for name in _NORMS:
                 setattr(record, name, _pointer(getattr(layer, name)))
         self._pack((self.module.lm_head,), self._head)
 
@@ -203,7 +210,9 @@ class CompiledPath:
             if share:
                 tokens = np.concatenate([t for _, t in share]).astype(np.int64)
                 slots = np.concatenate([np.full(len(t), slot, np.int64) for slot, t in share])
-                jobs.append((tokens, slots, np.concatenate([np.arange(len(t), dtype=np.int64) for _, t in share])))
+                jobs.append(
+                    (tokens, slots, np.concatenate([np.arange(len(t), dtype=np.int64) for _, t in share]))
+                )
         self._run(jobs, None)
 
     def decode(self, rows: np.ndarray, table: SlotTable) -> tuple[np.ndarray, np.ndarray]:
@@ -226,6 +235,7 @@ class CompiledPath:
     def _run(
         self, jobs: list[tuple[np.ndarray, np.ndarray, np.ndarray]], sampling: _Sampling | None
     ) -> list[tuple[np.ndarray, np.ndarray]]:
+        assert self._keys is not None
         if self._pool is None or len(jobs) < 2:
             return [self._call(self._scratch[0], sampling, *job) for job in jobs]
         futures = [
@@ -267,7 +277,10 @@ def _joined_bias(linears: tuple[torch.nn.Linear, ...]) -> torch.Tensor | None:
     if all(linear.bias is None for linear in linears):
         return None
     return torch.cat(
-        [torch.zeros(len(linear.weight)) if linear.bias is None else linear.bias.detach() for linear in linears]
+        [
+            torch.zeros(len(linear.weight)) if linear.bias is None else linear.bias.detach()
+            for linear in linears
+        ]
     )
 
 
@@ -277,6 +290,8 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.rondo_pack.restype = None
     library.rondo_gemm.argtypes = [_POINTER, _POINTER, _INT, _INT, _INT, _POINTER]
     library.rondo_gemm.restype = None
+    library.rondo_copy.argtypes = [_POINTER, _INT, _INT, _INT]
+    library.rondo_copy.restype = None
     library.rondo_scratch_floats.argtypes = [_POINTER]
     library.rondo_scratch_floats.restype = _INT
     library.rondo_step.argtypes = [_POINTER, _POINTER, _INT, *([_POINTER] * 3), _POINTER, _POINTER, _POINTER]

@@ -1,6 +1,8 @@
-"""The decode loop's own side: scheduler, slots and path, one token step at a time. No asyncio and no locks here.
+"""The decode loop's own side: scheduler, slots and path, one token step at a time. No asyncio and no locks
+here.
 
-Everything is called from one thread at a time: the engine's decode thread while it serves, the caller's otherwise.
+Everything is called from one thread at a time: the engine's decode thread while it serves, the caller's
+otherwise.
 """
 
 from __future__ import annotations
@@ -64,7 +66,7 @@ class Decoder:
         return self._leave(lambda s: s.deadline is not None and s.deadline <= now, "deadline")
 
     def weights_changed(self) -> None:
-        """The next step runs on new weights: nothing cached is valid. Running sequences are prefilled again."""
+        """The next step runs on new weights: what is cached is not valid; running sequences prefill again."""
         self.path.weights_changed()
         self.scheduler.invalidate()
         self._changed = True
@@ -79,19 +81,21 @@ class Decoder:
         self.path.allocate()
         self.asleep = False
 
-    def reset(self) -> list[Sequence]:
-        """After an error: forget all sequences (returned) and start from a clean cache."""
-        dropped = self.scheduler.clear()
-        self._table = SlotTable(self._num_slots, self._capacity)
+    def drop_all(self) -> list[Sequence]:
+        """Forget all sequences; returns them."""
         self._changed = True
+        return self.scheduler.clear()
+
+    def reset(self) -> None:
+        """After an error: a clean table and cache."""
+        self._table = SlotTable(self._num_slots, self._capacity)
         self.path.free()
         if not self.asleep:
             self.path.allocate()
-        return dropped
 
     @torch.inference_mode()
     def step(self) -> list[Finished]:
-        """One token for every running sequence, after seating those that wait. Returns the ones that finished."""
+        """One token for every running sequence, after seating those that wait. Returns who finished."""
         if self._changed:
             started = time.thread_time()
             self._apply_plan()
@@ -166,7 +170,9 @@ class Decoder:
 
     def _finish(self, slot: int) -> Finished:
         sequence = self._sequence(slot)
-        stopped = self._table.ids[slot, self._table.indices[slot] - 1] in sequence.request.sampling.stop_token_ids
+        stopped = (
+            self._table.ids[slot, self._table.indices[slot] - 1] in sequence.request.sampling.stop_token_ids
+        )
         return self._take_out(slot, "stop" if stopped else "length")
 
     def _take_out(self, slot: int, reason: FinishReason) -> Finished:
@@ -186,7 +192,9 @@ class Decoder:
         for sequence in [s for s in scheduler.waiting if who(s)]:
             scheduler.waiting.remove(sequence)
             prefix = sequence.request.prefix
-            before = _NOTHING if prefix is None else (prefix.token_ids, prefix.log_probs, prefix.policy_versions)
+            before = (
+                _NOTHING if prefix is None else (prefix.token_ids, prefix.log_probs, prefix.policy_versions)
+            )
             out.append(Finished(sequence, _completion(sequence.request, before, reason)))
         return out
 

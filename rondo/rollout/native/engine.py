@@ -1,12 +1,13 @@
 """The native engine's asyncio side.
 
-    generate() ──inbox──▶ serve(): a burst on the one decode thread          weights: begin/receive/commit, set_version
-       ▲                    drain inbox → step → step → …                      only while the engine is paused or idle
+    generate() ──inbox──▶ serve(): a burst on the one decode thread
+       ▲                    drain inbox → step → step → …
        └──reply (loop.call_soon_threadsafe)── finished sequences
+    weights (begin, receive, commit; set_version) and sleep: only while the engine is paused or idle
 
-A burst goes on until nothing is left to do or the engine is paused; joins, cancellations and pauses take effect at the
-next token boundary. `_lock` guards three things: the inbox, `_serving` and `_paused`. While `_serving` is true the
-decoder belongs to the decode thread; otherwise to the caller.
+A burst goes on until nothing is left to do or the engine is paused; joins, cancellations and pauses take
+effect at the next token boundary. The decoder belongs to the decode thread: whatever changes it (weights,
+sleep) runs there, between bursts. `_lock` guards the inbox, `_serving` and `_paused`.
 """
 
 from __future__ import annotations
@@ -60,11 +61,11 @@ class _Reply:
 class NativeEngine:
     """Continuous batching over one Hugging Face causal LM. Implements `RolloutEngine`.
 
-    model_config: a transformers config. parameters: checkpoint name → tensor, used in place (the trainer's storage; say
-    `set_version` after every change); None: own storage, filled by begin / receive / commit before the first request.
-    max_concurrent: slots. max_context: prompt and response tokens of one request at most. decode: "auto" takes the
-    fastest path that can run the model here; `decode_path` and `decode_reason` say which and why. threads: of the
-    decode thread. Raises ConfigError or WeightSyncError.
+    model_config: a transformers config. parameters: checkpoint name → tensor, used in place (the trainer's
+    storage; say `set_version` after every change); None: own storage, filled by begin / receive / commit
+    before the first request. max_concurrent: slots. max_context: prompt and response tokens of one request at
+    most. decode: "auto" takes the fastest path that can run the model here; `decode_path` and `decode_reason`
+    say which and why. threads: of the decode thread. Raises ConfigError or WeightSyncError.
     """
 
     def __init__(
@@ -86,7 +87,9 @@ class NativeEngine:
         device = torch.device(device)
         _refuse_what_masks_hide(model_config, max_context)
         generic.register()
-        module = build_module(model_config, generic.ATTENTION, dtype, device, trust_remote_code=trust_remote_code)
+        module = build_module(
+            model_config, generic.ATTENTION, dtype, device, trust_remote_code=trust_remote_code
+        )
         self._weights = WeightStore(module, parameters, dtype, device)
         path, self.decode_reason = choose_path(
             decode,
@@ -118,7 +121,8 @@ class NativeEngine:
     async def generate(self, request: GenerateRequest) -> Completion:
         """The completion of one request. Cancelling the task frees its slot at the next token boundary.
 
-        Raises RolloutError: an impossible request, no weights yet, engine asleep or closed, or an error while decoding.
+        Raises RolloutError: an impossible request, no weights yet, engine asleep or closed, or an error while
+        decoding.
         """
         sequence = self._sequence(request)
         done = _done_already(request)
@@ -139,7 +143,7 @@ class NativeEngine:
                 del self._in_flight[request.request_id]
 
     async def cancel(self, request_id: str) -> None:
-        """The pending generate call returns its partial completion. Unknown (finished) requests are ignored."""
+        """The pending generate call returns what it has so far. Unknown (finished) requests are ignored."""
         if request_id in self._in_flight:
             self._post(lambda: self._take_out(request_id))
 
@@ -167,21 +171,19 @@ class NativeEngine:
         return self._weights.version
 
     def set_version(self, version: int) -> None:
-        """Shared storage only: the tensors now hold `version`. Must be called after every change of the weights."""
+        """Shared storage only: the tensors now hold `version`. To be called after every change of them."""
         if not self._weights.shared:
             raise WeightSyncError("this engine has its own storage: send weights with begin, receive, commit")
-        self._must_be_still("set_version")
-        self._weights.version = version
-        self._decoder.weights_changed()
+
+        def change() -> None:
+            self._weights.version = version
+            self._decoder.weights_changed()
+
+        self._between_bursts("set_version", change)
 
     def begin(self, version: int) -> None:
         """Start to receive `version`. Until `commit` nothing decodes. Raises WeightSyncError."""
-        with self._lock:  # a burst that starts after this sees that the weights are not ready
-            still = self._paused or not self._serving
-            if still:
-                self._weights.begin(version)
-        if not still:
-            raise WeightSyncError("begin: the engine is decoding; await pause() first")
+        self._between_bursts("begin", lambda: self._weights.begin(version))
 
     def receive(self, name: str, tensor: torch.Tensor) -> None:
         """Copy one tensor, under its checkpoint name, into the decoder's storage. Raises WeightSyncError."""
@@ -189,23 +191,26 @@ class NativeEngine:
 
     def commit(self, version: int) -> None:
         """All tensors are there: serve `version`. Raises WeightSyncError naming what did not arrive."""
-        self._weights.commit(version)
-        self._decoder.weights_changed()
+
+        def change() -> None:
+            self._weights.commit(version)
+            self._decoder.weights_changed()
+
+        self._executor.submit(change).result()
         with self._lock:
             self._start()
 
     # ---- life ----
 
     def sleep(self) -> None:
-        """Free the key/value cache. The engine must be paused or idle; requests in flight go on after wake and resume."""
-        self._must_be_still("sleep")
+        """Free the cache; the engine must be paused or idle. What is in flight goes on after wake, resume."""
         if not self._decoder.asleep:
-            self._decoder.sleep()
+            self._between_bursts("sleep", self._decoder.sleep)
 
     def wake(self) -> None:
         """Make the cache again."""
         if self._decoder.asleep:
-            self._decoder.wake()
+            self._executor.submit(self._decoder.wake).result()
             with self._lock:
                 self._start()
 
@@ -214,11 +219,14 @@ class NativeEngine:
         return self._decoder.stats()
 
     def close(self) -> None:
-        """Stop the decode thread; whoever still waits gets a RolloutError."""
+        """Stop the decode thread and free the cache; whoever still waits gets a RolloutError."""
         with self._lock:
             self._paused = self._closed = True
         self._executor.shutdown(wait=True)
+        for action in self._inbox:  # what was posted too late
+            action()
         self._fail(RolloutError("the rollout engine was closed"))
+        self._decoder.path.free()
 
     # ---- inside ----
 
@@ -230,7 +238,9 @@ class NativeEngine:
         if self._decoder.asleep:
             raise RolloutError(f"{who}: the rollout engine is asleep; call wake() first")
         if self._weights.version < 0:
-            raise RolloutError(f"{who}: the rollout engine has no weights yet; send them with begin, receive, commit")
+            raise RolloutError(
+                f"{who}: the rollout engine has no weights yet; send them with begin, receive, commit"
+            )
         if request.request_id in self._in_flight:
             raise RolloutError(f"{who} is in flight already; request ids must be unique")
         sampling, prompt = request.sampling, np.asarray(request.token_ids, np.int64)
@@ -245,12 +255,14 @@ class NativeEngine:
         prefix = () if request.prefix is None else np.asarray(request.prefix.token_ids, np.int64)
         tokens = np.concatenate([prompt, prefix]).astype(np.int64)
         if tokens.min() < 0 or tokens.max() >= self._vocab:
-            raise RolloutError(f"{who} has token ids outside the model's vocabulary of {self._vocab}; wrong tokenizer?")
+            raise RolloutError(
+                f"{who} has token ids outside the model's vocabulary of {self._vocab}; wrong tokenizer?"
+            )
         deadline = None if request.deadline_seconds is None else time.monotonic() + request.deadline_seconds
         return Sequence(request, tokens, len(prefix), deadline)
 
     def _post(self, action: Callable[[], None]) -> None:
-        """Have `action` run on the decode thread at the next token boundary (at once when nothing decodes)."""
+        """Have `action` run on the decode thread at the next token boundary (at once when idle)."""
         with self._lock:
             self._inbox.append(action)
             self._start()
@@ -266,14 +278,21 @@ class NativeEngine:
             while self._drain():
                 for finished in (*self._decoder.step(), *self._decoder.expire()):
                     self._answer(finished)
-        except Exception as error:  # the documented boundary: whatever decoding raises belongs to all who wait
+        except (
+            Exception
+        ) as error:  # the documented boundary: whatever decoding raises belongs to all who wait
             _log.exception("decoding failed")
-            failure = error if isinstance(error, RolloutError) else RolloutError(f"decoding failed: {error!r}")
-            self._fail(failure, cause=error)
-            with self._lock:
-                self._serving = False
-                if self._inbox:
-                    self._start()
+            failure = (
+                error if isinstance(error, RolloutError) else RolloutError(f"decoding failed: {error!r}")
+            )
+            try:
+                self._fail(failure, cause=error)
+                self._decoder.reset()
+            finally:
+                with self._lock:
+                    self._serving = False
+                    if self._inbox:
+                        self._start()
 
     def _drain(self) -> bool:
         """Do what has been posted; False ends the burst."""
@@ -299,23 +318,33 @@ class NativeEngine:
         finished.sequence.reply.send(finished.completion)
 
     def _fail(self, failure: RolloutError, cause: BaseException | None = None) -> None:
-        for sequence in self._decoder.reset():
+        for sequence in self._decoder.drop_all():
             assert isinstance(sequence.reply, _Reply)
             error = RolloutError(str(failure))  # one each: a traceback grows with every raise
             error.__cause__ = cause
             sequence.reply.send(error)
 
-    def _must_be_still(self, what: str) -> None:
-        with self._lock:
-            if self._serving and not self._paused:
-                raise WeightSyncError(f"{what}: the engine is decoding; await pause() first, or wait for all requests")
+    def _between_bursts(self, what: str, change: Callable[[], None]) -> None:
+        """Run `change` on the decode thread. Requests in flight are an error unless the engine is paused."""
+        if self._in_flight and not self._paused:
+            raise WeightSyncError(
+                f"{what}: {len(self._in_flight)} requests are in flight; await pause() first, or wait"
+            )
+        self._executor.submit(change).result()
 
 
 def _check_sampling(who: str, sampling: Any) -> None:
     if sampling.max_tokens < 1:
         raise RolloutError(f"{who}: max_tokens is {sampling.max_tokens}; it must be at least 1")
-    if not (sampling.temperature >= 0 and 0 < sampling.top_p <= 1 and sampling.top_k >= 0 and 0 <= sampling.min_p <= 1):
-        raise RolloutError(f"{who}: {sampling} is out of range (temperature ≥ 0, 0 < top_p ≤ 1, top_k ≥ 0, 0 ≤ min_p ≤ 1)")
+    if not (
+        sampling.temperature >= 0
+        and 0 < sampling.top_p <= 1
+        and sampling.top_k >= 0
+        and 0 <= sampling.min_p <= 1
+    ):
+        raise RolloutError(
+            f"{who}: {sampling} is out of range (temperature ≥ 0, 0 < top_p ≤ 1, top_k ≥ 0, 0 ≤ min_p ≤ 1)"
+        )
 
 
 def _done_already(request: GenerateRequest) -> Completion | None:
@@ -341,12 +370,18 @@ def _refuse_what_masks_hide(model_config: Any, max_context: int) -> None:
     kinds = set(getattr(config, "layer_types", None) or ())
     other = kinds - {"full_attention", "sliding_attention"}
     if other:
-        raise ConfigError(f"the native engine cannot decode {config.model_type} models (layers: {', '.join(sorted(other))}); "
-                          "set rollout.engine=vllm")  # fmt: skip
+        raise ConfigError(
+            f"the native engine cannot decode {config.model_type} models "
+            f"(layers: {', '.join(sorted(other))}); set rollout.engine=vllm"
+        )
     windowed = "sliding_attention" in kinds if kinds else getattr(config, "use_sliding_window", True)
     window = getattr(config, "sliding_window", None) if windowed else None
     if window is not None and window < max_context:
-        raise ConfigError(f"the native engine has no sliding-window attention: {config.model_type} has a window of {window} "
-                          f"< max_context {max_context}; lower max_context, or set rollout.engine=vllm")  # fmt: skip
+        raise ConfigError(
+            f"the native engine has no sliding-window attention: {config.model_type} has a window "
+            f"of {window} < max_context {max_context}; lower max_context, or set rollout.engine=vllm"
+        )
     if getattr(config, "is_encoder_decoder", False):
-        raise ConfigError(f"{config.model_type} is an encoder-decoder model; the native engine decodes causal ones")
+        raise ConfigError(
+            f"{config.model_type} is an encoder-decoder model; the native engine decodes causal ones"
+        )

@@ -1,7 +1,9 @@
-"""The generic path: the Hugging Face module's own forward, with attention that reads and writes our slot cache.
+"""The generic path: the Hugging Face module's own forward, with attention that reads and writes our slot
+cache.
 
-Works for every causal LM whose attention goes through transformers' attention interface. What a model asks of its
-attention and this function does not do (sinks, soft-caps, a window that would bite) is refused, never ignored.
+Works for every causal LM whose attention goes through transformers' attention interface. What a model asks of
+its attention and this function does not do (sinks, soft-caps, a window that would bite) is refused, never
+ignored.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ MIN_ROWS_THREADED = 128  # the same with several threads
 
 # Keywords that carry nothing the cache or the positions do not say already.
 _HARMLESS = frozenset(
-    "position_ids cache_position use_cache output_attentions output_hidden_states return_dict position_embeddings "
-    "logits_to_keep is_causal num_items_in_batch layer_idx".split()
+    "position_ids cache_position use_cache output_attentions output_hidden_states return_dict "
+    "position_embeddings logits_to_keep is_causal num_items_in_batch layer_idx".split()
 )
 
 
@@ -37,7 +39,8 @@ _HARMLESS = frozenset(
 class Step:
     """What attention needs to know: rows first .. first + R of the cache, one query column per position.
 
-    positions: int64 [R, C]. rows: int64 [R]. mask: float [R, 1, C, width], 0 or -inf. probe: record shapes only.
+    positions: int64 [R, C]. rows: int64 [R]. mask: float [R, 1, C, width], 0 or -inf. probe: record shapes
+    only.
     """
 
     cache: SlotCache | None
@@ -68,13 +71,15 @@ def decode_attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """query [R, heads, C, D], key and value [R, kv_heads, C, D], rotated already. Returns [R, C, heads, D]."""
+    """query [R, heads, C, D], key and value [R, kv_heads, C, D], rotated. Returns [R, C, heads, D]."""
     step = _STEP.get()
     unknown = [name for name, given in kwargs.items() if given is not None and name not in _HARMLESS]
     if unknown or attention_mask is not None:
         what = ", ".join(unknown) or "attention_mask"
-        raise RolloutError(f"{type(module).__name__} asks attention for {what}, which the native engine does not do; "
-                           "set rollout.engine=vllm")  # fmt: skip
+        raise RolloutError(
+            f"{type(module).__name__} asks attention for {what}, which the native engine does not do; "
+            "set rollout.engine=vllm"
+        )
     if sliding_window is not None and sliding_window < step.max_context:
         raise RolloutError(f"{type(module).__name__} has a sliding window of {sliding_window} < max_context "
                            f"{step.max_context}, which the native engine does not do")  # fmt: skip
@@ -87,14 +92,17 @@ def decode_attention(
     keys[step.rows[:, None], :, step.positions] = key.transpose(1, 2)
     values[step.rows[:, None], :, step.positions] = value.transpose(1, 2)
     width, last = step.mask.shape[-1], step.first + query.shape[0]
-    out = grouped_attention(query, keys[step.first : last, :, :width], values[step.first : last, :, :width], step.mask, scaling)
+    out = grouped_attention(
+        query, keys[step.first : last, :, :width], values[step.first : last, :, :width], step.mask, scaling
+    )
     return out.transpose(1, 2).contiguous(), None
 
 
 def grouped_attention(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scaling: float | None
 ) -> torch.Tensor:
-    """query [R, heads, C, D] against keys, values [R, kv_heads, W, D]; mask [R, 1, C, W]. Returns [R, heads, C, Dv].
+    """query [R, heads, C, D] against keys, values [R, kv_heads, W, D]; mask [R, 1, C, W]. Returns [R, heads,
+    C, Dv].
 
     The query heads of one key/value head become further query positions: no key is repeated.
     """
@@ -109,7 +117,8 @@ def grouped_attention(
 
 
 class GenericPath:
-    """Decodes the first R slots at once; prefills prompt by prompt, so that no prompt's bits depend on another's.
+    """Decodes the first R slots at once; prefills prompt by prompt, so that no prompt's bits depend on
+    another's.
 
     Subclasses replace `forward`.
     """
@@ -147,8 +156,8 @@ class GenericPath:
         expected = int(self.module.config.get_text_config().num_hidden_layers)
         if sorted(layers) != list(range(expected)):
             raise ConfigError(
-                f"{type(self.module).__name__}: {len(layers)} of {expected} layers go through transformers' attention "
-                "interface; the native engine cannot cache the others: set rollout.engine=vllm"
+                f"{type(self.module).__name__}: {len(layers)} of {expected} layers go through transformers' "
+                "attention interface; the native engine cannot cache the others: set rollout.engine=vllm"
             )
         return [layers[i] for i in range(expected)]
 
@@ -189,24 +198,34 @@ class GenericPath:
         self.forward(step, torch.from_numpy(ids).to(self.device)[None], want_logits=False)
 
     def decode(self, rows: np.ndarray, table: SlotTable) -> tuple[np.ndarray, np.ndarray]:
-        """One token for each slot of `rows`, which are 0 .. len(rows) - 1. Returns ids int64 and log-probs float32."""
+        """One token for each slot of `rows`, 0 .. R - 1. Returns ids int64 and log-probs float32."""
         active = len(rows)
         R = max(round_up(active, 8), self._min_rows)
         tokens, at = np.zeros(R, np.int64), np.full(R, self._capacity - 1, np.int64)
         tokens[:active], at[:active] = table.tokens[:active], table.positions[:active]
         width = round_up(int(at[:active].max()) + 1, WIDTH_STEP)
         logits = self.decode_logits(
-            torch.from_numpy(tokens).to(self.device)[:, None], torch.from_numpy(at).to(self.device)[:, None], width
+            torch.from_numpy(tokens).to(self.device)[:, None],
+            torch.from_numpy(at).to(self.device)[:, None],
+            width,
         )[:active]
         noise = uniforms(table.seeds[:active], table.indices[:active])
-        settings = (noise, table.temperature[:active], table.top_k[:active], table.top_p[:active], table.min_p[:active])
+        settings = (
+            noise,
+            table.temperature[:active],
+            table.top_k[:active],
+            table.top_p[:active],
+            table.min_p[:active],
+        )
         ids, log_probs = sample(logits, *(torch.from_numpy(s).to(self.device) for s in settings))
         return ids.cpu().numpy(), log_probs.cpu().numpy()
 
     def decode_logits(self, tokens: torch.Tensor, positions: torch.Tensor, width: int) -> torch.Tensor:
-        """Logits [R, V] of tokens [R, 1] at positions [R, 1], looking at the first `width` cache positions."""
+        """Logits [R, V] of tokens [R, 1] at positions [R, 1] over the first `width` cache positions."""
         R = len(tokens)
-        step = Step(self.cache, 0, self._arange[:R], positions, self._mask(positions, width), self._max_context)
+        step = Step(
+            self.cache, 0, self._arange[:R], positions, self._mask(positions, width), self._max_context
+        )
         logits = self.forward(step, tokens, want_logits=True)
         assert logits is not None
         return logits
@@ -214,7 +233,9 @@ class GenericPath:
     def _mask(self, positions: torch.Tensor, width: int) -> torch.Tensor:
         """Float [R, 1, C, width]: 0 where a cache position is at or before the query's, -inf after it."""
         hidden = self._arange[:width] > positions[:, None, :, None]
-        return torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, float("-inf"))
+        return torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(
+            hidden, float("-inf")
+        )
 
     def forward(self, step: Step, tokens: torch.Tensor, *, want_logits: bool) -> torch.Tensor | None:
         """Tokens [R, C] through the model. Returns logits [R, V] of the last column if wanted."""
@@ -223,9 +244,10 @@ class GenericPath:
 
     def _run_module(self, step: Step, tokens: torch.Tensor) -> torch.Tensor:
         token = _STEP.set(step)
+        positions = step.positions.clamp(max=self._max_context - 1)  # padding's is beyond any position table
         try:
             logits: torch.Tensor = self.module(
-                input_ids=tokens, position_ids=step.positions, use_cache=False, logits_to_keep=1
+                input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=1
             ).logits
             return logits
         finally:

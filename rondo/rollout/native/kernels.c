@@ -432,6 +432,18 @@ int64_t rondo_step(const Model *m, float *scratch, int64_t rows, const int64_t *
     return -1;
 }
 
+/* The first `length` positions of slot `source` to slot `target`, in every layer. */
+void rondo_copy(const Model *m, int64_t source, int64_t target, int64_t length) {
+    int64_t D = m->head_dim, stride = m->capacity * D;
+    for (int64_t i = 0; i < m->num_layers; i++)
+        for (int64_t h = 0; h < m->kv_heads; h++) {
+            int64_t from = (source * m->kv_heads + h) * stride, to = (target * m->kv_heads + h) * stride;
+            float *keys = m->layers[i].keys, *values = m->layers[i].values;
+            memcpy(keys + to, keys + from, (length + V - 1) / V * V * D * sizeof(float));
+            memcpy(values + to, values + from, length * D * sizeof(float));
+        }
+}
+
 /* For benchmarks: the product that the step uses, alone. */
 void rondo_gemm(const float *a, const float *packed, int64_t rows, int64_t K, int64_t N, float *c) {
     gemm(a, K, packed, rows, K, N, c, N, 0, NULL);

@@ -1,7 +1,7 @@
 """The lean path: our own forward over the weights of a Llama, Qwen2 or Qwen3 module.
 
-The same arithmetic as the module's, without its per-call Python: one mask and one pair of rotary tables per step. On a
-CUDA device the decode step can be captured once per (rows, width) and replayed as a graph.
+The same arithmetic as the module's, without its per-call Python: one mask and one pair of rotary tables per
+step. On a CUDA device the decode step can be captured once per (rows, width) and replayed as a graph.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def why_not_lean(module: torch.nn.Module, max_context: int) -> str:
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One layer's tensors, as the module holds them now. A bias or a head norm that the family lacks is None."""
+    """One layer's tensors, as the module holds them. A head norm that the family lacks is None."""
 
     input_norm: torch.Tensor
     post_norm: torch.Tensor
@@ -73,7 +73,9 @@ def layer_weights(module: torch.nn.Module) -> list[LayerWeights]:
     return [of(layer) for layer in module.model.layers]
 
 
-def rotary_tables(module: torch.nn.Module, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def rotary_tables(
+    module: torch.nn.Module, length: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin, float32 [length, head_dim], from the module's own rotary embedding."""
     positions = torch.arange(length, device=device)[None]
     with torch.no_grad():
@@ -134,20 +136,26 @@ class LeanPath(GenericPath):
         logits: torch.Tensor = self.module.lm_head(self._rms_norm(x[:, -1], self.module.model.norm.weight))
         return logits
 
-    def _attend(self, number: int, step: Step, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def _attend(
+        self, number: int, step: Step, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
         assert step.cache is not None
         keys, values = step.cache.keys[number], step.cache.values[number]
         keys[step.rows[:, None], :, step.positions] = k
         values[step.rows[:, None], :, step.positions] = v
         rows, width = slice(step.first, step.first + len(q)), step.mask.shape[-1]
-        out = grouped_attention(q.transpose(1, 2), keys[rows, :, :width], values[rows, :, :width], step.mask, None)
+        out = grouped_attention(
+            q.transpose(1, 2), keys[rows, :, :width], values[rows, :, :width], step.mask, None
+        )
         return out.transpose(1, 2).reshape(len(q), -1, self._heads * self._head_dim)
 
     def _rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         if x.dtype == torch.float32:
             return F.rms_norm(x, weight.shape, weight, self._eps)
         wide = x.float()
-        normed: torch.Tensor = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self._eps)).to(x.dtype)
+        normed: torch.Tensor = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self._eps)).to(
+            x.dtype
+        )
         return weight * normed
 
 

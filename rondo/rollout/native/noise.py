@@ -10,7 +10,7 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 def uniforms(seeds: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    """float64 [N] in [0, 1): splitmix64 of int64 seeds [N] at token indices [N]. kernels.c computes the same."""
+    """float64 [N] in [0, 1): splitmix64 of int64 seeds [N] at token indices [N], as in kernels.c."""
     with np.errstate(over="ignore"):
         z = seeds.astype(np.uint64) + (indices.astype(np.uint64) + np.uint64(1)) * _GOLDEN
         z = (z ^ (z >> np.uint64(30))) * _MIX_1

@@ -1,7 +1,7 @@
 """From logits to tokens and log-probs, in PyTorch (the compiled path has the same in C).
 
-One uniform number per token and the inverse of the cumulative distribution in token order: cheaper than one noise
-value per vocabulary entry, and a function of the request alone.
+One uniform number per token and the inverse of the cumulative distribution in token order: cheaper than one
+noise value per vocabulary entry, and a function of the request alone.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ def sample(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens int64 [R] and log-probs float32 [R] of logits [R, V].
 
-    All other arguments are [R]: uniforms float64 in [0, 1), temperature (0: greedy, log-probs then at temperature 1),
-    top_k (0: off), top_p (1: off), min_p (0: off). Log-probs are those after temperature and before truncation.
+    All other arguments are [R]: uniforms float64 in [0, 1), temperature (0: greedy, log-probs then at
+    temperature 1), top_k (0: off), top_p (1: off), min_p (0: off). Log-probs are those after temperature and
+    before truncation.
     """
     greedy = temperature == 0
     scores = logits.float() / torch.where(greedy, 1.0, temperature)[:, None]
@@ -37,8 +38,11 @@ def sample(
     return tokens, log_probs.gather(1, tokens[:, None])[:, 0]
 
 
-def truncate(weights: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    """weights [R, V] with 0 outside the support: top-k, then the smallest top-p set of what is left, then min-p.
+def truncate(
+    weights: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+) -> torch.Tensor:
+    """weights [R, V] with 0 outside the support: top-k, then the smallest top-p set of what is left, then
+    min-p.
 
     min-p keeps what is at least min_p times the largest probability. Ties go to the lower token id.
     """

@@ -1,8 +1,9 @@
 """Who sits in which slot: pure decisions over small records, no tensors, no clock.
 
-Requests wait in arrival order and join whenever a slot is free. A slot's cache holds the key/values of all tokens of
-its sequence but the last, which the next decode step feeds. Requests with one affinity key and the same prompt share
-the prefill: the first one's is computed, the others' are copied from any slot that still holds it (`content`).
+Requests wait in arrival order and join whenever a slot is free. A slot's cache holds the key/values of all
+tokens of its sequence but the last, which the next decode step feeds. Requests with one affinity key and the
+same prompt share the prefill: the first one's is computed, the others' are copied from any slot that still
+holds it (`content`).
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ ContentKey = tuple[str, bytes]
 
 @dataclass(eq=False)
 class Sequence:
-    """One request as the decoder sees it. tokens: int64 prompt and prefix; generated tokens live in the slot table.
+    """One request as the decoder sees it. tokens: int64 prompt and prefix; generated tokens live in the slot
+    table.
 
-    num_prefix: how many of `tokens` are an earlier part of the response. deadline: on the caller's clock, or None.
-    reply: whatever the caller needs to answer with.
+    num_prefix: how many of `tokens` are an earlier part of the response. deadline: on the caller's clock, or
+    None. reply: whatever the caller needs to answer with.
     """
 
     request: GenerateRequest
@@ -37,7 +39,7 @@ class Sequence:
 
     @property
     def content(self) -> ContentKey | None:
-        """What its slot's cache can be shared as. Sequences with a prefix neither give nor take (see docs)."""
+        """What its slot's cache can be shared as. Sequences with a prefix neither give nor take."""
         return None if self.num_prefix else (self.request.affinity, self.tokens.tobytes())
 
 
@@ -67,7 +69,7 @@ class Prefill:
 
 @dataclass
 class Plan:
-    """What to do before the next decode step, in this order: seat, early copies, moves, prefills, late copies."""
+    """What to do before the next decode step, in this order: seat, copy early, move, prefill, copy late."""
 
     joins: list[tuple[int, Sequence]] = field(default_factory=list)
     early_copies: list[Copy] = field(default_factory=list)  # from slots that were filled before this plan
@@ -77,7 +79,7 @@ class Plan:
 
 
 class Scheduler:
-    """dense: keep the occupied slots at 0 .. num_active - 1 (paths that decode a contiguous range of slots)."""
+    """dense: keep the occupied slots at 0 .. n - 1 (paths that decode a contiguous range of slots)."""
 
     def __init__(self, num_slots: int, *, dense: bool) -> None:
         self.slots: list[Sequence | None] = [None] * num_slots
@@ -103,7 +105,7 @@ class Scheduler:
         self._stale.discard(slot)
 
     def invalidate(self) -> None:
-        """The weights changed, or the cache was lost: nothing may be shared, and every sequence is prefilled again."""
+        """Weights changed, or the cache was lost: share nothing, prefill every sequence again."""
         for slot in range(len(self.slots)):
             self._set_content(slot, None)
         self._stale = {slot for slot, sequence in enumerate(self.slots) if sequence is not None}
@@ -117,7 +119,7 @@ class Scheduler:
         return dropped
 
     def plan(self) -> Plan:
-        """Seat waiting requests in the lowest free slots, close holes if dense, and say how the caches get filled."""
+        """Seat who waits in the lowest free slots, close holes if dense, say how the caches get filled."""
         plan = Plan()
         plan.prefills = [Prefill(slot) for slot in sorted(self._stale)]
         self._stale.clear()
@@ -141,7 +143,9 @@ class Scheduler:
         if sources:
             source = min(sources)
             late = source in filled
-            (plan.late_copies if late else plan.early_copies).append(Copy(source, slot, len(sequence.tokens) - 1))
+            (plan.late_copies if late else plan.early_copies).append(
+                Copy(source, slot, len(sequence.tokens) - 1)
+            )
             if late:
                 filled.add(slot)
         else:

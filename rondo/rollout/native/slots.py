@@ -8,9 +8,11 @@ from rondo.types import SamplingParams
 
 
 class SlotTable:
-    """All arrays are indexed by slot. tokens: the one to feed next, at `positions`. indices: response tokens so far.
+    """All arrays are indexed by slot. tokens: the one to feed next, at `positions`. indices: response tokens
+    so far.
 
-    ids, log_probs, versions: [S, capacity], the response as it grows. stops: [S, K] stop tokens, -1 where unused.
+    ids, log_probs, versions: [S, capacity], the response as it grows. stops: [S, K] stop tokens, -1 where
+    unused.
     """
 
     def __init__(self, num_slots: int, capacity: int) -> None:
@@ -36,7 +38,7 @@ class SlotTable:
         seed: int,
         prefix: tuple[np.ndarray, np.ndarray, np.ndarray],
     ) -> None:
-        """Start a sequence: tokens are prompt and prefix; prefix is (ids, log_probs, versions) of the response so far."""
+        """Start a sequence. tokens: prompt and prefix. prefix: ids, log_probs, versions so far."""
         self.tokens[slot], self.positions[slot] = tokens[-1], len(tokens) - 1
         self.seeds[slot] = seed
         self.max_tokens[slot] = sampling.max_tokens

@@ -1,4 +1,4 @@
-"""Whose storage the decoder's model uses: the trainer's, in place, or its own, filled by begin / receive / commit."""
+"""Whose storage the decoder's model uses: the trainer's, in place, or its own (begin, receive, commit)."""
 
 from __future__ import annotations
 
@@ -30,15 +30,20 @@ def build_module(
     """The causal LM of a transformers config with real buffers, and parameters that await a storage."""
     with torch.random.fork_rng(devices=[]), _ParametersOnMeta():
         module = AutoModelForCausalLM.from_config(  # a copy: it writes the attention's name into the config
-            copy.deepcopy(model_config), attn_implementation=attention, dtype=dtype, trust_remote_code=trust_remote_code
+            copy.deepcopy(model_config),
+            attn_implementation=attention,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
         )
     for owner in module.modules():
         for name, buffer in owner._buffers.items():
             if buffer is None:
                 continue
             if buffer.is_meta:
-                raise ConfigError(f"{type(owner).__name__}.{name} is not initialised by the model's constructor; "
-                                  "the native engine cannot build this model: set rollout.engine=vllm")  # fmt: skip
+                raise ConfigError(
+                    f"{type(owner).__name__}.{name} is not initialised by the model's constructor; the "
+                    "native engine cannot build this model: set rollout.engine=vllm"
+                )
             owner._buffers[name] = buffer.to(device)
     return module.eval()
 
@@ -75,12 +80,14 @@ class WeightStore:
             self._check_shape(canonical, given, slot.shape)
             if given.dtype != dtype or given.device.type != device.type:
                 raise WeightSyncError(
-                    f"{canonical!r} is {given.dtype} on {given.device}, but the rollout engine wants {dtype} on "
-                    f"{device}: storage can be shared only as it is; set rollout.dtype to match, or do not share"
+                    f"{canonical!r} is {given.dtype} on {given.device}, but the rollout engine wants {dtype} "
+                    f"on {device}: storage can be shared only as it is; set rollout.dtype to match"
                 )
             self._assign(module, canonical, names, given)
 
-    def _assign(self, module: torch.nn.Module, canonical: str, names: list[str], tensor: torch.Tensor) -> None:
+    def _assign(
+        self, module: torch.nn.Module, canonical: str, names: list[str], tensor: torch.Tensor
+    ) -> None:
         parameter = torch.nn.Parameter(tensor.detach(), requires_grad=False)
         assert parameter.data_ptr() == tensor.data_ptr()
         for name in names:
@@ -94,7 +101,9 @@ class WeightStore:
 
     def begin(self, version: int) -> None:
         if self.shared:
-            raise WeightSyncError("this engine uses the trainer's storage in place: nothing to receive; set_version says it")
+            raise WeightSyncError(
+                "this engine uses the trainer's storage in place: nothing to receive; set_version says it"
+            )
         self.ready = False
         self._pending = set(self._tensors)
 
@@ -112,8 +121,10 @@ class WeightStore:
             raise WeightSyncError(f"commit({version}) without begin")
         if self._pending:
             missing = ", ".join(sorted(self._pending)[:4])
-            raise WeightSyncError(f"commit({version}): {len(self._pending)} of {len(self._tensors)} tensors did not arrive: "
-                                  f"{missing}; the engine serves nothing until a complete set is committed")  # fmt: skip
+            raise WeightSyncError(
+                f"commit({version}): {len(self._pending)} of {len(self._tensors)} tensors did not arrive: "
+                f"{missing}; the engine serves nothing until a complete set is committed"
+            )
         self._pending, self.version, self.ready = None, version, True
 
     def _canonical(self, name: str) -> str:

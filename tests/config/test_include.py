@@ -1,0 +1,41 @@
+"""`include`: a recipe as the difference to another one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rondo.config import load
+from rondo.errors import ConfigError
+
+
+def write(folder: Path, **files: str) -> None:
+    for name, text in files.items():
+        (folder / f"{name}.yaml").write_text(text)
+
+
+def test_the_including_file_wins_over_what_it_includes(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        base="trainer: {total_steps: 3, seed: 1}\nrollout: {n: 4}\n",
+        more="trainer: {seed: 2}\n",
+        top="include: [base.yaml, more.yaml]\nrollout: {n: 5}\n",
+    )
+    loaded = load([str(tmp_path / "top.yaml")], ["model.path=x"])
+    config = loaded.config
+    assert (config.trainer.total_steps, config.trainer.seed, config.rollout.n) == (3, 2, 5)
+    assert loaded.origins["trainer.seed"].where == f"{tmp_path}/more.yaml:1"
+    assert loaded.origins["rollout.n"].where == f"{tmp_path}/top.yaml:2"
+
+
+def test_a_missing_include_names_line_and_place(tmp_path: Path) -> None:
+    write(tmp_path, top="\ninclude: nowhere.yaml\n")
+    with pytest.raises(ConfigError, match=r"top.yaml:2: include: no such file: .*nowhere.yaml"):
+        load([str(tmp_path / "top.yaml")])
+
+
+def test_a_circle_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, a="include: b.yaml\n", b="include: a.yaml\n")
+    with pytest.raises(ConfigError, match="includes itself"):
+        load([str(tmp_path / "a.yaml")])

@@ -1,0 +1,120 @@
+"""How rows are cut and collected: properties of the cut, and eight ranks of a mesh without eight
+processes."""
+
+from __future__ import annotations
+
+import asyncio
+from types import MappingProxyType
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rondo.batch import ROW_ID, Batch, BatchRef, ragged_rows
+from rondo.controller import Mesh, WorkerContext, WorkerGroup
+from rondo.controller.dispatch import cut
+from rondo.controller.handle import ByteCounter
+from rondo.controller.host import Host
+from rondo.controller.local import LocalHandle
+from tests.controller.sample_workers import Calculator
+
+MESHES = [
+    Mesh((("pp", 2), ("dp", 2), ("tp", 2))),
+    Mesh((("dp", 3),)),
+    Mesh((("dp", 2), ("cp", 2))),
+    Mesh((("tp", 2),)),
+]
+
+
+def index_of(lengths: list[int], mini_batch: list[int] | None = None) -> Batch:
+    columns = {ROW_ID: np.arange(len(lengths)), "prompt_length": np.array(lengths, np.int64)}
+    if mini_batch is not None:
+        columns["mini_batch"] = np.array(mini_batch, np.int64)
+    return Batch.of(columns)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 2)), max_size=30), st.integers(1, 5))
+def test_a_cut_is_a_balanced_partition_within_each_mini_batch(
+    rows: list[tuple[int, int]], parts: int
+) -> None:
+    lengths, mini_batch = [length for length, _ in rows], [number for _, number in rows]
+    shards = cut(index_of(lengths, mini_batch), parts)
+    assert len(shards) == parts
+    assert sorted(np.concatenate(shards).tolist()) == list(range(len(rows)))
+    for number in set(mini_batch):
+        loads = [sum(lengths[i] for i in shard if mini_batch[i] == number) for shard in shards]
+        assert max(loads) - min(loads) <= max(n for n, m in rows if m == number)
+
+
+def test_without_lengths_rows_cost_the_same() -> None:
+    assert sorted(len(s) for s in cut(Batch.of({ROW_ID: np.arange(7)}), 3)) == [2, 2, 3]
+
+
+def group_in_this_process(mesh: Mesh) -> WorkerGroup:
+    """A host object per rank, all on the event loop's thread; no torch.distributed."""
+    handles = []
+    for rank in range(mesh.size):
+        host = Host(rank, mesh.size, "cpu", 1, inline=True)
+        context = WorkerContext(
+            role="calculator",
+            rank=rank,
+            world_size=mesh.size,
+            device="cpu",
+            threads=1,
+            peers=MappingProxyType(host.workers),
+            mesh=mesh,
+            ranks=tuple(range(mesh.size)),
+            groups=(),
+        )
+        host.workers["calculator"] = Calculator(context)
+        handles.append(LocalHandle(host, ByteCounter()))
+
+    async def resolve(blocks: object) -> list[Batch]:
+        return list(blocks)  # type: ignore[call-overload]
+
+    return WorkerGroup("calculator", Calculator, mesh, handles, resolve)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from(MESHES), st.lists(st.lists(st.integers(0, 1000), max_size=5), max_size=12))
+def test_split_and_collect_is_the_identity_on_any_mesh(mesh: Mesh, tokens: list[list[int]]) -> None:
+    rows = ragged_rows([np.array(row) for row in tokens], np.int32)
+    lengths = np.array([len(row) for row in tokens], np.int32)
+    batch = Batch.of({ROW_ID: np.arange(len(tokens)), "response_length": lengths, "tokens": rows})
+
+    async def main() -> None:
+        group = group_in_this_process(mesh)
+        ref = BatchRef.of(batch, ["response_length"])
+        out = await (await group.call(Calculator.multiply, ref)).fetch(["multiplied"])
+        assert [row.tolist() for row in out.rows("multiplied")] == [[2 * t for t in row] for row in tokens]
+        seen = await group.call(Calculator.row_ids, ref)
+        assert len(seen) == mesh.axis_size("dp")
+        assert sorted(i for shard in seen for i in shard) == list(range(len(tokens)))
+
+    asyncio.run(main())
+
+
+def test_ranks_of_a_data_parallel_group_see_the_same_rows() -> None:
+    mesh = MESHES[0]
+
+    async def main() -> list[list[int]]:
+        group = group_in_this_process(mesh)
+        ref = BatchRef.of(
+            Batch.of({ROW_ID: np.arange(6), "tokens": ragged_rows([np.arange(2)] * 6, np.int32)}), []
+        )
+        shards = [ref.shard(("tokens",), part) for part in cut(ref.index, 2)]
+        seen = []
+
+        class Spy(LocalHandle):
+            def pack(self, call: object) -> object:  # type: ignore[override]
+                seen.append(call.shard.index.scalars(ROW_ID).tolist())  # type: ignore[attr-defined]
+                return call
+
+        for handle in group._hosts:
+            handle.__class__ = Spy
+        await group.call(Calculator.multiply, ref)
+        assert seen == [shards[at].index.scalars(ROW_ID).tolist() for at in mesh.dp_shards]
+        return seen
+
+    assert len(asyncio.run(main())) == 8

@@ -1,0 +1,343 @@
+"""The engine's life: slots, cancellation, pauses, deadlines, weights, sleep, errors."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rondo.errors import RolloutError, WeightSyncError
+from rondo.rollout import NativeEngine
+from rondo.types import Completion
+from tests.rollout.conftest import CONFIGS, build, make_engine, prompt, request, run, true_log_probs, weights
+
+LONG = 900
+
+
+@pytest.fixture
+def model() -> torch.nn.Module:
+    return build("qwen3")
+
+
+def own_storage(model: torch.nn.Module, version: int, **settings: Any) -> NativeEngine:
+    engine = make_engine(model, parameters=None, **settings)
+    load(engine, model, version)
+    return engine
+
+
+def load(engine: NativeEngine, model: torch.nn.Module, version: int) -> None:
+    engine.begin(version)
+    for name, tensor in weights(model).items():
+        engine.receive(name, tensor)
+    engine.commit(version)
+
+
+def test_more_requests_than_slots(model: torch.nn.Module, decode: str) -> None:
+    engine = make_engine(model, decode=decode, max_concurrent=3)
+    requests = [request(str(i), prompt(4 + i % 5, i % 2), 3 + i % 9, seed=i) for i in range(20)]
+    outs = run(engine, requests)
+    assert [o.request_id for o in outs] == [r.request_id for r in requests]
+    assert [len(o.token_ids) for o in outs] == [r.sampling.max_tokens for r in requests]
+    for out in outs:
+        np.testing.assert_allclose(out.log_probs, true_log_probs(model, out), atol=1e-5)
+    stats = engine.stats().values()
+    assert stats["rollout/generated_tokens"] == sum(len(o.token_ids) for o in outs)
+    assert stats["rollout/batch_occupancy"] == pytest.approx(
+        stats["rollout/generated_tokens"] / stats["rollout/decode_steps"]
+    )
+    assert 2 < stats["rollout/batch_occupancy"] <= 3
+    assert "rollout/decode_steps" not in engine.stats().sums
+    engine.close()
+
+
+def test_a_group_is_prefilled_once(model: torch.nn.Module) -> None:
+    engine = make_engine(model)
+    run(engine, [request(str(i), prompt(20), 4, seed=i, affinity="g") for i in range(8)])
+    stats = engine.stats().sums
+    assert stats["rollout/prefill_tokens"] == 19
+    assert stats["rollout/shared_prefill_tokens"] == 7 * 19
+    engine.close()
+
+
+def test_cancelled_task_frees_its_slot(model: torch.nn.Module) -> None:
+    engine = make_engine(model, max_concurrent=1, max_context=1000)
+
+    async def main() -> Completion:
+        long = asyncio.create_task(engine.generate(request("long", prompt(3), LONG)))
+        waiting = asyncio.create_task(engine.generate(request("waiting", prompt(3), LONG)))
+        await asyncio.sleep(0.01)
+        long.cancel()
+        waiting.cancel()
+        short = await engine.generate(request("short", prompt(3), 2, seed=1))
+        assert long.cancelled()
+        assert waiting.cancelled()
+        return short
+
+    assert len(asyncio.run(main()).token_ids) == 2
+    assert not engine._decoder.has_work()
+    engine.close()
+
+
+def test_cancel_returns_the_partial_completion(model: torch.nn.Module) -> None:
+    engine = make_engine(model, max_concurrent=1, max_context=1000)
+    whole = run(engine, [request("w", prompt(3), LONG, seed=5)])[0]
+
+    async def main() -> tuple[Completion, Completion]:
+        running = asyncio.create_task(engine.generate(request("a", prompt(3), LONG, seed=5)))
+        waiting = asyncio.create_task(engine.generate(request("b", prompt(3), LONG)))
+        while engine._decoder._table.indices[0] < 5 or engine._decoder._table.indices[0] == LONG:
+            await asyncio.sleep(0)
+        await engine.pause()
+        await engine.cancel("a")  # works while paused, too
+        await engine.cancel("b")
+        await engine.cancel("nobody")
+        results = await running, await waiting
+        engine.resume()
+        return results
+
+    partial, nothing = asyncio.run(main())
+    n = len(partial.token_ids)
+    assert partial.finish_reason == nothing.finish_reason == "cancelled"
+    assert 5 <= n < LONG
+    assert len(partial.log_probs) == len(partial.policy_versions) == n
+    np.testing.assert_array_equal(partial.token_ids, whole.token_ids[:n])
+    assert len(nothing.token_ids) == 0
+    rest = run(engine, [request("a2", prompt(3), LONG, seed=5, prefix=partial)])[0]
+    np.testing.assert_array_equal(rest.token_ids, whole.token_ids)
+    engine.close()
+
+
+def test_finished_prefix_comes_back_at_once(model: torch.nn.Module) -> None:
+    engine = make_engine(model)
+    done = run(engine, [request("a", prompt(3), 6)])[0]
+    stop = int(done.token_ids[-1])
+    again = run(engine, [
+        request("b", prompt(3), 6, prefix=done),
+        request("c", prompt(3), 9, prefix=done, stop_token_ids=(stop,)),
+    ])  # fmt: skip
+    assert [c.finish_reason for c in again] == ["length", "stop"]
+    assert all(np.array_equal(c.token_ids, done.token_ids) for c in again)
+    engine.close()
+
+
+def test_deadline(model: torch.nn.Module) -> None:
+    engine = make_engine(model, max_concurrent=1, max_context=1000)
+    out = run(engine, [
+        request("a", prompt(3), LONG, deadline_seconds=0.02), request("b", prompt(3), 5),
+        request("c", prompt(3), LONG, deadline_seconds=0.0),
+    ])  # fmt: skip
+    assert [c.finish_reason for c in out] == ["deadline", "length", "deadline"]
+    assert 0 < len(out[0].token_ids) < LONG
+    engine.close()
+
+
+def test_versions_per_token_and_new_weights_in_mid_request(decode: str) -> None:
+    """Tokens after a commit are the new weights' given the old tokens: nothing stale is read."""
+    old, new = build("qwen3", 1), build("qwen3", 2)
+    engine = own_storage(old, 3, decode=decode, max_context=500)
+    n = 400 if decode == "compiled" else 30
+
+    async def main() -> list[Completion]:
+        tasks = [
+            asyncio.create_task(engine.generate(request(str(i), prompt(9), n, seed=i, affinity="g")))
+            for i in range(3)
+        ]
+        while engine._decoder._table.indices[0] < 4:
+            await asyncio.sleep(0)
+        with pytest.raises(WeightSyncError, match="pause"):
+            engine.begin(4)
+        await engine.pause()
+        load(engine, new, 4)
+        engine.resume()
+        return list(await asyncio.gather(*tasks))
+
+    for out in asyncio.run(main()):
+        cut = int((out.policy_versions == 3).sum())
+        assert 0 < cut < n
+        assert out.policy_versions.tolist() == [3] * cut + [4] * (n - cut)
+        np.testing.assert_allclose(out.log_probs[:cut], true_log_probs(old, out)[:cut], atol=1e-5)
+        np.testing.assert_allclose(out.log_probs[cut:], true_log_probs(new, out)[cut:], atol=1e-5)
+    engine.close()
+
+
+def test_shared_storage_follows_the_trainer(decode: str) -> None:
+    model, other = build("qwen3", 1), build("qwen3", 2)
+    engine = make_engine(model, decode=decode)
+    own = engine.parameters()
+    for name, tensor in weights(model).items():
+        assert own[name].data_ptr() == tensor.data_ptr()
+    assert own["lm_head.weight"].data_ptr() == own["model.embed_tokens.weight"].data_ptr()
+    item = request("a", prompt(7), 12, affinity="g")
+    before = run(engine, [item])[0]
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(other.get_parameter(name))
+    engine.set_version(1)
+    after = run(engine, [item])[0]
+    assert set(before.policy_versions) == {0}
+    assert set(after.policy_versions) == {1}
+    assert not np.array_equal(before.token_ids, after.token_ids)
+    np.testing.assert_allclose(after.log_probs, true_log_probs(other, after), atol=1e-5)
+    with pytest.raises(WeightSyncError, match="in place"):
+        engine.begin(2)
+    engine.close()
+
+
+def test_weights_that_do_not_fit_are_named(model: torch.nn.Module) -> None:
+    engine = make_engine(model, parameters=None)
+    with pytest.raises(RolloutError, match="no weights yet"):
+        run(engine, [request("a", prompt(3))])
+    with pytest.raises(WeightSyncError, match="own storage"):
+        engine.set_version(1)
+    with pytest.raises(WeightSyncError, match="outside begin"):
+        engine.receive("lm_head.weight", torch.zeros(1))
+    with pytest.raises(WeightSyncError, match="without begin"):
+        engine.commit(1)
+    engine.begin(1)
+    with pytest.raises(WeightSyncError, match=r"'model.layers.0.self_attn.q_pro.weight'; the nearest is"):
+        engine.receive("model.layers.0.self_attn.q_pro.weight", torch.zeros(1))
+    with pytest.raises(
+        WeightSyncError, match=r"'model.norm.weight' has shape \(3,\), the model wants \(64,\)"
+    ):
+        engine.receive("model.norm.weight", torch.zeros(3))
+    engine.receive("model.norm.weight", torch.zeros(64))
+    with pytest.raises(WeightSyncError, match=r"commit\(1\): 23 of 24 tensors did not arrive: "):
+        engine.commit(1)
+    load(engine, model, 2)
+    assert set(run(engine, [request("a", prompt(3))])[0].policy_versions) == {2}
+    engine.close()
+
+
+def test_parameters_to_share_must_fit(model: torch.nn.Module) -> None:
+    good = weights(model)
+    with pytest.raises(WeightSyncError, match=r"lack 'model\.norm\.weight'"):
+        make_engine(model, parameters={k: v for k, v in good.items() if k != "model.norm.weight"})
+    with pytest.raises(WeightSyncError, match="no parameter 'value_head'"):
+        make_engine(model, parameters=good | {"value_head": torch.zeros(1)})
+    with pytest.raises(WeightSyncError, match="has shape"):
+        make_engine(model, parameters=good | {"model.norm.weight": torch.zeros(5)})
+    with pytest.raises(WeightSyncError, match=r"wants torch\.bfloat16"):
+        make_engine(model, dtype="bfloat16")
+
+
+def test_sleep_and_wake(model: torch.nn.Module, decode: str) -> None:
+    engine = make_engine(model, decode=decode, max_context=600)
+    item = request("a", prompt(5), 500 if decode == "compiled" else 40, seed=2)
+    whole = run(engine, [item])[0]
+
+    async def main() -> Completion:
+        task = asyncio.create_task(engine.generate(item))
+        engine._decoder._table.indices[0] = 0
+        while engine._decoder._table.indices[0] < 3:
+            await asyncio.sleep(0)
+        with pytest.raises(WeightSyncError, match="sleep: 1 requests are in flight"):
+            engine.sleep()
+        await engine.pause()
+        assert not task.done()
+        engine.sleep()
+        assert engine.stats().maxima["rollout/cache_bytes"] == 0
+        with pytest.raises(RolloutError, match="asleep"):
+            await engine.generate(request("b", prompt(5)))
+        engine.resume()  # still asleep: nothing may run
+        await asyncio.sleep(0.01)
+        engine.wake()
+        return await task
+
+    out = asyncio.run(main())
+    np.testing.assert_array_equal(out.token_ids, whole.token_ids)
+    assert engine.stats().maxima["rollout/cache_bytes"] > 0
+    engine.close()
+
+
+def test_an_error_while_decoding_reaches_everybody(
+    model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(model, max_concurrent=2)
+    path = engine._decoder.path
+
+    def broken(*_: Any) -> None:
+        raise ValueError("no such luck")
+
+    async def main() -> list[Any]:
+        return await asyncio.gather(
+            *(engine.generate(request(str(i), prompt(4))) for i in range(5)), return_exceptions=True
+        )
+
+    with monkeypatch.context() as patch:
+        patch.setattr(path, "decode", broken)
+        errors = asyncio.run(main())
+    assert all(isinstance(e, RolloutError) and "no such luck" in str(e) for e in errors)
+    assert isinstance(errors[0].__cause__, ValueError)
+    assert len(run(engine, [request("later", prompt(4))])[0].token_ids) == 12
+    engine.close()
+
+
+def test_not_finite_logits_are_an_error(decode: str) -> None:
+    model = build("qwen3")
+    engine = make_engine(model, decode=decode)
+    with torch.no_grad():
+        model.get_parameter("model.norm.weight")[3] = float("nan")
+    engine.set_version(1)
+    with pytest.raises(RolloutError, match="logits of request 'a' are not finite"):
+        run(engine, [request("a", prompt(4))])
+    with torch.no_grad():
+        model.get_parameter("model.norm.weight")[3] = 1.0
+    engine.set_version(2)
+    out = run(engine, [request("a", prompt(4))])[0]
+    np.testing.assert_allclose(out.log_probs, true_log_probs(model, out), atol=1e-5)
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"token_ids": prompt(90), "max_tokens": 11},
+            r"90 prompt tokens and max_tokens 11 exceed max_context 100",
+        ),
+        ({"token_ids": prompt(0)}, "empty prompt"),
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"top_p": 0.0}, "out of range"),
+        ({"temperature": float("nan")}, "out of range"),
+        ({"token_ids": np.array([3, 101], np.int32)}, "vocabulary of 101"),
+        ({"token_ids": np.array([-1], np.int32)}, "vocabulary of 101"),
+    ],
+)
+def test_impossible_requests(model: torch.nn.Module, fields: dict[str, Any], message: str) -> None:
+    engine = make_engine(model)
+    with pytest.raises(RolloutError, match=message):
+        run(engine, [request("a", **({"token_ids": prompt(4)} | fields))])
+    assert len(run(engine, [request("a", prompt(90), 10)])[0].token_ids) == 10  # exactly max_context
+    engine.close()
+
+
+def test_request_ids_are_unique_and_close_tells_who_waits(model: torch.nn.Module) -> None:
+    threads = set(threading.enumerate())
+    engine = make_engine(model)
+
+    async def main() -> None:
+        await engine.pause()
+        first = asyncio.create_task(engine.generate(request("a", prompt(4))))
+        await asyncio.sleep(0)
+        with pytest.raises(RolloutError, match="in flight already"):
+            await engine.generate(request("a", prompt(4)))
+        engine.close()
+        with pytest.raises(RolloutError, match="closed"):
+            await first
+        with pytest.raises(RolloutError, match="closed"):
+            await engine.generate(request("b", prompt(4)))
+
+    asyncio.run(main())
+    assert set(threading.enumerate()) <= threads
+
+
+def test_the_callers_config_and_generator_stay_as_they_were() -> None:
+    config = CONFIGS["qwen3"]()
+    before, state = config.to_dict(), torch.get_rng_state()
+    NativeEngine(config, max_concurrent=2, max_context=32).close()
+    assert config.to_dict() == before
+    assert torch.equal(torch.get_rng_state(), state)
