@@ -56,7 +56,6 @@ async def _evaluate(config: Config) -> EvaluationOutput:
         await rollout.call(RolloutWorker.load_weights, 0)
         await rollout.call(RolloutWorker.resume)
         result = await evaluate(rollout, prompts.eval, config.trainer.evaluation, prompts.sampling)
-        await rollout.call(RolloutWorker.close)
         return EvaluationOutput(result.metrics, [dataclasses.asdict(record) for record in result.samples])
     finally:
         await cluster.shutdown()
@@ -123,7 +122,6 @@ async def _generate(
             )
         )
         batches = [await ref.fetch() for ref in refs]
-        await rollout.call(RolloutWorker.close)
     finally:
         await cluster.shutdown()
     tables = [batch.table.to_pylist() for batch in batches]

@@ -92,7 +92,6 @@ async def _train(loaded: LoadedConfig, console: Console) -> Summary:
                 with console.phase("exporting the model"):
                     await roles.actor.call(ActorWorker.export, str(folder.export_dir))
                     _export_tokenizer(config, folder.export_dir)
-            await roles.rollout.call(RolloutWorker.close)
         return _close(reporter, trainer, finished)
 
 

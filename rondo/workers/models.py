@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -79,6 +80,15 @@ class ModelWorker(Worker):
     @dispatch("per_rank")
     def peak_memory_bytes(self) -> int:
         return self.engine.peak_memory_bytes()
+
+    @dispatch("per_rank")
+    def cpu_seconds(self) -> float:
+        """Of the host process so far, all threads."""
+        return time.process_time()
+
+    @dispatch("per_rank")
+    def process_id(self) -> int:
+        return os.getpid()
 
     def _update(
         self, batch: Batch, loss: str, mini_batch_column: str, orders: Sequence[Sequence[int]]

@@ -154,8 +154,8 @@ class RolloutWorker(Worker):
         stats = self.engine.stats()
         return stats.merge(self.scorer.stats()) if self.scorer else stats
 
-    @dispatch("broadcast")
     def close(self) -> None:
+        """End the decode thread and the scorers' threads and processes; called when the cluster shuts down."""
         self.engine.close()
         if self.scorer:
             self.scorer.close()

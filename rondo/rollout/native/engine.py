@@ -107,7 +107,7 @@ class NativeEngine:
         self._inbox: deque[Callable[[], None]] = deque()
         self._in_flight: dict[str, _Reply] = {}
         self._serving = self._paused = self._closed = False
-        self._executor = ThreadPoolExecutor(1, "rondo-decode", torch.set_num_threads, (threads,))
+        self._executor = ThreadPoolExecutor(1, "rondo-decode", _prepare_thread, (threads, device))
         if self._weights.ready:
             self._decoder.weights_changed()
         _log.info("%s", self.describe())
@@ -331,6 +331,12 @@ class NativeEngine:
                 f"{what}: {len(self._in_flight)} requests are in flight; await pause() first, or wait"
             )
         self._executor.submit(change).result()
+
+
+def _prepare_thread(threads: int, device: torch.device) -> None:
+    torch.set_num_threads(threads)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def _check_sampling(who: str, sampling: Any) -> None:

@@ -200,10 +200,9 @@ class GenericPath:
     def decode(self, rows: np.ndarray, table: SlotTable) -> tuple[np.ndarray, np.ndarray]:
         """One token for each slot of `rows`, 0 .. R - 1. Returns ids int64 and log-probs float32."""
         active = len(rows)
-        R = max(round_up(active, 8), self._min_rows)
+        R, width = self.bucket(active, int(table.positions[:active].max()) + 1)
         tokens, at = np.zeros(R, np.int64), np.full(R, self._capacity - 1, np.int64)
         tokens[:active], at[:active] = table.tokens[:active], table.positions[:active]
-        width = round_up(int(at[:active].max()) + 1, WIDTH_STEP)
         logits = self.decode_logits(
             torch.from_numpy(tokens).to(self.device)[:, None],
             torch.from_numpy(at).to(self.device)[:, None],
@@ -219,6 +218,10 @@ class GenericPath:
         )
         ids, log_probs = sample(logits, *(torch.from_numpy(s).to(self.device) for s in settings))
         return ids.cpu().numpy(), log_probs.cpu().numpy()
+
+    def bucket(self, active: int, length: int) -> tuple[int, int]:
+        """Rows and cache width of a decode step with `active` sequences, the longest of `length` positions."""
+        return max(round_up(active, 8), self._min_rows), round_up(length, WIDTH_STEP)
 
     def decode_logits(self, tokens: torch.Tensor, positions: torch.Tensor, width: int) -> torch.Tensor:
         """Logits [R, V] of tokens [R, 1] at positions [R, 1] over the first `width` cache positions."""

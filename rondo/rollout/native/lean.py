@@ -111,6 +111,15 @@ class LeanPath(GenericPath):
         if self._graphs is not None:
             self._graphs.forget()  # they hold the cache's addresses
 
+    def bucket(self, active: int, length: int) -> tuple[int, int]:
+        """With graphs: powers of two, so that few graphs are captured."""
+        R, width = super().bucket(active, length)
+        if self._graphs is None:
+            return R, width
+        return min(1 << (R - 1).bit_length(), self._padded_slots), min(
+            1 << (width - 1).bit_length(), self._capacity
+        )
+
     def decode_logits(self, tokens: torch.Tensor, positions: torch.Tensor, width: int) -> torch.Tensor:
         if self._graphs is None:
             return super().decode_logits(tokens, positions, width)

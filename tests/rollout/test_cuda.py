@@ -1,0 +1,25 @@
+"""The lean path on a CUDA device, with and without graphs. Skipped where there is none."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.rollout.conftest import build, make_engine, prompt, request, run, true_log_probs
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("path", ["generic", "lean"])
+def test_log_probs_on_cuda(path: str, dtype: str) -> None:
+    model = build("qwen3").to(device="cuda", dtype=getattr(torch, dtype))
+    engine = make_engine(model, decode=path, dtype=dtype, device="cuda", max_concurrent=24)
+    out = run(engine, [request(str(i), prompt(3 + i), 30, seed=i, affinity=str(i // 2)) for i in range(20)])
+    engine.close()
+    model = model.cpu().float()
+    for completion in out:
+        gap = np.abs(completion.log_probs - true_log_probs(model, completion))
+        assert gap.max() < (1e-4 if dtype == "float32" else 0.3)
+        assert gap.mean() < (1e-5 if dtype == "float32" else 0.03)

@@ -1,0 +1,82 @@
+"""The same program on two FSDP2 ranks under Ray: the same rollouts, the same learning, and clear failures."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import safetensors.numpy
+
+from rondo.config import load
+from rondo.errors import WorkerError
+from rondo.trainers import run as runner
+from rondo.trainers.run import train
+from rondo.workers.models import ActorWorker
+from tests.trainers.conftest import metrics
+
+ray = pytest.importorskip("ray")
+TWO = ("cluster.backend=ray", "cluster.devices=2")
+
+
+@pytest.fixture
+def run(recipe: Path, tmp_path: Path) -> Iterator[Any]:
+    def start(name: str, *overrides: str) -> Path:
+        train(load([str(recipe)], [f"trainer.run_dir={tmp_path / name}", *overrides]))
+        return tmp_path / name
+
+    return start
+
+
+def test_two_ranks_equal_one_process(run: Any) -> None:
+    settings = ("trainer.total_steps=2", "checkpoint.every=2", "trainer.evaluation.every=null")
+    one = run("one", *settings)
+    two = run("two", *settings, *TWO)
+    first = [pq.read_table(folder / "rollouts" / "step-000001.parquet").to_pydict() for folder in (one, two)]
+    order = [np.argsort(table["row_id"]) for table in first]
+    for column in ("response_ids", "rollout_log_probs", "reward"):
+        a, b = ([table[column][i] for i in rows] for table, rows in zip(first, order, strict=True))
+        assert a == b, column  # sampling does not depend on where it runs: bit for bit
+    ours, theirs = (
+        safetensors.numpy.load_file(folder / "export" / "model.safetensors") for folder in (one, two)
+    )
+    for name in ours:
+        difference = np.linalg.norm(ours[name] - theirs[name]) / np.linalg.norm(ours[name])
+        assert difference < 1e-4, name  # AdamW's first steps amplify float32 rounding of tiny gradients
+    for a, b in zip(metrics(one)[:2], metrics(two)[:2], strict=True):
+        for key in ("actor/loss", "actor/grad_norm", "reward/mean", "eval/greedy/reward"):
+            assert a.get(key, 0.0) == pytest.approx(b.get(key, 0.0), rel=1e-4, abs=1e-6), key
+    # what was saved on two ranks goes on with one
+    again = run("two", *settings, "trainer.total_steps=3", "checkpoint.every=1")
+    assert [line["step"] for line in metrics(again)] == [0, 1, 2, 3]
+
+
+def test_a_killed_worker_is_an_error_within_seconds(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = runner.create_roles
+
+    async def create_and_kill(*args: Any, **kwargs: Any) -> Any:
+        roles = await original(*args, **kwargs)
+        pids = await roles.actor.call(ActorWorker.process_id)
+        asyncio.get_running_loop().call_later(1.0, os.kill, pids[1], signal.SIGKILL)
+        return roles
+
+    loaded = load(
+        [str(recipe)],
+        [
+            f"trainer.run_dir={tmp_path / 'run'}",
+            *TWO,
+            "trainer.total_steps=500",
+            "trainer.evaluation.every=null",
+        ],
+    )
+    monkeypatch.setattr(runner, "create_roles", create_and_kill)
+    with pytest.raises(WorkerError, match=r"\[1\]"):
+        train(loaded)
