@@ -1,4 +1,4 @@
-"""rondo: reinforcement-learning post-training for large language models, from a laptop's CPU to a GPU cluster.
+"""rondo: reinforcement-learning post-training for language models, from a laptop's CPU to a GPU cluster.
 
 Importing this package imports nothing heavy and has no effects.
 """

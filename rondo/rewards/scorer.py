@@ -103,7 +103,7 @@ class Scorer:
         except _ScoringError as failure:
             return _failed(trajectory, failure)
         finally:
-            self._stats.add_mean("timing/reward_seconds", time.perf_counter() - started)
+            self._stats.add_mean("perf/reward_seconds", time.perf_counter() - started)
         scores = {name: value for part in parts for name, value in part.items()}
         pending = len(single) < len(chosen)
         return replace(trajectory, scores=scores, reward=math.nan if pending else _reward(chosen, scores))

@@ -130,6 +130,7 @@ class RLTrainer:
         if self.step == 0 and self.config.trainer.evaluation.before and self.prompts.eval:
             with self.timers.phase("evaluate"):
                 result = await self._evaluate()
+            await self.roles.rollout.call(RolloutWorker.statistics)
             self.reporter.evaluation(0, result)
 
     async def _take(self, feeding: asyncio.Task[None]) -> list[Group]:
@@ -169,7 +170,7 @@ class RLTrainer:
         warm = self.step >= self.config.critic.warmup_steps or self.roles.critic is None
         evaluation: list[EvaluationResult] = []
         async with self.weights.publishing(
-            self.step + 1, lambda version: self._before_release(evaluation)
+            self.step + 1, lambda version: self._before_release(stats, evaluation)
         ) as published:
             if warm:
                 with self.timers.phase("update_actor"):
@@ -248,13 +249,18 @@ class RLTrainer:
             for e in range(epochs)
         ]
 
-    async def _before_release(self, evaluation: list[EvaluationResult]) -> None:
-        """While nothing decodes under the new weights: evaluate if due, cut the snapshot if due."""
+    async def _before_release(self, stats: StepStats, evaluation: list[EvaluationResult]) -> None:
+        """While no episode runs: read the engines' counters, evaluate if due, cut the snapshot if due."""
+        for part in await self.roles.rollout.call(RolloutWorker.statistics):
+            stats.merge(part)
+        for name, value in self.buffer.statistics().items():
+            stats.add_sum(name, value)
         if self._evaluation_due():
             await self.feeder.release()
             with self.timers.phase("evaluate"):
                 evaluation.append(await self._evaluate())
             await self.roles.rollout.call(RolloutWorker.pause)
+            await self.roles.rollout.call(RolloutWorker.statistics)  # evaluation's tokens are no step's
         await self.checkpoints.snapshot_if_due(self)
 
     def _evaluation_due(self) -> bool:
@@ -282,14 +288,12 @@ class RLTrainer:
     async def _report(
         self, stats: StepStats, batch: BatchRef, evaluation: Sequence[EvaluationResult]
     ) -> None:
-        for part in await self.roles.rollout.call(RolloutWorker.statistics):
-            stats.merge(part)
         await self._count_cpu()
         for group in (self.roles.actor, self.roles.critic, self.roles.reference):
             for peak in await group.call(ActorWorker.peak_memory_bytes) if group else ():
                 stats.add_max("perf/peak_memory_bytes", float(peak))
         describe_rows(batch, stats)
-        extra: dict[str, Any] = dict(self.buffer.statistics())
+        extra: dict[str, Any] = {}
         explained = explained_variance(stats.values())
         if explained is not None:
             extra["critic/explained_variance"] = explained

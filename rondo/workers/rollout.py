@@ -155,7 +155,7 @@ class RolloutWorker(Worker):
         return stats.merge(self.scorer.stats()) if self.scorer else stats
 
     def close(self) -> None:
-        """End the decode thread and the scorers' threads and processes; called when the cluster shuts down."""
+        """End the decode thread and the scorers; called when the cluster shuts down."""
         self.engine.close()
         if self.scorer:
             self.scorer.close()

@@ -153,8 +153,7 @@ def test_chain_sum_recipe_evaluates_on_unseen_problems():
     from rondo.data.sources import open_source
 
     recipe, warm_start = (
-        load([f"recipes/{name}.yaml"], overrides).config.data
-        for name, overrides in (("reasoning_gym", []), ("reasoning_gym_sft", []))
+        load([f"recipes/{name}.yaml"]).config.data for name in ("reasoning_gym", "reasoning_gym_sft")
     )
     held_out = {row["prompt"] for row in open_source(recipe.eval[0]).rows}
     assert len(held_out) == recipe.eval[0].size

@@ -46,11 +46,11 @@ def test_more_requests_than_slots(model: torch.nn.Module, decode: str) -> None:
         np.testing.assert_allclose(out.log_probs, true_log_probs(model, out), atol=1e-5)
     stats = engine.stats().values()
     assert stats["rollout/generated_tokens"] == sum(len(o.token_ids) for o in outs)
-    assert stats["rollout/batch_occupancy"] == pytest.approx(
-        stats["rollout/generated_tokens"] / stats["rollout/decode_steps"]
+    assert stats["perf/batch_occupancy"] == pytest.approx(
+        stats["rollout/generated_tokens"] / stats["perf/decode_steps"]
     )
-    assert 2 < stats["rollout/batch_occupancy"] <= 3
-    assert "rollout/decode_steps" not in engine.stats().sums
+    assert 2 < stats["perf/batch_occupancy"] <= 3
+    assert "perf/decode_steps" not in engine.stats().sums
     engine.close()
 
 
@@ -58,8 +58,8 @@ def test_a_group_is_prefilled_once(model: torch.nn.Module) -> None:
     engine = make_engine(model)
     run(engine, [request(str(i), prompt(20), 4, seed=i, affinity="g") for i in range(8)])
     stats = engine.stats().sums
-    assert stats["rollout/prefill_tokens"] == 19
-    assert stats["rollout/shared_prefill_tokens"] == 7 * 19
+    assert stats["perf/prefill_tokens"] == 19
+    assert stats["perf/shared_prefill_tokens"] == 7 * 19
     engine.close()
 
 

@@ -42,8 +42,11 @@ class _Model(ctypes.Structure):
     ]
 
 
-class _Sampling(ctypes.Structure):
-    _fields_ = [(name, _POINTER) for name in "seeds indices top_k temperature top_p min_p".split()]
+_TABLE_COLUMNS = "seeds indices top_k prefix_slots prefix_lengths temperature top_p min_p".split()
+
+
+class _Decoding(ctypes.Structure):
+    _fields_ = [(name, _POINTER) for name in _TABLE_COLUMNS]
 
 
 def why_not_compiled(
@@ -70,6 +73,12 @@ class CompiledPath:
 
     name = "compiled"
     dense = False
+    reads_prefixes = True
+
+    @property
+    def in_slot_order(self) -> bool:
+        """Only one thread computes rows one tile after another."""
+        return len(self._scratch) == 1
 
     def __init__(
         self,
@@ -217,29 +226,22 @@ class CompiledPath:
 
     def decode(self, rows: np.ndarray, table: SlotTable) -> tuple[np.ndarray, np.ndarray]:
         """One token for each slot of `rows`. Returns ids int64 and log-probs float32."""
-        sampling = _Sampling(
-            table.seeds.ctypes.data,
-            table.indices.ctypes.data,
-            table.top_k.ctypes.data,
-            table.temperature.ctypes.data,
-            table.top_p.ctypes.data,
-            table.min_p.ctypes.data,
-        )
+        decoding = _Decoding(*(getattr(table, name).ctypes.data for name in _TABLE_COLUMNS))
         parts = [part for part in np.array_split(rows, len(self._scratch)) if len(part)]
         jobs = [(table.tokens[part], part, table.positions[part]) for part in parts]
-        results = self._run(jobs, sampling)
+        results = self._run(jobs, decoding)
         if len(results) == 1:
             return results[0]
         return np.concatenate([ids for ids, _ in results]), np.concatenate([lp for _, lp in results])
 
     def _run(
-        self, jobs: list[tuple[np.ndarray, np.ndarray, np.ndarray]], sampling: _Sampling | None
+        self, jobs: list[tuple[np.ndarray, np.ndarray, np.ndarray]], decoding: _Decoding | None
     ) -> list[tuple[np.ndarray, np.ndarray]]:
         assert self._keys is not None
         if self._pool is None or len(jobs) < 2:
-            return [self._call(self._scratch[0], sampling, *job) for job in jobs]
+            return [self._call(self._scratch[0], decoding, *job) for job in jobs]
         futures = [
-            self._pool.submit(self._call, scratch, sampling, *job)
+            self._pool.submit(self._call, scratch, decoding, *job)
             for scratch, job in zip(self._scratch, jobs, strict=False)
         ]
         return [future.result() for future in futures]
@@ -247,7 +249,7 @@ class CompiledPath:
     def _call(
         self,
         scratch: torch.Tensor,
-        sampling: _Sampling | None,
+        decoding: _Decoding | None,
         tokens: np.ndarray,
         slots: np.ndarray,
         positions: np.ndarray,
@@ -260,7 +262,7 @@ class CompiledPath:
             scratch.data_ptr(),
             len(tokens),
             *arrays,
-            None if sampling is None else ctypes.addressof(sampling),
+            None if decoding is None else ctypes.addressof(decoding),
             ids.ctypes.data,
             log_probs.ctypes.data,
         )

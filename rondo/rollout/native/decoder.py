@@ -99,7 +99,7 @@ class Decoder:
         if self._changed:
             started = time.thread_time()
             self._apply_plan()
-            self._stats.add_sum("rollout/prefill_cpu_s", time.thread_time() - started)
+            self._stats.add_sum("perf/prefill_cpu_seconds", time.thread_time() - started)
         rows = self._rows
         if not len(rows):
             return []
@@ -111,10 +111,10 @@ class Decoder:
                                "the weights hold NaN or inf, or the dtype overflows")  # fmt: skip
         done = self._table.append(rows, ids, log_probs, self._version())
         finished = [self._finish(int(slot)) for slot in rows[done]] if done.any() else []
-        self._stats.add_sum("rollout/decode_cpu_s", time.thread_time() - started)
-        self._stats.add_sum("rollout/decode_steps", 1)
+        self._stats.add_sum("perf/decode_cpu_seconds", time.thread_time() - started)
+        self._stats.add_sum("perf/decode_steps", 1)
         self._stats.add_sum("rollout/generated_tokens", len(rows))
-        self._stats.add_mean("rollout/batch_occupancy", len(rows))
+        self._stats.add_mean("perf/batch_occupancy", len(rows))
         return finished
 
     def stats(self) -> StepStats:
@@ -138,17 +138,22 @@ class Decoder:
         prompts = [(slot, tokens) for slot, tokens in prompts if len(tokens)]
         if prompts:
             self.path.prefill(prompts)
-            self._stats.add_sum("rollout/prefill_tokens", sum(len(tokens) for _, tokens in prompts))
+            self._stats.add_sum("perf/prefill_tokens", sum(len(tokens) for _, tokens in prompts))
         for copy in plan.late_copies:
             self._copy(copy.source, copy.target, copy.length)
         slots = self.scheduler.slots
         self._rows = np.array([i for i, sequence in enumerate(slots) if sequence is not None], np.int64)
+        if self.path.reads_prefixes:
+            self._table.prefix_lengths[:] = 0
+            for slot, source, length in self.scheduler.prefixes():
+                self._table.prefix_slots[slot] = source
+                self._table.prefix_lengths[slot] = length if self.path.in_slot_order else length - 1
         self._changed = False
 
     def _copy(self, source: int, target: int, length: int) -> None:
         if length:
             self.path.copy(source, target, length)
-            self._stats.add_sum("rollout/shared_prefill_tokens", length)
+            self._stats.add_sum("perf/shared_prefill_tokens", length)
 
     def _seat(self, slot: int, sequence: Sequence) -> None:
         request = sequence.request

@@ -125,6 +125,8 @@ class GenericPath:
 
     name = "generic"
     dense = True
+    reads_prefixes = False
+    in_slot_order = False
 
     def __init__(
         self,

@@ -46,10 +46,12 @@ typedef struct {
     const Layer *layers;
 } Model;
 
-typedef struct {   /* indexed by slot */
-    const int64_t *seeds, *indices, *top_k;
+/* Indexed by slot. The first prefix_lengths positions of a slot's cache are also, number for number, in slot
+ * prefix_slots: rows of one prompt group read them there, where they stay in the core's own cache. */
+typedef struct {
+    const int64_t *seeds, *indices, *top_k, *prefix_slots, *prefix_lengths;
     const float *temperature, *top_p, *min_p;
-} Sampling;
+} Decoding;
 
 INLINE vf splat(float x) { vf z = {0}; return z + x; }
 INLINE vf select_vf(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (vi)b)); }
@@ -187,14 +189,21 @@ static float exponentials(float *scores, float peak, int64_t blocks, int64_t len
     return 1.0f / sum_lanes(total);
 }
 
-/* Two query heads (or one, twice) that share a key/value head, over positions 0 .. length - 1 of their slot.
- * scores: room for two times `length` rounded up to V. */
-static void attend(const float *q0, const float *q1, const float *keys, const float *values, float *out0, float *out1,
-                   float *scores, int64_t length, int64_t D, float scale) {
+/* One key/value head of a sequence: positions before `shared` (whole blocks) lie elsewhere than those after it. */
+typedef struct {
+    const float *keys, *values, *shared_keys, *shared_values;
+    int64_t shared, length;
+} Cached;
+
+/* Two query heads (or one, twice) that share a key/value head. scores: two times the length rounded up to V. */
+static void attend(const float *q0, const float *q1, const Cached *cached, float *out0, float *out1, float *scores,
+                   int64_t D, float scale) {
+    int64_t length = cached->length;
     int64_t blocks = (length + V - 1) / V;
     float *s0 = scores, *s1 = scores + blocks * V;
     vf top0 = splat(-INFINITY), top1 = top0;
-    for (int64_t b = 0; b < blocks; b++, keys += D * V) {
+    for (int64_t b = 0; b < blocks; b++) {
+        const float *keys = (b * V < cached->shared ? cached->shared_keys : cached->keys) + b * V * D;
         vf a[4] = {splat(0), splat(0), splat(0), splat(0)}, c[4] = {splat(0), splat(0), splat(0), splat(0)};
         for (int64_t d = 0; d < D; d += 4)
 #pragma GCC unroll 4
@@ -215,12 +224,12 @@ static void attend(const float *q0, const float *q1, const float *keys, const fl
     float inverse1 = exponentials(s1, max_lanes(top1), blocks, length);
     for (int64_t d = 0; d < D; d += V) {
         vf a[4] = {splat(0), splat(0), splat(0), splat(0)}, c[4] = {splat(0), splat(0), splat(0), splat(0)};
-        const float *v = values + d;
+        const float *v = cached->values + d;
         int64_t t = 0;
         for (; t + 4 <= length; t += 4)
 #pragma GCC unroll 4
             for (int j = 0; j < 4; j++) {
-                vf x = LOAD(v + (t + j) * D);
+                vf x = LOAD((t < cached->shared ? cached->shared_values + d : v) + (t + j) * D);
                 a[j] += s0[t + j] * x;
                 c[j] += s1[t + j] * x;
             }
@@ -235,22 +244,25 @@ static void attend(const float *q0, const float *q1, const float *keys, const fl
 }
 
 /* All query heads of one row that share one key/value head. */
-static void attend_group(const Model *m, const float *q, const float *keys, const float *values, float *out,
-                         float *scores, int64_t length) {
+static void attend_group(const Model *m, const float *q, const Cached *cached, float *out, float *scores) {
     int64_t D = m->head_dim, group = m->heads / m->kv_heads;
     for (int64_t g = 0; g < group; g += 2) {
         int64_t other = g + 1 < group ? g + 1 : g;
-        attend(q + g * D, q + other * D, keys, values, out + g * D, out + other * D, scores, length, D, (float)m->scale);
+        attend(q + g * D, q + other * D, cached, out + g * D, out + other * D, scores, D, (float)m->scale);
     }
 }
 
-static void attend_rows(const Model *m, const Layer *l, const float *qkv, int64_t width, const int64_t *slot,
-                        const int64_t *position, int64_t n, float *out, float *scores) {
-    int64_t D = m->head_dim, KV = m->kv_heads, group = m->heads / KV;
-    for (int64_t i = 0; i < n * KV; i++) {
-        int64_t r = i / KV, h = i % KV, base = (slot[r] * KV + h) * m->capacity * D;
-        attend_group(m, qkv + r * width + h * group * D, l->keys + base, l->values + base,
-                     out + (r * m->heads + h * group) * D, scores, position[r] + 1);
+static void attend_rows(const Model *m, const Layer *l, const Decoding *decoding, const float *qkv, int64_t width,
+                        const int64_t *slot, const int64_t *position, int64_t n, float *out, float *scores) {
+    int64_t D = m->head_dim, KV = m->kv_heads, group = m->heads / KV, stride = m->capacity * D;
+    for (int64_t r = 0; r < n; r++) {
+        int64_t from = decoding ? decoding->prefix_slots[slot[r]] : slot[r];
+        int64_t shared = decoding ? decoding->prefix_lengths[slot[r]] / V * V : 0;
+        for (int64_t h = 0; h < KV; h++) {
+            int64_t own = (slot[r] * KV + h) * stride, other = (from * KV + h) * stride;
+            Cached cached = {l->keys + own, l->values + own, l->keys + other, l->values + other, shared, position[r] + 1};
+            attend_group(m, qkv + r * width + h * group * D, &cached, out + (r * m->heads + h * group) * D, scores);
+        }
     }
 }
 
@@ -375,14 +387,14 @@ static int64_t scratch_sizes(const Model *m, int64_t *floats) {
 int64_t rondo_scratch_floats(const Model *m) { int64_t floats[NUM_BUFFERS]; return scratch_sizes(m, floats); }
 
 static void layer_forward(const Model *m, const Layer *l, float *const *buffer, float *x, int64_t n,
-                          const int64_t *slot, const int64_t *position) {
+                          const int64_t *slot, const int64_t *position, const Decoding *decoding) {
     int64_t H = m->hidden, I = m->intermediate, Q = m->heads * m->head_dim, width = Q + 2 * m->kv_heads * m->head_dim;
     float *h = buffer[NORMED], *qkv = buffer[QKV], *att = buffer[ATTENDED];
     float *gate_up = buffer[GATE_UP], *act = buffer[ACT];
     for (int64_t r = 0; r < n; r++) rms_norm(x + r * H, l->input_norm, h + r * H, H, m->eps);
     gemm(h, H, l->qkv, n, H, width, qkv, width, 0, l->qkv_bias);
     for (int64_t r = 0; r < n; r++) place(m, l, qkv + r * width, slot[r], position[r]);
-    attend_rows(m, l, qkv, width, slot, position, n, att, buffer[SCORES]);
+    attend_rows(m, l, decoding, qkv, width, slot, position, n, att, buffer[SCORES]);
     gemm(att, Q, l->o, n, Q, H, x, H, 1, l->o_bias);
     for (int64_t r = 0; r < n; r++) rms_norm(x + r * H, l->post_norm, h + r * H, H, m->eps);
     gemm(h, H, l->gate_up, n, H, 2 * I, gate_up, 2 * I, 0, l->gate_up_bias);
@@ -392,7 +404,7 @@ static void layer_forward(const Model *m, const Layer *l, float *const *buffer, 
 
 /* Head and sampling for n rows. Returns -1, or the first row whose logits are not finite. */
 static int64_t sample_rows(const Model *m, float *const *buffer, const float *x, int64_t n, const int64_t *slot,
-                           const Sampling *s, int64_t *ids, float *log_probs) {
+                           const Decoding *s, int64_t *ids, float *log_probs) {
     int64_t H = m->hidden;
     float *h = buffer[NORMED], *logits = buffer[LOGITS], *line = buffer[LINE];
     for (int64_t r = 0; r < n; r++) rms_norm(x + r * H, m->final_norm, h + r * H, H, m->eps);
@@ -407,10 +419,10 @@ static int64_t sample_rows(const Model *m, float *const *buffer, const float *x,
     return -1;
 }
 
-/* Row i is tokens[i] at positions[i] of slots[i]; rows of one sequence come in order of position. sampling NULL: fill
+/* Row i is tokens[i] at positions[i] of slots[i]; rows of one sequence come in order of position. decoding NULL: fill
  * the cache only. ids, log_probs: one per row. Returns -1, or the first row whose logits are not finite. */
 int64_t rondo_step(const Model *m, float *scratch, int64_t rows, const int64_t *tokens, const int64_t *slots,
-                   const int64_t *positions, const Sampling *sampling, int64_t *ids, float *log_probs) {
+                   const int64_t *positions, const Decoding *decoding, int64_t *ids, float *log_probs) {
     int64_t floats[NUM_BUFFERS], H = m->hidden;
     float *buffer[NUM_BUFFERS];
     scratch_sizes(m, floats);
@@ -422,10 +434,10 @@ int64_t rondo_step(const Model *m, float *scratch, int64_t rows, const int64_t *
         for (int64_t i = 0; i < m->num_layers; i++)
             for (int64_t r = 0; r < block; r += TILE)
                 layer_forward(m, m->layers + i, buffer, x + r * H, block - r < TILE ? block - r : TILE,
-                              slots + first + r, positions + first + r);
-        for (int64_t r = 0; sampling && r < block; r += TILE) {
+                              slots + first + r, positions + first + r, decoding);
+        for (int64_t r = 0; decoding && r < block; r += TILE) {
             int64_t at = first + r, n = block - r < TILE ? block - r : TILE;
-            int64_t bad = sample_rows(m, buffer, x + r * H, n, slots + at, sampling, ids + at, log_probs + at);
+            int64_t bad = sample_rows(m, buffer, x + r * H, n, slots + at, decoding, ids + at, log_probs + at);
             if (bad >= 0) return at + bad;
         }
     }

@@ -133,6 +133,19 @@ class Scheduler:
             self._close_holes(plan)
         return plan
 
+    def prefixes(self) -> list[tuple[int, int, int]]:
+        """(slot, source, length): slots of one prompt, and the lowest of them; length is the prompt's.
+
+        The prompt's last position is written in the first decode step, by every sequence for itself.
+        """
+        found = []
+        for slot, sequence in enumerate(self.slots):
+            key = self._content[slot]
+            if sequence is not None and key is not None:
+                source = min(other for other in self._where[key] if self.slots[other] is not None)
+                found.append((slot, source, len(sequence.tokens)))
+        return found
+
     def _seat(self, plan: Plan, slot: int, sequence: Sequence, filled: set[int]) -> None:
         self.slots[slot] = sequence
         plan.joins.append((slot, sequence))

@@ -11,6 +11,7 @@ class SlotTable:
     """All arrays are indexed by slot. tokens: the one to feed next, at `positions`. indices: response tokens
     so far.
 
+    prefix_slots, prefix_lengths: another slot whose first so many cache positions are the same (0: none).
     ids, log_probs, versions: [S, capacity], the response as it grows. stops: [S, K] stop tokens, -1 where
     unused.
     """
@@ -21,6 +22,8 @@ class SlotTable:
         self.seeds = np.zeros(num_slots, np.int64)
         self.indices = np.zeros(num_slots, np.int64)
         self.max_tokens = np.zeros(num_slots, np.int64)
+        self.prefix_slots = np.arange(num_slots)
+        self.prefix_lengths = np.zeros(num_slots, np.int64)
         self.temperature = np.ones(num_slots, np.float32)
         self.top_p = np.ones(num_slots, np.float32)
         self.min_p = np.zeros(num_slots, np.float32)
