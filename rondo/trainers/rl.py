@@ -124,6 +124,7 @@ class RLTrainer:
         await self.buffer.advance(self.step)
         await self.feeder.release()
         gap = await check_canary(self.roles, self.prompts, self.config)
+        await self.roles.rollout.call(RolloutWorker.statistics)  # the canary's tokens are no step's
         self.reporter.note(f"canary: largest log-prob gap between sampler and trainer {gap:.1e}")
 
     async def _first_evaluation(self) -> None:

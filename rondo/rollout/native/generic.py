@@ -222,7 +222,7 @@ class GenericPath:
         return ids.cpu().numpy(), log_probs.cpu().numpy()
 
     def bucket(self, active: int, length: int) -> tuple[int, int]:
-        """Rows and cache width of a decode step with `active` sequences, the longest of `length` positions."""
+        """Rows and cache width of a step with `active` sequences, the longest of `length` positions."""
         return max(round_up(active, 8), self._min_rows), round_up(length, WIDTH_STEP)
 
     def decode_logits(self, tokens: torch.Tensor, positions: torch.Tensor, width: int) -> torch.Tensor:
