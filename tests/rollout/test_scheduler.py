@@ -99,6 +99,10 @@ def test_every_slot_holds_what_its_sequence_needs(dense: bool, data: st.DataObje
             tokens = scheduler.slots[slot].tokens  # type: ignore[union-attr]
             assert cache[slot][: len(tokens) - 1] == tuple(tokens[:-1])
             cache[slot] = (*cache[slot][: len(tokens) - 1], 99)  # decoding goes on behind the prompt
+        for slot, source, length in scheduler.prefixes():
+            assert source <= slot
+            assert scheduler.slots[source] is not None
+            assert cache[source][: length - 1] == cache[slot][: length - 1]
         if dense:
             assert active == list(range(len(active)))
         assert not scheduler.waiting or len(active) == num_slots

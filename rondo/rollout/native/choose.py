@@ -21,10 +21,10 @@ class DecodePath(Protocol):
     """The arithmetic behind the decoder; called from the decode thread only.
 
     dense: `decode` wants slots 0 .. R - 1. reads_prefixes: it makes use of the table's prefix columns;
-    in_slot_order: rows then see what lower rows wrote in the same step. prefill: (slot, tokens) pairs, into an
-    allocated cache. decode: one token for each slot of `rows` (int64 [R], ascending), from the table's token at
-    the table's position; a log-prob that is not finite says that the logits were not. copy: the first `length`
-    cache positions of one slot to another.
+    in_slot_order: rows then see what lower rows wrote in the same step. prefill: (slot, tokens) pairs, into
+    an allocated cache. decode: one token for each slot of `rows` (int64 [R], ascending), from the table's
+    token at the table's position; a log-prob that is not finite says that the logits were not. copy: the
+    first `length` cache positions of one slot to another.
     """
 
     name: str
