@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging as hf_logging
 
 from rondo.config.functions import did_you_mean, resolve_function
 from rondo.errors import ConfigError, DataError
@@ -105,17 +107,30 @@ def _pretrained_model(config: PreTrainedConfig, source: ModelSource, dtype: torc
     path = str(source.path)
     _check_folder(path, _WEIGHT_FILES, "weights (*.safetensors)")
     try:
-        return AutoModelForCausalLM.from_pretrained(
-            path,
-            config=config,
-            dtype=dtype,
-            trust_remote_code=source.trust_remote_code,
-            attn_implementation=config._attn_implementation,
-        )
+        with _no_progress_bar():
+            return AutoModelForCausalLM.from_pretrained(
+                path,
+                config=config,
+                dtype=dtype,
+                trust_remote_code=source.trust_remote_code,
+                attn_implementation=config._attn_implementation,
+            )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise DataError(
             f"model {path!r}: its weights cannot be loaded: {_first_line(error)}{_where_hint(path)}"
         ) from error
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """transformers' bar would run through the console's picture."""
+    shown = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            hf_logging.enable_progress_bar()
 
 
 def load_tokenizer(name: str, chat_template: str | None = None, *, trust_remote_code: bool = False) -> Any:

@@ -24,6 +24,7 @@ Mode = Literal["auto", "live", "plain", "off"]
 
 _REFRESH_PER_SECOND = 2  # drawing takes CPU time from training
 _WARNINGS_SHOWN = 3
+_PLAIN_SFT_LINES = 40  # steps of supervised fine-tuning are many and short: a log shows some of them
 
 
 class Console:
@@ -86,7 +87,8 @@ class Console:
         done = step - self._first_step
         if view.total_steps is not None and done > 0:
             view.left = view.elapsed / done * max(0, view.total_steps - step)
-        if self.mode == "plain":
+        every = max(1, (view.total_steps or 1) // _PLAIN_SFT_LINES) if view.kind == "sft" else 1
+        if self.mode == "plain" and (step % every == 0 or step == 1):
             self._line(plain_line(view, metrics))
         for message in alarms(metrics):
             self.warn(message, where=f"step {step}")

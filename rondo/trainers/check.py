@@ -8,9 +8,11 @@ import importlib.util
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from rondo.algorithms import check_algorithm
 from rondo.config import LoadedConfig
+from rondo.config.schema import Config
 from rondo.errors import ConfigError
 from rondo.rewards import BUILTINS, load_functions
 from rondo.tracking import check_trackers
@@ -67,11 +69,22 @@ def check_sft(loaded: LoadedConfig) -> None:
             "data.train is empty: there is nothing to learn from; add a source (see docs/data.md)"
         )
     for key, origin in loaded.origins.items():
-        if not key.startswith(SFT_KEYS) or key in NOT_SFT_KEYS:
+        ours = key.startswith(SFT_KEYS) and key not in NOT_SFT_KEYS
+        if not ours and _leaf(config, key) != _leaf(Config(), key):
             raise ConfigError(f"{origin.where}: {key} has no meaning for supervised fine-tuning; remove it")
     check_trackers(config.tracking.trackers)
     _check_backend(loaded)
     _check_files(loaded)
+
+
+def _leaf(config: Config, key: str) -> Any:
+    """The section or value below which the dotted `key` lies, as deep as there are fields."""
+    value: Any = config
+    for part in key.split("."):
+        if not hasattr(value, part):
+            break
+        value = getattr(value, part)
+    return value
 
 
 def _check_backend(loaded: LoadedConfig) -> None:

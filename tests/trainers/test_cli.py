@@ -88,6 +88,10 @@ def test_sft_learns_its_demonstrations_and_resumes_nothing_twice(folder: Path) -
     inline("sft", str(path), f"trainer.run_dir={folder / 'sft'}")
     lines = [json.loads(line) for line in (folder / "sft" / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["sft/loss"] < 0.7 * lines[0]["sft/loss"]
+    resolved = str(
+        folder / "sft" / "config.yaml"
+    )  # every key is written there; those at their default are no error
+    inline("sft", resolved, f"trainer.run_dir={folder / 'again'}", "trainer.total_steps=1")
     done = inline("sft", str(path), "rollout.n=4", check=False)
     assert done.returncode == 2
     assert "rollout.n has no meaning for supervised fine-tuning" in done.stderr
