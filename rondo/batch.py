@@ -276,9 +276,20 @@ class Batch:
     def read_parquet(cls, path: str | os.PathLike[str]) -> Batch:
         """Raises DataError naming the file when it is missing or no Parquet."""
         try:
-            return cls(pq.ParquetFile(path).read())
+            return cls(_plain_lists(pq.ParquetFile(path).read()))
         except (OSError, pa.ArrowInvalid) as error:
             raise DataError(f"{os.fspath(path)}: cannot be read as Parquet: {error}") from error
+
+
+def _plain_lists(table: pa.Table) -> pa.Table:
+    """Parquet names a list's values `element`; everywhere else they are `item`, and Arrow takes that for a
+    type.
+    """
+    fields = [
+        field.with_type(pa.list_(field.type.value_type)) if pa.types.is_list(field.type) else field
+        for field in table.schema
+    ]
+    return table.cast(pa.schema(fields))
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,9 @@ async def single_turn(
             f"{len(prompt.token_ids)} it was sent; tokenizer and engine disagree"
         )
     length = len(completion.token_ids)
+    nothing = (
+        length == 0
+    )  # a deadline that passed in the queue: there is no policy token to score or train on
     return Trajectory(
         prompt=prompt,
         trajectory_id=trajectory_id,
@@ -54,4 +57,6 @@ async def single_turn(
         policy_versions=completion.policy_versions,
         turns=(Turn("policy", 0, length),),
         finish_reason=completion.finish_reason,
+        outcome="rollout_error" if nothing else "scored",
+        failure=f"no token was generated ({completion.finish_reason})" if nothing else "",
     )

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rondo.batch import BatchRef
+from rondo.errors import TrainError
 from rondo.planning.admission import may_admit, select
 
 
@@ -180,7 +181,11 @@ class Buffer:
             await self._changed.wait_for(pick)
             groups = [self.ready.pop(seq) for seq in chosen]
             self.ledger.num_trained += len(groups)
-        assert all(self.version - group.oldest_version <= self.max_staleness for group in groups)
+        stale = [group.seq for group in groups if self.version - group.oldest_version > self.max_staleness]
+        if stale:
+            raise TrainError(
+                f"prompt groups {stale} are staler than trainer.max_staleness={self.max_staleness}"
+            )
         return groups
 
     def _want(self) -> int:

@@ -305,16 +305,16 @@ def _stop_message(
     ).rstrip()
 
 
-def check_dropped_share(outcomes: Sequence[str], max_share: float) -> None:
-    """RewardError when more than `max_share` of a step's trajectories were dropped because their scoring
-    failed.
+def check_dropped_share(failures: Sequence[str], step_size: int, max_share: float) -> None:
+    """RewardError when more trajectories failed since the last step than `max_share` of a step's.
+
+    failures: their outcomes, those of groups that were dropped included. step_size: trajectories per step.
     """
-    failures = [outcome for outcome in outcomes if outcome in ("reward_error", "reward_timeout")]
-    if len(failures) > max_share * len(outcomes):
+    if len(failures) > max_share * step_size:
+        kinds = ", ".join(f"{failures.count(kind)} {kind}" for kind in sorted(set(failures)))
         raise RewardError(
-            f"scoring failed for {len(failures)} of {len(outcomes)} trajectories of this step "
-            f"({failures.count('reward_error')} "
-            f"errors, {failures.count('reward_timeout')} timeouts), more than "
-            f"reward.max_dropped_share={max_share}; the log "
-            "has each with its sample. Fix the reward function, or raise reward.timeout_seconds"
+            f"{len(failures)} trajectories failed ({kinds}) for one step of {step_size}, more than "
+            f"reward.max_dropped_share={max_share}; the log has each with its sample. Fix the reward "
+            f"function, "
+            "or raise reward.timeout_seconds"
         )

@@ -36,7 +36,7 @@ async def check_canary(roles: Roles, prompts: Prompts, config: Config) -> float:
             ["rollout_log_probs", "old_log_probs"]
         )
         gaps = np.abs(batch.ragged("rollout_log_probs")[0].numpy() - batch.ragged("old_log_probs")[0].numpy())
-        worst = max(worst, float(gaps.max(initial=0.0)))
+        worst = max(worst, float(gaps.max(initial=0.0)) if np.isfinite(gaps).all() else np.inf)
     dtypes = {config.rollout.dtype or config.actor.compute_dtype, config.actor.compute_dtype}
     tolerance = max(TOLERANCE[dtype] for dtype in dtypes)
     if not worst <= tolerance:

@@ -16,6 +16,7 @@ from rondo.config.schema import Config
 from rondo.errors import ConfigError
 from rondo.rewards import BUILTINS, load_functions
 from rondo.tracking import check_trackers
+from rondo.trainers.setup import plan_program
 
 # Keys that supervised fine-tuning reads; any other key set explicitly would be ignored, so it is an error.
 SFT_KEYS = ("model.", "data.", "actor.", "trainer.", "cluster.", "tracking.", "checkpoint.")
@@ -49,6 +50,7 @@ def check_rl(loaded: LoadedConfig) -> None:
             "reward.functions is empty: nothing says what is good; add a scorer, for example {name: gsm8k}"
         )
     check_algorithm(config.algorithm)
+    _check_roles(loaded)
     load_functions(config.reward.functions, BUILTINS)
     check_trackers(config.tracking.trackers)
     if config.trainer.evaluation.every is not None and not config.data.eval:
@@ -75,6 +77,31 @@ def check_sft(loaded: LoadedConfig) -> None:
     check_trackers(config.tracking.trackers)
     _check_backend(loaded)
     _check_files(loaded)
+
+
+def _check_roles(loaded: LoadedConfig) -> None:
+    """Sections of roles that this run does not have are not read, so setting them is an error; others must
+    fit.
+    """
+    config, program = loaded.config, plan_program(loaded.config)
+    longest = config.data.max_prompt_tokens + config.rollout.max_tokens
+    roles = (
+        ("critic", program.needs_critic, config.critic.token_budget, "values (algorithm.advantage: gae)"),
+        ("reference", program.needs_reference, config.reference.token_budget, "ref_log_probs (algorithm.kl)"),
+    )
+    for role, needed, budget, column in roles:
+        for key, origin in loaded.origins.items():
+            if key.startswith(role + ".") and not needed and _leaf(config, key) != _leaf(Config(), key):
+                raise ConfigError(
+                    f"{origin.where}: {key} is set, but no chosen function reads {column}: there is no "
+                    f"{role} to "
+                    "configure; remove the key, or choose a function that needs one"
+                )
+        if needed and budget < longest:
+            raise ConfigError(
+                f"{role}.token_budget={budget} is less than data.max_prompt_tokens + "
+                f"rollout.max_tokens={longest}; raise it"
+            )
 
 
 def _leaf(config: Config, key: str) -> Any:

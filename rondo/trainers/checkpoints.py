@@ -77,8 +77,8 @@ class Checkpoints:
             await self._write(trainer)
 
     async def save_now(self, trainer: Resumable) -> None:
-        """Cut and write, unless this step has a checkpoint already."""
-        if not self._store.has(trainer.step):
+        """Cut and write, unless this step has a checkpoint already, or nothing has been learned yet."""
+        if trainer.step > 0 and not self._store.has(trainer.step):
             await self._snapshot(trainer)
             await self._write(trainer)
 

@@ -14,7 +14,8 @@ from rondo.batch import BatchRef
 from rondo.controller import WorkerGroup
 from rondo.data.buffer import Buffer, Group
 from rondo.data.rows import INDEX_COLUMNS, SCORE_PREFIX, is_scored
-from rondo.types import Prompt, SamplingParams
+from rondo.rewards import check_dropped_share
+from rondo.types import SCORED, Prompt, SamplingParams
 from rondo.workers.rollout import RolloutWorker
 
 
@@ -33,10 +34,13 @@ class EpisodeFeeder:
         n: int,
         score_names: tuple[str, ...],
         deadline_seconds: float | None = None,
+        max_dropped_share: float = 1.0,
     ) -> None:
         self._buffer, self._rollout, self._prompt_at = buffer, rollout, prompt_at
         self._sampling, self._n, self._deadline = sampling, n, deadline_seconds
         self.index_columns = (*INDEX_COLUMNS, *(SCORE_PREFIX + name for name in score_names))
+        self._step_size, self._max_dropped_share = buffer.batch_size * n, max_dropped_share
+        self._failures: list[str] = []  # outcomes since the last step, of dropped groups too
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._load = np.zeros(rollout.size, np.int64)  # groups in flight per replica
 
@@ -92,10 +96,19 @@ class EpisodeFeeder:
             self._load[rank] -= 1
 
     async def _put(self, seq: int, version: int, ref: BatchRef) -> None:
+        outcomes = ref.index.scalars("outcome")
+        self._failures += [str(outcome) for outcome in outcomes if outcome != SCORED]
+        check_dropped_share(self._failures, self._step_size, self._max_dropped_share)
         scored = is_scored(ref.index)
-        needed = min(2, self._n)
-        if scored.sum() < needed:
+        if scored.sum() < min(2, self._n):
             await self._buffer.drop(seq, f"only {int(scored.sum())} of {self._n} trajectories were scored")
             return
         oldest = int(ref.index.scalars("oldest_version")[scored].min())
         await self._buffer.put(Group(seq, version, oldest, ref))
+
+    def next_step(self) -> int:
+        """A batch was taken: count failures anew. Returns how many trajectories failed since the last
+        call.
+        """
+        failed, self._failures = len(self._failures), []
+        return failed

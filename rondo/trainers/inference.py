@@ -20,7 +20,14 @@ from rondo.errors import CheckpointError, ConfigError
 from rondo.models import load_tokenizer
 from rondo.trainers.check import check_rl
 from rondo.trainers.evaluation import evaluate
-from rondo.trainers.setup import complete_model, create_rollout, load_prompts, model_source, tokenizer_name
+from rondo.trainers.setup import (
+    complete_model,
+    create_rollout,
+    load_prompts,
+    model_source,
+    one_storage,
+    tokenizer_name,
+)
 from rondo.types import Prompt, SamplingParams
 from rondo.workers.models import ActorWorker
 from rondo.workers.rollout import RolloutWorker
@@ -51,7 +58,7 @@ async def _evaluate(config: Config) -> EvaluationOutput:
     try:
         await _frozen_actor(cluster, config)
         rollout = await create_rollout(
-            cluster, config, prompts.max_context, share=config.cluster.devices == 1, threads=cluster.threads
+            cluster, config, prompts.max_context, share=one_storage(config), threads=cluster.threads
         )
         await rollout.call(RolloutWorker.load_weights, 0)
         await rollout.call(RolloutWorker.resume)
@@ -110,7 +117,9 @@ async def _generate(
     try:
         await _frozen_actor(cluster, config)
         max_context = config.data.max_prompt_tokens + sampling.max_tokens
-        rollout = await create_rollout(cluster, config, max_context, share=True, threads=cluster.threads)
+        rollout = await create_rollout(
+            cluster, config, max_context, share=one_storage(config), threads=cluster.threads
+        )
         await rollout.call(RolloutWorker.load_weights, 0)
         await rollout.call(RolloutWorker.resume)
         refs = await asyncio.gather(

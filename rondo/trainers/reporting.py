@@ -7,12 +7,14 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 from rondo.batch import BatchRef
+from rondo.checkpoint.durable import write_atomic
 from rondo.config.schema import Config
 from rondo.tracking import (
     BeforeAfter,
@@ -33,6 +35,7 @@ from rondo.types import StepStats
 from rondo.workers.rollout import EvaluationRecord
 
 Kind = Literal["rl", "sft"]
+Status = Literal["finished", "failed", "stopped"]
 
 
 class Reporter:
@@ -42,6 +45,7 @@ class Reporter:
         self, config: Config, folder: RunFolder, console: Console, *, title: str, kind: Kind = "rl"
     ) -> None:
         self.config, self.folder, self.console, self.title, self.kind = config, folder, console, title, kind
+        self.stopped = False  # on request, before the end
         self._trackers = make_trackers(
             config.tracking.trackers,
             folder,
@@ -63,10 +67,10 @@ class Reporter:
             run_dir=str(self.folder.path),
         )
         self.console.start(header, total_steps, kind=self.kind, first_step=first_step)
-        status: Literal["finished", "failed", "stopped"] = "failed"
+        status: Status = "failed"
         try:
             yield
-            status = "finished"
+            status = "stopped" if self.stopped else "finished"
         except (KeyboardInterrupt, asyncio.CancelledError):
             status = "stopped"
             raise
@@ -76,6 +80,9 @@ class Reporter:
 
     def note(self, message: str) -> None:
         self.console.note(message)
+
+    def warn(self, message: str) -> None:
+        self.console.warn(message)
 
     def step(
         self,
@@ -105,8 +112,8 @@ class Reporter:
         self.console.evaluation(step, result.metrics)
         folder = self.folder.path / "evaluations"
         folder.mkdir(exist_ok=True)
-        lines = [json.dumps(dataclasses.asdict(record), ensure_ascii=False) for record in result.samples]
-        (folder / f"step-{step:06d}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        lines = [_record_line(record) for record in result.samples]
+        write_atomic(folder / f"step-{step:06d}.jsonl", "\n".join(lines) + "\n")
 
     async def rollouts(self, step: int, rows: BatchRef) -> None:
         """All rows of a step as Parquet, a few as text."""
@@ -127,7 +134,7 @@ class Reporter:
             self._trackers.log_samples(step, samples)
 
     def finish(self, timers: Timers, step: int, finished: bool) -> dict[str, Any]:
-        """summary.json, curves.png and the final table. Of a run that was stopped: the summary only."""
+        """summary.json, curves.png and the final table; of a run that was stopped, nothing is written."""
         lines = self.folder.read_metrics()
         evaluations = [line for line in lines if any(key.startswith("eval/") for key in line)]
         before = _evaluation_of(evaluations[0]) if evaluations and evaluations[0]["step"] == 0 else None
@@ -142,9 +149,9 @@ class Reporter:
             eval_after=after,
             peak_memory_bytes=int(max(peak, usage.peak_memory_bytes)),
         )
-        self.folder.write_summary(summary)
         if not finished:
             return summary
+        self.folder.write_summary(summary)
         facts = {"time": f"{summary['wall_seconds']:.0f} s ({summary['cpu_seconds']:.0f} CPU-s)"}
         if self.kind == "rl":
             if self.config.tracking.plot:
@@ -193,7 +200,14 @@ def _read_records(run: Path, step: int) -> dict[str, EvaluationRecord]:
     if not path.exists():
         return {}
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return {line["prompt_id"]: EvaluationRecord(**line) for line in lines}
+    return {line["prompt_id"]: EvaluationRecord(**line) for line in lines if line["reward"] is not None}
+
+
+def _record_line(record: EvaluationRecord) -> str:
+    """One JSON line; the reward of an answer that could not be scored is null."""
+    fields = dataclasses.asdict(record)
+    fields["reward"] = record.reward if math.isfinite(record.reward) else None
+    return json.dumps(fields, ensure_ascii=False, allow_nan=False)
 
 
 def _sample(record: EvaluationRecord | None) -> Sample | None:

@@ -24,8 +24,8 @@ from rondo.config.schema import Config
 from rondo.controller import Cluster, WorkerGroup
 from rondo.data.buffer import Buffer, Group, Ledger
 from rondo.data.rows import SCORE_PREFIX, is_scored
+from rondo.errors import TrainError
 from rondo.planning.update import loss_weights, mini_batch_order, plan_mini_batches
-from rondo.rewards import check_dropped_share
 from rondo.tracking import Timers
 from rondo.trainers.canary import check_canary
 from rondo.trainers.checkpoints import Checkpoints
@@ -78,6 +78,7 @@ class RLTrainer:
             n=config.rollout.n,
             score_names=score_names,
             deadline_seconds=config.rollout.deadline_seconds,
+            max_dropped_share=config.reward.max_dropped_share,
         )
         self.weights = WeightPublisher(roles.rollout, self.feeder, self.buffer, shared=shares_weights(config))
         self._stop = asyncio.Event()
@@ -97,7 +98,10 @@ class RLTrainer:
             self.total_steps, self.step, await self.roles.actor.call(ActorWorker.num_parameters)
         ):
             await self._first_evaluation()
-            return await self._loop()
+            self.timers.start_step()
+            finished = await self._loop()
+            self.reporter.stopped = not finished
+            return finished
 
     async def _loop(self) -> bool:
         feeding = asyncio.create_task(self.feeder.run(), name="feeder")
@@ -111,10 +115,27 @@ class RLTrainer:
             feeding.cancel()
             await asyncio.gather(feeding, return_exceptions=True)
             await self.feeder.close()
-        finished = self.step >= self.schedule.total_steps or not self._stop.is_set()
-        if not finished:
+        if self.step >= self.total_steps:
+            return True
+        if self._stop.is_set():
             await self.checkpoints.save_now(self)
-        return finished
+            return False
+        await self._ran_out_of_prompts()
+        return True
+
+    async def _ran_out_of_prompts(self) -> None:
+        """So many groups were dropped that the epochs ended early: the end is an end all the same."""
+        if self.step == 0:
+            raise TrainError("no prompt group could be trained: all were dropped; the log says why")
+        self.reporter.warn(
+            f"the prompts ended after step {self.step} of {self.total_steps}: "
+            f"{len(self.buffer.ledger.dropped)} groups were dropped"
+        )
+        if self.config.trainer.evaluation.after and self.prompts.eval:
+            await self.feeder.release()
+            self.reporter.evaluation(self.step, await self._evaluate())
+        if self.config.checkpoint.every is not None:
+            await self.checkpoints.save_now(self)
 
     async def start(self) -> None:
         """Resume if there is something to resume, serve the weights, prove that they are the trainer's."""
@@ -176,18 +197,19 @@ class RLTrainer:
             if warm:
                 with self.timers.phase("update_actor"):
                     stats.merge(await self._update_actor(batch))
+            self._adapt_kl(stats, len(batch))
             self.step += 1
         stats.merge(published)
-        self._adapt_kl(stats, len(batch))
         await self._report(stats, batch, evaluation)
         with self.timers.phase("checkpoint"):
             await self.checkpoints.write_if_due(self)
 
     def _scored(self, everything: BatchRef, stats: StepStats) -> BatchRef:
-        """Rows with a reward. Failures are in no baseline; too many of them stop the run."""
+        """Rows with a reward. Failures are in no baseline; too many of them stop the run (in the feeder)."""
         scored = is_scored(everything.index)
-        stats.add_mean("reward/failed_share", float((~scored).sum()), len(scored))
-        check_dropped_share(list(everything.index.scalars("outcome")), self.config.reward.max_dropped_share)
+        failed = max(self.feeder.next_step(), int((~scored).sum()))  # those of dropped groups too
+        stats.add_mean("reward/failed_share", failed, failed + int(scored.sum()))
+        stats.add_sum("rollout/generated_tokens", float(everything.index.scalars("response_length").sum()))
         return everything.take(np.flatnonzero(scored))
 
     def _plan_mini_batches(self, batch: BatchRef) -> BatchRef:
@@ -312,6 +334,11 @@ class RLTrainer:
             self._hosts_cpu_seconds = seconds
 
     @property
+    def _adapts_kl(self) -> bool:
+        kl = self.config.algorithm.kl
+        return kl is not None and kl.controller == "adaptive"
+
+    @property
     def total_steps(self) -> int:
         return self.schedule.total_steps
 
@@ -328,7 +355,7 @@ class RLTrainer:
             version=self.step,
             timers=self.timers.state(),
             extra={
-                "kl_coef": self.kl_coef,
+                "kl_coef": self.kl_coef if self._adapts_kl else None,
                 "groups": [[g.seq, g.admitted_version, g.oldest_version] for g in self.buffer.ready.values()],
             },
             ledger=self.buffer.ledger.records(),
@@ -338,10 +365,14 @@ class RLTrainer:
     async def load_state(self, state: ControllerState) -> None:
         """Go on where `state` was cut."""
         self.step = state.step
-        self.kl_coef = float(state.extra["kl_coef"])
+        if self._adapts_kl and state.extra["kl_coef"] is not None:
+            self.kl_coef = float(state.extra["kl_coef"])
         self.timers.load_state(state.timers)
         self.buffer.ledger = Ledger.from_records([dict(record) for record in state.ledger])
         for seq, admitted, oldest in state.extra["groups"]:
+            if self.step - oldest > self.config.trainer.max_staleness:  # the bound is tighter than it was
+                self.buffer.ledger.reissue = sorted([*self.buffer.ledger.reissue, seq])
+                continue
             ref = self.cluster.put(state.groups[seq], self.feeder.index_columns)
             self.buffer.ready[seq] = Group(seq, admitted, oldest, ref)
 

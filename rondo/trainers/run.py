@@ -127,16 +127,11 @@ async def _warm_start(loaded: LoadedConfig, folder: RunFolder, console: Console)
         return config
     path = folder.path / "warm_start"
     export = path / "export"
-    if not (path / "summary.json").exists():
-        recipe = beside_recipe(loaded, "trainer.warm_start", config.trainer.warm_start)
-        sft_config = load([str(recipe)]).config
-        trainer = dataclasses.replace(sft_config.trainer, seed=config.trainer.seed)
-        sft_config = dataclasses.replace(
-            sft_config,
-            cluster=config.cluster,
-            trainer=trainer,
-            tracking=dataclasses.replace(config.tracking, plot=False),
-        )
+    recipe = beside_recipe(loaded, "trainer.warm_start", config.trainer.warm_start)
+    sft_config = _warm_start_config(load([str(recipe)]).config, config)
+    if (export / "config.json").exists() and (path / "summary.json").exists():
+        _check_same_warm_start(path, sft_config)
+    else:
         with RunFolder(path, resume="auto") as sft_folder:
             sft_folder.write_config(to_yaml(sft_config))
             async with _cluster(sft_config, console) as cluster:
@@ -144,6 +139,31 @@ async def _warm_start(loaded: LoadedConfig, folder: RunFolder, console: Console)
     return dataclasses.replace(
         config, model=dataclasses.replace(config.model, path=str(export), tokenizer=str(export))
     )
+
+
+def _warm_start_config(sft_config: Config, config: Config) -> Config:
+    """The SFT recipe with this run's seed, cluster and trackers; it always exports."""
+    return dataclasses.replace(
+        sft_config,
+        cluster=config.cluster,
+        trainer=dataclasses.replace(sft_config.trainer, seed=config.trainer.seed),
+        tracking=dataclasses.replace(config.tracking, plot=False),
+        checkpoint=dataclasses.replace(sft_config.checkpoint, export=True),
+    )
+
+
+def _check_same_warm_start(path: Path, wanted: Config) -> None:
+    """A warm start that is there already is used only if it was made with the same model, data, actor and
+    trainer.
+    """
+    made = load([str(path / "config.yaml")]).config
+    for section in ("model", "data", "actor", "trainer"):
+        if getattr(made, section) != getattr(wanted, section):
+            raise ConfigError(
+                f"{path}: this warm start was made with other settings ({section}.* differ from "
+                "trainer.warm_start's recipe, or the seed is another); remove that folder, or choose "
+                "another trainer.run_dir"
+            )
 
 
 @asynccontextmanager

@@ -168,9 +168,8 @@ def plan_schedule(config: Config, prompts_per_epoch: int) -> Schedule:
         )
     per_step = math.ceil(batch / (config.actor.mini_batch_size or batch)) * config.actor.epochs
     critic_per_step = math.ceil(batch / (config.critic.mini_batch_size or batch)) * config.critic.epochs
-    return Schedule(
-        steps, groups, max(1, steps - config.critic.warmup_steps) * per_step, steps * critic_per_step
-    )
+    warmup = config.critic.warmup_steps if plan_program(config).needs_critic else 0
+    return Schedule(steps, groups, max(1, steps - warmup) * per_step, steps * critic_per_step)
 
 
 def load_prompts(config: Config) -> Prompts:
@@ -212,10 +211,19 @@ def sampling_params(config: Config, tokenizer: object) -> SamplingParams:
     )
 
 
-def shares_weights(config: Config) -> bool:
-    """Trainer and sampler in one storage: one rank, synchronous, the same dtype."""
+def one_storage(config: Config) -> bool:
+    """Trainer and sampler can use the same tensors: one rank, the same dtype, parameters that stay where
+    they are.
+    """
     same_dtype = (config.rollout.dtype or config.actor.compute_dtype) == config.actor.param_dtype
-    return config.cluster.devices == 1 and config.trainer.max_staleness == 0 and same_dtype
+    return config.cluster.devices == 1 and same_dtype and not config.actor.offload_params
+
+
+def shares_weights(config: Config) -> bool:
+    """As `one_storage`, and synchronous: otherwise the sampler goes on with the old weights during an
+    update.
+    """
+    return one_storage(config) and config.trainer.max_staleness == 0
 
 
 async def create_rollout(

@@ -108,8 +108,10 @@ class SFTTrainer:
         await self.checkpoints.restore(self)
         parameters = await self.actor.call(ActorWorker.num_parameters)
         with self.reporter.running(self.total_steps, self.step, parameters):
+            self.timers.start_step()
             await self._loop()
-        finished = self.step >= self.total_steps
+            finished = self.step >= self.total_steps
+            self.reporter.stopped = not finished
         if not finished:
             await self.checkpoints.save_now(self)
         return finished

@@ -195,7 +195,16 @@ class FsdpEngine:
         state: checkpoint.State = {f"model.{name}": shard.detach() for name, shard in self._shards.items()}
         if self.optimizer is not None:
             state |= {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state().items()}
+            state["optimizer.steps"] = self._common(state["optimizer.steps"])
         return state
+
+    def _common(self, steps: torch.Tensor) -> torch.Tensor:
+        """The counters as any rank has them: a rank without rows of a parameter never advances its
+        counter.
+        """
+        steps = steps.to(self.device)
+        dist.all_reduce(steps, dist.ReduceOp.MAX, self._group)
+        return steps.cpu()
 
     def load_state(self, state: checkpoint.State) -> None:
         """Take over a state of the same sharding, e.g. a snapshot."""

@@ -99,7 +99,6 @@ class ModelWorker(Worker):
         stats = StepStats()
         mini_batch = batch.scalars(mini_batch_column)
         prefix = "critic" if loss == "critic" else "actor"
-        self.engine.onload()
         for order in orders:
             for number in order:
                 part = batch.take(np.flatnonzero(mini_batch == number))
@@ -109,7 +108,6 @@ class ModelWorker(Worker):
                     stats.add_mean(f"{prefix}/grad_norm", step.grad_norm)
                 stats.add_max(f"{prefix}/lr", step.lr)
                 stats.add_mean(f"{prefix}/skipped_steps", float(step.skipped))
-        self.engine.offload()
         return stats
 
 

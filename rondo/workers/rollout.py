@@ -94,6 +94,8 @@ class RolloutWorker(Worker):
     def load_weights(self, version: int) -> SyncReport:
         """Make the engine serve `version` of the trainer's weights. Collective; the engine must be paused."""
         if self._share:
+            trainer = self.context.peers[self._weights_from].engine  # type: ignore[attr-defined]
+            assert_shared(trainer.parameters_in_place(), self.engine.parameters())
             self.engine.set_version(version)
             return SyncReport(version, len(self.engine.parameters()), 0)
         source = self.context.peers[self._weights_from].engine  # type: ignore[attr-defined]

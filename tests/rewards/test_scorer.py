@@ -410,10 +410,12 @@ def test_missing_column_stops_whatever_the_policy(scorer):
 
 
 def test_dropped_share():
-    check_dropped_share(["scored", "reward_error"], 0.5)
-    check_dropped_share([], 0.5)
-    with pytest.raises(RewardError, match=r"2 of 3 trajectories of this step \(1 errors, 1 timeouts\)"):
-        check_dropped_share(["scored", "reward_error", "reward_timeout"], 0.5)
+    check_dropped_share(["reward_error"], 2, 0.5)
+    check_dropped_share([], 2, 0.5)
+    with pytest.raises(
+        RewardError, match=r"2 trajectories failed .1 reward_error, 1 reward_timeout. for one step of 3"
+    ):
+        check_dropped_share(["reward_error", "reward_timeout"], 3, 0.5)
 
 
 def test_failures_are_logged_without_printing(scorer, capsys, caplog):

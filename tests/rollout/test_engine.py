@@ -45,9 +45,9 @@ def test_more_requests_than_slots(model: torch.nn.Module, decode: str) -> None:
     for out in outs:
         np.testing.assert_allclose(out.log_probs, true_log_probs(model, out), atol=1e-5)
     stats = engine.stats().values()
-    assert stats["rollout/generated_tokens"] == sum(len(o.token_ids) for o in outs)
+    assert stats["perf/decoded_tokens"] == sum(len(o.token_ids) for o in outs)
     assert stats["perf/batch_occupancy"] == pytest.approx(
-        stats["rollout/generated_tokens"] / stats["perf/decode_steps"]
+        stats["perf/decoded_tokens"] / stats["perf/decode_steps"]
     )
     assert 2 < stats["perf/batch_occupancy"] <= 3
     assert "perf/decode_steps" not in engine.stats().sums

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 from rondo.types import Prompt, Trajectory
@@ -35,3 +36,18 @@ def not_a_number(prompt: Prompt, trajectory: Trajectory) -> float:
 
 def a_string(prompt: Prompt, trajectory: Trajectory) -> str:
     return "1.0"
+
+
+def uneven(prompt: Prompt, trajectory: Trajectory) -> float:
+    """The last group of each batch of four takes its time: the others wait in the buffer."""
+    time.sleep(0.8 if prompt.seq % 4 == 3 and not prompt.prompt_id.startswith("eval:") else 0.01)
+    return even_share(prompt, trajectory)
+
+
+async def never(prompt: Prompt, trajectory: Trajectory) -> float:
+    await asyncio.sleep(3600)
+    return 0.0
+
+
+def always_raises(prompt: Prompt, trajectory: Trajectory) -> float:
+    raise KeyError("service down")

@@ -79,6 +79,25 @@ def test_interrupt_saves_at_once_and_resume_equals_undisturbed(
     assert weights(run) == weights(undisturbed)
 
 
+def test_interrupt_while_groups_wait_in_the_buffer_loses_none_of_them(recipe: Path, tmp_path: Path) -> None:
+    uneven = "reward.functions=[tests/trainers/scorers.py:uneven]"
+    for name in ("whole", "cut"):
+        run = tmp_path / name
+        if name == "cut":
+            process = start(recipe, run, uneven, "trainer.total_steps=3")
+            wait_for_line(run, process, 2)
+            time.sleep(0.4)  # three of the four groups of step 3 are ready, the fourth is being scored
+            process.send_signal(signal.SIGINT)
+            output, _ = process.communicate(timeout=60)
+            assert process.returncode == 130, output
+            buffered = run / "checkpoints" / "step-00000002" / "buffer"
+            assert len(list(buffered.glob("group-*.parquet"))) == 3
+            assert '"kind": "reissue", "seq": 11' in (buffered / "ledger.jsonl").read_text()
+        cli("train", str(recipe), *SIX_STEPS, "trainer.total_steps=3", uneven, f"trainer.run_dir={run}")
+    assert metrics(tmp_path / "cut") == metrics(tmp_path / "whole")
+    assert weights(tmp_path / "cut") == weights(tmp_path / "whole")
+
+
 def test_two_runs_with_one_seed_are_equal_and_another_seed_is_not(recipe: Path, tmp_path: Path) -> None:
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         cli("train", str(recipe), f"trainer.run_dir={tmp_path / name}", f"trainer.seed={seed}")

@@ -13,7 +13,7 @@ import pytest
 import safetensors.numpy
 
 from rondo.config import load
-from rondo.errors import ConfigError, RewardError, WorkerError
+from rondo.errors import ConfigError, RewardError, TrainError, WorkerError
 from rondo.trainers.run import train
 from tests.trainers.conftest import metrics, weights
 
@@ -227,6 +227,47 @@ def test_too_many_failures_stop_the_run(run: Any) -> None:
             "reward.on_error=drop",
             "reward.max_dropped_share=0.2",
         )
+
+
+NO_EVALUATION = "trainer.evaluation={before: false, after: false, every: null}"
+
+
+def test_a_scorer_that_is_down_stops_the_run_instead_of_eating_the_prompts(run: Any) -> None:
+    down = (
+        "reward.functions=[tests/trainers/scorers.py:never]",
+        "reward.timeout_seconds=0.05",
+        NO_EVALUATION,
+    )
+    with pytest.raises((RewardError, WorkerError), match="reward_timeout"):
+        run("down", *down)
+
+
+def test_dropped_groups_count_and_an_early_end_of_the_prompts_is_an_end(run: Any) -> None:
+    dropped = (
+        "reward.functions=[tests/trainers/scorers.py:always_raises]",
+        "reward.on_error=drop",
+        NO_EVALUATION,
+    )
+    with pytest.raises(TrainError, match="no prompt group could be trained"):
+        run(
+            "none",
+            *dropped,
+            "reward.max_dropped_share=1.0",
+            "trainer.total_steps=null",
+            "trainer.epochs=0.0625",
+        )
+
+
+def test_requests_that_expire_in_the_queue_are_failures_not_trajectories(run: Any) -> None:
+    with pytest.raises((RewardError, WorkerError), match="rollout_error"):
+        run("late", "rollout.deadline_seconds=1.0e-6", "rollout.max_concurrent=1", NO_EVALUATION)
+
+
+def test_sections_of_roles_that_the_run_does_not_have_are_refused(run: Any) -> None:
+    with pytest.raises(ConfigError, match=r"critic.optimizer.lr is set, but no chosen function reads values"):
+        run("unused", "critic.optimizer.lr=1e-3")
+    with pytest.raises(ConfigError, match=r"critic.token_budget=16384 is less than .*=20008"):
+        run("small", "algorithm.advantage=gae", "data.max_prompt_tokens=20000", "actor.token_budget=32768")
 
 
 def test_a_column_that_nothing_produces_is_named(run: Any, tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ class Decoder:
         finished = [self._finish(int(slot)) for slot in rows[done]] if done.any() else []
         self._stats.add_sum("perf/decode_cpu_seconds", time.thread_time() - started)
         self._stats.add_sum("perf/decode_steps", 1)
-        self._stats.add_sum("rollout/generated_tokens", len(rows))
+        self._stats.add_sum("perf/decoded_tokens", len(rows))
         self._stats.add_mean("perf/batch_occupancy", len(rows))
         return finished
 

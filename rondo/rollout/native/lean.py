@@ -209,7 +209,7 @@ class DecodeGraphs:
             step(tokens, positions, width)  # warm-up: handles and workspaces must exist before the capture
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             logits = step(tokens, positions, width)
         self._pool = graph.pool()
         return graph, tokens, positions, logits
