@@ -2,6 +2,7 @@
 machine.
 
     OMP_NUM_THREADS=1 python benchmarks/decode.py [--batches 64 128 256] [--repeats 5] [--json out.json]
+    python benchmarks/decode.py --device cuda           wall time; no compiled path, no roofline
 
 The quickstart's model (0.85 M parameters, float32, random weights), groups of 8 samples per prompt, 16 prompt
 and 48 new tokens, temperature 1, one thread. Tokens per second of *process CPU time*; all contestants take
@@ -86,7 +87,7 @@ def run_engine(engine: NativeEngine, ids: torch.Tensor) -> None:
     """One request per row; a group shares an affinity key that no earlier turn had (no free prefill)."""
     turn = next(_turns)
     sampling = SamplingParams(max_tokens=NEW)
-    rows = ids.numpy().astype(np.int32)
+    rows = ids.cpu().numpy().astype(np.int32)
 
     async def all_requests() -> None:
         await asyncio.gather(
@@ -101,21 +102,22 @@ def run_engine(engine: NativeEngine, ids: torch.Tensor) -> None:
     asyncio.run(all_requests())
 
 
-def contestants(batch: int) -> dict[str, Callable[[], None]]:
+def contestants(batch: int, device: str) -> dict[str, Callable[[], None]]:
     """Name → one complete turn."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(quickstart_config(), dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_config(quickstart_config(), dtype=torch.float32).eval().to(device)
     model.generation_config.eos_token_id = None
     parameters = {name: p.data for name, p in model.named_parameters()}
-    ids = prompts(batch)
+    ids = prompts(batch).to(device)
     turns: dict[str, Callable[[], None]] = {
         "generate, dynamic cache": lambda: run_generate(model, ids, "dynamic"),
         "generate, static cache": lambda: run_generate(model, ids, "static"),
     }
-    for decode in ("generic", "lean", "compiled"):
+    for decode in ("generic", "lean", "compiled") if device == "cpu" else ("generic", "lean"):
         engine = NativeEngine(
             quickstart_config(),
             parameters=parameters,
+            device=device,
             max_concurrent=batch,
             max_context=PROMPT + NEW,
             decode=decode,  # type: ignore[arg-type]
@@ -129,6 +131,17 @@ def cpu_seconds(work: Callable[[], object], repeats: int = 1) -> float:
     for _ in range(repeats):
         work()
     return (time.process_time() - started) / repeats
+
+
+def seconds_of(work: Callable[[], object], device: str) -> float:
+    """CPU seconds on a CPU; wall seconds, with the device's work done, on CUDA."""
+    if device == "cpu":
+        return cpu_seconds(work)
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    work()
+    torch.cuda.synchronize()
+    return time.perf_counter() - started
 
 
 def products(batch: int) -> list[tuple[int, int, int]]:
@@ -169,17 +182,22 @@ def roofline(batch: int) -> dict[str, float]:
     }
 
 
-def measure(batch: int, repeats: int) -> dict[str, object]:
+def measure(batch: int, repeats: int, device: str) -> dict[str, object]:
     """Median tokens per CPU-second of every contestant over alternated turns, after one to warm up."""
-    turns = contestants(batch)
+    turns = contestants(batch, device)
     rates: dict[str, list[float]] = {name: [] for name in turns}
     for repeat in range(repeats + 1):
         for name, turn in turns.items():
-            rate = batch * NEW / cpu_seconds(turn)
+            rate = batch * NEW / seconds_of(turn, device)
             if repeat:
                 rates[name].append(rate)
     medians = {name: statistics.median(values) for name, values in rates.items()}
-    return {"batch": batch, "tokens_per_cpu_s": medians, "all": rates, "roofline": roofline(batch)}
+    return {
+        "batch": batch,
+        "tokens_per_cpu_s": medians,
+        "all": rates,
+        "roofline": roofline(batch) if device == "cpu" else None,
+    }
 
 
 def table(results: list[dict[str, object]]) -> str:
@@ -193,7 +211,9 @@ def table(results: list[dict[str, object]]) -> str:
             best = max(rate for other, rate in rates.items() if other.startswith("generate"))
             line += f"{rates[name]:10.0f} ({rates[name] / best:4.2f}×)"
         lines.append(line)
-    roof: list[dict[str, float]] = [r["roofline"] for r in results]  # type: ignore[misc]
+    roof: list[dict[str, float]] = [r["roofline"] for r in results if r["roofline"]]  # type: ignore[misc]
+    if not roof:
+        return "\n".join(lines)
     lines.append("roofline".ljust(26) + "".join(f"{r['tokens_per_cpu_s']:10.0f}        " for r in roof))
     lines.append("  GEMM GFLOP/s".ljust(26) + "".join(f"{r['gemm_gflops']:10.0f}        " for r in roof))
     lines.append("  copy GiB/s".ljust(26) + "".join(f"{r['bandwidth_gib_s']:10.1f}        " for r in roof))
@@ -204,10 +224,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--batches", type=int, nargs="+", default=[64, 128, 256])
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    results = [measure(batch, arguments.repeats) for batch in arguments.batches]
+    results = [measure(batch, arguments.repeats, arguments.device) for batch in arguments.batches]
     versions = {
         "torch": torch.__version__,
         "transformers": transformers.__version__,

@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error_block(args.command, error), file=sys.stderr)
         return 2
     except KeyboardInterrupt as stopped:
-        print(f"rondo {args.command}: {stopped or 'interrupted'}", file=sys.stderr)
+        print(f"rondo {args.command}: {str(stopped) or 'interrupted'}", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `rondo … | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
