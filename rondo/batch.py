@@ -27,8 +27,7 @@ ColumnLike: TypeAlias = "pa.Array | np.ndarray | torch.Tensor | Sequence[Any]"
 
 
 def ragged_array(values: np.ndarray | torch.Tensor, offsets: np.ndarray | torch.Tensor) -> pa.ListArray:
-    """A list column from flat `values` [N] and `offsets` [B+1] (from 0 to N, never falling). No copy of the
-    values.
+    """A list column from flat `values` [N] and `offsets` [B+1] (from 0 to N, never falling), without a copy.
 
     Raises DataError when the offsets do not describe the values.
     """
@@ -37,9 +36,7 @@ def ragged_array(values: np.ndarray | torch.Tensor, offsets: np.ndarray | torch.
     if flat.dtype == np.bool_:
         flat = flat.astype(np.uint8)  # Arrow's booleans are bits; a mask is bytes
     if len(bounds) == 0 or bounds[0] != 0 or bounds[-1] != len(flat) or np.any(np.diff(bounds) < 0):
-        raise DataError(
-            f"offsets must rise from 0 to {len(flat)}; got {bounds[:3]}…{bounds[-3:]} ({len(bounds)} of them)"
-        )
+        raise DataError(f"offsets must rise from 0 to {len(flat)}; got {bounds[:3]}…{bounds[-3:]}")
     return pa.ListArray.from_arrays(pa.array(bounds.astype(np.int32, copy=False)), pa.array(flat))
 
 
@@ -58,8 +55,7 @@ def _is_ragged(kind: pa.DataType) -> bool:
 def _compact(array: pa.Array | pa.ChunkedArray) -> pa.Array:
     """One chunk, list offsets from 0, and no bytes of a parent (which a slice drags along when it travels).
 
-    Copies only what is a part of something larger. Raises DataError when list rows are more than int32
-    offsets hold.
+    Copies only what is a part of something larger. Raises DataError when int32 offsets cannot hold it.
     """
     if isinstance(array, pa.ChunkedArray):
         if array.num_chunks > 1:
@@ -67,7 +63,7 @@ def _compact(array: pa.Array | pa.ChunkedArray) -> pa.Array:
                 return pa.concat_arrays(array.chunks)
             except pa.ArrowInvalid as error:
                 raise DataError(
-                    f"the parts of a column do not fit into one: {error}; use smaller batches"
+                    f"parts of a column do not fit into one: {error}; use smaller batches"
                 ) from error
         array = array.chunk(0) if array.num_chunks else pa.array([], array.type)
     if len(array) == 0:
@@ -282,14 +278,9 @@ class Batch:
 
 
 def _plain_lists(table: pa.Table) -> pa.Table:
-    """Parquet names a list's values `element`; everywhere else they are `item`, and Arrow takes that for a
-    type.
-    """
-    fields = [
-        field.with_type(pa.list_(field.type.value_type)) if pa.types.is_list(field.type) else field
-        for field in table.schema
-    ]
-    return table.cast(pa.schema(fields))
+    """Parquet names a list's values `element`, Arrow `item`, and takes that for another type."""
+    kinds = [pa.list_(kind.value_type) if pa.types.is_list(kind) else kind for kind in table.schema.types]
+    return table.cast(pa.schema(list(zip(table.schema.names, kinds, strict=True))))
 
 
 @dataclass(frozen=True)

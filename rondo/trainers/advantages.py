@@ -18,10 +18,6 @@ from rondo.config.schema import AlgorithmConfig
 from rondo.controller import Cluster
 from rondo.types import StepStats
 
-PER_ROW = frozenset(
-    {"reward", "group_id", "trajectory_id", "response_length", "num_trained_tokens", "sample_index"}
-)
-
 
 class AdvantageStage:
     """columns: what the estimator (and a KL in the reward) needs from producers."""

@@ -41,7 +41,6 @@ class Program:
     critic_columns: tuple[str, ...]
     needs_critic: bool
     needs_reference: bool
-    recompute_old_log_probs: bool
     skip_zero_advantages: bool
 
     def describe(self) -> list[str]:
@@ -149,7 +148,6 @@ def plan_program(config: Config) -> Program:
         critic_columns=critic_columns,
         needs_critic=needs_critic,
         needs_reference="ref_log_probs" in read,
-        recompute_old_log_probs="old_log_probs" in read,
         skip_zero_advantages=loss.zero_where_advantage_is_zero,
     )
 
