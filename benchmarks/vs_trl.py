@@ -95,11 +95,16 @@ def run_rondo(model: Path, run: Path, steps: int, skip: int) -> dict[str, Any]:
     )
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     timed = lines[skip:]
-    names = sorted({k for line in timed for k in line if k.startswith("timing/") and k.endswith("_s")})
-    phases = {name[7:-2]: statistics.fmean(line.get(name, 0.0) for line in timed) for name in names}
+
+    def mean(*names: str) -> float:
+        return statistics.fmean(sum(line.get(name, 0.0) for name in names) for line in timed)
+
+    whole = mean("timing/cpu_s")
+    generate = mean("perf/decode_cpu_seconds", "perf/prefill_cpu_seconds")
+    update = mean("perf/update_cpu_seconds")
     return {
-        "cpu_s_per_step": statistics.fmean(line["timing/cpu_s"] for line in timed),
-        "phases": {name: seconds for name, seconds in phases.items() if name not in ("step", "cpu")},
+        "cpu_s_per_step": whole,
+        "phases": {"generate": generate, "update": update, "rest": whole - generate - update},
         "tokens": sum(line["rollout/generated_tokens"] for line in lines),
         "rewards": [line["reward/mean"] for line in lines],
     }

@@ -128,7 +128,7 @@ class ActorWorker(ModelWorker):
         """
         started = time.process_time()
         stats = self._update(batch, loss, "mini_batch", orders)
-        stats.add_sum("perf/update_cpu_s", time.process_time() - started)
+        stats.add_sum("perf/update_cpu_seconds", time.process_time() - started)
         return stats
 
     @dispatch("split")
