@@ -186,7 +186,7 @@ def _open_jsonl(config: SourceConfig, name: str) -> Source:
 
 def _parse_line(line: bytes, where: str) -> Row:
     try:
-        row = json.loads(line.decode("utf-8-sig"))
+        row = json.loads(line.decode("utf-8-sig").rstrip("\r\n"))
     except UnicodeDecodeError as error:
         raise DataError(
             f"{where}: not UTF-8 ({error.reason} at byte {error.start}); save the file as UTF-8"
@@ -199,7 +199,8 @@ def _parse_line(line: bytes, where: str) -> Row:
             else ""
         )
         raise DataError(
-            f"{where}: broken JSON: {error.msg} at column {error.colno}{hint}: {text[:80]!r}"
+            f"{where}: broken JSON: {error.msg.removesuffix(' at')} at column {error.colno}{hint}: "
+            f"{text[:80]!r}"
         ) from error
     if not isinstance(row, dict):
         raise DataError(

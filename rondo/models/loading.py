@@ -177,7 +177,12 @@ def _check_folder(path: str, patterns: tuple[str, ...], what: str) -> None:
         if not any(next(folder.glob(pattern), None) for pattern in patterns):
             found = ", ".join(sorted(item.name for item in folder.iterdir())[:8]) or "nothing"
             raise DataError(f"model folder {path} has no {what}; it holds {found}")
-    elif path.startswith(("/", "./", "../", "~")) or path.count("/") > 1:
+    elif (
+        path.startswith(("/", "./", "../", "~"))
+        or path.count("/") > 1
+        or (folder.parent.name
+        and folder.parent.is_dir())
+    ):
         raise DataError(
             f"model folder {path} does not exist (relative to {os.getcwd()}), and is no hub id either"
         )

@@ -21,6 +21,7 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from rondo.config.functions import did_you_mean
@@ -34,6 +35,8 @@ from rondo.types import SCORED, Outcome, StepStats, Trajectory, request_seed
 logger = logging.getLogger(__name__)
 
 _THREADS = 8
+_LOGGED_FAILURES = 3  # of one kind
+_OUR_FOLDER = str(Path(__file__).parent.parent)
 _LOGGED_CHARACTERS = 2000
 
 
@@ -63,6 +66,7 @@ class Scorer:
             f.name: ProcessPool(f.spec, processes) for f in self._functions if f.run_in == "process"
         }
         self._stats = _new_stats()
+        self._logged: dict[tuple[str, str], int] = {}
         self.names: tuple[str, ...] = tuple(name for f in self._functions for name in f.names)
         self.has_group_functions: bool = any(f.group for f in self._functions)
 
@@ -185,9 +189,9 @@ class Scorer:
                 raise RewardError(f"reward function {function.name}: {error}") from error
             except Exception as error:  # user code: the one boundary for whatever a reward function raises
                 failure, policy, detail = self._judged(function, error)
-                _log(function, trajectory, failure, detail)
                 if policy == "stop":
                     raise RewardError(_stop_message(function, trajectory, failure, detail)) from error
+                self._log(function, trajectory, failure, detail)
                 if policy == "drop" or attempt == self._config.max_retries:
                     raise failure from error
                 self._stats.add_sum("reward/retries", 1)
@@ -203,9 +207,20 @@ class Scorer:
             return _ScoringError("reward_timeout", f"{function.name}: {text}"), self._config.on_timeout, ""
         self._stats.add_sum("reward/errors", 1)
         crashed = isinstance(error, ScorerCrashError)
-        detail = str(error) if crashed else "".join(traceback.format_exception(error))
+        detail = str(error) if crashed else _users_part(error)
         text = detail.strip().rsplit("\n", 1)[-1]
         return _ScoringError("reward_error", f"{function.name}: {text}"), self._config.on_error, detail
+
+    def _log(
+        self, function: RewardFunction, trajectory: Trajectory, failure: _ScoringError, detail: str
+    ) -> None:
+        """The first failures of a kind in full, the others only counted (reward/errors, reward/timeouts)."""
+        kind = (function.name, failure.text)
+        self._logged[kind] = self._logged.get(kind, 0) + 1
+        if self._logged[kind] <= _LOGGED_FAILURES:
+            _log(function, trajectory, failure, detail)
+            if self._logged[kind] == _LOGGED_FAILURES:
+                logger.error("further failures of this kind are counted and not shown: %s", failure.text)
 
     async def _call(self, function: RewardFunction, args: tuple[Any, ...], trajectory: Trajectory) -> Any:
         options = dict(function.options)
@@ -255,7 +270,7 @@ def _scores(function: RewardFunction, value: Any) -> dict[str, float]:
                 f"it declared the scores {', '.join(function.parts)} and must return a mapping of them, got "
                 f"{value!r:.200}"
             )
-        return {function.name: _number(value, "it")}
+        return {function.name: _number(value, "the returned score")}
     names, declared = set(value), set(function.parts)
     if names not in (declared, declared | {"reward"}):
         raise TypeError(
@@ -277,6 +292,19 @@ def _number(value: Any, what: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"{what} must be a finite number, got {value}")
     return float(value)
+
+
+def _users_part(error: Exception) -> str:
+    """The traceback from the first frame that is not rondo's or asyncio's own; of our checks, the message
+    only.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [f for f in frames if not f.filename.startswith(_OUR_FOLDER) and "asyncio" not in f.filename]
+    theirs = [
+        f for f in theirs if "concurrent/futures" not in f.filename and "/threading.py" not in f.filename
+    ]
+    shown = ["Traceback (most recent call last):\n", *traceback.format_list(theirs)] if theirs else []
+    return "".join([*shown, *traceback.format_exception_only(error)])
 
 
 def _log(function: RewardFunction, trajectory: Trajectory, failure: _ScoringError, detail: str) -> None:

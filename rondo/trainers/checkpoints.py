@@ -44,6 +44,14 @@ class Checkpoints:
         self._store = CheckpointStore(folder.checkpoints_dir, config.checkpoint.keep)
         self._cut: ControllerState | None = None
 
+    def check(self) -> None:
+        """Before anything starts: is there a checkpoint, is it whole, and does it fit? Raises
+        CheckpointError.
+        """
+        checkpoint = self._store.latest() if self._folder.resuming else None
+        if checkpoint is not None:
+            check_compatible(load_controller_state(checkpoint.path)[1], compatibility_record(self._config))
+
     async def restore(self, trainer: Resumable) -> int | None:
         """Load the newest checkpoint into the trainer and its roles; what was logged beyond it moves aside.
 

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from rondo.batch import BatchRef
 from rondo.checkpoint.durable import write_atomic
 from rondo.config.schema import Config
@@ -46,6 +48,8 @@ class Reporter:
     ) -> None:
         self.config, self.folder, self.console, self.title, self.kind = config, folder, console, title, kind
         self.stopped = False  # on request, before the end
+        self.device: str = config.cluster.device
+        self._samples: list[Sample] = []
         self._trackers = make_trackers(
             config.tracking.trackers,
             folder,
@@ -62,7 +66,7 @@ class Reporter:
         config = self.config
         header = Header(
             model=f"{_model_name(config)} ({parameters / 1e6:.2f} M parameters)",
-            device=f"{config.cluster.devices} x {config.cluster.device} ({config.cluster.backend})",
+            device=self.device,
             algorithm=config.algorithm.advantage.name if self.kind == "rl" else "supervised fine-tuning",
             run_dir=str(self.folder.path),
         )
@@ -98,8 +102,12 @@ class Reporter:
         generated = int(values.get("rollout/generated_tokens", 0))
         tokens = {"trained": trained} | ({"generated": generated} if self.kind == "rl" else {})
         metrics = values | dict(extra) | timers.end_step(**tokens)
+        metrics |= _rates(metrics, tokens)
         self._trackers.log(step, metrics)
         self.console.step(step, metrics)
+        if self._samples:
+            self.console.log_samples(step, self._samples)
+            self._trackers.log_samples(step, self._samples)
         for result in evaluation:
             self._evaluated(step, result)
 
@@ -109,7 +117,7 @@ class Reporter:
         self._evaluated(step, result)
 
     def _evaluated(self, step: int, result: EvaluationResult) -> None:
-        self.console.evaluation(step, result.metrics)
+        self.console.evaluation(step, _table(result.metrics))
         folder = self.folder.path / "evaluations"
         folder.mkdir(exist_ok=True)
         lines = [_record_line(record) for record in result.samples]
@@ -123,15 +131,13 @@ class Reporter:
         if tracking.save_rollouts:
             self.folder.write_rollouts(step, await rows.fetch())
         if tracking.samples:
-            few = await rows.take(range(min(tracking.samples, len(rows)))).fetch(
-                ["text", "prompt_text", "reward", "outcome"]
-            )
-            samples = [
+            groups = rows.index.scalars("group_id")
+            firsts = np.sort(np.unique(groups, return_index=True)[1])[: tracking.samples]
+            few = await rows.take(firsts).fetch(["text", "prompt_text", "reward", "outcome"])
+            self._samples = [
                 Sample(row["prompt_text"], row["text"], row["reward"], row["outcome"])
                 for row in few.table.to_pylist()
             ]
-            self.console.log_samples(step, samples)
-            self._trackers.log_samples(step, samples)
 
     def finish(self, timers: Timers, step: int, finished: bool) -> dict[str, Any]:
         """summary.json, curves.png and the final table; of a run that was stopped, nothing is written."""
@@ -157,7 +163,8 @@ class Reporter:
             if self.config.tracking.plot:
                 facts |= self._plot()
             facts |= {"run folder": str(self.folder.path)}
-            self.console.report(Report(_table(before), _table(after), self._answers(step), facts))
+            answers = _answers(self.folder.path, step, self.config.tracking.samples)
+            self.console.report(Report(_table(before), _table(after), answers, facts))
         return summary
 
     def _plot(self) -> dict[str, str]:
@@ -165,12 +172,30 @@ class Reporter:
             return {"curves": 'not drawn: pip install "rondo-rl[plots]"'}
         return {"curves": str(plot_curves(self.folder.path))}
 
-    def _answers(self, step: int) -> list[BeforeAfter]:
-        """Answers to the same prompts before and after; those that changed from wrong to right first."""
-        before, after = _read_records(self.folder.path, 0), _read_records(self.folder.path, step)
-        pairs = [(before.get(key), record) for key, record in after.items()]
-        pairs.sort(key=lambda pair: -(pair[1].reward - (pair[0].reward if pair[0] else 0.0)))
-        return [BeforeAfter(_sample(old), _sample(new)) for old, new in pairs[: self.config.tracking.samples]]
+
+def show_finished(
+    config: Config, folder: RunFolder, console: Console, summary: dict[str, Any]
+) -> dict[str, Any]:
+    """The final table of a run that was finished before."""
+    answers = _answers(folder.path, summary["steps"], config.tracking.samples)
+    facts = {"run folder": str(folder.path), "finished": "to train again, set another trainer.run_dir"}
+    console.report(Report(_table(summary["eval_before"]), _table(summary["eval_after"]), answers, facts))
+    return summary
+
+
+def _answers(run: Path, step: int, number: int) -> list[BeforeAfter]:
+    """Answers to the same prompts before and after; those that changed from wrong to right first."""
+    before, after = _read_records(run, 0), _read_records(run, step)
+    pairs = [(before.get(key), record) for key, record in after.items()]
+    pairs.sort(key=lambda pair: -(pair[1].reward - (pair[0].reward if pair[0] else 0.0)))
+    return [BeforeAfter(_sample(old), _sample(new)) for old, new in pairs[:number]]
+
+
+def _rates(metrics: Mapping[str, float], tokens: Mapping[str, int]) -> dict[str, float]:
+    """Tokens per second of the phase that handles them, so that evaluations and checkpoints do not count."""
+    phases = {"generated": "timing/generate_s", "trained": "timing/update_actor_s"}
+    seconds = {name: metrics.get(phases[name], 0.0) for name in tokens}
+    return {f"perf/{name}_tokens_per_s": tokens[name] / seconds[name] for name in tokens if seconds[name] > 0}
 
 
 def _model_name(config: Config) -> str:

@@ -40,7 +40,9 @@ from rondo.workers.rollout import RolloutWorker
 
 
 class RLTrainer:
-    """One run. Built by `trainers/run.py`; `await run()` trains to the end or to a requested stop."""
+    """One run. Built by `trainers/run.py`; `await start()`, then `await run()` to the end or to a requested
+    stop.
+    """
 
     def __init__(
         self,
@@ -93,7 +95,6 @@ class RLTrainer:
 
     async def run(self) -> bool:
         """Train. Returns False when stopped on request before the end."""
-        await self.start()
         with self.reporter.running(
             self.total_steps, self.step, await self.roles.actor.call(ActorWorker.num_parameters)
         ):

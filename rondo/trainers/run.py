@@ -22,7 +22,8 @@ from rondo.rewards import Scorer
 from rondo.tracking import Console, RunFolder
 from rondo.trainers.check import beside_recipe, check_rl, check_sft
 from rondo.trainers.checkpoints import Checkpoints
-from rondo.trainers.reporting import Reporter
+from rondo.trainers.continuing import already_finished
+from rondo.trainers.reporting import Reporter, show_finished
 from rondo.trainers.rl import RLTrainer
 from rondo.trainers.setup import complete_model, create_roles, load_prompts, plan_program, plan_schedule
 from rondo.trainers.sft import SFTTrainer
@@ -66,7 +67,11 @@ def sft(loaded: LoadedConfig) -> Summary:
 async def _train(loaded: LoadedConfig, console: Console) -> Summary:
     folder_path = run_dir(loaded)
     with RunFolder(folder_path, resume=loaded.config.checkpoint.resume) as folder:
-        folder.write_config(to_yaml(loaded.config))
+        checkpoints = Checkpoints(loaded.config, folder)
+        checkpoints.check()
+        done = already_finished(folder, loaded.config, console)
+        if done is not None:
+            return show_finished(loaded.config, folder, console, done)
         config = complete_model(await _warm_start(loaded, folder, console))
         program = plan_program(config)
         with console.phase("reading prompts"):
@@ -80,13 +85,15 @@ async def _train(loaded: LoadedConfig, console: Console) -> Summary:
         async with _cluster(config, console) as cluster:
             with console.phase("starting worker groups"):
                 roles = await create_roles(cluster, config, program, schedule, prompts.max_context)
-            checkpoints = Checkpoints(loaded.config, folder)
+            reporter.device = f"{cluster.num_devices} x {cluster.device} ({config.cluster.backend})"
             trainer = RLTrainer(
                 config, cluster, roles, program, schedule, prompts, reporter, checkpoints, score_names
             )
-            for line in (*program.describe(), *await roles.rollout.call(RolloutWorker.decode_path)):
+            for line in dict.fromkeys(await roles.rollout.call(RolloutWorker.decode_path)):
                 reporter.note(line)
-            with _stop_on_interrupt(trainer):
+            await trainer.start()
+            folder.write_config(to_yaml(loaded.config))
+            with _stop_on_interrupt(trainer, console):
                 finished = await trainer.run()
             if finished and config.checkpoint.export:
                 with console.phase("exporting the model"):
@@ -99,7 +106,12 @@ async def _sft(loaded: LoadedConfig, console: Console) -> Summary:
     folder_path = run_dir(loaded)
     config = loaded.config
     with RunFolder(folder_path, resume=config.checkpoint.resume) as folder:
-        folder.write_config(to_yaml(config))
+        checkpoints = Checkpoints(config, folder)
+        checkpoints.check()
+        done = already_finished(folder, config, console)
+        if done is not None:
+            console.note(f"{folder.path}: this run is finished; to train again, set another trainer.run_dir")
+            return done
         async with _cluster(config, console) as cluster:
             return await _run_sft(config, cluster, folder, console, title=Path(folder_path).name)
 
@@ -107,12 +119,15 @@ async def _sft(loaded: LoadedConfig, console: Console) -> Summary:
 async def _run_sft(
     config: Config, cluster: Cluster, folder: RunFolder, console: Console, title: str
 ) -> Summary:
-    config = complete_model(config)
+    written, config = to_yaml(config), complete_model(config)
     reporter = Reporter(config, folder, console, title=title, kind="sft")
+    reporter.device = f"{cluster.num_devices} x {cluster.device} ({config.cluster.backend})"
     checkpoints = Checkpoints(config, folder)
     with console.phase("reading conversations, starting the worker group"):
         trainer = await SFTTrainer.create(config, cluster, reporter, checkpoints)
-    with _stop_on_interrupt(trainer):
+    await trainer.start()
+    folder.write_config(written)
+    with _stop_on_interrupt(trainer, console):
         finished = await trainer.run()
     if finished and config.checkpoint.export:
         await trainer.actor.call(ActorWorker.export, str(folder.export_dir))
@@ -133,7 +148,6 @@ async def _warm_start(loaded: LoadedConfig, folder: RunFolder, console: Console)
         _check_same_warm_start(path, sft_config)
     else:
         with RunFolder(path, resume="auto") as sft_folder:
-            sft_folder.write_config(to_yaml(sft_config))
             async with _cluster(sft_config, console) as cluster:
                 await _run_sft(sft_config, cluster, sft_folder, console, title="warm start")
     return dataclasses.replace(
@@ -177,12 +191,15 @@ async def _cluster(config: Config, console: Console) -> AsyncIterator[Cluster]:
 
 
 @contextmanager
-def _stop_on_interrupt(trainer: Stoppable) -> Iterator[None]:
+def _stop_on_interrupt(trainer: Stoppable, console: Console) -> Iterator[None]:
     """First Ctrl-C: stop at the next safe point, save, and say how to go on. Second: stop at once."""
     loop = asyncio.get_running_loop()
 
     def stop() -> None:
         trainer.request_stop()
+        console.note(
+            "stopping at the next safe point, then saving; Ctrl-C again stops at once, without saving"
+        )
         loop.remove_signal_handler(signal.SIGINT)
 
     loop.add_signal_handler(signal.SIGINT, stop)

@@ -103,9 +103,12 @@ class SFTTrainer:
     def request_stop(self) -> None:
         self._stop.set()
 
+    async def start(self) -> None:
+        """Resume if there is something to resume."""
+        await self.checkpoints.restore(self)
+
     async def run(self) -> bool:
         """Train. Returns False when stopped on request before the end."""
-        await self.checkpoints.restore(self)
         parameters = await self.actor.call(ActorWorker.num_parameters)
         with self.reporter.running(self.total_steps, self.step, parameters):
             self.timers.start_step()

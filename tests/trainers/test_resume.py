@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainers.conftest import REPOSITORY, cli, metrics, weights
+from tests.trainers.conftest import REPOSITORY, cli, inline, metrics, weights
 
 SIX_STEPS = ("trainer.total_steps=6", "checkpoint.every=3", "trainer.evaluation.every=3")
 SLOW_SCORER = "reward.functions=[tests/trainers/scorers.py:slow]"  # so that there is time to kill it
@@ -138,3 +138,27 @@ def test_a_truncated_checkpoint_is_named_with_the_way_out(recipe: Path, tmp_path
     assert done.returncode == 2
     assert str(victim.name) in done.stderr
     assert "checkpoint of step 2 is valid" in done.stderr
+
+
+def test_a_finished_run_with_another_algorithm_is_refused(undisturbed: Path, recipe: Path) -> None:
+    before = (undisturbed / "config.yaml").read_text()
+    done = cli(
+        "train",
+        str(recipe),
+        *SIX_STEPS,
+        SLOW_SCORER,
+        "algorithm.advantage=rloo",
+        f"trainer.run_dir={undisturbed}",
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "algorithm.advantage.name: grpo before, rloo now" in done.stderr
+    assert (undisturbed / "config.yaml").read_text() == before
+
+
+def test_a_longer_run_with_another_setting_goes_on_and_says_so(recipe: Path, tmp_path: Path) -> None:
+    arguments = ("train", str(recipe), "checkpoint.every=1", f"trainer.run_dir={tmp_path / 'run'}")
+    inline(*arguments, "trainer.total_steps=1")
+    done = inline(*arguments, "trainer.total_steps=2", "actor.optimizer.lr=5e-4", "tracking.console=plain")
+    assert "actor.optimizer.lr: 0.001 before, 0.0005 now" in done.stdout + done.stderr
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [0, 1, 2]

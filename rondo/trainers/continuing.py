@@ -1,0 +1,63 @@
+"""A run folder that holds an earlier attempt: is this command the same run, a longer one, or another one by
+mistake?
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from rondo.config import load
+from rondo.config.schema import Config
+from rondo.errors import ConfigError
+from rondo.tracking import Console, RunFolder
+
+# Where and how a run runs, and what it tells, may change at will; so may its length.
+FREE = ("trainer.run_dir", "trainer.total_steps", "trainer.epochs", "trainer.evaluation")
+FREE_SECTIONS = ("cluster", "tracking", "checkpoint")
+
+
+def already_finished(folder: RunFolder, config: Config, console: Console) -> dict[str, Any] | None:
+    """The summary of a run that is complete as asked for, or None when there is something to do.
+
+    Settings that differ from those that the folder was made with are said where the run goes on. Raises
+    ConfigError where it is finished: nothing would be trained with them.
+    """
+    written = folder.path / "config.yaml"
+    if not folder.resuming or not written.exists():
+        return None
+    old = load([str(written)]).config
+    changed = list(_differences("", old, config))
+    summary = folder.path / "summary.json"
+    same_length = (old.trainer.total_steps, old.trainer.epochs) == (
+        config.trainer.total_steps,
+        config.trainer.epochs,
+    )
+    if summary.exists() and same_length:
+        if changed:
+            raise ConfigError(
+                f"{folder.path}: this run is finished, and these settings are others than it was made with:\n"
+                + "\n".join(f"  {line}" for line in changed)
+                + "\nNothing would be trained with them. Begin another run: trainer.run_dir=…"
+            )
+        return dict(json.loads(summary.read_text(encoding="utf-8")))
+    for line in changed:
+        console.warn(f"goes on with another setting than it began with: {line}")
+    return None
+
+
+def _differences(key: str, old: Any, new: Any) -> Iterator[str]:
+    if key in FREE or key in FREE_SECTIONS:
+        return
+    if dataclasses.is_dataclass(old) and type(old) is type(new):
+        for field in dataclasses.fields(old):
+            name = f"{key}.{field.name}" if key else field.name
+            yield from _differences(name, getattr(old, field.name), getattr(new, field.name))
+    elif old != new:
+        yield f"{key}: {_shown(old)} before, {_shown(new)} now"
+
+
+def _shown(value: Any) -> str:
+    return getattr(value, "name", None) or str(value)
