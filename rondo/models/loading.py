@@ -180,8 +180,7 @@ def _check_folder(path: str, patterns: tuple[str, ...], what: str) -> None:
     elif (
         path.startswith(("/", "./", "../", "~"))
         or path.count("/") > 1
-        or (folder.parent.name
-        and folder.parent.is_dir())
+        or (folder.parent.name and folder.parent.is_dir())
     ):
         raise DataError(
             f"model folder {path} does not exist (relative to {os.getcwd()}), and is no hub id either"
