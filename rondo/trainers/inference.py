@@ -26,7 +26,7 @@ from rondo.trainers.setup import (
     load_prompts,
     model_source,
     one_storage,
-    tokenizer_name,
+    open_tokenizer,
 )
 from rondo.types import Prompt, SamplingParams
 from rondo.workers.models import ActorWorker
@@ -188,4 +188,4 @@ async def _export(config: Config, checkpoint: str, output: str) -> None:
         await actor.call(ActorWorker.export, output)
     finally:
         await cluster.shutdown()
-    load_tokenizer(tokenizer_name(config), config.model.chat_template).save_pretrained(output)
+    open_tokenizer(config).save_pretrained(output)

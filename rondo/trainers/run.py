@@ -25,7 +25,14 @@ from rondo.trainers.checkpoints import Checkpoints
 from rondo.trainers.continuing import already_finished
 from rondo.trainers.reporting import Reporter, show_finished
 from rondo.trainers.rl import RLTrainer
-from rondo.trainers.setup import complete_model, create_roles, load_prompts, plan_program, plan_schedule
+from rondo.trainers.setup import (
+    complete_model,
+    create_roles,
+    load_prompts,
+    open_tokenizer,
+    plan_program,
+    plan_schedule,
+)
 from rondo.trainers.sft import SFTTrainer
 from rondo.workers.models import ActorWorker
 from rondo.workers.rollout import RolloutWorker
@@ -98,7 +105,7 @@ async def _train(loaded: LoadedConfig, console: Console) -> Summary:
             if finished and config.checkpoint.export:
                 with console.phase("exporting the model"):
                     await roles.actor.call(ActorWorker.export, str(folder.export_dir))
-                    _export_tokenizer(config, folder.export_dir)
+                    open_tokenizer(config).save_pretrained(folder.export_dir)
         return _close(reporter, trainer, finished)
 
 
@@ -131,7 +138,7 @@ async def _run_sft(
         finished = await trainer.run()
     if finished and config.checkpoint.export:
         await trainer.actor.call(ActorWorker.export, str(folder.export_dir))
-        _export_tokenizer(config, folder.export_dir)
+        open_tokenizer(config).save_pretrained(folder.export_dir)
     return _close(reporter, trainer, finished)
 
 
@@ -207,17 +214,6 @@ def _stop_on_interrupt(trainer: Stoppable, console: Console) -> Iterator[None]:
         yield
     finally:
         loop.remove_signal_handler(signal.SIGINT)
-
-
-def _export_tokenizer(config: Config, path: Path) -> None:
-    from rondo.models import load_tokenizer
-    from rondo.trainers.setup import tokenizer_name
-
-    model = config.model
-    tokenizer = load_tokenizer(
-        tokenizer_name(config), model.chat_template, trust_remote_code=model.trust_remote_code
-    )
-    tokenizer.save_pretrained(path)
 
 
 def _close(reporter: Reporter, trainer: RLTrainer | SFTTrainer, finished: bool) -> Summary:

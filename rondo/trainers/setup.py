@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from rondo.algorithms import actor_loss, critic_loss
 from rondo.chat import stop_token_ids
@@ -97,6 +98,13 @@ def tokenizer_name(config: Config) -> str:
     return name
 
 
+def open_tokenizer(config: Config) -> Any:
+    """The run's tokenizer, with the configured chat template."""
+    model = config.model
+    name = tokenizer_name(config)
+    return load_tokenizer(name, model.chat_template, trust_remote_code=model.trust_remote_code)
+
+
 def complete_model(config: Config) -> Config:
     """A model built from scratch fits its tokenizer: vocab_size and special token ids, where model.config
     has none.
@@ -104,9 +112,7 @@ def complete_model(config: Config) -> Config:
     model = config.model
     if model.config is None:
         return config
-    tokenizer = load_tokenizer(
-        tokenizer_name(config), model.chat_template, trust_remote_code=model.trust_remote_code
-    )
+    tokenizer = open_tokenizer(config)
     found = {
         "vocab_size": len(tokenizer),
         "bos_token_id": tokenizer.bos_token_id,
@@ -172,10 +178,7 @@ def plan_schedule(config: Config, prompts_per_epoch: int) -> Schedule:
 
 def load_prompts(config: Config) -> Prompts:
     """Read and tokenise the sources. Raises DataError or ConfigError naming file, row and column."""
-    model = config.model
-    tokenizer = load_tokenizer(
-        tokenizer_name(config), model.chat_template, trust_remote_code=model.trust_remote_code
-    )
+    tokenizer = open_tokenizer(config)
     data, rollout = config.data, config.rollout
     train = PromptStream(
         data.train,

@@ -15,12 +15,11 @@ from rondo.config.schema import Config, FunctionConfig
 from rondo.controller import Cluster, WorkerGroup
 from rondo.data import ConversationStream
 from rondo.errors import ConfigError
-from rondo.models import load_tokenizer
 from rondo.planning.update import loss_weights
 from rondo.tracking import Timers
 from rondo.trainers.checkpoints import Checkpoints
 from rondo.trainers.reporting import Reporter
-from rondo.trainers.setup import model_source, tokenizer_name
+from rondo.trainers.setup import model_source, open_tokenizer
 from rondo.types import StepStats
 from rondo.workers.models import ActorWorker
 
@@ -31,10 +30,7 @@ READS = ("prompt_ids", "response_ids", "response_mask", "loss_weight", "mini_bat
 
 def conversation_stream(config: Config, *, held_out: bool) -> ConversationStream:
     """Rows of data.train or data.eval as token sequences with a loss mask."""
-    model = config.model
-    tokenizer = load_tokenizer(
-        tokenizer_name(config), model.chat_template, trust_remote_code=model.trust_remote_code
-    )
+    tokenizer = open_tokenizer(config)
     return ConversationStream(
         config.data.eval if held_out else config.data.train,
         tokenizer,
