@@ -21,6 +21,16 @@ class RolloutError(RondoError):
     """A rollout engine could not do what a request asked for."""
 
 
+class ReplicaLostError(RolloutError):
+    """A replica died or cannot be reached. partial: what it had made of the request (a `types.Completion`),
+    for whoever goes on with it elsewhere; None: nothing.
+    """
+
+    def __init__(self, message: str, partial: object = None) -> None:
+        self.partial = partial
+        super().__init__(message)
+
+
 class RewardError(RondoError):
     """A scorer raised, hung, or returned something that is no score, and the policy says stop."""
 
@@ -44,6 +54,7 @@ class WorkerError(RondoError):
         self.role, self.rank, self.method, self.worker_traceback = role, rank, method, worker_traceback
         self.message = message
         self.cause_error: BaseException | None = None  # the worker's own exception, where it could travel
+        self.died = False  # the rank's process is gone or was given up: no later call can reach it
         text = f"{role}[{rank}].{method} failed: {message}"
         if worker_traceback:
             text += f"\n--- traceback in {role}[{rank}] ---\n{worker_traceback.rstrip()}"

@@ -23,7 +23,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the keys, then (for an RL recipe) the stages of one step."""
+    """Print the keys, then (for an RL recipe) the stages of one step, and which role is on which devices."""
     from rondo.cli.arguments import load_arguments
     from rondo.config import show, to_yaml
 
@@ -36,10 +36,15 @@ def run(args: argparse.Namespace) -> int:
     if args.no_stages or not (reward.functions or reward.models):  # without scorers it is no RL recipe
         return 0
     from rondo.trainers.check import check_rl
+    from rondo.trainers.roles import placement_of
     from rondo.trainers.setup import plan_program
 
     check_rl(loaded)
+    program = plan_program(loaded.config)
     print("\nOne step:")
-    for number, line in enumerate(plan_program(loaded.config).describe(loaded.config), 1):
+    for number, line in enumerate(program.describe(loaded.config), 1):
         print(f"  {number}. {line}")
+    print("\nPlacement:")
+    for line in placement_of(loaded.config, program.all_roles).describe(program.all_roles):
+        print(f"  {line}")
     return 0

@@ -165,7 +165,22 @@ class RolloutConfig:
     dtype: Dtype | None = None  # default: the actor's compute dtype
     decode: Literal["auto", "generic", "lean", "compiled"] = "auto"  # decode path of the native engine
     deadline_seconds: float | None = None  # per request
-    engine_options: Mapping[str, Any] = field(default_factory=dict)
+    engine_options: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # arguments of vLLM or SGLang, as they name them
+    process: Literal["auto", "host", "own"] = (
+        "auto"  # where an engine runs; auto: native in the host's, others own
+    )
+    replicas: int = 1  # engines per rank of the rollout group, behind one router (more than one: process=own)
+    tensor_parallel: int = 1  # devices per engine (vllm, sglang)
+    sleep: bool = (
+        False  # give the key/value cache back while the trainer updates (colocated, max_staleness=0)
+    )
+    weight_transport: Literal["auto", "collective", "disk"] = "auto"  # auto: in place, gathered or collective
+    bucket_bytes: int = 256 << 20  # of weights in transit, at most, beside the two models
+    agent: FunctionConfig | None = (
+        None  # an agent that talks to the OpenAI endpoint; null: one turn per prompt
+    )
 
 
 @dataclass(frozen=True)
@@ -240,9 +255,10 @@ class RejectionConfig:
 class RolloutCorrectionConfig:
     """For samples of another policy than the trainer's: stale, or an engine with other numerics."""
 
-    mode: Literal["decoupled", "bypass"] = (
-        "decoupled"  # bypass: π_old is the sampler's, nothing is recomputed
-    )
+    # auto: decoupled where the samples are another policy's (trainer.max_staleness > 0, or rollout.engine is
+    # not native) or one of the other keys is set, else off. bypass: π_old is the sampler's; nothing is
+    # recomputed.
+    mode: Literal["auto", "decoupled", "bypass"] = "auto"
     importance: ImportanceConfig | None = None
     reject: tuple[RejectionConfig, ...] = ()
 
@@ -272,7 +288,7 @@ class AlgorithmConfig:
     max_refills: float = 10.0  # filtered groups per step at most, in units of data.batch_size; then an error
     resample: FunctionConfig | None = None  # how often each sample of a prompt is trained on (PF-PPO)
     mask_truncated: bool = False  # responses cut off at rollout.max_tokens carry no loss
-    rollout_correction: RolloutCorrectionConfig | None = None
+    rollout_correction: RolloutCorrectionConfig | None = RolloutCorrectionConfig()  # null: off
     positive_lm_coef: float = 0.0  # language-model loss on right responses (VAPO)
     pretrain_coef: float = 0.0  # language-model loss on data.pretrain (PPO-ptx)
     constraint: ConstraintConfig | None = None
@@ -298,7 +314,11 @@ class TrainerConfig:
     epochs: float | None = None
     seed: int = 0
     max_staleness: int = 0  # 0: synchronous on-policy
-    on_update: Literal["finish", "resume", "abort"] = "finish"
+    # Episodes in flight when weights arrive: finish on the old ones; resume under the new ones; abort and
+    # start again. Default: finish up to max_staleness=1, resume above.
+    on_update: Literal["finish", "resume", "abort"] | None = None
+    max_aborts: int = 2  # of one prompt group (abort); then it may finish
+    order: Literal["prompt", "completion"] = "prompt"  # in which complete groups are trained
     run_dir: str | None = None  # default runs/<name of the first recipe>
     warm_start: str | None = None  # an SFT recipe, run first; its export becomes model.path
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -308,6 +328,8 @@ class TrainerConfig:
 class ClusterConfig:
     backend: Literal["local", "ray"] = "local"
     devices: int = 1
+    pools: Mapping[str, int] = field(default_factory=dict)  # name: number of devices; none: one pool of all
+    placement: Mapping[str, str] = field(default_factory=dict)  # role: pool; default: the first pool
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int | None = None  # torch threads per device; default: cores shared out evenly
     inline: bool = False  # local only: calls run on the event loop's thread, so that a breakpoint just works

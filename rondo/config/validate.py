@@ -6,8 +6,8 @@ Every message names the keys, their values, and where they were set.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NoReturn
 
+from rondo.config.checker import Check
 from rondo.config.schema import (
     AlgorithmConfig,
     Config,
@@ -17,14 +17,15 @@ from rondo.config.schema import (
     KlConfig,
     OptimizerConfig,
     SourceConfig,
+    TrainerConfig,
 )
 from rondo.config.tree import Origin
-from rondo.errors import ConfigError
+from rondo.config.validate_cluster import ROLES, engines_of_rollout, placement
 
 
 def validate(config: Config, origins: Mapping[str, Origin]) -> None:
     """Raises ConfigError for the first value or combination that cannot work."""
-    check = _Check(config, origins)
+    check = Check(config, origins)
     _model(check)
     _data(check)
     _engines(check)
@@ -37,55 +38,7 @@ def validate(config: Config, origins: Mapping[str, Origin]) -> None:
     _checkpoint_and_tracking(check)
 
 
-class _Check:
-    """The configuration with the origins of its keys."""
-
-    def __init__(self, config: Config, origins: Mapping[str, Origin]) -> None:
-        self.config = config
-        self._origins = origins
-
-    def value(self, key: str) -> Any:
-        found: Any = self.config
-        for part in key.split("."):
-            found = found[int(part)] if part.isdigit() else getattr(found, part)
-        return found
-
-    def is_set(self, key: str) -> bool:
-        """Whether a file or argument set the key, or anything below it."""
-        return key in self._origins or any(known.startswith(key + ".") for known in self._origins)
-
-    def fail(self, key: str, message: str) -> NoReturn:
-        """ConfigError at the place where `key` was set: `recipe.yaml:3: <message>`."""
-        where = self._where(key)
-        raise ConfigError(f"{where}: {message}" if where else message)
-
-    def named(self, key: str) -> str:
-        """`actor.mini_batch_size = 4 (recipe.yaml:9)`: a second key in a message."""
-        return f"{key} = {_shown(self.value(key))} ({self._where(key) or 'default'})"
-
-    def require(self, key: str, holds: bool, what: str) -> None:
-        """`rollout.top_p must be above 0 and at most 1, got 1.5`."""
-        if not holds:
-            self.fail(key, f"{key} must be {what}, got {_shown(self.value(key))}")
-
-    def at_least(self, key: str, minimum: int) -> None:
-        value = self.value(key)
-        self.require(key, value is None or value >= minimum, f"at least {minimum}")
-
-    def _where(self, key: str) -> str | None:
-        if key in self._origins:
-            return self._origins[key].where
-        below = [origin for known, origin in self._origins.items() if known.startswith(key + ".")]
-        return below[0].where if below else None
-
-
-def _shown(value: Any) -> str:
-    if value is None or isinstance(value, Mapping):
-        return "null" if value is None else "{…}"
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _model(check: _Check) -> None:
+def _model(check: Check) -> None:
     keys = ("model.path", "model.config", "trainer.warm_start")
     given = [key for key in keys if check.value(key) is not None]
     if not given:
@@ -112,7 +65,7 @@ def _model(check: _Check) -> None:
             )
 
 
-def _data(check: _Check) -> None:
+def _data(check: Check) -> None:
     check.at_least("data.batch_size", 1)
     check.at_least("data.max_prompt_tokens", 1)
     for part in ("train", "eval", "pretrain"):
@@ -130,7 +83,7 @@ _SOURCE_KEYS: Mapping[str, tuple[str, tuple[str, ...]]] = {
 }
 
 
-def _source(check: _Check, key: str, source: SourceConfig) -> None:
+def _source(check: Check, key: str, source: SourceConfig) -> None:
     needed, possible = _SOURCE_KEYS[source.type]
     defaults = SourceConfig(type=source.type)
     if not getattr(source, needed):
@@ -144,7 +97,7 @@ def _source(check: _Check, key: str, source: SourceConfig) -> None:
     check.require(f"{key}.weight", source.weight > 0, "above 0 (leave a source out to switch it off)")
 
 
-def _engines(check: _Check) -> None:
+def _engines(check: Check) -> None:
     config = check.config
     for role in ("actor", "critic"):
         _optimizer(check, f"{role}.optimizer", check.value(f"{role}.optimizer"))
@@ -186,7 +139,7 @@ def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def _optimizer(check: _Check, key: str, optimizer: OptimizerConfig) -> None:
+def _optimizer(check: Check, key: str, optimizer: OptimizerConfig) -> None:
     check.require(f"{key}.lr", optimizer.lr > 0, "above 0")
     for i, beta in enumerate(optimizer.betas):
         if not 0 <= beta < 1:
@@ -211,19 +164,9 @@ def _optimizer(check: _Check, key: str, optimizer: OptimizerConfig) -> None:
         )
 
 
-def _rollout(check: _Check) -> None:
+def _rollout(check: Check) -> None:
     rollout = check.config.rollout
-    if rollout.engine != "native":
-        check.fail(
-            "rollout.engine",
-            f"rollout.engine = {rollout.engine} arrives with a later release; use rollout.engine=native",
-        )
-    if rollout.engine_options:
-        check.fail(
-            "rollout.engine_options",
-            "rollout.engine_options are for other engines; the native one is governed by the keys of rollout "
-            "itself. Remove them",
-        )
+    engines_of_rollout(check)
     check.at_least("rollout.n", 1)
     check.at_least("rollout.max_tokens", 1)
     check.at_least("rollout.max_concurrent", 1)
@@ -239,11 +182,7 @@ def _rollout(check: _Check) -> None:
     check.require("rollout.deadline_seconds", deadline is None or deadline > 0, "above 0 (null: none)")
 
 
-# Worker groups with a name of their own; that of a reward model is the model's name.
-ROLES = ("actor", "critic", "cost_critic", "reference", "prm", "teacher", "rollout")
-
-
-def _reward(check: _Check) -> None:
+def _reward(check: Check) -> None:
     reward = check.config.reward
     for index, model in enumerate(reward.models):
         key = f"reward.models.{index}.name"
@@ -257,7 +196,7 @@ def _reward(check: _Check) -> None:
             check.fail(key, f"{key} is empty, so the scorer would never run; name sources, or remove the key")
 
 
-def _algorithm(check: _Check) -> None:
+def _algorithm(check: Check) -> None:
     algorithm = check.config.algorithm
     _algorithm_terms(check)
     kl = algorithm.kl
@@ -275,7 +214,7 @@ def _algorithm(check: _Check) -> None:
             )
 
 
-def _algorithm_terms(check: _Check) -> None:
+def _algorithm_terms(check: Check) -> None:
     """What a named algorithm adds to advantage and loss."""
     algorithm, key = check.config.algorithm, "algorithm"
     check.require(f"{key}.max_refills", algorithm.max_refills > 0, "above 0")
@@ -317,7 +256,7 @@ def _algorithm_terms(check: _Check) -> None:
         check.require(f"{name}.smoothing", 0 <= constraint.smoothing < 1, "at least 0 and below 1")
 
 
-def _rollout_correction(check: _Check) -> None:
+def _rollout_correction(check: Check) -> None:
     config, key = check.config.algorithm.rollout_correction, "algorithm.rollout_correction"
     if config is None:
         return
@@ -349,13 +288,13 @@ def _rollout_correction(check: _Check) -> None:
             check.require(f"{where}.lower", rule.lower is None, what)
 
 
-def _lower_bound(check: _Check, key: str, lower: float | None, upper: float) -> None:
+def _lower_bound(check: Check, key: str, lower: float | None, upper: float) -> None:
     """Both are bounds of a ratio."""
     fits = lower is None or 0 < lower <= upper
     check.require(f"{key}.lower", fits, f"above 0 and at most {key}.upper ({upper})")
 
 
-def _trainer(check: _Check) -> None:
+def _trainer(check: Check) -> None:
     trainer = check.config.trainer
     if trainer.total_steps is None and trainer.epochs is None:
         check.fail("trainer", "nothing says how long to train: set trainer.total_steps or trainer.epochs")
@@ -369,11 +308,23 @@ def _trainer(check: _Check) -> None:
     check.at_least("trainer.total_steps", 1)
     check.require("trainer.epochs", trainer.epochs is None or trainer.epochs > 0, "above 0")
     check.at_least("trainer.max_staleness", 0)
-    if trainer.on_update != "finish":
+    if trainer.max_staleness == 0 and trainer.on_update not in (None, "finish"):
         check.fail(
             "trainer.on_update",
-            f"trainer.on_update = {trainer.on_update} arrives with a later release; use "
-            "trainer.on_update=finish",
+            f"{check.named('trainer.on_update')} has no meaning with {check.named('trainer.max_staleness')}: "
+            "nothing is in flight when weights arrive; set trainer.max_staleness, or remove it",
+        )
+    check.at_least("trainer.max_aborts", 0)
+    if trainer.on_update != "abort" and trainer.max_aborts != TrainerConfig.max_aborts:
+        check.fail(
+            "trainer.max_aborts",
+            f"{check.named('trainer.max_aborts')} is for trainer.on_update=abort; remove it",
+        )
+    if trainer.max_staleness == 0 and trainer.order != "prompt":
+        check.fail(
+            "trainer.order",
+            f"{check.named('trainer.order')} has no meaning with {check.named('trainer.max_staleness')}: "
+            "every step trains on all that was started; set trainer.max_staleness, or remove it",
         )
     evaluation, key = trainer.evaluation, "trainer.evaluation"
     check.at_least(f"{key}.every", 1)
@@ -388,7 +339,7 @@ def _trainer(check: _Check) -> None:
         )
 
 
-def _cluster(check: _Check) -> None:
+def _cluster(check: Check) -> None:
     cluster = check.config.cluster
     check.at_least("cluster.devices", 1)
     check.at_least("cluster.threads", 1)
@@ -399,6 +350,7 @@ def _cluster(check: _Check) -> None:
             f"{check.named('cluster.backend')} "
             "has one process; use cluster.backend=ray",
         )
+    placement(check)
     if cluster.backend == "local" and cluster.ray_address is not None:
         check.fail(
             "cluster.ray_address",
@@ -414,7 +366,7 @@ def _cluster(check: _Check) -> None:
         )
 
 
-def _checkpoint_and_tracking(check: _Check) -> None:
+def _checkpoint_and_tracking(check: Check) -> None:
     check.at_least("checkpoint.every", 1)
     check.at_least("checkpoint.keep", 1)
     check.at_least("tracking.samples", 0)

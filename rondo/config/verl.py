@@ -14,7 +14,7 @@ from typing import Any
 
 from rondo.config import verl_joint as joint
 from rondo.config.tree import Node
-from rondo.config.verl_joint import Setting, Values, choice, converted, off_at, refused
+from rondo.config.verl_joint import NOTE, Setting, Values, choice, converted, off_at, refused
 from rondo.errors import ConfigError
 
 
@@ -72,7 +72,7 @@ def translate(tree: Node) -> tuple[Node, list[Assignment], tuple[str, ...]]:
     for key, node in found.items():
         rule = TABLE[key]
         if isinstance(rule, Ignored):
-            notes.append(f"{node.origin.where}: {key} has no meaning in rondo: {rule.reason}")
+            notes.append(_note(key, rule.reason, found))
         elif isinstance(rule, Only):
             if node.plain() not in rule.values:
                 raise refused(key, node, rule.remedy)
@@ -83,8 +83,16 @@ def translate(tree: Node) -> tuple[Node, list[Assignment], tuple[str, ...]]:
     for together, nodes in joints.items():
         latest = max(nodes.values(), key=lambda node: node.layer)
         for key, value in together(nodes):
+            if key == NOTE:
+                theirs, reason = value
+                notes.append(_note(theirs, reason, nodes))
+                continue
             assignments.append(Assignment(key, value if isinstance(value, Node) else _like(latest, value)))
     return rest, assignments, tuple(notes)
+
+
+def _note(key: str, reason: str, found: Mapping[str, Node]) -> str:
+    return f"{found[key].origin.where}: {key} has no meaning in rondo: {reason}"
 
 
 def _take(node: Node, prefix: str, found: dict[str, Node]) -> Node:
@@ -135,11 +143,13 @@ FOREIGN_SECTIONS = (
     "custom_reward_function",
     "critic.optim.",
     "critic.model.",
+    "async_training.",
 )
 _PACKED = Ignored("sequences are always packed; there is no padding to remove")
 _BY_TOKENS = Ignored("micro-batches are cut by tokens; set token_budget")
 _ALWAYS_BY_TOKENS = Ignored("micro-batches are always cut by tokens")
-_NATIVE = Ignored("the native engine sizes its cache from rollout.max_concurrent and the longest sequence")
+_ENGINE = Joint(joint.engine)
+_LONGEST = Ignored("an engine's longest sequence is data.max_prompt_tokens + rollout.max_tokens")
 _FILES = Ignored("runs are named by trainer.run_dir")
 
 
@@ -177,6 +187,7 @@ def _training(theirs: str, ours: str, model: str, fsdp: str) -> Iterator[tuple[s
     yield f"{fsdp}.fsdp_size", Ignored("parameters are sharded over all ranks")
 
 
+_S = "async_training"
 _C = "algorithm.rollout_correction"
 _A, _R, _F = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 
@@ -197,7 +208,7 @@ TABLE: Mapping[str, Rule] = {
     "data.seed": Ignored("one seed governs everything: trainer.seed"),
     "data.reward_fn_key": Ignored("a scorer names its sources: reward.functions[].sources"),
     # model
-    "actor_rollout_ref.hybrid_engine": Only((True,), "actor and rollout share their devices in this release"),
+    "actor_rollout_ref.hybrid_engine": Joint(joint.devices),
     "actor_rollout_ref.model.path": To("model.path"),
     "actor_rollout_ref.model.tokenizer_path": To("model.tokenizer"),
     "actor_rollout_ref.model.trust_remote_code": To("model.trust_remote_code"),
@@ -230,7 +241,7 @@ TABLE: Mapping[str, Rule] = {
     f"{_F}.log_prob_use_dynamic_bsz": _ALWAYS_BY_TOKENS,
     f"{_F}.fsdp_config.param_offload": To("reference.offload_params"),
     # rollout
-    f"{_R}.name": To("rollout.engine", choice({"hf": "native", "vllm": "vllm", "sglang": "sglang"})),
+    f"{_R}.name": _ENGINE,
     f"{_R}.n": To("rollout.n"),
     f"{_R}.temperature": To("rollout.temperature"),
     f"{_R}.top_p": To("rollout.top_p"),
@@ -244,14 +255,13 @@ TABLE: Mapping[str, Rule] = {
     ),
     f"{_R}.calculate_log_probs": Ignored("the sampler's log-probs are always kept"),
     f"{_R}.mode": Ignored("requests are always asynchronous"),
-    f"{_R}.tensor_model_parallel_size": Only((1,), "the native engine runs on one device per replica"),
-    f"{_R}.gpu_memory_utilization": _NATIVE,
-    f"{_R}.max_num_batched_tokens": _NATIVE,
-    f"{_R}.max_model_len": _NATIVE,
-    f"{_R}.enforce_eager": Ignored("the native engine chooses: rollout.decode"),
-    f"{_R}.free_cache_engine": Ignored("the native engine shares the trainer's weights"),
-    f"{_R}.load_format": Ignored("the native engine shares the trainer's weights"),
-    f"{_R}.enable_chunked_prefill": Ignored("prompts are prefilled once per group"),
+    f"{_R}.tensor_model_parallel_size": To("rollout.tensor_parallel"),
+    **dict.fromkeys((f"{_R}.{key}" for key in joint.ENGINE_KEYS), _ENGINE),
+    f"{_R}.max_model_len": _LONGEST,
+    f"{_R}.free_cache_engine": To("rollout.sleep"),
+    f"{_R}.load_format": Ignored("weights always arrive from the trainer"),
+    f"{_R}.update_weights_bucket_megabytes": To("rollout.bucket_bytes", joint.megabytes),
+    f"{_R}.checkpoint_engine.update_weights_bucket_megabytes": To("rollout.bucket_bytes", joint.megabytes),
     f"{_R}.log_prob_micro_batch_size": _BY_TOKENS,
     f"{_R}.log_prob_micro_batch_size_per_gpu": _BY_TOKENS,
     f"{_R}.log_prob_max_token_len_per_gpu": Ignored("old log-probs use actor.token_budget"),
@@ -279,6 +289,20 @@ TABLE: Mapping[str, Rule] = {
     "algorithm.filter_groups.metric": Joint(joint.group_filter),
     "algorithm.filter_groups.max_num_gen_batches": Joint(joint.group_filter),
     "data.gen_batch_size": Joint(joint.group_filter),
+    # asynchrony (verl's one-step-off and fully asynchronous trainers)
+    f"{_S}.staleness_threshold": Joint(joint.asynchrony),
+    f"{_S}.partial_rollout": Joint(joint.asynchrony),
+    f"{_S}.use_rollout_log_probs": Joint(joint.asynchrony),
+    f"{_S}.compute_prox_log_prob": Joint(joint.asynchrony),
+    f"{_S}.trigger_parameter_sync_step": Only(
+        (1,), "every step publishes its weights: make data.batch_size the prompts between two syncs"
+    ),
+    f"{_S}.require_batches": Only(
+        (1,), "a step takes data.batch_size prompts, in mini-batches of actor.mini_batch_size"
+    ),
+    "rollout.nnodes": Joint(joint.devices),
+    "rollout.n_gpus_per_node": Joint(joint.devices),
+    "rollout.total_rollout_steps": Ignored("the length of a run is trainer.total_steps or trainer.epochs"),
     f"{_C}.bypass_mode": Joint(joint.rollout_correction),
     f"{_C}.rollout_is": Joint(joint.rollout_correction),
     f"{_C}.rollout_is_threshold": Joint(joint.rollout_correction),

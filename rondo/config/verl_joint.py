@@ -6,6 +6,7 @@ is off, the bounds of a correction that is off) sets nothing here either.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -67,6 +68,20 @@ LOSS_OPTIONS: Mapping[str, Mapping[str, str]] = {
     "dppo_tv": {**_DPPO, "clip_ratio_c": "cap"},
     "dppo_kl": {**_DPPO, "clip_ratio_c": "cap"},
 }
+_ROLLOUT, _ASYNC, _HYBRID = "actor_rollout_ref.rollout.", "async_training.", "actor_rollout_ref.hybrid_engine"
+NOTE = ""  # instead of a key of ours: the value is (their key, why it has no meaning)
+ENGINES = {"hf": "native", "vllm": "vllm", "sglang": "sglang"}
+# Each engine's own argument for verl's keys below actor_rollout_ref.rollout.
+ENGINE_OPTIONS: Mapping[str, Mapping[str, str]] = {
+    "vllm": {
+        "gpu_memory_utilization": "gpu_memory_utilization",
+        "max_num_batched_tokens": "max_num_batched_tokens",
+        "enforce_eager": "enforce_eager",
+        "enable_chunked_prefill": "enable_chunked_prefill",
+    },
+    "sglang": {"gpu_memory_utilization": "mem_fraction_static", "enforce_eager": "disable_cuda_graph"},
+}
+ENGINE_KEYS = (*ENGINE_OPTIONS["vllm"], "engine_kwargs.vllm", "engine_kwargs.sglang")
 LOSS_KEYS = tuple(dict.fromkeys(key for options in LOSS_OPTIONS.values() for key in options))
 # verl's levels of rejection; each is followed by the statistic: token_k1, seq_max_k3, …
 _LEVELS = {"token": "token", "seq_sum": "sum", "seq_mean": "mean", "seq_max": "max"}
@@ -222,13 +237,87 @@ def length(values: Values) -> list[Setting]:
 
 
 def devices(values: Values) -> list[Setting]:
-    """Devices over all nodes; more than one needs Ray."""
-    per_node, nodes = plain(values, "trainer.n_gpus_per_node", 1), plain(values, "trainer.nnodes", 1)
+    """Devices over all nodes; more than one needs Ray. verl's rollout.* are those of a second pool."""
     for key, node in values.items():
-        if not isinstance(node.value, int):
+        if key != _HYBRID and not isinstance(node.value, int):
             raise refused(key, node, "give a number of devices")
-    devices = per_node * nodes
-    return [("cluster.devices", devices)] + ([("cluster.backend", "ray")] if devices > 1 else [])
+    trained = plain(values, "trainer.n_gpus_per_node", 1) * plain(values, "trainer.nnodes", 1)
+    apart = plain(values, "rollout.n_gpus_per_node", 1) * plain(values, "rollout.nnodes", 1)
+    split = "rollout.n_gpus_per_node" in values or "rollout.nnodes" in values
+    if _HYBRID in values and plain(values, _HYBRID) == split:
+        remedy = "rollout.n_gpus_per_node gives the rollout devices of its own: remove either"
+        if not split:
+            remedy = "name the devices of the rollout: cluster.pools and cluster.placement"
+        raise refused(_HYBRID, values[_HYBRID], remedy)
+    if list(values) == [_HYBRID]:
+        return []
+    settings: list[Setting] = [("cluster.devices", trained + apart if split else trained)]
+    if split:
+        settings += [("cluster.pools", {"train": trained, "rollout": apart})]
+        settings += [("cluster.placement", {"rollout": "rollout"})]
+    return settings + ([("cluster.backend", "ray")] if settings[0][1] > 1 else [])
+
+
+def engine(values: Values) -> list[Setting]:
+    """The rollout engine, and what verl hands on to it."""
+    name = None
+    if _ROLLOUT + "name" in values:
+        node = values[_ROLLOUT + "name"]
+        name = converted(_ROLLOUT + "name", node, choice(ENGINES))
+    settings: list[Setting] = [("rollout.engine", name)] if name else []
+    known = ENGINE_OPTIONS.get(name or "native", {})
+    for key, node in values.items():
+        short = key.removeprefix(_ROLLOUT)
+        if short == "name":
+            continue
+        if short in known:
+            settings.append((f"rollout.engine_options.{known[short]}", node))
+        elif name in ("vllm", "sglang") and short == f"engine_kwargs.{name}":
+            settings += [(f"rollout.engine_options.{k}", v) for k, v in node.value.items()]
+        else:
+            theirs = f"the {name} engine" if name else "the native engine, the default here,"
+            settings.append((NOTE, (key, f"{theirs} has no such option")))
+    return settings
+
+
+def asynchrony(values: Values) -> list[Setting]:
+    """verl's rollouter may be staleness_threshold batches ahead of the one that is trained on."""
+    settings: list[Setting] = []
+    ahead = 0
+    if _ASYNC + "staleness_threshold" in values:
+        key = _ASYNC + "staleness_threshold"
+        ahead = converted(key, values[key], _batches)
+        settings.append(("trainer.max_staleness", ahead))
+    partial = plain(values, _ASYNC + "partial_rollout")
+    if partial is not None:
+        if ahead:
+            settings.append(("trainer.on_update", "resume" if partial else "finish"))
+        else:
+            key = _ASYNC + "partial_rollout"
+            settings.append((NOTE, (key, "with staleness_threshold=0 nothing is in flight at an update")))
+    for name in ("use_rollout_log_probs", "compute_prox_log_prob"):
+        if _ASYNC + name in values and not ahead:
+            reason = "with staleness_threshold=0 the sampler's policy is the trainer's"
+            settings.append((NOTE, (_ASYNC + name, reason)))
+    sampled = plain(values, _ASYNC + "use_rollout_log_probs")
+    recomputed = plain(values, _ASYNC + "compute_prox_log_prob", False)
+    if ahead and (sampled or recomputed):
+        mode = "decoupled" if recomputed else "bypass"
+        settings.append(("algorithm.rollout_correction.mode", mode))
+    return settings
+
+
+def megabytes(value: Any) -> int:
+    """In bytes."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise NoCounterpartError("give a whole number of megabytes")
+    return value << 20
+
+
+def _batches(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+        raise NoCounterpartError("give a number of batches, 0 or more")
+    return math.ceil(value)
 
 
 def evaluation(values: Values) -> list[Setting]:

@@ -248,7 +248,7 @@ class TestUnknownKeys:
         keys = schema_keys()
         leaves = [key for key in keys if not any(other.startswith(f"{key}.") for other in keys)]
         assert len(set(keys)) == len(keys)
-        assert len(leaves) <= 200
+        assert len(leaves) <= 210
 
 
 class TestBadFiles:
@@ -351,7 +351,8 @@ class TestPrinting:
             key for key in schema_keys() if key.startswith(("actor.", "rollout.", "trainer.evaluation."))
         }
         sections = {"actor.optimizer", "actor.optimizer.schedule"}
-        assert simple - sections <= set(lines)
+        nothing = {"rollout.agent.name"}  # of a function that is null
+        assert simple - sections - nothing <= set(lines)
 
 
 class TestRecipes:

@@ -64,19 +64,50 @@ def message(*overrides: str) -> str:
             "trainer.evaluation.greedy), got 0.0",
         ),
         (
-            "rollout.engine=vllm",
-            "rollout.engine = vllm arrives with a later release; use rollout.engine=native",
+            "rollout.engine_options={swap_space: 4}",
+            "rollout.engine_options are for other engines; the native one is governed by the keys of rollout "
+            "itself. Remove them",
+        ),
+        ("rollout.replicas=0", "rollout.replicas must be at least 1, got 0"),
+        ("rollout.bucket_bytes=0", "rollout.bucket_bytes must be at least 1, got 0"),
+        (
+            "rollout.tensor_parallel=2",
+            "rollout.tensor_parallel = 2 (argument 'rollout.tensor_parallel=2'), but the native engine runs "
+            "on one device; use rollout.engine=vllm or sglang, or tensor_parallel=1",
+        ),
+        (
+            "rollout.replicas=2",
+            "rollout.replicas = 2 (argument 'rollout.replicas=2') needs a process for each: set "
+            "rollout.process=own",
         ),
         ("reward.max_dropped_share=2", "reward.max_dropped_share must be between 0 and 1, got 2.0"),
         ("trainer.total_steps=0", "trainer.total_steps must be at least 1, got 0"),
         ("trainer.max_staleness=-1", "trainer.max_staleness must be at least 0, got -1"),
         (
             "trainer.on_update=resume",
-            "trainer.on_update = resume arrives with a later release; use trainer.on_update=finish",
+            "trainer.on_update = resume (argument 'trainer.on_update=resume') has no meaning with "
+            "trainer.max_staleness = 0 (default): nothing is in flight when weights arrive; set "
+            "trainer.max_staleness, or remove it",
         ),
         (
-            "trainer.on_update=abort",
-            "trainer.on_update = abort arrives with a later release; use trainer.on_update=finish",
+            "trainer.max_aborts=3",
+            "trainer.max_aborts = 3 (argument 'trainer.max_aborts=3') is for trainer.on_update=abort; remove "
+            "it",
+        ),
+        (
+            "trainer.order=completion",
+            "trainer.order = completion (argument 'trainer.order=completion') has no meaning with "
+            "trainer.max_staleness = 0 (default): every step trains on all that was started; set "
+            "trainer.max_staleness, or remove it",
+        ),
+        ("cluster.pools={a: 0}", "cluster.pools.a is a number of devices, got 0"),
+        (
+            "cluster.pools={a: 1, b: 1}",
+            "cluster.pools have 2 devices together, and cluster.devices = 1 (default); make them equal",
+        ),
+        (
+            "cluster.placement={rollout: gpu}",
+            "cluster.placement.rollout=gpu: there is no such pool (none is named in cluster.pools)",
         ),
         ("trainer.evaluation.every=0", "trainer.evaluation.every must be at least 1, got 0"),
         ("checkpoint.every=0", "checkpoint.every must be at least 1, got 0"),
@@ -209,8 +240,34 @@ def test_backends() -> None:
     assert "use cluster.backend=ray, or remove it" in message(MODEL, LENGTH, "cluster.ray_address=auto")
 
 
-def test_staleness_is_allowed_with_finish() -> None:
-    assert load([], [MODEL, LENGTH, "trainer.max_staleness=2"]).config.trainer.max_staleness == 2
+def test_staleness_and_what_goes_with_it() -> None:
+    stale = (MODEL, LENGTH, "trainer.max_staleness=2")
+    assert load([], [*stale]).config.trainer.on_update is None
+    for more in ("trainer.on_update=finish", "trainer.on_update=resume", "trainer.order=completion"):
+        assert load([], [*stale, more]).config.trainer.max_staleness == 2
+    abort = load([], [*stale, "trainer.on_update=abort", "trainer.max_aborts=0"])
+    assert (abort.config.trainer.on_update, abort.config.trainer.max_aborts) == ("abort", 0)
+    assert "must be at least 0, got -1" in message(*stale, "trainer.on_update=abort", "trainer.max_aborts=-1")
+    assert "they go on then; use max_staleness=0, or sleep=false" in message(*stale, "rollout.sleep=true")
+
+
+def test_engines_in_processes_of_their_own() -> None:
+    vllm = (MODEL, LENGTH, "rollout.engine=vllm")
+    config = load([], [*vllm, "rollout.replicas=2", "rollout.engine_options={swap_space: 4}"]).config
+    assert (config.rollout.engine, config.rollout.engine_options["swap_space"]) == ("vllm", 4)
+    assert "runs in a process of its own" in message(*vllm, "rollout.process=host")
+    assert "rollout.decode = lean" in message(*vllm, "rollout.decode=lean")
+    assert load([], [MODEL, LENGTH, "rollout.replicas=2", "rollout.process=own"]).config.rollout.replicas == 2
+
+
+def test_pools() -> None:
+    ray = (MODEL, LENGTH, "cluster.backend=ray", "cluster.devices=3", "cluster.pools={train: 2, rollout: 1}")
+    placed = load([], [*ray, "cluster.placement={rollout: rollout}"]).config.cluster
+    assert placed.placement == {"rollout": "rollout"}
+    assert "there is no role 'sampler'; the roles are actor" in message(
+        *ray, "cluster.placement={sampler: rollout}"
+    )
+    assert "there is no such pool (train, rollout)" in message(*ray, "cluster.placement={rollout: other}")
 
 
 def test_estimators_without_groups_take_one_sample() -> None:

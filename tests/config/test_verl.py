@@ -265,6 +265,73 @@ def test_algorithms_without_a_counterpart(overrides: list[str], expected: str) -
     assert expected in message(*overrides)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (
+            [f"{R}.name=vllm", f"{R}.gpu_memory_utilization=0.6", f"{R}.tensor_model_parallel_size=2"],
+            ("vllm", 2, {"gpu_memory_utilization": 0.6}),
+        ),
+        (
+            [f"{R}.name=sglang", f"{R}.gpu_memory_utilization=0.6", f"{R}.enforce_eager=True"],
+            ("sglang", 1, {"mem_fraction_static": 0.6, "disable_cuda_graph": True}),
+        ),
+        (
+            [f"{R}.name=vllm", f"+{R}.engine_kwargs.vllm.swap_space=8", f"{R}.enforce_eager=False"],
+            ("vllm", 1, {"swap_space": 8, "enforce_eager": False}),
+        ),
+    ],
+)
+def test_engines(overrides: list[str], expected: tuple[str, int, dict[str, object]]) -> None:
+    found = load([], [*BASE, *overrides])
+    rollout = found.config.rollout
+    assert (rollout.engine, rollout.tensor_parallel, dict(rollout.engine_options)) == expected
+    assert not found.notes
+
+
+def test_options_that_the_engine_does_not_have_are_noted() -> None:
+    native = load([], [*BASE, f"{R}.gpu_memory_utilization=0.6"])
+    assert native.config.rollout.engine == "native"
+    assert "the native engine, the default here, has no such option" in native.notes[0]
+    sglang = load([], [*BASE, f"{R}.name=sglang", f"{R}.max_num_batched_tokens=8192"])
+    assert "max_num_batched_tokens has no meaning in rondo: the sglang engine has no" in sglang.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["staleness_threshold=0", "partial_rollout=True"], (0, None, "auto")),
+        (["staleness_threshold=0.5"], (1, None, "auto")),
+        (["staleness_threshold=2", "partial_rollout=True"], (2, "resume", "auto")),
+        (["staleness_threshold=1", "partial_rollout=False"], (1, "finish", "auto")),
+        (["staleness_threshold=1", "use_rollout_log_probs=True"], (1, None, "bypass")),
+        (
+            ["staleness_threshold=1", "use_rollout_log_probs=True", "compute_prox_log_prob=True"],
+            (1, None, "decoupled"),
+        ),
+    ],
+)
+def test_asynchrony(overrides: list[str], expected: tuple[int, str | None, str]) -> None:
+    config = load([], [*BASE, *(f"async_training.{override}" for override in overrides)]).config
+    correction = config.algorithm.rollout_correction
+    assert correction is not None
+    assert (config.trainer.max_staleness, config.trainer.on_update, correction.mode) == expected
+
+
+def test_devices_of_the_rollout() -> None:
+    split = [
+        "trainer.n_gpus_per_node=4",
+        "rollout.n_gpus_per_node=2",
+        "actor_rollout_ref.hybrid_engine=False",
+    ]
+    cluster = load([], [*BASE, *split]).config.cluster
+    assert (cluster.devices, cluster.backend) == (6, "ray")
+    assert cluster.pools == {"train": 4, "rollout": 2}
+    assert cluster.placement == {"rollout": "rollout"}
+    assert load([], [*BASE, "actor_rollout_ref.hybrid_engine=True"]).config.cluster.devices == 1
+    assert "devices of its own: remove either" in message(*split[:2], "actor_rollout_ref.hybrid_engine=True")
+
+
 def test_steps_overrule_epochs() -> None:
     trainer = load(
         [], ["model.path=m", "trainer.total_epochs=3", "trainer.total_training_steps=7"]
@@ -298,10 +365,24 @@ def test_a_later_spelling_of_ours_wins_and_loses() -> None:
             "trains with FSDP2",
         ),
         (
-            f"{R}.tensor_model_parallel_size=2",
-            "actor_rollout_ref.rollout.tensor_model_parallel_size (verl's spelling) cannot be 2 here: the "
-            "native engine "
-            "runs on one device per replica",
+            "async_training.trigger_parameter_sync_step=4",
+            "async_training.trigger_parameter_sync_step (verl's spelling) cannot be 4 here: every step "
+            "publishes its weights: make data.batch_size the prompts between two syncs",
+        ),
+        (
+            "async_training.staleness_treshold=1",
+            "'async_training.staleness_treshold' is verl's spelling, but rondo does not translate it; did "
+            "you mean 'async_training.staleness_threshold'?",
+        ),
+        (
+            "actor_rollout_ref.hybrid_engine=False",
+            "actor_rollout_ref.hybrid_engine (verl's spelling) cannot be boolean false here: name the "
+            "devices of the rollout: cluster.pools and cluster.placement",
+        ),
+        (
+            f"{R}.update_weights_bucket_megabytes=0.5",
+            "actor_rollout_ref.rollout.update_weights_bucket_megabytes (verl's spelling) cannot be 0.5 here: "
+            "give a whole number of megabytes",
         ),
         (
             "custom_reward_function.path=r.py",
@@ -315,7 +396,6 @@ def test_a_later_spelling_of_ours_wins_and_loses() -> None:
             "did you mean "
             "'actor_rollout_ref.actor.kl_loss_type'?",
         ),
-        (f"{R}.name=vllm", "rollout.engine = vllm arrives with a later release; use rollout.engine=native"),
     ],
 )
 def test_refused(argument: str, expected: str) -> None:
