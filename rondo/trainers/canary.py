@@ -1,48 +1,71 @@
-"""The canary: at the start and after a resume, the sampler's log-probs of a few tokens must be the
-trainer's.
-"""
+"""The canary: after each sync, the engines' log-probs of a few tokens must be the trainer's."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 
+from rondo.batch import BatchRef
 from rondo.config.schema import Config
-from rondo.data.rows import INDEX_COLUMNS
 from rondo.errors import WeightSyncError
 from rondo.trainers.roles import Roles
+from rondo.trainers.routes import wire_dtype
 from rondo.trainers.setup import Prompts
+from rondo.types import request_seed
 from rondo.workers.models import ActorWorker
 from rondo.workers.rollout import RolloutWorker
+from rondo.workers.transfer import probed
 
 # Largest believable difference of one log-prob between two correct implementations, by the sampler's dtype.
 TOLERANCE = {"float64": 1e-6, "float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
-NUM_TOKENS = 8
+NUM_TOKENS, NUM_PROMPT_TOKENS = 8, 32
 
 
-async def check_canary(roles: Roles, prompts: Prompts, config: Config) -> float:
-    """Sample a few tokens of the first prompt on every replica and recompute them with the trainer.
-
-    Returns the largest gap; raises WeightSyncError when it is over the tolerance.
+class Canary:
+    """A few tokens after the first tokens of the first prompt, from every engine, past the router: no
+    statistics of requests change, and no other request's noise does. The trainer computes them again in one
+    small pass, so it must hold the version that the engines serve.
     """
-    prompt = prompts.train.prompt(0)
-    sampling = dataclasses.replace(prompts.sampling, max_tokens=min(NUM_TOKENS, prompts.sampling.max_tokens))
-    worst = 0.0
-    for rank in range(roles.rollout.size):
-        ref = await roles.rollout.call_rank_for_ref(
-            rank, RolloutWorker.run_unscored, prompt, sampling, 1, "canary", index_columns=INDEX_COLUMNS
-        )
-        batch = await (await roles.actor.call(ActorWorker.compute_log_prob, ref)).fetch(
-            ["rollout_log_probs", "old_log_probs"]
-        )
-        gaps = np.abs(batch.ragged("rollout_log_probs")[0].numpy() - batch.ragged("old_log_probs")[0].numpy())
-        worst = max(worst, float(gaps.max(initial=0.0)) if np.isfinite(gaps).all() else np.inf)
-    dtypes = {config.rollout.dtype or config.actor.compute_dtype, config.actor.compute_dtype}
-    tolerance = max(TOLERANCE[dtype] for dtype in dtypes)
-    if not worst <= tolerance:
+
+    def __init__(self, roles: Roles, prompts: Prompts, config: Config) -> None:
+        self._actor, self._rollout, self._dtype = roles.actor, roles.rollout, wire_dtype(config)
+        self._prompt = [int(token) for token in prompts.train.prompt(0).token_ids[:NUM_PROMPT_TOKENS]]
+        count = min(NUM_TOKENS, prompts.sampling.max_tokens)
+        self._sampling = dataclasses.replace(prompts.sampling, max_tokens=count)
+        self._seed = request_seed(config.trainer.seed, "canary")
+        self._dtypes = sorted({self._dtype, config.actor.compute_dtype})
+        self.tolerance = max(TOLERANCE[dtype] for dtype in self._dtypes)
+
+    async def check(self, version: int) -> float:
+        """The largest gap of one log-prob, over all engines that serve `version`; they must be running.
+
+        Raises WeightSyncError where it is over the tolerance, naming engine and, where that engine can read
+        its weights back, the first tensor that differs.
+        """
+        asked = (self._prompt, self._sampling, self._seed, version)
+        parts = list((await self._rollout.call_each(RolloutWorker.probe, *asked, keep=())).values())
+        rows = BatchRef.concat([part for part in parts if len(part)] or parts[:1])
+        if not len(rows):
+            return 0.0  # every engine is being started again
+        scored = await self._actor.call(ActorWorker.compute_log_prob, rows)
+        batch = await scored.fetch(["rollout_log_probs", "old_log_probs"])
+        theirs, bounds = batch.ragged("rollout_log_probs")
+        difference = np.abs(theirs.numpy() - batch.ragged("old_log_probs")[0].numpy())
+        difference = np.where(np.isfinite(difference), difference, np.inf)
+        gaps = [float(difference[a:b].max(initial=0.0)) for a, b in itertools.pairwise(bounds.tolist())]
+        worst = int(np.argmax(gaps))
+        if not gaps[worst] <= self.tolerance:
+            await self._fail(version, gaps[worst], int(batch.scalars("row_id")[worst]))
+        return gaps[worst]
+
+    async def _fail(self, version: int, gap: float, row_id: int) -> None:
+        rank, number = probed(row_id)
+        checksums = await self._actor.call(ActorWorker.parameter_checksums, self._dtype)
+        found = await self._rollout.call_rank(rank, RolloutWorker.differing_tensor, number, checksums)
         raise WeightSyncError(
-            f"the sampler's log-probs differ from the trainer's by {worst:.3g} (tolerance {tolerance:g} for "
-            f"{', '.join(sorted(dtypes))}): it does not hold the trainer's weights, or computes another model"
+            f"version {version}: the log-probs of engine {number} of rollout[{rank}] differ from the "
+            f"trainer's by {gap:.3g} (tolerance {self.tolerance:g} for {', '.join(self._dtypes)}): it does "
+            f"not hold the trainer's weights, or computes another model; {found}"
         )
-    return worst

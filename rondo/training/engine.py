@@ -34,9 +34,11 @@ from rondo.training import checkpoint
 from rondo.training.head import TokenModel
 from rondo.training.loss import Loss, Metrics
 from rondo.training.optimizer import OptimizerStats, ShardedAdamW
-from rondo.training.packed import Layout, PackedRows, document_lengths, dummy, expand_columns, pack
-from rondo.training.sharding import gather_buckets, shard_model
+from rondo.training.packed import Layout as PackedLayout
+from rondo.training.packed import PackedRows, document_lengths, dummy, expand_columns, pack
+from rondo.training.sharding import checksums_of, gather_buckets, layout_of, shard_model
 from rondo.types import StepStats
+from rondo.weights.layout import Layout
 
 TOPK_IDS = "teacher_topk_ids"  # column: where a loss asks for topk_log_probs
 
@@ -74,7 +76,7 @@ class FsdpEngine:
             replace_lm_head(lm, source.path, _at_least_float32(param_dtype)) if head == "value" else None
         )
         self.hf_config = lm.config
-        self._layout = Layout(family, _heads(lm.config), self.device, compute_dtype, source.attention)
+        self._packing = PackedLayout(family, _heads(lm.config), self.device, compute_dtype, source.attention)
         self._model = TokenModel(lm, value_head, temperature=temperature, logits_chunk=engine.logits_chunk)
         self._model.train(optimizer is not None)
         self._model.requires_grad_(optimizer is not None)
@@ -203,11 +205,11 @@ class FsdpEngine:
         if self._world > 1:
             dist.all_reduce(passes, dist.ReduceOp.MAX, group=self._group)
         for i in range(int(passes)):
-            yield pack(batch, bins[i], self._layout, full) if i < len(bins) else dummy(self._layout, full)
+            yield pack(batch, bins[i], self._packing, full) if i < len(bins) else dummy(self._packing, full)
 
     def _bins(self, batch: Batch, lengths: np.ndarray) -> list[np.ndarray]:
         """Rows of each pass, whole units; rows without a response need none."""
-        family, units = self._layout.family, None
+        family, units = self._packing.family, None
         if UNIT_COLUMN in batch.columns:
             units = batch.scalars(UNIT_COLUMN)
             for rows in rows_of_units(units):
@@ -260,15 +262,37 @@ class FsdpEngine:
             for name, shard in self._shards.items():
                 shard.to_local().copy_(other._shards[name].to_local())
 
-    def gathered_parameters(self, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """Full tensors under Hugging Face names, tied ones once. Collective: every rank must run through all
-        of it.
+    def gathered_parameters(
+        self, bucket_bytes: int, dtype: str | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Full tensors under Hugging Face names, tied ones once, in `dtype` (default: their own). Collective:
+        every rank must run through all of it.
 
-        At most `bucket_bytes` (or one tensor) exist beside the shards; on one rank the tensors are the
-        storage itself.
+        At most `bucket_bytes` (or one tensor) exist beside the shards; on one rank, in their own dtype, the
+        tensors are the storage itself.
         """
         with self._awake():
-            yield from gather_buckets(self._shards, self._group, bucket_bytes)
+            yield from gather_buckets(self._shards, self._group, bucket_bytes, dtype)
+
+    def layout(self, dtype: str | None = None) -> Layout:
+        """Which rank of the world holds which rows of which parameter (frozen ones too, tied ones once).
+
+        dtype: in which they are sent; None: their own.
+        """
+        return layout_of(self._shards, self._group, dtype)
+
+    @contextlib.contextmanager
+    def named_shards(self) -> Iterator[Mapping[str, torch.Tensor]]:
+        """Hugging Face name -> this rank's rows: the storage itself, on the device while inside. `layout`
+        says where in the whole they are.
+        """
+        with self._awake():
+            yield {name: shard.to_local().detach() for name, shard in self._shards.items()}
+
+    def parameter_checksums(self, dtype: str | None = None) -> dict[str, int]:
+        """Of the full tensors in `dtype` (`rondo.weights.checksum`), without gathering them. Collective."""
+        with self._awake():
+            return checksums_of(self._shards, self._group, dtype)
 
     # ---- state
 

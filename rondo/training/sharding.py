@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -13,6 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from rondo.training.head import TokenModel
+from rondo.weights.checksum import box_checksum, combine, signed
+from rondo.weights.layout import Layout, Parameter
 
 
 def shard_model(
@@ -52,45 +55,104 @@ def _blocks(model: TokenModel) -> list[torch.nn.Module]:
     return [module for module in model.lm.modules() if type(module).__name__ in names]
 
 
+def layout_of(shards: Mapping[str, DTensor], group: dist.ProcessGroup, dtype: str | None) -> Layout:
+    """Who holds what, by the ranks of the world. dtype: of the wire; None: each parameter's own."""
+    parameters = [
+        Parameter(name, tuple(shard.shape), dtype or str(shard.dtype).removeprefix("torch."))
+        for name, shard in shards.items()
+    ]
+    return Layout.sharded(parameters, dist.get_process_group_ranks(group))
+
+
+def checksums_of(
+    shards: Mapping[str, DTensor], group: dist.ProcessGroup, dtype: str | None
+) -> dict[str, int]:
+    """Of the whole tensors, at wire dtype; every rank reads its own rows only. Collective."""
+    layout, rank, partial = layout_of(shards, group, dtype), dist.get_rank(), []
+    for parameter in layout.parameters:
+        local = _at(shards[parameter.name], dtype)
+        boxes = layout.held(rank, parameter.name)
+        partial.append(box_checksum(local, boxes[0].offset, parameter.shape) if boxes else 0)
+    device = next(iter(shards.values())).to_local().device
+    sums = torch.tensor([signed(value) for value in partial], dtype=torch.int64, device=device)
+    dist.all_reduce(sums, group=group)
+    return {
+        parameter.name: combine([value])
+        for parameter, value in zip(layout.parameters, sums.tolist(), strict=True)
+    }
+
+
+def _at(shard: DTensor, dtype: str | None) -> torch.Tensor:
+    """This rank's rows at wire dtype."""
+    local = shard.to_local().detach()
+    return local if dtype is None else local.to(getattr(torch, dtype))
+
+
 def gather_buckets(
-    shards: Mapping[str, DTensor], group: dist.ProcessGroup, bucket_bytes: int
+    shards: Mapping[str, DTensor], group: dist.ProcessGroup, bucket_bytes: int, dtype: str | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, full tensor) of every shard, gathered in buckets of at most `bucket_bytes`. Collective."""
+    """(name, full tensor) of every shard, gathered in buckets of at most `bucket_bytes`. Collective. dtype:
+    of the wire; each rank casts its rows before they move.
+    """
     world = dist.get_world_size(group)
     if world == 1:
-        yield from ((name, shard.to_local().detach()) for name, shard in shards.items())
+        yield from ((name, _at(shard, dtype)) for name, shard in shards.items())
         return
-    bucket: list[str] = []
+    buckets = _buckets(layout_of(shards, group, dtype), bucket_bytes)
+    scratch: dict[torch.dtype, tuple[torch.Tensor, torch.Tensor]] = {}
+    for bucket in buckets:
+        yield from _gather(bucket, buckets, shards, world, group, scratch)
+
+
+def _buckets(layout: Layout, bucket_bytes: int) -> list[list[Parameter]]:
+    """Consecutive parameters of one dtype, of at most `bucket_bytes` together (or one parameter)."""
+    buckets: list[list[Parameter]] = []
     size = 0
-    for name, shard in shards.items():
-        num_bytes = shard.numel() * shard.element_size()
-        fits = size + num_bytes <= bucket_bytes and (not bucket or shards[bucket[0]].dtype == shard.dtype)
-        if bucket and not fits:
-            yield from _gather(bucket, shards, group, world)
-            bucket, size = [], 0
-        bucket.append(name)
-        size += num_bytes
-    if bucket:
-        yield from _gather(bucket, shards, group, world)
+    for parameter in layout.parameters:
+        alike = bool(buckets) and buckets[-1][0].dtype == parameter.dtype
+        if not alike or size + parameter.num_bytes > bucket_bytes:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(parameter)
+        size += parameter.num_bytes
+    return buckets
 
 
 def _gather(
-    bucket: list[str], shards: Mapping[str, DTensor], group: dist.ProcessGroup, world: int
+    bucket: list[Parameter],
+    buckets: list[list[Parameter]],
+    shards: Mapping[str, DTensor],
+    world: int,
+    group: dist.ProcessGroup,
+    scratch: dict[torch.dtype, tuple[torch.Tensor, torch.Tensor]],
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """One all-gather for a bucket. Every rank holds ceil(rows / world) rows of a parameter, the last ones
-    fewer.
+    fewer. scratch: of this rank's and everyone's part, allocated once for the largest of `buckets` (memory
+    that comes and goes leaves holes).
     """
-    pieces, sizes = [], []
-    for name in bucket:
-        local = shards[name].to_local().detach()
-        padded = local.new_zeros(-(-shards[name].shape[0] // world), *shards[name].shape[1:])
-        padded[: local.shape[0]] = local
-        pieces.append(padded.flatten())
-        sizes.append(padded.numel())
-    mine = torch.cat(pieces)
-    everyone = mine.new_empty(world * mine.numel())
+    dtype, sizes = getattr(torch, bucket[0].dtype), [_padded(parameter, world) for parameter in bucket]
+    if dtype not in scratch:
+        alike = [one for one in buckets if one[0].dtype == bucket[0].dtype]
+        largest = max(sum(_padded(parameter, world) for parameter in one) for one in alike)
+        device = shards[bucket[0].name].to_local().device
+        scratch[dtype] = (
+            torch.zeros(largest, dtype=dtype, device=device),
+            torch.empty(largest * world, dtype=dtype, device=device),
+        )
+    mine, everyone = scratch[dtype][0][: sum(sizes)], scratch[dtype][1][: sum(sizes) * world]
+    for parameter, piece in zip(bucket, mine.split(sizes), strict=True):
+        local = shards[parameter.name].to_local().detach()
+        piece[: local.numel()].copy_(local.flatten())
     dist.all_gather_into_tensor(everyone, mine, group=group)
     columns = everyone.view(world, -1).split(sizes, dim=1)
-    for name, column in zip(bucket, columns, strict=True):
-        shape = shards[name].shape
-        yield name, column.reshape(-1, *shape[1:])[: shape[0]]
+    for parameter, column in zip(bucket, columns, strict=True):
+        shape = parameter.shape
+        if column.is_contiguous():  # the scratch itself: all else is copied by reshape
+            column = column.clone()
+        yield parameter.name, column.reshape(-1, *shape[1:])[: shape[0]]
+        del column
+
+
+def _padded(parameter: Parameter, world: int) -> int:
+    """Elements of a rank's rows, as many on every rank."""
+    return -(-parameter.shape[0] // world) * math.prod(parameter.shape[1:])

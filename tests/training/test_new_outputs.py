@@ -231,7 +231,7 @@ def test_full_documents_count_in_the_budget(mesh: DeviceMesh) -> None:
     engine.forward(batch, {"values": "v"})
     with pytest.raises(TrainError, match="row 0 has 11 tokens, more than token_budget=10"):
         engine.forward(batch, {"scores": "s"})
-    assert dummy(engine._layout, full=True).after is not None
+    assert dummy(engine._packing, full=True).after is not None
 
 
 class PairLoss:

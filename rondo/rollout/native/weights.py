@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
 from rondo.errors import ConfigError, WeightSyncError
+from rondo.weights.checksum import checksum
 
 
 class _ParametersOnMeta(TorchFunctionMode):
@@ -66,6 +67,7 @@ class WeightStore:
         self.ready = self.shared
         self._names = _tied_names(module)
         self._pending: set[str] | None = None
+        self._received: dict[str, int] = {}  # checksums of what came in another dtype
         self._tensors: dict[str, torch.Tensor] = {}
         tensors: Mapping[str, torch.Tensor] = shared or {}
         for name in tensors:
@@ -99,6 +101,10 @@ class WeightStore:
         """Every name, tied ones included, to the storage that the decoder reads."""
         return {name: self._tensors[canonical] for name, canonical in self._names.items()}
 
+    def parameter(self, name: str) -> torch.Tensor:
+        """The storage behind a checkpoint name."""
+        return self._tensors[self._canonical(name)]
+
     def begin(self, version: int) -> None:
         if self.shared:
             raise WeightSyncError(
@@ -106,6 +112,7 @@ class WeightStore:
             )
         self.ready = False
         self._pending = set(self._tensors)
+        self._received = {}
 
     def receive(self, name: str, tensor: torch.Tensor) -> None:
         if self._pending is None:
@@ -114,9 +121,14 @@ class WeightStore:
         own = self._tensors[canonical]
         self._check_shape(name, tensor, own.shape)
         own.copy_(tensor)
+        if tensor.dtype != own.dtype:
+            self._received[canonical] = checksum(tensor)
         self._pending.discard(canonical)
 
-    def commit(self, version: int) -> None:
+    def commit(self, version: int, checksums: Mapping[str, int] | None = None) -> None:
+        """Serve `version`. checksums: of what was sent, by name: compared with the storage itself, or, where
+        the dtype of the wire is another, with what arrived.
+        """
         if self._pending is None:
             raise WeightSyncError(f"commit({version}) without begin")
         if self._pending:
@@ -125,6 +137,16 @@ class WeightStore:
                 f"commit({version}): {len(self._pending)} of {len(self._tensors)} tensors did not arrive: "
                 f"{missing}; the engine serves nothing until a complete set is committed"
             )
+        for name, expected in (checksums or {}).items():
+            canonical = self._canonical(name)
+            found = self._received.get(canonical)
+            found = checksum(self._tensors[canonical]) if found is None else found
+            if found != expected:
+                raise WeightSyncError(
+                    f"commit({version}): {name!r} is not what was sent (checksum {found:#018x}, the "
+                    f"trainer's is {expected:#018x}); the engine serves nothing until a complete set is "
+                    "committed"
+                )
         self._pending, self.version, self.ready = None, version, True
 
     def _canonical(self, name: str) -> str:

@@ -1,0 +1,214 @@
+"""Tensors between two processes of one machine: buckets in shared memory, two at most in flight.
+
+    sender                                             receiver
+    BucketWriter.add ─ copy ─▶ buffer A ─ SharedBucket (a name) ─▶ tensors(): views of the same pages
+                               buffer B ◀── filled while A is read; used again when A is confirmed
+
+The memory has no name in the file system (`memfd`), but is opened through its owner's /proc entry: it is gone
+when the last of the two processes is, whatever ended them, and Docker's small /dev/shm does not limit it.
+Tensors of a GPU pass through the host's memory here.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+import torch
+
+from rondo.errors import WeightSyncError
+
+ALIGNMENT = 64  # bytes
+Confirmation = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class BucketEntry:
+    """One tensor in a bucket. dtype: torch's name of it ("bfloat16"); offset: bytes from the start."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True)
+class SharedBucket:
+    """A handle that can be pickled, opened in any process of the same machine and user. path: of the memory;
+    key: its own name, by which it is known again; num_bytes: in use.
+    """
+
+    path: str
+    key: str
+    num_bytes: int
+    entries: tuple[BucketEntry, ...]
+
+    @contextmanager
+    def tensors(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """(name, tensor) in the order in which they were added: views of the sender's pages, to be read only,
+        and before the bucket is confirmed; copy what you keep. Raises WeightSyncError when the sender is
+        gone.
+        """
+        try:
+            descriptor = os.open(self.path, os.O_RDWR)
+        except OSError as error:
+            raise WeightSyncError(
+                f"a bucket with {len(self.entries)} tensors ({self._first()}) cannot be opened at "
+                f"{self.path}: {error.strerror}; its sender is gone, or on "
+                "another machine, or another user"
+            ) from error
+        try:
+            if self.key not in os.path.realpath(f"/proc/self/fd/{descriptor}") and self.key not in self.path:
+                raise WeightSyncError(
+                    f"a bucket with {len(self.entries)} tensors ({self._first()}) is no longer at "
+                    f"{self.path}: its sender gave it up before it was read"
+                )
+            memory = mmap.mmap(descriptor, self.num_bytes)  # lives as long as the last view
+        finally:
+            os.close(descriptor)
+        yield [(entry.name, _view(memory, entry)) for entry in self.entries]
+
+    def _first(self) -> str:
+        return self.entries[0].name if self.entries else "none"
+
+
+class BucketWriter:
+    """Fills buckets of at most `bucket_bytes` (a larger tensor gets one of its own) and hands them to `send`.
+
+    send(bucket): ships it and returns a function that waits until the receiver has read it (or raises). At
+    most two buckets exist; one is filled while the other is read. Not for several threads at once.
+    """
+
+    def __init__(self, bucket_bytes: int, send: Callable[[SharedBucket], Confirmation]) -> None:
+        if bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes={bucket_bytes}: at least 1")
+        self.bucket_bytes, self._send = bucket_bytes, send
+        self.peak_bytes = self.sent_bytes = self.sent_buckets = 0
+        self._free: list[_Buffer] = []
+        self._filling: _Buffer | None = None
+        self._entries: list[BucketEntry] = []
+        self._used = 0
+        self._in_flight: tuple[_Buffer, Confirmation] | None = None
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Copy a tensor into the bucket that is being filled; send that first where it would be too full."""
+        num_bytes = tensor.numel() * tensor.element_size()
+        start = -(-self._used // ALIGNMENT) * ALIGNMENT
+        if self._entries and start + num_bytes > self.bucket_bytes:
+            self.flush()
+            start = 0
+        if self._filling is None:
+            self._filling = self._buffer(num_bytes)
+        entry = BucketEntry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), start)
+        _view(self._filling.memory, entry).copy_(tensor.detach())
+        self._entries.append(entry)
+        self._used = start + num_bytes
+        if self._used >= self.bucket_bytes:
+            self.flush()
+
+    def flush(self) -> None:
+        """Send what is there, and return when the bucket before it is confirmed."""
+        buffer, self._filling = self._filling, None
+        if buffer is None:
+            return
+        bucket = SharedBucket(buffer.path, buffer.key, max(self._used, 1), tuple(self._entries))
+        self.sent_bytes += sum(_num_bytes(entry) for entry in bucket.entries)
+        self.sent_buckets += 1
+        self._entries, self._used = [], 0
+        try:
+            confirm = self._send(bucket)
+        except BaseException:
+            buffer.free()
+            raise
+        before, self._in_flight = self._in_flight, (buffer, confirm)
+        self._settle(before)
+
+    def finish(self) -> None:
+        """Send the rest, wait until all is confirmed, and free the memory."""
+        self.flush()
+        before, self._in_flight = self._in_flight, None
+        self._settle(before)
+        self.close()
+
+    def close(self) -> None:
+        """Free the memory, without waiting for anybody: after an error, or `finish`."""
+        in_flight = [self._in_flight[0]] if self._in_flight else []
+        filling = [self._filling] if self._filling else []
+        for buffer in (*self._free, *in_flight, *filling):
+            buffer.free()
+        self._free, self._filling, self._in_flight, self._entries, self._used = [], None, None, [], 0
+
+    def _settle(self, sent: tuple[_Buffer, Confirmation] | None) -> None:
+        if sent is None:
+            return
+        buffer, confirm = sent
+        try:
+            confirm()
+        except BaseException:
+            buffer.free()
+            raise
+        if buffer.num_bytes > self.bucket_bytes:
+            buffer.free()
+        else:
+            self._free.append(buffer)
+
+    def _buffer(self, num_bytes: int) -> _Buffer:
+        if num_bytes <= self.bucket_bytes and self._free:
+            return self._free.pop()
+        while num_bytes > self.bucket_bytes and self._free:
+            self._free.pop().free()
+        buffer = _Buffer(max(num_bytes, self.bucket_bytes))
+        held = [*self._free, buffer, *([self._in_flight[0]] if self._in_flight else [])]
+        self.peak_bytes = max(self.peak_bytes, sum(one.num_bytes for one in held))
+        return buffer
+
+
+class _Buffer:
+    """Anonymous memory that another process can open by `path` while this object lives."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes, self._descriptor = num_bytes, -1
+        self._temporary: str | None = None
+        self.key = f"rondo-bucket-{secrets.token_hex(8)}"
+        if hasattr(os, "memfd_create"):
+            self._descriptor = os.memfd_create(self.key, os.MFD_CLOEXEC)
+            self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        else:  # not Linux: a file, removed by its owner
+            self._descriptor, self.path = tempfile.mkstemp(prefix=self.key)
+            self._temporary = self.path
+        os.ftruncate(self._descriptor, num_bytes)
+        self.memory = mmap.mmap(self._descriptor, num_bytes)
+
+    def free(self) -> None:
+        """Twice does no harm. The pages go when the receiver's views have gone, too."""
+        if self._descriptor < 0:
+            return
+        os.close(self._descriptor)
+        self._descriptor = -1
+        if self._temporary is not None:
+            os.unlink(self._temporary)
+        with suppress(BufferError, AttributeError):  # a view is alive: the memory goes with it; or none yet
+            self.memory.close()
+
+    def __del__(self) -> None:
+        self.free()  # of a sync that an error cut short, whose writer nobody closed
+
+
+def _num_bytes(entry: BucketEntry) -> int:
+    size = int(getattr(torch, entry.dtype).itemsize)
+    for dim in entry.shape:
+        size *= dim
+    return size
+
+
+def _view(memory: mmap.mmap, entry: BucketEntry) -> torch.Tensor:
+    dtype = getattr(torch, entry.dtype)
+    if _num_bytes(entry) == 0:
+        return torch.empty(entry.shape, dtype=dtype)
+    count = _num_bytes(entry) // dtype.itemsize
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=entry.offset).view(entry.shape)

@@ -1,0 +1,302 @@
+"""A transfer plan carried out by point-to-point messages of a process group (gloo; NCCL in the same way).
+
+    sender                                   receiver
+    version, digest of the plan  ──────────▶ compares, answers yes or no
+    rounds of boxes              ──────────▶ puts tensors together, hands each to the sink when it is whole
+    checksum of what was sent    ──────────▶ sums up over its senders, commits
+
+A receiver that goes away is an entry in the sender's report, not an error: the others are served. A sink
+that raises does not stop the stream (the senders would wait); its error is raised at the end. Messages of
+two ranks are matched by their order alone: a group that is used for this carries nothing else meanwhile.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import cached_property, partial
+
+import torch
+import torch.distributed as dist
+
+from rondo.errors import RondoError, WeightSyncError
+from rondo.weights.checksum import box_checksum, combine, signed
+from rondo.weights.layout import Box, Layout
+from rondo.weights.plan import Move, TransferPlan, plan_transfer
+from rondo.weights.sync import SyncReport, WeightSink
+
+TIMEOUT_SECONDS = (
+    600.0  # for one round, in which the receiver's engine may load a bucket; a death is seen at once
+)
+Piece = Callable[[str, Box], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What both sides know beforehand. target_ranks: each needs all parameters whole. Ranks are those of the
+    world.
+    """
+
+    source: Layout
+    target_ranks: tuple[int, ...]
+    bucket_bytes: int
+    timeout_seconds: float = TIMEOUT_SECONDS
+
+    def __post_init__(self) -> None:
+        both = sorted(set(self.source.ranks) & set(self.target_ranks))
+        if both:
+            raise ValueError(f"ranks {both} would send to themselves: gather instead (weights/sync.py)")
+
+    @cached_property
+    def target(self) -> Layout:
+        """Who needs what."""
+        return Layout.replicated(self.source.parameters, self.target_ranks)
+
+    @cached_property
+    def plan(self) -> TransferPlan:
+        """The moves; the same on every rank."""
+        return plan_transfer(self.source, self.target, self.bucket_bytes)
+
+    @cached_property
+    def digest(self) -> int:
+        """Of the plan and the parameters, 63 bits."""
+        text = repr((self.plan.rounds, self.source.parameters)).encode()
+        return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1
+
+
+@dataclass
+class SendReport:
+    """lost: receivers (ranks of the world) that went away or refused, with the reason."""
+
+    seconds: float = 0.0
+    lost: dict[int, str] = field(default_factory=dict)
+
+
+def piece_of(layout: Layout, shards: Mapping[str, torch.Tensor]) -> Piece:
+    """For `send`: boxes of what this rank holds by `layout` (one per name), cast to the layout's dtype."""
+    rank = dist.get_rank()
+    dtypes = {parameter.name: getattr(torch, parameter.dtype) for parameter in layout.parameters}
+
+    def piece(name: str, box: Box) -> torch.Tensor:
+        (held,) = layout.held(rank, name)
+        return shards[name][box.slices(held)].to(dtypes[name]).contiguous()
+
+    return piece
+
+
+def send(
+    transfer: Transfer,
+    version: int,
+    piece: Piece,
+    device: torch.device | str,
+    group: dist.ProcessGroup | None = None,
+) -> SendReport:
+    """This rank's part of sending `version`. piece(name, box): those elements at wire dtype, contiguous.
+
+    Returns when all receivers have everything, or are lost; never waits longer than transfer.timeout_seconds
+    for one round.
+    """
+    started, rank, report = time.perf_counter(), dist.get_rank(), SendReport()
+    plan, link = transfer.plan, _Link(group, device, transfer.timeout_seconds)
+    mine = [[move for move in moves if move.source == rank] for moves in plan.rounds]
+    targets = sorted({move.target for moves in mine for move in moves})
+    index = {parameter.name: i for i, parameter in enumerate(transfer.source.parameters)}
+    shapes = {parameter.name: parameter.shape for parameter in transfer.source.parameters}
+    sums = {target: [0] * len(index) for target in targets}
+
+    def each(values: Callable[[int], list[int]], what: str) -> None:
+        live = [target for target in targets if target not in report.lost]
+        report.lost |= link.send((target, link.numbers(values(target)), what) for target in live)
+
+    each(lambda _: [version, transfer.digest], "the start of a sync")
+    for target in (target for target in targets if target not in report.lost):
+        answer = link.numbers([0])
+        report.lost |= link.receive([(target, answer, "the answer to the start of a sync")])
+        if target not in report.lost and int(answer) != 1:
+            report.lost[target] = "it refused the transfer: it expects another version or another plan"
+    for moves in mine:
+        prepared: dict[tuple[str, Box], tuple[torch.Tensor, int]] = {}
+        for move in moves:
+            if move.target not in report.lost and (move.name, move.box) not in prepared:
+                tensor = piece(move.name, move.box)
+                prepared[move.name, move.box] = (
+                    tensor,
+                    box_checksum(tensor, move.box.offset, shapes[move.name]),
+                )
+        messages = []
+        for move in moves:
+            if move.target not in report.lost:
+                tensor, partial = prepared[move.name, move.box]
+                messages.append((move.target, tensor, repr(move.name)))
+                row = sums[move.target]
+                row[index[move.name]] = combine([row[index[move.name]], partial])
+        report.lost |= link.send(messages)
+    each(lambda target: [signed(value) for value in sums[target]], "the checksums")
+    report.seconds = time.perf_counter() - started
+    return report
+
+
+def receive(
+    transfer: Transfer,
+    version: int,
+    sink: WeightSink,
+    device: torch.device | str,
+    group: dist.ProcessGroup | None = None,
+) -> SyncReport:
+    """This rank's part of receiving `version`: into the sink, which confirms the checksums at its commit.
+
+    Raises WeightSyncError: a sender went away, sends another version, or the sink refused a tensor (its own
+    error).
+    """
+    started, rank = time.perf_counter(), dist.get_rank()
+    plan, link = transfer.plan, _Link(group, device, transfer.timeout_seconds)
+    mine = [[move for move in moves if move.target == rank] for moves in plan.rounds]
+    senders = sorted({move.source for moves in mine for move in moves})
+    _shake_hands(transfer, version, senders, link)
+    inbox = _Inbox(transfer, sink, device)
+    inbox.guarded(lambda: sink.begin(version))
+    for moves in mine:
+        _raise_lost(link.receive(inbox.expect(moves)), version)
+        inbox.arrived(moves)
+    names = [parameter.name for parameter in transfer.source.parameters]
+    parts = [link.numbers([0] * len(names)) for _ in senders]
+    _raise_lost(
+        link.receive((s, part, "the checksums") for s, part in zip(senders, parts, strict=True)), version
+    )
+    sums = {name: combine(int(part[i]) for part in parts) for i, name in enumerate(names)}
+    inbox.guarded(lambda: sink.commit(version, sums))
+    if inbox.failure is not None:
+        raise inbox.failure
+    return SyncReport(
+        version,
+        num_tensors=len(names),
+        bytes_moved=plan.bytes_moved,
+        bytes_needed=plan.bytes_needed,
+        seconds=time.perf_counter() - started,
+        peak_bytes=max(plan.peak_bytes.values()),
+        rounds=plan.num_rounds,
+    )
+
+
+def _shake_hands(transfer: Transfer, version: int, senders: list[int], link: _Link) -> None:
+    headers = {sender: link.numbers([0, 0]) for sender in senders}
+    _raise_lost(link.receive((s, header, "the start of a sync") for s, header in headers.items()), version)
+    expected = [version, transfer.digest]
+    wrong = {sender: header.tolist() for sender, header in headers.items() if header.tolist() != expected}
+    lost = link.send((s, link.numbers([int(not wrong)]), "the answer to the start") for s in senders)
+    if wrong:
+        sender, (sent_version, _) = next(iter(wrong.items()))
+        raise WeightSyncError(
+            f"rank {sender} starts to send version {sent_version} by "
+            f"{'another plan' if sent_version == version else 'its plan'}, version {version} was expected"
+        )
+    _raise_lost(lost, version)
+
+
+class _Inbox:
+    """Tensors that are being put together."""
+
+    def __init__(self, transfer: Transfer, sink: WeightSink, device: torch.device | str) -> None:
+        self.failure: RondoError | None = None
+        self._parameters = {parameter.name: parameter for parameter in transfer.source.parameters}
+        self._sink, self._device = sink, device
+        self._open: dict[str, torch.Tensor] = {}
+        self._missing: dict[str, int] = {}
+        self._apart: list[tuple[torch.Tensor, torch.Tensor]] = []  # (place, what arrives for it)
+
+    def expect(self, moves: list[Move]) -> list[tuple[int, torch.Tensor, str]]:
+        """Where each message of a round goes."""
+        messages = []
+        for move in moves:
+            parameter = self._parameters[move.name]
+            if move.name not in self._open:
+                dtype = getattr(torch, parameter.dtype)
+                self._open[move.name] = torch.empty(parameter.shape, dtype=dtype, device=self._device)
+                self._missing[move.name] = self._open[move.name].numel()
+            place = self._open[move.name][move.box.slices(Box.whole(parameter.shape))]
+            arriving = place
+            if not place.is_contiguous():
+                arriving = torch.empty_like(place, memory_format=torch.contiguous_format)
+                self._apart.append((place, arriving))
+            messages.append((move.source, arriving, repr(move.name)))
+        return messages
+
+    def arrived(self, moves: list[Move]) -> None:
+        """A round is over: whole tensors go to the sink."""
+        for place, arriving in self._apart:
+            place.copy_(arriving)
+        self._apart = []
+        for move in moves:
+            self._missing[move.name] -= move.box.size
+            if not self._missing[move.name]:
+                tensor = self._open.pop(move.name)
+                self.guarded(partial(self._sink.receive, move.name, tensor))
+
+    def guarded(self, action: Callable[[], None]) -> None:
+        """The sink's first error is kept for the end; after it nothing reaches the sink."""
+        if self.failure is None:
+            try:
+                action()
+            except RondoError as error:
+                self.failure = error
+
+
+class _Link:
+    """Messages of one group, and who went away."""
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device | str, seconds: float) -> None:
+        self._group, self._device, self._timeout = group, device, timedelta(seconds=seconds)
+
+    def numbers(self, values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._device)
+
+    def send(self, messages: Iterable[tuple[int, torch.Tensor, str]]) -> dict[int, str]:
+        """(peer, tensor, what it is) each; peers that cannot be reached, with the reason."""
+        return self._exchange(dist.isend, messages, "while it was sent")
+
+    def receive(self, messages: Iterable[tuple[int, torch.Tensor, str]]) -> dict[int, str]:
+        """Into the tensors, as `send`."""
+        return self._exchange(dist.irecv, messages, "while it was to send")
+
+    def _exchange(
+        self,
+        start: Callable[..., dist.Work | None],
+        messages: Iterable[tuple[int, torch.Tensor, str]],
+        doing: str,
+    ) -> dict[int, str]:
+        lost: dict[int, str] = {}
+        works: list[tuple[int, str, dist.Work | None, torch.Tensor]] = []
+        for peer, tensor, what in messages:
+            if peer not in lost and tensor.numel():
+                with _watch(lost, peer, f"{doing} {what}"):
+                    works.append((peer, what, start(_raw(tensor), peer, group=self._group), tensor))
+        for peer, what, work, _ in works:
+            if work is not None and peer not in lost:
+                with _watch(lost, peer, f"{doing} {what}"):
+                    work.wait(self._timeout)
+        return lost
+
+
+@contextmanager
+def _watch(lost: dict[int, str], peer: int, doing: str) -> Iterator[None]:
+    """What torch.distributed raises about a peer becomes an entry of `lost`."""
+    try:
+        yield
+    except RuntimeError as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        lost[peer] = f"it went away or hung {doing}: {first}"
+
+
+def _raise_lost(lost: Mapping[int, str], version: int) -> None:
+    for rank, reason in lost.items():
+        raise WeightSyncError(f"version {version} did not arrive from rank {rank} of the trainer: {reason}")
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor: every dtype travels alike."""
+    assert tensor.is_contiguous()
+    return tensor.detach().reshape(-1).view(torch.uint8)

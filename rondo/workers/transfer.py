@@ -1,0 +1,177 @@
+"""The workers' ends of a weight sync between process groups, and of the canary: mixed into the actor's worker
+and the rollout worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rondo.batch import ROW_ID, Batch, ragged_rows
+from rondo.controller import WorkerContext, dispatch
+from rondo.errors import ReplicaLostError, RolloutError, WeightSyncError
+from rondo.training import FsdpEngine
+from rondo.types import GenerateRequest, SamplingParams
+from rondo.weights.checksum import checksum
+from rondo.weights.disk import read_weights, remove_weights, write_weights
+from rondo.weights.exchange import SendReport, Transfer, piece_of, receive, send
+from rondo.weights.layout import Layout
+from rondo.weights.sync import SyncReport, gather_along
+
+if TYPE_CHECKING:
+    from rondo.workers.replicas import Replicas
+
+ROWS_PER_RANK = 1 << 20  # of a probe: row id = rank · this + number of the replica
+
+
+class SendsWeights:
+    """The trainer's end. Ranks are those of the world of host processes."""
+
+    engine: FsdpEngine
+    context: WorkerContext
+    _transfer: Transfer | None = None
+
+    @dispatch("broadcast")
+    def weight_layout(self, dtype: str) -> Layout:
+        """Who holds what of the parameters, as they are sent: in `dtype`."""
+        return self.engine.layout(dtype)
+
+    @dispatch("broadcast")
+    def prepare_transfer(self, transfer: Transfer) -> None:
+        """What `send_weights` does from now on."""
+        self._transfer = transfer
+
+    @dispatch("per_rank")
+    def send_weights(self, *, version: int) -> SendReport:
+        """This rank's part of sending `version` to the ranks of the transfer, while they run
+        `receive_weights`. A receiver that goes away is reported, and the others are served.
+        """
+        transfer = _prepared(self._transfer)
+        with self.engine.named_shards() as shards:
+            return send(transfer, version, piece_of(transfer.source, shards), self.context.device)
+
+    @dispatch("broadcast")
+    def write_weights(self, folder: str, version: int, bucket_bytes: int, dtype: str) -> SyncReport:
+        """Write `version` to disk and remove the ones before it. Collective; rank 0 writes."""
+        path, leader = Path(folder), self.context.rank == 0
+        report = write_weights(self.engine, path, version, bucket_bytes, dtype=dtype, leader=leader)
+        if leader:
+            remove_weights(path, keep=version)
+        return report
+
+    @dispatch("broadcast")
+    def gather_along(self, bucket_bytes: int, dtype: str) -> None:
+        """Take part in the gathering of ranks that have an engine beside them (`load_weights`)."""
+        gather_along(self.engine, bucket_bytes, dtype)
+
+    @dispatch("broadcast")
+    def parameter_checksums(self, dtype: str) -> dict[str, int]:
+        """Of the parameters in `dtype`, by checkpoint name. Collective."""
+        return self.engine.parameter_checksums(dtype)
+
+
+class ReceivesWeights:
+    """The rollout's end."""
+
+    replicas: Replicas
+    context: WorkerContext
+    _transfer: Transfer | None = None
+
+    @dispatch("broadcast")
+    def prepare_transfer(self, transfer: Transfer) -> None:
+        """What `receive_weights` does from now on."""
+        self._transfer = transfer
+
+    @dispatch("broadcast")
+    def receive_weights(self, version: int) -> SyncReport:
+        """Make the engines serve `version`, which the trainer sends meanwhile. They must be paused."""
+        transfer = _prepared(self._transfer)
+        report = receive(transfer, version, self.replicas.sink(), self.context.device)
+        self.replicas.loaded(version)
+        return report
+
+    @dispatch("broadcast")
+    def read_weights(self, folder: str, version: int) -> SyncReport:
+        """Make the engines serve `version` as the trainer has written it. They must be paused."""
+        report = read_weights(Path(folder), version, self.replicas.sink())
+        self.replicas.loaded(version)
+        return report
+
+    async def probe(
+        self, token_ids: Sequence[int], sampling: SamplingParams, seed: int, version: int
+    ) -> Batch:
+        """One short response of every engine that serves `version`: rows with prompt_ids, response_ids and
+        rollout_log_probs; row_id says whose (`probed`). Past the router, whose statistics stay as they are.
+
+        Raises WeightSyncError when tokens carry another version, or no engine here serves this one.
+        """
+        engines = {
+            number: engine
+            for number, engine in enumerate(self.replicas.router.engines().values())
+            if engine.version == version
+        }
+        ids = np.asarray(token_ids, np.int32)
+        requests = [
+            GenerateRequest(f"canary-{version}-{number}", ids, sampling, seed=seed) for number in engines
+        ]
+        answers = await asyncio.gather(
+            *(engine.generate(request) for engine, request in zip(engines.values(), requests, strict=True)),
+            return_exceptions=True,
+        )
+        rows, found = [], []
+        for number, answer in zip(engines, answers, strict=True):
+            if isinstance(answer, ReplicaLostError):
+                continue  # it died meanwhile: the router has it started again
+            if isinstance(answer, BaseException):
+                raise answer
+            if set(answer.policy_versions.tolist()) - {version}:
+                raise WeightSyncError(
+                    f"engine {number} of rollout[{self.context.rank}] was told to serve version {version}, "
+                    f"and stamps its tokens with {sorted(set(answer.policy_versions.tolist()))}"
+                )
+            rows.append(self.context.rank * ROWS_PER_RANK + number)
+            found.append(answer)
+        if not found and not self.replicas.wanting:
+            raise WeightSyncError(f"no engine of rollout[{self.context.rank}] serves version {version}")
+        return Batch.of(
+            {
+                ROW_ID: np.array(rows, np.int64),
+                "prompt_ids": ragged_rows([ids] * len(found), np.int32),
+                "response_ids": ragged_rows([answer.token_ids for answer in found], np.int32),
+                "rollout_log_probs": ragged_rows([answer.log_probs for answer in found], np.float32),
+            }
+        )
+
+    def differing_tensor(self, number: int, checksums: Mapping[str, int]) -> str:
+        """A sentence: the first parameter of engine `number` whose checksum is not the trainer's, where the
+        engine can read its weights back.
+        """
+        engine = list(self.replicas.router.engines().values())[number]
+        able = engine.capabilities()
+        if not able.reads_back:
+            return f"{able.engine} cannot read its weights back, so the tensor that differs has no name here"
+        for name, expected in checksums.items():
+            try:
+                tensor = engine.parameter(name)  # type: ignore[attr-defined]
+            except (RolloutError, WeightSyncError) as error:
+                return f"{name!r} cannot be read back: {error}"
+            if checksum(tensor) != expected:
+                return f"the first tensor that differs is {name!r}"
+        return (
+            f"all {len(checksums)} tensors are equal: the weights arrived, and the two compute another model"
+        )
+
+
+def probed(row_id: int) -> tuple[int, int]:
+    """(rollout rank, number of its engine) of a row that `probe` made."""
+    return divmod(row_id, ROWS_PER_RANK)
+
+
+def _prepared(transfer: Transfer | None) -> Transfer:
+    if transfer is None:
+        raise WeightSyncError("no transfer was prepared on this rank: the controller calls prepare_transfer")
+    return transfer

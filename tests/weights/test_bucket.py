@@ -1,0 +1,187 @@
+"""Buckets in shared memory: contents, bounds, and what is left when either side is killed."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import pickle
+import signal
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+
+from rondo.errors import WeightSyncError
+from rondo.weights import bucket as module
+from rondo.weights.bucket import BucketWriter, SharedBucket
+from rondo.weights.checksum import checksum
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool]
+
+
+def parameters() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(), (3,), (5, 7), (0, 4), (2, 3, 4), (100,)]
+    return {
+        f"layer.{i}": (torch.randn(shape, generator=generator) * 3).to(dtype)
+        for i, (shape, dtype) in enumerate(zip(shapes, DTYPES, strict=True))
+    }
+
+
+def receiver(pipe: Connection) -> None:
+    """Answers every bucket with {name: (dtype, shape, checksum)}."""
+    while (bucket := pipe.recv()) is not None:
+        with bucket.tensors() as tensors:
+            pipe.send({n: (str(t.dtype), tuple(t.shape), checksum(t)) for n, t in tensors})
+
+
+def started(target: Any, *args: Any) -> tuple[Any, Connection]:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "rondo.weights.bucket"])
+    mine, theirs = context.Pipe()
+    process = context.Process(target=target, args=(theirs, *args))
+    process.start()
+    theirs.close()
+    return process, mine
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 200, 1 << 20])
+def test_another_process_reads_the_same_bytes(bucket_bytes: int) -> None:
+    process, pipe = started(receiver)
+    received: dict[str, Any] = {}
+    buckets: list[SharedBucket] = []
+    open_now = 0
+
+    def send(bucket: SharedBucket) -> Any:
+        nonlocal open_now
+        open_now += 1
+        assert open_now <= 2
+        buckets.append(bucket)
+        pipe.send(bucket)
+
+        def confirm() -> None:
+            nonlocal open_now
+            open_now -= 1
+            received.update(pipe.recv())
+
+        return confirm
+
+    writer = BucketWriter(bucket_bytes, send)
+    tensors = parameters()
+    for name, tensor in tensors.items():
+        writer.add(name, tensor)
+    writer.finish()
+    pipe.send(None)
+    process.join(10)
+    assert received == {n: (str(t.dtype), tuple(t.shape), checksum(t)) for n, t in tensors.items()}
+    assert writer.sent_bytes == sum(t.numel() * t.element_size() for t in tensors.values())
+    largest = max(t.numel() * t.element_size() for t in tensors.values())
+    assert writer.peak_bytes <= 2 * max(bucket_bytes, largest)
+    assert all(b.num_bytes <= max(bucket_bytes, largest) for b in buckets)
+    assert [len(b.entries) for b in buckets] == {1: [1] * 6, 200: [3, 2, 1], 1 << 20: [6]}[bucket_bytes]
+
+
+def shared_memory_bytes() -> int:
+    """Of this machine, in use by files in memory that belong to this process's descriptors and maps."""
+    with open("/proc/self/smaps_rollup") as file:
+        return sum(int(line.split()[1]) << 10 for line in file if line.startswith("Pss_Shmem"))
+
+
+def _add_many(writer: BucketWriter) -> None:
+    for i in range(8):
+        writer.add(f"layer.{i}", torch.ones(1 << 18))
+
+
+def test_nothing_is_left_when_the_receiver_is_killed() -> None:
+    process, pipe = started(receiver)
+    before, descriptors = shared_memory_bytes(), len(os.listdir("/proc/self/fd"))
+
+    def send(bucket: SharedBucket) -> Any:
+        os.kill(process.pid, signal.SIGKILL)
+        process.join(10)
+        pipe.send(bucket)
+        return pipe.recv
+
+    writer = BucketWriter(1 << 20, send)
+    with pytest.raises((EOFError, BrokenPipeError, ConnectionResetError)):
+        _add_many(writer)
+    writer.close()
+    writer.close()
+    gc.collect()
+    assert shared_memory_bytes() <= before
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def sender_that_waits(pipe: Connection) -> None:
+    def send(bucket: SharedBucket) -> Any:
+        pipe.send(bucket)
+        return pipe.recv  # nobody answers
+
+    writer = BucketWriter(1 << 16, send)
+    writer.add("layer.0", torch.arange(1 << 14, dtype=torch.int32))
+    writer.finish()
+
+
+def test_a_killed_sender_leaves_open_views_whole_and_nothing_else() -> None:
+    process, pipe = started(sender_that_waits)
+    bucket = pipe.recv()
+    with bucket.tensors() as tensors:
+        os.kill(process.pid, signal.SIGKILL)
+        process.join(10)
+        assert torch.equal(tensors[0][1], torch.arange(1 << 14, dtype=torch.int32))
+    with pytest.raises(WeightSyncError, match=r"1 tensors \(layer\.0\) cannot be opened.*sender is gone"):
+        with bucket.tensors():
+            pass
+
+
+def test_a_bucket_that_was_given_up_is_known() -> None:
+    sent: list[SharedBucket] = []
+    writer = BucketWriter(64, lambda bucket: sent.append(bucket) or (lambda: None))  # type: ignore[func-returns-value]
+    writer.add("a", torch.ones(16))
+    number = int(sent[0].path.rpartition("/")[2])
+    writer.finish()
+    assert os.open("/dev/null", os.O_RDWR) == number  # the lowest free one: it now means another file
+    try:
+        with pytest.raises(WeightSyncError, match=r"\(a\) is no longer at"):
+            with sent[0].tensors():
+                pass
+    finally:
+        os.close(number)
+
+
+def test_where_there_is_no_memfd_a_file_is_used_and_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(module.os, "memfd_create")
+    seen: list[torch.Tensor] = []
+    paths: list[str] = []
+
+    def send(bucket: SharedBucket) -> Any:
+        paths.append(bucket.path)
+        with pickle.loads(pickle.dumps(bucket)).tensors() as tensors:
+            seen.extend(tensor.clone() for _, tensor in tensors)
+        return lambda: None
+
+    writer = BucketWriter(1000, send)
+    writer.add("a", torch.arange(10.0))
+    writer.add("b", torch.arange(500.0))
+    writer.finish()
+    assert torch.equal(seen[0], torch.arange(10.0))
+    assert torch.equal(seen[1], torch.arange(500.0))
+    assert len(set(paths)) == 2
+    assert not any(os.path.exists(path) for path in paths)
+
+
+def test_a_writer_that_an_error_leaves_open_leaves_nothing() -> None:
+    """Nobody closes it: the exception goes up through the sync that owns it."""
+    descriptors = len(os.listdir("/proc/self/fd"))
+
+    def fails() -> None:
+        writer = BucketWriter(1 << 20, lambda bucket: lambda: None)
+        writer.add("layer.0", torch.ones(10))
+        raise WeightSyncError("in the middle")
+
+    with pytest.raises(WeightSyncError):
+        fails()
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == descriptors

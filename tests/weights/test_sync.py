@@ -1,0 +1,128 @@
+"""Gathered full tensors into the native engine: bits, accounts, and what is wrong is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from rondo.errors import WeightSyncError
+from rondo.models import load_model_config
+from rondo.models.loading import build_model
+from rondo.rollout.native.weights import WeightStore, build_module
+from rondo.training import FsdpEngine
+from rondo.types import StepStats
+from rondo.weights.checksum import checksum
+from rondo.weights.sync import SyncReport, gather_along, gather_into
+from tests.ranks import run_ranks
+from tests.training.helpers import make_engine, one_rank_mesh, source
+from tests.weights.sinks import Keeping
+
+NAME = "model.layers.1.self_attn.q_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def engine() -> FsdpEngine:
+    return make_engine(one_rank_mesh())
+
+
+def store(dtype: torch.dtype = torch.float32, name: str = "qwen3", **changes: Any) -> WeightStore:
+    module = build_module(
+        load_model_config(source(name, **changes)),
+        "eager",
+        dtype,
+        torch.device("cpu"),
+        trust_remote_code=False,
+    )
+    return WeightStore(module, None, dtype, torch.device("cpu"))
+
+
+def test_the_native_engine_confirms_what_it_holds(engine: FsdpEngine) -> None:
+    sink = store()
+    report = gather_into(engine, sink, 5, 4000)
+    assert (sink.version, sink.ready) == (5, True)
+    parameters = sink.parameters()
+    model = dict(build_model(source(), torch.float32).named_parameters(remove_duplicate=False))
+    assert parameters.keys() == model.keys()
+    assert "lm_head.weight" in parameters  # tied: came under the other name
+    assert all(torch.equal(parameters[name], tensor) for name, tensor in model.items())
+    assert (report.bytes_moved, report.bytes_needed, report.peak_bytes) == (0, 0, 0)  # all in this process
+
+
+@pytest.mark.parametrize("wire", [None, "bfloat16"])
+def test_another_dtype_is_cast_once_and_still_confirmed(engine: FsdpEngine, wire: str | None) -> None:
+    """wire None: float32 arrives and the sink casts; bfloat16: the trainer does. The bits are the same."""
+    sink = store(torch.bfloat16)
+    gather_into(engine, sink, 1, 4000, dtype=wire)
+    expected = dict(engine.gathered_parameters(4000))
+    assert all(torch.equal(sink.parameter(name), tensor.bfloat16()) for name, tensor in expected.items())
+
+
+def test_a_flipped_bit_is_found_and_named(engine: FsdpEngine) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        sink = store(dtype)
+        original = sink.receive
+
+        def flipping(name: str, tensor: torch.Tensor, original: Any = original) -> None:
+            if name == NAME:
+                tensor = tensor.clone()
+                tensor.view(torch.uint8)[3, 5] ^= 4
+            original(name, tensor)
+
+        sink.receive = flipping  # type: ignore[method-assign]
+        with pytest.raises(
+            WeightSyncError, match=rf"commit\(2\): '{NAME}' is not what was sent \(checksum 0x"
+        ):
+            gather_into(engine, sink, 2)
+        assert (sink.version, sink.ready) == (-1, False)
+
+
+def test_a_tensor_that_changed_in_the_storage_is_found(engine: FsdpEngine) -> None:
+    """The native engine's checksum is of its storage, not of what passed by."""
+    sink = store()
+    sink.begin(1)
+    for name, tensor in engine.gathered_parameters(1 << 20):
+        sink.receive(name, tensor)
+    sink.parameter(NAME)[0, 0] += 1
+    with pytest.raises(WeightSyncError, match=f"'{NAME}' is not what was sent"):
+        sink.commit(1, engine.parameter_checksums())
+
+
+def test_wrong_shapes_names_and_gaps_are_named(engine: FsdpEngine) -> None:
+    with pytest.raises(WeightSyncError, match=r"has shape \(61, 32\), the model wants \(61, 64\)"):
+        gather_into(engine, store(hidden_size=64), 1)
+    with pytest.raises(WeightSyncError, match=r"the model has no parameter '.*(q|k)_norm"):
+        gather_into(engine, store(name="llama", tie_word_embeddings=True), 1)
+    sink = store()
+    sink.begin(1)
+    with pytest.raises(WeightSyncError, match=r"commit\(1\): 24 of 24 tensors did not arrive"):
+        sink.commit(1, engine.parameter_checksums())
+
+
+def _gathered(rank: int, world: int, lone: bool) -> SyncReport | None:
+    engine = make_engine(init_device_mesh("cpu", (world,), mesh_dim_names=("dp",)))
+    if lone and rank == 1:
+        gather_along(engine, 5000, "bfloat16")
+        engine.parameter_checksums("bfloat16")  # as the other rank does below
+        return None
+    sink = Keeping()
+    report = gather_into(engine, sink, 3, 5000, dtype="bfloat16", processes=2)
+    expected = dict(build_model(source(), torch.float32).named_parameters())
+    assert all(torch.equal(sink.tensors[n], t.bfloat16()) for n, t in expected.items())
+    assert engine.parameter_checksums("bfloat16") == {n: checksum(t) for n, t in sink.tensors.items()}
+    return report
+
+
+@pytest.mark.parametrize("lone", [False, True])
+def test_ranks_gather_at_wire_dtype(lone: bool) -> None:
+    report = run_ranks(2, _gathered, lone)[0]
+    size = sum(p.numel() * 2 for p in build_model(source(), torch.float32).parameters())
+    rounded = 2 * (61 % 2) * 32  # bytes: the embedding's 61 rows are 62 on two ranks
+    assert report.bytes_moved == size + rounded + 4 * size  # the all-gather; two engines beside each rank
+    assert report.bytes_needed == 4 * size
+    stats = StepStats()
+    report.count(stats)
+    assert stats.values()["weights/bytes_moved"] == report.bytes_moved
+    assert stats.values()["weights/peak_bytes"] == report.peak_bytes < 5000 * 5 + 2 * 61 * 32 * 2
