@@ -1,7 +1,17 @@
 """Rollout: engines that turn token ids into more token ids with log-probs. Never imports `rondo.training`."""
 
+from rondo.rollout.build import build_engine, check_engine, start_engine
 from rondo.rollout.native.cache import cache_bytes
 from rondo.rollout.native.engine import NativeEngine
-from rondo.rollout.protocol import RolloutEngine
+from rondo.rollout.protocol import Capabilities, EngineSpec, RolloutEngine
 
-__all__ = ["NativeEngine", "RolloutEngine", "cache_bytes"]
+__all__ = [
+    "Capabilities",
+    "EngineSpec",
+    "NativeEngine",
+    "RolloutEngine",
+    "build_engine",
+    "cache_bytes",
+    "check_engine",
+    "start_engine",
+]

@@ -2,45 +2,111 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 
+from rondo.models.source import ModelSource
 from rondo.types import Completion, GenerateRequest, StepStats
+
+WASTED_TOKENS = "rollout/wasted_tokens"  # in an engine's statistics: of generate calls that were cancelled
+
+# New tokens of a request since the last call; from the event loop's thread, before `generate` returns.
+OnTokens = Callable[[Completion], None]
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """How to build an engine, in this process or another; picklable.
+
+    device: "cpu", "cuda:i" or, with tensor_parallel > 1, the first of them. max_context: prompt and response
+    tokens of one request. options: the engine's own arguments (rollout.engine_options).
+    """
+
+    engine: str  # native, vllm, sglang
+    source: ModelSource
+    dtype: str
+    device: str
+    max_context: int
+    max_concurrent: int
+    threads: int
+    tensor_parallel: int = 1
+    decode: str = "auto"
+    seed: int = 0
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What an engine can do here. An option that it cannot honour is a ConfigError when it is built."""
+
+    engine: str  # native, vllm, sglang
+    engine_version: str
+    sleep: bool  # sleep gives memory back
+    seeded: bool  # the same request gives the same tokens whatever its batch mates
+    min_p: bool
+    tensor_parallel: bool
+    reads_back: bool  # `parameter(name)` returns what it computes with
 
 
 class RolloutEngine(Protocol):
     """One replica. Tokens in, tokens out; every token carries the policy version that made it.
 
-    Weights: `begin(version)`, `receive(name, tensor)` for every checkpoint name, `commit(version)`; the
-    engine must be paused or idle meanwhile. `pause` stops at a token boundary and requests keep their place;
-    `sleep` gives the key/value cache back and `wake` makes it again.
+    Requests and life are asynchronous, on one event loop. Weights are synchronous, from any one thread:
+    `begin(version)`, `receive(name, tensor)` for every checkpoint name, `commit(version, checksums)`; the
+    engine must be paused or idle meanwhile, and serves nothing until a complete set is committed. What is in
+    flight goes on under the new weights: its tokens are kept, its keys and values are computed anew.
     """
 
-    async def generate(self, request: GenerateRequest) -> Completion:
-        """The completion of one request. Cancelling the task frees its place. Raises RolloutError."""
+    @property
+    def version(self) -> int:
+        """Of the weights that it serves; -1: none yet."""
+        ...
+
+    def capabilities(self) -> Capabilities: ...
+
+    def describe(self) -> str:
+        """One line for the log: engine, version, and what is worth knowing of how it runs here."""
+        ...
+
+    async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> Completion:
+        """The completion of one request. Cancelling the task frees its place. Raises RolloutError;
+        ReplicaLostError, with the tokens so far, where the engine's process is gone.
+        """
         ...
 
     async def cancel(self, request_id: str) -> None:
         """The pending `generate` call returns what it has ("cancelled"). Unknown ids are ignored."""
         ...
 
-    async def pause(self) -> None: ...
+    async def pause(self) -> None:
+        """Stop at a token boundary; requests keep their place, new ones wait."""
+        ...
 
-    def resume(self) -> None: ...
+    async def resume(self) -> None: ...
+
+    async def sleep(self) -> None:
+        """Give the key/value cache back; paused or idle. Raises RolloutError where `capabilities` says no."""
+        ...
+
+    async def wake(self) -> None: ...
 
     def begin(self, version: int) -> None: ...
 
     def receive(self, name: str, tensor: torch.Tensor) -> None: ...
 
-    def commit(self, version: int) -> None: ...
+    def commit(self, version: int, checksums: Mapping[str, int] | None = None) -> None:
+        """Serve `version`. checksums: by checkpoint name (`rondo.weights.checksum`); raises WeightSyncError
+        naming the first tensor that is missing or differs.
+        """
+        ...
 
-    def sleep(self) -> None: ...
-
-    def wake(self) -> None: ...
-
-    def stats(self) -> StepStats:
+    async def stats(self) -> StepStats:
         """Counters since the last call."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Free everything, end its processes. A second call does no harm."""
+        ...

@@ -10,6 +10,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from rondo.agents.external import load_agent
 from rondo.algorithms import check_algorithm
 from rondo.algorithms.registry import Kind, columns_read, lookup
 from rondo.config import LoadedConfig
@@ -17,8 +20,9 @@ from rondo.config.functions import did_you_mean
 from rondo.config.schema import Config, FrozenEngineConfig, FunctionConfig
 from rondo.errors import ConfigError
 from rondo.rewards import BUILTINS, load_functions
+from rondo.rollout import check_engine
 from rondo.tracking import check_trackers
-from rondo.trainers.roles import role_spec
+from rondo.trainers.roles import placement_of, role_spec
 from rondo.trainers.setup import Program, plan_program, warmup_steps
 
 
@@ -38,6 +42,11 @@ def check_rl(loaded: LoadedConfig) -> None:
     _check_unread(loaded)
     _check_group_size(loaded)
     _check_scores(loaded)
+    if config.rollout.agent is not None:
+        try:
+            load_agent(config.rollout.agent)
+        except ConfigError as error:
+            raise ConfigError(f"{_where(loaded, 'rollout.agent')}{error}") from error
     program = plan_program(config)
     _check_combinations(loaded, program)
     _check_roles(loaded, program)
@@ -47,6 +56,7 @@ def check_rl(loaded: LoadedConfig) -> None:
             "trainer.evaluation.every is set, but data.eval is empty; add a source of held-out prompts"
         )
     check_backend(loaded)
+    check_rollout_engine(loaded)
     check_files(loaded)
 
 
@@ -198,6 +208,7 @@ def _check_roles(loaded: LoadedConfig, program: Program) -> None:
                 f"{role}.token_budget={budgets[role].token_budget} is less than data.max_prompt_tokens + "
                 f"rollout.max_tokens={longest}; raise it"
             )
+    placement_of(config, program.all_roles)
     if program.greedy_baseline:
         _check_greedy_baseline(config)
     if "teacher" in program.roles and config.teacher.path is None:
@@ -243,6 +254,30 @@ def check_backend(loaded: LoadedConfig) -> None:
         raise ConfigError(
             "rollout.decode=compiled needs a C compiler (cc); install one or set rollout.decode=auto"
         )
+
+
+def check_rollout_engine(loaded: LoadedConfig) -> None:
+    """Raises ConfigError for an engine that is not installed, or cannot do what it will be asked for.
+
+    On a cluster elsewhere (cluster.ray_address) the engines' own processes find that out.
+    """
+    rollout, cluster = loaded.config.rollout, loaded.config.cluster
+    if cluster.ray_address is not None:
+        return
+    on_gpu = cluster.device == "cuda" or (cluster.device == "auto" and torch.cuda.is_available())
+    try:
+        check_engine(
+            rollout.engine,
+            rollout.engine_options,
+            tensor_parallel=rollout.tensor_parallel,
+            device="cuda:0" if on_gpu else "cpu",
+            sleep=rollout.sleep,
+            min_p=rollout.min_p > 0,
+        )
+    except ConfigError as error:
+        keys = ("engine_options", "sleep", "min_p", "tensor_parallel")
+        named = [f"rollout.{key}" for key in keys if f"rollout.{key}" in str(error)]
+        raise ConfigError(f"{_where(loaded, [*named, 'rollout.engine'][0])}{error}") from error
 
 
 def check_files(loaded: LoadedConfig) -> None:

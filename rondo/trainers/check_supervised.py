@@ -10,6 +10,7 @@ from rondo.config import LoadedConfig
 from rondo.errors import ConfigError
 from rondo.tracking import check_trackers
 from rondo.trainers.check import changed_keys, check_backend, check_files
+from rondo.trainers.roles import placement_of
 from rondo.trainers.supervised import Task
 
 # Keys that supervised training reads; any other key that is set would be ignored, so it is an error.
@@ -21,6 +22,8 @@ NOT_KEYS = (
     "reference.refresh_every",
     "trainer.max_staleness",
     "trainer.on_update",
+    "trainer.max_aborts",
+    "trainer.order",
     "trainer.evaluation.before",
     "trainer.evaluation.after",
     "trainer.evaluation.greedy",
@@ -64,6 +67,7 @@ def check_supervised(loaded: LoadedConfig, task: Task) -> None:
                 f"{config.algorithm.preference_loss.name} reads no ref_log_probs: there is no reference to "
                 "configure; remove the key, or choose a loss that needs one"
             )
+    placement_of(config, task.roles(config))
     longest = config.actor.token_budget // 2
     if needs_reference and config.reference.token_budget < longest:
         raise ConfigError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +16,7 @@ from rondo.errors import TrainError
 from rondo.models.source import ModelSource
 from rondo.training import FsdpEngine, Loss
 from rondo.types import StepStats
+from rondo.workers.transfer import SendsWeights
 
 TOKENS = ("prompt_ids", "response_ids")
 
@@ -102,15 +102,6 @@ class ModelWorker(Worker):
     def peak_memory_bytes(self) -> int:
         return self.engine.peak_memory_bytes()
 
-    @dispatch("per_rank")
-    def cpu_seconds(self) -> float:
-        """Of the host process so far, all threads."""
-        return time.process_time()
-
-    @dispatch("per_rank")
-    def process_id(self) -> int:
-        return os.getpid()
-
     def _update(
         self, batch: Batch, loss: str, mini_batch_column: str, orders: Sequence[Sequence[int]]
     ) -> StepStats:
@@ -132,7 +123,7 @@ class ModelWorker(Worker):
         return stats
 
 
-class ActorWorker(ModelWorker):
+class ActorWorker(SendsWeights, ModelWorker):
     """The policy that is trained."""
 
     @dispatch("split", reads=TOKENS, writes=("old_log_probs", "sum_p_squared", "entropy"))

@@ -1,5 +1,5 @@
-"""The rollout worker: a generation engine and the episodes that run next to it. Token data is born here and
-stays.
+"""The rollout worker: generation engines behind a router, and the episodes that run next to them. Token data
+is born here and stays.
 """
 
 from __future__ import annotations
@@ -8,23 +8,29 @@ import asyncio
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from rondo.agents.runner import EpisodeRunner, TrajectoryScorer
+from rondo.agents.external import ExternalAgent
+from rondo.agents.runner import AgentLoop, EpisodeRunner, TrajectoryScorer
+from rondo.agents.single_turn import single_turn
 from rondo.batch import Batch
 from rondo.chat import decode
 from rondo.config.schema import RewardConfig, RolloutConfig
 from rondo.controller import Worker, WorkerContext, dispatch
 from rondo.data.rows import GREEDY_REWARD, prompt_text, rows_from_trajectories
 from rondo.errors import ConfigError
-from rondo.models import load_model_config, load_tokenizer
+from rondo.models import load_tokenizer
 from rondo.models.source import ModelSource
+from rondo.planning.residency import Phase, keeps_cache
 from rondo.rewards import Scorer
 from rondo.rewards.answers import final_answer
-from rondo.rollout import NativeEngine
+from rondo.rollout import EngineSpec, NativeEngine
 from rondo.types import SCORED, Prompt, SamplingParams, StepStats, Trajectory
 from rondo.weights.sync import SyncReport, assert_shared, gather_into
+from rondo.workers.replicas import Replicas
+from rondo.workers.transfer import ReceivesWeights
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,12 @@ class EvaluationRecord:
     scores: dict[str, float] = field(default_factory=dict)
 
 
-class RolloutWorker(Worker):
+def runs_in_own_process(rollout: RolloutConfig) -> bool:
+    """Where rollout.process=auto puts an engine: the native one into the host's process."""
+    return rollout.process == "own" or (rollout.process == "auto" and rollout.engine != "native")
+
+
+class RolloutWorker(ReceivesWeights, Worker):
     """share_with: the role whose engine's storage is used in place (one rank, same process); None: own
     copy.
     """
@@ -66,57 +77,111 @@ class RolloutWorker(Worker):
         share: bool = False,
     ) -> None:
         super().__init__(context)
-        self._weights_from, self._share = weights_from, share
-        trainer = context.peers[weights_from].engine if share else None  # type: ignore[attr-defined]
-        parameters = trainer.parameters_in_place() if trainer is not None else None
-        self.engine = NativeEngine(
-            load_model_config(source),
-            parameters=parameters,
+        self._weights_from, self._share, self._sleep = weights_from, share, rollout.sleep
+        self._bucket_bytes, self._dtype = rollout.bucket_bytes, dtype
+        spec = EngineSpec(
+            engine=rollout.engine,
+            source=source,
             dtype=dtype,
             device=context.device,
-            max_concurrent=rollout.max_concurrent,
             max_context=max_context,
-            decode=rollout.decode,
-            trust_remote_code=source.trust_remote_code,
+            max_concurrent=rollout.max_concurrent,
             threads=threads,
-            **rollout.engine_options,
+            tensor_parallel=rollout.tensor_parallel,
+            decode=rollout.decode,
+            seed=run_seed,
+            options=rollout.engine_options,
         )
-        if parameters is not None:
-            assert_shared(parameters, self.engine.parameters())
+        self.replicas = Replicas(
+            spec,
+            count=rollout.replicas,
+            own_process=runs_in_own_process(rollout),
+            bucket_bytes=rollout.bucket_bytes,
+            parameters=self._trainer().parameters_in_place() if share else None,
+            accelerators=context.accelerators,
+        )
+        if share:
+            self._assert_shared()
         self._tokenizer = load_tokenizer(tokenizer, chat_template, trust_remote_code=source.trust_remote_code)
         self.scorer = Scorer(reward, seed=run_seed) if reward.functions else None
-        self._unscored = self._make_runner(Unscored(), run_seed)
-        self._runner = self._make_runner(self.scorer or Unscored(), run_seed)
+        chosen = rollout.agent
+        self._agent = ExternalAgent(chosen, self._tokenizer, max_context=max_context) if chosen else None
+        self._unscored = self._make_runner(Unscored(), run_seed, single_turn)
+        self._runner = self._make_runner(self.scorer or Unscored(), run_seed, self._agent or single_turn)
 
-    def _make_runner(self, scorer: TrajectoryScorer, run_seed: int) -> EpisodeRunner:
+    def _make_runner(self, scorer: TrajectoryScorer, run_seed: int, agent: AgentLoop) -> EpisodeRunner:
         return EpisodeRunner(
-            self.engine.generate, scorer, lambda ids: decode(self._tokenizer, ids), run_seed=run_seed
+            self.replicas.router.generate,
+            scorer,
+            lambda ids: decode(self._tokenizer, ids),
+            run_seed=run_seed,
+            agent=agent,
         )
 
     @dispatch("broadcast")
     def load_weights(self, version: int) -> SyncReport:
-        """Make the engine serve `version` of the trainer's weights. Collective; the engine must be paused."""
+        """Make the engines serve `version` of the trainer's weights. Collective; they must be paused.
+
+        One that dies meanwhile is left out, and wants weights (`wants_weights`, `restarted`).
+        """
         if self._share:
-            trainer = self.context.peers[self._weights_from].engine  # type: ignore[attr-defined]
-            assert_shared(trainer.parameters_in_place(), self.engine.parameters())
-            self.engine.set_version(version)
-            return SyncReport(version, len(self.engine.parameters()), 0)
-        source = self.context.peers[self._weights_from].engine  # type: ignore[attr-defined]
-        return gather_into(source, self.engine, version)
+            engine = self._assert_shared()
+            engine.set_version(version)
+            return SyncReport(version, len(engine.parameters()), 0)
+        report = gather_into(
+            self._trainer(),
+            self.replicas.sink(),
+            version,
+            self._bucket_bytes,
+            dtype=self._dtype,
+            processes=self.replicas.num_processes,
+        )
+        self.replicas.loaded(version)
+        return report
+
+    def _trainer(self) -> Any:
+        """The training engine in this process whose weights are served."""
+        return self.context.peers[self._weights_from].engine  # type: ignore[attr-defined]
+
+    def _assert_shared(self) -> NativeEngine:
+        engine = self.replicas.only()
+        assert isinstance(engine, NativeEngine)
+        assert_shared(self._trainer().parameters_in_place(), engine.parameters())
+        return engine
+
+    @dispatch("per_rank")
+    async def wants_weights(self) -> int:
+        """How many of the engines here have no weights, because they were started again."""
+        return self.replicas.wanting
+
+    @dispatch("per_rank")
+    async def restarted(self) -> str:
+        """Returns when an engine was started again and wants weights, with a sentence that says so."""
+        return await self.replicas.restarted()
 
     @dispatch("broadcast")
     async def pause(self) -> None:
         """Stop at the next token boundary; requests keep their place."""
-        await self.engine.pause()
+        await self.replicas.router.pause()
 
     @dispatch("broadcast")
     async def resume(self) -> None:
-        self.engine.resume()
+        await self.replicas.router.resume()
+
+    @dispatch("broadcast")
+    async def enter(self, phase: Phase) -> None:
+        """Give the key/value cache back, or make it again, as rollout.sleep asks in this phase. The engine
+        must be paused; nothing is lost of what it holds.
+        """
+        if keeps_cache(phase, sleep=self._sleep):
+            await self.replicas.router.wake()
+        else:
+            await self.replicas.router.sleep()
 
     @dispatch("per_rank")
     def decode_path(self) -> str:
-        """Which decode path the engine chose, and why."""
-        return self.engine.describe()
+        """What kind of engines there are, which decode path they chose, and why."""
+        return self.replicas.describe()
 
     async def run_group(
         self,
@@ -181,14 +246,18 @@ class RolloutWorker(Worker):
         )
 
     @dispatch("per_rank")
-    def statistics(self) -> StepStats:
-        """Counters of engine and scorer since the last call."""
-        stats = self.engine.stats()
+    async def statistics(self) -> StepStats:
+        """Counters of engines, router and scorer since the last call."""
+        stats = await self.replicas.statistics()
         return stats.merge(self.scorer.stats()) if self.scorer else stats
 
     def close(self) -> None:
-        """End the decode thread and the scorers; called when the cluster shuts down."""
-        self.engine.close()
+        """End the agents' endpoint, the engines, their processes and the scorers; called when the cluster
+        shuts down.
+        """
+        if self._agent:
+            self._agent.close()
+        self.replicas.close()
         if self.scorer:
             self.scorer.close()
 

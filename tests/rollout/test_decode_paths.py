@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 import pytest
 import torch
@@ -124,5 +126,7 @@ def test_what_attention_cannot_do_is_refused() -> None:
 @pytest.mark.parametrize("family", sorted(CONFIGS))
 def test_cache_bytes_are_planned(family: str) -> None:
     engine = make_engine(build(family), max_concurrent=24)
-    assert engine.stats().maxima["rollout/cache_bytes"] == cache_bytes(CONFIGS[family](), 24, 100, "float32")
+    assert asyncio.run(engine.stats()).maxima["rollout/cache_bytes"] == cache_bytes(
+        CONFIGS[family](), 24, 100, "float32"
+    )
     engine.close()

@@ -44,20 +44,20 @@ def test_more_requests_than_slots(model: torch.nn.Module, decode: str) -> None:
     assert [len(o.token_ids) for o in outs] == [r.sampling.max_tokens for r in requests]
     for out in outs:
         np.testing.assert_allclose(out.log_probs, true_log_probs(model, out), atol=1e-5)
-    stats = engine.stats().values()
+    stats = asyncio.run(engine.stats()).values()
     assert stats["perf/decoded_tokens"] == sum(len(o.token_ids) for o in outs)
     assert stats["perf/batch_occupancy"] == pytest.approx(
         stats["perf/decoded_tokens"] / stats["perf/decode_steps"]
     )
     assert 2 < stats["perf/batch_occupancy"] <= 3
-    assert "perf/decode_steps" not in engine.stats().sums
+    assert "perf/decode_steps" not in asyncio.run(engine.stats()).sums
     engine.close()
 
 
 def test_a_group_is_prefilled_once(model: torch.nn.Module) -> None:
     engine = make_engine(model)
     run(engine, [request(str(i), prompt(20), 4, seed=i, affinity="g") for i in range(8)])
-    stats = engine.stats().sums
+    stats = asyncio.run(engine.stats()).sums
     assert stats["perf/prefill_tokens"] == 19
     assert stats["perf/shared_prefill_tokens"] == 7 * 19
     engine.close()
@@ -96,7 +96,7 @@ def test_cancel_returns_the_partial_completion(model: torch.nn.Module) -> None:
         await engine.cancel("b")
         await engine.cancel("nobody")
         results = await running, await waiting
-        engine.resume()
+        await engine.resume()
         return results
 
     partial, nothing = asyncio.run(main())
@@ -152,7 +152,7 @@ def test_versions_per_token_and_new_weights_in_mid_request(decode: str) -> None:
             engine.begin(4)
         await engine.pause()
         load(engine, new, 4)
-        engine.resume()
+        await engine.resume()
         return list(await asyncio.gather(*tasks))
 
     for out in asyncio.run(main()):
@@ -235,21 +235,21 @@ def test_sleep_and_wake(model: torch.nn.Module, decode: str) -> None:
         while engine._decoder._table.indices[0] < 3:
             await asyncio.sleep(0)
         with pytest.raises(WeightSyncError, match="sleep: 1 requests are in flight"):
-            engine.sleep()
+            await engine.sleep()
         await engine.pause()
         assert not task.done()
-        engine.sleep()
-        assert engine.stats().maxima["rollout/cache_bytes"] == 0
+        await engine.sleep()
+        assert (await engine.stats()).maxima["rollout/cache_bytes"] == 0
         with pytest.raises(RolloutError, match="asleep"):
             await engine.generate(request("b", prompt(5)))
-        engine.resume()  # still asleep: nothing may run
+        await engine.resume()  # still asleep: nothing may run
         await asyncio.sleep(0.01)
-        engine.wake()
+        await engine.wake()
         return await task
 
     out = asyncio.run(main())
     np.testing.assert_array_equal(out.token_ids, whole.token_ids)
-    assert engine.stats().maxima["rollout/cache_bytes"] > 0
+    assert asyncio.run(engine.stats()).maxima["rollout/cache_bytes"] > 0
     engine.close()
 
 

@@ -18,17 +18,28 @@ from rondo.errors import RolloutError
 from rondo.rollout.native.choose import DecodePath
 from rondo.rollout.native.scheduler import Scheduler, Sequence
 from rondo.rollout.native.slots import SlotTable
+from rondo.rollout.protocol import WASTED_TOKENS
 from rondo.types import Completion, FinishReason, GenerateRequest, StepStats
 
+_PREFILLS = ("shared_prefill_tokens", "prefill_tokens")
+_NO_TOKENS = np.empty(0, np.int32)
 _NOTHING = (np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32))
 
 
 @dataclass(frozen=True)
 class Finished:
-    """A sequence that has left, and what it made."""
+    """A sequence that has left, and what it made. rest: the tokens that were not streamed yet, or None."""
 
     sequence: Sequence
     completion: Completion
+
+    @property
+    def rest(self) -> Completion | None:
+        start, whole = self.sequence.num_streamed, self.completion
+        if not self.sequence.streams or start == len(whole.token_ids):
+            return None
+        arrays = (whole.token_ids[start:], whole.log_probs[start:], whole.policy_versions[start:])
+        return Completion(whole.request_id, whole.prompt_ids, *arrays, finish_reason=whole.finish_reason)
 
 
 class Decoder:
@@ -42,6 +53,7 @@ class Decoder:
         self._rows = np.empty(0, np.int64)
         self._changed = False  # somebody joined or left, or caches are stale: plan before the next step
         self._deadlines = False
+        self.streams = False  # some sequence wants its tokens as they come
         self.asleep = False
         self._stats = StepStats()
         path.allocate()
@@ -53,10 +65,33 @@ class Decoder:
         self.scheduler.add(sequence)
         self._changed = True
         self._deadlines |= sequence.deadline is not None
+        self.streams |= sequence.streams
+
+    def progress(self) -> list[tuple[Sequence, Completion]]:
+        """The new tokens of all running sequences that stream, since the last call."""
+        out = []
+        for slot, sequence in enumerate(self.scheduler.slots):
+            if sequence is None or not sequence.streams:
+                continue
+            new = self._table.response(slot, sequence.num_streamed)
+            if len(new[0]):
+                sequence.num_streamed += len(new[0])
+                out.append(
+                    (sequence, Completion(sequence.request_id, _NO_TOKENS, *new, finish_reason="length"))
+                )
+        if not out and not self.scheduler.has_work():
+            self.streams = False
+        return out
 
     def cancel(self, request_id: str) -> Finished | None:
         """Take a sequence out, with what it has so far; None if it is not here (any more)."""
         return next(iter(self._leave(lambda s: s.request_id == request_id, "cancelled")), None)
+
+    def give_up(self, request_id: str) -> None:
+        """As `cancel`, for a sequence that nobody waits for any more; its tokens are counted as wasted."""
+        finished = self.cancel(request_id)
+        if finished is not None:
+            self._stats.add_sum(WASTED_TOKENS, float(len(finished.completion.token_ids)))
 
     def expire(self) -> list[Finished]:
         """Take out all sequences past their deadline."""
@@ -121,6 +156,9 @@ class Decoder:
         """Counters since the last call."""
         stats, self._stats = self._stats, StepStats()
         stats.add_max("rollout/cache_bytes", self.path.cache_nbytes)
+        shared, computed = (stats.sums.get(f"perf/{kind}", 0.0) for kind in _PREFILLS)
+        if shared + computed:
+            stats.add_mean("rollout/cache_hit_rate", shared, shared + computed)
         return stats
 
     def _apply_plan(self) -> None:

@@ -18,13 +18,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from rondo import __version__
 from rondo.errors import ConfigError, RolloutError, WeightSyncError
 from rondo.rollout.native import generic
 from rondo.rollout.native.cache import capacity_of
@@ -32,8 +33,11 @@ from rondo.rollout.native.choose import Decode, choose_path
 from rondo.rollout.native.decoder import Decoder, Finished
 from rondo.rollout.native.scheduler import Sequence
 from rondo.rollout.native.weights import WeightStore, build_module
-from rondo.types import Completion, FinishReason, GenerateRequest, StepStats
+from rondo.rollout.protocol import Capabilities, OnTokens
+from rondo.rollout.requests import check_request, complete_as_it_is
+from rondo.types import Completion, GenerateRequest, StepStats
 
+TOKENS_SECONDS, TOKENS_STEPS = 0.02, 8  # on_tokens is called after both, so that it costs little
 _log = logging.getLogger(__name__)
 
 
@@ -43,19 +47,38 @@ class _Reply:
 
     future: asyncio.Future[Completion]
     loop: asyncio.AbstractEventLoop
+    on_tokens: OnTokens | None = None
 
-    def send(self, result: Completion | BaseException) -> None:
-        """From any thread. A caller that has gone (loop closed, task cancelled) is no error."""
+    def send(self, result: Completion | BaseException, rest: Completion | None = None) -> None:
+        """From any thread. rest: the tokens that on_tokens has not had yet. A caller that has gone (loop
+        closed, task cancelled) is no error.
+        """
         if not self.loop.is_closed():
-            self.loop.call_soon_threadsafe(self._set, result)
+            self.loop.call_soon_threadsafe(self._set, result, rest)
 
-    def _set(self, result: Completion | BaseException) -> None:
+    def _set(self, result: Completion | BaseException, rest: Completion | None) -> None:
+        if rest is not None:
+            self.report(rest)
         if self.future.done():
             return
         if isinstance(result, BaseException):
             self.future.set_exception(result)
         else:
             self.future.set_result(result)
+
+    def report(self, part: Completion) -> None:
+        """On the caller's loop: what on_tokens raises is the error of the generate call."""
+        if self.future.done() or self.on_tokens is None:
+            return
+        try:
+            self.on_tokens(part)
+        except Exception as error:
+            self.future.set_exception(error)
+
+
+def _report_all(parts: list[tuple[_Reply, Completion]]) -> None:
+    for reply, part in parts:
+        reply.report(part)
 
 
 class NativeEngine:
@@ -107,6 +130,7 @@ class NativeEngine:
         self._inbox: deque[Callable[[], None]] = deque()
         self._in_flight: dict[str, _Reply] = {}
         self._serving = self._paused = self._closed = False
+        self._next_report, self._steps_untold = 0.0, 0
         self._executor = ThreadPoolExecutor(1, "rondo-decode", _prepare_thread, (threads, device))
         if self._weights.ready:
             self._decoder.weights_changed()
@@ -116,29 +140,48 @@ class NativeEngine:
         """One line: which decode path runs, and why."""
         return f"native rollout engine: {self.decode_path} path ({self.decode_reason})"
 
+    def capabilities(self) -> Capabilities:
+        """All but tensor parallelism."""
+        return Capabilities(
+            engine="native",
+            engine_version=__version__,
+            sleep=True,
+            seeded=True,
+            min_p=True,
+            tensor_parallel=False,
+            reads_back=True,
+        )
+
     # ---- requests ----
 
-    async def generate(self, request: GenerateRequest) -> Completion:
+    async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> Completion:
         """The completion of one request. Cancelling the task frees its slot at the next token boundary.
+        on_tokens gets new tokens every few steps (TOKENS_STEPS).
 
         Raises RolloutError: an impossible request, no weights yet, engine asleep or closed, or an error while
         decoding.
         """
         sequence = self._sequence(request)
-        done = _done_already(request)
+        done = complete_as_it_is(request)
         if done is not None:
             return done
         loop = asyncio.get_running_loop()
-        reply = _Reply(loop.create_future(), loop)
-        sequence.reply = reply
+        reply = _Reply(loop.create_future(), loop, on_tokens)
+        sequence.reply, sequence.streams = reply, on_tokens is not None
+        timer = None
+        if request.deadline_seconds is not None:  # every step looks, but a paused engine makes none
+            timer = loop.call_later(request.deadline_seconds, self._post, self._expire)
         self._in_flight[request.request_id] = reply
-        self._post(lambda: self._decoder.add(sequence))
         try:
+            if not self._post(lambda: self._decoder.add(sequence)):
+                raise RolloutError(f"request {request.request_id!r}: the rollout engine is closed")
             return await reply.future
         except asyncio.CancelledError:
-            self._post(lambda: self._take_out(request.request_id))
+            self._post(lambda: self._decoder.give_up(request.request_id))
             raise
         finally:
+            if timer is not None:
+                timer.cancel()
             if self._in_flight.get(request.request_id) is reply:
                 del self._in_flight[request.request_id]
 
@@ -153,7 +196,7 @@ class NativeEngine:
             self._paused = True
         await asyncio.wrap_future(self._executor.submit(lambda: None))
 
-    def resume(self) -> None:
+    async def resume(self) -> None:
         """Go on after `pause`."""
         with self._lock:
             self._paused = False
@@ -164,6 +207,10 @@ class NativeEngine:
     def parameters(self) -> dict[str, torch.Tensor]:
         """Checkpoint name → the tensor that the decoder reads (tied names included)."""
         return self._weights.parameters()
+
+    def parameter(self, name: str) -> torch.Tensor:
+        """One of `parameters`. Raises WeightSyncError for a name that the model does not have."""
+        return self._weights.parameter(name)
 
     @property
     def version(self) -> int:
@@ -189,11 +236,13 @@ class NativeEngine:
         """Copy one tensor, under its checkpoint name, into the decoder's storage. Raises WeightSyncError."""
         self._weights.receive(name, tensor)
 
-    def commit(self, version: int) -> None:
-        """All tensors are there: serve `version`. Raises WeightSyncError naming what did not arrive."""
+    def commit(self, version: int, checksums: Mapping[str, int] | None = None) -> None:
+        """All tensors are there: serve `version`. checksums: what they must be (`rondo.weights.checksum`).
+        Raises WeightSyncError naming what did not arrive or differs.
+        """
 
         def change() -> None:
-            self._weights.commit(version)
+            self._weights.commit(version, checksums)
             self._decoder.weights_changed()
 
         self._executor.submit(change).result()
@@ -202,21 +251,27 @@ class NativeEngine:
 
     # ---- life ----
 
-    def sleep(self) -> None:
+    async def sleep(self) -> None:
         """Free the cache; the engine must be paused or idle. What is in flight goes on after wake, resume."""
         if not self._decoder.asleep:
             self._between_bursts("sleep", self._decoder.sleep)
 
-    def wake(self) -> None:
+    async def wake(self) -> None:
         """Make the cache again."""
         if self._decoder.asleep:
             self._executor.submit(self._decoder.wake).result()
             with self._lock:
                 self._start()
 
-    def stats(self) -> StepStats:
+    async def stats(self) -> StepStats:
         """rollout/…: tokens, steps, occupancy, CPU-seconds since the last call; bytes of the cache."""
-        return self._decoder.stats()
+        taken: Future[StepStats] = Future()
+
+        def take() -> None:  # on the decode thread, which counts
+            if taken.set_running_or_notify_cancel():
+                taken.set_result(self._decoder.stats())
+
+        return await asyncio.wrap_future(taken) if self._post(take) else self._decoder.stats()
 
     def close(self) -> None:
         """Stop the decode thread and free the cache; whoever still waits gets a RolloutError."""
@@ -243,29 +298,22 @@ class NativeEngine:
             )
         if request.request_id in self._in_flight:
             raise RolloutError(f"{who} is in flight already; request ids must be unique")
-        sampling, prompt = request.sampling, np.asarray(request.token_ids, np.int64)
-        _check_sampling(who, sampling)
-        if len(prompt) == 0:
-            raise RolloutError(f"{who} has an empty prompt; give at least one token")
-        if len(prompt) + sampling.max_tokens > self.max_context:
-            raise RolloutError(
-                f"{who}: {len(prompt)} prompt tokens and max_tokens {sampling.max_tokens} exceed max_context "
-                f"{self.max_context}; shorten the prompt, lower rollout.max_tokens, or raise max_context"
-            )
-        prefix = () if request.prefix is None else np.asarray(request.prefix.token_ids, np.int64)
-        tokens = np.concatenate([prompt, prefix]).astype(np.int64)
-        if tokens.min() < 0 or tokens.max() >= self._vocab:
-            raise RolloutError(
-                f"{who} has token ids outside the model's vocabulary of {self._vocab}; wrong tokenizer?"
-            )
+        check_request(request, max_context=self.max_context, vocab_size=self._vocab)
+        prefix = () if request.prefix is None else request.prefix.token_ids
+        tokens = np.concatenate([request.token_ids, prefix]).astype(np.int64)
         deadline = None if request.deadline_seconds is None else time.monotonic() + request.deadline_seconds
         return Sequence(request, tokens, len(prefix), deadline)
 
-    def _post(self, action: Callable[[], None]) -> None:
-        """Have `action` run on the decode thread at the next token boundary (at once when idle)."""
+    def _post(self, action: Callable[[], None]) -> bool:
+        """Have `action` run on the decode thread at the next token boundary (at once when idle); False: the
+        engine is closed.
+        """
         with self._lock:
+            if self._closed:
+                return False
             self._inbox.append(action)
             self._start()
+            return True
 
     def _start(self) -> None:
         if not self._serving and not self._closed:
@@ -278,6 +326,10 @@ class NativeEngine:
             while self._drain():
                 for finished in (*self._decoder.step(), *self._decoder.expire()):
                     self._answer(finished)
+                if self._decoder.streams:
+                    self._report_if_due()
+            if self._decoder.streams:
+                self._report()
         except (
             Exception
         ) as error:  # the documented boundary: whatever decoding raises belongs to all who wait
@@ -312,10 +364,30 @@ class NativeEngine:
         if finished is not None:
             self._answer(finished)
 
+    def _expire(self) -> None:
+        for finished in self._decoder.expire():
+            self._answer(finished)
+
+    def _report_if_due(self) -> None:
+        self._steps_untold += 1
+        if self._steps_untold >= TOKENS_STEPS and time.monotonic() >= self._next_report:
+            self._report()
+
+    def _report(self) -> None:
+        """Hand the callers that want it the new tokens of what is running: one callback per event loop."""
+        self._next_report, self._steps_untold = time.monotonic() + TOKENS_SECONDS, 0
+        parts: dict[asyncio.AbstractEventLoop, list[tuple[_Reply, Completion]]] = {}
+        for sequence, part in self._decoder.progress():
+            assert isinstance(sequence.reply, _Reply)
+            parts.setdefault(sequence.reply.loop, []).append((sequence.reply, part))
+        for loop, mine in parts.items():
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(_report_all, mine)
+
     @staticmethod
     def _answer(finished: Finished) -> None:
         assert isinstance(finished.sequence.reply, _Reply)
-        finished.sequence.reply.send(finished.completion)
+        finished.sequence.reply.send(finished.completion, finished.rest)
 
     def _fail(self, failure: RolloutError, cause: BaseException | None = None) -> None:
         for sequence in self._decoder.drop_all():
@@ -337,37 +409,6 @@ def _prepare_thread(threads: int, device: torch.device) -> None:
     torch.set_num_threads(threads)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-
-
-def _check_sampling(who: str, sampling: Any) -> None:
-    if sampling.max_tokens < 1:
-        raise RolloutError(f"{who}: max_tokens is {sampling.max_tokens}; it must be at least 1")
-    if not (
-        sampling.temperature >= 0
-        and 0 < sampling.top_p <= 1
-        and sampling.top_k >= 0
-        and 0 <= sampling.min_p <= 1
-    ):
-        raise RolloutError(
-            f"{who}: {sampling} is out of range (temperature ≥ 0, 0 < top_p ≤ 1, top_k ≥ 0, 0 ≤ min_p ≤ 1)"
-        )
-
-
-def _done_already(request: GenerateRequest) -> Completion | None:
-    """A prefix may be complete as it is: it ends with a stop token, or has max_tokens."""
-    prefix = request.prefix
-    if prefix is None or len(prefix.token_ids) == 0:
-        return None
-    reason: FinishReason
-    if int(prefix.token_ids[-1]) in request.sampling.stop_token_ids:
-        reason = "stop"
-    elif len(prefix.token_ids) >= request.sampling.max_tokens:
-        reason = "length"
-    else:
-        return None
-    prompt_ids = np.array(request.token_ids, np.int32)
-    arrays = (prefix.token_ids, prefix.log_probs, prefix.policy_versions)
-    return Completion(request.request_id, prompt_ids, *arrays, finish_reason=reason)
 
 
 def _refuse_what_masks_hide(model_config: Any, max_context: int) -> None:

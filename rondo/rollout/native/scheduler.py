@@ -24,7 +24,8 @@ class Sequence:
     table.
 
     num_prefix: how many of `tokens` are an earlier part of the response. deadline: on the caller's clock, or
-    None. reply: whatever the caller needs to answer with.
+    None. reply: whatever the caller needs to answer with. streams: the caller wants tokens as they come;
+    num_streamed: response tokens, prefix included, that it has had.
     """
 
     request: GenerateRequest
@@ -32,6 +33,11 @@ class Sequence:
     num_prefix: int = 0
     deadline: float | None = None
     reply: object = None
+    streams: bool = False
+    num_streamed: int = 0
+
+    def __post_init__(self) -> None:
+        self.num_streamed = self.num_prefix
 
     @property
     def request_id(self) -> str:

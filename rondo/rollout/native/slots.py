@@ -77,7 +77,7 @@ class SlotTable:
         stopped: np.ndarray = (self.stops[rows] == tokens[:, None]).any(1)
         return stopped | (at + 1 >= self.max_tokens[rows])
 
-    def response(self, slot: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Copies of ids, log_probs and versions so far."""
-        n = int(self.indices[slot])
-        return self.ids[slot, :n].copy(), self.log_probs[slot, :n].copy(), self.versions[slot, :n].copy()
+    def response(self, slot: int, start: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Copies of ids, log_probs and versions so far, from response token `start` on."""
+        new = slice(start, int(self.indices[slot]))
+        return self.ids[slot, new].copy(), self.log_probs[slot, new].copy(), self.versions[slot, new].copy()

@@ -1,0 +1,130 @@
+"""Which engine: in this process (`build_engine`) or in one of its own (`start_engine`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rondo.errors import ConfigError
+from rondo.models import load_model_config
+from rondo.rollout.native.engine import NativeEngine
+from rondo.rollout.protocol import EngineSpec, RolloutEngine
+
+if TYPE_CHECKING:
+    from rondo.rollout.server.client import EngineProcess
+
+CLASSES = {"vllm": "VllmEngine", "sglang": "SglangEngine"}
+
+
+def build_engine(spec: EngineSpec, parameters: Mapping[str, torch.Tensor] | None = None) -> RolloutEngine:
+    """The engine of `spec`, in this process. parameters: the trainer's storage, to use in place (native
+    only). Raises ConfigError.
+    """
+    check_engine(spec.engine, spec.options, tensor_parallel=spec.tensor_parallel, device=spec.device)
+    if spec.engine in CLASSES:
+        if parameters is not None:
+            raise ConfigError(f"rollout.engine={spec.engine} cannot use the trainer's storage in place")
+        build: type[RolloutEngine] = getattr(_package(spec.engine), CLASSES[spec.engine])
+        return build(spec)  # type: ignore[call-arg]
+    return NativeEngine(
+        load_model_config(spec.source),
+        parameters=parameters,
+        dtype=spec.dtype,
+        device=spec.device,
+        max_concurrent=spec.max_concurrent,
+        max_context=spec.max_context,
+        decode=spec.decode,  # type: ignore[arg-type]
+        trust_remote_code=spec.source.trust_remote_code,
+        threads=spec.threads,
+    )
+
+
+def start_engine(
+    spec: EngineSpec,
+    *,
+    name: str = "0",
+    bucket_bytes: int = 256 << 20,
+    accelerators: Sequence[str] = (),
+) -> EngineProcess:
+    """The engine of `spec` in a process of its own; returns when it is ready. Raises ConfigError or
+    RolloutError with the engine's own message.
+
+    accelerators: the GPUs that it may use, as CUDA_VISIBLE_DEVICES has them; (): those of this process.
+    """
+    from rondo.rollout.server.client import EngineProcess  # it starts processes: nothing for who has none
+
+    spec, devices = visible_devices(spec, ",".join(accelerators) or os.environ.get("CUDA_VISIBLE_DEVICES"))
+    environment = {**os.environ, "PYTHONPATH": "", **_environment(spec), **devices}
+    paths = [*filter(None, environment["PYTHONPATH"].split(os.pathsep)), *sys.path]  # the engine's own first
+    environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(entry or os.getcwd() for entry in paths))
+    return EngineProcess(spec, environment, name=name, bucket_bytes=bucket_bytes)
+
+
+def check_engine(
+    engine: str,
+    options: Mapping[str, Any],
+    *,
+    tensor_parallel: int,
+    device: str,
+    sleep: bool = False,
+    min_p: bool = False,
+) -> None:
+    """Raises ConfigError: not installed, a version that is not supported, an unknown option, or what the
+    engine cannot do on this device. Nothing is started. sleep, min_p: whether it will be asked for them.
+    """
+    if engine in CLASSES:
+        package = _package(engine)
+        package.check(options, tensor_parallel, device, sleep=sleep)
+        if min_p and not package.capabilities(options, tensor_parallel, device).min_p:
+            raise ConfigError(f"rollout.min_p: {engine} cannot do it here; set it to 0")
+        return
+    if engine != "native":
+        raise ConfigError(f"there is no rollout engine {engine!r}; there are native, {', '.join(CLASSES)}")
+    if options:
+        raise ConfigError(
+            f"rollout.engine_options ({', '.join(options)}) are for other engines; the native one is "
+            "governed by the keys of rollout"
+        )
+    if tensor_parallel > 1:
+        raise ConfigError(
+            f"rollout.tensor_parallel={tensor_parallel}, but the native engine runs on one device; use "
+            "rollout.engine=vllm or sglang"
+        )
+
+
+def visible_devices(spec: EngineSpec, visible: str | None) -> tuple[EngineSpec, dict[str, str]]:
+    """What an engine's process sees of this process's GPUs: its `tensor_parallel` ones from spec.device on,
+    numbered from 0. visible: CUDA_VISIBLE_DEVICES here. Returns the process's spec and variables.
+
+    Raises ConfigError when this process does not see them all.
+    """
+    kind, _, index = spec.device.partition(":")
+    if kind != "cuda":
+        return spec, {}
+    first, count = int(index or 0), spec.tensor_parallel
+    here = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
+    if first + count > len(here):
+        raise ConfigError(
+            f"rollout.tensor_parallel={count} from {spec.device} on, but this process sees {len(here)} GPUs "
+            f"({', '.join(here)})"
+        )
+    own = {"CUDA_VISIBLE_DEVICES": ",".join(here[first : first + count])}
+    return dataclasses.replace(spec, device="cuda:0"), own
+
+
+def _environment(spec: EngineSpec) -> dict[str, str]:
+    if spec.engine in CLASSES:
+        variables: dict[str, str] = _package(spec.engine).environment(spec)
+        return variables
+    return {"OMP_NUM_THREADS": str(spec.threads)}
+
+
+def _package(engine: str) -> Any:
+    """rondo's own part for the engine; it does not import the engine."""
+    return importlib.import_module(f"rondo.rollout.{engine}")

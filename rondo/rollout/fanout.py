@@ -1,0 +1,107 @@
+"""One stream of weights to several replicas: buckets in shared memory that all processes read, and a copy
+for an engine in this one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from rondo.errors import ReplicaLostError, RolloutError, WeightSyncError
+from rondo.rollout.protocol import RolloutEngine
+from rondo.rollout.server.client import EngineProcess
+from rondo.weights.bucket import BucketWriter, Confirmation, SharedBucket
+
+
+class WeightFanout:
+    """The receiving side of a weight sync (begin, receive, commit) for all of `engines`, by name.
+
+    lost(name, why, engine): told of a replica that dies meanwhile; the others go on. WeightSyncError as the
+    engines raise it.
+    """
+
+    def __init__(
+        self,
+        engines: Mapping[str, RolloutEngine],
+        bucket_bytes: int,
+        lost: Callable[[str, str, RolloutEngine], None],
+    ) -> None:
+        self._engines, self._lost = dict(engines), lost
+        self._lock = threading.Lock()
+        self._writer = BucketWriter(bucket_bytes, self._send)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the buckets that existed at one time."""
+        return self._writer.peak_bytes
+
+    def begin(self, version: int) -> None:
+        self._each(lambda engine: engine.begin(version))
+
+    def receive(self, name: str, tensor: torch.Tensor) -> None:
+        """An error of a process may come with a later call: tensors travel with the bucket they fill."""
+        processes = False
+        for engine in self._engines.values():
+            if isinstance(engine, EngineProcess):
+                processes = True
+            else:
+                engine.receive(name, tensor)
+        if processes:
+            self._writer.add(name, tensor)
+
+    def commit(self, version: int, checksums: Mapping[str, int] | None = None) -> None:
+        try:
+            self._writer.finish()
+            self._each(lambda engine: engine.commit(version, checksums))
+        finally:
+            self._writer.close()
+
+    def _send(self, bucket: SharedBucket) -> Confirmation:
+        waiting: dict[str, Confirmation] = {}
+        for name, engine in list(self._engines.items()):
+            if isinstance(engine, EngineProcess):
+                try:
+                    waiting[name] = engine.send_bucket(bucket)
+                except ReplicaLostError as error:
+                    self._drop(name, error)
+
+        def confirm() -> None:
+            failure = None
+            for name, answered in waiting.items():
+                try:
+                    answered()
+                except ReplicaLostError as error:
+                    self._drop(name, error)
+                except (RolloutError, WeightSyncError) as error:
+                    failure = error
+            if failure is not None:
+                raise failure
+
+        return confirm
+
+    def _each(self, act: Callable[[RolloutEngine], None]) -> None:
+        """On all at once; returns when all are done."""
+
+        def one(name: str, engine: RolloutEngine) -> None:
+            try:
+                act(engine)
+            except ReplicaLostError as error:
+                self._drop(name, error)
+
+        engines = list(self._engines.items())
+        if len(engines) < 2:  # on this thread
+            for name, engine in engines:
+                one(name, engine)
+            return
+        with ThreadPoolExecutor(len(engines), "rondo-fanout") as threads:
+            for done in [threads.submit(one, name, engine) for name, engine in engines]:
+                done.result()
+
+    def _drop(self, name: str, error: ReplicaLostError) -> None:
+        with self._lock:
+            engine = self._engines.pop(name, None)
+        if engine is not None:
+            self._lost(name, str(error), engine)

@@ -1,0 +1,210 @@
+"""The engine's process: builds one engine and serves it to the host over one socket.
+
+    Server.serve: reads Calls ─┬─ generate: a task each; tokens are collected, and sent a few hundred times a
+                               │            second at most, all requests' together
+                               ├─ begin, bucket, commit, parameter: the one weights thread, in their order
+                               └─ the rest: a task each
+When the host's end of the socket closes, the process ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import pickle
+import socket
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from rondo.errors import ReplicaLostError
+from rondo.rollout.build import build_engine
+from rondo.rollout.protocol import EngineSpec, RolloutEngine
+from rondo.rollout.server.wire import LENGTH, Answer, Call, Done, Ready, Tokens, error_record, frame, read
+from rondo.types import Completion, GenerateRequest
+from rondo.weights.bucket import SharedBucket
+
+TOKENS_SECONDS = 0.02  # new tokens wait at most this long for company
+_log = logging.getLogger(__name__)
+
+
+class Server:
+    """Serves `engine` until the host says close or is gone."""
+
+    def __init__(self, engine: RolloutEngine, writer: asyncio.StreamWriter) -> None:
+        self._engine, self._writer = engine, writer
+        self._loop = asyncio.get_running_loop()
+        self._weights = ThreadPoolExecutor(1, "rondo-weights")
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._tokens: dict[int, list[Completion]] = {}
+        self._records: list[Any] = []
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def serve(self, reader: asyncio.StreamReader) -> None:
+        """Until `close`, or the end of the stream."""
+        while True:
+            try:
+                (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+                calls: list[Call] = pickle.loads(await reader.readexactly(length))
+            except (asyncio.IncompleteReadError, ConnectionError):
+                return
+            for call in calls:
+                if call.operation == "close":
+                    return
+                self._start(call)
+
+    def close(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+        self._weights.shutdown(wait=False, cancel_futures=True)
+        self._engine.close()
+
+    # ---- calls ----
+
+    def _start(self, call: Call) -> None:
+        if call.operation == "drop":  # the host's task was cancelled: nobody wants an answer
+            task = self._tasks.get(call.args[0])
+            if task is not None:
+                task.cancel()
+            return
+        if call.operation in ("begin", "bucket", "commit", "parameter"):  # synchronous, and in this order
+            method = getattr(self, f"_{call.operation}")
+            done = self._loop.run_in_executor(self._weights, method, *call.args)
+            task = self._loop.create_task(self._answer(call.number, done))
+        elif call.operation == "generate":
+            task = self._loop.create_task(self._generate(call.number, *call.args))
+        else:
+            task = self._loop.create_task(self._answer(call.number, self._do(call)))
+        self._tasks[call.number] = task
+        task.add_done_callback(lambda _: self._tasks.pop(call.number, None))
+
+    async def _do(self, call: Call) -> Any:
+        assert call.operation in ("cancel", "pause", "resume", "sleep", "wake", "stats"), call.operation
+        return await getattr(self._engine, call.operation)(*call.args)
+
+    # The two methods below are the boundary at which an engine's exception travels to the host as a record.
+    async def _answer(self, number: int, result: Any) -> None:
+        try:
+            answer = Answer(number, await result)
+        except ReplicaLostError as error:
+            self._leave(error)
+            return
+        except Exception as error:
+            _log.debug("call %d failed", number, exc_info=error)
+            answer = Answer(number, error=error_record(error))
+        self._send(answer)
+
+    async def _generate(self, number: int, request: GenerateRequest) -> None:
+        sent = 0 if request.prefix is None else len(request.prefix.token_ids)
+
+        def on_tokens(part: Completion) -> None:
+            nonlocal sent
+            sent += len(part.token_ids)
+            self._tokens.setdefault(number, []).append(part)
+            if self._timer is None:
+                self._timer = self._loop.call_later(TOKENS_SECONDS, self._flush)
+
+        try:
+            whole = await self._engine.generate(request, on_tokens)
+        except ReplicaLostError as error:
+            self._leave(error)
+            return
+        except Exception as error:
+            self._send(Answer(number, error=error_record(error)))
+            return
+        if len(whole.token_ids) > sent:
+            self._tokens.setdefault(number, []).append(_rest(whole, sent))
+        done = Done(number, whole.prompt_ids, whole.finish_reason, len(whole.token_ids), whole.extras)
+        self._send(done)
+
+    def _leave(self, error: ReplicaLostError) -> None:
+        """The engine cannot go on: neither does its process. What it made has been sent, or is sent now."""
+        _log.error("this engine's process ends: %s", error)
+        self._flush()
+        self._writer.close()  # ends `serve`
+
+    # ---- weights: on the weights thread ----
+
+    def _begin(self, version: int) -> None:
+        self._engine.begin(version)
+
+    def _bucket(self, bucket: SharedBucket) -> None:
+        whole = getattr(self._engine, "receive_bucket", None)
+        if whole is not None:
+            whole(bucket)
+            return
+        with bucket.tensors() as tensors:
+            for name, tensor in tensors:
+                self._engine.receive(name, tensor)
+
+    def _commit(self, version: int, checksums: Mapping[str, int] | None) -> None:
+        self._engine.commit(version, checksums)
+
+    def _parameter(self, name: str) -> torch.Tensor:
+        return self._engine.parameter(name).detach().cpu().clone()  # type: ignore[attr-defined,no-any-return]
+
+    # ---- sending ----
+
+    def _send(self, record: Answer | Done) -> None:
+        """With what else is ready in this turn of the loop."""
+        if not self._records:
+            self._loop.call_soon(self._flush)
+        self._records.append(record)
+
+    def _flush(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        records = [*([Tokens.of(self._tokens)] if self._tokens else []), *self._records]
+        self._tokens, self._records = {}, []
+        if records and not self._writer.is_closing():
+            self._writer.write(frame(records))
+
+
+def _rest(whole: Completion, start: int) -> Completion:
+    return Completion(
+        whole.request_id,
+        whole.prompt_ids,
+        whole.token_ids[start:],
+        whole.log_probs[start:],
+        whole.policy_versions[start:],
+        whole.finish_reason,
+    )
+
+
+def main(descriptor: int) -> None:
+    """Read an EngineSpec from the socket, build it, serve it. Errors of building travel as an Answer."""
+    os.dup2(2, 1)  # what engines print goes to the log
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    connection = socket.socket(fileno=descriptor)
+    connection.set_inheritable(False)
+    (spec,) = read(connection)
+    engine = _built(spec, connection)
+    if engine is None:
+        return
+    ready = Ready(os.getpid(), engine.describe(), engine.capabilities(), engine.version)
+    connection.sendall(frame([ready]))
+    asyncio.run(_serve(engine, connection))
+
+
+def _built(spec: EngineSpec, connection: socket.socket) -> RolloutEngine | None:
+    """None: it could not be built, and the host knows why."""
+    try:
+        return build_engine(spec)
+    except Exception as error:
+        _log.error("the engine could not be built", exc_info=error)
+        connection.sendall(frame([Answer(0, error=error_record(error))]))
+        return None
+
+
+async def _serve(engine: RolloutEngine, connection: socket.socket) -> None:
+    reader, writer = await asyncio.open_unix_connection(sock=connection, limit=1 << 20)
+    server = Server(engine, writer)
+    try:
+        await server.serve(reader)
+    finally:
+        server.close()
+        writer.close()

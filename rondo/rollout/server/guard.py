@@ -1,0 +1,79 @@
+"""The process between host and engine: python guard.py HOST_PID DESCRIPTOR COMMAND…
+
+It starts COMMAND with the socket DESCRIPTOR and waits. When the command ends, or the host is gone, or
+somebody sends SIGTERM, it ends the command and whatever that has started (engines have worker processes),
+then itself with the command's status. Nothing here can hang: one thread, no lock, no import but the standard
+library's. It runs as a file, without rondo.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+_SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
+_WAKE = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD}
+
+
+def _prctl(option: int, value: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), f"prctl({option}, {value})")
+
+
+def _children(parent: int) -> list[int]:
+    """Process ids of `parent`'s children, its dead ones included, from /proc."""
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{name}/stat", encoding="utf-8", errors="replace") as file:
+                fields = file.read().rpartition(")")[2].split()
+        except OSError:  # it has ended since
+            continue
+        if int(fields[1]) == parent:
+            found.append(int(name))
+    return found
+
+
+def _end_all() -> None:
+    """Kill every child, and every grandchild as it becomes a child (of the subreaper), until none is left."""
+    while children := _children(os.getpid()):
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+        for child in children:
+            os.waitpid(child, 0)
+
+
+def main(host: int, descriptor: int, command: list[str]) -> int:
+    """The exit status of the command; 128 + signal where a signal ended it."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _WAKE)
+    _prctl(_SET_PDEATHSIG, signal.SIGTERM)  # of the host's thread that watches this process
+    _prctl(_SET_CHILD_SUBREAPER, 1)
+    if os.getppid() != host:
+        return 0  # the host was gone before we could ask for its signal
+    engine = os.fork()
+    if engine == 0:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _WAKE)
+        _prctl(_SET_PDEATHSIG, signal.SIGKILL)
+        os.execv(command[0], command)
+    os.close(descriptor)
+    status: int | None = None
+    while status is None and signal.sigwait(_WAKE) == signal.SIGCHLD:
+        while True:  # one SIGCHLD may stand for several
+            try:
+                pid, ended = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                break
+            if pid == engine:
+                status = ended
+            if pid == 0:
+                break
+    _end_all()
+    code = 0 if status is None else os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else 128 - code
+
+
+if __name__ == "__main__":
+    code = main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
+    os._exit(code)

@@ -1,0 +1,175 @@
+"""The engines of one rollout worker: started, behind one router, started again when their process dies."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from rondo.errors import RondoError
+from rondo.rollout import EngineSpec, RolloutEngine, build_engine, start_engine
+from rondo.rollout.fanout import WeightFanout
+from rondo.rollout.router import Router
+from rondo.rollout.server import EngineProcess
+from rondo.types import StepStats
+
+MAX_RESTARTS = 3  # of a worker's engines, in a run
+POLL_SECONDS = 0.1
+_log = logging.getLogger(__name__)
+
+
+class Replicas:
+    """count engines of `spec`, each in a process of its own, or (own_process False) one in this process.
+
+    parameters: the trainer's storage, for an engine in this process to use in place. bucket_bytes: of weights
+    in transit. accelerators: see `start_engine`. Raises ConfigError or RolloutError with an engine's own
+    message.
+    """
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        *,
+        count: int,
+        own_process: bool,
+        bucket_bytes: int,
+        parameters: Mapping[str, torch.Tensor] | None = None,
+        accelerators: Sequence[str] = (),
+    ) -> None:
+        self._spec, self._bucket_bytes, self._accelerators = spec, bucket_bytes, accelerators
+        self._lock = threading.Lock()  # guards the next four
+        self._restarts = self._restarts_told = 0
+        self._closed = False
+        self._news: str | None = None
+        self._threads: list[threading.Thread] = []
+        engines: dict[str, RolloutEngine]
+        if own_process:
+            engines = dict(self._start_all(count))
+        else:
+            engines = {"0": build_engine(spec, parameters)}
+        # a replica may have a quarter more than it decodes at once, so that a slot never waits for the next
+        limit = spec.max_concurrent + -(-spec.max_concurrent // 4)
+        self.router = Router(engines, limit=limit, on_lost=self._restart)
+        for name, engine in engines.items():
+            self._watch(name, engine)
+
+    def describe(self) -> str:
+        """One line: what kind of engines, and how many."""
+        engines = list(self.router.engines().values())
+        first = engines[0].describe() if engines else f"{self._spec.engine}: no replica"
+        return first if len(engines) == 1 else f"{len(engines)} × {first}"
+
+    def only(self) -> RolloutEngine:
+        """The engine of a worker that has one."""
+        (engine,) = self.router.engines().values()
+        return engine
+
+    def sink(self) -> WeightFanout:
+        """Where the next version's weights go: all engines that live, after those that are being started."""
+        with self._lock:
+            threads = list(self._threads)
+        for thread in threads:
+            thread.join()
+        return WeightFanout(self.router.engines(), self._bucket_bytes, self.router.mark_dead)
+
+    def loaded(self, version: int) -> None:
+        """After a load. Engines that died meanwhile want weights still; RolloutError when none can come."""
+        self.router.check_hope()
+        with self._lock:
+            if all(engine.version == version for engine in self.router.engines().values()):
+                self._news = None
+
+    @property
+    def num_processes(self) -> int:
+        """How many of the engines that live have a process of their own."""
+        return sum(isinstance(engine, EngineProcess) for engine in self.router.engines().values())
+
+    @property
+    def wanting(self) -> int:
+        """How many engines want weights: those without, and those that are being started."""
+        engines = self.router.engines().values()
+        return self.router.num_coming + sum(engine.version < 0 for engine in engines)
+
+    async def restarted(self) -> str:
+        """Returns when an engine was started again and wants weights; a sentence that says so."""
+        while (news := self._news) is None:
+            await asyncio.sleep(POLL_SECONDS)
+        return news
+
+    async def statistics(self) -> StepStats:
+        """Counters of the router and its engines since the last call, and rollout/engine_restarts."""
+        stats = await self.router.statistics()
+        with self._lock:
+            new, self._restarts_told = self._restarts - self._restarts_told, self._restarts
+        stats.add_sum("rollout/engine_restarts", float(new))
+        return stats
+
+    def close(self) -> None:
+        """End the engines and their processes. Twice does no harm."""
+        with self._lock:
+            self._closed = True
+        engines = list(self.router.engines().values())
+        with ThreadPoolExecutor(max(1, len(engines)), "rondo-close") as pool:
+            for done in [pool.submit(engine.close) for engine in engines]:
+                done.result()
+
+    # ---- starting ----
+
+    def _start(self, name: str) -> EngineProcess:
+        return start_engine(
+            self._spec, name=name, bucket_bytes=self._bucket_bytes, accelerators=self._accelerators
+        )
+
+    def _start_all(self, count: int) -> list[tuple[str, EngineProcess]]:
+        """All at once. If one cannot be started the others are ended."""
+        names = [str(number) for number in range(count)]
+        with ThreadPoolExecutor(count, "rondo-start") as pool:
+            starting = [pool.submit(self._start, name) for name in names]
+        failures = [start.exception() for start in starting if start.exception() is not None]
+        if failures:
+            for start in starting:
+                if start.exception() is None:
+                    start.result().close()
+            assert failures[0] is not None
+            raise failures[0]
+        return [(name, start.result()) for name, start in zip(names, starting, strict=True)]
+
+    def _watch(self, name: str, engine: RolloutEngine) -> None:
+        """So that a death is noticed while nobody asks anything of the engine."""
+        if isinstance(engine, EngineProcess):
+            engine.when_lost(lambda why: self.router.mark_dead(name, why, engine))
+
+    def _restart(self, name: str, why: str) -> bool:
+        """The router's on_lost, from any thread: whether the replica is being started again."""
+        with self._lock:
+            if self._closed or self._restarts >= MAX_RESTARTS:
+                return False
+            self._restarts += 1
+            thread = threading.Thread(
+                target=self._start_again, args=(name, why), name=f"rondo-restart-{name}", daemon=True
+            )
+            self._threads.append(thread)
+            thread.start()
+        return True
+
+    def _start_again(self, name: str, why: str) -> None:
+        try:
+            engine = self._start(name)
+        except (
+            RondoError,
+            OSError,
+            RuntimeError,
+        ) as error:  # the last two: no memory, process or thread left
+            self.router.give_up(name, f"{why}; and could not be started again: {error}")
+            return
+        self.router.add(name, engine)
+        self._watch(name, engine)
+        with self._lock:
+            closed = self._closed
+            self._news = f"{why}; it was started again and wants weights"
+        if closed:  # too late for `close` to have seen it
+            engine.close()

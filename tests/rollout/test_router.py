@@ -1,0 +1,460 @@
+"""Routing decisions, and the router over engines that a test drives by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rondo.errors import ReplicaLostError, RolloutError
+from rondo.rollout.requests import so_far
+from rondo.rollout.router import Router
+from rondo.rollout.routing import Affinity, Load, choose
+from rondo.types import Completion, GenerateRequest, StepStats
+from tests.rollout.conftest import request
+
+
+class TestChoose:
+    @pytest.mark.parametrize(
+        ("in_flight", "preferred", "chosen"),
+        [
+            ((3, 2, 4), None, "b"),
+            ((2, 2, 2), None, "a"),  # the first of equals
+            ((8, 8, 8), None, None),  # all full
+            ((8, 7, 8), "a", "b"),  # full, though preferred
+            ((4, 2, 2), "a", "a"),  # two busier than the idlest: within its slack
+            ((5, 2, 2), "a", "b"),
+            ((5, 2, 2), "gone", "b"),
+        ],
+    )
+    def test_of_three(self, in_flight: tuple[int, ...], preferred: str | None, chosen: str | None) -> None:
+        loads = [Load(name, n, 8) for name, n in zip("abc", in_flight, strict=True)]
+        assert choose(loads, preferred) == chosen
+
+    def test_of_none(self) -> None:
+        assert choose([]) is None
+
+    def test_affinity_is_bounded(self) -> None:
+        affinity = Affinity(remember=3)
+        for key in "pqrps":  # p is used again before s comes
+            affinity.put(key, key.upper())
+        affinity.put("", "nobody")
+        assert [affinity.get(key) for key in "pqrs"] == ["P", None, "R", "S"]
+        assert len(affinity) == 3
+        affinity.forget("R")
+        assert affinity.get("r") is None
+
+
+class Engine:
+    """Calls of generate wait until the test says what comes of them."""
+
+    def __init__(self, version: int = 0) -> None:
+        self.version = version
+        self.calls: dict[str, tuple[GenerateRequest, asyncio.Future[Completion]]] = {}
+        self.log: list[str] = []
+
+    async def generate(self, request: GenerateRequest, on_tokens: Any = None) -> Completion:
+        future = asyncio.get_running_loop().create_future()
+        self.calls[request.request_id] = request, future
+        try:
+            return await future
+        finally:
+            del self.calls[request.request_id]
+
+    def made(
+        self, request_id: str, tokens: list[int], reason: str = "stop", log_prob: float = -1.0
+    ) -> Completion:
+        """The prefix and `tokens`, under this engine's version."""
+        before = so_far(self.calls[request_id][0], "length")
+        n = len(tokens)
+        return dataclasses.replace(
+            before,
+            token_ids=np.concatenate([before.token_ids, np.array(tokens, np.int32)]),
+            log_probs=np.concatenate([before.log_probs, np.full(n, log_prob, np.float32)]),
+            policy_versions=np.concatenate([before.policy_versions, np.full(n, self.version, np.int32)]),
+            finish_reason=reason,  # type: ignore[arg-type]
+        )
+
+    def answer(self, request_id: str, tokens: list[int], log_prob: float = -1.0) -> None:
+        self.calls[request_id][1].set_result(self.made(request_id, tokens, log_prob=log_prob))
+
+    def die(self, partial: dict[str, list[int]]) -> None:
+        """Everybody who waits loses; what it had made of the request is in `partial`."""
+        for request_id, (_, future) in list(self.calls.items()):
+            made = self.made(request_id, partial.get(request_id, []), "cancelled")
+            future.set_exception(ReplicaLostError("it fell over", made))
+
+    async def cancel(self, request_id: str) -> None:
+        self.calls[request_id][1].set_result(self.made(request_id, [7], "cancelled"))
+
+    async def pause(self) -> None:
+        self.log.append("pause")
+
+    async def resume(self) -> None:
+        self.log.append("resume")
+
+    async def stats(self) -> StepStats:
+        return StepStats(sums={"perf/decoded_tokens": 10.0})
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(test(), 30))  # type: ignore[arg-type]
+
+
+async def settle() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def req(name: str, **fields: Any) -> GenerateRequest:
+    return request(name, np.array([1, 2], np.int32), **fields)
+
+
+def start(router: Router, *names: str, **fields: Any) -> dict[str, asyncio.Task[Completion]]:
+    return {name: asyncio.ensure_future(router.generate(req(name, **fields))) for name in names}
+
+
+def test_least_loaded_sticky_and_full() -> None:
+    async def test() -> None:
+        a, b = Engine(), Engine()
+        router = Router({"a": a, "b": b}, limit=2)
+        group = start(router, "g0", "g1", affinity="g")
+        other = start(router, "x", "y", "z")
+        await settle()
+        assert (list(a.calls), list(b.calls)) == (["g0", "g1"], ["x", "y"])  # g stays together; z waits
+        b.answer("x", [5])
+        await settle()
+        assert list(b.calls) == ["y", "z"]
+        for engine in (a, b):
+            for name in list(engine.calls):
+                engine.answer(name, [5])
+        done = await asyncio.gather(*group.values(), *other.values())
+        assert [c.token_ids.tolist() for c in done] == [[5]] * 5
+        stats = (await router.statistics()).values()
+        assert stats["rollout/in_flight"] == 4
+        assert stats["rollout/queue_length"] == 1
+        assert stats["rollout/reissued"] == 0
+        assert stats["perf/decoded_tokens"] == 20
+        assert stats["rollout/tokens_per_second_min"] <= stats["rollout/tokens_per_second"]
+        assert (await router.statistics()).values()["rollout/in_flight"] == 0
+
+    run(test)
+
+
+def test_a_dead_replicas_requests_go_on_elsewhere_with_their_tokens() -> None:
+    async def test() -> None:
+        a, b = Engine(version=3), Engine(version=4)
+        lost: list[str] = []
+        router = Router(
+            {"a": a, "b": b}, limit=8, on_lost=lambda name, why: bool(lost.append(f"{name}: {why}"))
+        )
+        earlier = dataclasses.replace(
+            so_far(req("r"), "length"),
+            token_ids=np.array([9], np.int32),
+            log_probs=np.array([-0.5], np.float32),
+            policy_versions=np.array([2], np.int32),
+        )
+        task = asyncio.ensure_future(router.generate(req("r", prefix=earlier)))
+        await settle()
+        a.die({"r": [11, 12]})
+        await settle()
+        assert b.calls["r"][0].prefix.token_ids.tolist() == [9, 11, 12]  # type: ignore[union-attr]
+        b.answer("r", [13], log_prob=-2.0)
+        done = await task
+        assert done.token_ids.tolist() == [9, 11, 12, 13]
+        assert done.log_probs.tolist() == [-0.5, -1, -1, -2]
+        assert done.policy_versions.tolist() == [2, 3, 3, 4]
+        assert lost == ["a: it fell over"]
+        assert list(router.engines()) == ["b"]
+        assert (await router.statistics()).values()["rollout/reissued"] == 1
+
+    run(test)
+
+
+@pytest.mark.parametrize(("last", "stops", "reason"), [(12, (12,), "stop"), (11, (), "length")])
+def test_a_partial_that_is_whole_is_not_re_issued(last: int, stops: tuple[int, ...], reason: str) -> None:
+    async def test() -> None:
+        a = Engine()
+        router = Router({"a": a}, limit=8, on_lost=lambda name, why: True)
+        task = asyncio.ensure_future(
+            router.generate(req("r", max_tokens=2 + bool(stops), stop_token_ids=stops))
+        )
+        await settle()
+        a.die({"r": [10, last]})
+        done = await task
+        assert (done.token_ids.tolist(), done.finish_reason) == ([10, last], reason)
+
+    run(test)
+
+
+def test_requests_wait_for_a_replica_that_comes_back_with_weights() -> None:
+    async def test() -> None:
+        a, again = Engine(), Engine(version=-1)
+        router = Router({"a": a}, limit=8, on_lost=lambda name, why: True)
+        task = start(router, "r")["r"]
+        await settle()
+        a.die({"r": [10]})
+        await settle()
+        router.add("a", again)  # type: ignore[arg-type]
+        late = start(router, "late")["late"]
+        await settle()
+        assert not again.calls
+        assert not task.done()
+        await router.pause()
+        again.version = 1
+        await router.resume()
+        await settle()
+        again.answer("r", [11])
+        again.answer("late", [12])
+        assert (await task).policy_versions.tolist() == [0, 1]
+        assert (await late).token_ids.tolist() == [12]
+
+    run(test)
+
+
+def test_no_replica_left() -> None:
+    async def test() -> None:
+        a = Engine()
+        router = Router({"a": a}, limit=1)
+        tasks = start(router, "r", "waits")
+        await settle()
+        a.die({})
+        for task in tasks.values():
+            with pytest.raises(RolloutError, match=r"no replica left \(a: it fell over\)"):
+                await task
+        with pytest.raises(RolloutError, match="no replica left"):
+            await router.generate(req("new"))
+        with pytest.raises(RolloutError, match="no replica left"):
+            router.check_hope()
+
+    run(test)
+
+
+def test_a_replacement_that_cannot_be_made() -> None:
+    async def test() -> None:
+        a = Engine()
+        router = Router({"a": a}, limit=1, on_lost=lambda name, why: True)
+        task = start(router, "r")["r"]
+        await settle()
+        a.die({})
+        await settle()
+        assert not task.done()
+        assert router.num_coming == 1
+        await asyncio.to_thread(router.give_up, "a", "no memory for another")
+        with pytest.raises(RolloutError, match=r"no replica left .*no memory for another"):
+            await task
+
+    run(test)
+
+
+def test_the_deadline_covers_waiting() -> None:
+    async def test() -> None:
+        a = Engine()
+        router = Router({"a": a}, limit=1)
+        first = start(router, "first", deadline_seconds=100.0)["first"]
+        await settle()
+        waited = await router.generate(req("second", deadline_seconds=0.01))
+        assert (waited.finish_reason, len(waited.token_ids)) == ("deadline", 0)
+        assert waited.prompt_ids.tolist() == [1, 2]
+        assert 90 < a.calls["first"][0].deadline_seconds <= 100  # type: ignore[operator]
+        a.answer("first", [5])
+        await first
+        last = start(router, "last")["last"]
+        await settle()
+        a.answer("last", [6])  # nobody is counted twice
+        await last
+
+    run(test)
+
+
+def test_cancel_waiting_and_running() -> None:
+    async def test() -> None:
+        a = Engine()
+        router = Router({"a": a}, limit=1)
+        tasks = start(router, "runs", "waits")
+        await settle()
+        await router.cancel("waits")
+        await router.cancel("runs")
+        await router.cancel("nobody")
+        done = {name: await task for name, task in tasks.items()}
+        assert {name: (c.token_ids.tolist(), c.finish_reason) for name, c in done.items()} == {
+            "runs": ([7], "cancelled"),
+            "waits": ([], "cancelled"),
+        }
+        tasks = start(router, "one", "two", "three")
+        await settle()
+        tasks["two"].cancel()  # the task, not the request
+        await settle()
+        a.answer("one", [5])
+        await settle()
+        assert list(a.calls) == ["three"]
+        a.answer("three", [5])
+        await tasks["three"]
+
+    run(test)
+
+
+def test_cancelled_between_getting_a_place_and_using_it() -> None:
+    async def test() -> None:
+        a = Engine()
+        router = Router({"a": a}, limit=1)
+        task = asyncio.ensure_future(router.generate(req("late")))
+        await asyncio.sleep(0)  # it has its place, and has not run since
+        await router.cancel("late")
+        assert (await task).finish_reason == "cancelled"
+        assert not a.calls
+        tasks = start(router, "next")  # the place is free again
+        await settle()
+        a.answer("next", [5])
+        await tasks["next"]
+
+    run(test)
+
+
+def test_an_engine_dies_while_it_is_asked_to_cancel() -> None:
+    class Dying(Engine):
+        async def cancel(self, request_id: str) -> None:
+            self.die({request_id: [3, 4]})
+            await settle()  # the generate call ends first
+            raise ReplicaLostError("it fell over")
+
+    async def test() -> None:
+        told: list[str] = []
+
+        def lost(name: str, why: str) -> bool:
+            told.append(name)
+            return False
+
+        router = Router({"a": Dying(), "b": Engine()}, limit=1, on_lost=lost)
+        tasks = start(router, "x")
+        await settle()
+        await router.cancel("x")
+        done = await tasks["x"]
+        assert (done.token_ids.tolist(), done.finish_reason, told) == ([3, 4], "cancelled", ["a"])
+
+    run(test)
+
+
+def test_a_replica_that_dies_while_it_is_taken_out_is_not_replaced() -> None:
+    async def test() -> None:
+        a, b, asked = Engine(), Engine(), []
+
+        def lost(name: str, why: str) -> bool:
+            asked.append(name)
+            return True
+
+        router = Router({"a": a, "b": b}, limit=1, on_lost=lost)
+        tasks = start(router, "x")
+        await settle()
+        removing = asyncio.ensure_future(router.remove("a"))
+        await settle()
+        a.die({"x": [3]})
+        assert await removing is a
+        assert asked == []
+        assert list(router.engines()) == ["b"]
+        b.answer("x", [4])
+        assert (await tasks["x"]).token_ids.tolist() == [3, 4]
+
+    run(test)
+
+
+def test_on_lost_may_wait_for_a_thread_that_asks_the_router() -> None:
+    """Replicas holds its own lock while it asks for the engines, and takes it when it is told of a loss."""
+    engines = {"a": Engine(), "b": Engine()}
+    others = threading.Lock()
+    held, lost = threading.Event(), threading.Event()
+
+    def on_lost(name: str, why: str) -> bool:
+        lost.set()
+        return others.acquire(timeout=10)
+
+    router = Router(engines, limit=1, on_lost=on_lost)  # type: ignore[arg-type]
+
+    def ask() -> None:
+        with others:
+            held.set()
+            lost.wait(10)
+            router.engines()
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    held.wait(10)
+    router.mark_dead("a", "it fell over")
+    thread.join()
+    assert router.num_coming == 1  # on_lost got the lock
+
+
+def test_back_pressure_for_those_who_ask() -> None:
+    async def test() -> None:
+        a = Engine()
+        router = Router({"a": a}, limit=1, max_queue=1)
+        tasks = start(router, "runs", "waits")
+        await settle()
+        with pytest.raises(RolloutError, match="'refused' is refused: 1 requests wait already"):
+            await router.generate(req("refused"), bounded=True)
+        patient = start(router, "patient")["patient"]  # who does not ask waits
+        for name in ("runs", "waits", "patient"):
+            await settle()
+            a.answer(name, [5])
+        await asyncio.gather(*tasks.values(), patient)
+
+    run(test)
+
+
+def test_pause_holds_new_requests() -> None:
+    async def test() -> None:
+        a, b = Engine(), Engine()
+        router = Router({"a": a, "b": b}, limit=4)
+        await router.pause()
+        task = start(router, "r")["r"]
+        await settle()
+        assert not a.calls
+        await router.resume()
+        await settle()
+        a.answer("r", [5])
+        await task
+        assert a.log == b.log == ["pause", "resume"]
+
+    run(test)
+
+
+def test_remove_drains() -> None:
+    async def test() -> None:
+        a, b = Engine(), Engine()
+        router = Router({"a": a, "b": b}, limit=4)
+        tasks = start(router, "r0", "r1", "r2", affinity="g")
+        await settle()
+        assert len(a.calls) == 2
+        removing = asyncio.ensure_future(router.remove("a"))
+        await settle()
+        late = start(router, "late", affinity="g")["late"]
+        await settle()
+        assert list(b.calls) == ["r2", "late"]
+        assert not removing.done()
+        for engine in (a, b):
+            for name in list(engine.calls):
+                engine.answer(name, [5])
+        assert await removing is a
+        await asyncio.gather(late, *tasks.values())
+        assert list(router.engines()) == ["b"]
+
+    run(test)
+
+
+def test_ids_are_unique() -> None:
+    async def test() -> None:
+        a = Engine()
+        router = Router({"a": a}, limit=4)
+        first = start(router, "r")["r"]
+        await settle()
+        with pytest.raises(RolloutError, match="'r' is in flight already"):
+            await router.generate(req("r"))
+        a.answer("r", [5])
+        await first
+
+    run(test)

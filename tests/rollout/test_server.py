@@ -1,0 +1,385 @@
+"""An engine in its own process: the same numbers, typed errors, and what remains when a process is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rondo.errors import ConfigError, ReplicaLostError, RolloutError, WeightSyncError
+from rondo.models.source import ModelSource
+from rondo.rollout import EngineSpec, NativeEngine, RolloutEngine, start_engine
+from rondo.rollout.build import check_engine, visible_devices
+from rondo.rollout.router import Router
+from rondo.rollout.server import EngineProcess, client
+from rondo.rollout.server.process import ChildProcess
+from rondo.types import Completion, GenerateRequest
+from tests.rollout.conftest import _BASE, VOCAB, build, make_engine, prompt, request, run, weights
+
+QWEN3 = {
+    **_BASE,
+    "model_type": "qwen3",
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "tie_word_embeddings": True,
+}
+ROOT = Path(__file__).resolve().parents[2]
+PROCESS = ROOT / "rondo/rollout/server/process.py"
+
+
+def spec(**changes: object) -> EngineSpec:
+    settings = {"device": "cpu", "max_context": 100, "max_concurrent": 8} | changes
+    return EngineSpec("native", ModelSource(config=QWEN3), "float32", threads=1, **settings)  # type: ignore[arg-type]
+
+
+def send(engine: RolloutEngine, model: torch.nn.Module, version: int) -> None:
+    engine.begin(version)
+    for name, tensor in weights(model).items():
+        engine.receive(name, tensor)
+    engine.commit(version)
+
+
+@pytest.fixture(scope="module")
+def model() -> torch.nn.Module:
+    return build("qwen3")
+
+
+@pytest.fixture(scope="module")
+def here(model: torch.nn.Module) -> Iterator[NativeEngine]:
+    engine = make_engine(model)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def own(model: torch.nn.Module) -> Iterator[EngineProcess]:
+    engine = start_engine(spec(), name="own", bucket_bytes=20_000)  # several buckets, and a tensor beyond one
+    assert engine.version == -1
+    with pytest.raises(RolloutError, match="has no weights yet"):
+        run_all(engine, [request("early", prompt(3))])
+    send(engine, model, 0)
+    yield engine
+    engine.close()
+
+
+def run_all(engine: RolloutEngine, requests: list[GenerateRequest]) -> list[Completion]:
+    return run(engine, requests)  # type: ignore[arg-type]
+
+
+def same(one: Completion, other: Completion) -> bool:
+    return all(
+        np.array_equal(getattr(one, field), getattr(other, field))
+        for field in (
+            "prompt_ids",
+            "token_ids",
+            "log_probs",
+            "policy_versions",
+            "finish_reason",
+            "request_id",
+        )
+    )
+
+
+def mixed(count: int) -> list[GenerateRequest]:
+    """Sampled and greedy, grouped and alone, some with a prefix."""
+    plain = [
+        request(str(i), prompt(5 + i % 9, i // 4), 6 + i % 20, seed=i, affinity=f"g{i // 4}")
+        for i in range(count)
+    ]
+    greedy = [request(f"greedy{i}", prompt(7, i), 20, temperature=0.0) for i in range(4)]
+    return [*plain, *greedy]
+
+
+class TestOneProcess:
+    def test_the_same_as_in_this_process(self, here: NativeEngine, own: EngineProcess) -> None:
+        assert all(same(a, b) for a, b in zip(run_all(here, mixed(24)), run_all(own, mixed(24)), strict=True))
+        assert own.describe() == f"{here.describe()}, in its own process"
+        assert own.capabilities() == here.capabilities()
+        assert own.pid != os.getpid()
+
+    def test_prefix_and_tokens_as_they_come(self, here: NativeEngine, own: EngineProcess) -> None:
+        (half,) = run_all(here, [request("r", prompt(9), 30, seed=5)])
+        whole = request("r", prompt(9), 60, seed=5, prefix=half)
+        for engine in (here, own):
+            parts: list[Completion] = []
+            done = asyncio.run(engine.generate(whole, parts.append))
+            assert done.token_ids[:30].tolist() == half.token_ids.tolist()
+            for field in ("token_ids", "log_probs", "policy_versions"):
+                new = np.concatenate([getattr(part, field) for part in parts])
+                np.testing.assert_array_equal(new, getattr(done, field)[30:])
+            again = asyncio.run(
+                engine.generate(request("r", prompt(9), 30, seed=5, prefix=half), parts.append)
+            )
+            assert same(again, half)  # nothing was left to do
+
+    def test_what_on_tokens_raises(self, here: NativeEngine, own: EngineProcess) -> None:
+        def refuse(part: Completion) -> None:
+            raise ValueError("no, thanks")
+
+        for engine in (here, own):
+            with pytest.raises(ValueError, match="no, thanks"):
+                asyncio.run(engine.generate(request("r", prompt(5), 40), refuse))
+
+    def test_errors_are_typed(self, here: NativeEngine, own: EngineProcess) -> None:
+        bad = [
+            request("long", prompt(90), 20),
+            request("empty", prompt(0), 5),
+            request("foreign", np.array([VOCAB], np.int32), 5),
+            request("hot", prompt(4), 5, temperature=-1.0),
+        ]
+        for one in bad:
+            with pytest.raises(RolloutError) as expected:
+                run_all(here, [one])
+            with pytest.raises(RolloutError) as raised:
+                run_all(own, [one])
+            assert str(raised.value) == str(expected.value)
+
+    def test_wrong_weights(self, own: EngineProcess, here: NativeEngine, model: torch.nn.Module) -> None:
+        def wrong(name: str, tensor: torch.Tensor) -> None:
+            own.begin(1)
+            own.receive(name, tensor)
+            own.commit(1)
+
+        with pytest.raises(
+            WeightSyncError, match=r"'model.norm.weight' has shape \(3,\), the model wants \(64,\)"
+        ):
+            wrong("model.norm.weight", torch.zeros(3))
+        with pytest.raises(
+            WeightSyncError, match=r"no parameter 'model.nrm.weight'; the nearest is 'model.norm"
+        ):
+            wrong("model.nrm.weight", torch.zeros(64))
+        with pytest.raises(WeightSyncError, match=r"commit\(1\): .* tensors did not arrive"):
+            wrong("model.norm.weight", torch.zeros(64))
+        assert own.version == -1
+        with pytest.raises(WeightSyncError, match="outside begin"):
+            own.receive("model.norm.weight", torch.zeros(64))
+        send(own, model, 2)
+        assert own.version == 2
+        for name, tensor in weights(model).items():
+            assert torch.equal(own.parameter(name), tensor)
+        (a,), (b,) = run_all(here, [request("r", prompt(5), 9)]), run_all(own, [request("r", prompt(5), 9)])
+        assert a.token_ids.tolist() == b.token_ids.tolist()
+        assert set(b.policy_versions) == {2}
+        send(own, model, 0)
+
+    def test_hold_cancel_sleep(self, own: EngineProcess) -> None:
+        async def main() -> None:
+            await own.pause()  # first: the engine may be faster than this task
+            long = request("long", prompt(5), 90, seed=1)
+            task, dropped = (
+                asyncio.create_task(own.generate(long)),
+                asyncio.create_task(own.generate(request("dropped", prompt(6), 90))),
+            )
+            await asyncio.sleep(0)
+            dropped.cancel()
+            await own.sleep()
+            with pytest.raises(RolloutError, match="asleep"):
+                await own.generate(request("r", prompt(4)))
+            await own.wake()
+            await own.cancel("long")
+            await own.resume()
+            done = await task
+            assert done.finish_reason == "cancelled"
+            assert len(done.token_ids) < 90
+            assert (await own.generate(request("dropped", prompt(6), 3))).finish_reason == "length"
+            assert (await own.stats()).sums["perf/decoded_tokens"] > 0
+            assert "perf/decoded_tokens" not in (await own.stats()).sums
+
+        asyncio.run(main())
+
+    def test_a_request_that_the_engine_does_not_end(
+        self, own: EngineProcess, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Its process stands still; the host ends the request at its deadline, with what has come."""
+        monkeypatch.setattr(client, "GRACE_SECONDS", 0.05)
+
+        async def main() -> tuple[Completion, int]:
+            come: list[Completion] = []
+
+            def on_tokens(part: Completion) -> None:
+                come.append(part)
+                os.kill(own.pid, signal.SIGSTOP)
+
+            endless = request("endless", prompt(5), 94, deadline_seconds=1.0)
+            try:
+                return await own.generate(endless, on_tokens), sum(len(part.token_ids) for part in come)
+            finally:
+                os.kill(own.pid, signal.SIGCONT)
+
+        done, count = asyncio.run(main())
+        if done.finish_reason == "length":  # it was faster than the signal
+            pytest.skip("the engine had finished before it could be stopped")
+        assert done.finish_reason == "deadline"
+        assert len(done.token_ids) == count > 0
+        (after,) = run_all(own, [request("after", prompt(5), 5)])
+        assert len(after.token_ids) == 5
+
+    def test_a_thousand_requests_at_once(self, here: NativeEngine, own: EngineProcess) -> None:
+        router = Router({"own": own}, limit=64)
+        requests = mixed(996)
+        came = run(router, requests)  # type: ignore[arg-type]
+        assert all(same(a, b) for a, b in zip(run_all(here, requests), came, strict=True))
+        stats = asyncio.run(router.statistics()).values()
+        assert (stats["rollout/in_flight"], stats["rollout/queue_length"]) == (64, 1000 - 64)
+
+
+def test_a_killed_engines_requests_end_as_if_nothing_had_happened(
+    here: NativeEngine, own: EngineProcess, model: torch.nn.Module
+) -> None:
+    victim = start_engine(spec(), name="victim")
+    send(victim, model, 0)
+    lost: list[str] = []
+    router = Router(
+        {"victim": victim, "own": own}, limit=64, on_lost=lambda name, why: bool(lost.append(name))
+    )
+    requests = [request(f"r{i}", prompt(6, i), 90, temperature=float(i % 2), seed=i) for i in range(24)]
+
+    async def main() -> list[Completion]:
+        come, killed = 0, False
+
+        def on_tokens(part: Completion) -> None:
+            nonlocal come, killed
+            come += len(part.token_ids)
+            if come > 200 and not killed:
+                killed = True
+                os.kill(victim.pid, signal.SIGKILL)
+
+        return list(await asyncio.gather(*(router.generate(one, on_tokens) for one in requests)))
+
+    for undisturbed, done in zip(run_all(here, requests), asyncio.run(main()), strict=True):
+        np.testing.assert_array_equal(done.token_ids, undisturbed.token_ids)
+        np.testing.assert_allclose(done.log_probs, undisturbed.log_probs, atol=1e-5)
+        assert done.finish_reason == "length"
+    assert victim.lost is not None
+    assert "signal SIGKILL" in victim.lost
+    assert lost == ["victim"]
+    assert 0 < asyncio.run(router.statistics()).sums["rollout/reissued"] <= 12
+    for call in (victim.pause, lambda: victim.generate(requests[0])):
+        with pytest.raises(ReplicaLostError, match=r"victim .native. died .signal SIGKILL"):
+            asyncio.run(call())  # type: ignore[arg-type]
+    with pytest.raises(ReplicaLostError, match="SIGKILL"):
+        victim.begin(3)
+    victim.close()
+
+
+def test_what_cannot_be_built_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"rollout.decode=fast: choose auto, generic, lean or compiled"):
+        start_engine(spec(decode="fast"))
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho 'a library is missing' >&2\nexit 3\n", encoding="utf-8")
+    broken.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(broken))
+    with pytest.raises(
+        RolloutError, match=r"(?s)died \(exit code 3\) before it was ready.*a library is missing"
+    ):
+        start_engine(spec())
+
+
+class TestCheck:
+    def test_native(self) -> None:
+        check_engine("native", {}, tensor_parallel=1, device="cpu")
+        with pytest.raises(ConfigError, match=r"engine_options .*are for other engines"):
+            check_engine("native", {"x": 1}, tensor_parallel=1, device="cpu")
+        with pytest.raises(ConfigError, match="runs on one device"):
+            check_engine("native", {}, tensor_parallel=2, device="cpu")
+        with pytest.raises(ConfigError, match="there is no rollout engine 'vlm'"):
+            check_engine("vlm", {}, tensor_parallel=1, device="cpu")
+
+    def test_devices_of_a_process(self) -> None:
+        assert visible_devices(spec(), "0,1") == (spec(), {})
+        on_gpus = spec(device="cuda:2", tensor_parallel=2)
+        own = spec(device="cuda:0", tensor_parallel=2)
+        assert visible_devices(on_gpus, "4,5,6,7") == (own, {"CUDA_VISIBLE_DEVICES": "6,7"})
+        with pytest.raises(
+            ConfigError, match="tensor_parallel=2 from cuda:2 on, but this process sees 3 GPUs"
+        ):
+            visible_devices(on_gpus, "4,5,6")
+
+
+# A process that starts another, says so, and waits for ever, or ends as it is told.
+_FORKER = """
+import subprocess, sys, time
+child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+print("grandchild", child.pid, file=sys.stderr, flush=True)
+if len(sys.argv) > 2:
+    sys.exit(int(sys.argv[2]))
+time.sleep(1000)
+"""
+_HOST = """
+import importlib.util, os, socket, sys, time
+spec = importlib.util.spec_from_file_location("process", sys.argv[1])  # without torch
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+here, there = socket.socketpair()
+process = module.ChildProcess("x", ["forker", str(there.fileno())], there.fileno(), os.environ)
+while "grandchild" not in process.tail():
+    time.sleep(0.01)
+print(process._guard.pid, process.tail().split()[-1], flush=True)
+time.sleep(1000)
+"""
+
+
+def is_gone(pid: int) -> bool:
+    """Dead, or a zombie that its parent has not collected yet."""
+    try:
+        return ") Z " in Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def wait_for(what: str, done: object) -> None:
+    end = time.monotonic() + 30
+    while not done():  # type: ignore[operator]
+        assert time.monotonic() < end, what
+        time.sleep(0.01)
+
+
+class TestNothingIsLeftBehind:
+    """A process, its guard, and a grandchild in a session of its own."""
+
+    @pytest.fixture
+    def environment(self, tmp_path: Path) -> dict[str, str]:
+        (tmp_path / "forker.py").write_text(_FORKER, encoding="utf-8")
+        return {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+
+    def started(self, environment: dict[str, str], *arguments: str) -> tuple[ChildProcess, int]:
+        read, write = os.pipe()
+        process = ChildProcess("x", ["forker", str(write), *arguments], write, environment)
+        os.close(write)
+        os.close(read)
+        wait_for("the grandchild starts", lambda: "grandchild" in process.tail())
+        return process, int(process.tail().split()[-1])
+
+    def test_killed(self, environment: dict[str, str]) -> None:
+        process, grandchild = self.started(environment)
+        assert not is_gone(grandchild)
+        process.kill()
+        assert is_gone(grandchild)
+        assert process.how_it_ended() == "exit code 0"  # the guard did as it was told
+
+    def test_it_ends_and_leaves_a_child(self, environment: dict[str, str]) -> None:
+        process, grandchild = self.started(environment, "3")
+        assert process.wait(30)
+        assert process.how_it_ended() == "exit code 3"
+        assert is_gone(grandchild)
+
+    def test_the_host_is_killed(self, environment: dict[str, str]) -> None:
+        host = subprocess.Popen(
+            [sys.executable, "-c", _HOST, str(PROCESS)], stdout=subprocess.PIPE, env=environment, text=True
+        )
+        assert host.stdout is not None
+        pids = [int(pid) for pid in host.stdout.readline().split()]
+        assert not any(map(is_gone, pids))
+        host.kill()
+        host.wait()
+        host.stdout.close()
+        wait_for("guard and grandchild end", lambda: all(map(is_gone, pids)))
