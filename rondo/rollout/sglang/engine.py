@@ -1,0 +1,431 @@
+"""SGLang as a `RolloutEngine`: requests, pauses, versions and weights around `launch.Core`.
+
+    caller's loop ── generate ──▶ a task on the engine's own loop (a thread) ──▶ Core ──▶ SGLang
+          ▲   ◀── on_tokens ────────────┘
+    weights thread ── begin, receive_bucket, commit ──▶ the same loop
+
+SGLang is paused as long as there is a reason (`_holds`): the caller said pause, weights are missing or
+arriving, or the engine sleeps. A new request waits for the last reason to go before SGLang hears of it. A
+pause returns when every token that was computed has been stamped with the version that made it; only then do
+weights change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import replace
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import torch
+
+from rondo.errors import RolloutError, WeightSyncError
+from rondo.models.loading import load_model_config
+from rondo.rollout.expected import ExpectedWeights
+from rondo.rollout.protocol import Capabilities, EngineSpec, OnTokens
+from rondo.rollout.requests import check_request, complete_as_it_is
+from rondo.rollout.sglang.launch import Core, Step
+from rondo.rollout.sglang.options import capabilities, check
+from rondo.types import Completion, FinishReason, GenerateRequest, StepStats
+from rondo.weights.bucket import BucketWriter, SharedBucket
+
+BUCKET_BYTES = 64 << 20  # for tensors that come one by one
+_Hold = Literal["paused", "weights", "asleep"]
+_T = TypeVar("_T")
+_log = logging.getLogger(__name__)
+
+
+class _Job:
+    """One request on its way: what has come of it, and who wants it ended."""
+
+    def __init__(self, key: str, request: GenerateRequest, tell: OnTokens | None) -> None:
+        self.key, self.request, self._tell = key, request, tell
+        self._caller = asyncio.get_running_loop()
+        self.task: asyncio.Task[None] | None = None
+        self.ended_by: FinishReason | None = None  # "cancelled" or "deadline"
+        self.finished: FinishReason | None = None
+        self.started = False
+        self.prompt_ids = np.array(request.token_ids, np.int32)
+        self._token_ids: list[int] = []
+        self._log_probs: list[float] = []
+        self._versions: list[int] = []
+
+    def take(self, step: Step, version: int) -> None:
+        """New tokens, computed with the weights of `version`."""
+        start = len(self._token_ids)
+        self._token_ids += step.token_ids
+        self._log_probs += step.log_probs
+        self._versions += [version] * len(step.token_ids)
+        if self._tell is not None and step.token_ids and not self._caller.is_closed():
+            self._caller.call_soon_threadsafe(self._tell, self._part(start, "length"))
+
+    def completion(self) -> Completion:
+        """The prefix and what has come since."""
+        assert self.finished is not None
+        new, prefix = self._part(0, self.finished), self.request.prefix
+        if prefix is None:
+            return new
+        return Completion(
+            new.request_id,
+            new.prompt_ids,
+            np.concatenate([prefix.token_ids, new.token_ids]).astype(np.int32),
+            np.concatenate([prefix.log_probs, new.log_probs]).astype(np.float32),
+            np.concatenate([prefix.policy_versions, new.policy_versions]).astype(np.int32),
+            self.finished,
+        )
+
+    @property
+    def num_new(self) -> int:
+        return len(self._token_ids)
+
+    def _part(self, start: int, reason: FinishReason) -> Completion:
+        return Completion(
+            self.request.request_id,
+            self.prompt_ids,
+            np.array(self._token_ids[start:], np.int32),
+            np.array(self._log_probs[start:], np.float32),
+            np.array(self._versions[start:], np.int32),
+            reason,
+        )
+
+
+class SglangEngine:
+    """Implements `RolloutEngine`; to be made in a process of its own, whose children are all the engine's.
+
+    The constructor blocks until SGLang can take requests. Raises ConfigError.
+    """
+
+    def __init__(self, spec: EngineSpec) -> None:
+        check(spec.options, spec.tensor_parallel, spec.device)
+        self._spec = spec
+        self._expected = ExpectedWeights(
+            load_model_config(spec.source), trust_remote_code=spec.source.trust_remote_code
+        )
+        self._capabilities = capabilities(spec.options, spec.tensor_parallel, spec.device)
+        self._core = Core(spec)
+        self._loop = asyncio.new_event_loop()
+        self._gate = asyncio.Event()  # no holds
+        self._change = asyncio.Lock()  # of holds
+        self._holds: set[_Hold] = set()
+        self._jobs: dict[str, _Job] = {}
+        self._num_jobs = 0
+        self._ahead: dict[bytes, asyncio.Event] = {}  # prompts that are not in the cache yet
+        self._stats = StepStats()
+        self._version = -1
+        self._receiving = False
+        self._writer: BucketWriter | None = None
+        self._checksums: dict[str, int] = {}
+        self._closed = False
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rondo-sglang", daemon=True)
+        self._thread.start()
+        self._wait(self._hold("weights"))
+        _log.info("%s", self.describe())
+
+    # ---- what it is ----
+
+    @property
+    def version(self) -> int:
+        """Of the weights that it serves; -1: none yet."""
+        return self._version
+
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    def describe(self) -> str:
+        """One line: SGLang's version, workers, and the size of its cache."""
+        spec = self._spec
+        return (
+            f"SGLang {self._capabilities.engine_version}: {spec.tensor_parallel} worker(s) on {spec.device}, "
+            f"{spec.dtype}, cache for {self._core.cache_tokens} tokens"
+        )
+
+    # ---- requests ----
+
+    async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> Completion:
+        """The completion of one request. Cancelling the task frees its place.
+
+        Raises RolloutError: an impossible request, no weights yet, engine asleep or closed, or SGLang's own.
+        """
+        self._check(request)
+        done = complete_as_it_is(request)
+        if done is not None:
+            return done
+        self._num_jobs += 1
+        job = _Job(f"{self._num_jobs:016x}", request, on_tokens)  # one length: SGLang aborts by beginnings
+        self._jobs[request.request_id] = job
+        try:
+            return await self._on_loop(self._run(job))
+        finally:
+            del self._jobs[request.request_id]
+
+    async def cancel(self, request_id: str) -> None:
+        """The pending generate call returns what it has so far. Unknown (finished) requests are ignored."""
+
+        async def end() -> None:
+            if request_id in self._jobs:
+                self._end(self._jobs[request_id], "cancelled")
+
+        await self._on_loop(end())
+
+    async def pause(self) -> None:
+        """Stop at the next token boundary; when this returns nothing decodes. Requests keep their place."""
+        await self._on_loop(self._hold("paused"))
+
+    async def resume(self) -> None:
+        """Go on after `pause`."""
+        await self._on_loop(self._release("paused"))
+
+    async def sleep(self) -> None:
+        """Give the cache back; the engine must be paused or idle. Raises RolloutError on a CPU."""
+        if not self._capabilities.sleep:
+            raise RolloutError(
+                "SGLang cannot sleep here: it gives memory back on a GPU only, and with "
+                "rollout.engine_options.enable_memory_saver=true"
+            )
+        self._refuse_in_flight("sleep", RolloutError)
+
+        async def lie_down() -> None:
+            if "asleep" not in self._holds:
+                await self._hold("asleep")
+                await self._core.sleep()
+
+        await self._on_loop(lie_down())
+
+    async def wake(self) -> None:
+        """Make the cache again."""
+
+        async def get_up() -> None:
+            if "asleep" in self._holds:
+                await self._core.wake()
+                await self._release("asleep")
+
+        await self._on_loop(get_up())
+
+    async def stats(self) -> StepStats:
+        """perf/…: tokens decoded, prefilled, and found in the cache since the last call."""
+
+        async def take() -> StepStats:
+            stats, self._stats = self._stats, StepStats()
+            return stats
+
+        return await self._on_loop(take())
+
+    def close(self) -> None:
+        """End SGLang's processes; whoever still waits gets a RolloutError. A second call does no harm."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._writer is not None:
+            self._writer.close()
+
+        async def stop() -> None:
+            waiting = [job.task for job in list(self._jobs.values()) if job.task is not None]
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+
+        self._wait(stop())
+        self._core.close()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    # ---- weights ----
+
+    def begin(self, version: int) -> None:
+        """Start to receive `version`. Until `commit` nothing decodes. Raises WeightSyncError."""
+        self._refuse_in_flight(f"begin({version})", WeightSyncError)
+        self._wait(self._hold("weights"))
+        self._wait(self._core.begin(first=self._version < 0))
+        if self._writer is not None:
+            self._writer.close()
+        self._writer = None
+        self._checksums = {}
+        self._expected.begin()
+        self._receiving = True
+
+    def receive(self, name: str, tensor: torch.Tensor) -> None:
+        """One tensor under its checkpoint name. Raises WeightSyncError."""
+        self._arrived(name, tuple(tensor.shape))
+        if self._writer is None:
+            self._writer = BucketWriter(BUCKET_BYTES, self._load)
+        self._writer.add(name, tensor)
+
+    def receive_bucket(self, bucket: SharedBucket) -> None:
+        """Many tensors; SGLang's workers read them where they are. Raises WeightSyncError."""
+        for entry in bucket.entries:
+            self._arrived(entry.name, entry.shape)
+        self._load(bucket)
+
+    def commit(self, version: int, checksums: Mapping[str, int] | None = None) -> None:
+        """All tensors are there: serve `version`. Raises WeightSyncError naming what is missing or
+        differs.
+        """
+        if not self._receiving:
+            raise WeightSyncError(f"commit({version}) without begin")
+        if self._writer is not None:
+            self._writer.finish()
+            self._writer = None
+        nothing = "; the engine serves nothing until a complete set is committed"
+        missing = self._expected.missing()
+        if missing:
+            raise WeightSyncError(
+                f"commit({version}): {len(missing)} of {len(self._expected)} tensors did not arrive: "
+                f"{', '.join(missing[:4])}{nothing}"
+            )
+        for name, expected in (checksums or {}).items():
+            if self._checksums.get(name) != expected:
+                found = self._checksums.get(name, "none: it did not arrive")
+                raise WeightSyncError(
+                    f"commit({version}): {name!r} has checksum {found}, the sender's is {expected}{nothing}"
+                )
+        unset = self._wait(self._core.unset()) if self._version < 0 else []
+        if unset:
+            raise WeightSyncError(
+                f"commit({version}): {len(unset)} parameters of SGLang's own got nothing from the model's "
+                f"tensors ({', '.join(unset[:4])}): rondo cannot send this model to SGLang; use "
+                "rollout.engine=native or vllm"
+            )
+        self._wait(self._core.end())
+        self._receiving = False
+        self._version = version
+        self._wait(self._release("weights"))
+
+    def _arrived(self, name: str, shape: tuple[int, ...]) -> None:
+        if not self._receiving:
+            raise WeightSyncError(f"{name!r} arrived outside begin … commit")
+        self._expected.arrived(name, shape)
+
+    def _load(self, bucket: SharedBucket) -> Callable[[], None]:
+        """SGLang knows one of a tied parameter's names only."""
+        names = {self._expected.canonical(entry.name): entry.name for entry in bucket.entries}
+        entries = [replace(entry, name=self._expected.canonical(entry.name)) for entry in bucket.entries]
+        sums = self._wait(self._core.load(replace(bucket, entries=tuple(entries))))
+        self._checksums |= {names[name]: value for name, value in sums.items()}
+        return lambda: None  # it has been read
+
+    def _refuse_in_flight(self, what: str, error: type[RolloutError] | type[WeightSyncError]) -> None:
+        if self._jobs and not self._holds:
+            raise error(f"{what}: {len(self._jobs)} requests are in flight; await pause() first, or wait")
+
+    # ---- inside: on the engine's loop ----
+
+    async def _run(self, job: _Job) -> Completion:
+        job.task = asyncio.create_task(self._consume(job))
+        seconds, timer = job.request.deadline_seconds, None
+        if seconds is not None:
+            timer = self._loop.call_later(seconds, self._end, job, "deadline")
+        try:
+            await job.task
+        except asyncio.CancelledError:
+            if self._closed:
+                raise RolloutError("the rollout engine was closed") from None
+            if job.ended_by is None:
+                raise
+            job.finished = job.ended_by
+        finally:
+            if timer is not None:
+                timer.cancel()
+        return job.completion()
+
+    async def _consume(self, job: _Job) -> None:
+        """Of requests with one prompt one goes ahead; the others follow when it is in the cache."""
+        await self._gate.wait()
+        prompt = np.asarray(job.request.token_ids, np.int32).tobytes()
+        while prompt in self._ahead:
+            await self._ahead[prompt].wait()
+        known = self._ahead[prompt] = asyncio.Event()
+        try:
+            async for step in self._core.generate(job.key, job.request):
+                self._count(job, step)
+                job.take(step, self._version)
+                job.prompt_ids = np.array(step.prompt_ids[: len(job.request.token_ids)], np.int32)
+                if step.finished:
+                    job.finished = self._why(job, step)
+                self._let_follow(prompt, known)
+        except ValueError as error:  # what SGLang refuses
+            who = f"request {job.request.request_id!r}"
+            raise RolloutError(f"{who}: SGLang refused it: {error}") from error
+        finally:
+            self._let_follow(prompt, known)
+        if job.finished is None:
+            raise RolloutError(f"request {job.request.request_id!r}: SGLang gave no end of it")
+
+    def _let_follow(self, prompt: bytes, known: asyncio.Event) -> None:
+        if not known.is_set():
+            del self._ahead[prompt]
+            known.set()
+
+    def _why(self, job: _Job, step: Step) -> FinishReason:
+        if step.finished == "stop":
+            return "stop"
+        if step.finished == "abort":
+            if job.ended_by is None:
+                raise RolloutError(f"request {job.request.request_id!r}: SGLang gave it up: {step.message}")
+            return job.ended_by
+        prefix = job.request.prefix
+        wanted = job.request.sampling.max_tokens - (0 if prefix is None else len(prefix.token_ids))
+        if job.num_new != wanted:
+            raise RolloutError(
+                f"request {job.request.request_id!r}: SGLang stopped after {job.num_new} of {wanted} tokens; "
+                "its cache is too small for the request (rollout.engine_options.max_total_tokens)"
+            )
+        return "length"
+
+    def _end(self, job: _Job, reason: FinishReason) -> None:
+        """Have a request return what it has."""
+        if job.finished is None and job.ended_by is None and job.task is not None:
+            job.ended_by = reason
+            if job.started:
+                self._core.abort(job.key)
+            else:
+                job.task.cancel()
+
+    async def _hold(self, reason: _Hold) -> None:
+        async with self._change:
+            self._gate.clear()
+            if not self._holds:
+                await self._core.pause()
+            self._holds.add(reason)
+
+    async def _release(self, reason: _Hold) -> None:
+        async with self._change:
+            if reason not in self._holds:
+                return
+            self._holds.discard(reason)
+            if not self._holds:
+                await self._core.resume()
+                self._gate.set()
+
+    def _count(self, job: _Job, step: Step) -> None:
+        self._stats.add_sum("perf/decoded_tokens", len(step.token_ids))
+        if not job.started:
+            job.started = True
+            prefix = job.request.prefix
+            known = len(job.request.token_ids) + (0 if prefix is None else len(prefix.token_ids))
+            self._stats.add_sum("perf/prefill_tokens", known - step.cached)
+            self._stats.add_sum("perf/shared_prefill_tokens", step.cached)
+
+    # ---- inside: from other threads ----
+
+    def _check(self, request: GenerateRequest) -> None:
+        who = f"request {request.request_id!r}"
+        if self._closed:
+            raise RolloutError(f"{who}: the rollout engine is closed")
+        if "asleep" in self._holds:
+            raise RolloutError(f"{who}: the rollout engine is asleep; call wake() first")
+        if self._version < 0:
+            raise RolloutError(
+                f"{who}: the rollout engine has no weights yet; send them with begin, receive, commit"
+            )
+        if request.request_id in self._jobs:
+            raise RolloutError(f"{who} is in flight already; request ids must be unique")
+        check_request(request, max_context=self._spec.max_context, vocab_size=self._core.vocab_size)
+
+    async def _on_loop(self, work: Coroutine[Any, Any, _T]) -> _T:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+    def _wait(self, work: Coroutine[Any, Any, _T]) -> _T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()

@@ -1,0 +1,316 @@
+"""SGLang's own engine, started and spoken to: everything here runs on one event loop.
+
+    Core (this process) ─ messages ─▶ scheduler 0 … tensor_parallel − 1, each with worker.py
+
+SGLang's process for detokenizing is not started: nothing here is text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import multiprocessing
+import os
+import shutil
+import signal
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from sglang.srt.entrypoints.engine import Engine
+from sglang.srt.managers.io_struct import (
+    BeginWeightUpdateReqInput,
+    ConfigureLoggingReq,
+    ContinueGenerationReqInput,
+    EndWeightUpdateReqInput,
+    GenerateReqInput,
+    PauseGenerationReqInput,
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
+    UpdateWeightsFromTensorReqInput,
+)
+from sglang.srt.utils import MultiprocessingSerializer
+from sglang.srt.utils.hf_transformers_utils import get_context_length
+
+from rondo.errors import ConfigError, WeightSyncError
+from rondo.models.loading import load_model_config
+from rondo.rollout.folder import model_folder
+from rondo.rollout.protocol import EngineSpec
+from rondo.rollout.sglang.noise import seed_at
+from rondo.rollout.sglang.worker import LOADER, SAMPLER, Delivery, Task, register_model, run
+from rondo.types import GenerateRequest
+from rondo.weights.bucket import SharedBucket
+
+ROOM = 8  # tokens: SGLang admits a few less than its context length
+_TOP_K_OFF = -1
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Step:
+    """New tokens of one request. finished: "", "stop", "length" or "abort". cached: prompt tokens (prefix
+    included) whose keys and values were there already, as of the last prefill.
+    """
+
+    token_ids: Sequence[int]
+    log_probs: Sequence[float]
+    finished: str
+    message: str
+    prompt_ids: Sequence[int]
+    cached: int
+
+
+class _Engine(Engine):
+    """With rondo's worker.py in the schedulers, and without detokenizers."""
+
+    run_scheduler_process_func = staticmethod(run)
+
+    @classmethod
+    def _launch_detokenizer_subprocesses(cls, *args: Any, **kwargs: Any) -> tuple[list[Any], list[str]]:
+        return [], []
+
+
+class Core:
+    """Builds the engine, and blocks until it can take requests. Afterwards every coroutine runs on one and
+    the same event loop. Raises ConfigError; whatever SGLang raises.
+    """
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self._folder = model_folder(spec)
+        try:
+            config = load_model_config(spec.source)
+            self.vocab_size = int(config.get_text_config().vocab_size)
+            register_model(self._folder)
+            self._engine = _Engine(**arguments(spec, self._folder, config))
+        except BaseException:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
+        self._manager = self._engine.tokenizer_manager
+        self._ranks = spec.tensor_parallel
+        self._deliveries = 0
+        self._fences: list[asyncio.Event] = []
+        self._manager._result_dispatcher._mapping[ConfigureLoggingReq] = self._fence_came
+        self.cache_tokens = int(
+            self._engine._scheduler_init_result.scheduler_infos[0]["max_total_num_tokens"]
+        )
+        if self.cache_tokens < spec.max_context + ROOM:
+            self.close()
+            raise ConfigError(
+                f"SGLang's cache has room for {self.cache_tokens} tokens, less than one request of "
+                f"{spec.max_context}; raise rollout.engine_options.mem_fraction_static or max_total_tokens"
+            )
+        _on_a_workers_death(_end_this_process)
+
+    # ---- requests ----
+
+    async def generate(self, key: str, request: GenerateRequest) -> AsyncIterator[Step]:
+        """Every new token as it comes. key: unique among all that were ever given, and no other one's
+        beginning. Prompt and prefix are prefilled together.
+        """
+        sampling, prompt = request.sampling, [int(token) for token in request.token_ids]
+        prefix = [] if request.prefix is None else [int(token) for token in request.prefix.token_ids]
+        parameters = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or _TOP_K_OFF,
+            "min_p": sampling.min_p,
+            "max_new_tokens": sampling.max_tokens - len(prefix),
+            "stop_token_ids": [int(token) for token in sampling.stop_token_ids],
+            "sampling_seed": seed_at(request.seed, len(prompt)),
+        }
+        message = GenerateReqInput(
+            input_ids=[*prompt, *prefix],
+            sampling_params=parameters,
+            rid=key,
+            return_logprob=True,
+            return_prompt_token_ids=True,
+            stream=True,
+        )
+        async for out in self._manager.generate_request(message, None):
+            yield _step(out)
+
+    def abort(self, key: str) -> None:
+        """Its last step comes; of a request from which a step has come already."""
+        self._manager.abort_request(key)
+
+    async def pause(self) -> None:
+        """When this returns nothing is computed, and every token that was made has been given to its
+        consumer. Requests in flight are back in the queue, without keys and values.
+        """
+        await self._manager.pause_generation(PauseGenerationReqInput(mode="retract"))
+        await self._fence()
+
+    async def resume(self) -> None:
+        await self._manager.continue_generation(ContinueGenerationReqInput())
+
+    async def _fence(self) -> None:
+        """A message that goes to the scheduler and comes back on the tokens' own way, behind all of them.
+        (The replies to other messages take another way.)
+        """
+        came = asyncio.Event()
+        self._fences.append(came)
+        self._manager.auto_create_handle_loop()
+        await self._manager._async_dispatch_to_scheduler(ConfigureLoggingReq())
+        await came.wait()
+        states = list(self._manager.rid_to_state.values())
+        for _ in range(4):  # consumers were woken before us; these let them run
+            await asyncio.sleep(0)
+        while any(state.out_list for state in states):
+            await asyncio.sleep(0)
+
+    def _fence_came(self, _: object) -> None:
+        self._fences.pop(0).set()
+
+    # ---- weights: while paused ----
+
+    async def begin(self, *, first: bool) -> None:
+        """An update that did not end goes on. first: the parameters hold nothing yet."""
+        self._manager.auto_create_handle_loop()
+        done, message = await self._manager.begin_weight_update(BeginWeightUpdateReqInput())
+        if not done and "already open" not in message:
+            raise WeightSyncError(f"SGLang refused to begin an update: {message}")
+        if first:
+            await self._deliver("blank")
+
+    async def load(self, bucket: SharedBucket) -> dict[str, int]:
+        """Returns the checksums by name, computed in the schedulers from the bytes that arrived there."""
+        answers = await self._deliver("bucket", bucket)
+        if any(answer != answers[0] for answer in answers):
+            raise WeightSyncError(f"SGLang's workers read different bytes for {_names(bucket)}")
+        sums: dict[str, int] = answers[0]["checksums"]
+        return sums
+
+    async def unset(self) -> list[str]:
+        """Of the first update: SGLang's own names of parameters that no tensor has reached."""
+        return sorted({name for answer in await self._deliver("inspect") for name in answer["unset"]})
+
+    async def _deliver(self, task: Task, bucket: SharedBucket | None = None) -> list[dict[str, Any]]:
+        self._deliveries += 1
+        delivery = Delivery(task, str(self._folder / f"delivery-{self._deliveries}"), bucket)
+        payload = MultiprocessingSerializer.serialize([(delivery.as_name(), torch.empty(0))])
+        done, message = await self._manager.update_weights_from_tensor(
+            UpdateWeightsFromTensorReqInput(
+                serialized_named_tensors=[payload] * self._ranks, load_format=LOADER, flush_cache=False
+            )
+        )
+        if not done:
+            raise WeightSyncError(f"SGLang refused an update of its weights: {message}")
+        answers = [delivery.read(rank) for rank in range(self._ranks)]
+        for rank, answer in enumerate(answers):
+            if "error" in answer:
+                what = "its parameters" if bucket is None else _names(bucket)
+                raise WeightSyncError(f"SGLang's worker {rank} could not set {what}: {answer['error']}")
+        return answers
+
+    async def end(self) -> None:
+        """The received weights are what the next token is computed with, keys and values included."""
+        done, message = await self._manager.end_weight_update(EndWeightUpdateReqInput())
+        if not done:
+            raise WeightSyncError(f"SGLang refused to end the update: {message}")
+        flushed = await self._manager.flush_cache()
+        if not flushed.success:
+            raise WeightSyncError(f"SGLang did not clear its cache of keys and values: {flushed.message}")
+
+    # ---- life ----
+
+    async def sleep(self) -> None:
+        """The cache's memory is given back; while paused."""
+        await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=["kv_cache"]))
+
+    async def wake(self) -> None:
+        await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=["kv_cache"]))
+
+    def close(self) -> None:
+        """End every child of this process; the engine's own are all that it has."""
+        _on_a_workers_death(signal.SIG_IGN)
+        self._engine.shutdown()
+        multiprocessing.active_children()  # reaps them
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def arguments(spec: EngineSpec, folder: Path, config: Any) -> dict[str, Any]:
+    """SGLang's ServerArgs for `spec`. Raises ConfigError."""
+    longest = int(get_context_length(config.get_text_config()))
+    if spec.max_context > longest:
+        raise ConfigError(
+            f"the model has positions for {longest} tokens, but prompt and response may have "
+            f"{spec.max_context}; lower data.max_prompt_tokens or rollout.max_tokens"
+        )
+    return {
+        "log_level": "warning",
+        "grammar_backend": "none",
+        **_for_device(spec),
+        **spec.options,
+        "model_path": str(folder),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "custom_weight_loader": [LOADER],
+        "trust_remote_code": spec.source.trust_remote_code,
+        "dtype": spec.dtype,
+        "random_seed": spec.seed % (1 << 31),
+        "context_length": spec.max_context + ROOM,
+        "max_running_requests": spec.max_concurrent,
+        "tp_size": spec.tensor_parallel,
+        "sampling_backend": SAMPLER,
+        "stream_interval": 1,
+        "incremental_streaming_output": True,
+        "skip_server_warmup": True,
+        "json_model_override_args": '{"eos_token_id": null}',  # what ends a response is stop_token_ids alone
+        "custom_sigquit_handler": _say_that_a_worker_died,
+    }
+
+
+def _for_device(spec: EngineSpec) -> dict[str, Any]:
+    if spec.device.startswith("cuda"):
+        return {"device": "cuda", "base_gpu_id": int(spec.device.partition(":")[2] or 0)}
+    return {
+        "device": "cpu",
+        "attention_backend": "torch_native",
+        "disable_cuda_graph": True,
+        "mem_fraction_static": 0.8,  # a bound only: the next line is what is allocated
+        "max_total_tokens": spec.max_concurrent * (spec.max_context + ROOM),
+        "sleep_on_idle": True,
+    }
+
+
+def _step(out: dict[str, Any]) -> Step:
+    meta = out["meta_info"]
+    ended = meta["finish_reason"] or {}
+    if "cached_tokens" not in meta:  # a request that never ran, or was in the queue again: all tokens are out
+        return Step((), (), ended["type"], ended.get("message", ""), out["prompt_token_ids"], 0)
+    return Step(
+        token_ids=out["output_ids"],
+        log_probs=[entry[0] for entry in meta["output_token_logprobs"]],
+        finished=ended.get("type", ""),
+        message=ended.get("message") or "",
+        prompt_ids=out["prompt_token_ids"],
+        cached=int(meta["cached_tokens"]),
+    )
+
+
+def _names(bucket: SharedBucket) -> str:
+    names = [entry.name for entry in bucket.entries]
+    return f"{names[0]!r} … {names[-1]!r}" if len(names) > 1 else repr(names[0])
+
+
+# SGLang's workers send SIGQUIT to this process when they die.
+
+
+def _on_a_workers_death(handler: Any) -> None:
+    try:
+        signal.signal(signal.SIGQUIT, handler)
+    except ValueError:  # not the main thread: SIGQUIT ends the process, as it does by itself
+        _log.debug("no handler for SIGQUIT outside the main thread")
+
+
+def _say_that_a_worker_died(*_: object) -> None:
+    """While the engine is built: the constructor notices by itself, and says why."""
+    _log.error("a worker of SGLang died")
+
+
+def _end_this_process(*_: object) -> None:
+    """Afterwards: what is left of the engine is of no use. Whoever started this process sees its end."""
+    _log.error("a worker of SGLang died; so does the engine")
+    os._exit(1)

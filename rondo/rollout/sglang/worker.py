@@ -1,0 +1,168 @@
+"""In the processes that hold a part of the model (SGLang's schedulers): weights in, and the sampler.
+
+run (instead of SGLang's run_scheduler_process) ── prepare ──▶ SGLang's own scheduler
+                                                                 ├─ CountedSampler  draws the tokens
+                                                                 └─ load            takes a bucket of weights
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from sglang.srt.layers.sampler import Sampler, register_sampler_backend
+from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
+from sglang.srt.models.registry import ModelRegistry
+from sglang.srt.runtime_context import get_parallel
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+from rondo.rollout.native.sampling import truncate
+from rondo.rollout.sglang.noise import uniforms
+from rondo.rollout.sglang.options import model_module
+from rondo.weights.bucket import BucketEntry, SharedBucket
+from rondo.weights.checksum import checksum
+
+SAMPLER = (
+    "pytorch"  # the backend that CountedSampler takes the place of; the only one that SGLang has on CPUs
+)
+LOADER = "rondo.rollout.sglang.worker.load"  # the name that SGLang imports `load` by
+PAUSED_SECONDS = 0.002  # a paused scheduler looks for messages this often, instead of all the time
+
+
+def run(*args: Any, **kwargs: Any) -> None:
+    """The target of a scheduler's process; arguments are SGLang's, the server's first."""
+    register_model(Path(args[0].model_path))
+    prepare()
+    run_scheduler_process(*args, **kwargs)
+
+
+def register_model(folder: Path) -> None:
+    """SGLang looks for a model here first; else it imports all that it has. Raises ConfigError."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    module = importlib.import_module(model_module(config["architectures"]))
+    for model in module.EntryClass if isinstance(module.EntryClass, list | tuple) else [module.EntryClass]:
+        ModelRegistry.models.setdefault(model.__name__, model)
+
+
+def prepare() -> None:
+    """Make this process's SGLang know the sampler; give requests' seeds to it; let a paused one rest."""
+    register_sampler_backend(SAMPLER, CountedSampler)
+    make_batch = SamplingBatchInfo.from_schedule_batch.__func__
+
+    def with_seeds(cls: type, batch: Any, vocab_size: int) -> Any:
+        info = make_batch(cls, batch, vocab_size)  # it has seeds in SGLang's deterministic mode only
+        seeds = [request.sampling_params.sampling_seed or 0 for request in batch.reqs]
+        info.sampling_seed = torch.tensor(seeds, dtype=torch.int64).to(batch.device)
+        return info
+
+    record = Scheduler._record_scheduler_state_for_paused_engine
+
+    def rest(self: Any) -> None:
+        record(self)
+        time.sleep(PAUSED_SECONDS)
+
+    SamplingBatchInfo.from_schedule_batch = classmethod(with_seeds)
+    Scheduler._record_scheduler_state_for_paused_engine = rest
+
+
+# ---- the sampler ----
+
+
+class CountedSampler(Sampler):
+    """SGLang's sampler with the native engine's noise: one uniform number per token, a function of the
+    request's seed and the token's index alone, and the inverse of the cumulative distribution.
+
+    Log-probs are SGLang's: after temperature, before top-k, top-p and min-p; of greedy requests at 1.
+    """
+
+    def _sample_from_probs(
+        self, probs: torch.Tensor, sampling_info: Any, positions: torch.Tensor, simple_sampling_case: bool
+    ) -> tuple[torch.Tensor, None]:
+        """probs [B, V], positions [B] of the last known tokens. Token ids int32 [B]."""
+        if sampling_info.sampling_mask_batch_indices is not None:
+            raise NotImplementedError("rondo's sampler returns no sampling masks")
+        weights = probs
+        if not simple_sampling_case:
+            weights = truncate(probs, sampling_info.top_ks, sampling_info.top_ps, sampling_info.min_ps)
+        cumulative = weights.double().cumsum(-1)
+        total = cumulative[:, -1]
+        target = uniforms(sampling_info.sampling_seed, positions) * total
+        target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
+        drawn = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
+        return drawn.clamp_(max=probs.shape[1] - 1).to(torch.int32), None
+
+
+# ---- weights ----
+
+Task = Literal["blank", "bucket", "inspect"]
+_UNSET = float("nan")
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """What the schedulers are to do with the model, and where they write what came of it. SGLang carries it
+    as a tensor's name: its messages may hold nothing but tensors and their names.
+
+    blank: make every parameter NaN. bucket: load it. inspect: say which parameters are still NaN.
+    """
+
+    task: Task
+    answer: str  # a path; `.RANK` is added
+    bucket: SharedBucket | None = None
+
+    def as_name(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def of_name(name: str) -> Delivery:
+        fields = json.loads(name)
+        bucket = fields.pop("bucket")
+        if bucket is None:
+            return Delivery(**fields)
+        entries = [BucketEntry(**{**entry, "shape": tuple(entry["shape"])}) for entry in bucket["entries"]]
+        return Delivery(**fields, bucket=SharedBucket(**{**bucket, "entries": tuple(entries)}))
+
+    def write(self, rank: int, answer: dict[str, Any]) -> None:
+        Path(f"{self.answer}.{rank}").write_text(json.dumps(answer), encoding="utf-8")
+
+    def read(self, rank: int) -> dict[str, Any]:
+        """{"checksums": {name: int}} of a bucket, {"unset": [name]} of an inspection, or {"error": text}. The
+        file is removed.
+        """
+        path = Path(f"{self.answer}.{rank}")
+        answer: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        path.unlink()
+        return answer
+
+
+def load(model: Any, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """SGLang calls this in every scheduler: do what the tensor's name says."""
+    ((name, _),) = named_tensors
+    delivery = Delivery.of_name(name)
+    rank = int(get_parallel().tp_rank)
+    try:
+        answer = _carried_out(delivery, model)
+    except Exception as error:  # the documented boundary: SGLang would end the process with it
+        answer = {"error": f"{type(error).__name__}: {error}"}
+    delivery.write(rank, answer)
+
+
+def _carried_out(delivery: Delivery, model: Any) -> dict[str, Any]:
+    parameters = [(name, p.data) for name, p in model.named_parameters() if p.is_floating_point()]
+    if delivery.task == "blank":
+        for _, tensor in parameters:
+            tensor.fill_(_UNSET)
+        return {}
+    if delivery.task == "inspect":
+        return {"unset": [name for name, tensor in parameters if bool(tensor.isnan().any())]}
+    assert delivery.bucket is not None
+    with delivery.bucket.tensors() as tensors:
+        sums = {name: checksum(view) for name, view in tensors}
+        model.load_weights(iter(tensors))
+    return {"checksums": sums}

@@ -1,0 +1,244 @@
+"""vLLM's own engine, stepped by its caller: everything here runs on one thread.
+
+    LLMEngine (scheduler, in this process) ─ Executor ─▶ worker 0 … tensor_parallel − 1, each with worker.py
+
+The synchronous engine, because a step is then over when it returns: weights change between two steps, and the
+version of every token is known without asking.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm import EngineArgs, SamplingParams
+from vllm.model_executor.models import ModelRegistry
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from rondo.config.functions import did_you_mean
+from rondo.errors import ConfigError
+from rondo.models.loading import load_model_config
+from rondo.rollout.folder import model_folder
+from rondo.rollout.native.cache import layer_shapes
+from rondo.rollout.protocol import EngineSpec
+from rondo.rollout.vllm.options import installed_version
+from rondo.rollout.vllm.worker import FIRST, SEED
+from rondo.types import GenerateRequest
+from rondo.weights.bucket import SharedBucket
+
+
+@dataclass(frozen=True)
+class Step:
+    """New tokens of one request. finished: "", "stop" or "length". cached: prompt tokens (prefix included)
+    whose keys and values were there already; on a request's first tokens only, else 0.
+    """
+
+    key: str
+    token_ids: Sequence[int]
+    log_probs: Sequence[float]
+    finished: str
+    prompt_ids: Sequence[int]
+    cached: int
+
+
+class Core:
+    """Builds the engine, and blocks until it can take requests. Raises ConfigError; whatever vLLM raises."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        config = load_model_config(spec.source)
+        self.vocab_size = int(config.get_text_config().vocab_size)
+        self._folder = model_folder(spec)
+        try:
+            self._engine = self._build(spec)
+        except BaseException:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
+        engine_vocab = int(self._engine.model_config.get_vocab_size())
+        if engine_vocab != self.vocab_size:
+            self.close()
+            raise ConfigError(
+                f"vLLM's model has a vocabulary of {engine_vocab}, the trainer's of {self.vocab_size}"
+            )
+        self._rpc("rondo_prepare")
+        self._seen: set[str] = set()
+        groups = self._scheduler.kv_cache_config.kv_cache_tensors
+        self.cache_bytes = sum(int(tensor.size) for tensor in groups) * spec.tensor_parallel
+        self.num_blocks = int(self._scheduler.kv_cache_config.num_blocks)
+
+    def _build(self, spec: EngineSpec) -> LLMEngine:
+        on_cpu = not spec.device.startswith("cuda")
+        _check_architecture(self._folder, spec)
+        if on_cpu:
+            _check_head_size(spec)
+        arguments: dict[str, Any] = {
+            "gpu_memory_utilization": 0.9
+            if not on_cpu
+            else 0.05,  # on a CPU only where the cache has no size
+            "enable_prefix_caching": True,
+            "enforce_eager": on_cpu,
+            **spec.options,
+        }
+        if "gpu_memory_utilization" not in spec.options and "kv_cache_memory_bytes" not in spec.options:
+            arguments["kv_cache_memory_bytes"] = _cache_bytes(spec)
+        return LLMEngine.from_engine_args(
+            EngineArgs(
+                model=str(self._folder),
+                skip_tokenizer_init=True,
+                load_format="dummy",
+                trust_remote_code=spec.source.trust_remote_code,
+                dtype=spec.dtype,
+                seed=spec.seed,
+                max_model_len=spec.max_context,
+                max_num_seqs=spec.max_concurrent,
+                tensor_parallel_size=spec.tensor_parallel,
+                distributed_executor_backend=arguments.pop(
+                    "distributed_executor_backend", "mp" if spec.tensor_parallel > 1 else "uni"
+                ),
+                worker_extension_cls="rondo.rollout.vllm.worker.WorkerExtension",
+                async_scheduling=False,
+                disable_log_stats=True,
+                generation_config="vllm",
+                **arguments,
+            )
+        )
+
+    # ---- requests ----
+
+    def add(self, key: str, request: GenerateRequest) -> None:
+        """key: unique among all that were ever added. Prompt and prefix are prefilled together."""
+        prompt = [int(token) for token in request.token_ids]
+        prefix = () if request.prefix is None else [int(token) for token in request.prefix.token_ids]
+        sampling = request.sampling
+        parameters = SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            max_tokens=sampling.max_tokens - len(prefix),
+            stop_token_ids=[int(token) for token in sampling.stop_token_ids],
+            ignore_eos=True,  # what ends a response is stop_token_ids alone
+            logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+            flat_logprobs=True,
+            extra_args={SEED: int(request.seed), FIRST: len(prefix)},
+        )
+        self._engine.add_request(key, {"prompt_token_ids": [*prompt, *prefix]}, parameters)
+
+    def abort(self, keys: Sequence[str]) -> None:
+        """Unknown ones are ignored."""
+        self._engine.abort_request(list(keys))
+        self._seen.difference_update(keys)
+
+    def step(self) -> list[Step]:
+        """One token for every running request; may return nothing (a long prompt in pieces)."""
+        return [self._taken(output) for output in self._engine.step()]
+
+    def _taken(self, output: Any) -> Step:
+        part = output.outputs[0]
+        log_probs = part.logprobs
+        first = output.request_id not in self._seen
+        self._seen.add(output.request_id)
+        if output.finished:
+            self._seen.discard(output.request_id)
+        return Step(
+            key=output.request_id,
+            token_ids=part.token_ids,
+            log_probs=[log_probs.logprobs[start] for start in log_probs.start_indices],
+            finished=(part.finish_reason or "length") if output.finished else "",
+            prompt_ids=output.prompt_token_ids,
+            cached=int(output.num_cached_tokens or 0) if first else 0,
+        )
+
+    def counts(self) -> tuple[int, int]:
+        """(running, waiting) requests."""
+        running, waiting = self._scheduler.get_request_counts()
+        return int(running), int(waiting)
+
+    # ---- weights ----
+
+    def begin(self) -> None:
+        self._rpc("rondo_begin")
+
+    def receive(self, bucket: SharedBucket) -> list[dict[str, int]]:
+        """Checksums by name, of each worker."""
+        return self._rpc("rondo_receive", bucket)
+
+    def commit(self) -> None:
+        """The received weights are what the next step computes with, keys and values included."""
+        self._rpc("rondo_commit")
+        self.forget()
+
+    def forget(self) -> None:
+        """Running requests go back to the queue; nothing is left in any cache."""
+        if not self._engine.reset_prefix_cache(reset_running_requests=True):
+            raise RuntimeError("vLLM did not clear its prefix cache")
+        self._engine.reset_mm_cache()
+        self._engine.reset_encoder_cache()
+
+    # ---- life ----
+
+    def sleep(self) -> None:
+        """Level 1: the cache is given back, the weights go to the host. Requests stay in the queue."""
+        self.forget()
+        self._engine.sleep(level=1, mode="keep")
+
+    def wake(self, *tags: str) -> None:
+        """tags: "weights", "kv_cache"; none: both."""
+        self._engine.wake_up(list(tags) or None)
+
+    def worker_lost(self) -> bool:
+        """Whether one of several worker processes has died."""
+        return bool(getattr(self._engine.model_executor, "is_failed", False))
+
+    def close(self) -> None:
+        self._engine.engine_core.shutdown()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    @property
+    def _scheduler(self) -> Any:
+        return self._engine.engine_core.engine_core.scheduler
+
+    def _rpc(self, method: str, *args: Any) -> list[Any]:
+        return self._engine.collective_rpc(method, args=args)
+
+
+def _check_architecture(folder: Path, spec: EngineSpec) -> None:
+    """vLLM would run a model that it does not know through transformers, on ways that were not tried."""
+    architectures = json.loads((folder / "config.json").read_text())["architectures"]
+    known = ModelRegistry.get_supported_archs()
+    if "model_impl" in spec.options or any(name in known for name in architectures):
+        return
+    name = architectures[0]
+    raise ConfigError(
+        f"vLLM {installed_version()} does not know the architecture {name}{did_you_mean(name, known)} Use "
+        "rollout.engine=native, or try rollout.engine_options.model_impl=transformers"
+    )
+
+
+def _check_head_size(spec: EngineSpec) -> None:
+    """0.32 says it can, builds the engine, and fails in the first step."""
+    for shape in layer_shapes(load_model_config(spec.source)):
+        if shape.key_dim % 32:
+            raise ConfigError(
+                f"vLLM's attention on a CPU wants heads whose size is a multiple of 32; this model's are "
+                f"{shape.key_dim}: use rollout.engine=native"
+            )
+
+
+def _cache_bytes(spec: EngineSpec) -> int:
+    """Keys and values of max_concurrent requests of max_context tokens, in whole blocks, of one worker."""
+    on_cpu = not spec.device.startswith("cuda")
+    block = int(spec.options.get("block_size") or (128 if on_cpu else 16))
+    tokens = spec.max_concurrent * -(-spec.max_context // block) * block + block  # one block is vLLM's own
+    itemsize = getattr(torch, spec.dtype).itemsize
+    return tokens * sum(
+        max(1, shape.kv_heads // spec.tensor_parallel) * (shape.key_dim + shape.value_dim) * itemsize
+        for shape in layer_shapes(load_model_config(spec.source))
+    )

