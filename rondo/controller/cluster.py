@@ -12,16 +12,19 @@ from rondo.batch import Batch, BatchRef
 from rondo.config.schema import ClusterConfig
 from rondo.controller.group import WorkerGroup
 from rondo.controller.mesh import Mesh
+from rondo.controller.recording import CallRecorders
 from rondo.controller.worker import Worker
 from rondo.errors import ConfigError
 
 
 class Cluster(Protocol):
-    """num_devices: host processes. device: "cpu" or "cuda". threads: torch threads of each host."""
+    """num_devices: host processes. device: "cpu" or "cuda". threads: torch threads of each host. timeline: is
+    told of every worker call."""
 
     num_devices: int
     device: str
     threads: int
+    timeline: CallRecorders
 
     async def create_group(
         self,
@@ -31,12 +34,15 @@ class Cluster(Protocol):
         mesh: Mesh | None = None,
         kwargs: Mapping[str, Any] = {},
         devices: Sequence[int] | None = None,
+        devices_per_rank: int = 1,
     ) -> WorkerGroup:
         """Build one worker of `worker_class(context, **kwargs)` per rank.
 
         mesh: default all devices on `dp`. devices: the resource pool, rising device numbers, one per rank
         (default the first ones); groups may share devices, their workers then share host processes and see
-        each other as peers. Raises ConfigError if they do not fit, WorkerError if a constructor raises.
+        each other as peers. devices_per_rank: a rank also computes on the devices that follow its own, on
+        the same node (`WorkerContext.accelerators`). Raises ConfigError if they do not fit, WorkerError if a
+        constructor raises.
         """
 
     async def resolve(self, handles: Sequence[Any]) -> list[Batch]:

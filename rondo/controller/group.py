@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ from rondo.batch import ROW_ID, BatchRef, Block, Resolver
 from rondo.controller.dispatch import Dispatch, cut, dispatch_of
 from rondo.controller.host import CREATE, JOIN, Call, Failure, NewMesh, NewWorker, Reply
 from rondo.controller.mesh import Mesh
+from rondo.controller.recording import CallRecorders
 from rondo.controller.worker import Worker
 from rondo.errors import ConfigError, DataError, WorkerError
 from rondo.types import StepStats
@@ -33,6 +35,7 @@ class HostHandle(Protocol):
     """The controller's end of a host process."""
 
     broken: Failure | None  # why this host can take no more calls
+    roles: set[str]  # of the workers that live there
 
     def pack(self, call: Call) -> Any:
         """What travels; may be submitted to several hosts."""
@@ -57,27 +60,42 @@ class WorkerGroup:
         mesh: Mesh,
         hosts: Sequence[HostHandle],
         resolve: Resolver,
+        devices: Sequence[int] | None = None,
+        recorders: CallRecorders | None = None,
     ) -> None:
         self.role, self.worker_class, self.mesh = role, worker_class, mesh
         self._hosts, self._resolve = tuple(hosts), resolve
+        self.devices = tuple(range(mesh.size)) if devices is None else tuple(devices)
+        self._recorders = recorders or CallRecorders()
 
     @property
     def size(self) -> int:
         """Number of ranks."""
         return self.mesh.size
 
+    @property
+    def alive(self) -> tuple[int, ...]:
+        """The ranks whose host takes calls. A host counts as dead from the first call that finds it so."""
+        return tuple(rank for rank, host in enumerate(self._hosts) if host.broken is None)
+
     async def call(
-        self, method: Callable[..., Any], *args: Any, reads: Sequence[str] | None = None, **kwargs: Any
+        self,
+        method: Callable[..., Any],
+        *args: Any,
+        reads: Sequence[str] | None = None,
+        ranks: Sequence[int] | None = None,
+        **kwargs: Any,
     ) -> Any:
         """Call a marked method (`ActorWorker.update_actor`) on all ranks; done, or raised, when this returns.
 
-        reads: columns to ship instead of those in the mark. split returns, by what the method returns: Batch
-        → the BatchRef with its columns as new blocks; StepStats → merged; (Batch, rest) → (BatchRef, rest
-        joined likewise); None → None; anything else → a list with one entry per shard. broadcast returns the
-        result of rank 0 (a BatchRef as first argument is assembled whole on every rank). per_rank takes
-        positional arguments as lists of `size` entries and returns the list of results; keyword arguments are
-        common to all. Raises WorkerError with the first cause; DataError for missing, conflicting or
-        undeclared columns.
+        reads: columns to ship instead of those in the mark. ranks: only these (not for split). split returns,
+        by what the method returns: Batch → the BatchRef with its columns as new blocks; StepStats → merged;
+        (Batch, rest) → (BatchRef, rest joined likewise); None → None; anything else → a list with one entry
+        per shard. broadcast returns the result of the first rank (a BatchRef as first argument is assembled
+        whole on every rank). per_rank takes positional arguments as lists, one entry for each rank called,
+        and returns the list of results; keyword arguments are common to all. Raises WorkerError with the
+        first cause (`died`: a rank that is called is gone); DataError for missing, conflicting or undeclared
+        columns.
         """
         mark = dispatch_of(method)
         if mark is None:
@@ -85,20 +103,57 @@ class WorkerGroup:
                 f"{method.__qualname__} is not marked: put @dispatch(...) on it, or use call_rank"
             )
         columns = mark.reads if reads is None else tuple(reads)
+        chosen = range(self.size) if ranks is None else tuple(ranks)
         if mark.how == "split":
+            if ranks is not None:
+                raise ValueError(f"{self.role}.{method.__name__} is split over all ranks: call it on all")
             return await self._split(method, mark, columns, args, kwargs)
+        if not chosen:
+            raise ValueError(f"{self.role}.{method.__name__} was called on no rank")
         if mark.how == "per_rank":
-            if any(len(argument) != self.size for argument in args):
+            if any(len(argument) != len(chosen) for argument in args):
                 raise ValueError(
-                    f"{self.role}.{method.__name__}: each argument is a list of {self.size}, one per rank"
+                    f"{self.role}.{method.__name__}: each argument is a list of {len(chosen)}, one per rank"
                 )
-            rows = zip(*args, strict=True) if args else [()] * self.size
-            calls = {rank: self._plan(method, tuple(row), kwargs) for rank, row in enumerate(rows)}
+            rows = zip(*args, strict=True) if args else [()] * len(chosen)
+            calls = {
+                rank: self._plan(method, tuple(row), kwargs) for rank, row in zip(chosen, rows, strict=True)
+            }
             answers = await self._invoke(method, calls)
-            return [answers[rank][0].value for rank in range(self.size)]
+            return [answers[rank][0].value for rank in chosen]
         plan = self._plan(method, args, kwargs, columns)
-        answers = await self._invoke(method, dict.fromkeys(range(self.size), plan))
-        return answers[0][0].value
+        answers = await self._invoke(method, dict.fromkeys(chosen, plan))
+        return answers[chosen[0]][0].value
+
+    async def call_each(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[int, Any]:
+        """Call any method on every rank that is alive, each for itself; results by rank.
+
+        For ranks that need no other one to answer: none waits for another, or is given up because of it, and
+        one that dies is left out. Raises the WorkerError of the first rank whose worker raised, and, with
+        `died`, when no rank is left.
+        """
+        ranks = self.alive
+        if not ranks:
+            raise _error(self.role, 0, method.__name__, _abandoned(self._broken(0)), died=True)
+        results = await asyncio.gather(
+            *(self.call_rank(rank, method, *args, **kwargs) for rank in ranks), return_exceptions=True
+        )
+        found, lost = {}, None
+        for rank, result in zip(ranks, results, strict=True):
+            if isinstance(result, WorkerError) and result.died:
+                lost = result
+            elif isinstance(result, BaseException):
+                raise result
+            else:
+                found[rank] = result
+        if lost is not None and not found:
+            raise lost
+        return found
+
+    def _broken(self, rank: int) -> Failure:
+        broken = self._hosts[rank].broken
+        assert broken is not None
+        return broken
 
     async def call_rank(
         self,
@@ -207,7 +262,18 @@ class WorkerGroup:
         return Call(self.role, method.__name__, args, kwargs, is_async=is_async, **options)
 
     async def _invoke(self, method: Callable[..., Any], calls: Mapping[int, Call]) -> dict[int, Answer]:
-        return await _invoke(self.role, method.__name__, {rank: self._hosts[rank] for rank in calls}, calls)
+        name, devices = method.__name__, {rank: self.devices[rank] for rank in calls}
+        sent = time.time()
+        self._recorders.submitted(self.role, devices, name)
+        spans: Mapping[int, tuple[float, float]] = {}
+        try:
+            answers = await _invoke(self.role, name, {rank: self._hosts[rank] for rank in calls}, calls)
+            spans = {rank: reply.span for rank, (reply, _) in answers.items()}
+            return answers
+        finally:
+            given_up = (sent, max(sent, time.time()))
+            spans = spans or dict.fromkeys(calls, given_up)
+            self._recorders.record(self.role, devices, name, spans)
 
 
 async def create_group(
@@ -218,29 +284,46 @@ async def create_group(
     hosts: Sequence[HostHandle],
     kwargs: Mapping[str, Any],
     resolve: Resolver,
+    recorders: CallRecorders,
+    accelerators: Sequence[tuple[str, ...]] = (),
 ) -> WorkerGroup:
     """Build one worker on each of `devices`. All hosts of the world take part in making the process
-    groups."""
+    groups. accelerators: per rank, see WorkerContext. Raises ConfigError for a role that one of the devices
+    has already: the calls of both groups would go to one worker."""
+    taken = [device for device in devices if role in hosts[device].roles]
+    if taken:
+        raise ConfigError(
+            f"there is a worker group {role!r} on device {taken[0]} already: keep the one that was made first, "
+            "or give the second one another name or other devices"
+        )
     join = Call(role, JOIN, (NewMesh(mesh, devices),))
     await _invoke(role, JOIN, dict(enumerate(hosts)), dict.fromkeys(range(len(hosts)), join))
     chosen = [hosts[device] for device in devices]
-    calls = {rank: Call(role, CREATE, (NewWorker(worker_class, rank),), kwargs) for rank in range(mesh.size)}
+    given = accelerators or [()] * mesh.size
+    workers = [NewWorker(worker_class, rank, given[rank]) for rank in range(mesh.size)]
+    calls = {rank: Call(role, CREATE, (worker,), kwargs) for rank, worker in enumerate(workers)}
     await _invoke(role, CREATE, dict(enumerate(chosen)), calls)
-    return WorkerGroup(role, worker_class, mesh, chosen, resolve)
+    for host in chosen:
+        host.roles.add(role)
+    return WorkerGroup(role, worker_class, mesh, chosen, resolve, devices, recorders)
 
 
-def pool(num_devices: int, mesh: Mesh | None, devices: Sequence[int] | None) -> tuple[Mesh, tuple[int, ...]]:
-    """The mesh and the devices of a new group. Raises ConfigError when they do not fit each other or the
-    cluster."""
-    chosen = tuple(range(mesh.size if mesh else num_devices)) if devices is None else tuple(devices)
+def pool(
+    num_devices: int, mesh: Mesh | None, devices: Sequence[int] | None, devices_per_rank: int = 1
+) -> tuple[Mesh, tuple[int, ...]]:
+    """The mesh of a new group, and the first device of each of its ranks. Raises ConfigError when they do not
+    fit each other or the cluster."""
+    size = mesh.size if mesh else num_devices // devices_per_rank
+    chosen = tuple(range(0, size * devices_per_rank, devices_per_rank)) if devices is None else tuple(devices)
     mesh = mesh or Mesh.data_parallel(len(chosen))
     if mesh.size != len(chosen):
         raise ConfigError(
             f"mesh {mesh.axes} has {mesh.size} ranks, the resource pool {chosen} {len(chosen)} devices"
         )
-    if list(chosen) != sorted(set(chosen)) or not chosen or chosen[0] < 0 or chosen[-1] >= num_devices:
+    every = [device + i for device in chosen for i in range(devices_per_rank)]
+    if every != sorted(set(every)) or not every or every[0] < 0 or every[-1] >= num_devices:
         raise ConfigError(
-            f"a group on devices {chosen} (mesh {mesh.axes}), but the cluster has {num_devices}: raise "
+            f"a group on devices {tuple(every)} (mesh {mesh.axes}), but the cluster has {num_devices}: raise "
             "cluster.devices, or name each device once, rising"
         )
     return mesh, chosen
@@ -253,7 +336,7 @@ async def _invoke(
     failure."""
     for rank, host in hosts.items():
         if host.broken is not None:
-            raise _error(role, rank, method, _abandoned(host.broken))
+            raise _error(role, rank, method, _abandoned(host.broken), died=True)
     packed = {id(call): hosts[rank].pack(call) for rank, call in calls.items()}
     tasks = {rank: hosts[rank].submit(packed[id(call)], call.is_async) for rank, call in calls.items()}
     try:
@@ -271,7 +354,7 @@ async def _invoke(
     for rank, task in tasks.items():
         if not task.done() or (rank in failures and failures[rank].died):
             hosts[rank].condemn(failures[first])
-    error = _error(role, first, method, failures[first])
+    error = _error(role, first, method, failures[first], died=hosts[first].broken is not None)
     raise error from error.cause_error
 
 
@@ -319,9 +402,9 @@ def _abandoned(cause: Failure) -> Failure:
     return Failure(f"this rank's host process is unusable since: {cause.message}", cause.traceback, cause.at)
 
 
-def _error(role: str, rank: int, method: str, failure: Failure) -> WorkerError:
+def _error(role: str, rank: int, method: str, failure: Failure, *, died: bool) -> WorkerError:
     error = WorkerError(role, rank, method, failure.message, failure.traceback)
-    error.cause_error = failure.cause
+    error.cause_error, error.died = failure.cause, died
     return error
 
 

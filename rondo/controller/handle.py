@@ -25,6 +25,7 @@ class HandleBase:
 
     def __init__(self) -> None:
         self.broken: Failure | None = None
+        self.roles: set[str] = set()
         self._num_tickets = 0
         self._on_broken: asyncio.Future[Failure] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()  # the event loop holds tasks weakly

@@ -15,6 +15,7 @@ from rondo.controller.group import Answer, WorkerGroup, create_group, pool
 from rondo.controller.handle import ByteCounter, HandleBase
 from rondo.controller.host import Call, Host
 from rondo.controller.mesh import Mesh
+from rondo.controller.recording import CallRecorders
 from rondo.controller.worker import Worker
 from rondo.errors import ConfigError
 
@@ -55,6 +56,7 @@ class LocalCluster:
         self.device, self.threads = host.device.partition(":")[0], host.threads
         self._host, self._counter = host, ByteCounter()
         self._handle = LocalHandle(host, self._counter)
+        self.timeline = CallRecorders()
         self._closed = False
 
     async def create_group(
@@ -65,10 +67,13 @@ class LocalCluster:
         mesh: Mesh | None = None,
         kwargs: Mapping[str, Any] = {},
         devices: Sequence[int] | None = None,
+        devices_per_rank: int = 1,
     ) -> WorkerGroup:
         """See Cluster.create_group; the local backend has one device."""
-        mesh, chosen = pool(1, mesh, devices)
-        return await create_group(role, worker_class, mesh, chosen, [self._handle], kwargs, self.resolve)
+        mesh, chosen = pool(1, mesh, devices, devices_per_rank)
+        return await create_group(
+            role, worker_class, mesh, chosen, [self._handle], kwargs, self.resolve, self.timeline
+        )
 
     async def resolve(self, handles: Sequence[Any]) -> list[Batch]:
         """See Cluster.resolve."""

@@ -1,4 +1,4 @@
-"""The `ray` backend: one actor per device is a host process. The only module that imports Ray.
+"""The `ray` backend: one actor per device is a host process. Only this module and `ray_pools` import Ray.
 
 Token data stays in Ray's object store: a call has two return values, a small reply that comes to the
 controller and the kept Batch, of which the controller only holds the reference. References travel as
@@ -29,6 +29,7 @@ from rondo.controller.group import Answer, WorkerGroup, create_group, pool
 from rondo.controller.handle import ByteCounter, HandleBase
 from rondo.controller.host import Call, Failure, Host, Reply, failure_of
 from rondo.controller.mesh import Mesh
+from rondo.controller.recording import CallRecorders
 from rondo.controller.worker import Worker
 from rondo.errors import ConfigError, DataError
 
@@ -36,6 +37,8 @@ try:
     import ray
     from ray import cloudpickle
     from ray.exceptions import RayError
+
+    from rondo.controller.ray_pools import RayPools, check_room, pool_sizes
 except ImportError as error:
     raise ConfigError('cluster.backend=ray, but Ray is not installed: pip install "rondo-rl[ray]"') from error
 
@@ -67,6 +70,17 @@ class _Packed:
     inline_bytes: int
 
 
+@dataclass(frozen=True)
+class Whereabouts:
+    """Where a host process runs. accelerators: ids of its GPUs on that node, as CUDA_VISIBLE_DEVICES has
+    them."""
+
+    node: str
+    address: str
+    pid: int
+    accelerators: tuple[str, ...]
+
+
 class HostActor:
     """The process of one device; all its methods run on one event loop. See Host for what runs where."""
 
@@ -77,9 +91,10 @@ class HostActor:
         self._host: Host | None = None
         self._store: dist.TCPStore | None = None
 
-    async def whereabouts(self) -> tuple[str, str, int]:
-        """(node id, node address, process id)"""
-        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), os.getpid()
+    async def whereabouts(self) -> Whereabouts:
+        """Of this process."""
+        node, address = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+        return Whereabouts(node, address, os.getpid(), tuple(str(i) for i in ray.get_gpu_ids()))
 
     async def open_store(self, address: str, world_size: int) -> int:
         """Rank 0 opens the meeting point of the world on a free port; returns the port."""
@@ -148,9 +163,9 @@ def _unpack_reply(raw: bytes) -> Reply:
 class RayHandle(HandleBase):
     """Sends calls to one host actor."""
 
-    def __init__(self, actor: Any, pid: int, counter: ByteCounter, inline_bytes: int) -> None:
+    def __init__(self, actor: Any, place: Whereabouts, counter: ByteCounter, inline_bytes: int) -> None:
         super().__init__()
-        self.actor, self.pid = actor, pid
+        self.actor, self.place, self.pid = actor, place, place.pid
         self._counter, self._inline_bytes = counter, inline_bytes
 
     def pack(self, call: Call) -> _Packed:
@@ -181,7 +196,8 @@ class RayHandle(HandleBase):
         except RayError as error:
             first = str(error).strip().partition("\n")[0]
             kind = type(error).__name__
-            message = f"its host process (pid {self.pid}) died or cannot be reached: {kind}: {first}"
+            where = f"pid {self.pid} on {self.place.address}"
+            message = f"its host process ({where}) died or cannot be reached: {kind}: {first}"
             return Reply(failure=Failure(message, str(error), time.time(), died=True)), None
         except asyncio.CancelledError:
             if is_async:
@@ -201,17 +217,19 @@ class RayCluster:
 
     def __init__(
         self,
-        num_devices: int,
+        pools: Mapping[str, int],
         device: str,
         threads: int,
         origin: Origin,
         environment_before: Mapping[str, str],
     ) -> None:
         self._environment_before = environment_before
-        self.num_devices, self.device, self.threads = num_devices, device, threads
+        self.num_devices, self.device, self.threads = sum(pools.values()), device, threads
+        self._pools = RayPools(pools, device)
         self._owns_ray = origin != "found"
         self._inline_bytes = INLINE_BYTES if origin == "started" else RAY_DEFAULT_INLINE_BYTES
         self._counter = ByteCounter()
+        self.timeline = CallRecorders()
         self._handles: list[RayHandle] = []
         self._actors: list[Any] = []
         self._closed = False
@@ -222,7 +240,8 @@ class RayCluster:
         return tuple(handle.pid for handle in self._handles)
 
     async def start_hosts(self, env: Mapping[str, str]) -> None:
-        """Start the actors, number them node by node, and let them join one torch.distributed world."""
+        """Start the actors of each pool, number them node by node, and let them join one torch.distributed
+        world."""
         options: dict[str, Any] = {
             "num_cpus": 1,
             "max_concurrency": 10_000,
@@ -231,8 +250,11 @@ class RayCluster:
         if self.device == "cuda":
             options["num_gpus"] = 1
         device = "cuda:0" if self.device == "cuda" else "cpu"  # Ray shows each actor its own GPU only
-        make = ray.remote(HostActor).options(**options)
-        self._actors = [make.remote(device, self.threads, os.getcwd()) for _ in range(self.num_devices)]
+        host, started = ray.remote(HostActor), []
+        for strategies in await self._pools.reserve():
+            made = [host.options(**options, scheduling_strategy=strategy) for strategy in strategies]
+            started.append([actor.remote(device, self.threads, os.getcwd()) for actor in made])
+        self._actors = [actor for pool in started for actor in pool]
         try:
             found = await asyncio.wait_for(_all(a.whereabouts.remote() for a in self._actors), START_SECONDS)
         except (TimeoutError, RayError) as error:
@@ -240,15 +262,15 @@ class RayCluster:
                 f"Ray started no {self.num_devices} host processes within {START_SECONDS:.0f} s, {error!r}: "
                 f"are its resources ({ray.available_resources()}) taken by another job? See `ray status`"
             ) from error
-        order = sorted(range(self.num_devices), key=lambda i: (found[i][0] != found[0][0], found[i][0], i))
+        order = _node_by_node(found, [len(pool) for pool in started])
         self._actors = [self._actors[i] for i in order]
         places = [found[i] for i in order]
         self._handles = [
-            RayHandle(actor, place[2], self._counter, self._inline_bytes)
+            RayHandle(actor, place, self._counter, self._inline_bytes)
             for actor, place in zip(self._actors, places, strict=True)
         ]
-        one_node = len({node for node, _, _ in places}) == 1
-        address = "127.0.0.1" if one_node else places[0][1]
+        one_node = len({place.node for place in places}) == 1
+        address = "127.0.0.1" if one_node else places[0].address
         port = await self._actors[0].open_store.remote(address, self.num_devices)
         await _all(
             a.join.remote(rank, self.num_devices, address, port) for rank, a in enumerate(self._actors)
@@ -262,10 +284,15 @@ class RayCluster:
         mesh: Mesh | None = None,
         kwargs: Mapping[str, Any] = {},
         devices: Sequence[int] | None = None,
+        devices_per_rank: int = 1,
     ) -> WorkerGroup:
         """See Cluster.create_group."""
-        mesh, chosen = pool(self.num_devices, mesh, devices)
-        return await create_group(role, worker_class, mesh, chosen, self._handles, kwargs, self.resolve)
+        mesh, chosen = pool(self.num_devices, mesh, devices, devices_per_rank)
+        places = [handle.place for handle in self._handles]
+        given = [_accelerators(role, places[at : at + devices_per_rank]) for at in chosen]
+        return await create_group(
+            role, worker_class, mesh, chosen, self._handles, kwargs, self.resolve, self.timeline, given
+        )
 
     async def resolve(self, handles: Sequence[Any]) -> list[Batch]:
         """See Cluster.resolve. Whole blocks come to the controller and are counted."""
@@ -308,9 +335,13 @@ class RayCluster:
             if ray.is_initialized():
                 for actor in self._actors:
                     ray.kill(actor, no_restart=True)
-                await _gone(self.pids)
-                if self._owns_ray:
-                    stop_ray(self._environment_before)
+                here = ray.util.get_node_ip_address()
+                try:
+                    await _gone([handle.pid for handle in self._handles if handle.place.address == here])
+                finally:  # also when a second Ctrl-C comes now
+                    self._pools.remove()
+                    if self._owns_ray:
+                        stop_ray(self._environment_before)
 
     async def __aenter__(self) -> Self:
         return self
@@ -319,6 +350,29 @@ class RayCluster:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.shutdown()
+
+
+def _node_by_node(places: Sequence[Whereabouts], pools: Sequence[int]) -> list[int]:
+    """Positions of the hosts by device number: pool after pool, in each of them node after node, the first
+    host's node first."""
+    order, start = [], 0
+    for size in pools:
+        first = places[start].node
+        here = range(start, start + size)
+        order += sorted(here, key=lambda i: (places[i].node != first, places[i].node, i))
+        start += size
+    return order
+
+
+def _accelerators(role: str, places: Sequence[Whereabouts]) -> tuple[str, ...]:
+    """The GPUs of one rank on several devices; () for a rank on one device, which sees its own only."""
+    if len({place.node for place in places}) > 1:
+        addresses = ", ".join(dict.fromkeys(place.address for place in places))
+        raise ConfigError(
+            f"the {len(places)} devices of one rank of {role} are on several nodes ({addresses}): make its "
+            "pool a whole number of such ranks per node, or lower rollout.tensor_parallel"
+        )
+    return tuple(gpu for place in places for gpu in place.accelerators) if len(places) > 1 else ()
 
 
 async def _all(refs: Any) -> list[Any]:
@@ -364,13 +418,20 @@ def start_ray(config: ClusterConfig, threads: int) -> Origin:
                     f"cluster.ray_address={config.ray_address}: no Ray there: {error}"
                 ) from error
             return "connected"
-        ray.init(
-            address="local",
-            num_cpus=config.devices,  # one worker process each, and none to spare
-            include_dashboard=False,
-            _system_config={"max_direct_call_object_size": INLINE_BYTES},
-            **quiet,
-        )
+        try:
+            ray.init(
+                address="local",
+                num_cpus=config.devices,  # one worker process each, and none to spare
+                include_dashboard=False,
+                _system_config={"max_direct_call_object_size": INLINE_BYTES},
+                **quiet,
+            )
+        except Exception as error:  # Ray raises just that, when its own processes are not up in time
+            ray.shutdown()
+            raise ConfigError(
+                f"Ray did not start on this machine: {error} Is it overloaded, or is there an old Ray (`ray "
+                "stop`)? Or set cluster.ray_address to one that runs"
+            ) from error
         return "started"
 
 
@@ -398,15 +459,9 @@ async def start_ray_cluster(config: ClusterConfig, threads: int) -> RayCluster:
     try:
         resources = ray.cluster_resources()
         use_cuda = config.device == "cuda" or (config.device == "auto" and resources.get("GPU", 0) > 0)
-        kind = "GPU" if use_cuda else "CPU"
-        if resources.get(kind, 0) < config.devices:
-            raise ConfigError(
-                f"cluster.devices={config.devices}, but the Ray cluster has {resources.get(kind, 0):.0f} "
-                f"{kind}s: lower cluster.devices, add nodes, or set cluster.device"
-            )
-        cluster = RayCluster(
-            config.devices, "cuda" if use_cuda else "cpu", threads, origin, environment_before
-        )
+        device = "cuda" if use_cuda else "cpu"
+        check_room(config, device)
+        cluster = RayCluster(pool_sizes(config), device, threads, origin, environment_before)
         await cluster.start_hosts(worker_environment(threads))
     except BaseException:
         if cluster is not None:

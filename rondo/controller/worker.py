@@ -3,12 +3,15 @@ process."""
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from rondo.controller.dispatch import dispatch
 from rondo.controller.distributed import device_mesh_of
 from rondo.controller.mesh import Mesh
 
@@ -23,6 +26,16 @@ class Worker:
     def __init__(self, context: WorkerContext) -> None:
         self.context = context
 
+    @dispatch("per_rank")
+    def cpu_seconds(self) -> float:
+        """Of the host process so far, all roles and threads."""
+        return time.process_time()
+
+    @dispatch("per_rank")
+    def process_id(self) -> int:
+        """Of the host process."""
+        return os.getpid()
+
     def close(self) -> None:
         """Release threads and files. Called once more at shutdown, so a second call must do no harm."""
 
@@ -33,7 +46,8 @@ class WorkerContext:
 
     device: "cpu" or "cuda:i". threads: torch threads of this host. peers: the workers of other roles in this
     process, by role; a live view. ranks: the group's ranks in the world of hosts. groups: one process group
-    per mesh axis.
+    per mesh axis. accelerators: what CUDA_VISIBLE_DEVICES must name for a child process that computes on all
+    devices of this rank; () on a CPU, and where they are one's own already.
     """
 
     role: str
@@ -45,6 +59,7 @@ class WorkerContext:
     mesh: Mesh
     ranks: tuple[int, ...]
     groups: tuple[ProcessGroup, ...]
+    accelerators: tuple[str, ...] = ()
     _device_mesh: DeviceMesh | None = field(default=None, repr=False)
 
     def device_mesh(self) -> DeviceMesh:

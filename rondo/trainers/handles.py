@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 
@@ -23,8 +24,11 @@ from rondo.errors import ConfigError, DataError, TrainError
 from rondo.planning.packing import UNIT_COLUMN
 from rondo.rewards import check_dropped_share
 from rondo.tracking import Timers
+from rondo.trainers.canary import Canary
+from rondo.trainers.episodes import attended, restarted
 from rondo.trainers.preparation import PreparationStage
 from rondo.trainers.pretraining import Pretraining
+from rondo.trainers.routes import Route
 from rondo.trainers.scoring import model_scores, with_model_reward
 from rondo.trainers.setup import Learner, Prompts
 from rondo.trainers.update_plan import mini_batches, with_actor_weights
@@ -32,8 +36,9 @@ from rondo.trainers.updates import update_actor, update_learner
 from rondo.types import Prompt, StepStats, request_seed
 from rondo.workers.models import ActorWorker, CriticWorker, ModelWorker, ReferenceWorker
 from rondo.workers.reward import RewardWorker
-from rondo.workers.rollout import RolloutWorker
+from rondo.workers.rollout import RolloutWorker, runs_in_own_process
 
+T = TypeVar("T")
 POLICY, ON_POLICY = "policy", "on_policy"
 BATCHES_KEPT = 64  # of prompts, for the reward functions of rows that are scored later
 
@@ -69,11 +74,21 @@ class Actor:
     """The policy: a training engine and the generation engines that serve its weights."""
 
     def __init__(
-        self, run: Run, config: Config, model: WorkerGroup, rollout: WorkerGroup, *, shared: bool
+        self,
+        run: Run,
+        config: Config,
+        model: WorkerGroup,
+        rollout: WorkerGroup,
+        route: Route,
+        canary: Canary,
+        warn: Callable[[str], None] = lambda message: None,
     ) -> None:
-        """config: the run's, with the program's policy loss. shared: both engines use the same tensors."""
+        """config: the run's, with the program's policy loss. route, canary: how the weights get to the
+        generation engines, and how that is checked. warn: told of an engine that was started again.
+        """
         self.model, self.rollout = model, rollout
-        self._run, self._config, self._shared = run, config, shared
+        self._run, self._config, self._route, self._canary = run, config, route, canary
+        self._warn, self._changing = warn, asyncio.Lock()  # held while the engines' weights change
         self._losses = actor_losses(config)
         self._preparation = PreparationStage.of(config.algorithm)
 
@@ -92,7 +107,7 @@ class Actor:
         purpose = "train" if do_sample else "greedy"
         run.remember(prompts)
         with run.timers.phase("generate"):
-            groups = await asyncio.gather(
+            calls = asyncio.gather(
                 *(
                     self.rollout.call_rank_for_ref(
                         i % self.rollout.size,
@@ -106,9 +121,26 @@ class Actor:
                     for i, prompt in enumerate(prompts)
                 )
             )
+            groups = await self.served(calls)
         batch = BatchRef.concat(groups)
         run.stats.add_sum("rollout/generated_tokens", float(batch.index.scalars("response_length").sum()))
         return batch
+
+    async def served(self, work: Awaitable[T]) -> T:
+        """The result of `work`, which waits for engines. One whose process died and was started again
+        meanwhile has no weights, and whoever waits for it would wait for ever: it gets the current ones.
+        """
+        if not runs_in_own_process(self._config.rollout):
+            return await work
+        return await attended(work, lambda: restarted(self.rollout), self._mend)
+
+    async def _mend(self, news: str) -> None:
+        self._warn(news)
+        async with self._changing:  # not in the middle of an update, after which all engines get weights
+            if sum(await self.rollout.call(RolloutWorker.wants_weights)):
+                await self.rollout.call(RolloutWorker.pause)
+                await self._route.load(self._run.version)
+                await self.rollout.call(RolloutWorker.resume)
 
     async def compute_log_prob(self, batch: BatchRef, *, also: tuple[str, ...] = ()) -> BatchRef:
         """old_log_probs: of the response tokens under the policy as it is now. also: entropy, sum_p_squared,
@@ -139,7 +171,7 @@ class Actor:
             batch = await self._preparation(batch, run.cluster, seed)
         batch = with_actor_weights(batch, config, kl_coef=0.0)
         with run.timers.phase("update_actor"):
-            async with self._publishing():
+            async with self._changing, self._publishing():
                 return await update_actor(
                     self.model, batch, loss, config, run.step, run.cluster, pretrain, name=which
                 )
@@ -160,16 +192,25 @@ class Actor:
     @asynccontextmanager
     async def _publishing(self) -> AsyncIterator[None]:
         """The update runs inside; then every engine serves the next version. Engines that share the weights
-        stand still meanwhile; the others go on, and change over between two tokens.
+        stand still meanwhile, and so do those that rest (rollout.sleep); the others go on, and change over
+        between two tokens.
         """
-        if self._shared:
+        sleep = self._config.rollout.sleep
+        if sleep or not self._route.moves:
             await self.rollout.call(RolloutWorker.pause)
+        if sleep:
+            await self.rollout.call(RolloutWorker.enter, "train")
         yield
-        if not self._shared:
+        if self._route.moves:
             await self.rollout.call(RolloutWorker.pause)
-        await self.rollout.call(RolloutWorker.load_weights, self._run.version + 1)
+        (await self._route.load(self._run.version + 1)).count(self._run.stats)
         self._run.version += 1
+        if sleep:
+            await self.rollout.call(RolloutWorker.enter, "generate")
         await self.rollout.call(RolloutWorker.resume)
+        if self._route.moves:
+            gap = await self._canary.check(self._run.version)
+            self._run.stats.add_max("weights/canary_gap", gap)
 
 
 class Critic:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from rondo.config.schema import ClusterConfig
-from rondo.controller import WorkerGroup
+from rondo.controller import Worker, WorkerGroup
 from rondo.tracking import Timers
-from rondo.workers.models import ActorWorker
 
 
 class HostClock:
@@ -15,11 +16,16 @@ class HostClock:
 
     def __init__(self, config: ClusterConfig) -> None:
         self._remote = config.backend == "ray"
-        self._seconds = 0.0
+        self._seconds: dict[int, float] = {}  # by device
 
-    async def count(self, actor: WorkerGroup, timers: Timers) -> None:
-        """actor: a group with a worker on every host."""
-        if self._remote:
-            seconds = sum(await actor.call(ActorWorker.cpu_seconds))
-            timers.cpu_seconds += seconds - self._seconds
-            self._seconds = seconds
+    async def count(self, groups: Iterable[WorkerGroup], timers: Timers) -> None:
+        """groups: together with a worker on every host. A host that died adds nothing more."""
+        if not self._remote:
+            return
+        now: dict[int, float] = {}
+        for group in groups:
+            if not now.keys() >= set(group.devices):
+                found = await group.call_each(Worker.cpu_seconds)
+                now |= {group.devices[rank]: seconds for rank, seconds in found.items()}
+        timers.cpu_seconds += sum(seconds - self._seconds.get(at, 0.0) for at, seconds in now.items())
+        self._seconds |= now

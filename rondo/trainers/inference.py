@@ -20,7 +20,7 @@ from rondo.errors import CheckpointError, ConfigError
 from rondo.models import load_tokenizer
 from rondo.trainers.check import check_rl
 from rondo.trainers.evaluation import evaluate
-from rondo.trainers.roles import create_rollout, model_source, one_storage
+from rondo.trainers.roles import create_rollout, model_source, on_one_pool, one_storage
 from rondo.trainers.setup import complete_model, load_prompts, open_tokenizer
 from rondo.types import Prompt, SamplingParams
 from rondo.workers.models import ActorWorker
@@ -36,11 +36,11 @@ class EvaluationOutput:
 
 
 def evaluate_model(loaded: LoadedConfig) -> EvaluationOutput:
-    """Answers of model.path to data.eval, as trainer.evaluation says. Raises ConfigError when there are no
-    prompts.
+    """Answers of model.path to data.eval, as trainer.evaluation says, on all devices whatever cluster.pools
+    says. Raises ConfigError when there are no prompts.
     """
     check_rl(loaded)
-    config = complete_model(loaded.config)
+    config = on_one_pool(complete_model(loaded.config))
     if not config.data.eval:
         raise ConfigError("data.eval is empty: there are no prompts to evaluate on; add a source to it")
     return asyncio.run(_evaluate(config))
@@ -160,6 +160,7 @@ def export_checkpoint(run: str, output: str, step: int | None = None) -> int:
             model=dataclasses.replace(config.model, path=warm, tokenizer=warm),
             trainer=dataclasses.replace(config.trainer, warm_start=None),
         )
+    config = on_one_pool(config)
     config = dataclasses.replace(
         config, cluster=dataclasses.replace(config.cluster, backend="local", devices=1, ray_address=None)
     )

@@ -13,6 +13,7 @@ from rondo.controller import Cluster, Worker, WorkerGroup
 from rondo.errors import ConfigError
 from rondo.models.source import ModelSource
 from rondo.models.value_head import FILE as VALUE_HEAD_FILE
+from rondo.planning.placement import Placement, SameDevices, plan_placement
 from rondo.training import Loss
 from rondo.workers.models import ActorWorker, CriticWorker, ModelWorker, ReferenceWorker
 from rondo.workers.rollout import RolloutWorker
@@ -30,9 +31,17 @@ class Roles:
     def group(self, role: str) -> WorkerGroup:
         return {"actor": self.actor, "rollout": self.rollout, **self.models}[role]
 
+    def all(self) -> tuple[WorkerGroup, ...]:
+        return (self.actor, *self.models.values(), self.rollout)
+
     def trained(self) -> tuple[WorkerGroup, ...]:
         """All groups with a training engine."""
         return (self.actor, *self.models.values())
+
+    def rollout_stands_alone(self) -> bool:
+        """The rollout ranks have host processes of their own: the run can go on without one of them."""
+        others = {device for group in self.trained() for device in group.devices}
+        return others.isdisjoint(self.rollout.devices)
 
 
 def model_source(config: Config, path: str | None = None) -> ModelSource:
@@ -55,6 +64,26 @@ def tokenizer_name(config: Config) -> str:
             "model.tokenizer is not set and there is no model.path to take it from; set model.tokenizer"
         )
     return name
+
+
+def placement_of(config: Config, roles: Sequence[str] | None = None) -> Placement:
+    """Role → devices. roles: all of the run, to check the pools against; None: as far as they are known.
+
+    Raises ConfigError for pools that do not fit the devices, the roles or each other.
+    """
+    together = []
+    if config.reference.refresh_every is not None:
+        together.append(SameDevices("reference", "actor", "reference.refresh_every"))
+    if config.rollout.sleep:
+        together.append(SameDevices("rollout", "actor", "rollout.sleep"))
+    size = config.rollout.tensor_parallel
+    return plan_placement(config.cluster, roles, tensor_parallel=size, together=together)
+
+
+def on_one_pool(config: Config) -> Config:
+    """The configuration with all devices in one pool: for commands that have an actor and engines only."""
+    cluster = dataclasses.replace(config.cluster, pools={}, placement={})
+    return dataclasses.replace(config, cluster=cluster)
 
 
 def role_spec(
@@ -110,11 +139,12 @@ async def create_model(
     total_optimizer_steps: int | None = None,
     devices: Sequence[int] | None = None,
 ) -> WorkerGroup:
-    """Start the worker group of a role with a training engine; see `role_spec`. devices: its resource pool
-    (default: all).
+    """Start the worker group of a role with a training engine; see `role_spec`. devices: default those of
+    its pool (cluster.placement).
     """
     worker, kwargs = role_spec(role, config, losses or {}, total_optimizer_steps)
     assert issubclass(worker, ModelWorker)
+    devices = placement_of(config).devices(role) if devices is None else devices
     return await cluster.create_group(role, worker, kwargs=kwargs, devices=devices)
 
 
@@ -127,11 +157,21 @@ async def create_rollout(
     threads: int,
     devices: Sequence[int] | None = None,
 ) -> WorkerGroup:
-    """The generation engines, next to the role `actor` whose weights they serve."""
+    """The generation engines. devices: of all engines together (default: those of the rollout's pool); with
+    rollout.tensor_parallel > 1 each engine takes that many of them, with consecutive numbers: ConfigError
+    where they are not.
+    """
+    size = config.rollout.tensor_parallel
+    if devices is not None and [at + i for at in devices[::size] for i in range(size)] != list(devices):
+        raise ConfigError(
+            f"rollout.tensor_parallel={size} on the devices {tuple(devices)}: each engine takes {size} with "
+            "consecutive numbers; name others, or lower it"
+        )
     return await cluster.create_group(
         "rollout",
         RolloutWorker,
-        devices=devices,
+        devices=placement_of(config).devices("rollout") if devices is None else tuple(devices)[::size],
+        devices_per_rank=size,
         kwargs={
             "source": model_source(config),
             "tokenizer": tokenizer_name(config),
@@ -148,15 +188,19 @@ async def create_rollout(
 
 
 def one_storage(config: Config) -> bool:
-    """Trainer and sampler can use the same tensors: one rank, the same dtype, parameters that stay where
-    they are.
+    """Trainer and sampler can use the same tensors: one rank each, in one process, the same dtype, parameters
+    that stay where they are.
     """
-    same_dtype = (config.rollout.dtype or config.actor.compute_dtype) == config.actor.param_dtype
-    return config.cluster.devices == 1 and same_dtype and not config.actor.offload_params
+    placement, rollout = placement_of(config), config.rollout
+    same_process = rollout.engine == "native" and rollout.process != "own" and rollout.replicas == 1
+    same_dtype = (rollout.dtype or config.actor.compute_dtype) == config.actor.param_dtype
+    one_device = len(placement.devices("actor")) == 1 and placement.colocated("actor", "rollout")
+    return one_device and same_process and same_dtype and not config.actor.offload_params
 
 
 def shares_weights(config: Config) -> bool:
-    """As `one_storage`, and synchronous: otherwise the sampler goes on with the old weights during an
-    update.
+    """As `one_storage`, and synchronous (otherwise the sampler goes on with the old weights during an
+    update), and no other transport is asked for.
     """
-    return one_storage(config) and config.trainer.max_staleness == 0
+    synchronous, free = config.trainer.max_staleness == 0, config.rollout.weight_transport == "auto"
+    return one_storage(config) and synchronous and free

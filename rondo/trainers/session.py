@@ -20,13 +20,18 @@ from typing import Any
 from rondo.algorithms import explained_variance
 from rondo.batch import BatchRef
 from rondo.config import LoadedConfig, load, to_yaml
-from rondo.config.schema import FunctionConfig, RewardConfig, RewardFunctionConfig
+from rondo.config.schema import (
+    FunctionConfig,
+    RewardConfig,
+    RewardFunctionConfig,
+    RolloutCorrectionConfig,
+)
 from rondo.controller import WorkerGroup, start_cluster
 from rondo.errors import ConfigError
 from rondo.rewards import BUILTINS, load_functions
 from rondo.tracking import Console, RunFolder
 from rondo.trainers.advantages import AdvantageStage
-from rondo.trainers.canary import check_canary
+from rondo.trainers.canary import Canary
 from rondo.trainers.check import check_backend, check_files
 from rondo.trainers.describe import describe_rows
 from rondo.trainers.evaluation import evaluate
@@ -35,6 +40,7 @@ from rondo.trainers.hosts import HostClock
 from rondo.trainers.pretraining import Pretraining
 from rondo.trainers.reporting import Reporter
 from rondo.trainers.roles import Roles, create_model, create_rollout, shares_weights
+from rondo.trainers.routes import make_route, remove_files
 from rondo.trainers.run import warm_start
 from rondo.trainers.setup import (
     complete_model,
@@ -54,7 +60,6 @@ Function = str | Callable[..., Any]
 YOURS: Mapping[str, str] = {
     "algorithm.filter": "take the rows that you want: batch.take(rows)",
     "algorithm.resample": "take the rows that you want: batch.take(rows)",
-    "algorithm.rollout_correction": "multiply the advantages by your weights, or use `rondo train`",
     "reference.refresh_every": "await reference.follow(actor)",
 }
 
@@ -94,6 +99,7 @@ async def open_session(
             data = load_prompts(started)
         reporter = Reporter(started, folder, console, title=run_dir.name)
         folder.write_config(to_yaml(config))
+        stack.callback(remove_files, folder.path)
         async with await start_cluster(started.cluster) as cluster:
             reporter.device = f"{cluster.num_devices} x {cluster.device} ({started.cluster.backend})"
             session = Session(Run(started, cluster, data), reporter, stack)
@@ -112,6 +118,11 @@ def _check(loaded: LoadedConfig) -> None:
         section, name = key.split(".")
         if getattr(getattr(config, section), name) is not None:
             raise ConfigError(f"{key} is for the built-in loop; in a program of your own, {instead}")
+    if config.algorithm.rollout_correction not in (None, RolloutCorrectionConfig()):
+        raise ConfigError(
+            "algorithm.rollout_correction is for the built-in loop; in a program of your own, multiply the "
+            "advantages by your weights, or use `rondo train`"
+        )
     if config.algorithm.kl is not None and config.algorithm.kl.controller == "adaptive":
         raise ConfigError(
             "algorithm.kl.controller=adaptive is for the built-in loop; in a program of your own, hand "
@@ -130,7 +141,9 @@ class Session:
         self.run, self.config, self.cluster = run, run.config, run.cluster
         self._reporter, self._stack = reporter, stack
         self._actor: Actor | None = None
+        reporter.watch(run.cluster, run.timers)
         self._hosts = HostClock(self.config.cluster)
+        self._groups: list[WorkerGroup] = []
         critics = [critic_learner(self.config, role) for role in ("critic", "cost_critic")]
         self._learners = {learner.role: learner for learner in critics}
         self._schedule = plan_schedule(self.config, run.data.train.prompts_per_epoch, critics)
@@ -146,22 +159,26 @@ class Session:
         """The policy with its generation engines, which serve its weights from here on.
 
         policy_loss: a name or a function (see docs/algorithms.md) with its options; default
-        algorithm.policy_loss. devices: the resource pool (default: all devices).
+        algorithm.policy_loss. devices: of both (default: those of their pools in cluster.placement).
         """
         chosen = _chosen(self.config.algorithm.policy_loss, policy_loss, options)
         algorithm = dataclasses.replace(self.config.algorithm, policy_loss=chosen)
         config = dataclasses.replace(self.config, algorithm=algorithm)
         model = await self.model("actor", losses=actor_losses(config), devices=devices)
-        shared = shares_weights(config)
+        shared = shares_weights(config) and model.size == 1
         context, threads = self.run.data.max_context, self.cluster.threads
         rollout = await create_rollout(
             self.cluster, config, context, share=shared, threads=threads, devices=devices
         )
+        self._groups.append(rollout)
         await rollout.call(RolloutWorker.pause)
-        await rollout.call(RolloutWorker.load_weights, self.run.version)
+        roles = Roles(model, rollout)
+        route = make_route(config, roles, self._reporter.folder.path)
+        canary = Canary(roles, self.run.data, config)
+        await route.load(self.run.version)
         await rollout.call(RolloutWorker.resume)
-        await check_canary(Roles(model, rollout), self.run.data, config)
-        self._actor = Actor(self.run, config, model, rollout, shared=shared)
+        await canary.check(self.run.version)
+        self._actor = Actor(self.run, config, model, rollout, route, canary, warn=self._reporter.warn)
         return self._actor
 
     async def critic(self, role: str = "critic", *, devices: Sequence[int] | None = None) -> Critic:
@@ -210,7 +227,9 @@ class Session:
                 f"rollout.max_tokens={self.run.data.max_context}; raise it"
             )
         steps = self._schedule.optimizer_steps.get(role)
-        return await create_model(self.cluster, role, self.config, losses, steps, devices=devices)
+        group = await create_model(self.cluster, role, self.config, losses, steps, devices=devices)
+        self._groups.append(group)
+        return group
 
     async def prompts(self) -> AsyncIterator[list[Prompt]]:
         """data.batch_size prompts for each of trainer.total_steps steps (or trainer.epochs), evaluating in
@@ -264,12 +283,13 @@ class Session:
         if self._actor is None or not self.run.data.eval:
             return {}
         with self.run.timers.phase("evaluate"):
-            result = await evaluate(
+            evaluating = evaluate(
                 self._actor.rollout,
                 self.run.data.eval,
                 self.config.trainer.evaluation,
                 self.run.data.sampling,
             )
+            result = await self._actor.served(evaluating)
         self._reporter.evaluation(self.step, result)
         return result.metrics
 
@@ -280,8 +300,7 @@ class Session:
         explained = explained_variance(stats.values())
         extra = {} if explained is None else {"critic/explained_variance": explained}
         await self._reporter.rollouts(step, batch)
-        if self._actor is not None:
-            await self._hosts.count(self._actor.model, self.run.timers)
+        await self._hosts.count(self._groups, self.run.timers)
         self._reporter.step(step, stats, extra, self.run.timers)
 
     async def finish(self) -> None:
@@ -299,7 +318,9 @@ class Session:
         if not reward.functions:
             return None
         kwargs = {"reward": dataclasses.replace(reward, models=()), "run_seed": self.config.trainer.seed}
-        return await self.cluster.create_group(role, RewardWorker, kwargs=kwargs)
+        group = await self.cluster.create_group(role, RewardWorker, kwargs=kwargs)
+        self._groups.append(group)
+        return group
 
     def _cost_name(self) -> str | None:
         constraint = self.config.algorithm.constraint

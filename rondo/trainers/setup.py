@@ -20,12 +20,21 @@ from rondo.data import PromptStream, eval_prompts
 from rondo.data.rows import GREEDY_REWARD, INDEX_COLUMNS
 from rondo.errors import ConfigError
 from rondo.models import load_tokenizer
+from rondo.planning.admission import effective_on_update
 from rondo.rewards import accuracy_score
 from rondo.trainers.advantages import AdvantageStage
-from rondo.trainers.correction import CorrectionStage
+from rondo.trainers.correction import CorrectionStage, describe_correction, effective_correction
 from rondo.trainers.preparation import PreparationStage
 from rondo.trainers.producers import Producer, stages
-from rondo.trainers.roles import Roles, create_model, create_rollout, shares_weights, tokenizer_name
+from rondo.trainers.roles import (
+    Roles,
+    create_model,
+    create_rollout,
+    placement_of,
+    shares_weights,
+    tokenizer_name,
+)
+from rondo.trainers.routes import describe_planned
 from rondo.training import Loss
 from rondo.types import Prompt, SamplingParams
 from rondo.workers.models import CriticWorker, update_columns
@@ -90,6 +99,11 @@ class Program:
         producers = (p.role for p in self.producers if p.role != "actor")
         return tuple(dict.fromkeys((*learners, *producers, *self.reward_models)))
 
+    @property
+    def all_roles(self) -> tuple[str, ...]:
+        """Every worker group of the run."""
+        return ("actor", *self.roles, "rollout")
+
     def learner(self, role: str) -> Learner | None:
         """The learner of a role, or None where it is frozen or absent."""
         return next((learner for learner in self.learners if learner.role == role), None)
@@ -107,15 +121,16 @@ class Program:
             lines += [x.describe() for x in self.learners if x.first and x.role == producer.role]
             lines.append(f"{', '.join(producer.columns)} <- {producer.role}.{producer.method.__name__}")
         lines.append(f"{', '.join(self.advantage.writes)} <- controller ({algorithm.advantage.name})")
-        if self.correction is not None:
-            lines.append(", ".join((*self.correction.writes, "response_mask")) + " <- rollout correction")
+        corrected = (*self.correction.writes, "response_mask <- ") if self.correction is not None else ()
+        lines.append(", ".join(corrected) + describe_correction(config))
         if self.preparation is not None:
             written = ", ".join(self.preparation.writes)
             lines.append(f"{written} <- controller, per mini-batch ({algorithm.policy_loss.name})")
         lines += [x.describe() for x in self.learners if not x.first]
         joined = ", with rows of data.pretrain in every mini-batch" if algorithm.pretrain_coef else ""
         lines.append("actor.update_actor reads " + ", ".join(update_columns(self.actor_loss)) + joined)
-        return [*lines, *_adapted(config), "publish weights to the rollout engines"]
+        published = f"publish weights to the rollout engines {describe_planned(config)}{_in_flight(config)}"
+        return [*lines, *_adapted(config), published]
 
 
 def _taken(config: Config, greedy_baseline: bool) -> str:
@@ -123,6 +138,15 @@ def _taken(config: Config, greedy_baseline: bool) -> str:
     line, chosen = "take complete prompt groups from the buffer", config.algorithm.filter
     line += ", each with the reward of a greedy answer" if greedy_baseline else ""
     return line + (f"; {chosen.name} (algorithm.filter) replaces those it drops" if chosen else "")
+
+
+def _in_flight(config: Config) -> str:
+    """What becomes of episodes in flight then."""
+    trainer = config.trainer
+    if trainer.max_staleness == 0:
+        return ""
+    chosen = effective_on_update(trainer.on_update, trainer.max_staleness)
+    return f"; episodes in flight: {chosen} (trainer.on_update), up to {trainer.max_staleness} versions old"
 
 
 def _adapted(config: Config) -> list[str]:
@@ -147,8 +171,8 @@ def plan_program(config: Config) -> Program:
     """Derive the stages of a step from the functions chosen in the config. Raises ConfigError for a column
     that is read and not made.
     """
-    algorithm = config.algorithm
-    correction_config = algorithm.rollout_correction
+    correction_config = effective_correction(config)
+    algorithm = dataclasses.replace(config.algorithm, rollout_correction=correction_config)
     bypass = correction_config is not None and correction_config.mode == "bypass"
     advantage = AdvantageStage(algorithm)
     loss = actor_loss(algorithm, on_policy=_one_update(config) and not bypass)
@@ -357,9 +381,10 @@ def sampling_params(config: Config, tokenizer: object) -> SamplingParams:
 async def create_roles(
     cluster: Cluster, config: Config, program: Program, schedule: Schedule, max_context: int
 ) -> Roles:
-    """Start the worker groups: the actor, the other models, then the rollout engines (which share or gather
-    the actor's weights).
+    """Start the worker groups on the devices of their pools: the actor, the other models, then the rollout
+    engines (which share or gather the actor's weights, or get them from another pool).
     """
+    placement_of(config, program.all_roles)
     steps = schedule.optimizer_steps
     actor = await create_model(cluster, "actor", config, {"policy": program.actor_loss}, steps["actor"])
     models = {}

@@ -23,7 +23,7 @@ from rondo.tracking import Timers
 from rondo.tracking.view import Kind
 from rondo.trainers.checkpoints import Checkpoints
 from rondo.trainers.reporting import Reporter
-from rondo.trainers.roles import create_model, role_spec
+from rondo.trainers.roles import create_model, placement_of, role_spec
 from rondo.training import Loss
 from rondo.types import StepStats
 from rondo.workers.models import ActorWorker, ReferenceWorker, update_columns
@@ -54,6 +54,10 @@ class Task:
     stream: Callable[[Config, bool], RowStream]
     weights: Callable[[Batch], np.ndarray]
     value_head: bool = False
+
+    def roles(self, config: Config) -> tuple[str, ...]:
+        """Its worker groups."""
+        return ("actor", "reference") if self.needs_reference(config) else ("actor",)
 
     def needs_reference(self, config: Config) -> bool:
         """Whether the loss compares with the model as it was at the start."""
@@ -91,6 +95,7 @@ class SupervisedTrainer:
         self.total_steps, self.reporter, self.checkpoints = steps, reporter, checkpoints
         self.step = 0
         self.timers = Timers()
+        reporter.watch(cluster, self.timers)
         self._reads = update_columns(task.loss(config))
         self._held_out_batch: BatchRef | None = None
         self._stop = asyncio.Event()
@@ -105,7 +110,8 @@ class SupervisedTrainer:
         steps = total_steps(config, stream.rows_per_epoch)
         worker, kwargs = role_spec("actor", config, {task.kind: task.loss(config)}, steps)
         kwargs |= {"head": "value"} if task.value_head else {}
-        actor = await cluster.create_group("actor", worker, kwargs=kwargs)
+        devices = placement_of(config, task.roles(config)).devices("actor")
+        actor = await cluster.create_group("actor", worker, kwargs=kwargs, devices=devices)
         reference = await create_model(cluster, "reference", config) if task.needs_reference(config) else None
         return cls(task, config, cluster, actor, reference, stream, held_out, steps, reporter, checkpoints)
 

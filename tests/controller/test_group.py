@@ -293,3 +293,12 @@ def test_driver_bytes_count_the_index(cluster: Cluster, run: Run, role: str) -> 
     before = cluster.driver_bytes()
     run(group.call(Calculator.multiply, ref))
     assert cluster.driver_bytes() - before >= 4 * 8  # at least the row ids
+
+
+def test_a_role_is_on_a_device_once(cluster: Cluster, run: Run, role: str) -> None:
+    """The calls of the first group would go to the second one's workers."""
+    group = make_group(run, cluster, role, kwargs={"factor": 3})
+    with pytest.raises(ConfigError, match=rf"a worker group '{role}' on device 0 already: keep the one"):
+        make_group(run, cluster, role, kwargs={"factor": 5})
+    ref = run(group.call(Calculator.multiply, put(cluster, make_batch((2,)))))
+    assert run(ref.fetch()).rows("multiplied")[0].tolist() == [0, 3]

@@ -159,7 +159,8 @@ def test_a_killed_host_is_an_error_within_seconds(run: Run, healthy: WorkerGroup
     run(healthy.call(Calculator.reduce_over, ["dp", "dp"]))
     started = time.monotonic()
     with pytest.raises(
-        WorkerError, match=r"healthy\[1\]\.dies_in_collective failed: its host process \(pid \d+\) died"
+        WorkerError,
+        match=r"healthy\[1\]\.dies_in_collective failed: its host process \(pid \d+ on [\d.]+\) died",
     ):
         run(healthy.call(Calculator.dies_in_collective, 1))
     assert time.monotonic() - started < 10

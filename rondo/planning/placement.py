@@ -1,0 +1,146 @@
+"""Placement: which role stands on which devices. Pure: from pools and roles to device numbers.
+
+cluster.pools       {train: 2, rollout: 1}      train: devices 0 1    rollout: device 2
+cluster.placement   {rollout: rollout}          every other role: the first pool
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rondo.config.schema import ClusterConfig
+from rondo.errors import ConfigError
+
+ALL = "all"  # the name of the one pool where cluster.pools names none
+ROLLOUT = "rollout"
+
+
+@dataclass(frozen=True)
+class SameDevices:
+    """Two roles that must share their pool, and the key that wants it."""
+
+    role: str
+    other: str
+    because: str
+
+
+@dataclass(frozen=True)
+class Placement:
+    """pools: name → device numbers, rising. pool_of: role → pool; a role that is not in it is in the first.
+    tensor_parallel: devices of one rollout engine.
+    """
+
+    pools: Mapping[str, tuple[int, ...]]
+    pool_of: Mapping[str, str] = field(default_factory=dict)
+    tensor_parallel: int = 1
+
+    def pool(self, role: str) -> str:
+        """The name of the role's pool."""
+        return self.pool_of.get(role, next(iter(self.pools)))
+
+    def devices(self, role: str) -> tuple[int, ...]:
+        """One device number per rank, rising; of a rollout engine the first of its devices."""
+        return self.pools[self.pool(role)][:: self.devices_per_rank(role)]
+
+    def devices_per_rank(self, role: str) -> int:
+        """How many devices, with consecutive numbers, one rank of the role computes on."""
+        return self.tensor_parallel if role == ROLLOUT else 1
+
+    def colocated(self, role: str, other: str) -> bool:
+        """Whether both roles are in one pool, and so in the same host processes."""
+        return self.pool(role) == self.pool(other)
+
+    def describe(self, roles: Sequence[str]) -> list[str]:
+        """A line per pool: `train: devices 0 1: actor, critic`; for `rondo config show`."""
+        lines = []
+        for name, devices in self.pools.items():
+            here = [self._named(role) for role in roles if self.pool(role) == name]
+            numbers = " ".join(map(str, devices))
+            lines.append(f"{name}: device{'s' if len(devices) > 1 else ''} {numbers}: {', '.join(here)}")
+        return lines
+
+    def _named(self, role: str) -> str:
+        size = self.devices_per_rank(role)
+        return role if size == 1 else f"{role} ({size} devices per engine)"
+
+
+def plan_placement(
+    cluster: ClusterConfig,
+    roles: Sequence[str] | None = None,
+    *,
+    tensor_parallel: int = 1,
+    together: Sequence[SameDevices] = (),
+) -> Placement:
+    """Pools take consecutive device numbers in the order in which they are written.
+
+    roles: all of the run; None: not known (a program of your own), then no pool counts as unused. together:
+    roles that must share a pool. Raises ConfigError: pools of more or fewer devices than there are, a role
+    that the run does not have, a pool without a role, a rollout pool that does not divide into engines, and
+    roles that must share a pool and do not.
+    """
+    sizes = dict(cluster.pools) or {ALL: cluster.devices}
+    if sum(sizes.values()) != cluster.devices:
+        raise ConfigError(
+            f"cluster.pools={_shown(sizes)} have {sum(sizes.values())} devices together, and "
+            f"cluster.devices={cluster.devices}: make them equal"
+        )
+    pools, first = {}, 0
+    for name, size in sizes.items():
+        pools[name] = tuple(range(first, first + size))
+        first += size
+    placement = Placement(pools, dict(cluster.placement), tensor_parallel)
+    _check_names(placement)
+    if roles is not None:
+        _check_roles(placement, roles)
+    _check_engines(placement)
+    for pair in together:
+        if not placement.colocated(pair.role, pair.other):
+            raise ConfigError(
+                f"{pair.because} needs {pair.role} and {pair.other} on the same devices, and "
+                f"cluster.placement puts {pair.role} in pool {placement.pool(pair.role)} and {pair.other} in "
+                f"{placement.pool(pair.other)}: name one pool for both, or remove {pair.because}"
+            )
+    return placement
+
+
+def _check_names(placement: Placement) -> None:
+    for role, pool in placement.pool_of.items():
+        if pool not in placement.pools:
+            raise ConfigError(
+                f"cluster.placement.{role}={pool}: there is no such pool; cluster.pools has "
+                f"{', '.join(placement.pools)}"
+            )
+
+
+def _check_roles(placement: Placement, roles: Sequence[str]) -> None:
+    for role, pool in placement.pool_of.items():
+        if role not in roles:
+            raise ConfigError(
+                f"cluster.placement.{role}={pool}: this run has no {role}, only {', '.join(roles)}; remove "
+                "the key, or choose functions that read what that role makes"
+            )
+    for name, devices in placement.pools.items():
+        if not any(placement.pool(role) == name for role in roles):
+            raise ConfigError(
+                f"cluster.pools.{name}={len(devices)}: no role of this run is in that pool and its devices "
+                f"would stand idle; name it for one of {', '.join(roles)} in cluster.placement, or remove it"
+            )
+
+
+def _check_engines(placement: Placement) -> None:
+    name, size = placement.pool(ROLLOUT), placement.tensor_parallel
+    if len(placement.pools[name]) < size:
+        raise ConfigError(
+            f"rollout.tensor_parallel={size}, but the rollout's pool {name} has {len(placement.pools[name])} "
+            "device(s): raise cluster.devices (or that pool of cluster.pools), or lower it"
+        )
+    if len(placement.pools[name]) % size:
+        raise ConfigError(
+            f"rollout.tensor_parallel={size} does not divide the {len(placement.pools[name])} devices of the "
+            f"rollout's pool {name}: some would stand idle; change either"
+        )
+
+
+def _shown(sizes: Mapping[str, int]) -> str:
+    return "{" + ", ".join(f"{name}: {size}" for name, size in sizes.items()) + "}"

@@ -1,0 +1,153 @@
+"""Pools on Ray: one placement group each, errors instead of waiting for devices that do not exist, and a
+group that goes on without a rank whose process was killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from rondo.config.schema import ClusterConfig
+from rondo.controller import Cluster, Mesh, Worker, WorkerGroup, start_cluster
+from rondo.errors import ConfigError, DataError, WorkerError
+from tests.controller.conftest import Run
+from tests.controller.sample_workers import Calculator
+
+ray = pytest.importorskip("ray")
+
+
+def config(devices: int, **pools: int) -> ClusterConfig:
+    return ClusterConfig(backend="ray", device="cpu", threads=1, devices=devices, pools=pools)
+
+
+def groups_of_ray() -> dict[str, dict[str, Any]]:
+    """Placement groups by id, those of earlier tests included."""
+    table: dict[str, dict[str, Any]] = ray.util.placement_group_table()
+    return table
+
+
+@pytest.fixture(scope="module")
+def three(ray_instance: None, run: Run) -> Iterator[Cluster]:
+    """Three devices; the last tests of this file kill their hosts."""
+    cluster = run(start_cluster(config(3)))
+    yield cluster
+    run(cluster.shutdown())
+
+
+@pytest.fixture(scope="module")
+def late(three: Cluster, run: Run) -> WorkerGroup:
+    """Made while all hosts live: a new group needs every one of them."""
+    return run(three.create_group("late", Calculator, devices=(1, 2)))
+
+
+def test_each_pool_is_a_placement_group_and_none_is_left(ray_instance: None, run: Run) -> None:
+    free, before = ray.available_resources().get("CPU", 0), set(groups_of_ray())
+    cluster = run(start_cluster(config(3, one=1, two=2)))
+    made = {name: group for name, group in groups_of_ray().items() if name not in before}
+    assert sorted(len(group["bundles"]) for group in made.values()) == [1, 2]
+    assert {(group["state"], group["strategy"]) for group in made.values()} == {("CREATED", "PACK")}
+    hosts = run(cluster.create_group("all", Calculator))
+    assert len({pid for _, _, pid, _ in run(hosts.call(Calculator.place, [0, 0, 0]))}) == 3
+    run(cluster.shutdown())
+    assert {groups_of_ray()[name]["state"] for name in made} == {"REMOVED"}
+    assert all_free(free)
+
+
+def all_free(cpus: float) -> bool:
+    """Ray gives resources back a moment after it said so."""
+    deadline = time.monotonic() + 10
+    while ray.available_resources().get("CPU", 0) < cpus and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return bool(ray.available_resources().get("CPU", 0) >= cpus)
+
+
+def test_more_than_the_nodes_have_is_refused_at_once(ray_instance: None, run: Run) -> None:
+    before = set(groups_of_ray())
+    with pytest.raises(
+        ConfigError, match=r"cluster.devices=9 \(cluster.pools: a 4, b 5\), but the Ray cluster has 7 CPUs \("
+    ):
+        run(start_cluster(config(9, a=4, b=5)))
+    assert set(groups_of_ray()) == before
+
+
+def test_devices_that_another_job_has_are_named_after_a_bounded_time(
+    ray_instance: None, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free, before = ray.available_resources().get("CPU", 0), set(groups_of_ray())
+    monkeypatch.setattr("rondo.controller.ray_pools.READY_SECONDS", 1.0)
+    other = run(start_cluster(config(2)))
+    with pytest.raises(
+        ConfigError, match=r"cluster.pools.b: Ray did not set aside 6 devices \(1 CPU each\) within 1 s; free"
+    ):
+        run(start_cluster(config(7, a=1, b=6)))
+    run(other.shutdown())
+    left = {group["state"] for name, group in groups_of_ray().items() if name not in before}
+    assert left == {"REMOVED"}
+    assert all_free(free)
+
+
+def test_a_workers_own_error_is_no_death(three: Cluster, run: Run) -> None:
+    group = run(three.create_group("errors", Calculator))
+    with pytest.raises(WorkerError) as caught:
+        run(group.call_each(Calculator.fails, (1,)))
+    assert (caught.value.died, type(caught.value.cause_error)) == (False, DataError)
+    assert group.alive == (0, 1, 2)
+    with pytest.raises(ValueError, match="one per rank"):
+        run(group.call(Calculator.place, [1, 2, 3], ranks=(0, 1)))
+    with pytest.raises(ValueError, match="no rank"):
+        run(group.call(Calculator.fails, (), ranks=()))
+
+
+def test_a_rank_on_several_devices(three: Cluster, run: Run) -> None:
+    """On a CPU it is a count: the group's ranks stand on the first device of each."""
+    with pytest.raises(ConfigError, match=r"a group on devices \(2, 3\)"):
+        run(three.create_group("wide", Calculator, devices=(2,), devices_per_rank=2))
+    with pytest.raises(ConfigError, match=r"a group on devices \(0, 1, 1, 2\)"):
+        run(three.create_group("wide", Calculator, devices=(0, 1), devices_per_rank=2))
+    group = run(three.create_group("wide", Calculator, devices=(1,), devices_per_rank=2))
+    assert (group.size, group.devices, group.mesh) == (1, (1,), Mesh.data_parallel(1))
+
+
+def test_a_group_goes_on_without_a_killed_rank(three: Cluster, late: WorkerGroup, run: Run) -> None:
+    """Also when it is the first host, where torch.distributed's ranks met."""
+    every = run(three.create_group("every", Calculator))
+    assert every.alive == (0, 1, 2)
+    pids = run(every.call(Worker.process_id))
+    os.kill(pids[0], signal.SIGKILL)
+    with pytest.raises(WorkerError, match=rf"every\[0\]\.napping.*pid {pids[0]} on") as caught:
+        run(every.call_rank(0, Calculator.napping, 20.0))
+    assert caught.value.died
+    assert every.alive == (1, 2)
+    assert run(every.call_each(Calculator.napping, 0.0)).keys() == {1, 2}
+    assert run(every.call_each(Worker.process_id)) == {1: pids[1], 2: pids[2]}
+    assert run(every.call(Calculator.fails, (), ranks=every.alive)) == "fine"
+    assert [out[3] for out in run(every.call(Calculator.place, [4, 5], ranks=(1, 2)))] == [4, 5]
+    with pytest.raises(WorkerError, match=r"every\[0\]\.fails failed: .*unusable") as caught:
+        run(every.call(Calculator.fails, ()))
+    assert caught.value.died
+    assert [out[0] for out in run(late.call(Calculator.reduce_over, ["dp", "dp"]))] == [3.0, 3.0]
+
+
+def test_a_rank_that_dies_during_a_call_does_not_take_slow_ones_with_it(late: WorkerGroup, run: Run) -> None:
+    pids = run(late.call(Worker.process_id))
+
+    async def kill_while_all_sleep() -> Any:
+        calling = asyncio.ensure_future(late.call_each(Calculator.napping, 1.5))
+        await asyncio.sleep(0.2)
+        os.kill(pids[1], signal.SIGKILL)
+        return await calling
+
+    assert run(kill_while_all_sleep()).keys() == {0}
+    assert late.alive == (0,)
+    os.kill(pids[0], signal.SIGKILL)
+    with pytest.raises(WorkerError) as caught:
+        run(late.call_each(Calculator.napping, 30.0))
+    assert caught.value.died
+    assert late.alive == ()
+    with pytest.raises(WorkerError, match="unusable"):
+        run(late.call_each(Calculator.napping, 0.0))

@@ -1,0 +1,103 @@
+"""Every worker call is told to the cluster's recorders, with the time that it took on its host."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from rondo.controller import Cluster, Worker, dispatch
+from rondo.errors import WorkerError
+
+Run = Callable[[Any], Any]
+
+
+class Sleeper(Worker):
+    @dispatch("broadcast")
+    def work(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    @dispatch("broadcast")
+    async def nap(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+    @dispatch("broadcast")
+    def fail(self) -> None:
+        raise ValueError("no")
+
+
+class Notebook:
+    def __init__(self) -> None:
+        self.sent: list[tuple[str, int, int, str]] = []
+        self.spans: list[tuple[str, int, int, str, float, float]] = []
+
+    def submitted(self, role: str, rank: int, device: int, method: str) -> None:
+        self.sent.append((role, rank, device, method))
+
+    def record(self, role: str, rank: int, device: int, method: str, start: float, end: float) -> None:
+        self.spans.append((role, rank, device, method, start, end))
+
+
+@pytest.fixture
+def notebook(cluster: Cluster) -> Iterator[Notebook]:
+    book = Notebook()
+    cluster.timeline.recorders.append(book)
+    yield book
+    cluster.timeline.recorders.remove(book)
+
+
+def test_spans_are_of_the_host_and_of_every_rank(
+    cluster: Cluster, run: Run, role: str, notebook: Notebook
+) -> None:
+    devices = tuple(range(cluster.num_devices))[-2:]  # two devices that are not the first, where there are
+    group = run(cluster.create_group(role, Sleeper, devices=devices))
+    before = time.time()
+    run(group.call(Sleeper.work, 0.02))
+    run(group.call(Sleeper.nap, 0.02))
+    after = time.time()
+    expected = [(role, rank, device, name) for name in ("work", "nap") for rank, device in enumerate(devices)]
+    assert notebook.sent == expected
+    assert [span[:4] for span in notebook.spans] == expected
+    for *_, start, end in notebook.spans:
+        assert end - start >= 0.02
+        assert before <= start < end <= after + 1e-3  # one machine, one clock
+    naps = [start for *_, name, start, _ in notebook.spans if name == "nap"]
+    works = [end for *_, name, _, end in notebook.spans if name == "work"]
+    assert min(naps) >= max(works)
+
+
+def test_waiting_for_the_training_thread_is_not_in_the_span(
+    cluster: Cluster, run: Run, role: str, notebook: Notebook
+) -> None:
+    group = run(cluster.create_group(role, Sleeper))
+
+    async def both() -> None:
+        await asyncio.gather(group.call(Sleeper.work, 0.05), group.call(Sleeper.work, 0.01))
+
+    run(both())
+    mine = sorted(span[4:] for span in notebook.spans if span[1] == 0)
+    assert mine[0][1] <= mine[1][0]
+
+
+def test_failed_and_cancelled_calls_are_told_too(
+    cluster: Cluster, run: Run, role: str, notebook: Notebook
+) -> None:
+    group = run(cluster.create_group(role, Sleeper))
+    with pytest.raises(WorkerError, match="no"):
+        run(group.call(Sleeper.fail))
+
+    async def cancelled() -> None:
+        call = asyncio.ensure_future(group.call(Sleeper.nap, 5.0))
+        await asyncio.sleep(0.02)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+
+    run(cancelled())
+    assert [span[:4] for span in notebook.spans] == notebook.sent
+    assert {span[3] for span in notebook.spans} == {"fail", "nap"}
+    for _, _, _, name, start, end in notebook.spans:
+        assert 0 <= end - start < 5.0, name

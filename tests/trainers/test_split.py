@@ -1,0 +1,71 @@
+"""Engines on hosts of their own: a run that loses one of them, and a program that is written by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from rondo.config import load
+from rondo.controller import Worker
+from rondo.trainers.checkpoints import Checkpoints
+from rondo.trainers.reporting import Reporter
+from rondo.trainers.rl import RLTrainer
+from rondo.trainers.run import train
+from rondo.trainers.session import open_session
+from tests.trainers.conftest import weights
+from tests.trainers.test_placement import PPO, SPLIT, learned
+
+pytest.importorskip("ray")
+
+
+def test_split_goes_on_without_a_host_of_engines(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its prompts are started again on the other one, and give the same tokens there."""
+
+    def run(name: str, *overrides: str) -> Path:
+        settings = ["trainer.total_steps=4", "trainer.evaluation.every=null", *overrides]
+        train(load([str(recipe)], [f"trainer.run_dir={tmp_path / name}", *settings]))
+        return tmp_path / name
+
+    whole = run("whole")
+    original, warned = Checkpoints.write_if_due, []
+
+    async def kill_after_the_second_step(checkpoints: Checkpoints, trainer: RLTrainer) -> None:
+        await original(checkpoints, trainer)
+        if trainer.step == 2:
+            os.kill((await trainer.roles.rollout.call(Worker.process_id))[1], signal.SIGKILL)
+
+    monkeypatch.setattr(Checkpoints, "write_if_due", kill_after_the_second_step)
+    monkeypatch.setattr(Reporter, "warn", lambda self, message: warned.append(message))
+    hurt = run("hurt", *SPLIT, "cluster.devices=3", "cluster.pools.serve=2")
+    assert weights(hurt) == weights(whole)
+    assert learned(hurt) == learned(whole)
+    assert any("its prompts go to the other 1 of 2" in message for message in warned)
+
+
+def test_a_program_of_ones_own_is_placed_by_the_recipe(recipe: Path, tmp_path: Path) -> None:
+    """One step by hand, mixed and split at once: the critic with the engines, the actor alone."""
+
+    async def one_step(name: str, *overrides: str) -> dict[str, tuple[int, ...]]:
+        settings = [f"trainer.run_dir={tmp_path / name}", *PPO, *overrides]
+        settings += ["trainer.total_steps=1", "checkpoint.every=null"]
+        settings += ["trainer.evaluation={before: false, after: false, every: null}", "algorithm.kl=null"]
+        async with open_session([recipe], [x for x in settings if "reference" not in x]) as session:
+            actor, critic, reward = await session.actor(), await session.critic(), await session.reward()
+            async for prompts in session.prompts():
+                batch = await actor.compute_log_prob(await actor.generate_sequences(prompts))
+                batch = await critic.compute_values(await reward.compute_reward(batch))
+                batch = await session.compute_advantages(batch)
+                await session.log(batch, await critic.update_critic(batch), await actor.update_actor(batch))
+        return {group.role: group.devices for group in (actor.model, actor.rollout, critic.model)}
+
+    apart = ("cluster.placement={rollout: serve, critic: serve}",)
+    assert asyncio.run(one_step("here")) == {"actor": (0,), "rollout": (0,), "critic": (0,)}
+    placed = asyncio.run(one_step("there", *SPLIT[:3], *apart))
+    assert placed == {"actor": (0,), "rollout": (1,), "critic": (1,)}
+    assert weights(tmp_path / "here") == weights(tmp_path / "there")
