@@ -44,9 +44,8 @@ async def single_turn(
             f"{len(prompt.token_ids)} it was sent; tokenizer and engine disagree"
         )
     length = len(completion.token_ids)
-    nothing = (
-        length == 0
-    )  # a deadline that passed in the queue: there is no policy token to score or train on
+    # An answer that a clock cut off is no sample of the policy, and one without a token nothing to score.
+    late = completion.finish_reason == "deadline"
     return Trajectory(
         prompt=prompt,
         trajectory_id=trajectory_id,
@@ -57,6 +56,13 @@ async def single_turn(
         policy_versions=completion.policy_versions,
         turns=(Turn("policy", 0, length),),
         finish_reason=completion.finish_reason,
-        outcome="rollout_error" if nothing else "scored",
-        failure=f"no token was generated ({completion.finish_reason})" if nothing else "",
+        outcome="rollout_error" if late or length == 0 else "scored",
+        failure=_failure(completion, deadline_seconds) if late or length == 0 else "",
     )
+
+
+def _failure(completion: Completion, deadline_seconds: float | None) -> str:
+    if completion.finish_reason == "deadline":
+        made = len(completion.token_ids)
+        return f"{made} tokens after rollout.deadline_seconds = {deadline_seconds}"
+    return f"no token was generated ({completion.finish_reason})"

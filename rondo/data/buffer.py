@@ -18,7 +18,7 @@ import numpy as np
 from rondo.batch import BatchRef
 from rondo.data.rows import is_scored
 from rondo.errors import RewardError, TrainError
-from rondo.planning.admission import may_admit, select
+from rondo.planning.admission import Order, may_admit, select
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,10 @@ class Group:
         rewards = self.ref.index.scalars("reward")[is_scored(self.ref.index)]
         return float(rewards.sum(dtype=np.float64)), len(rewards)
 
+    def lengths(self) -> np.ndarray:
+        """Response lengths of its scored rows, in tokens."""
+        return self.ref.index.scalars("response_length")[is_scored(self.ref.index)]
+
 
 def failures(rows: BatchRef) -> list[str]:
     """The outcomes of the trajectories that failed."""
@@ -46,8 +50,9 @@ class Ledger:
     """Exactly once: a sequence number below `next_seq` was trained unless it is open, ready, dropped or to
     re-issue.
 
-    What no step has counted yet: filtered, those of `dropped` that a filter dropped, with `Group.rewards`;
-    failed, outcomes of trajectories that failed, in groups of any fate.
+    aborts: how often a group that is not complete yet was aborted. What no step has counted yet: filtered,
+    those of `dropped` that a filter dropped, with `Group.rewards`; failed, outcomes of trajectories that
+    failed, in groups of any fate; produced, response lengths of groups that came in.
     """
 
     next_seq: int = 0
@@ -55,8 +60,10 @@ class Ledger:
     open: dict[int, int] = field(default_factory=dict)  # seq → version at admission
     dropped: dict[int, str] = field(default_factory=dict)  # seq → reason
     reissue: list[int] = field(default_factory=list)
+    aborts: dict[int, int] = field(default_factory=dict)
     filtered: dict[int, tuple[float, int]] = field(default_factory=dict)
     failed: dict[int, list[str]] = field(default_factory=dict)
+    produced: list[int] = field(default_factory=list)
 
     def admit(self, version: int) -> int:
         """The next sequence number to start; what was given back goes first."""
@@ -73,8 +80,12 @@ class Ledger:
         del self.open[seq]
         self.reissue = sorted([*self.reissue, seq])
 
-    def drop(self, seq: int, reason: str) -> None:
+    def complete(self, seq: int) -> None:
         del self.open[seq]
+        self.aborts.pop(seq, None)
+
+    def drop(self, seq: int, reason: str) -> None:
+        self.complete(seq)
         self.dropped[seq] = reason
 
     @property
@@ -85,8 +96,9 @@ class Ledger:
     def records(self) -> list[dict[str, Any]]:
         """The account as lines for `buffer/ledger.jsonl`. What is in flight will be issued again."""
         reissue = sorted([*self.reissue, *self.open])
-        head = {"kind": "watermark", "next_seq": self.next_seq, "num_trained": self.num_trained}
-        again = [{"kind": "reissue", "seq": seq} for seq in reissue]
+        counts = {"next_seq": self.next_seq, "num_trained": self.num_trained}
+        head = {"kind": "watermark", **counts, "produced": list(self.produced)}
+        again = [{"kind": "reissue", "seq": seq, "aborts": self.aborts.get(seq, 0)} for seq in reissue]
         dropped = [
             {"kind": "dropped", "seq": seq, "reason": reason} for seq, reason in sorted(self.dropped.items())
         ]
@@ -106,8 +118,10 @@ class Ledger:
         return cls(
             next_seq=head["next_seq"],
             num_trained=head["num_trained"],
+            produced=list(head.get("produced", ())),
             dropped={r["seq"]: r["reason"] for r in records if r["kind"] == "dropped"},
             reissue=sorted(r["seq"] for r in records if r["kind"] == "reissue"),
+            aborts={r["seq"]: r["aborts"] for r in records if r["kind"] == "reissue" and r.get("aborts")},
             filtered={r["seq"]: (r["reward_sum"], r["rows"]) for r in records if r["kind"] == "filtered"},
             failed={r["seq"]: r["outcomes"] for r in records if r["kind"] == "failed"},
         )
@@ -116,7 +130,8 @@ class Ledger:
 class Buffer:
     """Between episodes and trainer.
 
-    batch_size: groups per step. total_groups: prompts that the run may consume. keep: a filter that names
+    batch_size: groups per step. total_groups: prompts that the run may consume. order: in which complete
+    groups are trained, see `planning/admission.py`. keep: a filter that names
     the reason for which a complete group is dropped (its credit then admits another prompt), or None to keep
     it. max_refills: filtered groups of one step at most, in units of batch_size; one more, and `take` and
     `settled` raise TrainError. check_failures: given the outcomes of one step's failed trajectories (or the
@@ -132,26 +147,50 @@ class Buffer:
         max_staleness: int,
         total_steps: int,
         total_groups: int,
+        order: Order = "prompt",
         keep: Callable[[Group], str | None] | None = None,
         max_refills: float = math.inf,
         check_failures: Callable[[Sequence[str]], None] = lambda outcomes: None,
     ) -> None:
         self.batch_size, self.max_staleness = batch_size, max_staleness
-        self.total_steps, self.total_groups = total_steps, total_groups
+        self.total_steps, self.total_groups, self.order = total_steps, total_groups, order
         self.keep, self.max_refills, self._check_failures = keep, max_refills, check_failures
         self.version = 0
         self.ledger = Ledger()
         self.ready: dict[int, Group] = {}
         self.num_failed = 0  # trajectories, for the batch taken last
+        self.num_aborted = self.num_given_back = 0  # groups, since the statistics were taken last
+        self.trained: list[int] = []  # response lengths of the groups taken last
         self._changed = asyncio.Condition()
+        self._admitting = True
         self._error: BaseException | None = None
         self._filter_statistics: Mapping[str, float] = {}  # of the batch taken last
+        self._unused = 0  # places that short steps left empty: their credits are gone
+
+    @property
+    def rules(self) -> dict[str, Any]:
+        """For a checkpoint: what decides which groups wait in the buffer."""
+        return {"max_staleness": self.max_staleness, "order": self.order}
+
+    def restore(
+        self, ledger: Ledger, groups: Iterable[Group], version: int, rules: Mapping[str, Any]
+    ) -> None:
+        """Go on at `version`, with the account and the complete groups of a checkpoint. rules: of the buffer
+        that it was cut from. Under tighter ones, or in another order, more of its groups may be due than a
+        step can take; then they all start again.
+        """
+        self.ledger, self.version = ledger, version
+        self._unused = version * self.batch_size - ledger.num_trained
+        if rules.get("order") == self.order and rules["max_staleness"] <= self.max_staleness:
+            self.ready = {group.seq: group for group in groups}
+        else:
+            ledger.reissue = sorted([*ledger.reissue, *(group.seq for group in groups)])
 
     def credits(self) -> int:
         """How many more groups may start now."""
         return may_admit(
             num_admitted=self.ledger.num_admitted,
-            num_dropped=len(self.ledger.dropped),
+            num_dropped=len(self.ledger.dropped) - self._unused,
             version=self.version,
             max_staleness=self.max_staleness,
             batch_size=self.batch_size,
@@ -164,8 +203,16 @@ class Buffer:
         back-pressure.
         """
         async with self._changed:
-            await self._changed.wait_for(lambda: self.credits() > 0)
+            await self._changed.wait_for(lambda: self._admitting and self.credits() > 0)
             return self.ledger.admit(self.version)
+
+    async def admit(self, yes: bool) -> None:
+        """Whether prompts may start at all: not while weights change, so that what is given back then starts
+        again under the new ones.
+        """
+        async with self._changed:
+            self._admitting = yes
+            self._changed.notify_all()
 
     async def put(self, group: Group) -> None:
         """A complete group arrives; a filtered one is a drop with a reason."""
@@ -173,8 +220,9 @@ class Buffer:
         async with self._changed:
             self._note_failures(group.seq, failures(group.ref))
             if reason is None:
-                del self.ledger.open[group.seq]
+                self.ledger.complete(group.seq)
                 self.ready[group.seq] = group
+                self.ledger.produced += group.lengths().tolist()
             else:
                 self.ledger.drop(group.seq, reason)
                 self.ledger.filtered[group.seq] = group.rewards()
@@ -189,10 +237,17 @@ class Buffer:
             self._check_bounds()
             self._changed.notify_all()
 
-    async def give_back(self, seq: int) -> None:
-        """An episode was cancelled: the prompt will be issued again."""
+    async def give_back(self, seqs: Iterable[int], *, aborted: bool = False) -> None:
+        """Episodes were cancelled or lost: their prompts will be issued again, before others. What is
+        complete by now is left alone. aborted: because weights changed; counted for each (`Ledger.aborts`).
+        """
         async with self._changed:
-            self.ledger.give_back(seq)
+            for seq in [seq for seq in seqs if seq in self.ledger.open]:
+                self.ledger.give_back(seq)
+                self.num_given_back += 1
+                if aborted:
+                    self.num_aborted += 1
+                    self.ledger.aborts[seq] = self.ledger.aborts.get(seq, 0) + 1
             self._changed.notify_all()
 
     async def fail(self, error: BaseException) -> None:
@@ -202,7 +257,7 @@ class Buffer:
             self._changed.notify_all()
 
     async def take(self) -> list[Group]:
-        """Whole groups for one step, in prompt order, none staler than the bound; short at the end, then
+        """Whole groups for one step, by sequence number, none staler than the bound; short at the end, then
         empty.
         """
         chosen: list[int] = []
@@ -211,11 +266,12 @@ class Buffer:
             if self._error is not None:
                 raise self._error
             selected = select(
-                ready=self.ready,
+                ready={seq: group.admitted_version for seq, group in self.ready.items()},
                 open_groups=self.ledger.open,
                 version=self.version,
                 max_staleness=self.max_staleness,
                 want=self._want(),
+                order=self.order,
             )
             if selected is None:
                 return False
@@ -226,6 +282,7 @@ class Buffer:
             await self._changed.wait_for(pick)
             groups = [self.ready.pop(seq) for seq in chosen]
             self.ledger.num_trained += len(groups)
+            self.trained = [length for group in groups for length in group.lengths().tolist()]
             last = groups[-1].seq if len(groups) == self.batch_size else math.inf
             self.num_failed = sum(len(self.ledger.failed.pop(seq)) for seq in self._failed(last))
             if self.keep is not None:
@@ -251,16 +308,22 @@ class Buffer:
         if not self.ledger.filtered and not self.ledger.failed:
             return
         # As soon as it is certain, and only then: no more than a batch of groups that may yet be trained on
-        # come before these, or are these.
+        # come before these, or are these. Or there are so many that, however the next max_staleness + 1 steps
+        # share them (no more groups than those train are in flight or ready), one of these has too many.
         alive = sorted([*self.ready, *self.ledger.open, *self.ledger.reissue])
         last = alive[self.batch_size - 1] if len(alive) >= self.batch_size else math.inf
         filtered = [seq for seq in self.ledger.filtered if seq < last]
+        steps = self.max_staleness + 1
+        if len(self.ledger.filtered) > steps * self.max_refills * self.batch_size:
+            filtered = sorted(self.ledger.filtered)[: -(-len(self.ledger.filtered) // steps)]
         if len(filtered) > self.max_refills * self.batch_size:
             self._error = self._error or TrainError(self._too_many(filtered))
+        failed = [outcome for seq in self._failed(math.inf) for outcome in self.ledger.failed[seq]]
         try:
             self._check_failures(
                 [outcome for seq in self._failed(last) for outcome in self.ledger.failed[seq]]
             )
+            self._check_failures(failed[: -(-len(failed) // steps)])
         except RewardError as error:
             self._error = self._error or error
 
@@ -288,7 +351,9 @@ class Buffer:
         return statistics
 
     def _want(self) -> int:
-        """A full batch, or what is left once nothing more can start."""
+        """A full batch, or what is left once nothing more can start; 0 after the last step."""
+        if self.version >= self.total_steps:  # a run that was made shorter may have more
+            return 0
         last_grant = self.version + self.max_staleness + 1 >= self.total_steps
         last_prompt = self.ledger.next_seq >= self.total_groups
         nothing_open = not self.ledger.open and not self.ledger.reissue and self.credits() == 0
@@ -316,13 +381,29 @@ class Buffer:
             self._changed.notify_all()
 
     def statistics(self) -> Mapping[str, float]:
-        """For the metrics, in constant time: what is here now and, with a filter, what it did for the batch
-        taken last. reward/generated_mean is over all scored rows, those of filtered groups too: the mean
-        over what is trained on says more about the filter than about the policy.
+        """For the metrics: what is here now; what came in, was aborted or given back since the last call;
+        and, with a filter, what it did for the batch taken last. reward/generated_mean is over all scored
+        rows, those of filtered groups too: the mean over what is trained on says more about the filter than
+        about the policy. Lengths of what came in beside those of what was trained: over a while they are the
+        same, unless short answers are favoured.
         """
-        return {
+        statistics = {
             **self._filter_statistics,
             "buffer/ready": float(len(self.ready)),
             "buffer/open": float(len(self.ledger.open)),
             "buffer/dropped": float(len(self.ledger.dropped)),
+            "buffer/aborted": float(self.num_aborted),
+            "buffer/reissued": float(self.num_given_back),
+            **_length_statistics("buffer/produced_length", self.ledger.produced),
+            **_length_statistics("buffer/trained_length", self.trained),
         }
+        self.num_aborted = self.num_given_back = 0
+        self.ledger.produced = []
+        return statistics
+
+
+def _length_statistics(name: str, lengths: Sequence[int]) -> dict[str, float]:
+    if not lengths:
+        return {}
+    mean, p95 = float(np.mean(lengths)), float(np.percentile(lengths, 95))
+    return {f"{name}_mean": mean, f"{name}_p95": p95, f"{name}_max": float(max(lengths))}

@@ -1,16 +1,63 @@
-"""The rollout correction stage, on the controller, before the weights of the loss are planned."""
+"""Rollout correction: what the configuration asks for, and the stage that does it, on the controller, before
+the weights of the loss are planned.
+"""
 
 from __future__ import annotations
+
+import dataclasses
 
 import numpy as np
 import torch
 
 from rondo.algorithms.rollout_correction import correct
 from rondo.batch import BatchRef
-from rondo.config.schema import RolloutCorrectionConfig
+from rondo.config.schema import Config, ImportanceConfig, RolloutCorrectionConfig
 from rondo.controller import Cluster
 from rondo.trainers.columns import attach, padded_columns
 from rondo.types import StepStats
+
+
+def effective_correction(config: Config) -> RolloutCorrectionConfig | None:
+    """What algorithm.rollout_correction becomes: decoupled, bypass or None (off).
+
+    auto: off where the samples are the trainer's own policy's (trainer.max_staleness=0, native engine), or
+    else token-level truncated importance weights; with importance or reject set, those.
+    """
+    chosen = config.algorithm.rollout_correction
+    if chosen is None or chosen.mode != "auto":
+        return chosen
+    if chosen.importance is None and not chosen.reject:
+        if not _of_another_policy(config):
+            return None
+        chosen = dataclasses.replace(chosen, importance=ImportanceConfig(level="token", upper=2.0))
+    return dataclasses.replace(chosen, mode="decoupled")
+
+
+def describe_correction(config: Config) -> str:
+    """A line for `config show`: what it became, and why."""
+    written, found = config.algorithm.rollout_correction, effective_correction(config)
+    auto = written is not None and written.mode == "auto"
+    causes = [
+        f"trainer.max_staleness={config.trainer.max_staleness}",
+        f"rollout.engine={config.rollout.engine}",
+    ]
+    why = f" (auto: {', '.join(causes)})" if auto else ""
+    if found is None or found.mode == "bypass":
+        return f"rollout correction: {'off' if found is None else 'bypass'}{why}"
+    parts = []
+    if found.importance is not None:
+        weights = found.importance
+        bounds = (
+            f"{weights.lower} to {weights.upper}" if weights.lower is not None else f"up to {weights.upper}"
+        )
+        how = "0 outside" if weights.outside == "mask" else "truncated"
+        parts.append(f"importance weights per {weights.level}, {bounds}, {how}")
+    parts += [f"reject {rule.statistic} per {rule.level}" for rule in found.reject]
+    return f"rollout correction: {'; '.join(parts) or 'measured only'}{why}"
+
+
+def _of_another_policy(config: Config) -> bool:
+    return config.trainer.max_staleness > 0 or config.rollout.engine != "native"
 
 
 class CorrectionStage:
@@ -24,7 +71,7 @@ class CorrectionStage:
     columns: tuple[str, ...] = ("old_log_probs", "rollout_log_probs", "response_mask")
 
     def __init__(self, config: RolloutCorrectionConfig, *, mask_truncated: bool = False) -> None:
-        assert config.mode == "decoupled", "π_old is π_rollout in bypass mode; there is nothing to correct"
+        assert config.mode != "bypass", "π_old is π_rollout in bypass mode; there is nothing to correct"
         self._config, self._mask_truncated = config, mask_truncated
         self.writes: tuple[str, ...] = ("rollout_weights",) if config.importance is not None else ()
 

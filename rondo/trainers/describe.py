@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from rondo.batch import BatchRef
@@ -37,3 +39,12 @@ def describe_rows(batch: BatchRef, stats: StepStats) -> None:
     groups, counts = np.unique(index.scalars("group_id"), return_counts=True)
     means = np.array([reward[index.scalars("group_id") == group].std() for group in groups])
     stats.add_mean("reward/constant_group_share", float((means == 0).sum()), len(counts))
+
+
+def describe_staleness(staleness: Sequence[int], max_staleness: int, stats: StepStats) -> None:
+    """Of the prompt groups of a step: mean, largest, and the share of the groups at each value."""
+    for name in ("buffer/staleness", "buffer/staleness_mean"):
+        stats.add_mean(name, float(sum(staleness)), len(staleness))
+    stats.add_max("buffer/staleness_max", float(max(staleness)))
+    for value in range(max_staleness + 1):
+        stats.add_mean(f"buffer/staleness_{value}", float(staleness.count(value)), len(staleness))

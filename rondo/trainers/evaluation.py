@@ -13,6 +13,7 @@ import numpy as np
 
 from rondo.config.schema import EvaluationConfig
 from rondo.controller import WorkerGroup
+from rondo.errors import WorkerError
 from rondo.types import SCORED, Prompt, SamplingParams
 from rondo.workers.rollout import EvaluationRecord, RolloutWorker
 
@@ -59,16 +60,28 @@ async def evaluate(
 async def _run(
     rollout: WorkerGroup, prompts: Sequence[Prompt], sampling: SamplingParams, n: int, purpose: str
 ) -> list[EvaluationRecord]:
-    parts = [list(prompts[rank :: rollout.size]) for rank in range(rollout.size)]
-    results = await asyncio.gather(
-        *(
-            rollout.call_rank(rank, RolloutWorker.evaluate, part, sampling, n, purpose)
-            for rank, part in enumerate(parts)
-            if part
+    records: list[EvaluationRecord] = []
+    left = list(prompts)
+    while left:  # a second time only where a rank was lost and others are left
+        ranks = rollout.alive or range(rollout.size)
+        parts = {rank: left[i :: len(ranks)] for i, rank in enumerate(ranks) if left[i :: len(ranks)]}
+        results = await asyncio.gather(
+            *(
+                rollout.call_rank(rank, RolloutWorker.evaluate, part, sampling, n, purpose)
+                for rank, part in parts.items()
+            ),
+            return_exceptions=True,
         )
-    )
+        left = []
+        for part, result in zip(parts.values(), results, strict=True):
+            if isinstance(result, WorkerError) and result.died and rollout.alive:
+                left += part
+            elif isinstance(result, BaseException):
+                raise result
+            else:
+                records += result
     order = {prompt.prompt_id: i for i, prompt in enumerate(prompts)}
-    return sorted((r for part in results for r in part), key=lambda r: (order[r.prompt_id], r.sample_index))
+    return sorted(records, key=lambda r: (order[r.prompt_id], r.sample_index))
 
 
 def summarise(records: Sequence[EvaluationRecord], kind: str) -> dict[str, float]:

@@ -1,50 +1,49 @@
 """The feeder: turns the buffer's credits into prompt groups in flight, and holds them when weights must
 change.
+
+    buffer ──ticket──▶ run ──▶ a task per group, on the rank with the fewest ──put──▶ buffer
+                                 │ lost with its rank, cancelled: given back, started again before others
+    publisher ──hold──▶ finish: all complete │ resume: engines pause │ abort: give back, pause ──release──▶
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from rondo.batch import BatchRef
-from rondo.controller import WorkerGroup
 from rondo.data.buffer import Buffer, Group, failures
-from rondo.data.rows import GREEDY_REWARD, INDEX_COLUMNS, SCORE_PREFIX, is_scored
-from rondo.types import Prompt, SamplingParams
-from rondo.workers.rollout import RolloutWorker
+from rondo.data.rows import GREEDY_REWARD, is_scored
+from rondo.errors import RolloutError, WorkerError
+from rondo.planning.admission import OnUpdate
+from rondo.trainers.episodes import Episodes, cancel
 
 
 class EpisodeFeeder:
-    """prompt_at: the stream, a function of the sequence number. greedy_baseline: with each group one greedy
-    answer, for the column greedy_reward. All methods run on the controller's event loop.
+    """on_update: what `hold` does with the groups in flight. max_aborts: of one group, then it goes on as
+    with resume. n: trajectories per group. warn: is told of a lost rank. All methods run on the controller's
+    event loop.
     """
 
     def __init__(
         self,
         buffer: Buffer,
-        rollout: WorkerGroup,
-        prompt_at: Callable[[int], Prompt],
+        episodes: Episodes,
         *,
-        sampling: SamplingParams,
         n: int,
-        score_names: tuple[str, ...],
-        deadline_seconds: float | None = None,
-        greedy_baseline: bool = False,
+        on_update: OnUpdate = "finish",
+        max_aborts: int = 0,
+        warn: Callable[[str], None] = lambda message: None,
     ) -> None:
-        self._buffer, self._rollout, self._prompt_at = buffer, rollout, prompt_at
-        self._sampling, self._n, self._deadline = sampling, n, deadline_seconds
-        self._greedy_baseline = greedy_baseline
-        self.index_columns = (
-            *INDEX_COLUMNS,
-            *((GREEDY_REWARD,) if greedy_baseline else ()),
-            *(SCORE_PREFIX + name for name in score_names),
-        )
+        self._buffer, self._episodes, self._n = buffer, episodes, n
+        self.on_update, self._max_aborts, self._warn = on_update, max_aborts, warn
+        self.in_flight = 0  # groups, when they were held last
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._load = np.zeros(rollout.size, np.int64)  # groups in flight per replica
+        self._load = np.zeros(episodes.size, np.int64)  # groups in flight per rank
+        self._num_alive = episodes.size
 
     async def run(self) -> None:
         """Start a group for every credit, for ever (until cancelled)."""
@@ -55,42 +54,75 @@ class EpisodeFeeder:
             task.add_done_callback(functools.partial(self._forget, seq))
 
     def _forget(self, seq: int, task: asyncio.Task[None]) -> None:
-        self._tasks.pop(seq, None)
+        if self._tasks.get(seq) is task:
+            del self._tasks[seq]
 
     async def hold(self) -> None:
-        """`finish`: drain what is in flight, scoring and refills included, then pause the engines."""
-        await self._buffer.settled()
-        await self._rollout.call(RolloutWorker.pause)
+        """When this returns nothing decodes.
+
+        finish: drain what is in flight, scoring and refills included. resume: stop at a token boundary; what
+        is in flight goes on after `release` under whatever weights are there then. abort: what is in flight
+        is cancelled and given back, unless it was aborted max_aborts times.
+        """
+        if self.on_update == "finish":
+            await self._drain()
+        else:
+            await self._buffer.admit(False)
+        self.in_flight = len(self._tasks)
+        if self.on_update == "abort":
+            aborts = self._buffer.ledger.aborts
+            await self._give_back(
+                [seq for seq in self._tasks if aborts.get(seq, 0) < self._max_aborts], aborted=True
+            )
+        await self._episodes.pause()
+
+    async def _drain(self) -> None:
+        """Until nothing is in flight; or until an engine was started again, whose requests wait for weights
+        that only the publish after this brings: then what is left is given back.
+        """
+        settled = asyncio.create_task(self._buffer.settled())
+        restarted = asyncio.create_task(self._episodes.restarted())
+        try:
+            await asyncio.wait({settled, restarted}, return_when=asyncio.FIRST_COMPLETED)
+            if settled.done():
+                settled.result()
+                return
+            self._warn(f"{restarted.result()}; its prompts are generated again under the new weights")
+        finally:
+            await cancel(settled, restarted)
+        await self._buffer.admit(False)
+        await self._give_back(self._tasks)
 
     async def release(self) -> None:
-        await self._rollout.call(RolloutWorker.resume)
+        await self._episodes.resume()
+        await self._buffer.admit(True)
 
     async def close(self) -> None:
         """Cancel what is in flight; those prompts go back to the ledger."""
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._give_back(self._tasks)
+
+    async def _give_back(self, seqs: Iterable[int], *, aborted: bool = False) -> None:
+        """Cancel these groups. Not each task for itself: one that never ran cannot give anything back."""
+        tasks = {seq: self._tasks[seq] for seq in seqs}
+        await cancel(*tasks.values())
+        await self._buffer.give_back(tasks, aborted=aborted)
 
     async def _group(self, seq: int) -> None:
-        rank = int(self._load.argmin())
-        self._load[rank] += 1
         version = self._buffer.ledger.open[seq]
+        ranks = self._alive()
+        if not ranks:
+            await self._buffer.fail(RolloutError("no rollout rank is left: all their host processes died"))
+            return
+        rank = min(ranks, key=lambda rank: int(self._load[rank]))
+        self._load[rank] += 1
         try:
-            ref = await self._rollout.call_rank_for_ref(
-                rank,
-                RolloutWorker.run_group,
-                self._prompt_at(seq),
-                self._sampling,
-                self._n,
-                self._deadline,
-                index_columns=self.index_columns,
-                greedy_baseline=self._greedy_baseline,
-            )
-            await self._put(seq, version, ref)
-        except asyncio.CancelledError:
-            await self._buffer.give_back(seq)
-            raise
+            await self._put(seq, version, await self._episodes.run_group(rank, seq))
+        except WorkerError as error:
+            alive = self._alive(error.message)
+            if rank in alive or not alive:
+                await self._buffer.fail(error)
+                return
+            await self._buffer.give_back([seq])
         except (
             Exception
         ) as error:  # the boundary: an episode's error becomes the trainer's, which waits in take()
@@ -98,10 +130,19 @@ class EpisodeFeeder:
         finally:
             self._load[rank] -= 1
 
+    def _alive(self, why: str = "a rollout rank is gone") -> Sequence[int]:
+        """The ranks that groups may go to. Says once of each that it is lost, whoever noticed it."""
+        alive = self._episodes.alive()
+        if alive and len(alive) < self._num_alive:
+            self._warn(f"{why}; its prompts go to the other {len(alive)} of {self._episodes.size}")
+        self._num_alive = len(alive)
+        return alive
+
     async def _put(self, seq: int, version: int, ref: BatchRef) -> None:
         scored = is_scored(ref.index)
         num_scored = int(scored.sum())
-        if self._greedy_baseline and not np.isfinite(ref.index.scalars(GREEDY_REWARD)).all():
+        has_baseline = GREEDY_REWARD in ref.index.columns
+        if has_baseline and not np.isfinite(ref.index.scalars(GREEDY_REWARD)).all():
             # Nothing of such a group is trained on: it costs as much as if all of its answers had failed.
             failed = [*failures(ref), *["without a greedy baseline"] * num_scored]
             await self._buffer.drop(seq, "the greedy baseline was not scored", failed)

@@ -2,10 +2,12 @@
 
     prompts ──ticket──▶ feeder: episodes on the rollout workers, scored ──put──▶ buffer ──take──▶ this loop
        ▲ credits                                                                                    │
-       └──────── advance ◀── publish: hold, update, load, evaluate, snapshot, release ◀─────────────┘
+       └──────── advance ◀── publish: update, hold, load, snapshot, release ◀───────────────────────┘
 
 The feeder waits for credit (buffer.ticket), this loop waits for complete groups (buffer.take), a publish
-waits for the feeder to hold. The trainer owns the policy version, the engine stamps every token with it, the
+waits for the feeder to hold: until what is in flight is done (finish), or at a token boundary (resume,
+abort). Evaluation runs while episodes are held after a drain; otherwise beside them from the release on, and
+the next publish waits for it. The trainer owns the policy version, the engine stamps every token with it, the
 buffer learns it last. A step's metrics and rollouts are on disk before its checkpoint is renamed into place.
 """
 
@@ -26,12 +28,15 @@ from rondo.controller import Cluster, WorkerGroup
 from rondo.data.buffer import Buffer, Group, Ledger
 from rondo.data.rows import is_scored
 from rondo.errors import TrainError
+from rondo.planning.admission import effective_on_update
 from rondo.rewards import check_dropped_share
+from rondo.rollout.protocol import WASTED_TOKENS
 from rondo.tracking import Timers
-from rondo.trainers.canary import check_canary
+from rondo.trainers.canary import Canary
 from rondo.trainers.checkpoints import Checkpoints
 from rondo.trainers.constraint import ConstraintController
-from rondo.trainers.describe import describe_rows
+from rondo.trainers.describe import describe_rows, describe_staleness
+from rondo.trainers.episodes import WorkerEpisodes, cancel
 from rondo.trainers.evaluation import EvaluationResult, evaluate
 from rondo.trainers.feeder import EpisodeFeeder
 from rondo.trainers.filtering import GroupFilter
@@ -39,14 +44,15 @@ from rondo.trainers.hosts import HostClock
 from rondo.trainers.pretraining import Pretraining
 from rondo.trainers.publish import WeightPublisher
 from rondo.trainers.reporting import Reporter
-from rondo.trainers.roles import Roles, shares_weights
+from rondo.trainers.roles import Roles
+from rondo.trainers.routes import make_route
 from rondo.trainers.scoring import with_model_reward, with_scores_of
 from rondo.trainers.setup import Learner, Program, Prompts, Schedule
 from rondo.trainers.update_plan import resampled, with_actor_weights, with_mini_batches
 from rondo.trainers.updates import update_actor, update_learner
 from rondo.types import StepStats, request_seed
 from rondo.workers.models import ActorWorker, ModelWorker
-from rondo.workers.rollout import RolloutWorker
+from rondo.workers.rollout import RolloutWorker, runs_in_own_process
 
 
 class RLTrainer:
@@ -83,6 +89,7 @@ class RLTrainer:
             max_staleness=config.trainer.max_staleness,
             total_steps=schedule.total_steps,
             total_groups=schedule.total_groups,
+            order=config.trainer.order,
             keep=GroupFilter(config.algorithm.filter) if config.algorithm.filter else None,
             max_refills=config.algorithm.max_refills,
             check_failures=functools.partial(
@@ -91,8 +98,7 @@ class RLTrainer:
                 max_share=config.reward.max_dropped_share,
             ),
         )
-        self.feeder = EpisodeFeeder(
-            self.buffer,
+        self.episodes = WorkerEpisodes(
             roles.rollout,
             prompts.train.prompt,
             sampling=prompts.sampling,
@@ -100,11 +106,40 @@ class RLTrainer:
             score_names=score_names,
             deadline_seconds=config.rollout.deadline_seconds,
             greedy_baseline=program.greedy_baseline,
+            may_lose=roles.rollout_stands_alone(),
+            own_processes=runs_in_own_process(config.rollout),
         )
-        self.weights = WeightPublisher(roles.rollout, self.feeder, self.buffer, shared=shares_weights(config))
+        self.feeder = EpisodeFeeder(
+            self.buffer,
+            self.episodes,
+            n=config.rollout.n,
+            on_update=effective_on_update(config.trainer.on_update, config.trainer.max_staleness),
+            max_aborts=config.trainer.max_aborts,
+            warn=reporter.warn,
+        )
+        route = make_route(config, roles, reporter.folder.path)
+        reporter.note(route.describe())
+        self.canary = Canary(roles, prompts, config)
+        self.weights = WeightPublisher(
+            route,
+            self.episodes,
+            self.feeder,
+            self.buffer,
+            shared=not route.moves,
+            enter=self.episodes.enter if config.rollout.sleep else None,
+            canary=self.canary.check if route.moves else None,
+            phase=self.timers.phase,
+            warn=reporter.warn,
+        )
+        self._evaluating: asyncio.Task[EvaluationResult] | None = None  # beside episodes, of this step
+        reporter.watch(cluster, self.timers, self._gauges)
         self._stop = asyncio.Event()
         self._driver_bytes = 0
         self._hosts = HostClock(config.cluster)
+
+    def _gauges(self) -> Mapping[str, float]:
+        """Prompt groups, for the timeline."""
+        return {"in flight": len(self.buffer.ledger.open), "ready": len(self.buffer.ready)}
 
     def request_stop(self) -> None:
         """Stop at the next step boundary (at once while waiting for episodes); the state is saved and
@@ -131,10 +166,13 @@ class RLTrainer:
                 if not groups:
                     break
                 await self._train_step(groups)
+            if not self._stop.is_set():
+                await self._finish_evaluation()
         finally:
-            feeding.cancel()
-            await asyncio.gather(feeding, return_exceptions=True)
+            await cancel(feeding)
             await self.feeder.close()
+            if self._evaluating is not None:  # the run that goes on from here evaluates again
+                await cancel(self._evaluating)
         if self.step >= self.total_steps:
             return True
         if self._stop.is_set():
@@ -151,51 +189,58 @@ class RLTrainer:
             f"the prompts ended after step {self.step} of {self.total_steps}: "
             f"{len(self.buffer.ledger.dropped)} groups were dropped"
         )
-        if self.config.trainer.evaluation.after and self.prompts.eval:
+        evaluated = self.reporter.has_evaluation(self.step)
+        if self.config.trainer.evaluation.after and self.prompts.eval and not evaluated:
             await self.feeder.release()
-            self.reporter.evaluation(self.step, await self._evaluate())
+            self.reporter.evaluation(self.step, await self._evaluate_now())
         if self.config.checkpoint.every is not None:
             await self.checkpoints.save_now(self)
 
     async def start(self) -> None:
         """Resume if there is something to resume, serve the weights, prove that they are the trainer's."""
         await self.checkpoints.restore(self)
-        await self.roles.rollout.call(RolloutWorker.pause)
-        await self.weights.load(self.step)
-        await self.buffer.advance(self.step)
-        await self.feeder.release()
-        gap = await check_canary(self.roles, self.prompts, self.config)
-        await self.roles.rollout.call(RolloutWorker.statistics)  # the canary's tokens are no step's
+        await self.weights.start(self.step)
+        gap = await self.weights.served(self.canary.check(self.step), self.step)
+        await self._engine_statistics()  # the canary's tokens are no step's
         self.reporter.note(f"canary: largest log-prob gap between sampler and trainer {gap:.1e}")
 
     async def _first_evaluation(self) -> None:
-        if self.step == 0 and self.config.trainer.evaluation.before and self.prompts.eval:
-            with self.timers.phase("evaluate"):
-                result = await self._evaluate()
-            await self.roles.rollout.call(RolloutWorker.statistics)
-            self.reporter.evaluation(0, result)
+        """Before the first step; and, of a run that was stopped while an evaluation ran beside episodes, that
+        one again.
+        """
+        first = self.step == 0 and self.config.trainer.evaluation.before and bool(self.prompts.eval)
+        cut_short = self.step > 0 and self._evaluates_beside() and not self.reporter.has_evaluation(self.step)
+        if first or cut_short:
+            result = await self._evaluate_now()
+            await self._engine_statistics()
+            self.reporter.evaluation(self.step, result)
 
     async def _take(self, feeding: asyncio.Task[None]) -> list[Group]:
-        """Groups for one step; an empty list at the end or when a stop is asked for."""
+        """Groups for one step; an empty list at the end or when a stop is asked for. An engine that was
+        started again meanwhile gets its weights: no update runs, so the trainer's are the current version.
+        """
         taking = asyncio.create_task(self.buffer.take())
         stopping = asyncio.create_task(self._stop.wait())
-        with self.timers.phase("generate"):
-            await asyncio.wait({taking, stopping, feeding}, return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
-        if taking.done():
-            return taking.result()
-        taking.cancel()
-        await asyncio.gather(taking, return_exceptions=True)
-        if feeding.done():
-            feeding.result()  # the feeder's own error
-        return []
+        first = asyncio.wait({taking, stopping, feeding}, return_when=asyncio.FIRST_COMPLETED)
+        try:
+            with self.timers.phase("generate"):
+                await self.weights.served(first, self.step)
+            if taking.done():
+                return taking.result()
+            if feeding.done():
+                feeding.result()  # the feeder's own error
+            return []
+        finally:
+            await cancel(stopping, taking)
 
     async def _train_step(self, groups: Sequence[Group]) -> None:
         stats = StepStats()
+        await self.weights.train_phase(self.step + 1, before_hold=lambda version: self._finish_evaluation())
         everything = BatchRef.concat([group.ref for group in groups])
         batch = self._scored(everything, stats)
-        for group in groups:
-            stats.add_mean("buffer/staleness", float(self.buffer.version - group.oldest_version))
+        describe_staleness(
+            [self.buffer.version - group.oldest_version for group in groups], self.buffer.max_staleness, stats
+        )
         batch = with_mini_batches(batch, self.config, self.program, self.step)
         with self.timers.phase("prepare"):
             scored = await self._score_by_models(batch)
@@ -212,7 +257,9 @@ class RLTrainer:
         warm = self.step >= self.config.critic.warmup_steps or self.program.learner("critic") is None
         evaluation: list[EvaluationResult] = []
         async with self.weights.publishing(
-            self.step + 1, lambda version: self._before_release(stats, evaluation)
+            self.step + 1,
+            before_hold=lambda version: self._finish_evaluation(),
+            before_release=lambda version: self._before_release(stats, evaluation),
         ) as published:
             if warm:
                 with self.timers.phase("update_actor"):
@@ -220,6 +267,9 @@ class RLTrainer:
                 self._adapt(stats, scored)
             self.step += 1
             await self._refresh_reference()
+        self.reporter.timeline.mark("publish", version=self.step)
+        if self._evaluates_beside():
+            self._evaluating = asyncio.create_task(self._evaluate(), name=f"evaluation-{self.step}")
         stats.merge(published)
         await self._report(stats, scored, evaluation)
         with self.timers.phase("checkpoint"):
@@ -288,18 +338,26 @@ class RLTrainer:
             await self.roles.group("reference").call(ModelWorker.copy_parameters_from, "actor")
 
     async def _before_release(self, stats: StepStats, evaluation: list[EvaluationResult]) -> None:
-        """While no episode runs: read the engines' counters, evaluate if due, cut the snapshot if due."""
-        for part in await self.roles.rollout.call(RolloutWorker.statistics):
-            stats.merge(part)
+        """While nothing decodes: read the engines' counters, evaluate if due and nothing is in flight, cut
+        the snapshot if due.
+        """
+        stats.merge(await self._engine_statistics())
         for name, value in self.buffer.statistics().items():
             stats.add_sum(name, value)
-        if self._evaluation_due():
-            await self.feeder.release()
-            with self.timers.phase("evaluate"):
-                evaluation.append(await self._evaluate())
-            await self.roles.rollout.call(RolloutWorker.pause)
-            await self.roles.rollout.call(RolloutWorker.statistics)  # evaluation's tokens are no step's
+        if self._evaluation_due() and not self._evaluates_beside():
+            await self.episodes.resume()
+            evaluation.append(await self._evaluate_now())
+            await self.episodes.pause()
+            await self._engine_statistics()  # evaluation's tokens are no step's
         await self.checkpoints.snapshot_if_due(self)
+
+    async def _engine_statistics(self) -> StepStats:
+        """Of all engines, since the last call."""
+        stats = StepStats()
+        for part in (await self.roles.rollout.call_each(RolloutWorker.statistics)).values():
+            stats.merge(part)
+        stats.add_sum("buffer/wasted_tokens", stats.sums.pop(WASTED_TOKENS, 0.0))
+        return stats
 
     def _evaluation_due(self) -> bool:
         evaluation = self.config.trainer.evaluation
@@ -309,10 +367,38 @@ class RLTrainer:
         )
         return bool(due and self.prompts.eval)
 
+    def _evaluates_beside(self) -> bool:
+        """Evaluation of this step is due while episodes are in flight, and so runs beside them."""
+        in_flight = self.feeder.on_update != "finish" and self.step < self.schedule.total_steps
+        return in_flight and self._evaluation_due()
+
+    async def _finish_evaluation(self) -> None:
+        """Wait for the evaluation that runs beside episodes; it measures the weights of the step before."""
+        if self._evaluating is None:
+            return
+        step, evaluating = self.buffer.version, self._evaluating
+        restarted = asyncio.create_task(self.episodes.restarted())
+        try:
+            with self.timers.phase("evaluate"):
+                await asyncio.wait({evaluating, restarted}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await cancel(restarted)
+        if evaluating.done():
+            self.reporter.evaluation(step, evaluating.result())
+        else:  # its requests may wait for weights that are gone
+            await cancel(evaluating)
+            self.reporter.warn(f"the evaluation of step {step} was given up: an engine was started again")
+        self._evaluating = None
+
     async def _evaluate(self) -> EvaluationResult:
         return await evaluate(
             self.roles.rollout, self.prompts.eval, self.config.trainer.evaluation, self.prompts.sampling
         )
+
+    async def _evaluate_now(self) -> EvaluationResult:
+        """While the trainer waits, and so holds the weights that are measured."""
+        with self.timers.phase("evaluate"):
+            return await self.weights.served(self._evaluate(), self.step)
 
     def _adapt(self, stats: StepStats, batch: BatchRef) -> None:
         """Adaptive coefficients: updated after their use in this step."""
@@ -327,7 +413,7 @@ class RLTrainer:
     async def _report(
         self, stats: StepStats, batch: BatchRef, evaluation: Sequence[EvaluationResult]
     ) -> None:
-        await self._hosts.count(self.roles.actor, self.timers)
+        await self._hosts.count(self.roles.all(), self.timers)
         for group in self.roles.trained():
             for peak in await group.call(ModelWorker.peak_memory_bytes):
                 stats.add_max("perf/peak_memory_bytes", float(peak))
@@ -359,7 +445,10 @@ class RLTrainer:
         return {role: self.roles.group(role) for role in roles}
 
     async def state(self) -> ControllerState:
-        """The controller's part of a checkpoint; groups in flight are listed to be issued again."""
+        """The controller's part of a checkpoint; groups in flight are listed to be issued again, whatever
+        becomes complete while the others are fetched.
+        """
+        ready = dict(self.buffer.ready)
         return ControllerState(
             step=self.step,
             version=self.step,
@@ -367,10 +456,11 @@ class RLTrainer:
             extra={
                 "kl_coef": self.kl_coef if self._adapts_kl else None,
                 "constraint": self.constraint.state(),
-                "groups": [[g.seq, g.admitted_version, g.oldest_version] for g in self.buffer.ready.values()],
+                "groups": [[g.seq, g.admitted_version, g.oldest_version] for g in ready.values()],
+                "rules": self.buffer.rules,
             },
             ledger=self.buffer.ledger.records(),
-            groups={seq: await group.ref.fetch() for seq, group in self.buffer.ready.items()},
+            groups={seq: await group.ref.fetch() for seq, group in ready.items()},
         )
 
     async def load_state(self, state: ControllerState) -> None:
@@ -380,10 +470,9 @@ class RLTrainer:
             self.kl_coef = float(state.extra["kl_coef"])
         self.constraint.load_state(state.extra["constraint"])
         self.timers.load_state(state.timers)
-        self.buffer.ledger = Ledger.from_records([dict(record) for record in state.ledger])
-        for seq, admitted, oldest in state.extra["groups"]:
-            if self.step - oldest > self.config.trainer.max_staleness:  # the bound is tighter than it was
-                self.buffer.ledger.reissue = sorted([*self.buffer.ledger.reissue, seq])
-                continue
-            ref = self.cluster.put(state.groups[seq], self.feeder.index_columns)
-            self.buffer.ready[seq] = Group(seq, admitted, oldest, ref)
+        groups = [
+            Group(seq, admitted, oldest, self.cluster.put(state.groups[seq], self.episodes.index_columns))
+            for seq, admitted, oldest in state.extra["groups"]
+        ]
+        ledger = Ledger.from_records([dict(record) for record in state.ledger])
+        self.buffer.restore(ledger, groups, self.step, state.extra.get("rules", {}))

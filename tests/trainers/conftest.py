@@ -109,7 +109,8 @@ def inline(*arguments: str, check: bool = True) -> Finished:
 def metrics(run: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl without what depends on clocks and memory."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    timed = ("timing/", "perf/")
+    engines = ("tokens_per_second", "queue_length", "in_flight", "cache_hit_rate")
+    timed = ("timing/", "perf/", *(f"rollout/{name}" for name in engines))
     return [
         {k: v for k, v in line.items() if not k.startswith(timed) and "seconds" not in k} for line in lines
     ]

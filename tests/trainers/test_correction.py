@@ -29,7 +29,7 @@ from rondo.controller import Cluster, start_cluster
 from rondo.errors import ConfigError, DataError, TrainError
 from rondo.trainers.advantages import AdvantageStage
 from rondo.trainers.columns import attach, numbers, padded_columns
-from rondo.trainers.correction import CorrectionStage
+from rondo.trainers.correction import CorrectionStage, describe_correction, effective_correction
 from rondo.trainers.preparation import PreparationStage
 
 # Four responses of lengths 2, 3, 1, 2; row 1 has a hole, row 3 no trained token.
@@ -144,6 +144,47 @@ def test_correction_that_only_measures(cluster: Cluster) -> None:
     after, stats = result(CorrectionStage(RolloutCorrectionConfig())(before, cluster))
     assert after is before
     assert "rollout_correction/chi2_token" in stats.values()
+
+
+TRUNCATED = RolloutCorrectionConfig("decoupled", ImportanceConfig("token", upper=2.0))
+SEQUENCE = RolloutCorrectionConfig("decoupled", ImportanceConfig("sequence"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected", "said"),
+    [
+        ([], None, "off (auto: trainer.max_staleness=0, rollout.engine=native)"),
+        (
+            ["trainer.max_staleness=2"],
+            TRUNCATED,
+            "importance weights per token, up to 2.0, truncated (auto: t",
+        ),
+        (["rollout.engine=vllm"], TRUNCATED, "rollout.engine=vllm)"),
+        (["importance={level: sequence}"], SEQUENCE, "per sequence, up to 2.0, truncated (auto"),
+        (["trainer.max_staleness=2", "importance={level: sequence}"], SEQUENCE, "per sequence"),
+        (["trainer.max_staleness=2", "=null"], None, "rollout correction: off"),
+        (["trainer.max_staleness=2", "mode=bypass"], RolloutCorrectionConfig("bypass"), "correction: bypass"),
+        (
+            ["trainer.max_staleness=2", "mode=decoupled"],
+            RolloutCorrectionConfig("decoupled"),
+            "measured only",
+        ),
+        (
+            ["reject=[{statistic: k3, upper: 0.1, level: mean}]"],
+            RolloutCorrectionConfig("decoupled", None, (RejectionConfig("k3", 0.1, "mean"),)),
+            "reject k3 per mean (auto",
+        ),
+    ],
+)
+def test_what_the_correction_becomes(
+    settings: list[str], expected: RolloutCorrectionConfig | None, said: str
+) -> None:
+    key = "algorithm.rollout_correction"
+    known = ("importance", "mode", "reject")
+    given = [f"{key}.{s}" if s.startswith(known) else key + s if s.startswith("=") else s for s in settings]
+    config = load([], ["model.path=m", "trainer.total_steps=1", *given]).config
+    assert effective_correction(config) == expected
+    assert said in describe_correction(config)
 
 
 @pytest.mark.parametrize(

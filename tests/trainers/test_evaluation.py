@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
+import numpy as np
 import pytest
 
-from rondo.trainers.evaluation import summarise
+from rondo.config.schema import EvaluationConfig
+from rondo.errors import WorkerError
+from rondo.trainers.evaluation import evaluate, summarise
+from rondo.types import Prompt, SamplingParams
 from rondo.workers.rollout import EvaluationRecord
 
 
@@ -56,3 +61,35 @@ def test_scores_that_are_not_the_reward_are_reported_by_name() -> None:
     )
     assert found["eval/greedy/score/right"] == 0.5
     assert found["eval/greedy/score/short"] == 0.5
+
+
+class Ranks:
+    """Two ranks; rank 1 dies of its first call."""
+
+    def __init__(self, last: bool) -> None:
+        self.alive, self.size, self._last = (0, 1), 2, last
+
+    async def call_rank(self, rank: int, method: Any, prompts: list[Prompt], *rest: Any) -> Any:
+        if rank == 1:
+            self.alive = () if self._last else (0,)
+            error = WorkerError("rollout", 1, "evaluate", "gone")
+            error.died = True
+            raise error
+        return [record(prompt.prompt_id, 0, 1.0) for prompt in prompts]
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_prompts_of_a_lost_rank_are_answered_by_the_others(last: bool) -> None:
+    prompts = [Prompt(i, f"p{i}", "a", np.array([1], np.int32)) for i in range(5)]
+    evaluating = evaluate(
+        Ranks(last),  # type: ignore[arg-type]
+        prompts,
+        EvaluationConfig(greedy=True, samples=0),
+        SamplingParams(4),
+    )
+    if last:
+        with pytest.raises(WorkerError, match=r"rollout\[1\]\.evaluate failed: gone"):
+            asyncio.run(evaluating)
+    else:
+        samples = asyncio.run(evaluating).samples
+        assert [sample.prompt_id for sample in samples] == [f"p{i}" for i in range(5)]

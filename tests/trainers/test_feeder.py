@@ -18,9 +18,12 @@ from rondo.data.buffer import Buffer
 from rondo.data.rows import GREEDY_REWARD
 from rondo.errors import ConfigError, RewardError, WorkerError
 from rondo.rewards import check_dropped_share
+from rondo.trainers.episodes import WorkerEpisodes
 from rondo.trainers.feeder import EpisodeFeeder
 from rondo.trainers.filtering import GroupFilter
+from rondo.trainers.publish import WeightPublisher
 from rondo.trainers.roles import create_model, create_rollout
+from rondo.trainers.routes import SharedRoute
 from rondo.trainers.setup import Prompts, complete_model, load_prompts
 from rondo.types import SamplingParams
 from rondo.workers.rollout import RolloutWorker
@@ -68,12 +71,10 @@ async def take(
     buffer: Buffer, rollout: WorkerGroup, prompts: Prompts, *, steps: int = 1, **options: Any
 ) -> list[dict[str, Any]]:
     """Rows of the next steps' groups, as a mapping of columns per step."""
-    feeder = EpisodeFeeder(
-        buffer, rollout, prompts.train.prompt, sampling=prompts.sampling, n=4, score_names=(), **options
-    )
-    await rollout.call(RolloutWorker.pause)
-    await rollout.call(RolloutWorker.load_weights, 0)
-    await feeder.release()
+    episodes = WorkerEpisodes(rollout, prompts.train.prompt, sampling=prompts.sampling, n=4, **options)
+    feeder = EpisodeFeeder(buffer, episodes, n=4)
+    publisher = WeightPublisher(SharedRoute(rollout), episodes, feeder, buffer, shared=True)
+    await publisher.start(0)
     feeding = asyncio.create_task(feeder.run())
     try:
         taken = []
@@ -82,10 +83,8 @@ async def take(
             batches = [await group.ref.fetch() for group in groups]
             taken += [{"seq": [g.seq for g in groups], "rows": [b.table.to_pydict() for b in batches]}]
             taken[-1]["index"] = [group.ref.index for group in groups]
-            await feeder.hold()
-            await rollout.call(RolloutWorker.load_weights, step + 1)  # the same ones, under a new version
-            await buffer.advance(step + 1)
-            await feeder.release()
+            async with publisher.publishing(step + 1):
+                pass  # the same weights, under a new version
         return taken
     finally:
         feeding.cancel()

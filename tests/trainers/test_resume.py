@@ -182,6 +182,7 @@ def test_failures_in_flight_survive_a_resume(recipe: Path, tmp_path: Path) -> No
         "checkpoint={every: 2, keep: 9}",
         "data.eval=[]",
         "rollout.n=2",
+        "algorithm.rollout_correction=null",
     ]
     run = tmp_path / "run"
     inline("train", str(recipe), *common, f"trainer.run_dir={run}")
