@@ -19,7 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -61,6 +61,7 @@ class NewWorker:
 
     worker_class: type[Worker]
     rank: int
+    accelerators: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -96,11 +97,13 @@ class Kept:
 
 @dataclass(frozen=True)
 class Reply:
-    """What travels back. value: the result, less the Batch if that was kept."""
+    """What travels back. value: the result, less the Batch if that was kept. span: when it ran, start and
+    end in seconds since the epoch on the host's clock; (0, 0) if it never did."""
 
     value: Any = None
     kept: Kept | None = None
     failure: Failure | None = None
+    span: tuple[float, float] = (0.0, 0.0)
 
 
 Result = tuple[Reply, Batch | None]
@@ -115,6 +118,18 @@ def failure_of(error: BaseException) -> Failure:
         frames = frames.tb_next
     text = "".join(traceback.format_exception(type(error), error, frames))
     return Failure(f"{type(error).__name__}: {error}", text, time.time(), is_echo(error), cause=error)
+
+
+class _Stopwatch:
+    """Starts when it is made. Spans are never negative: the clock that may be set is read once."""
+
+    def __init__(self) -> None:
+        self._start, self._started = time.time(), time.perf_counter()
+
+    def stamped(self, reply: Reply) -> Reply:
+        """The reply with the span from the start until now."""
+        elapsed = time.perf_counter() - self._started
+        return replace(reply, span=(self._start, self._start + elapsed))
 
 
 class _Turnstile:
@@ -163,9 +178,11 @@ class Host:
     async def run(self, call: Call, blocks: Sequence[Batch], ticket: int | None) -> Result:
         """Run one call. blocks: what the pieces of `call.shard` stand for. ticket: None for async methods."""
         if ticket is None:
-            return await self._run_async(call, blocks)
+            clock = _Stopwatch()
+            reply, kept = await self._run_async(call, blocks)
+            return clock.stamped(reply), kept
         await self._turnstile.enter(ticket)
-        done = self._on_thread(lambda: self._run_sync(call, blocks))
+        done = self._on_thread(lambda: self._run_timed(call, blocks))
         self._turnstile.leave()
         return await done
 
@@ -181,6 +198,11 @@ class Host:
         done = loop.create_future()
         done.set_result(function())
         return done
+
+    def _run_timed(self, call: Call, blocks: Sequence[Batch]) -> Result:
+        clock = _Stopwatch()
+        reply, kept = self._run_sync(call, blocks)
+        return clock.stamped(reply), kept
 
     # The two methods below are the boundary at which a worker's exception, whatever it is, becomes a Failure.
     def _run_sync(self, call: Call, blocks: Sequence[Batch]) -> Result:
@@ -217,6 +239,7 @@ class Host:
             mesh=placed.mesh,
             ranks=placed.ranks,
             groups=groups,
+            accelerators=new.accelerators,
         )
         self.workers[call.role] = new.worker_class(context, **call.kwargs)
 

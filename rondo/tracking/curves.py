@@ -24,7 +24,10 @@ PANELS: Sequence[tuple[str, Sequence[tuple[str, tuple[str, ...]]], bool]] = (
     ("gradient norm", [("gradient norm", names.GRAD_NORM)], True),
     ("log-prob gap, sampler to trainer", [("gap", names.LOG_PROB_GAP)], True),
     ("tokens per second", [("generated", names.GENERATED_RATE), ("trained", names.TRAINED_RATE)], False),
+    ("staleness, versions", [("mean", names.STALENESS), ("most", names.STALENESS_MAX)], False),
+    ("busy share of the step", [("trainer", names.TRAINER_BUSY), ("rollout", names.ROLLOUT_BUSY)], False),
 )
+_ASYNCHRONOUS = ("staleness, versions", "busy share of the step")  # shown where anything was stale
 EVALS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "reward": {"greedy": ("eval/greedy/reward",), "sampled": ("eval/sampled/reward",)},
     "loss": {"held out": names.EVAL_LOSS},
@@ -45,8 +48,11 @@ def plot_curves(run_dir: str | os.PathLike[str]) -> Path:
     Raises ConfigError when matplotlib is missing, DataError when there is nothing to draw.
     """
     lines = read_metrics(run_dir)
+    stale = any(_series(lines, names.STALENESS)[1])
     panels = [
-        (title, curves, log) for title, curves, log in PANELS if any(_series(lines, n)[0] for _, n in curves)
+        (title, curves, log)
+        for title, curves, log in PANELS
+        if any(_series(lines, n)[0] for _, n in curves) and (stale or title not in _ASYNCHRONOUS)
     ]
     if not panels:
         raise DataError(f"{run_dir}: metrics.jsonl has no metric to draw yet")

@@ -18,7 +18,7 @@ KL = (
 )  # to the reference, else to the policy before the update
 ENTROPY = ("actor/entropy", "actor/entropy_sampled")
 GRAD_NORM = ("actor/grad_norm",)
-LOG_PROB_GAP = ("rollout/log_prob_gap",)
+LOG_PROB_GAP = ("rollout/log_prob_gap_mean", "rollout/log_prob_gap")
 LOSS = ("sft/loss", "pair/loss")
 EVAL_LOSS = ("eval/sft/loss", "eval/pair/loss")
 PAIR_ACCURACY = ("pair/accuracy",)
@@ -29,9 +29,16 @@ COST = ("reward/cost_average",)
 MULTIPLIER = ("actor/multiplier",)
 PRM_LOSS = ("prm/loss",)
 FILTERED = ("buffer/filtered_share",)
-GENERATED_RATE = ("perf/generated_tokens_per_s",)
+GENERATED_RATE = ("rollout/tokens_per_second", "perf/generated_tokens_per_s")
 TRAINED_RATE = ("perf/trained_tokens_per_s",)
-STALENESS = ("buffer/staleness",)
+# Of asynchronous runs: staleness of the groups trained on, in versions; groups in flight when weights came;
+# seconds of a weight transfer; shares of a step in which the trainer's and the rollout's hosts had work.
+STALENESS = ("buffer/staleness_mean", "buffer/staleness")
+STALENESS_MAX = ("buffer/staleness_max",)
+IN_FLIGHT = ("buffer/in_flight",)
+SYNC_SECONDS = ("timing/weight_sync_s",)
+TRAINER_BUSY = ("perf/trainer_busy_share",)
+ROLLOUT_BUSY = ("perf/rollout_busy_share",)
 
 # Anything above 0 here is said loudly. The text is what one of them means.
 ALARMS: Mapping[str, str] = {

@@ -2,6 +2,7 @@
 
 config.yaml      the resolved configuration
 metrics.jsonl    one JSON object per logged step, only ever appended to
+timeline.json    what ran when (rondo.tracking.timeline), only ever appended to
 summary.json     written at the end
 curves.png       written at the end
 rollouts/        step-000012.parquet: the rows of each step
@@ -27,12 +28,14 @@ from rondo.batch import Batch
 from rondo.checkpoint.durable import free_name, sync_path, write_atomic
 from rondo.errors import CheckpointError, ConfigError, DataError
 from rondo.tracking.lock import RunLock
+from rondo.tracking.timeline import Timeline, append_events, split_events
 
 Resume = Literal["auto", "never", "must"]
 
 OURS = (
     "config.yaml",
     "metrics.jsonl",
+    "timeline.json",
     "summary.json",
     "curves.png",
     "rollouts",
@@ -227,15 +230,16 @@ class RunFolder:
 
     def sync(self) -> None:
         """Force everything written so far to disk. Call before a checkpoint is renamed into place."""
-        for path in sorted(self._unsynced):
+        timeline = self.path / "timeline.json"
+        for path in sorted(self._unsynced | ({timeline} if timeline.exists() else set())):
             sync_path(path)
         if self._unsynced:
             sync_path(self.path)
         self._unsynced.clear()
 
     def discard_beyond(self, step: int, attempt: int | None = None) -> int:
-        """Move metrics lines, rollouts and evaluations of steps > `step` to discarded/<attempt>/; returns the
-        number of lines.
+        """Move metrics lines, events of the timeline, rollouts and evaluations of steps > `step` to
+        discarded/<attempt>/; returns the number of metrics lines.
 
         attempt: whose they are (default: the one before this). Lines that a kill cut off move too. A
         summary, curves and export of the earlier attempt move when anything else does. Call on resume,
@@ -243,6 +247,7 @@ class RunFolder:
         """
         whose = self.attempt - 1 if attempt is None else attempt
         moved = self._discard_lines(step, whose)
+        self._discard_events(step, whose)
         folders = [self.path / name for name in ("rollouts", "evaluations") if (self.path / name).is_dir()]
         late = [path for folder in folders for path in sorted(folder.iterdir()) if _step_of(path) > step]
         for path in late:
@@ -268,6 +273,22 @@ class RunFolder:
             write_atomic(free_name(target), "".join(late))
             write_atomic(path, "".join(kept))
         return len(late)
+
+    def _discard_events(self, step: int, attempt: int) -> None:
+        path = self.path / "timeline.json"
+        kept, late = split_events(path, step) if path.exists() else ([], [])
+        if late:
+            target = self.path / "discarded" / str(max(attempt, 1)) / "timeline.json"
+            target.parent.mkdir(parents=True, exist_ok=True)
+            append_events(free_name(target), late)
+            temporary = path.with_name(".timeline.json")
+            temporary.unlink(missing_ok=True)
+            append_events(temporary, kept)
+            temporary.replace(path)
+
+    def open_timeline(self) -> Timeline:
+        """The run's timeline; nothing is written before its first step begins."""
+        return Timeline(self.path / "timeline.json", attempt=self.attempt)
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """As the module's `read_metrics`; empty when nothing was logged yet."""

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -83,6 +83,15 @@ def _proc_usage(pid: int) -> Usage:
     return Usage(cpu, peak * 1024)
 
 
+class PhaseWatcher(Protocol):
+    """Is told of the phases as they end, in seconds of the timers' clock."""
+
+    def phase(self, name: str, started: float, ended: float) -> None: ...
+
+    def step_started(self) -> None:
+        """The first step begins here."""
+
+
 @dataclass
 class _Open:
     name: str
@@ -96,11 +105,13 @@ class Timers:
 
     A phase inside a phase takes its time from the outer one. Each asyncio task has its own nesting; phases
     of tasks that overlap each count in full, so their shares can add up to more than 1. `shares` counts
-    what no phase covers as `other`. clock and cpu are seams for tests (seconds).
+    what no phase covers as `other`. clock and cpu are seams for tests (seconds). watchers: are told of every
+    phase.
     """
 
     clock: Callable[[], float] = time.perf_counter
     cpu: Callable[[], float] = time.process_time
+    watchers: list[PhaseWatcher] = field(default_factory=list, init=False)
     wall_seconds: float = field(default=0.0, init=False)
     cpu_seconds: float = field(default=0.0, init=False)
     seconds: dict[str, float] = field(default_factory=dict, init=False)
@@ -124,7 +135,10 @@ class Timers:
             yield
         finally:
             self._current.set(outer)
-            whole = self.clock() - inner.started
+            ended = self.clock()
+            whole = ended - inner.started
+            for watcher in self.watchers:
+                watcher.phase(name, inner.started, ended)
             if outer is not None:
                 outer.nested += whole
             own = max(0.0, whole - inner.nested)
@@ -138,6 +152,8 @@ class Timers:
         """
         if not self._stepping:
             self._stepping = True
+            for watcher in self.watchers:
+                watcher.step_started()
             self._step = {}
             self._step_started = self.clock()
             self._mark(self._step_started)

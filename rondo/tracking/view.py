@@ -45,6 +45,8 @@ FIELDS: Mapping[Kind, Fields] = {
         ("filtered groups", "filtered", names.FILTERED),
         ("tokens/s", "tok/s", names.GENERATED_RATE),
         ("staleness", "stale", names.STALENESS),
+        ("groups in flight", "flying", names.IN_FLIGHT),
+        ("weight sync, s", "sync", names.SYNC_SECONDS),
         ("truncated", "trunc", names.TRUNCATED),
     ),
     "sft": (
@@ -56,7 +58,9 @@ FIELDS: Mapping[Kind, Fields] = {
     "preference": _PAIRS,
     "reward_model": _PAIRS,
 }
-_WHEN_NOT_ZERO = ("truncated", "staleness")  # and only in the panel
+_WHEN_NOT_ZERO = ("truncated", "staleness", "groups in flight", "weight sync, s")
+_NO_PHASES = ("step", "cpu", "weight_sync")  # seconds that phases count already
+_PANEL_ONLY = ("truncated", "groups in flight", "weight sync, s")
 _COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "red")
 
 
@@ -100,7 +104,7 @@ class RunView:
     def phase_shares(self) -> list[tuple[str, float]]:
         """Phases by share of the steps' wall time, largest first, then `other`; what is below 1 % counts as
         other."""
-        phases = {name: s for name, s in self.seconds.items() if name not in ("step", "cpu")}
+        phases = {name: s for name, s in self.seconds.items() if name not in _NO_PHASES}
         whole = max(self.seconds.get("step", 0.0), sum(phases.values()))
         if whole <= 0:
             return []
@@ -117,7 +121,8 @@ def plain_line(view: RunView, metrics: Mapping[str, Any]) -> str:
     parts = [f"step {view.step:>{len(total)}}/{total}"]
     for label, short, metric in FIELDS[view.kind]:
         value = names.find(metrics, metric)
-        if value is not None and label not in _WHEN_NOT_ZERO:
+        hidden = label in _PANEL_ONLY or (label in _WHEN_NOT_ZERO and not any(view.history.get(label, ())))
+        if value is not None and not hidden:
             parts.append(
                 f"{format_number(value)} {short}" if short == "tok/s" else f"{short} {format_number(value)}"
             )

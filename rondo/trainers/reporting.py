@@ -8,7 +8,7 @@ import asyncio
 import dataclasses
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +18,7 @@ import numpy as np
 from rondo.batch import BatchRef
 from rondo.checkpoint.durable import write_atomic
 from rondo.config.schema import Config
+from rondo.controller import Cluster
 from rondo.tracking import (
     BeforeAfter,
     Console,
@@ -34,10 +35,12 @@ from rondo.tracking import (
 )
 from rondo.tracking.view import Kind
 from rondo.trainers.evaluation import EvaluationResult
+from rondo.trainers.occupancy import Occupancy
 from rondo.types import StepStats
 from rondo.workers.rollout import EvaluationRecord
 
 Status = Literal["finished", "failed", "stopped"]
+LONG_POLLS = frozenset({"restarted"})  # worker methods that wait for something to happen
 
 
 class Reporter:
@@ -50,6 +53,8 @@ class Reporter:
         self.stopped = False  # on request, before the end
         self.device: str = config.cluster.device
         self._samples: list[Sample] = []
+        self.timeline = folder.open_timeline()
+        self._occupancy = Occupancy()
         self._trackers = make_trackers(
             config.tracking.trackers,
             folder,
@@ -59,6 +64,17 @@ class Reporter:
             resume_step=folder.resume_step,
             warn=console.warn,
         )
+
+    def watch(
+        self, cluster: Cluster, timers: Timers, gauges: Callable[[], Mapping[str, float]] = dict
+    ) -> None:
+        """Make the timeline and the busy shares from this cluster's calls and these timers' phases.
+
+        gauges: for the timeline's counter of prompt groups.
+        """
+        cluster.timeline.recorders += [self.timeline, self._occupancy]
+        timers.watchers += [self.timeline, self._occupancy]
+        self.timeline.gauges, self.timeline.ignored = gauges, LONG_POLLS
 
     @contextmanager
     def running(self, total_steps: int, first_step: int, parameters: int) -> Iterator[None]:
@@ -72,6 +88,7 @@ class Reporter:
         )
         self.console.start(header, total_steps, kind=self.kind, first_step=first_step)
         status: Status = "failed"
+        self.timeline.step = first_step
         try:
             yield
             status = "stopped" if self.stopped else "finished"
@@ -80,6 +97,7 @@ class Reporter:
             raise
         finally:
             self.console.end_stage()
+            self.timeline.close()
             self._trackers.finish(status)
 
     def note(self, message: str) -> None:
@@ -103,6 +121,7 @@ class Reporter:
         tokens = {"trained": trained} | ({"generated": generated} if self.kind == "rl" else {})
         metrics = values | dict(extra) | timers.end_step(**tokens)
         metrics |= _rates(metrics, tokens)
+        metrics |= self._occupancy.shares() if self.kind == "rl" else {}
         self._trackers.log(step, metrics)
         self.console.step(step, metrics)
         if self._samples:
@@ -110,18 +129,30 @@ class Reporter:
             self._trackers.log_samples(step, self._samples)
         for result in evaluation:
             self._evaluated(step, result)
+        stale = {
+            name: metrics[f"buffer/staleness_{name}"]
+            for name in ("mean", "max")
+            if f"buffer/staleness_{name}" in metrics
+        }
+        if stale:
+            self.timeline.count("staleness", stale)
+        self.timeline.end_step(step)
 
     def evaluation(self, step: int, result: EvaluationResult) -> None:
         """An evaluation with no training step of its own (before the first)."""
         self._trackers.log(step, result.metrics)
         self._evaluated(step, result)
 
+    def has_evaluation(self, step: int) -> bool:
+        """Whether this run has reported one of `step`, before it was resumed perhaps."""
+        return _evaluation_file(self.folder.path, step).exists()
+
     def _evaluated(self, step: int, result: EvaluationResult) -> None:
         self.console.evaluation(step, _table(_evaluation_of(result.metrics)))
-        folder = self.folder.path / "evaluations"
-        folder.mkdir(exist_ok=True)
+        file = _evaluation_file(self.folder.path, step)
+        file.parent.mkdir(exist_ok=True)
         lines = [_record_line(record) for record in result.samples]
-        write_atomic(folder / f"step-{step:06d}.jsonl", "\n".join(lines) + "\n")
+        write_atomic(file, "\n".join(lines) + "\n")
 
     async def rollouts(self, step: int, rows: BatchRef) -> None:
         """All rows of a step as Parquet, a few as text."""
@@ -195,10 +226,12 @@ def _answers(run: Path, step: int, number: int) -> list[BeforeAfter]:
 
 
 def _rates(metrics: Mapping[str, float], tokens: Mapping[str, int]) -> dict[str, float]:
-    """Tokens per second of the phase that handles them, so that evaluations and checkpoints do not count."""
-    phases = {"generated": "timing/generate_s", "trained": "timing/update_actor_s"}
-    seconds = {name: metrics.get(phases[name], 0.0) for name in tokens}
-    return {f"perf/{name}_tokens_per_s": tokens[name] / seconds[name] for name in tokens if seconds[name] > 0}
+    """Tokens per second of the phase that handles them, so that evaluations and checkpoints do not count.
+    What is generated has no phase of its own: the loop only waits for what is not there yet.
+    """
+    phases = {"trained": "timing/update_actor_s"}
+    seconds = {name: metrics.get(phase, 0.0) for name, phase in phases.items() if name in tokens}
+    return {f"perf/{name}_tokens_per_s": tokens[name] / s for name, s in seconds.items() if s > 0}
 
 
 def _algorithm(config: Config, kind: Kind) -> str:
@@ -239,8 +272,12 @@ def _evaluation_of(line: Mapping[str, Any]) -> dict[str, float]:
     return {key.removeprefix("eval/"): value for key, value in line.items() if key.startswith("eval/")}
 
 
+def _evaluation_file(run: Path, step: int) -> Path:
+    return run / "evaluations" / f"step-{step:06d}.jsonl"
+
+
 def _read_records(run: Path, step: int) -> dict[str, EvaluationRecord]:
-    path = run / "evaluations" / f"step-{step:06d}.jsonl"
+    path = _evaluation_file(run, step)
     if not path.exists():
         return {}
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

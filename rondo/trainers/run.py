@@ -10,7 +10,7 @@ import asyncio
 import dataclasses
 import signal
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,6 +27,8 @@ from rondo.trainers.continuing import already_finished
 from rondo.trainers.preference import PREFERENCE, REWARD_MODEL
 from rondo.trainers.reporting import Reporter, show_finished
 from rondo.trainers.rl import RLTrainer
+from rondo.trainers.roles import placement_of
+from rondo.trainers.routes import remove_files
 from rondo.trainers.setup import (
     complete_model,
     create_roles,
@@ -92,7 +94,8 @@ def _supervised(loaded: LoadedConfig, task: Task) -> Summary:
 
 async def _train(loaded: LoadedConfig, console: Console) -> Summary:
     folder_path = run_dir(loaded)
-    with RunFolder(folder_path, resume=loaded.config.checkpoint.resume) as folder:
+    with RunFolder(folder_path, resume=loaded.config.checkpoint.resume) as folder, ExitStack() as at_end:
+        at_end.callback(remove_files, folder.path)
         checkpoints = Checkpoints(loaded.config, folder)
         checkpoints.check()
         done = already_finished(folder, loaded.config, console)
@@ -192,10 +195,15 @@ async def warm_start(loaded: LoadedConfig, folder: Path, console: Console) -> Co
 
 
 def _warm_start_config(sft_config: Config, config: Config) -> Config:
-    """The SFT recipe with this run's seed, cluster and trackers; it always exports."""
+    """The SFT recipe with this run's seed, trackers and cluster; it always exports.
+
+    It trains the actor on as many devices as the run will, so that the placement of other roles changes
+    nothing.
+    """
+    devices = len(placement_of(config).devices("actor"))
     return dataclasses.replace(
         sft_config,
-        cluster=config.cluster,
+        cluster=dataclasses.replace(config.cluster, devices=devices, pools={}, placement={}),
         trainer=dataclasses.replace(sft_config.trainer, seed=config.trainer.seed),
         tracking=dataclasses.replace(config.tracking, plot=False),
         checkpoint=dataclasses.replace(sft_config.checkpoint, export=True),

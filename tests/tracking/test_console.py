@@ -56,6 +56,25 @@ def test_a_plain_step_is_one_exact_line() -> None:
     ]
 
 
+def test_what_an_asynchronous_run_shows() -> None:
+    console, out, _ = recording("plain")
+    console.start(HEADER, 150)
+    metrics = {"reward/mean": 0.5, "buffer/staleness_mean": 0.0, "buffer/in_flight": 24.0}
+    console.step(1, metrics)
+    console.step(2, metrics | {"buffer/staleness_mean": 1.25, "timing/weight_sync_s": 0.031})
+    lines = out.export_text().splitlines()
+    assert lines[1].startswith("step   1/150  reward 0.500  left")  # nothing stale yet
+    assert lines[2].startswith("step   2/150  reward 0.500  stale 1.250  left")
+    assert console._view is not None
+    panel, wide, _ = recording("plain")
+    wide.print(render_run(console._view, [], None, 100))
+    text = wide.export_text()
+    assert "groups in flight" in text
+    assert "24" in text
+    assert "weight sync, s" in text
+    assert panel.mode == "plain"
+
+
 def test_time_left_after_a_resume_counts_this_session_only() -> None:
     console, out, clock = recording("plain")
     console.start(HEADER, 100, first_step=90)

@@ -12,7 +12,7 @@ import pytest
 
 import rondo
 from rondo.errors import ConfigError, DataError
-from rondo.tracking import RunFolder, Timers, build_summary, plot_curves
+from rondo.tracking import RunFolder, Timers, build_summary, curves, plot_curves
 from rondo.tracking.curves import PANELS, _series, _smoothed
 from rondo.tracking.summary import git_commit
 
@@ -30,6 +30,21 @@ def test_a_picture_with_every_panel_that_has_data(tmp_path: Path) -> None:
     assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert path.name == "curves.png"
     assert path.stat().st_size > 10_000
+
+
+def test_panels_of_asynchronous_runs_are_left_out_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    drawn: list[str] = []
+    monkeypatch.setattr(curves, "_draw", lambda axes, lines, title, *rest: drawn.append(title))
+    for staleness in (0.0, 1.5):
+        with RunFolder(tmp_path / f"run{staleness}") as folder:
+            line = {"buffer/staleness_mean": staleness, "buffer/staleness_max": 2 * staleness}
+            busy = {"perf/trainer_busy_share": 0.5, "perf/rollout_busy_share": 0.75}
+            folder.append_metrics(1, {"reward/mean": 0.5} | line | busy)
+        plot_curves(tmp_path / f"run{staleness}")
+    assert drawn == ["reward", "reward", "staleness, versions", "busy share of the step"]
 
 
 def test_missing_matplotlib_and_nothing_to_draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,100 @@
+"""How busy the devices were: shares of a step's time in which a host trained, or had episodes to generate.
+
+On the controller's clock, from when a call is sent until its answer is here: what a call waits in its host
+counts to the one before it, and the way there and back (about a millisecond) to the call.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+GENERATING = ("run_group", "run_unscored", "evaluate")
+PAUSE, RESUME = "pause", "resume"
+
+
+class Occupancy:
+    """A CallRecorder of a run's cluster and a PhaseWatcher of its timers. rollout: the role that generates;
+    all others train, or serve those that do.
+    """
+
+    def __init__(self, rollout: str = "rollout", clock: Callable[[], float] = time.perf_counter) -> None:
+        self._rollout, self._clock = rollout, clock
+        self._since = clock()
+        self._trainers: dict[int, _Busy] = {}
+        self._generators: dict[int, _Busy] = {}
+
+    def submitted(self, role: str, rank: int, device: int, method: str) -> None:
+        """See CallRecorder."""
+        now = self._clock()
+        if role != self._rollout:
+            self._trainers.setdefault(device, _Busy()).begin(now)
+        elif method in GENERATING:
+            self._generators.setdefault(device, _Busy()).begin(now)
+        elif method == RESUME:
+            self._generators.setdefault(device, _Busy()).let_go(now)
+
+    def record(self, role: str, rank: int, device: int, method: str, start: float, end: float) -> None:
+        """See CallRecorder."""
+        now = self._clock()
+        if role != self._rollout:
+            self._trainers[device].end(now)
+        elif method in GENERATING:
+            self._generators[device].end(now)
+        elif method == PAUSE:
+            self._generators.setdefault(device, _Busy()).hold(now)
+
+    def phase(self, name: str, started: float, ended: float) -> None:
+        """See PhaseWatcher; what a phase is called says nothing here."""
+
+    def step_started(self) -> None:
+        """See PhaseWatcher: what was before counts to no step."""
+        self.shares()
+
+    def shares(self) -> dict[str, float]:
+        """Since the last call: `perf/trainer_busy_share`, mean over the devices of the roles that train, of
+        the time with a call of theirs running; `perf/rollout_busy_share`, mean over the rollout's devices, of
+        the time with an episode in flight and its engine not paused. Each only where there is such a device.
+        """
+        now = self._clock()
+        window, self._since = now - self._since, now
+        shares = {}
+        for name, devices in (("trainer", self._trainers), ("rollout", self._generators)):
+            busy = [device.take(now) for device in devices.values()]
+            if busy and window > 0:
+                shares[f"perf/{name}_busy_share"] = sum(busy) / len(busy) / window
+        return shares
+
+
+class _Busy:
+    """Seconds with at least one call running, and not held."""
+
+    def __init__(self) -> None:
+        self._running, self._held = 0, False
+        self._seconds, self._from = 0.0, 0.0
+
+    def begin(self, now: float) -> None:
+        self._count(now)
+        self._running += 1
+
+    def end(self, now: float) -> None:
+        self._count(now)
+        self._running -= 1
+
+    def hold(self, now: float) -> None:
+        self._count(now)
+        self._held = True
+
+    def let_go(self, now: float) -> None:
+        self._count(now)
+        self._held = False
+
+    def take(self, now: float) -> float:
+        self._count(now)
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def _count(self, now: float) -> None:
+        if self._running and not self._held:
+            self._seconds += now - self._from
+        self._from = now
