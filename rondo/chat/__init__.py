@@ -4,24 +4,32 @@ engines.
 
 from __future__ import annotations
 
+from rondo.chat.continuation import encode_continuation
 from rondo.chat.encode import (
     Messages,
     as_messages,
     decode,
     encode_conversation,
     encode_conversations,
+    encode_piece,
     encode_prompt,
     encode_prompts,
     stop_token_ids,
 )
+from rondo.chat.tools import ToolCall, parse_tool_calls, settled_length
 
 __all__ = [
     "Messages",
+    "ToolCall",
     "as_messages",
     "decode",
+    "encode_continuation",
     "encode_conversation",
     "encode_conversations",
+    "encode_piece",
     "encode_prompt",
     "encode_prompts",
+    "parse_tool_calls",
+    "settled_length",
     "stop_token_ids",
 ]

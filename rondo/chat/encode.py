@@ -244,6 +244,13 @@ def _tokenise(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special: 
     return [np.asarray(ids, np.int32) for ids in encoded]
 
 
+def encode_piece(tokenizer: PreTrainedTokenizerBase, text: str) -> np.ndarray:
+    """int32 [N]: `text` as it is tokenised inside a longer one (no special tokens, no dummy prefix space)."""
+    anchor = tokenizer.eos_token or ""
+    (tokens,) = _tokenise(tokenizer, [anchor + text], special=False)
+    return tokens[1:] if anchor else tokens
+
+
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...] = ()) -> tuple[int, ...]:
     """The tokens that end a response, sorted: end of sequence, the template's end of turn, and the strings in
     `stop`.
@@ -254,7 +261,7 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...] = (
     if tokenizer.eos_token_id is not None:
         ids.add(int(tokenizer.eos_token_id))
     if tokenizer.chat_template is not None:
-        ids |= _end_of_turn(tokenizer)
+        ids |= end_of_turn_ids(tokenizer)
     for text in stop:
         tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
         if len(tokens) != 1:
@@ -267,7 +274,7 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...] = (
     return tuple(sorted(ids))
 
 
-def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+def end_of_turn_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """The special token that the template writes right behind an assistant's content, if it writes one."""
     question, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "rondo"}
     text = render(tokenizer, [question, answer], generation=False)

@@ -25,6 +25,7 @@ COMMANDS = {
     "reward-model": "rondo.cli.reward_model_command",
     "eval": "rondo.cli.eval_command",
     "generate": "rondo.cli.generate_command",
+    "serve": "rondo.cli.serve_command",
     "export": "rondo.cli.export_command",
     "config": "rondo.cli.config_command",
     "doctor": "rondo.cli.doctor",

@@ -384,9 +384,13 @@ def check_dropped_share(failures: Sequence[str], step_size: int, max_share: floa
     """
     if len(failures) > max_share * step_size:
         kinds = ", ".join(f"{failures.count(kind)} {kind}" for kind in sorted(set(failures)))
+        remedies = {
+            "Fix the agent (rollout.agent), or raise rollout.deadline_seconds"
+            if kind == "rollout_error"
+            else "Fix the reward function, or raise reward.timeout_seconds"
+            for kind in failures
+        }
         raise RewardError(
             f"{len(failures)} trajectories failed ({kinds}) for one step of {step_size}, more than "
-            f"reward.max_dropped_share={max_share}; the log has each with its sample. Fix the reward "
-            f"function, "
-            "or raise reward.timeout_seconds"
+            f"reward.max_dropped_share={max_share}; the log has samples. {'. '.join(sorted(remedies))}"
         )

@@ -1,0 +1,226 @@
+"""An agent of the user's as an agent loop: it talks to the policy as to any OpenAI server, and what it was
+answered becomes a trajectory, token by token.
+
+    __call__ ──opens a session──▶ agent(messages, base_url, api_key, model)     on the agents' own thread
+                                     │  ▲ HTTP on 127.0.0.1
+                                     ▼  │
+                                  Endpoint ─▶ generate                          on the rollout worker's loop
+             ◀──its recorded calls───┘
+
+The agent's code cannot block the worker's loop: coroutines run on one loop in a thread of their own, plain
+functions each in its own thread. Both are daemons: code that hangs is left behind when its time is up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import functools
+import inspect
+import logging
+import secrets
+import threading
+import traceback
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rondo.agents.recorded import trajectory_of
+from rondo.chat import decode
+from rondo.config.functions import check_options, did_you_mean, resolve_function
+from rondo.config.schema import FunctionConfig
+from rondo.errors import ConfigError
+from rondo.serving import Endpoint, SessionRules, Sessions, prompt_key
+from rondo.types import Completion, GenerateRequest, Prompt, SamplingParams, Trajectory, request_seed
+
+if TYPE_CHECKING:
+    from rondo.serving.http import HttpServer
+
+GIVEN = ("prompt", "messages", "fields", "base_url", "api_key", "model")
+MODEL = "policy"
+_LOGGED_FAILURES = 3
+_log = logging.getLogger(__name__)
+
+
+def load_agent(config: FunctionConfig) -> Callable[..., Any]:
+    """The function of `rollout.agent`. Parameters before `*` are what it wants to be given (some of GIVEN),
+    keyword-only ones are its options. Raises ConfigError.
+    """
+    from rondo.serving.http import check_installed  # aiohttp: only where it is wanted
+
+    check_installed()
+    function = resolve_function(config.name)
+    parameters = inspect.signature(function).parameters.values()
+    for parameter in parameters:
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD and parameter.name not in GIVEN:
+            raise ConfigError(
+                f"rollout.agent: {config.name} has the parameter {parameter.name!r}"
+                f"{did_you_mean(parameter.name, GIVEN)} An agent is given {', '.join(GIVEN)}, as many of "
+                "them as it names; put its own options behind `*`"
+            )
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
+            raise ConfigError(
+                f"rollout.agent: {config.name} has the parameter {parameter.name!r}, which cannot be given "
+                f"by name; an agent's parameters are {', '.join(GIVEN)}, then `*` and its options"
+            )
+    given = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
+    check_options(function, config.options, "rollout.agent", given=given)
+    return function
+
+
+class ExternalAgent:
+    """An agent loop (see `runner.AgentLoop`) that runs `rollout.agent`; one per worker process.
+
+    max_context: prompt and response tokens of a trajectory. The endpoint starts with the first episode, on
+    that episode's event loop. Raises ConfigError.
+    """
+
+    def __init__(self, config: FunctionConfig, tokenizer: Any, *, max_context: int) -> None:
+        self._function, self._options = load_agent(config), dict(config.options)
+        self._tokenizer, self._max_context = tokenizer, max_context
+        parameters = inspect.signature(self._function).parameters.values()
+        self._wants = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        self._sessions = Sessions()
+        self._token = secrets.token_urlsafe(24)
+        self._server: HttpServer | None = None
+        self._starting: asyncio.Task[str] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._num_failures = 0
+
+    async def __call__(
+        self,
+        prompt: Prompt,
+        generate: Callable[[GenerateRequest], Awaitable[Completion]],
+        *,
+        sampling: SamplingParams,
+        sample_index: int,
+        run_seed: int,
+        purpose: str = "train",
+        deadline_seconds: float | None = None,
+    ) -> Trajectory:
+        """One episode. deadline_seconds: of all of it. An agent that raises, runs out of time or never calls
+        is a failed trajectory; what the engine raises is raised here (RolloutError). An agent that asked for
+        more than sampling.max_tokens (400, context_length_exceeded) has an episode that was cut off, and is
+        scored, whatever it did then.
+        """
+        base_url = await self._started()
+        name, trajectory_id = secrets.token_hex(12), f"{purpose}/{prompt.prompt_id}/{sample_index}"
+        text = (
+            prompt.messages[-1]["content"] if prompt.messages else decode(self._tokenizer, prompt.token_ids)
+        )
+        rules = SessionRules(
+            generate=generate,
+            sampling=sampling,
+            seed=request_seed(run_seed, purpose, prompt.seq, sample_index),
+            name=trajectory_id,
+            affinity=f"{purpose}/{prompt.seq}",
+            prompt_ids=np.asarray(prompt.token_ids, np.int32),
+            key=prompt_key(prompt, text),
+        )
+        given = {
+            "prompt": text,
+            "messages": [dict(message) for message in copy.deepcopy(prompt.messages)],
+            "fields": copy.deepcopy(dict(prompt.fields)),
+            "base_url": base_url,
+            "api_key": f"{self._token}:{name}",
+            "model": MODEL,
+        }
+        session = self._sessions.open(name, rules)
+        try:
+            said, failure = await self._run(given, deadline_seconds)
+        finally:
+            self._sessions.close(name)  # what is in flight is cancelled; a straggler's calls are refused
+        if session.error is not None:
+            raise session.error
+        if session.exhausted:  # the episode was cut off at rollout.max_tokens, and the agent was told so
+            failure = ""
+        trajectory = trajectory_of(session, prompt, trajectory_id, sample_index, failure)
+        self._log_failure(trajectory)
+        return replace(trajectory, text=said) if said else trajectory
+
+    async def _run(self, given: Mapping[str, Any], deadline_seconds: float | None) -> tuple[str, str]:
+        """(what the agent returned, why it failed)."""
+        arguments = {name: given[name] for name in self._wants}
+        try:
+            async with asyncio.timeout(deadline_seconds) as limit:
+                said = await asyncio.wrap_future(_start(self._function, {**arguments, **self._options}))
+        except Exception as error:  # the boundary: what the user's agent raises is a failed trajectory
+            if isinstance(error, TimeoutError) and limit.expired():
+                return "", f"the agent took longer than rollout.deadline_seconds = {deadline_seconds}"
+            return "", f"the agent raised {_describe(error)}"
+        if said is not None and not isinstance(said, str):
+            return "", f"the agent returned {type(said).__name__}; it must return None or its final text"
+        return said or "", ""
+
+    def _log_failure(self, trajectory: Trajectory) -> None:
+        if trajectory.failure and self._num_failures < _LOGGED_FAILURES:
+            self._num_failures += 1
+            _log.warning("%s: %s", trajectory.trajectory_id, trajectory.failure)
+
+    async def _started(self) -> str:
+        """The endpoint's base URL."""
+        if self._starting is None:
+            from rondo.serving.http import HttpServer
+
+            self._loop = asyncio.get_running_loop()
+            endpoint = Endpoint(
+                self._tokenizer, model=MODEL, max_context=self._max_context, sessions=self._sessions
+            )
+            self._server = HttpServer(endpoint, self._token)
+            self._starting = asyncio.create_task(self._server.start())
+        return await asyncio.shield(self._starting)
+
+    def close(self) -> None:
+        """End the endpoint. From any thread; on its own loop's thread it ends soon after."""
+        server, loop, self._server = self._server, self._loop, None
+        if server is None or loop is None or not loop.is_running():
+            return
+        ending = asyncio.run_coroutine_threadsafe(server.close(), loop)
+        if loop is not _running_loop():
+            ending.result()
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
+def _start(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Future[Any]:
+    """Call `function` where it can block nobody but agents. Cancelling the future cancels a coroutine."""
+    if inspect.iscoroutinefunction(function):
+        return asyncio.run_coroutine_threadsafe(function(**arguments), _agents_loop())
+    result: Future[Any] = Future()
+
+    def call() -> None:
+        if not result.set_running_or_notify_cancel():
+            return
+        try:
+            result.set_result(function(**arguments))
+        except BaseException as error:  # the boundary: it travels to whoever waits for the result
+            result.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+
+    threading.Thread(target=call, name="rondo-agent", daemon=True).start()
+    return result
+
+
+@functools.cache
+def _agents_loop() -> asyncio.AbstractEventLoop:
+    """One loop for the life of the process, so that agents may keep their clients from run to run."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="rondo-agents", daemon=True).start()
+    return loop
+
+
+def _describe(error: Exception) -> str:
+    """`ValueError: … (agent.py, line 12)`, short."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [
+        frame for frame in frames if "site-packages" not in frame.filename and "/rondo/" not in frame.filename
+    ]
+    place = f" ({own[-1].filename.rsplit('/', 1)[-1]}, line {own[-1].lineno})" if own else ""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}{place}"

@@ -1,0 +1,97 @@
+"""`rondo serve`: a model behind an OpenAI-compatible endpoint."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rondo.cli.arguments import load_arguments, recipe_parser
+from rondo.config import LoadedConfig
+from rondo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rondo.trainers.serving import Address, Serving
+
+HELP = "serve a model over an OpenAI-compatible endpoint"
+TOKEN_VARIABLE = "RONDO_TOKEN"
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+    """Register the subcommand."""
+    parser = recipe_parser(subparsers, "serve", HELP)
+    parser.epilog = "The first argument is a model folder, a hub id, or a recipe with model.path."
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default: this machine only)"
+    )
+    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: 8000)")
+    parser.add_argument(
+        "--token", help="API key (other users of this machine can read it in the process list)"
+    )
+    parser.add_argument(
+        "--token-file", help=f"file with the API key (default: ${TOKEN_VARIABLE}, or a random one)"
+    )
+    parser.add_argument("--name", help="name of the model for clients (default: of its folder)")
+    parser.add_argument("--replicas", type=int, help="engines, each in a process of its own")
+    parser.add_argument("--max-context", type=int, help="prompt and answer tokens of a request")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the address and what a client needs, then serve until Ctrl-C."""
+    loaded = load_served(args.config, args.replicas)
+    from rondo.trainers.serving import Address, serve
+
+    given = _token(args)
+    address = Address(args.host, args.port, given or secrets.token_urlsafe(24), given is not None)
+    name = args.name or _name(loaded)
+    serve(
+        loaded.config,
+        address,
+        model=name,
+        max_context=args.max_context,
+        ready=lambda serving: _announce(serving, address),
+    )
+    return 0
+
+
+def load_served(arguments: Sequence[str], replicas: int | None = None) -> LoadedConfig:
+    """The configuration of a model folder or hub id, or of recipes, with overrides. Raises ConfigError."""
+    extra = [] if replicas is None else [f"rollout.replicas={replicas}"]
+    if replicas is not None and replicas > 1:
+        extra.append("rollout.process=own")
+    first = arguments[0]
+    if first.endswith((".yaml", ".yml")) or "=" in first:
+        return load_arguments(arguments, extra)
+    # what a recipe must say for a run, and no server reads
+    model = [f"model.path={first}", "trainer.total_steps=1"]
+    return load_arguments([*model, *arguments[1:]], extra)
+
+
+def _name(loaded: LoadedConfig) -> str:
+    path = loaded.config.model.path
+    return Path(path).resolve().name if path and Path(path).is_dir() else path or "policy"
+
+
+def _token(args: argparse.Namespace) -> str | None:
+    if args.token is not None and args.token_file is not None:
+        raise ConfigError("--token and --token-file are both given; give one of them")
+    if args.token is not None:
+        return str(args.token)
+    if args.token_file is not None:
+        try:
+            return Path(args.token_file).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--token-file {args.token_file} cannot be read: {error}") from error
+    return os.environ.get(TOKEN_VARIABLE)
+
+
+def _announce(serving: Serving, address: Address) -> None:
+    print(f"base_url={serving.base_url}")
+    print(f"model={serving.model}")
+    if not address.given:
+        print(f"api_key={address.token}")
+    print(f"{serving.engine}; Ctrl-C ends it", flush=True)

@@ -1,0 +1,393 @@
+"""The endpoint without its wire: bodies in, OpenAI's objects out, every call recorded in its session.
+
+body ── read_request ─▶ prompt tokens: the session's own where a call goes on, the template's otherwise
+                         └─ GenerateRequest × n ─▶ generate ─▶ record ─▶ answer, or chunks as tokens come
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from rondo.chat import encode_continuation, encode_piece, encode_prompt, parse_tool_calls, stop_token_ids
+from rondo.errors import ConfigError, DataError, RolloutError
+from rondo.serving.answers import Frame, Piece, call_ids, tool_calls
+from rondo.serving.messages import Conversation, message_key, read_messages
+from rondo.serving.problems import ApiError, refuse
+from rondo.serving.requests import ApiRequest, Kind, read_request
+from rondo.serving.sessions import InsertedKind, Key, RecordedCall, Session, Sessions
+from rondo.serving.text import TextStream, answer_text
+from rondo.types import Completion, GenerateRequest, Prompt, SamplingParams, request_seed
+
+# A RolloutEngine's or a router's `generate`; the second argument (new tokens as they come) only for streams.
+Generate = Callable[..., Awaitable[Completion]]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request that can be answered. key: of the conversation without the answer."""
+
+    session: Session
+    asked: ApiRequest
+    key: Key
+    parent: int | None
+    inserted: InsertedKind
+    requests: tuple[GenerateRequest, ...]
+    generate: Generate
+    frame: Frame
+
+    @property
+    def prompt_ids(self) -> np.ndarray:
+        return self.requests[0].token_ids
+
+
+def prompt_key(prompt: Prompt, text: str) -> Key:
+    """The key of the conversation that a prompt's token ids stand for: its messages, with the tools of its
+    row, or the `text` of a prompt without messages.
+    """
+    if not prompt.messages:
+        return ("text", text)
+    tools = prompt.fields.get("tools") or None
+    tools = json.loads(tools) if isinstance(tools, str) else tools
+    return (*_chat_head(tools), *read_messages([*prompt.messages]).keys)
+
+
+def _chat_head(tools: Any) -> Key:
+    return ("chat", json.dumps(tools and list(tools), sort_keys=True))
+
+
+class Endpoint:
+    """model: the name that requests must give. max_context: prompt and response tokens of one request.
+    generate, defaults: where calls go that are of no training session, and how to sample where they do not
+    say. max_pending: sequences in the endpoint at one time; one more is a 429 (None: no limit).
+    deadline_seconds: of each sequence; older ones come back as they are. All methods run on one event loop.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        model: str,
+        max_context: int,
+        sessions: Sessions,
+        generate: Generate | None = None,
+        defaults: SamplingParams | None = None,
+        max_pending: int | None = None,
+        deadline_seconds: float | None = None,
+    ) -> None:
+        self.model, self.sessions, self.max_context = model, sessions, max_context
+        self._tokenizer, self._generate = tokenizer, generate
+        self._max_pending, self._deadline = max_pending, deadline_seconds
+        self._defaults = defaults or SamplingParams(max_context, stop_token_ids=stop_token_ids(tokenizer))
+        self._created = int(time.time())
+        self.pending = 0
+
+    def models(self) -> dict[str, Any]:
+        """The answer to /v1/models."""
+        about = {"id": self.model, "object": "model", "created": self._created, "owned_by": "rondo"}
+        return {"object": "list", "data": [{**about, "max_model_len": self.max_context}]}
+
+    def prepare(self, kind: Kind, body: Any, session: Session) -> Prepared:
+        """Raises ApiError for what cannot be answered."""
+        asked = read_request(kind, body, self.model)
+        if session.closed:
+            raise ApiError("the session has ended", code="session_ended", status=410)
+        if session.error is not None:  # a client's retries do not mend an engine
+            raise ApiError(str(session.error), code="engine_failed", status=500)
+        if kind == "chat":
+            assert asked.conversation is not None
+            key, parent, inserted, prompt_ids = self._chat_prompt(asked, asked.conversation, session)
+        else:
+            key, parent, inserted, prompt_ids = self._text_prompt(asked, session)
+        sampling = self._sampling(asked, session, parent, prompt_ids)
+        rules = session.rules
+        answer_id = ("chatcmpl-" if kind == "chat" else "cmpl-") + secrets.token_hex(12)
+        seed = self._seed(asked, session, prompt_ids)
+        requests = [
+            GenerateRequest(
+                request_id=f"{rules.name if rules else answer_id}/{answer_id[-8:]}/{i}",
+                token_ids=prompt_ids,
+                sampling=sampling,
+                seed=seed if i == 0 else request_seed(seed, i),
+                affinity=rules.affinity if rules else session.name or answer_id,
+                deadline_seconds=None if rules else self._deadline,
+            )
+            for i in range(asked.n)
+        ]
+        generate = rules.generate if rules else self._generate
+        if generate is None:
+            raise ApiError("there is no engine for calls without a session", code="no_engine", status=503)
+        frame = Frame(kind, answer_id, int(time.time()), self.model, self._tokenizer, asked.logprobs)
+        return Prepared(session, asked, key, parent, inserted, tuple(requests), generate, frame)
+
+    @contextmanager
+    def admitted(self, prepared: Prepared) -> Iterator[None]:
+        """While a request is answered. Raises ApiError (429) when the endpoint is full."""
+        n = len(prepared.requests)
+        if self._max_pending is not None and self.pending + n > self._max_pending:
+            text = f"{self.pending} sequences are pending, of {self._max_pending} at most; try again later"
+            raise ApiError(text, code="queue_full", status=429)
+        self.pending += n
+        try:
+            yield
+        finally:
+            self.pending -= n
+
+    async def answer(self, prepared: Prepared) -> dict[str, Any]:
+        """The whole answer. Cancelling it frees the engine's slots. Raises ApiError, RolloutError."""
+        calls = [prepared.generate(request) for request in prepared.requests]
+        completions = await self._run(prepared, _all(calls))
+        pieces = [self._piece(prepared, made) for made in completions]
+        for piece, made in zip(pieces, completions, strict=True):
+            self._record(prepared, piece, made)
+        return prepared.frame.whole(prepared.prompt_ids, pieces, completions)
+
+    async def stream(self, prepared: Prepared) -> AsyncGenerator[dict[str, Any], None]:
+        """The answer's chunks as tokens come; together they say what `answer` says."""
+        asked, frame, session = prepared.asked, prepared.frame, prepared.session
+        arrived: asyncio.Queue[tuple[int, Completion, bool]] = asyncio.Queue()
+
+        async def one(index: int, request: GenerateRequest) -> Completion:
+            made = await prepared.generate(request, lambda new: arrived.put_nowait((index, new, False)))
+            arrived.put_nowait((index, made, True))
+            return made
+
+        calls = [one(i, request) for i, request in enumerate(prepared.requests)]
+        running = asyncio.ensure_future(self._run(prepared, _all(calls)))
+        stops = prepared.requests[0].sampling.stop_token_ids
+        texts = [TextStream(self._tokenizer, stops, with_tools=bool(asked.tools)) for _ in calls]
+        sent, finished = [0] * len(calls), 0
+        try:
+            yield frame.opening(prepared.prompt_ids, len(calls))
+            while finished < len(calls):
+                item = await _first(arrived, running)
+                index, new, last = item
+                if last:
+                    finished += 1
+                    yield frame.chunk(index, self._last_piece(texts[index], new, sent[index]), new)
+                elif len(new.token_ids):
+                    sent[index] += len(new.token_ids)
+                    text = texts[index].feed(new.token_ids)
+                    yield frame.chunk(index, _piece_of(new, 0, text), None)
+            completions = await running
+            for made in completions:
+                self._record(prepared, self._piece(prepared, made), made)
+            if asked.include_usage:
+                yield frame.closing(prepared.prompt_ids, completions)
+        finally:
+            if not running.done():
+                session.broken_streams += any(sent)
+                running.cancel()
+                await asyncio.gather(running, return_exceptions=True)
+
+    async def _run(self, prepared: Prepared, work: Awaitable[list[Completion]]) -> list[Completion]:
+        session = prepared.session
+        try:
+            completions: list[Completion] = await session.run(work)
+        except RolloutError as error:
+            self._failed(session, error)
+            raise
+        for made in completions:
+            if not np.array_equal(made.prompt_ids, prepared.prompt_ids):
+                differs = RolloutError(
+                    f"{made.request_id}: the engine generated from {len(made.prompt_ids)} prompt tokens that "
+                    f"are not the {len(prepared.prompt_ids)} it was sent; tokenizer and engine disagree"
+                )
+                self._failed(session, differs)
+                raise differs
+            if made.finish_reason == "cancelled":
+                raise ApiError("the engine took the request back", code="cancelled", status=503)
+            if made.finish_reason == "deadline" and len(made.token_ids) == 0:
+                text = f"no token within the deadline of {self._deadline} s"
+                raise ApiError(text, code="deadline_exceeded", status=504)
+        return completions
+
+    @staticmethod
+    def _failed(session: Session, error: RolloutError) -> None:
+        """A training session's error is the run's."""
+        if session.rules is not None:
+            session.error = error
+
+    def _record(self, prepared: Prepared, piece: Piece, made: Completion) -> None:
+        key = prepared.key
+        if key[0] == "chat":
+            said = {"role": "assistant", "content": piece.text or ""}
+            said_calls = {"tool_calls": tool_calls_as_read(piece)} if piece.tool_calls else {}
+            key = (*key, message_key({**said, **said_calls}))
+        elif key[0] == "text":
+            key = ("text", key[1] + (piece.text or ""))
+        else:
+            key = ("ids", *map(str, made.prompt_ids.tolist()), *map(str, made.token_ids.tolist()))
+        prepared.session.record(RecordedCall(prepared.parent, prepared.inserted, made, key))
+
+    # ---- what to send to the engine ----
+
+    def _chat_prompt(
+        self, asked: ApiRequest, conversation: Conversation, session: Session
+    ) -> tuple[Key, int | None, InsertedKind, np.ndarray]:
+        """(key, parent, kind, prompt tokens)."""
+        tools = list(asked.tools) if asked.tools else None
+        head = _chat_head(tools)
+        keys, messages = conversation.keys, conversation.messages
+        key = (*head, *keys)
+        if messages[-1]["role"] == "assistant":
+            raise refuse("messages", "must end with a message for the assistant to answer")
+        lengths = range(len(keys) - 1, 0, -1)
+        found = session.extended_call((*head, *keys[:length]) for length in lengths)
+        try:
+            if found is None:
+                rules = session.rules
+                if rules is not None and key == rules.key:
+                    return key, None, "environment", rules.prompt_ids
+                return key, None, "environment", encode_prompt(self._tokenizer, messages, tools=tools)
+            parent, call = found
+            turn = len(call.key) - len(head) - 1
+            new = encode_continuation(
+                self._tokenizer, messages, turn, tools, last_token=_last(call.completion.token_ids)
+            )
+        except (DataError, ConfigError) as error:
+            raise refuse("messages", str(error)) from error
+        return key, parent, conversation.kind_behind(turn), np.concatenate([call.token_ids, new])
+
+    def _text_prompt(
+        self, asked: ApiRequest, session: Session
+    ) -> tuple[Key, int | None, InsertedKind, np.ndarray]:
+        """(key, parent, kind, prompt tokens)."""
+        prompt, rules = asked.prompt, session.rules
+        if isinstance(prompt, np.ndarray):
+            return ("ids",), session.extended_ids(prompt), "environment", prompt
+        assert prompt is not None
+        key = ("text", prompt)
+        found = session.extended_text(prompt)
+        if found is not None:
+            parent, call, new = found
+            return (
+                key,
+                parent,
+                "environment",
+                np.concatenate([call.token_ids, encode_piece(self._tokenizer, new)]),
+            )
+        if rules is not None and key == rules.key:
+            return key, None, "environment", rules.prompt_ids
+        return key, None, "environment", np.asarray(self._tokenizer(prompt)["input_ids"], np.int32)
+
+    def _sampling(
+        self, asked: ApiRequest, session: Session, parent: int | None, prompt_ids: np.ndarray
+    ) -> SamplingParams:
+        rules, limit = session.rules, self.max_context
+        base = rules.sampling if rules else self._defaults
+        said = {
+            name: getattr(asked, name)
+            for name in ("temperature", "top_p", "top_k", "min_p")
+            if getattr(asked, name) is not None
+        }
+        if rules is not None:
+            limit = min(limit, session.root_length(parent, len(prompt_ids)) + base.max_tokens)
+            for name, value in said.items():
+                if value != getattr(base, name):
+                    raise refuse(
+                        name,
+                        f"is {getattr(base, name)} in this session and cannot be {value}: the run says how "
+                        f"to sample (rollout.{name}; evaluation has its own); leave it out",
+                    )
+        room = limit - len(prompt_ids)
+        if room < 1:
+            session.exhausted = session.exhausted or parent is not None
+            whose = "prompt tokens and rollout.max_tokens" if rules else "tokens of context"
+            raise ApiError(
+                f"the conversation has {len(prompt_ids)} tokens and there is room for {limit} ({whose}) with "
+                "the answer: nothing is left to generate",
+                param="messages" if asked.kind == "chat" else "prompt",
+                code="context_length_exceeded",
+            )
+        stops = {*base.stop_token_ids, *(self._stop_id(text) for text in asked.stop)}
+        most = min(asked.max_tokens or base.max_tokens, room)
+        return replace(base, max_tokens=most, stop_token_ids=tuple(sorted(stops)), **said)
+
+    def _stop_id(self, text: str) -> int:
+        tokens = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        if len(tokens) != 1:
+            raise refuse("stop", f"{text!r} is {len(tokens)} tokens for this tokenizer; it must be one")
+        return int(tokens[0])
+
+    @staticmethod
+    def _seed(asked: ApiRequest, session: Session, prompt_ids: np.ndarray) -> int:
+        if session.rules is not None:
+            if asked.seed is not None:
+                return request_seed(session.rules.seed, "asked", asked.seed)
+            return session.next_seed(prompt_ids)
+        return secrets.randbits(63) if asked.seed is None else asked.seed & ((1 << 63) - 1)
+
+    # ---- what to say ----
+
+    def _piece(self, prepared: Prepared, made: Completion) -> Piece:
+        text = answer_text(self._tokenizer, made.token_ids, prepared.requests[0].sampling.stop_token_ids)
+        calls = ()
+        if prepared.asked.tools:
+            text, calls = parse_tool_calls(text)  # type: ignore[assignment]
+        return _piece_of(made, 0, text, calls, call_ids(made, len(calls)))
+
+    @staticmethod
+    def _last_piece(text: TextStream, made: Completion, sent: int) -> Piece:
+        said = text.feed(made.token_ids[sent:])
+        rest, calls = text.finish()
+        return _piece_of(made, sent, said + rest, calls, call_ids(made, len(calls)))
+
+
+def tool_calls_as_read(piece: Piece) -> list[dict[str, Any]]:
+    """The calls of an answer as `read_messages` reads them when they come back."""
+    return [
+        {
+            "function": {
+                "name": call["function"]["name"],
+                "arguments": json.loads(call["function"]["arguments"]),
+            }
+        }
+        for call in tool_calls(piece)
+    ]
+
+
+def _piece_of(
+    made: Completion, start: int, text: str, calls: tuple[Any, ...] = (), ids: tuple[str, ...] = ()
+) -> Piece:
+    arrays = (made.token_ids[start:], made.log_probs[start:], made.policy_versions[start:])
+    return Piece(text, *arrays, tool_calls=calls, call_ids=ids)
+
+
+def _last(token_ids: np.ndarray) -> int | None:
+    return int(token_ids[-1]) if len(token_ids) else None
+
+
+async def _all(calls: list[Any]) -> list[Completion]:
+    """Results in order; the first error, or a cancellation, cancels the others."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _first(
+    arrived: asyncio.Queue[tuple[int, Completion, bool]], running: asyncio.Future[Any]
+) -> tuple[int, Completion, bool]:
+    """The next tokens; what the generation raises is raised here."""
+    if arrived.empty():
+        getting = asyncio.ensure_future(arrived.get())
+        try:
+            await asyncio.wait({getting, running}, return_when=asyncio.FIRST_COMPLETED)
+            if getting.done():
+                return getting.result()
+        finally:
+            getting.cancel()
+        await running  # raises, or everything that is left has arrived
+    return arrived.get_nowait()

@@ -1,0 +1,205 @@
+"""The session recorder: what the model was given and what it made, call by call, as exact tokens.
+
+A call that sends an earlier call's conversation back, with its answer as it was returned and something new
+behind it, goes on from that call's own tokens; any other starts a context of its own. A session's calls are
+thus a forest: an edge is an extension, a root is a context that was written anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from rondo.serving.problems import ApiError
+from rondo.types import Completion, SamplingParams, request_seed
+
+InsertedKind = Literal["tool", "environment", "user"]
+Key = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class RecordedCall:
+    """parent: the call that this one goes on from (its index), None: a context of its own. inserted: who
+    wrote the tokens between the parent's answer and this one. completion: prompt ids, token ids, log-probs
+    and policy versions as the engine gave them. key: of the conversation, the answer included.
+    """
+
+    parent: int | None
+    inserted: InsertedKind
+    completion: Completion
+    key: Key
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """int32 [P + T]: the context with the answer."""
+        return np.concatenate([self.completion.prompt_ids, self.completion.token_ids])
+
+
+@dataclass(frozen=True)
+class SessionRules:
+    """What a training run fixes for a session, which then is one trajectory.
+
+    sampling: how to sample; max_tokens is for the whole response, inserted tokens included. seed: the first
+    call's, where its prompt is `prompt_ids`; all others' follow from it and their own prompt. key: of the
+    conversation that `prompt_ids` are the tokens of. generate: where its calls go.
+    """
+
+    generate: Callable[..., Awaitable[Completion]]
+    sampling: SamplingParams
+    seed: int
+    name: str
+    affinity: str
+    prompt_ids: np.ndarray
+    key: Key
+
+
+@dataclass
+class Session:
+    """error: what an engine raised. broken_streams: answers that the client stopped reading. exhausted: a
+    call went on where no room was left for an answer.
+    """
+
+    name: str = ""
+    rules: SessionRules | None = None
+    calls: list[RecordedCall] = field(default_factory=list)
+    error: Exception | None = None
+    broken_streams: int = 0
+    exhausted: bool = False
+    closed: bool = False
+    _answers: dict[Key, int] = field(default_factory=dict)
+    _asked: dict[bytes, int] = field(default_factory=dict)
+    _running: set[asyncio.Future[Any]] = field(default_factory=set)
+
+    def extended_call(self, heads: Iterable[Key]) -> tuple[int, RecordedCall] | None:
+        """The latest call whose conversation, answer included, is the first of `heads` that there is."""
+        found = next((self._answers[head] for head in heads if head in self._answers), None)
+        return None if found is None else (found, self.calls[found])
+
+    def extended_text(self, text: str) -> tuple[int, RecordedCall, str] | None:
+        """As `extended_call`, for a text completion's prompt, and the new text behind it."""
+        heads = [
+            k for k in self._answers if k[0] == "text" and text.startswith(k[1]) and len(text) > len(k[1])
+        ]
+        if not heads:
+            return None
+        longest = max(heads, key=lambda key: len(key[1]))
+        found = self._answers[longest]
+        return found, self.calls[found], text[len(longest[1]) :]
+
+    def extended_ids(self, token_ids: np.ndarray) -> int | None:
+        """The latest of the longest calls whose tokens begin `token_ids` and are fewer."""
+        best, length = None, 0
+        for i, call in enumerate(self.calls):
+            own = call.token_ids
+            if length <= len(own) < len(token_ids) and np.array_equal(own, token_ids[: len(own)]):
+                best, length = i, len(own)
+        return best
+
+    def root_length(self, call: int | None, otherwise: int) -> int:
+        """Tokens of the prompt with which the context of `call` began."""
+        while call is not None:
+            otherwise, call = len(self.calls[call].completion.prompt_ids), self.calls[call].parent
+        return otherwise
+
+    def next_seed(self, prompt_ids: np.ndarray) -> int:
+        """A function of the run's seed, the prompt, and how often the session asked it: not of time."""
+        assert self.rules is not None
+        asked = prompt_ids.astype(np.int32).tobytes()
+        before = self._asked.get(asked, 0)
+        self._asked[asked] = before + 1
+        if before == 0 and np.array_equal(prompt_ids, self.rules.prompt_ids):
+            return self.rules.seed
+        return request_seed(self.rules.seed, asked, before)
+
+    def record(self, call: RecordedCall) -> None:
+        """Keep a finished call."""
+        self._answers[call.key] = len(self.calls)
+        self.calls.append(call)
+
+    async def run(self, work: Awaitable[Any]) -> Any:
+        """Await `work`, which the end of the session cancels: ApiError (410) then."""
+        if self.closed:
+            raise _ended()
+        running = asyncio.ensure_future(work)
+        self._running.add(running)
+        try:
+            return await running
+        except asyncio.CancelledError:
+            running.cancel()
+            if self.closed:
+                raise _ended() from None
+            raise
+        finally:
+            self._running.discard(running)
+
+    def close(self) -> None:
+        """Cancel what is in flight; further calls are refused."""
+        self.closed = True
+        for running in tuple(self._running):
+            running.cancel()
+
+
+class Sessions:
+    """Sessions by name. limit: an unknown name makes a new session, and the longest unused beyond `limit`
+    are forgotten; None: only those that were opened exist.
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
+        self._limit = limit
+        self._sessions: OrderedDict[str, Session] = OrderedDict()
+
+    def open(self, name: str, rules: SessionRules) -> Session:
+        """A training run's session."""
+        assert name not in self._sessions
+        session = self._sessions[name] = Session(name, rules)
+        return session
+
+    def get(self, name: str | None) -> Session:
+        """The session of a call; without a name one that nobody else sees. Raises ApiError (404)."""
+        if name is None and self._limit is not None:
+            return Session()
+        if name is not None and name in self._sessions:
+            self._sessions.move_to_end(name)
+            return self._sessions[name]
+        if name is None or self._limit is None:
+            text = "there is no such session, or it has ended; use the api_key that the agent was given"
+            raise ApiError(text, code="session_not_found", status=404)
+        session = self._sessions[name] = Session(name)
+        while len(self._sessions) > self._limit:
+            self._sessions.popitem(last=False)
+        return session
+
+    def peek(self, name: str) -> Session:
+        """The session of this name. Raises ApiError (404)."""
+        if name not in self._sessions:
+            raise ApiError(f"there is no session {name!r}", code="session_not_found", status=404)
+        return self._sessions[name]
+
+    def close(self, name: str) -> None:
+        """End and forget a session; unknown names are ignored."""
+        session = self._sessions.pop(name, None)
+        if session is not None:
+            session.close()
+
+
+def _ended() -> ApiError:
+    return ApiError("the session has ended", code="session_ended", status=410)
+
+
+def describe_call(call: RecordedCall) -> dict[str, Any]:
+    """For JSON."""
+    made = call.completion
+    return {
+        "parent": call.parent,
+        "inserted": call.inserted,
+        "prompt_token_ids": made.prompt_ids.tolist(),
+        "token_ids": made.token_ids.tolist(),
+        "token_log_probs": [float(x) for x in made.log_probs],
+        "policy_versions": made.policy_versions.tolist(),
+        "finish_reason": made.finish_reason,
+    }

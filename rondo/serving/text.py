@@ -1,0 +1,54 @@
+"""Token ids of an answer to its text, at once or as they come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rondo.chat import ToolCall, decode, parse_tool_calls, settled_length
+
+
+def answer_text(tokenizer: Any, token_ids: Sequence[int] | np.ndarray, stop_ids: Sequence[int]) -> str:
+    """Without special tokens, and without the stop token at the end."""
+    ids = [int(token) for token in token_ids]
+    return decode(tokenizer, ids[:-1] if ids and ids[-1] in stop_ids else ids)
+
+
+class TextStream:
+    """An answer's text piece by piece; the pieces together are `answer_text` of all its tokens.
+
+    A piece ends where characters end: bytes of an unfinished character wait. with_tools: what may become a
+    tool call waits for the end.
+    """
+
+    def __init__(self, tokenizer: Any, stop_ids: Sequence[int], *, with_tools: bool) -> None:
+        self._tokenizer, self._stop_ids, self._with_tools = tokenizer, frozenset(stop_ids), with_tools
+        self._ids: list[int] = []
+        self._window = self._read = 0  # tokens before `_read` are in `_text`; decoding starts at `_window`
+        self._text, self._sent = "", 0
+
+    def feed(self, token_ids: Sequence[int] | np.ndarray) -> str:
+        """What can be said after these further tokens."""
+        self._ids += [int(token) for token in token_ids if int(token) not in self._stop_ids]
+        new = self._new_text()
+        if new and not new.endswith("\ufffd"):
+            self._text += new
+            self._window, self._read = self._read, len(self._ids)
+        return self._send(settled_length(self._text) if self._with_tools else len(self._text))
+
+    def finish(self) -> tuple[str, tuple[ToolCall, ...]]:
+        """The rest, and the tool calls that the answer ends with."""
+        self._text += self._new_text()
+        text, calls = parse_tool_calls(self._text) if self._with_tools else (self._text, ())
+        return self._send(len(text)), calls
+
+    def _new_text(self) -> str:
+        said = decode(self._tokenizer, self._ids[self._window : self._read])
+        return decode(self._tokenizer, self._ids[self._window :])[len(said) :]
+
+    def _send(self, stop: int) -> str:
+        piece = self._text[self._sent : stop]
+        self._sent = max(self._sent, stop)
+        return piece

@@ -1,0 +1,149 @@
+"""`rondo serve`: a process that answers, and that leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import openai
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
+
+from rondo.chat import encode_prompt
+from rondo.cli import serve_command
+from rondo.data.quickstart import tokenizer
+from rondo.trainers.serving import Serving
+from tests.trainers.conftest import MODEL, REPOSITORY, inline
+
+ASK: Any = [{"role": "user", "content": "Tom has 3 apples, buys 4. How many?"}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder as `rondo train` exports it."""
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    fields = {name: value for name, value in MODEL.items() if name != "model_type"}
+    torch.manual_seed(0)
+    config = Qwen3Config(**fields, vocab_size=len(tokenizer()))
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
+    tokenizer().save_pretrained(path)
+    return path
+
+
+def greedy(folder: Path, tokens: int) -> list[int]:
+    """By transformers."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = torch.from_numpy(encode_prompt(AutoTokenizer.from_pretrained(folder), ASK))[None].long()
+    return model.generate(ids, max_new_tokens=tokens, do_sample=False)[0, ids.shape[1] :].tolist()
+
+
+def ask(client: openai.OpenAI, model: str) -> list[int]:
+    answer = client.chat.completions.create(model=model, messages=ASK, temperature=0, max_tokens=6)
+    return answer.choices[0].token_ids  # type: ignore[attr-defined, no-any-return]
+
+
+def test_it_serves_a_folder_and_ends_with_all_it_started(folder: Path) -> None:
+    """An engine in its own process, which dies once; a random token; Ctrl-C."""
+    command = [
+        sys.executable,
+        "-m",
+        "rondo.cli.main",
+        "serve",
+        str(folder),
+        "--port",
+        "0",
+        "cluster.threads=1",
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    environment.pop("RONDO_TOKEN", None)
+    with subprocess.Popen(
+        [*command, "rollout.decode=lean", "rollout.process=own"],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            said = [process.stdout.readline() for _ in range(4)]
+            facts = dict(line.strip().split("=", 1) for line in said[:3])
+            assert "native rollout engine: lean path" in said[3]
+            started = psutil.Process(process.pid).children(recursive=True)
+            with openai.OpenAI(base_url=facts["base_url"], api_key=facts["api_key"], max_retries=0) as client:
+                before = ask(client, facts["model"])
+                with pytest.raises(openai.AuthenticationError):
+                    client.with_options(api_key="guess").models.list()
+                (engine,) = [p for p in started if p.cmdline()[1:3] == ["-m", "rondo.rollout.server"]]
+                engine.kill()
+                after = ask(client, facts["model"])
+            started += psutil.Process(process.pid).children(recursive=True)
+        finally:
+            process.send_signal(signal.SIGINT)
+        process.communicate(timeout=120)
+    assert process.returncode == 0
+    assert not psutil.wait_procs(started, timeout=20)[1]
+    assert facts["model"] == "tiny"
+    assert facts["base_url"].startswith("http://127.0.0.1:")
+    assert before == after == greedy(folder, 6)
+
+
+def test_sigterm_ends_it_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process; the token from the environment is not printed."""
+    answers: list[list[int]] = []
+
+    def use(serving: Serving) -> None:
+        def ask_and_stop() -> None:
+            try:
+                with openai.OpenAI(base_url=serving.base_url, api_key="from-outside") as client:
+                    answers.append(ask(client, "mine"))
+            finally:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        threading.Thread(target=ask_and_stop).start()
+
+    def ready(serving: Serving, address: Any) -> None:
+        announce(serving, address)
+        use(serving)
+
+    announce = serve_command._announce
+    monkeypatch.setattr(serve_command, "_announce", ready)
+    monkeypatch.setenv("RONDO_TOKEN", "from-outside")
+    settings = ("cluster.threads=1", "rollout.decode=lean", "--port", "0", "--name", "mine")
+    done = inline("serve", str(folder), *settings)
+    assert answers == [greedy(folder, 6)]
+    assert "model=mine" in done.stdout
+    assert "from-outside" not in done.stdout
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--host", "0.0.0.0"], "can be reached from other machines: choose a token"),
+        (["--token", "a", "--token-file", "b"], "are both given"),
+        (["--token-file", "not/there"], "cannot be read"),
+        (["--token", "two words"], "printable ASCII without spaces"),
+        (["--port", "99999"], "choose another --port"),
+        (["cluster.devices=2", "cluster.backend=ray"], "uses one device"),
+        (["rollout.engine_options={a: 1}"], "engine_options are for other engines"),
+        (["--replicas", "0"], "rollout.replicas"),
+    ],
+)
+def test_what_it_refuses(folder: Path, arguments: list[str], message: str) -> None:
+    done = inline("serve", str(folder), "cluster.threads=1", "rollout.decode=lean", *arguments, check=False)
+    assert done.returncode == 2
+    assert message in " ".join(done.stderr.split())
+
+
+def test_a_recipe_whose_model_does_not_exist_yet() -> None:
+    done = inline("serve", str(REPOSITORY / "recipes/quickstart.yaml"), check=False)
+    assert done.returncode == 2
+    assert "exists after training only" in done.stderr

@@ -1,0 +1,95 @@
+"""A tiny random model with the quickstart's tokenizer behind a real endpoint on a real port."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import numpy as np
+import openai
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from rondo.chat import stop_token_ids
+from rondo.data.quickstart import tokenizer
+from rondo.rollout import NativeEngine
+from rondo.serving import Endpoint, Sessions
+from rondo.serving.http import HttpServer
+from rondo.types import Completion, GenerateRequest, SamplingParams
+
+TOKEN = "correct-horse"
+MODEL = "tiny"
+CONTEXT = 160
+TOKENIZER = tokenizer()
+STOPS = stop_token_ids(TOKENIZER)
+
+
+@pytest.fixture(scope="session")
+def engine() -> Iterator[NativeEngine]:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(TOKENIZER),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        tie_word_embeddings=True,
+        initializer_range=0.3,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    parameters = {name: parameter.data for name, parameter in model.named_parameters()}
+    engine = NativeEngine(
+        config, parameters=parameters, max_concurrent=64, max_context=CONTEXT, decode="lean", threads=1
+    )
+    engine.set_version(3)
+    yield engine
+    engine.close()
+
+
+@asynccontextmanager
+async def served(generate: Any, **settings: Any) -> AsyncIterator[tuple[Endpoint, str]]:
+    """(endpoint, base URL)."""
+    body_bytes = settings.pop("max_body_bytes", 1 << 20)
+    settings = {"sessions": Sessions(8), "max_context": CONTEXT, "generate": generate} | settings
+    endpoint = Endpoint(TOKENIZER, model=MODEL, **settings)
+    server = HttpServer(endpoint, TOKEN, max_body_bytes=body_bytes)
+    base_url = await server.start()
+    try:
+        yield endpoint, base_url
+    finally:
+        await server.close()
+
+
+def with_client(
+    generate: Any, use: Callable[[openai.AsyncOpenAI], Awaitable[Any]], session: str = "", **settings: Any
+) -> Any:
+    """What `use` returns with an unmodified client: base_url and api_key are all that it is told."""
+
+    async def main() -> Any:
+        async with served(generate, **settings) as (_, base_url):
+            key = f"{TOKEN}:{session}" if session else TOKEN
+            async with openai.AsyncOpenAI(base_url=base_url, api_key=key, max_retries=0) as client:
+                return await use(client)
+
+    return asyncio.run(main())
+
+
+async def post(base_url: str, path: str, body: Any, **headers: str) -> tuple[int, dict[str, Any]]:
+    """(status, body) of one POST with the right token."""
+    headers = {"Authorization": f"Bearer {TOKEN}"} | headers
+    async with aiohttp.ClientSession() as http:
+        data = {"data": body} if isinstance(body, bytes) else {"json": body}
+        async with http.post(base_url + path, headers=headers, **data) as answer:
+            return answer.status, await answer.json()
+
+
+def direct(engine: NativeEngine, prompt_ids: np.ndarray, seed: int, **sampling: Any) -> Completion:
+    """The engine's own answer."""
+    params = SamplingParams(**{"stop_token_ids": STOPS, **sampling})
+    return asyncio.run(engine.generate(GenerateRequest("direct", prompt_ids, params, seed=seed)))
