@@ -36,7 +36,7 @@ from rondo.trainers import run as runs
 from rondo.trainers.inference import evaluate_model
 
 ROOT = Path(__file__).parents[1]
-NO_ALGORITHM = ("quickstart", "quickstart_ppo", "quickstart_sft", "reward_model")
+NO_ALGORITHM = ("quickstart", "quickstart_async", "quickstart_ppo", "quickstart_sft", "reward_model")
 FROM_PAIRS = ("dpo",)  # trained by `rondo preference`, without rollouts: two points, no curve
 TEACHER = "grpo"  # whose model teaches the `distill` recipes
 TARGET = 0.6

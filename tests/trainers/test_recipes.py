@@ -34,6 +34,7 @@ ABOUT = {
     "grpo": ["actor/kl_loss"],
     "ppo": ["critic/loss", "critic/explained_variance", "actor/kl_reward"],
     "quickstart_ppo": ["critic/loss", "actor/clip_fraction"],
+    "quickstart_async": ["buffer/staleness_max", "rollout_correction/effective_sample_size"],
     "rloo": ["actor/kl_reward"],
     "reinforce_pp": ["actor/kl_reward", "actor/clip_fraction"],
     "reinforce_pp_baseline": ["actor/kl_loss"],
