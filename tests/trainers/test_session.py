@@ -4,6 +4,8 @@ verbs compute what the built-in loop computes is in test_examples.py."""
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,10 @@ from torch import Tensor
 
 from rondo.errors import ConfigError, DataError, TrainError
 from rondo.trainers.handles import per_group
+from rondo.trainers.reporting import Reporter
 from rondo.trainers.session import Session, open_session
 from rondo.types import Prompt, Trajectory
+from tests.trainers.test_engine_process import engines_of
 
 QUIET = ("trainer.evaluation={before: false, after: false, every: null}", "checkpoint.export=false")
 TWO_SCORES = (
@@ -175,3 +179,23 @@ def test_what_a_program_does_itself_is_refused_in_the_recipe(run: Any, override:
 
     with pytest.raises(ConfigError, match=said):
         run(program, override)
+
+
+def test_an_engine_that_is_killed_gets_its_weights_again(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its requests would wait for ever: nobody else loads weights in a program of one's own."""
+    warned: list[str] = []
+    monkeypatch.setattr(Reporter, "warn", lambda self, message: warned.append(message))
+
+    async def program(session: Session) -> None:
+        actor = await session.actor()
+        prompts = first(session, 2)
+        before = (await (await actor.generate_sequences(prompts)).fetch()).rows("response_ids")
+        (engine,) = engines_of(os.getpid())
+        os.kill(engine, signal.SIGKILL)
+        again = await asyncio.wait_for(actor.generate_sequences(prompts), 120)
+        for one, other in zip(before, (await again.fetch()).rows("response_ids"), strict=True):
+            assert one.tolist() == other.tolist()
+        assert len(warned) == 1
+        assert "it was started again and wants weights" in warned[0]
+
+    run(program, "rollout.process=own")
