@@ -293,8 +293,8 @@ async def create_group(
     taken = [device for device in devices if role in hosts[device].roles]
     if taken:
         raise ConfigError(
-            f"there is a worker group {role!r} on device {taken[0]} already: keep the one that was made first, "
-            "or give the second one another name or other devices"
+            f"there is a worker group {role!r} on device {taken[0]} already: use that one, or "
+            "give the second one another name or other devices"
         )
     join = Call(role, JOIN, (NewMesh(mesh, devices),))
     await _invoke(role, JOIN, dict(enumerate(hosts)), dict.fromkeys(range(len(hosts)), join))

@@ -6,7 +6,7 @@ cluster.placement   {rollout: rollout}          every other role: the first pool
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rondo.config.schema import ClusterConfig
@@ -46,6 +46,10 @@ class Placement:
     def devices_per_rank(self, role: str) -> int:
         """How many devices, with consecutive numbers, one rank of the role computes on."""
         return self.tensor_parallel if role == ROLLOUT else 1
+
+    def idle(self, devices: Collection[int]) -> list[str]:
+        """The pools of which none of `devices`, those in use, is one."""
+        return [name for name, own in self.pools.items() if not set(own) & set(devices)]
 
     def colocated(self, role: str, other: str) -> bool:
         """Whether both roles are in one pool, and so in the same host processes."""

@@ -33,8 +33,13 @@ def complete_as_it_is(request: GenerateRequest) -> Completion | None:
     return None
 
 
-def check_request(request: GenerateRequest, *, max_context: int, vocab_size: int) -> None:
-    """Raises RolloutError for what the engine would refuse, cut off or answer wrongly."""
+def check_request(
+    request: GenerateRequest, *, max_context: int, vocab_size: int, coldest: float = 0.0
+) -> None:
+    """Raises RolloutError for what the engine would refuse, cut off or answer wrongly.
+
+    coldest: the engine takes smaller temperatures above 0 for others.
+    """
     who = f"request {request.request_id!r}"
     sampling, prompt = request.sampling, np.asarray(request.token_ids)
     if sampling.max_tokens < 1:
@@ -47,6 +52,11 @@ def check_request(request: GenerateRequest, *, max_context: int, vocab_size: int
     ):
         raise RolloutError(
             f"{who}: {sampling} is out of range (temperature ≥ 0, 0 < top_p ≤ 1, top_k ≥ 0, 0 ≤ min_p ≤ 1)"
+        )
+    if 0 < sampling.temperature < coldest:
+        raise RolloutError(
+            f"{who}: this engine cannot sample at temperature {sampling.temperature}, only at 0 (greedy) or "
+            f"from {coldest} on"
         )
     if len(prompt) == 0:
         raise RolloutError(f"{who} has an empty prompt; give at least one token")

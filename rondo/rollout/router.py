@@ -132,7 +132,8 @@ class Router:
         # not under the lock: it takes locks of its own
         if replica.coming and self._on_lost is not None and not self._on_lost(name, why):
             replica.coming = False
-        _log.warning("replica %s is lost: %s", name, why)
+        then = "another is being started in its place" if replica.coming else "none takes its place"
+        _log.warning("replica %s is lost: %s; %s", name, why, then)
         self._wake()
 
     def give_up(self, name: str, why: str) -> None:

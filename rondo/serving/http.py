@@ -87,7 +87,11 @@ class HttpServer:
     async def _complete(self, kind: Kind, request: web.Request) -> web.StreamResponse:
         try:
             body = json.loads(await request.read())
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except (
+            json.JSONDecodeError,
+            UnicodeDecodeError,
+            RecursionError,
+        ) as error:  # the last: nested too deep
             raise ApiError(f"the body is no JSON: {error}", code="invalid_json") from error
         session = self._endpoint.sessions.get(self._session_name(request))
         prepared = self._endpoint.prepare(kind, body, session)
@@ -164,7 +168,7 @@ class HttpServer:
     def _check_token(self, request: web.Request) -> None:
         bearer = self._bearer(request)
         head, rest = bearer[: len(self._token)], bearer[len(self._token) :]
-        same = hmac.compare_digest(head.encode(), self._token.encode())
+        same = hmac.compare_digest(head.encode(errors="surrogateescape"), self._token.encode())
         if not same or rest[:1] not in ("", ":"):
             text = "a wrong or missing API key: send `Authorization: Bearer <token>`, or `<token>:<session>`"
             raise ApiError(text, code="invalid_api_key", status=401)

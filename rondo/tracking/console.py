@@ -149,7 +149,10 @@ class Console:
         values = view.history.get(label, [])
         course = f", {label} {format_number(values[0])} to {format_number(values[-1])}" if values else ""
         elapsed = format_duration(self._clock() - self._started)
-        self._line(f"{view.header.algorithm}: {view.step} steps in {elapsed}{course}")
+        done = f"{view.step - self._first_step} steps" + (
+            f", to step {view.step}," if self._first_step else ""
+        )
+        self._line(f"{view.header.algorithm}: {done} in {elapsed}{course}")
 
     def report(self, report: Report) -> None:
         """The final table. Ends the stage."""

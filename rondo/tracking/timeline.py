@@ -161,26 +161,29 @@ class _Rows:
 
     def __init__(self, nesting: bool) -> None:
         self._nesting = nesting
-        self._lanes: list[list[Interval]] = []  # rising
+        self._ends: list[int] = []  # of each row that does not nest: its last span's
+        self._lanes: list[list[Interval]] = []  # of each row that nests: its spans, rising
         self._marks: list[int] = []  # the latest end at each of the last writes
         self._latest = 0
 
     def place(self, start: int, end: int) -> int:
-        """The number of the first row that has room."""
+        """The number of the first row that has room. Rows that do not nest take a span after their last one
+        only: there may be a thousand at once, and each is asked for each span.
+        """
+        if not self._nesting:
+            for number, last in enumerate(self._ends):
+                if last <= start:
+                    self._ends[number] = end
+                    return number
+            self._ends.append(end)
+            return len(self._ends) - 1
         self._latest = max(self._latest, end)
         for number, lane in enumerate(self._lanes):
-            if self._fits(lane, start, end):
+            if not any(s < start < e < end or start < s < end < e for s, e in lane):
                 bisect.insort(lane, (start, end))
                 return number
         self._lanes.append([(start, end)])
         return len(self._lanes) - 1
-
-    def _fits(self, lane: list[Interval], start: int, end: int) -> bool:
-        if self._nesting:
-            crossed = (s < start < e < end or start < s < end < e for s, e in lane)
-            return not any(crossed)
-        at = bisect.bisect_left(lane, (start, end))
-        return (at == 0 or lane[at - 1][1] <= start) and (at == len(lane) or end <= lane[at][0])
 
     def forget(self) -> None:
         """Called at each write: forget what ended many writes ago."""

@@ -12,9 +12,11 @@ import json
 import math
 import numbers
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, Literal, Protocol
 
 from rondo.config.functions import check_options, resolve_function
@@ -332,18 +334,26 @@ def make_trackers(
 
 
 def check_trackers(configs: Sequence[FunctionConfig]) -> None:
-    """Names and options only; starts nothing and imports no tracker's library. Raises ConfigError."""
+    """Names, options, and whether they are installed; starts nothing and imports no tracker's library. Raises
+    ConfigError.
+    """
     for number, entry in enumerate(configs):
         where = f"tracking.trackers.{number}"
         check_options(resolve_function(entry.name, BUILT_IN), entry.options, where, given=1)
+        if entry.name in BUILT_IN and entry.name not in sys.modules and find_spec(entry.name) is None:
+            raise ConfigError(_not_installed(entry.name, f"No module named '{entry.name}'"))
 
 
 def _require(module: str, extra: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        message = f"tracking.trackers: {extra!r} needs a package that is not installed ({error})"
-        raise ConfigError(f'{message}. Install it: pip install "rondo-rl[{extra}]"') from error
+        raise ConfigError(_not_installed(extra, str(error))) from error
+
+
+def _not_installed(extra: str, error: str) -> str:
+    message = f"tracking.trackers: {extra!r} needs a package that is not installed ({error})"
+    return f'{message}. Install it: pip install "rondo-rl[{extra}]", or leave it out of tracking.trackers'
 
 
 def _remembered_id(context: TrackerContext, name: str, create: Callable[[], str]) -> str:

@@ -43,7 +43,7 @@ class EpisodeFeeder:
         self.in_flight = 0  # groups, when they were held last
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._load = np.zeros(episodes.size, np.int64)  # groups in flight per rank
-        self._num_alive = episodes.size
+        self._seen_alive = set(range(episodes.size))
 
     async def run(self) -> None:
         """Start a group for every credit, for ever (until cancelled)."""
@@ -130,12 +130,14 @@ class EpisodeFeeder:
         finally:
             self._load[rank] -= 1
 
-    def _alive(self, why: str = "a rollout rank is gone") -> Sequence[int]:
+    def _alive(self, why: str = "") -> Sequence[int]:
         """The ranks that groups may go to. Says once of each that it is lost, whoever noticed it."""
         alive = self._episodes.alive()
-        if alive and len(alive) < self._num_alive:
+        lost = sorted(self._seen_alive.difference(alive))
+        if alive and lost:
+            why = why or f"the host process of {', '.join(f'rollout[{rank}]' for rank in lost)} is gone"
             self._warn(f"{why}; its prompts go to the other {len(alive)} of {self._episodes.size}")
-        self._num_alive = len(alive)
+        self._seen_alive.difference_update(lost)
         return alive
 
     async def _put(self, seq: int, version: int, ref: BatchRef) -> None:

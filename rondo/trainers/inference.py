@@ -19,6 +19,7 @@ from rondo.data.rows import INDEX_COLUMNS
 from rondo.errors import CheckpointError, ConfigError
 from rondo.models import load_tokenizer
 from rondo.trainers.check import check_rl
+from rondo.trainers.episodes import attended, restarted
 from rondo.trainers.evaluation import evaluate
 from rondo.trainers.roles import create_rollout, model_source, on_one_pool, one_storage
 from rondo.trainers.setup import complete_model, load_prompts, open_tokenizer
@@ -54,9 +55,16 @@ async def _evaluate(config: Config) -> EvaluationOutput:
         rollout = await create_rollout(
             cluster, config, prompts.max_context, share=one_storage(config), threads=cluster.threads
         )
-        await rollout.call(RolloutWorker.load_weights, 0)
-        await rollout.call(RolloutWorker.resume)
-        result = await evaluate(rollout, prompts.eval, config.trainer.evaluation, prompts.sampling)
+
+        async def load(why: str = "") -> None:
+            """At the start, and for an engine that was started again."""
+            await rollout.call(RolloutWorker.pause)
+            await rollout.call(RolloutWorker.load_weights, 0)
+            await rollout.call(RolloutWorker.resume)
+
+        await load()
+        work = evaluate(rollout, prompts.eval, config.trainer.evaluation, prompts.sampling)
+        result = await attended(work, lambda: restarted(rollout), load)
         return EvaluationOutput(result.metrics, [dataclasses.asdict(record) for record in result.samples])
     finally:
         await cluster.shutdown()

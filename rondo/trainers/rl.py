@@ -153,6 +153,7 @@ class RLTrainer:
             self.total_steps, self.step, await self.roles.actor.call(ActorWorker.num_parameters)
         ):
             await self._first_evaluation()
+            await self._hosts.start(self.roles.all())
             self.timers.start_step()
             finished = await self._loop()
             self.reporter.stopped = not finished

@@ -190,41 +190,51 @@ class CollectiveRoute:
         receiving: Mapping[int, asyncio.Task[SyncReport]],
     ) -> dict[int, str]:
         """Rollout ranks that died meanwhile, when all others are done. Raises what is no death, without
-        waiting for those who now wait for ever: the sender's error first (a receiver's own never becomes
-        one).
+        waiting for those who now wait for ever.
         """
         pending: set[asyncio.Task[Any]] = {sending, *receiving.values()}
         while pending:
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            if any(_broke_off(task, task is sending) for task in done) and pending:
-                await asyncio.wait(pending, timeout=CAUSE_SECONDS)
+            if any(_broke_off(task, task is sending) for task in done):
+                if pending:
+                    await asyncio.wait(pending, timeout=CAUSE_SECONDS)
                 break
-            if sending in done:
-                await self._wait_for_deaths(version, sending.result(), receiving)
-        if sending.done():
-            sending.result()
-        lost = {}
-        for rank, task in receiving.items():
-            if task.done() and (error := task.exception()) is not None:
-                if not isinstance(error, WorkerError) or not error.died:
-                    raise error
-                lost[rank] = error.message
+            if sending in done and (missed := self._missed(sending)):
+                _, hung = await asyncio.wait({receiving[rank] for rank in missed}, timeout=DEATH_SECONDS)
+                if hung:
+                    break
+        self._raise_cause(version, self._missed(sending) if sending.done() else {}, receiving)
+        errors = {rank: task.exception() for rank, task in receiving.items()}
+        lost = {rank: error.message for rank, error in errors.items() if isinstance(error, WorkerError)}
         if len(lost) == len(receiving):
             rank, reason = next(iter(lost.items()))
             raise WeightSyncError(f"version {version}: no rollout rank is left; rollout[{rank}]: {reason}")
         return lost
 
-    async def _wait_for_deaths(
-        self, version: int, sent: list[SendReport], receiving: Mapping[int, asyncio.Task[SyncReport]]
-    ) -> None:
-        """Who did not get everything is dead, or says why; one that does neither hangs."""
+    def _missed(self, sending: asyncio.Task[list[SendReport]]) -> dict[int, str]:
+        """Rollout ranks that did not get everything. Raises the sender's error: a receiver's never becomes
+        one, so that it is a cause and no echo.
+        """
         rank_of = {device: rank for rank, device in enumerate(self._rollout.devices)}
-        missed = {rank_of[device]: reason for report in sent for device, reason in report.lost.items()}
-        if missed:
-            await asyncio.wait({receiving[rank] for rank in missed}, timeout=DEATH_SECONDS)
+        reports = reversed(sending.result())
+        return {rank_of[device]: reason for report in reports for device, reason in report.lost.items()}
+
+    def _raise_cause(
+        self, version: int, missed: Mapping[int, str], receiving: Mapping[int, asyncio.Task[SyncReport]]
+    ) -> None:
+        """Whatever happened that is no death: a receiver that hangs, then one that raised, then one that
+        knows nothing of what it missed.
+        """
+        unsent = f"version {version} was not sent whole to"
         for rank, reason in missed.items():
-            if not receiving[rank].done() or receiving[rank].exception() is None:
-                raise WeightSyncError(f"version {version} was not sent whole to rollout[{rank}]: {reason}")
+            if not receiving[rank].done():
+                raise WeightSyncError(f"{unsent} rollout[{rank}]: {reason}")
+        for task in receiving.values():
+            if task.done() and _broke_off(task):
+                task.result()
+        for rank, reason in missed.items():
+            if receiving[rank].exception() is None:
+                raise WeightSyncError(f"{unsent} rollout[{rank}]: {reason}")
 
     def describe(self) -> str:
         return (
@@ -260,7 +270,7 @@ class DiskRoute:
         return f"weights: by way of {self._folder}, in files of at most {self._bucket_bytes} bytes"
 
 
-def _broke_off(task: asyncio.Task[Any], sender: bool) -> bool:
+def _broke_off(task: asyncio.Task[Any], sender: bool = False) -> bool:
     """It ended by an error that ends the sync: any of the sender's, and a receiver's that is no death."""
     error = task.exception()
     return error is not None and (sender or not isinstance(error, WorkerError) or not error.died)

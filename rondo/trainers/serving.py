@@ -59,6 +59,10 @@ def serve(
     """
     check_installed()
     _check(config, address)
+    if max_context is not None and max_context < 2:
+        raise ConfigError(
+            f"--max-context {max_context} leaves no room for a prompt and an answer; at least 2"
+        )
     asyncio.run(_serve(complete_model(config), address, model, max_context, ready))
 
 

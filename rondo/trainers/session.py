@@ -39,7 +39,7 @@ from rondo.trainers.handles import Actor, Cost, Critic, Reference, Reward, Run, 
 from rondo.trainers.hosts import HostClock
 from rondo.trainers.pretraining import Pretraining
 from rondo.trainers.reporting import Reporter
-from rondo.trainers.roles import Roles, create_model, create_rollout, shares_weights
+from rondo.trainers.roles import Roles, create_model, create_rollout, placement_of, shares_weights
 from rondo.trainers.routes import make_route, remove_files
 from rondo.trainers.run import warm_start
 from rondo.trainers.setup import (
@@ -241,8 +241,14 @@ class Session:
             raise ConfigError(
                 "the session has no actor yet: `actor = await session.actor()` comes before the loop"
             )
+        for pool in self._idle_pools():
+            self._reporter.warn(
+                f"cluster.pools.{pool}: no role of this program is in that pool, and its devices stand idle; "
+                "name it for a role that the program makes in cluster.placement, or remove it"
+            )
         parameters = await self._actor.model.call(ActorWorker.num_parameters)
         self._stack.enter_context(self._reporter.running(total, 0, parameters))
+        await self._hosts.start(self._groups)
         run.timers.start_step()
         for step in range(total):
             if evaluation.before if step == 0 else evaluation.every and step % evaluation.every == 0:
@@ -313,6 +319,11 @@ class Session:
             folder = self._reporter.folder.export_dir
             await self._actor.model.call(ActorWorker.export, str(folder))
             open_tokenizer(self.config).save_pretrained(folder)
+
+    def _idle_pools(self) -> list[str]:
+        """Those without a model or an engine. Reward functions are on all devices."""
+        groups = [group for group in self._groups if group.worker_class is not RewardWorker]
+        return placement_of(self.config).idle([device for group in groups for device in group.devices])
 
     async def _scorers(self, role: str, reward: RewardConfig) -> WorkerGroup | None:
         if not reward.functions:

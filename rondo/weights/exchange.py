@@ -5,7 +5,8 @@
     rounds of boxes              ──────────▶ puts tensors together, hands each to the sink when it is whole
     checksum of what was sent    ──────────▶ sums up over its senders, commits
 
-A receiver that goes away is an entry in the sender's report, not an error: the others are served. A sink
+A receiver that goes away is an entry in the sender's report, not an error: the others are served. One that
+hangs ends the sync for all: gloo closes every connection of a process in which a wait timed out. A sink
 that raises does not stop the stream (the senders would wait); its error is raised at the end. Messages of
 two ranks are matched by their order alone: a group that is used for this carries nothing else meanwhile.
 """
@@ -153,7 +154,8 @@ def receive(
     error).
     """
     started, rank = time.perf_counter(), dist.get_rank()
-    plan, link = transfer.plan, _Link(group, device, transfer.timeout_seconds)
+    # twice as patient as the senders: they may wait that long for another receiver, and it is they who know
+    plan, link = transfer.plan, _Link(group, device, 2 * transfer.timeout_seconds)
     mine = [[move for move in moves if move.target == rank] for moves in plan.rounds]
     senders = sorted({move.source for moves in mine for move in moves})
     _shake_hands(transfer, version, senders, link)

@@ -159,11 +159,7 @@ class Replicas:
     def _start_again(self, name: str, why: str) -> None:
         try:
             engine = self._start(name)
-        except (
-            RondoError,
-            OSError,
-            RuntimeError,
-        ) as error:  # the last two: no memory, process or thread left
+        except (RondoError, OSError, RuntimeError) as error:  # the last two: no memory, process, thread left
             self.router.give_up(name, f"{why}; and could not be started again: {error}")
             return
         self.router.add(name, engine)

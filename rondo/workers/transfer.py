@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -90,16 +91,30 @@ class ReceivesWeights:
     def receive_weights(self, version: int) -> SyncReport:
         """Make the engines serve `version`, which the trainer sends meanwhile. They must be paused."""
         transfer = _prepared(self._transfer)
-        report = receive(transfer, version, self.replicas.sink(), self.context.device)
-        self.replicas.loaded(version)
-        return report
+        sink = self.replicas.sink()
+        report = receive(transfer, version, sink, self.context.device)
+        whole = transfer.source.num_bytes * len(transfer.target_ranks)
+        return self._delivered(report, sink.peak_bytes, whole)
 
     @dispatch("broadcast")
     def read_weights(self, folder: str, version: int) -> SyncReport:
         """Make the engines serve `version` as the trainer has written it. They must be paused."""
-        report = read_weights(Path(folder), version, self.replicas.sink())
-        self.replicas.loaded(version)
-        return report
+        sink = self.replicas.sink()
+        report = read_weights(Path(folder), version, sink)
+        return self._delivered(report, sink.peak_bytes, report.bytes_moved)
+
+    def _delivered(self, report: SyncReport, peak_bytes: int, whole: int) -> SyncReport:
+        """With the way from here to engines in processes of their own: it is they who need the weights.
+        peak_bytes: of the buckets for them. whole: bytes for one engine of every rank.
+        """
+        own = self.replicas.num_processes * whole
+        self.replicas.loaded(report.version)
+        return replace(
+            report,
+            bytes_moved=report.bytes_moved + own,
+            bytes_needed=own or report.bytes_needed,
+            peak_bytes=report.peak_bytes + peak_bytes,
+        )
 
     async def probe(
         self, token_ids: Sequence[int], sampling: SamplingParams, seed: int, version: int

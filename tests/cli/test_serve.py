@@ -135,6 +135,7 @@ def test_sigterm_ends_it_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
         (["cluster.devices=2", "cluster.backend=ray"], "uses one device"),
         (["rollout.engine_options={a: 1}"], "engine_options are for other engines"),
         (["--replicas", "0"], "rollout.replicas"),
+        (["--max-context", "1"], "--max-context 1 leaves no room"),
     ],
 )
 def test_what_it_refuses(folder: Path, arguments: list[str], message: str) -> None:

@@ -298,7 +298,7 @@ def test_driver_bytes_count_the_index(cluster: Cluster, run: Run, role: str) -> 
 def test_a_role_is_on_a_device_once(cluster: Cluster, run: Run, role: str) -> None:
     """The calls of the first group would go to the second one's workers."""
     group = make_group(run, cluster, role, kwargs={"factor": 3})
-    with pytest.raises(ConfigError, match=rf"a worker group '{role}' on device 0 already: keep the one"):
+    with pytest.raises(ConfigError, match=rf"a worker group '{role}' on device 0 already: use that one"):
         make_group(run, cluster, role, kwargs={"factor": 5})
     ref = run(group.call(Calculator.multiply, put(cluster, make_batch((2,)))))
     assert run(ref.fetch()).rows("multiplied")[0].tolist() == [0, 3]

@@ -392,22 +392,32 @@ def test_a_run_that_was_made_shorter_ends_there(order: str) -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize(("before", "after"), [("prompt", "completion"), ("completion", "prompt")])
-def test_groups_of_another_order_start_again(before: str, after: str) -> None:
-    """Those that wait may be due, and the other order gives their places to others. So may they with a
-    tighter bound.
+def test_buffered_groups_start_again_where_the_rules_would_make_them_too_old() -> None:
+    """Completion order has trained 2 and 3 ahead, 1 waits and is due, 0 was aborted twice: in prompt order 0
+    would come first, and 1 too late.
     """
 
     async def main() -> None:
-        first = buffer(2, 1, 9, order=before)
-        assert [await first.ticket() for _ in range(4)] == [0, 1, 2, 3]
-        await first.put(group(3, 0))
-        again = cut(first, buffer(2, 1, 9, order=after), 0)
-        assert again.ledger.reissue == [0, 1, 2, 3]
-        assert not again.ready
-        same = cut(first, buffer(2, 2, 9, order=before), 0)
-        assert list(same.ready) == [3]
-        tighter = cut(first, buffer(2, 0, 9, order=before), 0)
-        assert tighter.ledger.reissue == [0, 1, 2, 3]
+        first = buffer(1, 2, 9, order="completion")
+        assert [await first.ticket() for _ in range(3)] == [0, 1, 2]
+        for version, newest in ((1, 2), (2, 3)):
+            await first.put(group(newest, version - 1))
+            assert [g.seq for g in await first.take()] == [newest]
+            await first.give_back([0], aborted=True)
+            if version == 2:
+                await first.put(group(1, 0))
+            await first.advance(version)
+            if version == 1:
+                assert [await first.ticket() for _ in range(2)] == [0, 3]
+        assert list(first.ready) == [1]
+
+        assert list(cut(first, buffer(1, 3, 9, order="completion"), 2).ready) == [1]
+        assert cut(first, buffer(1, 1, 9, order="completion"), 2).ledger.reissue == [0, 1]
+        again = cut(first, buffer(1, 2, 9, order="prompt"), 2)
+        for seq in [await again.ticket() for _ in range(3)]:
+            await again.put(group(seq, again.version))
+        assert [g.seq for g in await again.take()] == [0]
+        await again.advance(3)
+        assert [g.seq for g in await again.take()] == [1]  # raises where it is older than the bound
 
     asyncio.run(main())

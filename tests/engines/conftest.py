@@ -133,6 +133,18 @@ class Bench:
 
         return asyncio.run(all_requests())
 
+    def run_held(self, requests: Iterable[GenerateRequest]) -> list[Completion]:
+        """As `run`, with all requests there before the first starts."""
+
+        async def all_requests() -> list[Completion]:
+            await self.engine.pause()
+            tasks = [asyncio.create_task(self.engine.generate(r)) for r in requests]
+            await asyncio.sleep(0.2)
+            await self.engine.resume()
+            return list(await asyncio.gather(*tasks))
+
+        return asyncio.run(all_requests())
+
     def stats(self) -> dict[str, float]:
         async def take() -> dict[str, float]:
             return (await self.engine.stats()).values()

@@ -138,7 +138,7 @@ def test_impossible_requests(served: Bench) -> None:
 def test_a_group_shares_its_prompt(served: Bench) -> None:
     served.stats()
     ids = prompt(300)
-    outs = served.run(request(ids, 12, seed=i, affinity="group") for i in range(8))
+    outs = served.run_held(request(ids, 12, seed=i, affinity="group") for i in range(8))
     assert max(gaps(served.model, out).max() for out in outs) < TOLERANCE
     assert len({tuple(out.token_ids) for out in outs}) == 8
     stats = served.stats()

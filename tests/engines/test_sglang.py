@@ -238,7 +238,7 @@ def test_a_dead_worker_is_a_lost_replica(bench: Bench) -> None:
     async def main() -> ReplicaLostError:
         task = asyncio.create_task(bench.engine.generate(request(prompt(6), LONG), seen))
         await seen.at_least(5)
-        children = psutil.Process().children(recursive=True)
+        children = psutil.Process(bench.engine.pid).children(recursive=True)  # type: ignore[attr-defined]
         (worker,) = [child for child in children if "sglang::schedul" in child.name()]
         worker.kill()
         with pytest.raises(ReplicaLostError) as error:

@@ -28,6 +28,8 @@ def test_pools_take_consecutive_devices_in_the_order_written() -> None:
     assert placement.devices("actor") == placement.devices("critic") == (0, 1)
     assert placement.devices("reference") == (2,)
     assert placement.devices("rollout") == (3, 4, 5)
+    assert placement.idle((0, 3)) == ["frozen"]
+    assert placement.idle(range(6)) == []
     assert placement.colocated("actor", "critic")
     assert not placement.colocated("actor", "rollout")
     assert placement.describe(ROLES) == [
@@ -63,7 +65,11 @@ def test_an_engine_of_several_devices_is_one_rank() -> None:
         (cluster(2, {"a": 1, "b": 1}, rollout="c"), 1, r"cluster.placement.rollout=c: there is no such pool"),
         (cluster(2, {"a": 1, "b": 1}, teacher="b"), 1, r"placement.teacher=b: this run has no teacher, only"),
         (ClusterConfig(devices=3), 2, r"tensor_parallel=2 does not divide the 3 devices.*pool all"),
-        (cluster(3, {"a": 2, "b": 1}, rollout="b"), 2, r"tensor_parallel=2, but the rollout.s pool b has 1 device"),
+        (
+            cluster(3, {"a": 2, "b": 1}, rollout="b"),
+            2,
+            r"tensor_parallel=2, but the rollout.s pool b has 1 device",
+        ),
     ],
 )
 def test_what_does_not_fit_is_an_error(config: ClusterConfig, tensor_parallel: int, message: str) -> None:

@@ -299,19 +299,25 @@ def test_cancel_waiting_and_running() -> None:
     run(test)
 
 
-def test_cancelled_between_getting_a_place_and_using_it() -> None:
+@pytest.mark.parametrize("turns", range(5))
+def test_cancelled_between_getting_a_place_and_using_it(turns: int) -> None:
+    """turns: of the event loop between the end of the one before it and the cancellation."""
+
     async def test() -> None:
         a = Engine()
         router = Router({"a": a}, limit=1)
-        task = asyncio.ensure_future(router.generate(req("late")))
-        await asyncio.sleep(0)  # it has its place, and has not run since
+        tasks = start(router, "first", "late")
+        await settle()
+        a.answer("first", [5])
+        for _ in range(turns):
+            await asyncio.sleep(0)
         await router.cancel("late")
-        assert (await task).finish_reason == "cancelled"
+        assert (await asyncio.wait_for(tasks["late"], 5)).finish_reason == "cancelled"
         assert not a.calls
-        tasks = start(router, "next")  # the place is free again
+        after = start(router, "next")  # the place is free again
         await settle()
         a.answer("next", [5])
-        await tasks["next"]
+        await asyncio.gather(tasks["first"], after["next"])
 
     run(test)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import urllib.parse
 from dataclasses import replace
 from typing import Any
 
@@ -158,6 +159,19 @@ def test_a_wrong_token_is_refused_everywhere(engine: NativeEngine, bearer: str) 
     assert asyncio.run(main()) == {(401, "invalid_api_key")}
 
 
+def test_a_token_that_is_no_text_is_a_wrong_one(engine: NativeEngine) -> None:
+    async def main() -> bytes:
+        async with served(engine.generate) as (_, base_url):
+            url = urllib.parse.urlsplit(base_url)
+            reader, writer = await asyncio.open_connection(url.hostname, url.port)
+            writer.write(b"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer \xff\xfe\r\n\r\n")
+            status = await reader.readline()
+            writer.close()
+            return status
+
+    assert asyncio.run(main()).split()[1] == b"401"
+
+
 ANSWER = {"role": "assistant", "content": "7"}
 LONG = {"role": "user", "content": "many " * 200}
 IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
@@ -235,19 +249,21 @@ def test_values_that_ask_for_nothing_are_taken(engine: NativeEngine) -> None:
 
 
 def test_other_refusals_have_openais_shape(engine: NativeEngine) -> None:
-    """No JSON, another model, a body too large, a path or method that is not there."""
+    """No JSON, nested too deep, another model, a body too large, a path or method that is not there."""
 
     async def main() -> list[tuple[int, Any]]:
         async with served(engine.generate, max_body_bytes=1000) as (_, base_url):
             big = chat({"user": "x" * 2000})
             other = chat({"model": "gpt"})
-            answers = [await post(base_url, CHAT, body) for body in (b"{", [], other, big)]
+            deep = b"[" * 999
+            answers = [await post(base_url, CHAT, body) for body in (b"{", deep, [], other, big)]
             answers += [await post(base_url, path, {}) for path in ("/nothing", "/models")]
             two = {"X-Session-Id": "a", "Authorization": f"Bearer {TOKEN}:b"}
             answers.append(await post(base_url, CHAT, chat({}), **two))
         return [(status, answer["error"]["code"]) for status, answer in answers]
 
     assert asyncio.run(main()) == [
+        (400, "invalid_json"),
         (400, "invalid_json"),
         (400, "invalid_type"),
         (404, "model_not_found"),

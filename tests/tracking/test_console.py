@@ -80,7 +80,9 @@ def test_time_left_after_a_resume_counts_this_session_only() -> None:
     console.start(HEADER, 100, first_step=90)
     clock.now = 10.0
     console.step(95, {})
-    assert out.export_text().splitlines()[-1] == "step  95/100  left 0:10"
+    assert out.export_text(clear=False).splitlines()[-1] == "step  95/100  left 0:10"
+    console.end_stage()
+    assert out.export_text().splitlines()[-1] == "grpo: 5 steps, to step 95, in 0:10"
 
 
 def test_sft_shows_its_loss() -> None:

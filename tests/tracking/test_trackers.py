@@ -175,6 +175,13 @@ def test_names_and_options_are_checked_without_the_library(monkeypatch: pytest.M
         check_trackers([FunctionConfig("wandbb")])
 
 
+def test_a_library_that_is_missing_is_said_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "mlflow", raising=False)
+    monkeypatch.setattr("rondo.tracking.trackers.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"'mlflow' needs a package.*rondo-rl\[mlflow\]"):
+        check_trackers([FunctionConfig("mlflow")])
+
+
 def test_a_tracker_of_ones_own(tmp_path: Path) -> None:
     source = tmp_path / "mine.py"
     source.write_text(

@@ -1,20 +1,14 @@
-"""What a SIGKILL of the run, or of an engine, costs an asynchronous run of a tiny model."""
+"""What a SIGKILL costs an asynchronous run of a tiny model."""
 
 from __future__ import annotations
 
 import json
-import os
 import signal
 from pathlib import Path
-from typing import Any
 
 import pyarrow.parquet as pq
-import pytest
 
-from rondo.rollout.server import EngineProcess
-from rondo.trainers.rl import RLTrainer
-from rondo.workers.rollout import RolloutWorker
-from tests.trainers.conftest import inline, metrics
+from tests.trainers.conftest import inline
 from tests.trainers.test_partial import RESUME, groups_by_step, rows_of
 from tests.trainers.test_resume import start, wait_for_line
 
@@ -52,36 +46,3 @@ def test_kill_nine_in_resume_mode_loses_no_prompt_and_no_buffered_group(recipe: 
         assert [
             ids for ids, group in zip(rows["response_ids"], rows["group_id"], strict=True) if group == seq
         ] == (responses)
-
-
-@pytest.mark.parametrize(("k", "mode"), [(1, "finish"), (2, "resume")])
-def test_an_engine_that_is_killed_is_replaced_and_no_prompt_is_lost(
-    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, k: int, mode: str
-) -> None:
-    """The only engine, in a process of its own, when the second step begins. Its successor gets weights while
-    the trainer waits for groups (and says so), or with the next publish.
-    """
-    workers: list[RolloutWorker] = []
-    made, taken = RolloutWorker.__init__, RLTrainer._take
-
-    def remember(self: RolloutWorker, *args: Any, **kwargs: Any) -> None:
-        made(self, *args, **kwargs)
-        workers.append(self)
-
-    async def take(self: RLTrainer, feeding: Any) -> Any:
-        if self.step == 1:
-            (engine,) = workers[0].replicas.router.engines().values()
-            assert isinstance(engine, EngineProcess)
-            os.kill(engine.pid, signal.SIGKILL)
-        return await taken(self, feeding)
-
-    monkeypatch.setattr(RolloutWorker, "__init__", remember)
-    monkeypatch.setattr(RLTrainer, "_take", take)
-    run = tmp_path / "run"
-    arguments = (*RESUME[1:], f"trainer.max_staleness={k}", f"trainer.on_update={mode}")
-    own = ("rollout.process=own", "trainer.total_steps=3")
-    inline("train", str(recipe), *arguments, *own, f"trainer.run_dir={run}")
-    assert sorted(seq for step in groups_by_step(run) for seq in step) == list(range(12))
-    lines = metrics(run)
-    assert sum(line["rollout/engine_restarts"] for line in lines) == 1
-    assert max(line["buffer/staleness_max"] for line in lines) <= k

@@ -16,7 +16,7 @@ import torch
 
 from rondo.config import load
 from rondo.config.schema import Config
-from rondo.controller import start_cluster
+from rondo.controller import WorkerGroup, start_cluster
 from rondo.errors import WeightSyncError, WorkerError
 from rondo.rollout.native.engine import NativeEngine
 from rondo.rollout.protocol import Capabilities
@@ -37,6 +37,24 @@ class _Probed(RolloutWorker):
 
     def change(self, name: str, by: float) -> None:
         self.replicas.only().parameter(name).add_(by)  # type: ignore[attr-defined]
+
+
+class _AndOneLost(WorkerGroup):
+    """A group's first rank, beside one that dies of every call."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self._group = group
+
+    @property
+    def alive(self) -> tuple[int, ...]:
+        return (0, 1)
+
+    async def call_rank(self, rank: int, method: Any, *args: Any, **kwargs: Any) -> Any:
+        if rank == 0:
+            return await self._group.call_rank(rank, method, *args, **kwargs)
+        error = WorkerError("rollout", rank, method.__name__, "gone")
+        error.died = True
+        raise error
 
 
 @pytest.fixture
@@ -93,6 +111,8 @@ def test_equal_weights_have_no_gap_and_leave_no_trace(with_roles: Callable[..., 
         after = await sampled()
         for one, other in zip(before, after, strict=True):
             assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+        with_one_lost = Canary(Roles(roles.actor, _AndOneLost(roles.rollout)), prompts, config)
+        assert await with_one_lost.check(3) < 1e-5
 
     with_roles(use, *(() if share else (ASYNCHRONOUS,)), share=share)
 

@@ -354,5 +354,6 @@ def test_a_step_is_described_in_the_order_in_which_it_runs() -> None:
     )
     assert [line[: len(step)] for line, step in zip(lines, steps, strict=True)] == list(steps)
     assert lines[10].endswith("with rows of data.pretrain in every mini-batch")
+    assert lines[-1].endswith("(native, in the host's process), in place: one storage for both")
     greedy = algorithm(advantage=FunctionConfig("remax"))
     assert "each with the reward of a greedy answer" in plan_program(greedy).describe(greedy)[0]

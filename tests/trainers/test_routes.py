@@ -204,6 +204,9 @@ def test_nobody_is_waited_for_who_will_never_answer(
         load_with(SendReport(), lambda rank: error("TypeError: in the engine"), hung={0}, hangs=True)
     with pytest.raises(WeightSyncError, match=r"was not sent whole to rollout\[1\]: it went away or hung"):
         load_with(SendReport(lost={4: "it went away or hung"}), lambda rank: DONE, hung={1})
+    gone = SendReport(lost={4: "it hung", 2: "connection closed"})  # gloo then closes the others' connections
+    with pytest.raises(WeightSyncError, match=r"was not sent whole to rollout\[1\]: it hung"):
+        load_with(gone, lambda rank: error("did not arrive from rank 0"), hung={1})
 
 
 def test_an_engine_on_several_devices_takes_consecutive_ones(config: Callable[..., Config]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from rondo.errors import WeightSyncError
 from rondo.training import FsdpEngine
 from rondo.weights.disk import read_weights, remove_weights, version_folder, write_weights
 from rondo.weights.sync import SyncReport
+from rondo.workers.transfer import ReceivesWeights
 from tests.ranks import run_ranks
 from tests.training.helpers import make_engine, one_rank_mesh
 from tests.weights.sinks import Keeping
@@ -104,3 +106,29 @@ def test_a_disk_that_refuses_is_named_and_nothing_is_left(engine: FsdpEngine, tm
     with pytest.raises(WeightSyncError, match=r"version 4 .* cannot be written to .*version-4: .*make room"):
         write_weights(engine, tmp_path / "file", 4, BUCKET)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_the_way_to_engines_in_their_own_processes_is_counted(engine: FsdpEngine, tmp_path: Path) -> None:
+    class Replicas:
+        """Two engine processes behind one sink, and buckets of 5000 bytes to them."""
+
+        num_processes = 2
+        version = -1
+
+        def sink(self) -> Keeping:
+            sink = Keeping()
+            sink.peak_bytes = 10_000  # type: ignore[attr-defined]
+            return sink
+
+        def loaded(self, version: int) -> None:
+            self.version = version
+
+    write_weights(engine, tmp_path, 4, BUCKET)
+    size = engine.layout().num_bytes
+    receiver: Any = ReceivesWeights()
+    receiver.replicas = Replicas()
+    report = receiver.read_weights(str(tmp_path), 4)
+    assert receiver.replicas.version == 4
+    assert (report.bytes_moved, report.bytes_needed) == (3 * size, 2 * size)
+    largest = max(parameter.num_bytes for parameter in engine.layout().parameters)
+    assert report.peak_bytes == largest + 10_000

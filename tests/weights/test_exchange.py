@@ -198,21 +198,24 @@ def _mortal(rank: int, world: int, how: signal.Signals) -> Any:
     return first, sink.version, len(sink.tensors)
 
 
-def test_a_receiver_that_is_killed_is_reported_and_the_other_one_served(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> dict[int, Any]:
+    """What ranks 0, 1 and 2 returned; rank 3 answers nothing, on purpose."""
     from tests import ranks
 
     seen: dict[int, Any] = {}
     collect = ranks._collect
 
     def tolerant(processes: Any, pipes: Any, timeout: float) -> Any:
-        """Rank 3 dies on purpose."""
         results = collect(processes[:3], pipes[:3], timeout)
         seen.update(enumerate(results))
         return results
 
     monkeypatch.setattr(ranks, "_collect", tolerant)
+    return seen
+
+
+def test_a_receiver_that_is_killed_is_reported_and_the_other_one_served(seen: dict[int, Any]) -> None:
     run_ranks(4, _mortal, signal.SIGKILL)
     for rank in (0, 1):
         lost, second, seconds = seen[rank]
@@ -221,3 +224,22 @@ def test_a_receiver_that_is_killed_is_reported_and_the_other_one_served(
         assert second == {}
         assert seconds < 30
     assert seen[2] == (1, 2, 24)
+
+
+def _hung(rank: int, world: int) -> Any:
+    engine = _trainer(2, world)
+    transfer = Transfer(_layout(engine, None), (2, 3), 3000, timeout_seconds=3)
+    if engine is not None:
+        return list(_send(engine, transfer, 1).lost.items())
+    with pytest.raises(WeightSyncError) as caught:
+        receive(transfer, 1, _Dying(signal.SIGSTOP) if rank == 3 else Keeping(), "cpu")
+    return str(caught.value)
+
+
+def test_a_receiver_that_hangs_is_named_by_the_senders_first(seen: dict[int, Any]) -> None:
+    """The sync ends for all: gloo closes all connections of a process in which a wait timed out."""
+    run_ranks(4, _hung)
+    first = [sent[0] for sent in seen.values() if isinstance(sent, list)]
+    assert any(peer == 3 and "Timed out" in reason for peer, reason in first)
+    assert "did not arrive from rank" in seen[2]
+    assert "Timed out" not in seen[2]  # it waits longer than they do

@@ -33,6 +33,7 @@ from rondo.types import Completion, FinishReason, GenerateRequest, StepStats
 from rondo.weights.bucket import BucketWriter, SharedBucket
 
 BUCKET_BYTES = 64 << 20  # for tensors that come one by one
+_COLDEST = 1e-6  # SGLang takes smaller temperatures for 0
 _Hold = Literal["paused", "weights", "asleep"]
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
@@ -422,7 +423,8 @@ class SglangEngine:
             )
         if request.request_id in self._jobs:
             raise RolloutError(f"{who} is in flight already; request ids must be unique")
-        check_request(request, max_context=self._spec.max_context, vocab_size=self._core.vocab_size)
+        limits = (self._spec.max_context, self._core.vocab_size)
+        check_request(request, max_context=limits[0], vocab_size=limits[1], coldest=_COLDEST)
 
     async def _on_loop(self, work: Coroutine[Any, Any, _T]) -> _T:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))

@@ -91,6 +91,7 @@ class Core:
         self._ranks = spec.tensor_parallel
         self._deliveries = 0
         self._fences: list[asyncio.Event] = []
+        self._taken: set[str] = set()  # keys of the requests whose tokens somebody takes
         self._manager._result_dispatcher._mapping[ConfigureLoggingReq] = self._fence_came
         self.cache_tokens = int(
             self._engine._scheduler_init_result.scheduler_infos[0]["max_total_num_tokens"]
@@ -128,8 +129,12 @@ class Core:
             return_prompt_token_ids=True,
             stream=True,
         )
-        async for out in self._manager.generate_request(message, None):
-            yield _step(out)
+        self._taken.add(key)
+        try:
+            async for out in self._manager.generate_request(message, None):
+                yield _step(out)
+        finally:
+            self._taken.discard(key)
 
     def abort(self, key: str) -> None:
         """Its last step comes; of a request from which a step has come already."""
@@ -154,10 +159,10 @@ class Core:
         self._manager.auto_create_handle_loop()
         await self._manager._async_dispatch_to_scheduler(ConfigureLoggingReq())
         await came.wait()
-        states = list(self._manager.rid_to_state.values())
+        states = list(self._manager.rid_to_state.items())
         for _ in range(4):  # consumers were woken before us; these let them run
             await asyncio.sleep(0)
-        while any(state.out_list for state in states):
+        while any(state.out_list and key in self._taken for key, state in states):
             await asyncio.sleep(0)
 
     def _fence_came(self, _: object) -> None:

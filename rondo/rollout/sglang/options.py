@@ -6,7 +6,6 @@ its source files, because importing SGLang takes ten seconds and changes the pro
 
 from __future__ import annotations
 
-import ast
 import importlib.metadata
 import importlib.util
 import os
@@ -16,9 +15,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rondo.config.functions import did_you_mean
 from rondo.errors import ConfigError
 from rondo.rollout.protocol import Capabilities, EngineSpec
+from rondo.rollout.third_party import (
+    annotated_fields,
+    check_options,
+    check_parallel_and_sleep,
+    check_version,
+    package_folder,
+)
 
 OLDEST, NEWER = (0, 5, 23), (0, 6)  # begin_weight_update … end_weight_update came with 0.5.23
 _MODELS = "SGLANG_EXTERNAL_MODEL_PACKAGE"
@@ -90,12 +95,7 @@ def installed_version() -> str:
         version = importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError as error:
         raise ConfigError(_INSTALL) from error
-    numbers = _numbers(version)
-    if not OLDEST <= numbers < NEWER:
-        oldest, newer = (".".join(str(number) for number in pair) for pair in (OLDEST, NEWER))
-        raise ConfigError(
-            f"SGLang {version} is installed; rondo needs {oldest} or newer, before {newer} (docs/engines.md)"
-        )
+    check_version("SGLang", version, OLDEST, NEWER)
     return version
 
 
@@ -106,30 +106,25 @@ def check(
 
     sleep: rollout.sleep.
     """
-    version = installed_version()
-    known = argument_names()
-    for name in options:
-        where = f"rollout.engine_options.{name}"
-        if name in _GOVERNED:
-            raise ConfigError(f"{where}: rondo sets this; it is governed by {_GOVERNED[name]}")
-        reason = _REFUSED.get(name) or next(
-            (reason for start, reason in _REFUSED_FAMILIES.items() if name.startswith(start)), None
-        )
-        if reason:
-            raise ConfigError(f"{where} is not supported with rondo: {reason}")
-        if name not in known:
-            raise ConfigError(
-                f"{where}: SGLang {version} has no server argument {name!r}{did_you_mean(name, known)}"
-            )
-    if tensor_parallel < 1:
-        raise ConfigError(f"rollout.tensor_parallel={tensor_parallel}: must be at least 1")
-    if sleep and not capabilities(options, tensor_parallel, device).sleep:
-        reason = (
-            "add rollout.engine_options.enable_memory_saver=true"
-            if device.startswith("cuda")
-            else "SGLang's release_memory_occupation gives nothing back on a CPU"
-        )
-        raise ConfigError(f"rollout.sleep: {reason}")
+    check_options(
+        options,
+        engine=f"SGLang {installed_version()}",
+        known=argument_names(),
+        governed=_GOVERNED,
+        refused=_refused,
+    )
+    why_not = (
+        "add rollout.engine_options.enable_memory_saver=true"
+        if device.startswith("cuda")
+        else "SGLang's release_memory_occupation gives nothing back on a CPU"
+    )
+    can_sleep = capabilities(options, tensor_parallel, device).sleep
+    check_parallel_and_sleep(tensor_parallel, sleep, can_sleep, why_not)
+
+
+def _refused(name: str) -> str | None:
+    families = (reason for start, reason in _REFUSED_FAMILIES.items() if name.startswith(start))
+    return _REFUSED.get(name) or next(families, None)
 
 
 def capabilities(options: Mapping[str, Any], tensor_parallel: int = 1, device: str = "cpu") -> Capabilities:
@@ -183,7 +178,7 @@ def _cores(spec: EngineSpec) -> dict[str, str]:
 @cache
 def argument_names() -> frozenset[str]:
     """The fields of SGLang's ServerArgs, read from its source."""
-    names = set(_fields(sorted((package() / "srt" / "arg_groups" / "fields").glob("*.py"))))
+    names = set(annotated_fields(sorted((package() / "srt" / "arg_groups" / "fields").glob("*.py"))))
     if not names:
         raise ConfigError(f"the server arguments of the SGLang in {package()} cannot be read; reinstall it")
     return frozenset(name for name in names if not name.startswith("_"))
@@ -205,20 +200,4 @@ def model_module(architectures: Iterable[str]) -> str:
 
 def package() -> Path:
     """The folder of the installed sglang."""
-    spec = importlib.util.find_spec("sglang")
-    if spec is None or not spec.submodule_search_locations:
-        raise ConfigError(_INSTALL)
-    return Path(next(iter(spec.submodule_search_locations)))
-
-
-def _fields(paths: Iterable[Path]) -> Iterable[str]:
-    for path in paths:
-        for node in ast.parse(path.read_text(encoding="utf-8"), str(path)).body:
-            if isinstance(node, ast.ClassDef):
-                parts = [part.target for part in node.body if isinstance(part, ast.AnnAssign)]
-                yield from (part.id for part in parts if isinstance(part, ast.Name))
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """(0, 5, 23) of "0.5.23.post1+cpu"."""
-    return tuple(int(piece) for piece in re.findall(r"\d+", version.split("+")[0])[:3])
+    return package_folder("sglang", _INSTALL)

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _BUCKET_BYTES = 64 << 20  # of `receive`, tensor by tensor; `receive_bucket` has the sender's
+_COLDEST = 0.01  # vLLM takes it for smaller temperatures, too
 
 
 class VllmEngine:
@@ -189,13 +190,13 @@ class VllmEngine:
 
     def commit(self, version: int, checksums: Mapping[str, int] | None = None) -> None:
         """Everything is there: serve `version`. Raises WeightSyncError naming what is missing or differs."""
+        if self._updating != version:  # no update of ours has failed: what was served is served on
+            raise WeightSyncError(f"commit({version}) without begin({version}){self._because()}")
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.finish()
 
         def change() -> None:
-            if self._updating != version:
-                raise WeightSyncError(f"commit({version}) without begin({version}){self._because()}")
             missing = self._expected.missing()
             if missing:
                 raise WeightSyncError(
@@ -284,7 +285,8 @@ class VllmEngine:
             )
         if request.request_id in self._keys:
             raise RolloutError(f"{who} is in flight already; request ids must be unique")
-        check_request(request, max_context=self._spec.max_context, vocab_size=self._core.vocab_size)
+        limits = (self._spec.max_context, self._core.vocab_size)
+        check_request(request, max_context=limits[0], vocab_size=limits[1], coldest=_COLDEST)
 
     def _post(self, action: Callable[[], None]) -> bool:
         """Have `action` run on the step thread, between two steps; False: it is gone."""

