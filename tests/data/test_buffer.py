@@ -414,7 +414,7 @@ def test_buffered_groups_start_again_where_the_rules_would_make_them_too_old() -
         assert list(cut(first, buffer(1, 3, 9, order="completion"), 2).ready) == [1]
         assert cut(first, buffer(1, 1, 9, order="completion"), 2).ledger.reissue == [0, 1]
         again = cut(first, buffer(1, 2, 9, order="prompt"), 2)
-        for seq in [await again.ticket() for _ in range(3)]:
+        for seq in [await again.ticket() for _ in range(again.credits())]:
             await again.put(group(seq, again.version))
         assert [g.seq for g in await again.take()] == [0]
         await again.advance(3)
