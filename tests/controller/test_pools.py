@@ -79,10 +79,10 @@ def test_devices_that_another_job_has_are_named_after_a_bounded_time(
     ray_instance: None, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free, before = ray.available_resources().get("CPU", 0), set(groups_of_ray())
-    monkeypatch.setattr("rondo.controller.ray_pools.READY_SECONDS", 1.0)
+    monkeypatch.setattr("rondo.controller.ray_pools.READY_SECONDS", 5.0)
     other = run(start_cluster(config(2)))
     with pytest.raises(
-        ConfigError, match=r"cluster.pools.b: Ray did not set aside 6 devices \(1 CPU each\) within 1 s; free"
+        ConfigError, match=r"cluster.pools.b: Ray did not set aside 6 devices \(1 CPU each\) within 5 s; free"
     ):
         run(start_cluster(config(7, a=1, b=6)))
     run(other.shutdown())

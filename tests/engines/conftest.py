@@ -123,7 +123,8 @@ class Bench:
         return version
 
     def serve(self) -> None:
-        """The first model's weights, if they are not there."""
+        """The first model's weights, if they are not there; and no pause that a failed test left."""
+        asyncio.run(self.engine.resume())
         if self._held is not self.model:
             self.load(self.model)
 

@@ -332,6 +332,7 @@ def test_a_pause_stops_everything(served: Bench) -> None:
         running = asyncio.create_task(engine.generate(one, seen))
         await seen.at_least(3)
         await engine.pause()
+        await asyncio.sleep(0.2)  # what was made before may still be on its way
         count = len(seen.token_ids)
         late = asyncio.create_task(engine.generate(request(prompt(6), 2)))
         await asyncio.sleep(0.3)

@@ -96,6 +96,7 @@ def _add_many(writer: BucketWriter) -> None:
 
 def test_nothing_is_left_when_the_receiver_is_killed() -> None:
     process, pipe = started(receiver)
+    gc.collect()
     before, descriptors = shared_memory_bytes(), len(os.listdir("/proc/self/fd"))
 
     def send(bucket: SharedBucket) -> Any:
@@ -111,7 +112,7 @@ def test_nothing_is_left_when_the_receiver_is_killed() -> None:
     writer.close()
     gc.collect()
     assert shared_memory_bytes() <= before
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert len(os.listdir("/proc/self/fd")) <= descriptors  # other tests' may go meanwhile
 
 
 def sender_that_waits(pipe: Connection) -> None:
@@ -174,6 +175,7 @@ def test_where_there_is_no_memfd_a_file_is_used_and_removed(monkeypatch: pytest.
 
 def test_a_writer_that_an_error_leaves_open_leaves_nothing() -> None:
     """Nobody closes it: the exception goes up through the sync that owns it."""
+    gc.collect()
     descriptors = len(os.listdir("/proc/self/fd"))
 
     def fails() -> None:
@@ -184,4 +186,4 @@ def test_a_writer_that_an_error_leaves_open_leaves_nothing() -> None:
     with pytest.raises(WeightSyncError):
         fails()
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert len(os.listdir("/proc/self/fd")) <= descriptors  # other tests' may go meanwhile
