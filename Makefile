@@ -88,7 +88,7 @@ $(VENV_ENGINES)/.stamp-engines: constraints/engines.txt pyproject.toml
 
 .PHONY: test-engines
 test-engines: $(VENV_ENGINES)/.stamp-engines
-	OMP_NUM_THREADS=1 $(VENV_ENGINES)/bin/python -m pytest tests/engines $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(VENV_ENGINES)/bin/python -m pytest tests/engines --maxfail 4 $(PYTEST_ARGS)
 
 .PHONY: lint
 lint: $(VENV)/.stamp-dev
