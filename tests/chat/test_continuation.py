@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from rondo.chat import decode, encode_continuation, encode_prompt, parse_tool_calls, settled_length
-from rondo.data.quickstart import CHAT_TEMPLATE, tokenizer
 from rondo.errors import DataError
 from tests.chat.test_encode import THINKING_TEMPLATE
 
@@ -20,23 +19,6 @@ CALLS_ONLY_TEMPLATE = """\
 {%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}
 {%- if m.tool_calls %}{{ m.tool_calls[0].function | tojson }}{% else %}{{ m.content }}{% endif %}
 {{- '<|im_end|>\\n' }}{% endfor %}{{ '<|im_start|>assistant\\n' }}"""
-
-
-@pytest.fixture(scope="module")
-def tok():
-    return tokenizer()
-
-
-@pytest.fixture
-def with_template(tok):
-    """The tokenizer with another template for one test."""
-
-    def use(template):
-        tok.chat_template = template
-        return tok
-
-    yield use
-    tok.chat_template = CHAT_TEMPLATE
 
 
 def end_of_turn(tok) -> int:

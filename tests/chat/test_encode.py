@@ -14,7 +14,6 @@ from rondo.chat import (
     encode_prompts,
     stop_token_ids,
 )
-from rondo.data.quickstart import CHAT_TEMPLATE, tokenizer
 from rondo.errors import ConfigError, DataError
 
 # As Qwen3 does: only the last assistant turn keeps (or gets) a thinking block; earlier ones lose theirs.
@@ -39,23 +38,6 @@ CONVERSATION = [
     {"role": "user", "content": "plus 2?"},
     {"role": "assistant", "content": "9"},
 ]
-
-
-@pytest.fixture(scope="module")
-def tok():
-    return tokenizer()
-
-
-@pytest.fixture
-def with_template(tok):
-    """The tokenizer with another template for one test."""
-
-    def use(template):
-        tok.chat_template = template
-        return tok
-
-    yield use
-    tok.chat_template = CHAT_TEMPLATE
 
 
 def trained(tok, ids, mask):

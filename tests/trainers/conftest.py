@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ import pytest
 import yaml
 
 from rondo.cli.main import main
+from rondo.config import load
+from rondo.trainers.run import train
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -121,3 +123,14 @@ def weights(run: Path) -> bytes:
     files: Sequence[Path] = sorted((run / "export").glob("*.safetensors"))
     assert files, f"{run} exported nothing"
     return b"".join(file.read_bytes() for file in files)
+
+
+@pytest.fixture
+def run(recipe: Path, tmp_path: Path) -> Callable[..., Path]:
+    """run(name, *overrides) -> the run folder."""
+
+    def start(name: str, *overrides: str) -> Path:
+        train(load([str(recipe)], [f"trainer.run_dir={tmp_path / name}", *overrides]))
+        return tmp_path / name
+
+    return start

@@ -11,12 +11,10 @@ from typing import Any
 
 import pytest
 
-from rondo.config import load
 from rondo.controller import Worker
 from rondo.errors import ConfigError, WeightSyncError, WorkerError
 from rondo.trainers import run as runner
 from rondo.trainers.roles import Roles
-from rondo.trainers.run import train
 from tests.trainers.conftest import weights
 
 pytest.importorskip("ray")
@@ -56,17 +54,6 @@ def pids(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
 
     monkeypatch.setattr(runner, "create_roles", create)
     return found
-
-
-@pytest.fixture
-def run(recipe: Path, tmp_path: Path) -> Iterator[Any]:
-    """run(name, *overrides) -> the run folder."""
-
-    def start(name: str, *overrides: str) -> Path:
-        train(load([str(recipe)], [f"trainer.run_dir={tmp_path / name}", *overrides]))
-        return tmp_path / name
-
-    return start
 
 
 def test_two_nodes_equal_one(run: Any, nodes: Any, pids: dict[str, list[int]]) -> None:

@@ -3,7 +3,6 @@ that rest while the trainer computes, and errors for placements that cannot work
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from rondo.rollout.native.engine import NativeEngine
 from rondo.trainers import run as runner
 from rondo.trainers.check import check_rl
 from rondo.trainers.roles import Roles
-from rondo.trainers.run import train
 from tests.trainers.conftest import inline, metrics, weights
 
 PPO = (  # a critic and a reference, so that there is something to place
@@ -53,17 +51,6 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[int, ...]]:
 
     monkeypatch.setattr(runner, "create_roles", create)
     return found
-
-
-@pytest.fixture
-def run(recipe: Path, tmp_path: Path) -> Iterator[Any]:
-    """run(name, *overrides) -> the run folder."""
-
-    def start(name: str, *overrides: str) -> Path:
-        train(load([str(recipe)], [f"trainer.run_dir={tmp_path / name}", *overrides]))
-        return tmp_path / name
-
-    return start
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +22,6 @@ from tests.trainers.conftest import metrics
 
 ray = pytest.importorskip("ray")
 TWO = ("cluster.backend=ray", "cluster.devices=2")
-
-
-@pytest.fixture
-def run(recipe: Path, tmp_path: Path) -> Iterator[Any]:
-    def start(name: str, *overrides: str) -> Path:
-        train(load([str(recipe)], [f"trainer.run_dir={tmp_path / name}", *overrides]))
-        return tmp_path / name
-
-    return start
 
 
 def test_two_ranks_equal_one_process(run: Any) -> None:
