@@ -92,7 +92,7 @@ def test_a_node_that_is_lost_ends_the_run(run: Any, nodes: Any, tmp_path: Path, 
         nodes.remove_node(nodes.second, allow_graceful=False)
 
     threading.Thread(target=lose_the_second_node, daemon=True).start()
-    where = r"(actor|rollout)\[0\](\.\w+ failed)?: its host process \(pid \d+ on"
+    where = r"(actor|rollout)\[0\].*its host process \(pid \d+ on"  # found by the call, or before it
     with pytest.raises((WorkerError, WeightSyncError), match=where):  # in a sync: no rollout rank is left
         run("lost", "trainer.total_steps=5000", *SPLIT, f"cluster.ray_address={nodes.address}")
     assert time.monotonic() - killed[0] < 60

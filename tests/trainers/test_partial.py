@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,13 +15,16 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rondo.rollout import NativeEngine
+from rondo.rollout.native.decoder import Finished
+from rondo.types import GenerateRequest
 from rondo.workers.rollout import RolloutWorker
-from tests.trainers.conftest import inline, metrics
+from tests.trainers.conftest import RECIPE, inline, metrics
 
 RESUME = (
     "trainer.max_staleness=2",
     "rollout.max_tokens=64",
-    "rollout.max_concurrent=2",  # so that answers are in flight whenever weights arrive
+    "rollout.max_concurrent=2",
     "trainer.evaluation={before: false, after: false, every: null}",
 )
 
@@ -49,6 +54,44 @@ def log_probs_of(
     return logits.log_softmax(-1)[torch.arange(len(response)), torch.tensor(response)].numpy()
 
 
+@pytest.fixture
+def begun_at_first_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is faster, trainer or engine: when the first new weights come, an answer has begun and is not
+    done. With the first batch answered, the engine waits at such a token boundary until it is paused.
+    """
+    drain, generate, answer = NativeEngine._drain, NativeEngine.generate, NativeEngine._answer
+    size = RECIPE["data"]["batch_size"] * RECIPE["rollout"]["n"]
+    first_batch: list[str] = []  # the buffer asks in the order of prompts
+    answered: set[str] = set()
+    held = threading.Event()
+
+    def noting(self: NativeEngine, request: GenerateRequest, on_tokens: Any = None) -> Any:
+        if request.request_id.startswith("train/") and len(first_batch) < size:
+            first_batch.append(request.request_id)
+        return generate(self, request, on_tokens)
+
+    def answering(finished: Finished) -> None:
+        answered.add(finished.sequence.request_id)
+        answer(finished)
+
+    def waiting(self: NativeEngine) -> bool:
+        running = enumerate(self._decoder.scheduler.slots)
+        begun = any(s is not None and self._decoder._table.indices[slot] for slot, s in running)
+        first_is_done = len(first_batch) == size and answered.issuperset(first_batch)
+        if begun and first_is_done and not held.is_set():
+            held.set()
+            patience = time.monotonic() + 60
+            while not self._paused:
+                assert time.monotonic() < patience, "no new weights come"
+                time.sleep(0.001)
+        return drain(self)
+
+    monkeypatch.setattr(NativeEngine, "generate", noting)
+    monkeypatch.setattr(NativeEngine, "_answer", staticmethod(answering))
+    monkeypatch.setattr(NativeEngine, "_drain", waiting)
+
+
+@pytest.mark.usefixtures("begun_at_first_update")
 def test_a_trajectory_begins_under_old_weights_and_ends_under_new_ones(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,11 +128,12 @@ def test_a_trajectory_begins_under_old_weights_and_ends_under_new_ones(
     assert lines[-1]["rollout_correction/kl"] != 0
 
 
+@pytest.mark.usefixtures("begun_at_first_update")
 @pytest.mark.parametrize("how", ["abort", "completion"])
 def test_the_other_ways_train_every_prompt_once_too(recipe: Path, tmp_path: Path, how: str) -> None:
     chosen = ["trainer.order=completion"]
-    if how == "abort":  # one answer at a time, slowly: some are in flight however slow the trainer is
-        chosen = ["trainer.on_update=abort", "rollout.max_concurrent=1", "rollout.decode=generic"]
+    if how == "abort":
+        chosen = ["trainer.on_update=abort"]
     run = tmp_path / "run"
     inline("train", str(recipe), *RESUME, *chosen, "trainer.total_steps=5", f"trainer.run_dir={run}")
     assert sorted(seq for step in groups_by_step(run) for seq in step) == list(range(20))
