@@ -1,11 +1,12 @@
 """Tokens per CPU-second of the rollout engines, each in a process of its own as in training.
 
-    OMP_NUM_THREADS=1 .venv-engines/bin/python benchmarks/engines.py [--engines native vllm] [--batches 8 64]
+    OMP_NUM_THREADS=1 .venv-engines/bin/python benchmarks/engines.py [--engines native vllm sglang]
+        [--batches 8 64] [--repeats 3] [--json FILE]
 
 The quickstart's model with random weights (0.85 M parameters, float32), groups of 8 samples per prompt, 16
 prompt and 112 new tokens, temperature 1, one thread. The time is the CPU time of all of the engine's
 processes, so that ratios hold on a busy machine; the engines take turns, and the median of the turns
-counts. A model this small shows what an engine costs besides arithmetic.
+counts. A model this small shows what an engine costs besides arithmetic, and nothing about GPUs.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from rondo.rollout.protocol import EngineSpec
 from rondo.types import GenerateRequest, SamplingParams
 
 PROMPT, NEW, GROUP, VOCAB = 16, 112, 8, 442
+TURN = 64  # requests of a turn, at least: the clock of CPU time ticks every 10 ms
 CONFIG: dict[str, Any] = {
     "hidden_size": 128,
     "num_hidden_layers": 4,
@@ -65,19 +67,24 @@ class Contestant:
         return sum(one.user + one.system for one in times)
 
     async def rate(self, batch: int) -> float:
-        """Tokens per CPU-second of `batch` requests, all sent at once."""
-        requests = []
-        for index in range(batch):
-            random = np.random.default_rng(index // GROUP)
-            tokens = random.integers(0, VOCAB, PROMPT).astype(np.int32)
-            sampling = SamplingParams(NEW, temperature=1.0)
-            number = next(_ids)
-            requests.append(
-                GenerateRequest(str(number), tokens, sampling, number, affinity=str(index // GROUP))
-            )
-        start = self.cpu_seconds()
-        done = await asyncio.gather(*[self.engine.generate(request) for request in requests])
-        return sum(len(one.token_ids) for one in done) / (self.cpu_seconds() - start)
+        """Tokens per CPU-second of `batch` requests sent at once, several times where they are few."""
+        start, tokens = self.cpu_seconds(), 0
+        for _ in range(-(-TURN // batch)):
+            done = await asyncio.gather(*[self.engine.generate(request) for request in requests(batch)])
+            tokens += sum(len(one.token_ids) for one in done)
+        return tokens / (self.cpu_seconds() - start)
+
+
+def requests(batch: int) -> list[GenerateRequest]:
+    """In groups with one prompt each; the same prompts every time, and other seeds."""
+    made = []
+    for index in range(batch):
+        group = index // GROUP
+        tokens = np.random.default_rng(group).integers(0, VOCAB, PROMPT).astype(np.int32)
+        number = next(_ids)
+        sampling = SamplingParams(NEW, temperature=1.0)
+        made.append(GenerateRequest(str(number), tokens, sampling, number, affinity=str(group)))
+    return made
 
 
 def main() -> None:
@@ -98,7 +105,12 @@ def main() -> None:
                 turns[one.name].append(asyncio.run(one.rate(batch)))
             for name, found in turns.items():
                 rates[name][batch] = statistics.median(found)
-                print(f"{name:8} {batch:4} requests: {rates[name][batch]:8.0f} tokens per CPU-second")
+                spread = f"{min(found):.0f} to {max(found):.0f}"
+                share = rates[name][batch] / rates[args.engines[0]][batch]
+                print(
+                    f"{name:8} {batch:4} requests: {rates[name][batch]:8.0f} tokens per CPU-second "
+                    f"({spread}), {share:.2f} of {args.engines[0]}'s"
+                )
     finally:
         for one in contestants:
             one.engine.close()

@@ -16,13 +16,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging as hf_logging
 
 from rondo.config.functions import did_you_mean, resolve_function
-from rondo.errors import ConfigError, DataError
+from rondo.errors import ConfigError, DataError, about
 from rondo.models.attention import IMPLEMENTATION, register_varlen
 from rondo.models.family import family_of
 from rondo.models.lean import use_lean_modules
 from rondo.models.source import ModelSource
 
 _WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin", "*.safetensors.index.json")
+# Keys that every config takes, and those that a model reads although its config class does not declare them.
+_UNDECLARED = frozenset({"rope_theta", "rope_scaling", "dtype"})
+_UNDECLARED_OF = {"qwen3_moe": frozenset({"head_dim"})}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json", "vocab.txt")
 
 
@@ -52,13 +55,14 @@ def _config_from_mapping(mapping: Mapping[str, Any]) -> PreTrainedConfig:
         raise ConfigError(
             f"model.config.model_type: transformers knows no {model_type!r}{did_you_mean(model_type, types)}"
         )
-    known = vars(AutoConfig.for_model(model_type))
-    unknown = [
-        name for name in fields if name not in known and name not in ("rope_theta", "rope_scaling", "dtype")
-    ]
+    default = AutoConfig.for_model(model_type)
+    known = {*vars(default), *default.attribute_map}  # with the other names that a key has
+    passed = _UNDECLARED | _UNDECLARED_OF.get(model_type, frozenset())
+    unknown = [name for name in fields if name not in known and name not in passed]
     if unknown:
         near = did_you_mean(unknown[0], known)
-        raise ConfigError(f"model.config: a {model_type} config has no key {unknown[0]!r}{near}")
+        with about(f"model.config.{unknown[0]}"):
+            raise ConfigError(f"model.config: a {model_type} config has no key {unknown[0]!r}{near}")
     try:
         return AutoConfig.for_model(model_type, **fields)
     except (ValueError, TypeError, StrictDataclassError) as error:
@@ -88,6 +92,8 @@ def build_model(
         if hasattr(module, "attention_dropout"):
             module.attention_dropout = 0.0
     model = model.to(device=device, dtype=dtype)
+    if dtype is torch.float64:
+        model.set_experts_implementation("eager")  # torch's grouped product of matrices has no float64
     if family.packable:
         use_lean_modules(model)
     return model
@@ -140,7 +146,8 @@ def load_tokenizer(name: str, chat_template: str | None = None, *, trust_remote_
     chat_template: a Jinja file that replaces the tokenizer's own template. Raises DataError or ConfigError.
     """
     if _is_function(name):
-        tokenizer = resolve_function(name)()
+        with about("model.tokenizer"):
+            tokenizer = resolve_function(name)()
         if not hasattr(tokenizer, "encode") or not hasattr(tokenizer, "decode"):
             raise ConfigError(
                 f"tokenizer function {name!r} returned {type(tokenizer).__name__}, which is no tokenizer"
@@ -170,6 +177,12 @@ def _is_function(name: str) -> bool:
     return ":" in name or ("." in name and "/" not in name)
 
 
+def check_model_folder(path: str) -> None:
+    """Raises DataError for a folder that is not there or holds no model; reads nothing. Hub ids pass."""
+    _check_folder(path, ("config.json",), "config.json (is it a model folder?)")
+    _check_folder(path, _WEIGHT_FILES, "weights (*.safetensors)")
+
+
 def _check_folder(path: str, patterns: tuple[str, ...], what: str) -> None:
     """A path that is meant as a folder must be there and hold a file of the kind; hub ids pass."""
     folder = Path(path).expanduser()
@@ -182,9 +195,8 @@ def _check_folder(path: str, patterns: tuple[str, ...], what: str) -> None:
         or path.count("/") > 1
         or (folder.parent.name and folder.parent.is_dir())
     ):
-        raise DataError(
-            f"model folder {path} does not exist (relative to {os.getcwd()}), and is no hub id either"
-        )
+        where = "" if folder.is_absolute() else f" in {os.getcwd()}"
+        raise DataError(f"model folder {path} does not exist{where} (and no hub id looks like that)")
 
 
 def _where_hint(path: str) -> str:

@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from rondo.errors import WeightSyncError
+from rondo.errors import ConfigError, WeightSyncError
+from rondo.models.experts import why_not_separate
 
 
 class ExpectedWeights:
     """The parameters of a causal LM under their names, for engines that cannot say what they lack.
 
     One update at a time: `begin`, `arrived` for every tensor, `missing`. Tied parameters may come under any
-    one of their names.
+    one of their names. Raises ConfigError for experts that such an engine could not be given.
     """
 
     def __init__(self, model_config: Any, *, trust_remote_code: bool = False) -> None:
@@ -30,6 +31,9 @@ class ExpectedWeights:
         for name, parameter in module.named_parameters(remove_duplicate=False):
             self._canonical[name] = first.setdefault(id(parameter), name)
             self._shapes[name] = tuple(parameter.shape)
+        why_not = why_not_separate(model_config, self._shapes.items())
+        if why_not:
+            raise ConfigError(f"{why_not}; use rollout.engine=native")
         self._open = set(self._canonical.values())
 
     def begin(self) -> None:

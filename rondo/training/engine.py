@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from rondo.batch import ROW_ID, Batch, ragged_array
 from rondo.config.schema import EngineConfig, FrozenEngineConfig, OptimizerConfig
 from rondo.errors import ConfigError, TrainError
+from rondo.models.experts import separate
 from rondo.models.family import family_of
 from rondo.models.loading import build_model
 from rondo.models.source import ModelSource
@@ -344,7 +345,7 @@ class FsdpEngine:
         """Write a Hugging Face folder (config, safetensors; a critic's value head beside). Collective."""
         keep = dist.get_rank(self._group) == 0
         tensors = {}
-        for name, tensor in self.gathered_parameters(256 << 20):
+        for name, tensor in separate(self.gathered_parameters(256 << 20)):
             if keep:
                 tensors[name] = tensor.to("cpu", copy=True)
         if keep:

@@ -18,9 +18,10 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM
 
 from rondo.errors import RolloutError
+from rondo.models.loading import load_model_config
 from rondo.models.source import ModelSource
 from rondo.rollout.build import build_engine, start_engine
 from rondo.rollout.protocol import EngineSpec, RolloutEngine
@@ -45,15 +46,16 @@ CONFIG: dict[str, Any] = {
     "bos_token_id": None,
     "pad_token_id": None,
 }
+QWEN3 = CONFIG | {"model_type": "qwen3"}
 KINDS = ("native", "native-process", "vllm", "sglang")
 
 
-def build_model(seed: int) -> torch.nn.Module:
-    """Random in every tensor, norms included."""
+def build_model(seed: int, config: Mapping[str, Any] = QWEN3) -> torch.nn.Module:
+    """Float32, random in every tensor, norms and biases included."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(
-            Qwen3Config(**CONFIG, eos_token_id=None), dtype=torch.float32
+            load_model_config(ModelSource(config={**config, "eos_token_id": None})), dtype=torch.float32
         )
         with torch.no_grad():
             for parameter in model.parameters():
@@ -62,14 +64,14 @@ def build_model(seed: int) -> torch.nn.Module:
     return model.eval()
 
 
-def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: parameter.data for name, parameter in model.named_parameters()}
+def weights(model: torch.nn.Module, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    return {name: parameter.data.to(dtype) for name, parameter in model.named_parameters()}
 
 
 def engine_spec(kind: str, **changes: Any) -> EngineSpec:
     # The config names an end-of-sequence token that the model likes to say: only a request's own stop
     # tokens may end it.
-    config = CONFIG | {"model_type": "qwen3", "eos_token_id": int(greedy(build_model(0), prompt(6), 4)[2])}
+    config = QWEN3 | {"eos_token_id": int(greedy(build_model(0), prompt(6), 4)[2])}
     spec = EngineSpec(
         engine=kind.partition("-")[0],
         source=ModelSource(config=config),
@@ -95,15 +97,15 @@ def start(kind: str, **changes: Any) -> RolloutEngine:
 class Bench:
     """An engine, the models whose weights it can be given, and the version it serves."""
 
-    def __init__(self, kind: str, engine: RolloutEngine) -> None:
+    def __init__(self, kind: str, engine: RolloutEngine, config: Mapping[str, Any] = QWEN3) -> None:
         self.kind, self.engine = kind, engine
-        self.model, self.other = build_model(0), build_model(1)
+        self.model, self.other = build_model(0, config), build_model(1, config)
         self._versions = itertools.count()
         self._held: torch.nn.Module | None = None
 
-    def load(self, model: torch.nn.Module) -> int:
+    def load(self, model: torch.nn.Module, dtype: torch.dtype = torch.float32) -> int:
         """Give the engine all of a model's tensors, with checksums. Returns the version."""
-        return self.send(weights(model), model)
+        return self.send(weights(model, dtype), model)
 
     def send(
         self,
@@ -154,7 +156,7 @@ class Bench:
 
 
 class Collected:
-    """An on_tokens that keeps what comes, and can be waited for."""
+    """An on_tokens that keeps what comes, and can be waited for (also where the request ends before)."""
 
     def __init__(self) -> None:
         self.parts: list[Completion] = []
@@ -166,10 +168,51 @@ class Collected:
     def token_ids(self) -> list[int]:
         return [int(token) for part in self.parts for token in part.token_ids]
 
-    async def at_least(self, count: int) -> None:
-        async with asyncio.timeout(60):  # a request that failed gives none
-            while len(self.token_ids) < count:
+    async def at_least(self, count: int, task: asyncio.Task[Any]) -> None:
+        """Until there are so many tokens, or the request's task has ended."""
+        async with asyncio.timeout(240):
+            while len(self.token_ids) < count and not task.done():
                 await asyncio.sleep(0.001)
+
+
+@dataclasses.dataclass
+class Flight:
+    """Requests on their way in an engine that is paused: none is at its end."""
+
+    requests: list[GenerateRequest]
+    seen: list[Collected]
+    tasks: list[asyncio.Task[Completion]]
+
+
+TRIES = 20
+
+
+async def paused_in_flight(
+    engine: RolloutEngine, make: Callable[[], list[GenerateRequest]], num_tokens: int
+) -> Flight:
+    """Start requests, and pause the engine when each has so many tokens. make: them, with new names.
+
+    An engine in another process may come to the end of one while nothing here runs: then all of it again.
+    """
+    for _ in range(TRIES):
+        requests = make()
+        seen = [Collected() for _ in requests]
+        tasks = [
+            asyncio.create_task(engine.generate(one, collected))
+            for one, collected in zip(requests, seen, strict=True)
+        ]
+        for collected, task in zip(seen, tasks, strict=True):
+            await collected.at_least(num_tokens, task)
+        await engine.pause()
+        await engine.stats()  # its answer is behind all that was on its way
+        if not any(task.done() for task in tasks):
+            return Flight(requests, seen, tasks)
+        await engine.resume()
+        for task in tasks:
+            task.cancel()
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            assert isinstance(result, Completion | asyncio.CancelledError), result
+    raise AssertionError(f"{TRIES} times a request of {requests[0].sampling.max_tokens} tokens had ended")
 
 
 def prompt(length: int, seed: int = 0) -> np.ndarray:
@@ -217,7 +260,7 @@ def no_children_left(before: set[int]) -> Callable[[], list[psutil.Process]]:
 
     def left() -> list[psutil.Process]:
         children = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
-        _, alive = psutil.wait_procs(children, timeout=5)
+        _, alive = psutil.wait_procs(children, timeout=60)
         return alive
 
     return left

@@ -7,7 +7,6 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -21,21 +20,29 @@ from rondo.rollout.build import check_engine, start_engine
 from rondo.rollout.native.noise import uniforms
 from rondo.rollout.sglang import capabilities, check, environment, noise
 from rondo.rollout.sglang.options import argument_names, model_module
+from rondo.types import Completion
 from tests.engines.conftest import (
-    CONFIG,
     LONG,
+    QWEN3,
     TOLERANCE,
     Bench,
-    Collected,
     engine_spec,
     gaps,
+    greedy,
     no_children_left,
+    paused_in_flight,
     prompt,
     request,
-    start,
 )
 
 INSTALLED = importlib.util.find_spec("sglang") is not None
+# Untied, with biases of queries, keys and values, without norms of heads.
+QWEN2 = {key: value for key, value in QWEN3.items() if key != "head_dim"} | {
+    "model_type": "qwen2",
+    "hidden_size": 128,
+    "tie_word_embeddings": False,
+}
+pytestmark = pytest.mark.timeout(900)  # the start of an engine included, on a machine that is slow
 needs_sglang = pytest.mark.skipif(not INSTALLED, reason="needs SGLang: make test-engines")
 
 # ---- without SGLang ----
@@ -193,7 +200,7 @@ def test_models() -> None:
     ("config", "words"),
     [
         ({"model_type": "gpt_neox", "hidden_size": 64}, "no model GPTNeoXForCausalLM"),
-        (CONFIG | {"model_type": "qwen3", "max_position_embeddings": 500}, "positions for 500 tokens"),
+        (QWEN3 | {"max_position_embeddings": 500}, "positions for 500 tokens"),
     ],
     ids=["model", "length"],
 )
@@ -204,47 +211,45 @@ def test_why_it_cannot_be_built(config: dict[str, object], words: str) -> None:
     assert not left()
 
 
-@pytest.fixture(scope="module")
-def bench() -> Iterator[Bench]:
+@needs_sglang
+@pytest.mark.slow
+def test_tensor_parallel_with_untied_weights_and_a_lost_worker() -> None:
+    """Two workers: greedy tokens of transformers, a swap in mid-generation, and a worker that is killed."""
     left = no_children_left({child.pid for child in psutil.Process().children(recursive=True)})
-    engine = start("sglang")
-    yield Bench("sglang", engine)
-    engine.close()
+    source = ModelSource(config=QWEN2)
+    engine = start_engine(engine_spec("sglang", source=source, tensor_parallel=2), bucket_bytes=1 << 16)
+    bench = Bench("sglang", engine, QWEN2)
+    first = bench.load(bench.model)
+    prompts = [prompt(length) for length in (3, 17, 40)]
+    for ids, out in zip(
+        prompts, bench.run(request(ids, 16, temperature=0.0) for ids in prompts), strict=True
+    ):
+        np.testing.assert_array_equal(out.token_ids, greedy(bench.model, ids, 16))
+        assert gaps(bench.model, out).max() < TOLERANCE
+
+    async def swap_and_lose() -> tuple[Completion, ReplicaLostError]:
+        held = await paused_in_flight(engine, lambda: [request(prompt(6), LONG, seed=5)], 5)
+        await asyncio.to_thread(bench.load, bench.other)
+        await engine.resume()
+        await held.seen[0].at_least(len(held.seen[0].token_ids) + 5, held.tasks[0])
+        await engine.cancel(held.requests[0].request_id)
+        swapped = await held.tasks[0]
+        held = await paused_in_flight(engine, lambda: [request(prompt(6), LONG)], 5)
+        children = psutil.Process(engine.pid).children(recursive=True)
+        next(child for child in children if "sglang::schedul" in child.name()).kill()
+        with pytest.raises(ReplicaLostError) as lost:
+            await held.tasks[0]
+        return swapped, lost.value
+
+    try:
+        swapped, lost = asyncio.run(swap_and_lose())
+    finally:
+        engine.close()
+    old = swapped.policy_versions == first
+    assert 5 <= old.sum() < len(old)
+    assert gaps(bench.model, swapped)[old].max() < TOLERANCE
+    assert gaps(bench.other, swapped)[~old].max() < TOLERANCE
+    assert isinstance(lost.partial, Completion)
+    assert len(lost.partial.token_ids) >= 5
+    assert gaps(bench.other, lost.partial).max() < TOLERANCE
     assert not left()
-
-
-@needs_sglang
-def test_samples_what_the_native_engine_samples(bench: Bench) -> None:
-    native = Bench("native", start("native"))
-    requests = [
-        request(prompt(5 + i, i), 20, temperature=0.9, seed=(1 << 62) + i, top_p=0.9, top_k=40, min_p=0.01)
-        for i in range(8)
-    ]
-    outs = []
-    for one in (bench, native):
-        one.serve()
-        outs.append(one.run(requests))
-    for ours, theirs in zip(*outs, strict=True):
-        np.testing.assert_array_equal(ours.token_ids, theirs.token_ids)
-        np.testing.assert_allclose(ours.log_probs, theirs.log_probs, atol=TOLERANCE)
-    native.engine.close()
-
-
-@needs_sglang
-def test_a_dead_worker_is_a_lost_replica(bench: Bench) -> None:
-    bench.serve()
-    seen = Collected()
-
-    async def main() -> ReplicaLostError:
-        task = asyncio.create_task(bench.engine.generate(request(prompt(6), LONG), seen))
-        await seen.at_least(5)
-        children = psutil.Process(bench.engine.pid).children(recursive=True)  # type: ignore[attr-defined]
-        (worker,) = [child for child in children if "sglang::schedul" in child.name()]
-        worker.kill()
-        with pytest.raises(ReplicaLostError) as error:
-            await task
-        return error.value
-
-    partial = asyncio.run(main()).partial
-    assert len(partial.token_ids) >= 5  # type: ignore[attr-defined]
-    assert gaps(bench.model, partial).max() < TOLERANCE  # type: ignore[arg-type]

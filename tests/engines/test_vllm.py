@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import importlib.util
+import itertools
 from collections.abc import Coroutine, Iterator
 from typing import Any
 
@@ -22,10 +24,11 @@ from rondo.rollout.protocol import EngineSpec
 from rondo.rollout.vllm import capabilities, environment
 from rondo.types import Completion, GenerateRequest, SamplingParams
 from rondo.weights.checksum import checksum
+from tests.engines.conftest import paused_in_flight
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: make test-engines"),
-    pytest.mark.timeout(900),  # starting three processes is 40 CPU-seconds
+    pytest.mark.timeout(900),  # starting three processes is 40 CPU-seconds, on a quick machine
 ]
 
 TINY = {
@@ -41,6 +44,7 @@ TINY = {
 TIED = ModelSource(config={"model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": True, **TINY})
 UNTIED = ModelSource(config={"model_type": "qwen2", "tie_word_embeddings": False, **TINY})  # with biases
 PROMPT = np.arange(5, 25, dtype=np.int32)
+names = itertools.count()
 
 
 def spec_of(source: ModelSource, tensor_parallel: int = 1, **options: Any) -> EngineSpec:
@@ -91,7 +95,7 @@ def ask(name: str, num: int, temperature: float = 1.0, seed: int = 0, **more: An
 
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(asyncio.wait_for(coroutine, 240))
+    return asyncio.run(asyncio.wait_for(coroutine, 600))
 
 
 @pytest.fixture(scope="module")
@@ -174,19 +178,12 @@ def test_a_failed_update_stops_serving_until_the_next(
     before = run(engine.generate(ask("before", 20, 0.0)))
 
     async def fail_in_mid_generation() -> None:
-        started = asyncio.Event()
-        waiting = asyncio.create_task(
-            engine.generate(ask("waiting", 200, seed=1), on_tokens=lambda _: started.set())
-        )
-        await started.wait()
-        await engine.pause()
-        in_flight = not waiting.done()  # it is, unless this process is much slower than the engine's
+        held = await paused_in_flight(engine, lambda: [ask(f"waiting{next(names)}", 200, seed=1)], 1)
         with pytest.raises(WeightSyncError, match=message):
             await asyncio.to_thread(update)
         await engine.resume()
-        if in_flight:
-            with pytest.raises(WeightSyncError, match="update of the weights failed"):
-                await waiting
+        with pytest.raises(WeightSyncError, match="update of the weights failed"):
+            await held.tasks[0]
         with pytest.raises(WeightSyncError, match="update of the weights failed"):
             await engine.generate(ask("after", 3))
 
@@ -229,27 +226,18 @@ def test_tensor_parallel_with_untied_weights_and_a_lost_worker() -> None:
     policy.send(engine, 1)
 
     async def swap() -> Completion:
-        seen: list[int] = []
-        task = asyncio.create_task(
-            engine.generate(ask("swap", 150, seed=5), on_tokens=lambda c: seen.append(1))
-        )
-        while not seen:
-            await asyncio.sleep(0.01)
-        await engine.pause()
+        held = await paused_in_flight(engine, lambda: [ask(f"swap{next(names)}", 150, seed=5)], 1)
         await asyncio.to_thread(policy.send, engine, 2)
         await engine.resume()
-        return await task
+        return await held.tasks[0]
 
     async def lose_a_worker() -> ReplicaLostError:
-        seen: list[int] = []
-        task = asyncio.create_task(
-            engine.generate(ask("lost", 200, seed=5), on_tokens=lambda c: seen.append(1))
-        )
-        while not seen:
-            await asyncio.sleep(0.01)
+        held = await paused_in_flight(engine, lambda: [ask(f"lost{next(names)}", 200, seed=5)], 1)
         next(process for process in processes if "Worker_TP1" in process.name()).kill()
+        with contextlib.suppress(ReplicaLostError):  # it may have been noticed
+            await engine.resume()
         with pytest.raises(ReplicaLostError) as lost:
-            await task
+            await held.tasks[0]
         return lost.value
 
     greedy = run(engine.generate(ask("greedy", 30, 0.0)))
@@ -267,7 +255,7 @@ def test_tensor_parallel_with_untied_weights_and_a_lost_worker() -> None:
     assert len(partial.token_ids) > 0
     assert policy.gap(partial) < 1e-5
     engine.close()
-    assert not psutil.wait_procs(processes, timeout=20)[1]
+    assert not psutil.wait_procs(processes, timeout=60)[1]
 
 
 def test_options_are_vllms_own() -> None:

@@ -33,6 +33,13 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2", "tie_word_embeddings": False, **SHAPE},
     "llama": {"model_type": "llama", "tie_word_embeddings": False, **SHAPE},
     "mistral": {"model_type": "mistral", "sliding_window": None, **SHAPE},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": 24,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        **SHAPE,
+    },
 }
 FLOAT64 = {"param_dtype": "float64", "compute_dtype": "float64"}
 LENGTHS = ((3, 7), (1, 1), (5, 12), (2, 4), (9, 1), (4, 20), (6, 3), (1, 9), (8, 8), (2, 0), (3, 5))

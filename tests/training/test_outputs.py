@@ -42,6 +42,7 @@ def reference_model(name: str, attention: str) -> Any:
     for module in model.modules():
         if hasattr(module, "variance_epsilon"):  # transformers' norms round to float32
             module.forward = functools.partial(exact_norm, module)
+    model.set_experts_implementation("eager")  # the other one has no float64
     return model.to(torch.float64)
 
 
@@ -87,7 +88,7 @@ def test_packed_outputs_equal_separate_documents(
     assert result.rows("old_log_probs")[0].dtype == np.float32
 
 
-@pytest.mark.parametrize("name", ["qwen3", "llama"])
+@pytest.mark.parametrize("name", ["qwen3", "llama", "qwen3_moe"])
 @pytest.mark.parametrize("case", ["long", "groups"])
 def test_gradients_equal_separate_documents(mesh: DeviceMesh, name: str, case: str) -> None:
     """Long documents among short ones, and prompt groups whose prompt is computed once; chunked head; in
@@ -96,6 +97,7 @@ def test_gradients_equal_separate_documents(mesh: DeviceMesh, name: str, case: s
     batch, model = make_batch((*((3, 7), (1, 1), (5, 12)), (90, 60))), reference_model(name, "sdpa")
     if case == "groups":
         batch = with_groups(make_batch(), (4, 3))
+    tolerance = 1e-6 if name == "qwen3_moe" else 1e-10  # its router rounds to float32
     loss = torch.zeros((), dtype=torch.float64)
     for i, (log_probs, entropy) in enumerate(reference_outputs(model, batch, 0.8)):
         weight = torch.from_numpy(batch.rows("token_weight")[i] * batch.rows("response_mask")[i])
@@ -106,12 +108,12 @@ def test_gradients_equal_separate_documents(mesh: DeviceMesh, name: str, case: s
             mesh, source(name), config={**FLOAT64, "token_budget": budget, "logits_chunk": 9}, temperature=0.8
         )
         stats = engine.forward_backward(batch, PolicyLoss())
-        assert stats.means["loss"][0] == pytest.approx(float(loss.detach()), rel=1e-12)
+        assert stats.means["loss"][0] == pytest.approx(float(loss.detach()), rel=tolerance / 100)
         names = dict(model.named_parameters())
         assert set(engine._shards) == set(names)
         for key, shard in engine._shards.items():
             expected = names[key].grad
-            assert (shard.grad.to_local() - expected).norm() <= 1e-10 * expected.norm(), key
+            assert (shard.grad.to_local() - expected).norm() <= tolerance * expected.norm(), key
 
 
 def test_a_prompt_group_is_laid_out_once(mesh: DeviceMesh) -> None:

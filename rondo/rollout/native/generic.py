@@ -30,8 +30,8 @@ MIN_ROWS_THREADED = 128  # the same with several threads
 
 # Keywords that carry nothing the cache or the positions do not say already.
 _HARMLESS = frozenset(
-    "position_ids cache_position use_cache output_attentions output_hidden_states return_dict "
-    "position_embeddings logits_to_keep is_causal num_items_in_batch layer_idx".split()
+    "position_ids cache_position use_cache output_attentions output_hidden_states output_router_logits "
+    "return_dict position_embeddings logits_to_keep is_causal num_items_in_batch layer_idx".split()
 )
 
 

@@ -22,6 +22,7 @@ from sglang.srt.models.registry import ModelRegistry
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
+from rondo.models.experts import separate
 from rondo.rollout.native.sampling import truncate
 from rondo.rollout.sglang.noise import uniforms
 from rondo.rollout.sglang.options import model_module
@@ -164,5 +165,5 @@ def _carried_out(delivery: Delivery, model: Any) -> dict[str, Any]:
     assert delivery.bucket is not None
     with delivery.bucket.tensors() as tensors:
         sums = {name: checksum(view) for name, view in tensors}
-        model.load_weights(iter(tensors))
+        model.load_weights(separate(tensors))
     return {"checksums": sums}

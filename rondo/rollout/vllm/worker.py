@@ -19,6 +19,7 @@ from vllm.model_executor.model_loader.reload import (
 )
 from vllm.v1.sample.sampler import Sampler
 
+from rondo.models.experts import separate
 from rondo.weights.bucket import SharedBucket
 from rondo.weights.checksum import checksum
 
@@ -46,6 +47,8 @@ class WorkerExtension:
             if self._rondo_open:
                 _abandon(model)
             self._rondo_open = True
+            if self.model_runner.device.type == "cpu":
+                _forget_packed_experts(model)
             initialize_layerwise_reload(model)
 
     def rondo_receive(self, bucket: SharedBucket) -> dict[str, int]:
@@ -59,7 +62,7 @@ class WorkerExtension:
                 yield name, view.to(self.model_runner.device, copy=True)
 
         with set_current_vllm_config(self.vllm_config), torch.no_grad(), bucket.tensors() as tensors:
-            self.model_runner.get_model().load_weights(arriving())
+            self.model_runner.get_model().load_weights(separate(arriving()))
         return sums
 
     def rondo_commit(self) -> None:
@@ -73,6 +76,16 @@ class WorkerExtension:
             for head in tied:  # on a CPU it computes with a packed copy, made from what was there before
                 head.quant_method.process_weights_after_loading(head)
         self._rondo_open = False
+
+
+def _forget_packed_experts(model: torch.nn.Module) -> None:
+    """vLLM packs experts for its CPU kernel when it makes the kernel, and not when weights are loaded anew:
+    the kernel would read plain weights as packed ones. Without a kernel it makes one, and packs.
+    """
+    for layer in model.modules():
+        method: Any = getattr(layer, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
 
 
 def _abandon(model: torch.nn.Module) -> None:

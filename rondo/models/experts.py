@@ -1,0 +1,50 @@
+"""Experts of a mixture: one tensor per matrix in transformers' modules, one per expert in checkpoints.
+
+Weights travel as the module has them; whoever wants a checkpoint's names (vLLM, SGLang, an exported folder)
+takes them apart here, without copying.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+# Model types whose checkpoints call the matrices of expert E `….mlp.experts.E.{gate,up,down}_proj.weight`.
+SEPARATE = frozenset({"olmoe", "qwen2_moe", "qwen3_moe"})
+_GATE_UP, _DOWN = ".mlp.experts.gate_up_proj", ".mlp.experts.down_proj"
+
+
+def why_not_separate(config: Any, shapes: Iterable[tuple[str, tuple[int, ...]]]) -> str:
+    """Why the experts cannot be taken apart ("" if they can, or if there are none). shapes: of the module's
+    parameters.
+    """
+    fused = [name for name, shape in shapes if len(shape) > 2 and ".experts." in name]
+    if not fused or (
+        config.model_type in SEPARATE and all(name.endswith((_GATE_UP, _DOWN)) for name in fused)
+    ):
+        return ""
+    return (
+        f"how checkpoints of {config.model_type} name the matrices of {fused[0]!r} is not known to rondo "
+        f"(it is for {', '.join(sorted(SEPARATE))})"
+    )
+
+
+def separate(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The experts' tensors one by one, as views under a checkpoint's names; all others as they are.
+
+    gate_up_proj [E, 2 I, H] holds gate_proj above up_proj, each [I, H]; down_proj is [E, H, I].
+    """
+    for name, tensor in tensors:
+        if name.endswith(_GATE_UP):
+            for index, expert in enumerate(tensor):
+                gate, up = expert.chunk(2)
+                start = f"{name.removesuffix('gate_up_proj')}{index}"
+                yield f"{start}.gate_proj.weight", gate
+                yield f"{start}.up_proj.weight", up
+        elif name.endswith(_DOWN):
+            for index, expert in enumerate(tensor):
+                yield f"{name.removesuffix('down_proj')}{index}.down_proj.weight", expert
+        else:
+            yield name, tensor

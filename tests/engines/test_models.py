@@ -1,0 +1,104 @@
+"""Other models than the suite's: a mixture of experts, and one in bfloat16. An engine of its own for each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from rondo.errors import WeightSyncError
+from rondo.models.source import ModelSource
+from rondo.types import Completion
+from rondo.weights.checksum import checksum
+from tests.engines.conftest import (
+    QWEN3,
+    TOLERANCE,
+    Bench,
+    gaps,
+    greedy,
+    no_children_left,
+    prompt,
+    request,
+    scores,
+    start,
+    weights,
+)
+
+pytestmark = pytest.mark.timeout(900)  # the start of an engine included, on a machine that is slow
+
+MOE = QWEN3 | {
+    "model_type": "qwen3_moe",
+    "tie_word_embeddings": False,  # SGLang's has an output head of its own always
+    "moe_intermediate_size": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+}
+LLAMA = QWEN3 | {"model_type": "llama", "tie_word_embeddings": False}
+BFLOAT16_TOLERANCE = 0.15  # nats; four times of what was seen. Other weights: 1 on average, and up to 4
+KINDS = ("native", "vllm", "sglang")
+PROMPTS = [prompt(length) for length in (3, 17, 40)]
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> Iterator[str]:
+    left = no_children_left({child.pid for child in psutil.Process().children(recursive=True)})
+    yield request.param
+    if request.param != "native":
+        assert not left()
+
+
+def answers(bench: Bench) -> tuple[list[Completion], list[Completion]]:
+    """Greedy ones, and sampled ones."""
+    outs = bench.run(
+        [
+            *(request(ids, 16, temperature=0.0) for ids in PROMPTS),
+            *(request(prompt(9, i), 16, seed=i) for i in range(5)),
+        ]
+    )
+    return outs[:3], outs[3:]
+
+
+def test_a_mixture_of_experts(kind: str) -> None:
+    """Two sets of weights, and between them an update that fails when the experts have arrived."""
+    engine = start(kind, source=ModelSource(config=MOE))
+    bench = Bench(kind, engine, MOE)
+
+    def serves(model: torch.nn.Module) -> None:
+        outs, sampled = answers(bench)
+        for ids, out in zip(PROMPTS, outs, strict=True):
+            np.testing.assert_array_equal(out.token_ids, greedy(model, ids, 16))
+        assert max(gaps(model, out).max() for out in [*outs, *sampled]) < TOLERANCE
+
+    try:
+        bench.load(bench.model)
+        serves(bench.model)
+        tensors = weights(bench.other)
+        sums = {name: checksum(tensor) for name, tensor in tensors.items()}
+        sums["model.layers.1.mlp.experts.down_proj"] += 1
+        with pytest.raises(WeightSyncError, match=r"model\.layers\.1\.mlp\.experts\.down_proj"):
+            bench.send(tensors, None, sums)
+        bench.load(bench.other)
+        serves(bench.other)
+    finally:
+        engine.close()
+
+
+def test_bfloat16(kind: str) -> None:
+    """Weights trained in float32 travel and serve in bfloat16. What decides is the bfloat16 model."""
+    engine = start(kind, source=ModelSource(config=LLAMA), dtype="bfloat16")
+    bench = Bench(kind, engine, LLAMA)
+    try:
+        for model in (bench.model, bench.other):
+            bench.load(model, torch.bfloat16)
+            model.bfloat16()
+            outs, sampled = answers(bench)
+            assert max(gaps(model, out).max() for out in [*outs, *sampled]) < BFLOAT16_TOLERANCE
+            for out in outs:  # the likeliest token, or one that rounding cannot tell from it
+                best = scores(model, out).max(-1).values.numpy()
+                assert (best - out.log_probs).max() < 2 * BFLOAT16_TOLERANCE
+    finally:
+        engine.close()
