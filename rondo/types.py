@@ -69,6 +69,7 @@ class GenerateRequest:
 
     token_ids: int32 [P]. seed: with the token index, the only source of randomness. prefix: response tokens
     already generated (a partial rollout to go on with); they are part of the completion that comes back.
+    urgent: goes before all that wait and are not (something else waits for its answer); what runs goes on.
     """
 
     request_id: str
@@ -78,6 +79,7 @@ class GenerateRequest:
     affinity: str = ""
     deadline_seconds: float | None = None
     prefix: Completion | None = None
+    urgent: bool = False
 
 
 @dataclass(frozen=True)

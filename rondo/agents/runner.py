@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from rondo.agents.single_turn import Generate, single_turn
+from rondo.errors import DeadlyRequestError
 from rondo.types import Prompt, SamplingParams, Trajectory
 
 
@@ -103,18 +104,39 @@ class EpisodeRunner:
         purpose: str,
         deadline_seconds: float | None,
     ) -> Trajectory:
-        trajectory = await self._agent(
-            prompt,
-            self._generate,
-            sampling=sampling,
-            sample_index=sample_index,
-            run_seed=self._run_seed,
-            purpose=purpose,
-            deadline_seconds=deadline_seconds,
-        )
+        try:
+            trajectory = await self._agent(
+                prompt,
+                self._generate,
+                sampling=sampling,
+                sample_index=sample_index,
+                run_seed=self._run_seed,
+                purpose=purpose,
+                deadline_seconds=deadline_seconds,
+            )
+        except DeadlyRequestError as error:  # of all that an engine may raise, this is about one request only
+            trajectory = _failed(prompt, sample_index, purpose, str(error))
         if not trajectory.text:
             trajectory = dataclasses.replace(trajectory, text=self._decode(trajectory.response_ids))
         return await self._scorer.score(trajectory)
+
+
+def _failed(prompt: Prompt, sample_index: int, purpose: str, failure: str) -> Trajectory:
+    """Without a token: what there is of it is in no row."""
+    nothing = np.empty(0, np.int32)
+    return Trajectory(
+        prompt=prompt,
+        trajectory_id=f"{purpose}/{prompt.prompt_id}/{sample_index}",
+        sample_index=sample_index,
+        response_ids=nothing,
+        response_mask=np.empty(0, np.uint8),
+        rollout_log_probs=np.empty(0, np.float32),
+        policy_versions=nothing,
+        turns=(),
+        finish_reason="cancelled",
+        outcome="rollout_error",
+        failure=failure,
+    )
 
 
 async def _cancel(tasks: Sequence[asyncio.Task[Trajectory]]) -> None:

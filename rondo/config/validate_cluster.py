@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from rondo.config.checker import Check
 
+# A bucket is shared memory, in whole pages: less than one saves nothing, and costs a round per few elements.
+SMALLEST_BUCKET = 4096
 # Worker groups with a name of their own; that of a reward model is the model's name.
 ROLES = ("actor", "critic", "cost_critic", "reference", "prm", "teacher", "rollout")
 
@@ -11,8 +13,9 @@ ROLES = ("actor", "critic", "cost_critic", "reference", "prm", "teacher", "rollo
 def engines_of_rollout(check: Check) -> None:
     """Where engines run and how weights reach them; `trainers/check.py` asks the engine itself."""
     rollout, native = check.config.rollout, check.config.rollout.engine == "native"
-    for key in ("replicas", "tensor_parallel", "bucket_bytes"):
+    for key in ("replicas", "tensor_parallel"):
         check.at_least(f"rollout.{key}", 1)
+    check.at_least("rollout.bucket_bytes", SMALLEST_BUCKET)
     if native and rollout.engine_options:
         check.fail(
             "rollout.engine_options",

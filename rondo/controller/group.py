@@ -273,6 +273,7 @@ class WorkerGroup:
         finally:
             given_up = (sent, max(sent, time.time()))
             spans = spans or dict.fromkeys(calls, given_up)
+            self._recorders.lost.update(devices[rank] for rank in calls if self._hosts[rank].broken)
             self._recorders.record(self.role, devices, name, spans)
 
 

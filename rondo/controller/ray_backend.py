@@ -47,7 +47,7 @@ except ImportError as error:
 # the controller (a call takes as long, measured).
 INLINE_BYTES = 1024
 RAY_DEFAULT_INLINE_BYTES = 100 * 1024
-START_SECONDS = 120.0
+START_SECONDS = 300.0
 Origin = Literal["started", "connected", "found"]
 CLOSE_SECONDS = 10.0
 # What pickle raises for an object that cannot be written, or whose class cannot be found or rebuilt.

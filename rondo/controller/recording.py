@@ -23,10 +23,13 @@ class CallRecorder(Protocol):
 
 
 class CallRecorders:
-    """The recorders of a cluster; nobody is told until one is added."""
+    """The recorders of a cluster; nobody is told until one is added. lost: devices whose host was found dead,
+    before the recorders are told of the call that found it.
+    """
 
     def __init__(self) -> None:
         self.recorders: list[CallRecorder] = []
+        self.lost: set[int] = set()
 
     def submitted(self, role: str, devices: Mapping[int, int], method: str) -> None:
         """A call was sent to these ranks (rank → device)."""

@@ -4,7 +4,6 @@ process."""
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -14,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from rondo.controller.dispatch import dispatch
 from rondo.controller.distributed import device_mesh_of
 from rondo.controller.mesh import Mesh
+from rondo.usage import process_usage
 
 
 class Worker:
@@ -28,8 +28,10 @@ class Worker:
 
     @dispatch("per_rank")
     def cpu_seconds(self) -> float:
-        """Of the host process so far, all roles and threads."""
-        return time.process_time()
+        """Of the host process so far, all roles and threads, and of the processes below it (engines, their
+        workers, scorers), ended ones included.
+        """
+        return process_usage(children=True).cpu_seconds
 
     @dispatch("per_rank")
     def process_id(self) -> int:

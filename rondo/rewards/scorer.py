@@ -385,7 +385,7 @@ def check_dropped_share(failures: Sequence[str], step_size: int, max_share: floa
     if len(failures) > max_share * step_size:
         kinds = ", ".join(f"{failures.count(kind)} {kind}" for kind in sorted(set(failures)))
         remedies = {
-            "Fix the agent (rollout.agent), or raise rollout.deadline_seconds"
+            "Fix the agent (rollout.agent), raise rollout.deadline_seconds, or see what engines died of"
             if kind == "rollout_error"
             else "Fix the reward function, or raise reward.timeout_seconds"
             for kind in failures

@@ -16,7 +16,8 @@ from rondo.rollout.protocol import EngineSpec
 
 def model_folder(spec: EngineSpec) -> Path:
     """A new temporary folder with config.json (and the model's own Python files where they are trusted): for
-    engines that start from dummy weights and without a tokenizer. The caller removes it.
+    engines that start from dummy weights and without a tokenizer. In spec.folder, which goes with the
+    engine's process; the caller removes it where it can.
 
     config.json names the architecture (`Qwen3ForCausalLM`) also where the source's config leaves it out.
     Raises ConfigError or DataError.
@@ -31,7 +32,7 @@ def model_folder(spec: EngineSpec) -> Path:
             )
         config.architectures = [architecture] if isinstance(architecture, str) else list(architecture)
     config.dtype = spec.dtype
-    folder = Path(tempfile.mkdtemp(prefix=f"rondo-{spec.engine}-"))
+    folder = Path(tempfile.mkdtemp(prefix=f"rondo-{spec.engine}-", dir=spec.folder))
     config.save_pretrained(folder)
     if spec.source.trust_remote_code and spec.source.path and Path(spec.source.path).is_dir():
         for file in Path(spec.source.path).glob("*.py"):

@@ -22,7 +22,8 @@ class EngineSpec:
     """How to build an engine, in this process or another; picklable.
 
     device: "cpu", "cuda:i" or, with tensor_parallel > 1, the first of them. max_context: prompt and response
-    tokens of one request. options: the engine's own arguments (rollout.engine_options).
+    tokens of one request. options: the engine's own arguments (rollout.engine_options). folder: for files
+    that go with the engine's process; None: the machine's temporary folder.
     """
 
     engine: str  # native, vllm, sglang
@@ -36,6 +37,7 @@ class EngineSpec:
     decode: str = "auto"
     seed: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)
+    folder: str | None = None
 
 
 @dataclass(frozen=True)

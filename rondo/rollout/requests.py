@@ -6,8 +6,10 @@ import dataclasses
 
 import numpy as np
 
-from rondo.errors import RolloutError
+from rondo.errors import DeadlyRequestError, ReplicaLostError, RolloutError
 from rondo.types import Completion, FinishReason, GenerateRequest
+
+LAST_LINES = 10  # of a dead engine's output, in the error of the request that it died of
 
 
 def so_far(request: GenerateRequest, reason: FinishReason) -> Completion:
@@ -31,6 +33,17 @@ def complete_as_it_is(request: GenerateRequest) -> Completion | None:
     if len(prefix.token_ids) >= request.sampling.max_tokens:
         return so_far(request, "length")
     return None
+
+
+def deadly_error(request: GenerateRequest, num_deaths: int, error: ReplicaLostError) -> DeadlyRequestError:
+    """Of a request that replicas die of; error: how the last one did."""
+    made = 0 if request.prefix is None else len(request.prefix.token_ids)
+    last = "\n".join(error.last_lines.splitlines()[-LAST_LINES:])
+    return DeadlyRequestError(
+        f"request {request.request_id!r} ({len(request.token_ids)} prompt tokens, {made} made) is given up: "
+        f"{num_deaths} replicas died while they were running it, the last one while it was running nothing "
+        f"else: {error}; " + (f"it wrote last:\n{last}" if last else "it wrote nothing")
+    )
 
 
 def check_request(

@@ -1,11 +1,13 @@
 """The router: which replica gets a request, and what becomes of it when that replica dies.
 
     generate ─▶ a replica with room? ─ yes ─▶ engine.generate ─┬─▶ completion
-        ▲              │ no: the queue, in order               │
+        ▲              │ no: the queue: suspects, urgent, rest │
         └──────────────┴── ReplicaLostError: the tokens so far become the prefix
 
 Requests wait in the queue while the router is paused, while every replica is full, and while replicas that
-died are being replaced or have no weights yet. Decisions are in `routing`; tokens pass through untouched.
+died are being replaced or have no weights yet. Requests that several replicas died with are suspects: they
+wait for one replica that is theirs alone (the quarantine). Decisions are in `routing`; tokens pass through
+untouched.
 
 Requests belong to one event loop; replicas may come and go from any thread (`_lock` guards their table).
 """
@@ -13,22 +15,23 @@ Requests belong to one event loop; replicas may come and go from any thread (`_l
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from rondo.errors import ReplicaLostError, RolloutError
+from rondo.errors import DeadlyRequestError, ReplicaLostError, RolloutError
 from rondo.rollout.protocol import OnTokens, RolloutEngine
-from rondo.rollout.requests import complete_as_it_is, so_far
-from rondo.rollout.routing import Affinity, Load, choose
+from rondo.rollout.requests import complete_as_it_is, deadly_error, so_far
+from rondo.rollout.routing import Affinity, Load, Suspects, choose
 from rondo.types import Completion, GenerateRequest, StepStats
 
-REMEMBER = 4096  # affinity keys
+REMEMBER = 4096  # affinity keys, and requests that were running when a replica died
 _log = logging.getLogger(__name__)
 
 # (name, why): a replica died. Returns whether another will take its place (`replace` or `give_up` follows).
@@ -37,11 +40,13 @@ OnLost = Callable[[str, str], bool]
 
 @dataclass(eq=False)
 class _Replica:
-    """dead: why; coming: dead, but another will take its place. drained: somebody waits for it to be idle."""
+    """running: in flight here. dead: why; coming: dead, but another will take its place. drained: somebody
+    waits for it to be idle.
+    """
 
     name: str
     engine: RolloutEngine
-    in_flight: int = 0
+    running: set[_Entry] = field(default_factory=set)
     dead: str | None = None
     coming: bool = False
     drained: asyncio.Future[None] | None = None
@@ -51,16 +56,26 @@ class _Replica:
     def serves(self) -> bool:
         return self.dead is None and self.drained is None and self.engine.version >= 0
 
+    def admits(self, suspect: _Entry, limit: int) -> bool:
+        """Suspects of one kind may run together."""
+        assert suspect.company is not None
+        alike = all(one.company == suspect.company for one in self.running)
+        return alike and len(self.running) < min(suspect.company, limit)
+
 
 @dataclass(eq=False)
 class _Entry:
-    """A generate call. place: resolved with its replica, or None when it shall not run any more."""
+    """A generate call. place: resolved with its replica, or None when it shall not run any more. company: see
+    `Suspects.company`. guilty: a replica died of it.
+    """
 
     request: GenerateRequest
     deadline: float | None
     replica: _Replica | None = None
     place: asyncio.Future[_Replica | None] | None = None
     cancelled: bool = False
+    company: int | None = None
+    guilty: bool = False
 
 
 @dataclass
@@ -91,8 +106,9 @@ class Router:
         self._limit, self._max_queue, self._on_lost = limit, max_queue, on_lost
         self._lock = threading.RLock()
         self._replicas: dict[str, _Replica] = {}
-        self._affinity = Affinity(remember)
-        self._queue: deque[_Entry] = deque()
+        self._affinity, self._suspects = Affinity(remember), Suspects(remember)
+        self._queues: dict[str, deque[_Entry]] = {kind: deque() for kind in ("suspect", "urgent", "rest")}
+        self._quarantine: _Replica | None = None  # gets suspects only
         self._active: dict[str, _Entry] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._paused = False
@@ -129,17 +145,43 @@ class Router:
             replica.dead = why
             replica.coming = self._on_lost is not None and replica.drained is None
             self._affinity.forget(name)
-        # not under the lock: it takes locks of its own
-        if replica.coming and self._on_lost is not None and not self._on_lost(name, why):
+            if not self._paused:  # nothing runs in a pause: whatever it died of, it was no request
+                self._blame(replica.running)
+        then = "none takes its place"
+        try:
+            # not under the lock: it takes locks of its own
+            if replica.coming and self._on_lost is not None and self._on_lost(name, why):
+                then = "another is being started in its place"
+            else:
+                replica.coming = False
+        except BaseException:
             replica.coming = False
-        then = "another is being started in its place" if replica.coming else "none takes its place"
-        _log.warning("replica %s is lost: %s; %s", name, why, then)
-        self._wake()
+            raise
+        finally:
+            _log.warning("replica %s is lost: %s; %s", name, why, then)
+            self._wake()
+
+    def _blame(self, running: set[_Entry]) -> None:
+        """A replica died while it was running these."""
+        if self._suspects.died([entry.request.request_id for entry in running]):
+            next(iter(running)).guilty = True
+            return
+        suspects = sum(self._suspects.company(entry.request.request_id) is not None for entry in running)
+        if suspects:
+            _log.warning("%d requests that it was running go into quarantine", suspects)
+
+    @property
+    def num_explained(self) -> int:
+        """Deaths of replicas that were the fault of one request each, or of the same."""
+        with self._lock:
+            return self._suspects.num_explained
 
     def give_up(self, name: str, why: str) -> None:
         """Nothing will take the place of a dead replica."""
         with self._lock:
-            self._replicas[name].coming, self._replicas[name].dead = False, why
+            replica = self._replicas.get(name)
+            if replica is not None and replica.coming:
+                replica.coming, replica.dead = False, why
         self._wake()
 
     @property
@@ -161,9 +203,17 @@ class Router:
         """Take a replica out when it has answered what it works on; the engine is the caller's to close."""
         with self._lock:
             replica = self._replicas[name]
+            if replica.drained is not None:
+                raise ValueError(f"replica {name!r} is being taken out already")
             replica.drained = asyncio.get_running_loop().create_future()
-        if replica.in_flight:
-            await replica.drained
+        self._pump()  # it may be the one that others wait for
+        try:
+            if replica.running:
+                await replica.drained
+        except asyncio.CancelledError:  # it stays
+            replica.drained = None
+            self._pump()
+            raise
         with self._lock:
             del self._replicas[name]
             self._affinity.forget(name)
@@ -177,7 +227,8 @@ class Router:
     ) -> Completion:
         """As `RolloutEngine.generate`, on whichever replica; the deadline covers waiting and being re-issued.
 
-        bounded: RolloutError at once when the queue is full. RolloutError when no replica is left.
+        bounded: RolloutError at once when the queue is full. RolloutError when no replica is left;
+        DeadlyRequestError when replicas die of it.
         """
         self._loop = asyncio.get_running_loop()
         if request.request_id in self._active:
@@ -213,32 +264,45 @@ class Router:
             entry.place.set_result(None)
 
     def _refuse_when_full(self, request: GenerateRequest) -> None:
-        if len(self._queue) >= self._max_queue:
+        waiting = self._num_waiting()
+        if waiting >= self._max_queue:
             raise RolloutError(
-                f"request {request.request_id!r} is refused: {len(self._queue)} requests wait already; try "
-                "again later"
+                f"request {request.request_id!r} is refused: {waiting} requests wait already; try again later"
             )
 
     async def _place(self, entry: _Entry) -> _Replica | None:
         """The replica that will run it, counted there; None: cancelled, or the deadline has come."""
         place = entry.place = asyncio.get_running_loop().create_future()
-        self._queue.append(entry)
+        queue = self._enqueue(entry)
         self._pump()
         try:
             async with asyncio.timeout(_left(entry)):
                 return await place
         except (TimeoutError, asyncio.CancelledError) as error:
-            if place.cancelled():
-                if entry in self._queue:
-                    self._queue.remove(entry)
-            elif place.exception() is None and (replica := place.result()) is not None:
-                self._count(replica, -1)  # it had just got one
-                self._pump()
+            if place.done() and not place.cancelled() and place.exception() is None:
+                replica = place.result()
+                if replica is not None:  # it had just got one
+                    self._leave(entry, replica)
             if isinstance(error, asyncio.CancelledError):
                 raise
             return None
         finally:
             entry.place = None
+            if place.cancelled() or place.exception() is not None or place.result() is None:
+                with contextlib.suppress(ValueError):  # it is out of the queue
+                    queue.remove(entry)
+                self._pump()  # others may have waited behind it
+
+    def _enqueue(self, entry: _Entry) -> deque[_Entry]:
+        with self._lock:
+            entry.company = self._suspects.company(entry.request.request_id)
+        if entry.company is None:
+            queue = self._queues["urgent" if entry.request.urgent else "rest"]
+            queue.append(entry)
+            return queue
+        queue = self._queues["suspect"]  # those that run alone first: soon it is known which one it was
+        queue.insert(sum((one.company or 0) <= entry.company for one in queue), entry)
+        return queue
 
     async def _run(self, entry: _Entry, replica: _Replica, on_tokens: OnTokens | None) -> Completion | None:
         """None: the replica died, and the entry's request has the tokens so far as its prefix."""
@@ -247,19 +311,30 @@ class Router:
         try:
             if entry.cancelled:  # between getting its place and this
                 return so_far(entry.request, "cancelled")
-            return await replica.engine.generate(request, on_tokens)
+            done = await replica.engine.generate(request, on_tokens)
+            if done.finish_reason in ("stop", "length"):
+                with self._lock:
+                    self._suspects.ended(request.request_id)
+            return done
         except ReplicaLostError as error:
             self.mark_dead(replica.name, str(error), replica.engine)
             if isinstance(error.partial, Completion):
                 entry.request = dataclasses.replace(entry.request, prefix=error.partial)
             if entry.cancelled:
                 return so_far(entry.request, "cancelled")
-            self._counters.reissued += 1
-            return complete_as_it_is(entry.request)
+            whole = complete_as_it_is(entry.request)
+            if whole is None and entry.guilty:
+                raise self._deadly(entry.request, error) from error
+            self._counters.reissued += whole is None
+            return whole
         finally:
             entry.replica = None
-            self._count(replica, -1)
-            self._pump()
+            self._leave(entry, replica)
+
+    def _deadly(self, request: GenerateRequest, error: ReplicaLostError) -> DeadlyRequestError:
+        deadly = deadly_error(request, self._suspects.num_deaths(request.request_id), error)
+        _log.error("%s", deadly)
+        return deadly
 
     # ---- life of all replicas ----
 
@@ -323,58 +398,89 @@ class Router:
 
     def _wake(self) -> None:
         """From any thread: have the queue looked at."""
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._pump)
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+                self._loop.call_soon_threadsafe(self._pump)
 
     def _pump(self) -> None:
         """Give those at the front of the queue their places."""
         with self._lock:
-            while self._queue and (self._queue[0].place is None or self._queue[0].place.done()):
-                self._queue.popleft()
             self._fail_all_without_hope()
-            while self._queue and (name := self._choose(self._queue[0])) is not None:
-                entry, replica = self._queue.popleft(), self._replicas[name]
-                if entry.place is None or entry.place.done():
-                    continue
-                self._affinity.put(entry.request.affinity, name)
-                self._count(replica, 1)
-                entry.place.set_result(replica)
-            self._counters.queue_length = max(self._counters.queue_length, len(self._queue))
+            if not self._paused:
+                self._seat_suspects()
+                for queue in (self._queues["urgent"], self._queues["rest"]):
+                    while (entry := _first(queue)) is not None and (
+                        replica := self._choose(entry)
+                    ) is not None:
+                        self._seat(queue.popleft(), replica)
+            self._counters.queue_length = max(self._counters.queue_length, self._num_waiting())
 
-    def _choose(self, entry: _Entry) -> str | None:
-        if self._paused:
-            return None
+    def _seat_suspects(self) -> None:
+        """While there are any, one replica gets them only: the least loaded, from when it has answered what
+        it had. The others go on.
+        """
+        queue, own = self._queues["suspect"], self._quarantine
+        if own is not None and (self._replicas.get(own.name) is not own or not own.serves()):
+            own = None
+        if _first(queue) is None:
+            busy = own is not None and any(entry.company is not None for entry in own.running)
+            self._quarantine = own if busy else None
+            return
+        if own is None:
+            serving = [one for one in self._replicas.values() if one.serves()]
+            own = min(serving, key=lambda one: len(one.running), default=None)
+        self._quarantine = own
+        while own is not None and (entry := _first(queue)) is not None and own.admits(entry, self._limit):
+            self._seat(queue.popleft(), own)
+
+    def _seat(self, entry: _Entry, replica: _Replica) -> None:
+        assert entry.place is not None
+        self._affinity.put(entry.request.affinity, replica.name)
+        self._clock()
+        replica.running.add(entry)
+        self._counters.in_flight = max(self._counters.in_flight, self._in_flight())
+        entry.place.set_result(replica)
+
+    def _leave(self, entry: _Entry, replica: _Replica) -> None:
+        self._clock()
+        with self._lock:
+            replica.running.discard(entry)
+        if replica.drained is not None and not replica.running and not replica.drained.done():
+            replica.drained.set_result(None)
+        self._pump()
+
+    def _choose(self, entry: _Entry) -> _Replica | None:
         loads = [
-            Load(one.name, one.in_flight, self._limit) for one in self._replicas.values() if one.serves()
+            Load(one.name, len(one.running), self._limit)
+            for one in self._replicas.values()
+            if one.serves() and one is not self._quarantine
         ]
-        return choose(loads, self._affinity.get(entry.request.affinity))
+        name = choose(loads, self._affinity.get(entry.request.affinity))
+        return None if name is None else self._replicas[name]
 
     def _fail_all_without_hope(self) -> None:
         try:
             self.check_hope()
         except RolloutError as error:
-            while self._queue:
-                place = self._queue.popleft().place
-                if place is not None and not place.done():
-                    place.set_exception(RolloutError(str(error)))
+            for queue in self._queues.values():
+                while (entry := _first(queue)) is not None:
+                    assert entry.place is not None
+                    queue.popleft()
+                    entry.place.set_exception(RolloutError(str(error)))
+
+    def _num_waiting(self) -> int:
+        return sum(len(queue) for queue in self._queues.values())
 
     def _in_flight(self) -> int:
         with self._lock:
-            return sum(one.in_flight for one in self._replicas.values())
-
-    def _count(self, replica: _Replica, change: int) -> None:
-        self._clock()
-        replica.in_flight += change
-        self._counters.in_flight = max(self._counters.in_flight, self._in_flight())
-        if replica.drained is not None and replica.in_flight == 0 and not replica.drained.done():
-            replica.drained.set_result(None)
+            return sum(len(one.running) for one in self._replicas.values())
 
     def _clock(self) -> None:
         """Count the time in which replicas had work. Call it before anything changes that."""
         now = time.monotonic()
         with self._lock:
             for one in self._replicas.values():
-                if one.in_flight and not self._paused:
+                if one.running and not self._paused:
                     one.busy_seconds += now - one.counted_at
                 one.counted_at = now
 
@@ -382,3 +488,10 @@ class Router:
 def _left(entry: _Entry) -> float | None:
     """Seconds to the deadline, above 0; None: there is none."""
     return None if entry.deadline is None else max(0.001, entry.deadline - time.monotonic())
+
+
+def _first(queue: deque[_Entry]) -> _Entry | None:
+    """The first that still waits; those before it that do not are dropped."""
+    while queue and (queue[0].place is None or queue[0].place.done()):
+        queue.popleft()
+    return queue[0] if queue else None

@@ -7,9 +7,10 @@ from rondo.tracking.curves import matplotlib_available, plot_curves
 from rondo.tracking.run_folder import RunFolder, read_metrics
 from rondo.tracking.samples import BeforeAfter, Report, Sample
 from rondo.tracking.summary import build_summary
-from rondo.tracking.timers import Timers, Usage, process_usage
+from rondo.tracking.timers import Timers
 from rondo.tracking.trackers import Tracker, TrackerContext, Trackers, check_trackers, make_trackers
 from rondo.tracking.view import Header
+from rondo.usage import Usage, process_usage
 
 __all__ = [
     "BeforeAfter",

@@ -11,7 +11,8 @@ from typing import Any
 
 import rondo
 from rondo.tracking.names import REWARD, find
-from rondo.tracking.timers import Timers, process_usage
+from rondo.tracking.timers import Timers
+from rondo.usage import process_usage
 
 PACKAGES = ("torch", "transformers", "numpy", "pyarrow", "ray")
 WINDOW = 0.05  # of the steps, at least one: what reward_first and reward_last are means over

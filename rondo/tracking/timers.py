@@ -2,85 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import resource
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
-
-_TICKS = os.sysconf("SC_CLK_TCK")
-
-
-@dataclass(frozen=True)
-class Usage:
-    """cpu_seconds: user + system of all threads. peak_memory_bytes: largest resident size so far.
-
-    With children, the peak is the sum of every process's own peak: pages that processes share count several
-    times.
-    """
-
-    cpu_seconds: float
-    peak_memory_bytes: int
-
-
-def process_usage(children: bool = False) -> Usage:
-    """Of this process, and with `children` also of its descendants, live (from /proc) and ended (as the
-    kernel adds them)."""
-    own = resource.getrusage(resource.RUSAGE_SELF)
-    cpu = own.ru_utime + own.ru_stime
-    peak = own.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    if children:
-        ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-        cpu += ended.ru_utime + ended.ru_stime
-        for pid in _descendants(os.getpid()):
-            child = _proc_usage(pid)
-            cpu, peak = cpu + child.cpu_seconds, peak + child.peak_memory_bytes
-    return Usage(cpu, peak)
-
-
-def _descendants(root: int) -> list[int]:
-    parents: dict[int, int] = {}
-    folder = Path("/proc")
-    for entry in folder.iterdir() if folder.is_dir() else ():
-        if entry.name.isdigit() and (fields := _stat_fields(int(entry.name))):
-            parents[int(entry.name)] = int(fields[1])
-    found, frontier = [], {root}
-    while frontier:
-        frontier = {pid for pid, parent in parents.items() if parent in frontier}
-        found += sorted(frontier)
-    return found
-
-
-def _stat_fields(pid: int) -> list[str]:
-    """The fields of /proc/<pid>/stat from the state on (the name before may hold spaces); empty when the
-    process is gone."""
-    try:
-        return (
-            Path(f"/proc/{pid}/stat")
-            .read_text(encoding="utf-8", errors="replace")
-            .rpartition(") ")[2]
-            .split()
-        )
-    except OSError:
-        return []
-
-
-def _proc_usage(pid: int) -> Usage:
-    fields = _stat_fields(pid)
-    if not fields:
-        return Usage(0.0, 0)
-    cpu = sum(int(ticks) for ticks in fields[11:15]) / _TICKS  # utime, stime and those of ended children
-    try:
-        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return Usage(cpu, 0)
-    peak = next((int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:")), 0)
-    return Usage(cpu, peak * 1024)
 
 
 class PhaseWatcher(Protocol):

@@ -24,13 +24,14 @@ NUM_TOKENS, NUM_PROMPT_TOKENS = 8, 32
 
 
 class Canary:
-    """A few tokens after the first tokens of the first prompt, from every engine, past the router: no
-    statistics of requests change, and no other request's noise does. The trainer computes them again in one
+    """A few tokens after the first tokens of the first prompt, from every engine, past the router and before
+    all that waits in an engine (a publish waits for it): no statistics of requests change, and no other
+    request's noise does. The trainer computes them again in one
     small pass, so it must hold the version that the engines serve.
     """
 
     def __init__(self, roles: Roles, prompts: Prompts, config: Config) -> None:
-        self._actor, self._rollout, self._dtype = roles.actor, roles.rollout, wire_dtype(config)
+        self._actor, self._rollout, self._dtype = roles.actor, roles.engines, wire_dtype(config)
         self._prompt = [int(token) for token in prompts.train.prompt(0).token_ids[:NUM_PROMPT_TOKENS]]
         count = min(NUM_TOKENS, prompts.sampling.max_tokens)
         self._sampling = dataclasses.replace(prompts.sampling, max_tokens=count)

@@ -7,20 +7,21 @@ counts to the one before it, and the way there and back (about a millisecond) to
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
-GENERATING = ("run_group", "run_unscored", "evaluate")
+GENERATING = ("run_group", "continue_group", "run_unscored", "evaluate")
 PAUSE, RESUME = "pause", "resume"
 
 
 class Occupancy:
     """A CallRecorder of a run's cluster and a PhaseWatcher of its timers. rollout: the role that generates;
-    all others train, or serve those that do.
+    all others train, or serve those that do. lost: devices whose host is dead (`CallRecorders.lost`).
     """
 
     def __init__(self, rollout: str = "rollout", clock: Callable[[], float] = time.perf_counter) -> None:
         self._rollout, self._clock = rollout, clock
         self._since = clock()
+        self.lost: Collection[int] = ()
         self._trainers: dict[int, _Busy] = {}
         self._generators: dict[int, _Busy] = {}
 
@@ -43,6 +44,10 @@ class Occupancy:
             self._generators[device].end(now)
         elif method == PAUSE:
             self._generators.setdefault(device, _Busy()).hold(now)
+        if device in self.lost:
+            for busy in (self._trainers.get(device), self._generators.get(device)):
+                if busy is not None:
+                    busy.leave(now)
 
     def phase(self, name: str, started: float, ended: float) -> None:
         """See PhaseWatcher; what a phase is called says nothing here."""
@@ -54,24 +59,27 @@ class Occupancy:
     def shares(self) -> dict[str, float]:
         """Since the last call: `perf/trainer_busy_share`, mean over the devices of the roles that train, of
         the time with a call of theirs running; `perf/rollout_busy_share`, mean over the rollout's devices, of
-        the time with an episode in flight and its engine not paused. Each only where there is such a device.
+        the time with an episode in flight and its engine not paused. A device counts while its host lives.
+        Each only where there is such a device.
         """
         now = self._clock()
-        window, self._since = now - self._since, now
+        since, self._since = self._since, now
         shares = {}
         for name, devices in (("trainer", self._trainers), ("rollout", self._generators)):
-            busy = [device.take(now) for device in devices.values()]
-            if busy and window > 0:
-                shares[f"perf/{name}_busy_share"] = sum(busy) / len(busy) / window
+            alive = sum(device.alive(since, now) for device in devices.values())
+            busy = sum(device.take(now) for device in devices.values())
+            if alive > 0:
+                shares[f"perf/{name}_busy_share"] = busy / alive
         return shares
 
 
 class _Busy:
-    """Seconds with at least one call running, and not held."""
+    """Seconds with at least one call running, and not held, until the host dies."""
 
     def __init__(self) -> None:
         self._running, self._held = 0, False
         self._seconds, self._from = 0.0, 0.0
+        self._left: float | None = None
 
     def begin(self, now: float) -> None:
         self._count(now)
@@ -89,12 +97,21 @@ class _Busy:
         self._count(now)
         self._held = False
 
+    def leave(self, now: float) -> None:
+        """Its host is dead, from now on at the latest."""
+        self._count(now)
+        self._left = now if self._left is None else self._left
+
+    def alive(self, since: float, now: float) -> float:
+        """Seconds of its life between the two."""
+        return max(0.0, (now if self._left is None else self._left) - since)
+
     def take(self, now: float) -> float:
         self._count(now)
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
     def _count(self, now: float) -> None:
-        if self._running and not self._held:
+        if self._running and not self._held and self._left is None:
             self._seconds += now - self._from
         self._from = now

@@ -17,7 +17,7 @@ from rondo.rollout.router import Router
 from rondo.rollout.server import EngineProcess
 from rondo.types import StepStats
 
-MAX_RESTARTS = 3  # of a worker's engines, in a run
+MAX_RESTARTS = 3  # of a worker's engines, in a run, but for deaths that a request is to blame for
 POLL_SECONDS = 0.1
 _log = logging.getLogger(__name__)
 
@@ -146,14 +146,18 @@ class Replicas:
     def _restart(self, name: str, why: str) -> bool:
         """The router's on_lost, from any thread: whether the replica is being started again."""
         with self._lock:
-            if self._closed or self._restarts >= MAX_RESTARTS:
+            if self._closed or self._restarts - self.router.num_explained >= MAX_RESTARTS:
                 return False
-            self._restarts += 1
             thread = threading.Thread(
                 target=self._start_again, args=(name, why), name=f"rondo-restart-{name}", daemon=True
             )
+            try:
+                thread.start()
+            except RuntimeError as error:  # no thread left
+                _log.error("replica %s cannot be started again: %s", name, error)
+                return False
+            self._restarts += 1
             self._threads.append(thread)
-            thread.start()
         return True
 
     def _start_again(self, name: str, why: str) -> None:

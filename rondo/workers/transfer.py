@@ -120,7 +120,8 @@ class ReceivesWeights:
         self, token_ids: Sequence[int], sampling: SamplingParams, seed: int, version: int
     ) -> Batch:
         """One short response of every engine that serves `version`: rows with prompt_ids, response_ids and
-        rollout_log_probs; row_id says whose (`probed`). Past the router, whose statistics stay as they are.
+        rollout_log_probs; row_id says whose (`probed`). Past the router, whose statistics stay as they are,
+        and before all that waits in an engine.
 
         Raises WeightSyncError when tokens carry another version, or no engine here serves this one.
         """
@@ -131,7 +132,8 @@ class ReceivesWeights:
         }
         ids = np.asarray(token_ids, np.int32)
         requests = [
-            GenerateRequest(f"canary-{version}-{number}", ids, sampling, seed=seed) for number in engines
+            GenerateRequest(f"canary-{version}-{number}", ids, sampling, seed=seed, urgent=True)
+            for number in engines
         ]
         answers = await asyncio.gather(
             *(engine.generate(request) for engine, request in zip(engines.values(), requests, strict=True)),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -18,6 +20,7 @@ from transformers import (
     Olmo2Config,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from rondo.rollout import NativeEngine
@@ -56,6 +59,9 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         **_BASE | {"n_inner": 96}, n_positions=100, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
     ),
     "olmo2": lambda: Olmo2Config(**_BASE),
+    "qwen3_moe": lambda: Qwen3MoeConfig(
+        **_BASE, num_key_value_heads=2, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2
+    ),
     "gemma3": lambda: Gemma3TextConfig(**_BASE, num_key_value_heads=2, head_dim=16),
 }
 LLAMA_LIKE = ("qwen3", "qwen2", "llama", "llama3")
@@ -99,6 +105,35 @@ def run(engine: NativeEngine, requests: Iterable[GenerateRequest]) -> list[Compl
         return list(await asyncio.gather(*(engine.generate(r) for r in requests)))
 
     return asyncio.run(all_requests())
+
+
+class Hold:
+    """The engine stands still at the token boundary where a running request has `tokens` tokens, until it is
+    paused or `release` is called, once: whoever wants to do something to a request that has begun and is not
+    done has the time for it.
+    """
+
+    def __init__(self, engine: NativeEngine, tokens: int) -> None:
+        self._engine, self._tokens, self._drain = engine, tokens, engine._drain
+        self._reached, self._over = threading.Event(), threading.Event()
+        engine._drain = self._hold_and_drain  # type: ignore[method-assign]
+
+    async def reached(self) -> None:
+        """Until it stands still."""
+        while not self._reached.is_set():
+            await asyncio.sleep(0.001)
+
+    def release(self) -> None:
+        self._over.set()
+
+    def _hold_and_drain(self) -> bool:
+        slots, made = self._engine._decoder.scheduler.slots, self._engine._decoder._table.indices
+        if any(sequence is not None and made[slot] >= self._tokens for slot, sequence in enumerate(slots)):
+            self._reached.set()
+            while not (self._over.is_set() or self._engine._paused):
+                time.sleep(0.0005)
+            self._over.set()
+        return self._drain()
 
 
 def true_log_probs(model: torch.nn.Module, completion: Completion, temperature: float = 1.0) -> np.ndarray:

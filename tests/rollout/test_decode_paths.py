@@ -24,7 +24,7 @@ from tests.rollout.conftest import (
 
 LENGTHS = (1, 2, 16, 17, 40)
 CASES = [(family, path) for family in LLAMA_LIKE for path in ("generic", "lean", "compiled")]
-CASES += [(family, "generic") for family in ("gpt_neox", "gpt2", "olmo2", "gemma3")]
+CASES += [(family, "generic") for family in ("gpt_neox", "gpt2", "olmo2", "gemma3", "qwen3_moe")]
 
 
 def greedy_by_transformers(model: torch.nn.Module, ids: np.ndarray, new: int) -> np.ndarray:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,8 +14,20 @@ import torch
 
 from rondo.errors import RolloutError, WeightSyncError
 from rondo.rollout import NativeEngine
+from rondo.rollout.native import decoder as decoder_module
+from rondo.rollout.native import engine as engine_module
 from rondo.types import Completion
-from tests.rollout.conftest import CONFIGS, build, make_engine, prompt, request, run, true_log_probs, weights
+from tests.rollout.conftest import (
+    CONFIGS,
+    Hold,
+    build,
+    make_engine,
+    prompt,
+    request,
+    run,
+    true_log_probs,
+    weights,
+)
 
 LONG = 900
 
@@ -67,11 +81,14 @@ def test_cancelled_task_frees_its_slot(model: torch.nn.Module) -> None:
     engine = make_engine(model, max_concurrent=1, max_context=1000)
 
     async def main() -> Completion:
+        hold = Hold(engine, 5)
         long = asyncio.create_task(engine.generate(request("long", prompt(3), LONG)))
         waiting = asyncio.create_task(engine.generate(request("waiting", prompt(3), LONG)))
-        await asyncio.sleep(0.01)
+        await hold.reached()
         long.cancel()
         waiting.cancel()
+        await asyncio.wait([long, waiting])
+        hold.release()
         short = await engine.generate(request("short", prompt(3), 2, seed=1))
         assert long.cancelled()
         assert waiting.cancelled()
@@ -87,10 +104,10 @@ def test_cancel_returns_the_partial_completion(model: torch.nn.Module) -> None:
     whole = run(engine, [request("w", prompt(3), LONG, seed=5)])[0]
 
     async def main() -> tuple[Completion, Completion]:
+        hold = Hold(engine, 5)
         running = asyncio.create_task(engine.generate(request("a", prompt(3), LONG, seed=5)))
         waiting = asyncio.create_task(engine.generate(request("b", prompt(3), LONG)))
-        while engine._decoder._table.indices[0] < 5 or engine._decoder._table.indices[0] == LONG:
-            await asyncio.sleep(0)
+        await hold.reached()
         await engine.pause()
         await engine.cancel("a")  # works while paused, too
         await engine.cancel("b")
@@ -124,14 +141,23 @@ def test_finished_prefix_comes_back_at_once(model: torch.nn.Module) -> None:
     engine.close()
 
 
-def test_deadline(model: torch.nn.Module) -> None:
+def test_deadline(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock that stands still until the running request has five tokens."""
     engine = make_engine(model, max_concurrent=1, max_context=1000)
+
+    def clock() -> float:
+        slots, made = engine._decoder.scheduler.slots, engine._decoder._table.indices
+        return 1.0 if slots[0] is not None and slots[0].request_id == "a" and made[0] >= 5 else 0.0
+
+    for module in (engine_module, decoder_module):
+        with_clock = SimpleNamespace(monotonic=clock, thread_time=time.thread_time)
+        monkeypatch.setattr(module, "time", with_clock)
     out = run(engine, [
         request("a", prompt(3), LONG, deadline_seconds=0.02), request("b", prompt(3), 5),
         request("c", prompt(3), LONG, deadline_seconds=0.0),
     ])  # fmt: skip
     assert [c.finish_reason for c in out] == ["deadline", "length", "deadline"]
-    assert 0 < len(out[0].token_ids) < LONG
+    assert [len(c.token_ids) for c in out] == [5, 5, 0]
     engine.close()
 
 
@@ -139,15 +165,18 @@ def test_versions_per_token_and_new_weights_in_mid_request(decode: str) -> None:
     """Tokens after a commit are the new weights' given the old tokens: nothing stale is read."""
     old, new = build("qwen3", 1), build("qwen3", 2)
     engine = own_storage(old, 3, decode=decode, max_context=500)
-    n = 400 if decode == "compiled" else 30
+    n = 30
 
     async def main() -> list[Completion]:
+        hold = Hold(engine, 4)
+        await engine.pause()  # until all are there
         tasks = [
             asyncio.create_task(engine.generate(request(str(i), prompt(9), n, seed=i, affinity="g")))
             for i in range(3)
         ]
-        while engine._decoder._table.indices[0] < 4:
-            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        await engine.resume()
+        await hold.reached()
         with pytest.raises(WeightSyncError, match="pause"):
             engine.begin(4)
         await engine.pause()
@@ -226,14 +255,13 @@ def test_parameters_to_share_must_fit(model: torch.nn.Module) -> None:
 
 def test_sleep_and_wake(model: torch.nn.Module, decode: str) -> None:
     engine = make_engine(model, decode=decode, max_context=600)
-    item = request("a", prompt(5), 500 if decode == "compiled" else 40, seed=2)
+    item = request("a", prompt(5), 40, seed=2)
     whole = run(engine, [item])[0]
 
     async def main() -> Completion:
+        hold = Hold(engine, 3)
         task = asyncio.create_task(engine.generate(item))
-        engine._decoder._table.indices[0] = 0
-        while engine._decoder._table.indices[0] < 3:
-            await asyncio.sleep(0)
+        await hold.reached()
         with pytest.raises(WeightSyncError, match="sleep: 1 requests are in flight"):
             await engine.sleep()
         await engine.pause()
@@ -243,7 +271,7 @@ def test_sleep_and_wake(model: torch.nn.Module, decode: str) -> None:
         with pytest.raises(RolloutError, match="asleep"):
             await engine.generate(request("b", prompt(5)))
         await engine.resume()  # still asleep: nothing may run
-        await asyncio.sleep(0.01)
+        await engine.stats()  # the decode thread has looked
         await engine.wake()
         return await task
 

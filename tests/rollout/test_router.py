@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rondo.errors import ReplicaLostError, RolloutError
+from rondo.errors import DeadlyRequestError, ReplicaLostError, RolloutError
 from rondo.rollout.requests import so_far
 from rondo.rollout.router import Router
-from rondo.rollout.routing import Affinity, Load, choose
+from rondo.rollout.routing import Affinity, Load, Suspects, choose
 from rondo.types import Completion, GenerateRequest, StepStats
 from tests.rollout.conftest import request
 
@@ -50,6 +50,33 @@ class TestChoose:
         assert affinity.get("r") is None
 
 
+class TestSuspects:
+    def test_who_is_suspected_and_who_is_to_blame(self) -> None:
+        suspects = Suspects(remember=8)
+        assert not suspects.died(["p", "q", "r"])
+        assert [suspects.company(name) for name in "pqr"] == [None] * 3
+        assert not suspects.died(["p", "q"])
+        assert not suspects.died(["s"])  # alone, but for the first time
+        assert [suspects.company(name) for name in "pqrs"] == [8, 8, None, None]
+        suspects.ended("r")
+        assert not suspects.died(["p", "q", "r"])  # which of them?
+        assert [suspects.company(name) for name in "pqr"] == [1, 1, None]
+        suspects.ended("q")
+        assert suspects.company("q") is None
+        assert suspects.died(["p"])
+        assert suspects.num_deaths("p") == 4
+        assert suspects.num_explained == 4  # of 5: nobody knows of that of s
+        assert suspects.died(["p"])  # issued again, under other weights perhaps
+        assert suspects.num_explained == 5
+        assert not suspects.died([])
+
+    def test_memory_is_bounded(self) -> None:
+        suspects = Suspects(remember=2)
+        for name in ("p", "q", "p", "r"):
+            suspects.died([name])
+        assert [suspects.num_deaths(name) for name in "pqr"] == [2, 0, 1]
+
+
 class Engine:
     """Calls of generate wait until the test says what comes of them."""
 
@@ -83,11 +110,11 @@ class Engine:
     def answer(self, request_id: str, tokens: list[int], log_prob: float = -1.0) -> None:
         self.calls[request_id][1].set_result(self.made(request_id, tokens, log_prob=log_prob))
 
-    def die(self, partial: dict[str, list[int]]) -> None:
+    def die(self, partial: dict[str, list[int]] | None = None, last_lines: str = "") -> None:
         """Everybody who waits loses; what it had made of the request is in `partial`."""
         for request_id, (_, future) in list(self.calls.items()):
-            made = self.made(request_id, partial.get(request_id, []), "cancelled")
-            future.set_exception(ReplicaLostError("it fell over", made))
+            made = self.made(request_id, (partial or {}).get(request_id, []), "cancelled")
+            future.set_exception(ReplicaLostError("it fell over", made, last_lines))
 
     async def cancel(self, request_id: str) -> None:
         self.calls[request_id][1].set_result(self.made(request_id, [7], "cancelled"))
@@ -450,6 +477,238 @@ def test_remove_drains() -> None:
         assert list(router.engines()) == ["b"]
 
     run(test)
+
+
+class Dying:
+    """A router over replicas that are replaced at once, and each replica's engine by name."""
+
+    def __init__(self, *names: str, limit: int = 16) -> None:
+        self.engines = {name: Engine() for name in names}
+        self.router = Router(self.engines, limit=limit, on_lost=lambda name, why: True)
+
+    async def die(self, name: str, last_lines: str = "") -> None:
+        self.engines[name].die(last_lines=last_lines)
+        await settle()
+        self.engines[name] = Engine()
+        self.router.add(name, self.engines[name])  # type: ignore[arg-type]
+        await settle()
+
+    def running(self, name: str) -> list[str]:
+        return list(self.engines[name].calls)
+
+    async def answer(self, name: str, *request_ids: str) -> None:
+        for request_id in request_ids:
+            self.engines[name].answer(request_id, [5])
+        await settle()
+
+
+def test_a_request_that_replicas_die_of_is_found_and_the_others_are_answered() -> None:
+    async def test() -> None:
+        of = Dying("a")
+        names = [*"bcd", "poison", *"efghijkl"]
+        tasks = start(of.router, *names)
+        await settle()
+        for _ in range(2):
+            assert of.running("a") == names
+            await of.die("a")
+        fresh = start(of.router, "fresh")["fresh"]
+        await settle()
+        assert of.running("a") == [*"bcd", "poison", *"efgh"]  # together, and nobody else
+        await of.answer("a", "b")
+        assert of.running("a") == [*"cd", "poison", *"efghi"]
+        await of.die("a")
+        for name in "cd":  # alone, one by one, before those that have seen less
+            assert of.running("a") == [name]
+            await of.answer("a", name)
+        assert of.running("a") == ["poison"]
+        assert of.router.num_explained == 0
+        await of.die("a", last_lines="a line\nout of cheese")
+        with pytest.raises(
+            DeadlyRequestError,
+            match=r"(?s)^request 'poison' \(2 prompt tokens, 0 made\) is given up: 4 replicas died while "
+            r"they were running it, .* nothing else: it fell over; it wrote last:\na line\nout of cheese$",
+        ):
+            await tasks.pop("poison")
+        assert of.router.num_explained == 4
+        for name in "efghi":
+            assert of.running("a") == [name]
+            await of.answer("a", name)
+        assert of.running("a") == [*"jkl"]
+        await of.answer("a", *"jkl")
+        assert of.running("a") == ["fresh"]
+        await of.answer("a", "fresh")
+        assert (await fresh).token_ids.tolist() == [5]
+        assert [(await task).token_ids.tolist() for task in tasks.values()] == [[5]] * 11
+
+    run(test)
+
+
+def test_suspects_have_one_replica_and_the_others_go_on() -> None:
+    async def test() -> None:
+        of = Dying("a", "b", limit=4)
+        suspects = start(of.router, "s", "t", affinity="g")  # both on a, then both on b
+        await settle()
+        await of.die("a")
+        others = start(of.router, "o")
+        await settle()
+        assert (of.running("a"), of.running("b")) == (["o"], ["s", "t"])
+        await of.die("b")
+        others |= start(of.router, "p", "q", "r")
+        await settle()
+        assert (of.running("a"), of.running("b")) == (["o"], ["p", "q", "r"])  # a is to become theirs
+        await of.answer("a", "o")
+        others |= start(of.router, "u", "late")
+        await settle()
+        assert (of.running("a"), of.running("b")) == (["s", "t"], ["p", "q", "r", "u"])  # b is full
+        await of.answer("b", "p")
+        assert of.running("b") == ["q", "r", "u", "late"]
+        await of.answer("a", "s", "t")
+        others |= start(of.router, "last")
+        await settle()
+        assert of.running("a") == ["last"]  # the quarantine is over
+        await of.answer("a", "last")
+        await of.answer("b", "q", "r", "u", "late")
+        await asyncio.gather(*suspects.values(), *others.values())
+
+    run(test)
+
+
+def test_the_quarantine_waits_for_what_runs_there_and_ends_with_its_last_suspect() -> None:
+    async def test() -> None:
+        of = Dying("a", limit=4)
+        for _ in range(2):
+            task = start(of.router, "s")["s"]
+            await settle()
+            await of.die("a")
+            task.cancel()  # its group is given back and comes again: the same request
+            await settle()
+        others = start(of.router, "o", "p")
+        await settle()
+        again = start(of.router, "s")["s"]
+        late = start(of.router, "late")["late"]
+        await settle()
+        assert of.running("a") == ["o", "p"]
+        again.cancel()
+        await settle()
+        assert of.running("a") == ["o", "p", "late"]
+        again = start(of.router, "s")["s"]
+        await of.answer("a", "o", "p", "late")
+        assert of.running("a") == ["s"]
+        await of.die("a")
+        with pytest.raises(DeadlyRequestError, match=r"3 replicas died .* it wrote nothing"):
+            await again
+        assert of.router.num_explained == 3
+        await asyncio.gather(late, *others.values())
+
+    run(test)
+
+
+def test_nobody_is_to_blame_for_a_death_in_a_pause() -> None:
+    async def test() -> None:
+        of = Dying("a")
+        task = start(of.router, "r")["r"]
+        await settle()
+        for _ in range(4):
+            await of.router.pause()
+            await of.die("a")
+            await of.router.resume()
+            await settle()
+        assert of.running("a") == ["r"]
+        assert of.router.num_explained == 0
+        await of.answer("a", "r")
+        assert (await task).finish_reason == "stop"
+
+    run(test)
+
+
+def test_urgent_requests_go_before_the_others_in_their_own_order() -> None:
+    async def test() -> None:
+        a = Engine()
+        router = Router({"a": a}, limit=1)
+        tasks = start(router, "runs", "waits", "waits too")
+        await settle()
+        for name in ("urgent", "urgent too"):
+            request = dataclasses.replace(req(name), urgent=True)
+            tasks[name] = asyncio.ensure_future(router.generate(request))
+        for name in ("runs", "urgent", "urgent too", "waits", "waits too"):
+            await settle()
+            assert list(a.calls) == [name]
+            a.answer(name, [5])
+        await asyncio.gather(*tasks.values())
+
+    run(test)
+
+
+def test_cancelled_requests_do_not_fill_the_queue() -> None:
+    async def test() -> None:
+        a = Engine()
+        router = Router({"a": a}, limit=1, max_queue=2)
+        tasks = start(router, "runs", "first", "second")
+        await settle()
+        await router.cancel("second")
+        await tasks["second"]
+        third = asyncio.ensure_future(router.generate(req("third"), bounded=True))
+        for name in ("runs", "first", "third"):
+            await settle()
+            a.answer(name, [5])
+        await asyncio.gather(third, tasks["runs"], tasks["first"])
+
+    run(test)
+
+
+def test_taking_out_is_called_off() -> None:
+    async def test() -> None:
+        a = Engine()
+        router = Router({"a": a}, limit=4)
+        tasks = start(router, "r")
+        await settle()
+        removing = asyncio.ensure_future(router.remove("a"))
+        await settle()
+        with pytest.raises(ValueError, match="'a' is being taken out already"):
+            await router.remove("a")
+        tasks |= start(router, "waits")
+        await settle()
+        assert list(a.calls) == ["r"]
+        removing.cancel()
+        await settle()
+        assert list(a.calls) == ["r", "waits"]
+        for name in ("r", "waits"):
+            a.answer(name, [5])
+        await asyncio.gather(*tasks.values())
+
+    run(test)
+
+
+def test_a_replica_that_nobody_can_replace_is_not_waited_for() -> None:
+    """on_lost itself fails: no thread left, say."""
+
+    def lost(name: str, why: str) -> bool:
+        raise RuntimeError("can't start new thread")
+
+    async def test() -> None:
+        a = Engine()
+        router = Router({"a": a}, limit=1, on_lost=lost)
+        tasks = start(router, "waits", "waits too")
+        await settle()
+        with pytest.raises(RuntimeError):
+            router.mark_dead("a", "it fell over")
+        with pytest.raises(RolloutError, match="no replica left"):
+            await tasks["waits too"]
+        a.die()
+        with pytest.raises(RolloutError, match="no replica left"):
+            await tasks["waits"]
+        router.give_up("a", "again")  # too late, and no harm
+        router.give_up("nobody", "never there")
+
+    run(test)
+
+
+def test_a_loop_that_is_closed_is_not_woken() -> None:
+    engines = {"a": Engine(), "b": Engine()}
+    router = Router(engines, limit=1)  # type: ignore[arg-type]
+    asyncio.run(router.pause())
+    router.mark_dead("a", "it fell over")
+    assert list(router.engines()) == ["b"]
 
 
 def test_ids_are_unique() -> None:

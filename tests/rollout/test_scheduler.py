@@ -11,9 +11,12 @@ from rondo.rollout.native.scheduler import Copy, Move, Prefill, Scheduler, Seque
 from rondo.types import GenerateRequest, SamplingParams
 
 
-def sequence(name: str, tokens: list[int], affinity: str = "", num_prefix: int = 0) -> Sequence:
+def sequence(
+    name: str, tokens: list[int], affinity: str = "", num_prefix: int = 0, *, urgent: bool = False
+) -> Sequence:
     ids = np.array(tokens, np.int64)
-    return Sequence(GenerateRequest(name, ids, SamplingParams(4), affinity=affinity), ids, num_prefix)
+    request = GenerateRequest(name, ids, SamplingParams(4), affinity=affinity, urgent=urgent)
+    return Sequence(request, ids, num_prefix)
 
 
 def test_a_group_is_prefilled_once_and_copied() -> None:
@@ -39,6 +42,19 @@ def test_other_affinity_or_tokens_or_a_prefix_share_nothing() -> None:
     scheduler.add(sequence("c", [1, 2, 4], "g"))
     scheduler.add(sequence("d", [1, 2, 3], "g", num_prefix=1))
     assert scheduler.plan().prefills == [Prefill(i) for i in range(4)]
+
+
+def test_an_urgent_one_gets_the_next_free_slot() -> None:
+    scheduler = Scheduler(1, dense=False)
+    for name in ("runs", "waits", "urgent", "urgent too"):
+        scheduler.add(sequence(name, [1, 2], urgent=name.startswith("urgent")))
+        scheduler.plan()
+    seen = []
+    while (sitting := scheduler.slots[0]) is not None:
+        seen.append(sitting.request_id)
+        scheduler.release(0)
+        scheduler.plan()
+    assert seen == ["runs", "urgent", "urgent too", "waits"]
 
 
 def test_dense_slots_close_holes_from_the_top() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
+import pickle
 import signal
+import socket
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -22,8 +24,10 @@ from rondo.rollout.build import check_engine, visible_devices
 from rondo.rollout.router import Router
 from rondo.rollout.server import EngineProcess, client
 from rondo.rollout.server.process import ChildProcess
+from rondo.rollout.server.wire import LENGTH, Tokens
 from rondo.types import Completion, GenerateRequest
 from tests.rollout.conftest import _BASE, VOCAB, build, make_engine, prompt, request, run, weights
+from tests.waiting import is_gone, wait_for, wait_until_gone
 
 QWEN3 = {
     **_BASE,
@@ -199,27 +203,35 @@ class TestOneProcess:
     def test_a_request_that_the_engine_does_not_end(
         self, own: EngineProcess, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Its process stands still; the host ends the request at its deadline, with what has come."""
-        monkeypatch.setattr(client, "GRACE_SECONDS", 0.05)
+        """Its first tokens arrive, and nothing after them: the host ends it when its time is up."""
+        taken, begun = own._take, False
 
-        async def main() -> tuple[Completion, int]:
-            come: list[Completion] = []
+        def take(records: list[object]) -> None:
+            nonlocal begun
+            for record in records:
+                if isinstance(record, Tokens) and not begun:
+                    begun = True
+                    taken([Tokens.of({call: [first(3, part)] for call, part in client._parts(record)})])
+
+        async def main() -> Completion:
+            loop, timers = asyncio.get_running_loop(), []
+
+            def call_later(delay: float, callback: Callable[..., None], *args: object) -> asyncio.Handle:
+                timers.append((delay, callback, args))
+                return asyncio.TimerHandle(0.0, callback, args, loop)
 
             def on_tokens(part: Completion) -> None:
-                come.append(part)
-                os.kill(own.pid, signal.SIGSTOP)
+                ((delay, end, args),) = timers  # now it is that late
+                assert delay == 1000.0 + client.GRACE_SECONDS
+                loop.call_soon(end, *args)
 
-            endless = request("endless", prompt(5), 94, deadline_seconds=1.0)
-            try:
-                return await own.generate(endless, on_tokens), sum(len(part.token_ids) for part in come)
-            finally:
-                os.kill(own.pid, signal.SIGCONT)
+            monkeypatch.setattr(loop, "call_later", call_later)
+            return await own.generate(request("endless", prompt(5), 94, deadline_seconds=1000.0), on_tokens)
 
-        done, count = asyncio.run(main())
-        if done.finish_reason == "length":  # it was faster than the signal
-            pytest.skip("the engine had finished before it could be stopped")
-        assert done.finish_reason == "deadline"
-        assert len(done.token_ids) == count > 0
+        with monkeypatch.context() as patch:
+            patch.setattr(own, "_take", take)
+            done = asyncio.run(main())
+        assert (done.finish_reason, len(done.token_ids)) == ("deadline", 3)
         (after,) = run_all(own, [request("after", prompt(5), 5)])
         assert len(after.token_ids) == 5
 
@@ -235,40 +247,73 @@ class TestOneProcess:
 def test_a_killed_engines_requests_end_as_if_nothing_had_happened(
     here: NativeEngine, own: EngineProcess, model: torch.nn.Module
 ) -> None:
+    """Killed with its first tokens. Of these a few arrive, and nothing after them, however many it has made
+    meanwhile.
+    """
     victim = start_engine(spec(), name="victim")
-    send(victim, model, 0)
+    send(victim, model, 7)  # the same weights: the version says who made a token
     lost: list[str] = []
     router = Router(
         {"victim": victim, "own": own}, limit=64, on_lost=lambda name, why: bool(lost.append(name))
     )
     requests = [request(f"r{i}", prompt(6, i), 90, temperature=float(i % 2), seed=i) for i in range(24)]
 
-    async def main() -> list[Completion]:
-        come, killed = 0, False
+    taken = victim._take
 
-        def on_tokens(part: Completion) -> None:
-            nonlocal come, killed
-            come += len(part.token_ids)
-            if come > 200 and not killed:
-                killed = True
+    def take(records: list[object]) -> None:
+        for record in records:
+            if isinstance(record, Tokens):
+                taken([Tokens.of({call: [first(3, part)] for call, part in client._parts(record)})])
                 os.kill(victim.pid, signal.SIGKILL)
+                raise EOFError
+        taken(records)
 
-        return list(await asyncio.gather(*(router.generate(one, on_tokens) for one in requests)))
+    victim._take = take  # type: ignore[method-assign,assignment]
 
+    async def main() -> list[Completion]:
+        answers = (router.generate(one, lambda part: None) for one in requests)
+        return list(await asyncio.gather(*answers))
+
+    begun = 0
     for undisturbed, done in zip(run_all(here, requests), asyncio.run(main()), strict=True):
         np.testing.assert_array_equal(done.token_ids, undisturbed.token_ids)
         np.testing.assert_allclose(done.log_probs, undisturbed.log_probs, atol=1e-5)
         assert done.finish_reason == "length"
+        assert sorted(done.policy_versions, reverse=True) == done.policy_versions.tolist()
+        begun += len(set(done.policy_versions)) == 2
+    assert begun
     assert victim.lost is not None
     assert "signal SIGKILL" in victim.lost
     assert lost == ["victim"]
     assert 0 < asyncio.run(router.statistics()).sums["rollout/reissued"] <= 12
     for call in (victim.pause, lambda: victim.generate(requests[0])):
-        with pytest.raises(ReplicaLostError, match=r"victim .native. died .signal SIGKILL"):
+        with pytest.raises(ReplicaLostError, match=r"victim .native. died .signal SIGKILL") as error:
             asyncio.run(call())  # type: ignore[arg-type]
+        assert "native rollout engine" in error.value.last_lines
     with pytest.raises(ReplicaLostError, match="SIGKILL"):
         victim.begin(3)
     victim.close()
+
+
+def test_what_cannot_be_read_ends_the_engine_and_nobody_waits() -> None:
+    host, child = socket.socketpair()
+    ended: list[bool] = []
+    engine = object.__new__(EngineProcess)
+    engine._connection, engine._end = host, lambda: ended.append(True)  # type: ignore[method-assign]
+    with host, child:
+        child.sendall(LENGTH.pack(3) + b"abc")
+        with pytest.raises(pickle.UnpicklingError):
+            engine._read()
+    assert ended == [True]
+
+
+def first(count: int, part: Completion) -> Completion:
+    return dataclasses.replace(
+        part,
+        token_ids=part.token_ids[:count],
+        log_probs=part.log_probs[:count],
+        policy_versions=part.policy_versions[:count],
+    )
 
 
 def test_what_cannot_be_built_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -323,28 +368,22 @@ here, there = socket.socketpair()
 process = module.ChildProcess("x", ["forker", str(there.fileno())], there.fileno(), os.environ)
 while "grandchild" not in process.tail():
     time.sleep(0.01)
-print(process._guard.pid, process.tail().split()[-1], flush=True)
+print(process._guard.pid, process.tail().split()[-1], process.folder, flush=True)
 time.sleep(1000)
 """
 
 
-def is_gone(pid: int) -> bool:
-    """Dead, or a zombie that its parent has not collected yet."""
-    try:
-        return ") Z " in Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-
-
-def wait_for(what: str, done: object) -> None:
-    end = time.monotonic() + 30
-    while not done():  # type: ignore[operator]
-        assert time.monotonic() < end, what
-        time.sleep(0.01)
+def fill(folder: Path) -> None:
+    """As an engine does: files, folders in folders, links."""
+    inner = folder / "rondo-vllm-x" / "deliveries"
+    inner.mkdir(parents=True)
+    (inner.parent / "config.json").write_text("{}", encoding="utf-8")
+    (inner / "link").symlink_to(folder)
+    (inner / "delivery-1").write_text("x", encoding="utf-8")
 
 
 class TestNothingIsLeftBehind:
-    """A process, its guard, and a grandchild in a session of its own."""
+    """A process, its guard, a grandchild in a session of its own, and files in the process's folder."""
 
     @pytest.fixture
     def environment(self, tmp_path: Path) -> dict[str, str]:
@@ -362,24 +401,39 @@ class TestNothingIsLeftBehind:
     def test_killed(self, environment: dict[str, str]) -> None:
         process, grandchild = self.started(environment)
         assert not is_gone(grandchild)
+        fill(process.folder)
         process.kill()
         assert is_gone(grandchild)
         assert process.how_it_ended() == "exit code 0"  # the guard did as it was told
+        assert not process.folder.exists()
 
     def test_it_ends_and_leaves_a_child(self, environment: dict[str, str]) -> None:
         process, grandchild = self.started(environment, "3")
-        assert process.wait(30)
+        assert process.wait(240)
         assert process.how_it_ended() == "exit code 3"
         assert is_gone(grandchild)
+        assert not process.folder.exists()
+
+    def test_the_guard_is_killed(self, environment: dict[str, str]) -> None:
+        """Then it removes nothing, and the host does."""
+        process, grandchild = self.started(environment)
+        fill(process.folder)
+        process._guard.kill()
+        os.kill(grandchild, signal.SIGKILL)  # in a session of its own: only the guard would have found it
+        assert process.wait(240)
+        assert not process.folder.exists()
 
     def test_the_host_is_killed(self, environment: dict[str, str]) -> None:
         host = subprocess.Popen(
             [sys.executable, "-c", _HOST, str(PROCESS)], stdout=subprocess.PIPE, env=environment, text=True
         )
         assert host.stdout is not None
-        pids = [int(pid) for pid in host.stdout.readline().split()]
+        *words, name = host.stdout.readline().split()
+        pids, folder = [int(word) for word in words], Path(name)
+        fill(folder)
         assert not any(map(is_gone, pids))
         host.kill()
         host.wait()
         host.stdout.close()
-        wait_for("guard and grandchild end", lambda: all(map(is_gone, pids)))
+        wait_until_gone(pids)  # guard and grandchild
+        wait_for("the folder goes", lambda: not folder.exists())

@@ -20,6 +20,7 @@ from rondo.controller import WorkerGroup, start_cluster
 from rondo.errors import WeightSyncError, WorkerError
 from rondo.rollout.native.engine import NativeEngine
 from rondo.rollout.protocol import Capabilities
+from rondo.rollout.router import Router
 from rondo.trainers.canary import Canary
 from rondo.trainers.roles import Roles, create_model, create_rollout
 from rondo.trainers.routes import GatheredRoute, SharedRoute, make_route
@@ -93,7 +94,18 @@ IN_PLACE = "rollout.decode=generic"  # this path reads the storage itself, the o
 
 
 @pytest.mark.parametrize("share", [True, False])
-def test_equal_weights_have_no_gap_and_leave_no_trace(with_roles: Callable[..., Any], share: bool) -> None:
+def test_equal_weights_have_no_gap_and_leave_no_trace(
+    with_roles: Callable[..., Any], share: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    urgent: list[bool] = []
+    generate = Router.generate
+
+    async def asked_for(self: Router, request: GenerateRequest, *rest: Any, **options: Any) -> Completion:
+        urgent.append(request.urgent)
+        return await generate(self, request, *rest, **options)
+
+    monkeypatch.setattr(Router, "generate", asked_for)
+
     async def use(roles: Roles, canary: Canary, config: Config, prompts: Prompts) -> None:
         asked, sampling = prompts.train.prompt(1), prompts.sampling
 
@@ -102,6 +114,7 @@ def test_equal_weights_have_no_gap_and_leave_no_trace(with_roles: Callable[..., 
             return [rows.rows("response_ids"), rows.rows("rollout_log_probs")]
 
         before = await sampled()
+        assert urgent == [False] * 4
         await roles.rollout.call(RolloutWorker.statistics)
         assert await canary.check(3) < 1e-5
         (stats,) = await roles.rollout.call(RolloutWorker.statistics)
@@ -111,6 +124,9 @@ def test_equal_weights_have_no_gap_and_leave_no_trace(with_roles: Callable[..., 
         after = await sampled()
         for one, other in zip(before, after, strict=True):
             assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+        urgent.clear()
+        await roles.rollout.call_rank(0, RolloutWorker.evaluate, [asked], sampling, 2, "eval")
+        assert urgent == [True, True]  # the next publish waits for them
         with_one_lost = Canary(Roles(roles.actor, _AndOneLost(roles.rollout)), prompts, config)
         assert await with_one_lost.check(3) < 1e-5
 
@@ -178,6 +194,7 @@ def test_the_engine_that_is_named_is_the_one_that_answered() -> None:
             self.version = version
 
         async def generate(self, request: GenerateRequest) -> Completion:
+            assert request.urgent
             tokens, one = np.array([5], np.int32), np.array([self.version], np.int32)
             return Completion(
                 request.request_id, request.token_ids, tokens, np.zeros(1, np.float32), one, "stop"

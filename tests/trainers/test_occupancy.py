@@ -47,3 +47,25 @@ def test_mean_over_devices_and_nothing_before_the_first_step() -> None:
     watch.submitted("actor", 0, 0, "update_actor")
     now[0] = 104.0
     assert watch.shares() == {"perf/trainer_busy_share": 0.5}
+
+
+def test_a_device_counts_while_its_host_lives() -> None:
+    now, lost = [0.0], set()
+    watch = Occupancy(clock=lambda: now[0])
+    watch.lost = lost
+    for device in (0, 1):
+        watch.submitted("rollout", device, device, "run_group")
+    now[0] = 4.0
+    lost.add(1)  # whoever waits for it is told then
+    watch.record("rollout", 1, 1, "run_group", 0.0, 0.0)
+    now[0] = 5.0
+    watch.record("rollout", 0, 0, "run_group", 0.0, 0.0)
+    now[0] = 12.0
+    assert watch.shares() == {"perf/rollout_busy_share": (5 + 4) / (12 + 4)}
+    watch.submitted("rollout", 0, 0, "run_group")
+    now[0] = 16.0
+    assert watch.shares() == {"perf/rollout_busy_share": 1.0}
+    lost.add(0)
+    watch.record("rollout", 0, 0, "run_group", 0.0, 0.0)
+    now[0] = 17.0
+    assert watch.shares() == {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -12,11 +13,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from rondo.errors import RolloutError, WeightSyncError
+from rondo.errors import DeadlyRequestError, ReplicaLostError, RolloutError, WeightSyncError
 from rondo.models.source import ModelSource
 from rondo.rollout import EngineSpec
+from rondo.rollout.requests import so_far
 from rondo.rollout.server import EngineProcess
-from rondo.types import Completion, GenerateRequest, SamplingParams
+from rondo.types import Completion, GenerateRequest, SamplingParams, StepStats
 from rondo.workers import replicas as module
 from rondo.workers.replicas import Replicas
 
@@ -169,6 +171,70 @@ def test_the_last_one_dies_for_good(
         load(two, weights, 7)
 
 
+class Fake:
+    """An engine without a process. It dies of the requests that `deaths` has a number for, so many times."""
+
+    version = 0
+
+    def __init__(self, deaths: dict[str, int]) -> None:
+        self.deaths = deaths
+
+    async def generate(self, request: GenerateRequest, on_tokens: object = None) -> Completion:
+        left = self.deaths.get(request.request_id, 0)
+        if left:
+            self.deaths[request.request_id] = left - 1
+            raise ReplicaLostError("it fell over", so_far(request, "cancelled"))
+        return so_far(request, "stop")
+
+    async def stats(self) -> StepStats:
+        return StepStats()
+
+    def close(self) -> None: ...
+
+
+def test_deaths_that_a_request_is_to_blame_for_are_no_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    deaths = {"poison": 9, "unlucky": 2, "unluckier": 1, "the last straw": 1}
+    monkeypatch.setattr(module, "start_engine", lambda *args, **settings: Fake(deaths))
+    replicas = Replicas(SPEC, count=1, own_process=True, bucket_bytes=10_000)
+
+    async def ask(name: str) -> str:
+        ids = np.arange(1, 4, dtype=np.int32)
+        request = GenerateRequest(name, ids, SamplingParams(40))
+        return (await replicas.router.generate(request)).finish_reason
+
+    async def main() -> None:
+        for died in (3, 4, 5, 6, 7, 8, 9):  # once it is known, one engine each time
+            with pytest.raises(
+                DeadlyRequestError, match=rf"'poison' \(3 prompt tokens.* {died} replicas died"
+            ):
+                await ask("poison")
+        assert [await ask("unlucky"), await ask("unluckier")] == ["stop", "stop"]
+        assert (await replicas.statistics()).sums["rollout/engine_restarts"] == 9 + module.MAX_RESTARTS
+        with pytest.raises(RolloutError, match=r"no replica left \(0: it fell over\)"):
+            await ask("the last straw")
+
+    asyncio.run(main())
+    replicas.close()
+
+
+def test_no_thread_is_left_to_start_an_engine_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "start_engine", lambda *args, **settings: Fake({"r": 1}))
+    replicas = Replicas(SPEC, count=1, own_process=True, bucket_bytes=10_000)
+
+    class NoThread(threading.Thread):
+        def start(self) -> None:
+            raise RuntimeError("can't start new thread")
+
+    async def main() -> None:
+        monkeypatch.setattr(module.threading, "Thread", NoThread)
+        request = GenerateRequest("r", np.arange(1, 4, dtype=np.int32), SamplingParams(40))
+        with pytest.raises(RolloutError, match=r"no replica left"):
+            await replicas.router.generate(request)
+
+    asyncio.run(main())
+    assert replicas.wanting == 0
+
+
 def test_no_process_can_be_started_again(
     weights: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,7 +252,7 @@ def test_no_process_can_be_started_again(
         with pytest.raises(
             RolloutError, match=r"no replica left .*SIGKILL.*started again: .*allocate memory"
         ):
-            await asyncio.wait_for(waiting, 60)
+            await asyncio.wait_for(waiting, 240)
 
     asyncio.run(main())
     one.close()

@@ -1,9 +1,9 @@
 """Who sits in which slot: pure decisions over small records, no tensors, no clock.
 
-Requests wait in arrival order and join whenever a slot is free. A slot's cache holds the key/values of all
-tokens of its sequence but the last, which the next decode step feeds. Requests with one affinity key and the
-same prompt share the prefill: the first one's is computed, the others' are copied from any slot that still
-holds it (`content`).
+Requests wait in arrival order, the urgent ones in front, and join whenever a slot is free. A slot's cache
+holds the key/values of all tokens of its sequence but the last, which the next decode step feeds. Requests
+with one affinity key and the same prompt share the prefill: the first one's is computed, the others' are
+copied from any slot that still holds it (`content`).
 """
 
 from __future__ import annotations
@@ -103,7 +103,12 @@ class Scheduler:
         return bool(self.waiting) or any(sequence is not None for sequence in self.slots)
 
     def add(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
+        """Behind those that wait; an urgent one only behind others of its kind."""
+        if sequence.request.urgent:
+            ahead = sum(1 for one in self.waiting if one.request.urgent)  # they are all in front
+            self.waiting.insert(ahead, sequence)
+        else:
+            self.waiting.append(sequence)
 
     def release(self, slot: int) -> None:
         """The sequence has left; the cache's content stays of use until the slot is taken."""

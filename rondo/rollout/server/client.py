@@ -18,7 +18,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -91,7 +91,7 @@ class _Stream:
             )
         else:
             if isinstance(event, ReplicaLostError):
-                event = ReplicaLostError(str(event), self.completion("cancelled"))
+                event = ReplicaLostError(str(event), self.completion("cancelled"), event.last_lines)
             self.future.set_exception(event)
 
 
@@ -131,6 +131,7 @@ class EngineProcess:
         command = ["rondo.rollout.server", str(theirs.fileno())]
         with theirs:
             self._process = ChildProcess(f"engine-{name}", command, theirs.fileno(), environment)
+        spec = replace(spec, folder=str(self._process.folder))
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         started: Future[Ready] = Future()
         self._calls[0] = started
@@ -198,7 +199,7 @@ class EngineProcess:
         number = next(self._numbers)
         with self._lock:
             if self._lost is not None:
-                raise ReplicaLostError(self._lost, request.prefix)
+                raise ReplicaLostError(self._lost, request.prefix, self._process.tail())
             self._streams[number] = stream
             self._post(number, "generate", request)
         timer = None
@@ -308,7 +309,7 @@ class EngineProcess:
         number, answer = next(self._numbers), Future[Any]()
         with self._lock:
             if self._lost is not None:
-                raise ReplicaLostError(self._lost)
+                raise ReplicaLostError(self._lost, last_lines=self._process.tail())
             self._calls[number] = answer
             self._post(number, operation, *args)
         return answer
@@ -343,8 +344,11 @@ class EngineProcess:
     def _read(self) -> None:
         try:
             while True:
-                self._take(read(self._connection))
+                records = read(self._connection)
+                self._take(records)
         except EOFError:
+            return
+        finally:  # whatever ended it, nobody is answered any more
             self._end()
 
     def _take(self, records: Iterable[Any]) -> None:
@@ -384,11 +388,14 @@ class EngineProcess:
         """The stream of records has ended: by `close`, or by death."""
         if not self._process.wait(0.5 if self._closing else CLOSE_SECONDS):
             self._process.kill()
-        error = RolloutError if self._closing else ReplicaLostError
-        how = "was closed" if self._closing else f"died ({self._process.how_it_ended()})"
-        why = f"{self._who()} {how}"
+        closing, tail = self._closing, self._process.tail()
+        why = f"{self._who()} {'was closed' if closing else f'died ({self._process.how_it_ended()})'}"
         if not self._built:
-            why += f" before it was ready; its last lines:\n{self._process.tail()}"
+            why += f" before it was ready; its last lines:\n{tail}"
+
+        def error() -> RolloutError:
+            return RolloutError(why) if closing else ReplicaLostError(why, last_lines=tail)
+
         with self._lock:
             self._lost = why
             streams, calls = list(self._streams.values()), list(self._calls.values())
@@ -398,12 +405,12 @@ class EngineProcess:
         self._connection.close()
         events: dict[asyncio.AbstractEventLoop, list[_Event]] = {}
         for stream in streams:
-            events.setdefault(stream.loop, []).append((stream, error(why)))
+            events.setdefault(stream.loop, []).append((stream, error()))
         _deliver(events)
         for call in calls:
-            call.set_exception(error(why))
-        if not self._closing and self._built:
-            _log.warning("%s; its last lines:\n%s", why, self._process.tail())
+            call.set_exception(error())
+        if not closing and self._built:
+            _log.warning("%s; its last lines:\n%s", why, tail)
             if tell is not None:
                 tell(why)
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -26,7 +28,8 @@ _log = logging.getLogger(__name__)
 
 class ChildProcess:
     """command: a Python module and its arguments; descriptor: a socket that it inherits. Its output goes to
-    the log at level DEBUG; `tail` has the last lines.
+    the log at level DEBUG; `tail` has the last lines. folder: temporary, for its files; removed when it ends,
+    by the guard, and once more here.
     """
 
     def __init__(
@@ -41,12 +44,13 @@ class ChildProcess:
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._code: int | None = None
         self._ended = threading.Event()
+        self.folder = Path(tempfile.mkdtemp(prefix="rondo-engine-"))
         started: Future[subprocess.Popen[str]] = Future()
 
         def start() -> subprocess.Popen[str]:
             guard = [sys.executable, "-I", "-S", str(_GUARD), str(os.getpid()), str(descriptor)]
             return subprocess.Popen(
-                [*guard, sys.executable, "-m", *command],
+                [*guard, str(self.folder), sys.executable, "-m", *command],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
@@ -68,6 +72,7 @@ class ChildProcess:
         try:
             guard = start()
         except OSError as error:
+            self.folder.rmdir()
             started.set_exception(error)
             return
         started.set_result(guard)
@@ -77,6 +82,7 @@ class ChildProcess:
             _log.debug("%s: %s", self.name, line.rstrip())
         self._code = guard.wait()
         guard.stderr.close()
+        shutil.rmtree(self.folder, ignore_errors=True)  # the guard itself may have been killed
         self._ended.set()
 
     def wait(self, seconds: float) -> bool:

@@ -45,6 +45,7 @@ from rondo.weights.bucket import SharedBucket
 
 ROOM = 8  # tokens: SGLang admits a few less than its context length
 _TOP_K_OFF = -1
+_URGENT = 1  # SGLang takes large numbers first, and of equal ones those that came first
 _log = logging.getLogger(__name__)
 
 
@@ -122,6 +123,7 @@ class Core:
             "sampling_seed": seed_at(request.seed, len(prompt)),
         }
         message = GenerateReqInput(
+            priority=_URGENT if request.urgent else 0,
             input_ids=[*prompt, *prefix],
             sampling_params=parameters,
             rid=key,
@@ -259,6 +261,10 @@ def arguments(spec: EngineSpec, folder: Path, config: Any) -> dict[str, Any]:
         "max_running_requests": spec.max_concurrent,
         "tp_size": spec.tensor_parallel,
         "sampling_backend": SAMPLER,
+        "schedule_policy": "fcfs",
+        "enable_priority_scheduling": True,
+        "disable_priority_preemption": True,
+        "default_priority_value": 0,
         "stream_interval": 1,
         "incremental_streaming_output": True,
         "skip_server_warmup": True,

@@ -36,6 +36,7 @@ _INSTALL = (
 # Arguments that rondo sets, and the key of its own that governs each.
 _WEIGHTS = "nothing: weights arrive from the trainer"
 _TOKENS = "nothing: tokens go in and come out, the engine needs no tokenizer"
+_ORDER = "nothing: requests go in the order in which they come, urgent ones first"
 _GOVERNED = {
     "model_path": "model.path",
     "tokenizer_path": _TOKENS,
@@ -57,6 +58,11 @@ _GOVERNED = {
     "stream_interval": "nothing: every token is stamped as it comes",
     "incremental_streaming_output": "nothing: every token is stamped as it comes",
     "skip_server_warmup": "nothing: there are no weights to warm up with",
+    "schedule_policy": _ORDER,
+    "enable_priority_scheduling": _ORDER,
+    "disable_priority_preemption": _ORDER,
+    "default_priority_value": _ORDER,
+    "schedule_low_priority_values_first": _ORDER,
     "custom_sigquit_handler": "nothing: it tells rondo of a dead worker",
     "json_model_override_args": "model.config, so that the trainer builds the same model",
     "preferred_sampling_params": "the keys of rollout: temperature, top_p and the rest",

@@ -32,6 +32,8 @@ from rondo.rollout.vllm.worker import FIRST, SEED
 from rondo.types import GenerateRequest
 from rondo.weights.bucket import SharedBucket
 
+_URGENT = -1  # vLLM takes small numbers first, and of equal ones those that came first
+
 
 @dataclass(frozen=True)
 class Step:
@@ -102,6 +104,7 @@ class Core:
                 ),
                 worker_extension_cls="rondo.rollout.vllm.worker.WorkerExtension",
                 async_scheduling=False,
+                scheduling_policy="priority",
                 disable_log_stats=True,
                 generation_config="vllm",
                 **arguments,
@@ -129,7 +132,8 @@ class Core:
             flat_logprobs=True,
             extra_args={SEED: int(request.seed), FIRST: len(prefix)},
         )
-        self._engine.add_request(key, {"prompt_token_ids": [*prompt, *prefix]}, parameters)
+        priority = _URGENT if request.urgent else 0
+        self._engine.add_request(key, {"prompt_token_ids": [*prompt, *prefix]}, parameters, priority=priority)
 
     def abort(self, keys: Sequence[str]) -> None:
         """Unknown ones are ignored."""

@@ -47,6 +47,7 @@ _GOVERNED = {
     "worker_extension_cls": "nothing: it carries the weights",
     "worker_cls": "nothing: it carries the weights",
     "async_scheduling": "nothing: a step must be over before weights change",
+    "scheduling_policy": "nothing: requests go in the order in which they come, urgent ones first",
     "disable_log_stats": "nothing: rollout/… metrics are always kept",
     "stream_interval": "nothing: every token is stamped as it comes",
     "generation_config": "the keys of rollout: temperature, top_p and the rest",
