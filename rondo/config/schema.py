@@ -154,6 +154,8 @@ class TeacherConfig(FrozenEngineConfig):
 @dataclass(frozen=True)
 class RolloutConfig:
     engine: Literal["native", "vllm", "sglang"] = "native"
+    # Train on what another run generated: its folder (written with tracking.save_rollouts), or Parquet files.
+    recorded: str | None = None
     n: int = 8  # trajectories per prompt
     max_tokens: int = 512  # response tokens at most
     temperature: float = 1.0
@@ -319,6 +321,7 @@ class TrainerConfig:
     on_update: Literal["finish", "resume", "abort"] | None = None
     max_aborts: int = 2  # of one prompt group (abort); then it may finish
     order: Literal["prompt", "completion"] = "prompt"  # in which complete groups are trained
+    replay: str | None = None  # a run's folder: do what its journal says was trained when, to the same bits
     run_dir: str | None = None  # default runs/<name of the first recipe>
     warm_start: str | None = None  # an SFT recipe, run first; its export becomes model.path
     evaluation: EvaluationConfig = EvaluationConfig()

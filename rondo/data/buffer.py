@@ -11,11 +11,13 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Protocol
 
 import numpy as np
 
 from rondo.batch import BatchRef
+from rondo.data.ledger import Ledger
 from rondo.data.rows import is_scored
 from rondo.errors import RewardError, TrainError
 from rondo.planning.admission import Order, may_admit, select
@@ -23,12 +25,15 @@ from rondo.planning.admission import Order, may_admit, select
 
 @dataclass(frozen=True)
 class Group:
-    """A complete prompt group. ref: its rows. oldest_version: of any policy token in it."""
+    """A complete prompt group. ref: its rows. oldest_version: of any policy token in it. ended: how, for the
+    journal (`Journal`).
+    """
 
     seq: int
     admitted_version: int
     oldest_version: int
     ref: BatchRef
+    ended: Mapping[str, Any] = field(default_factory=dict)
 
     def rewards(self) -> tuple[float, int]:
         """Sum of the rewards of its scored rows, and how many those are."""
@@ -45,86 +50,37 @@ def failures(rows: BatchRef) -> list[str]:
     return [str(outcome) for outcome in rows.index.scalars("outcome")[~is_scored(rows.index)]]
 
 
-@dataclass
-class Ledger:
-    """Exactly once: a sequence number below `next_seq` was trained unless it is open, ready, dropped or to
-    re-issue.
-
-    aborts: how often a group that is not complete yet was aborted. What no step has counted yet: filtered,
-    those of `dropped` that a filter dropped, with `Group.rewards`; failed, outcomes of trajectories that
-    failed, in groups of any fate; produced, response lengths of groups that came in.
+class Journal(Protocol):
+    """Is told of everything that the buffer does, in order; or says what comes next, from another run's
+    journal (`trainers/journal.py`).
     """
 
-    next_seq: int = 0
-    num_trained: int = 0
-    open: dict[int, int] = field(default_factory=dict)  # seq → version at admission
-    dropped: dict[int, str] = field(default_factory=dict)  # seq → reason
-    reissue: list[int] = field(default_factory=list)
-    aborts: dict[int, int] = field(default_factory=dict)
-    filtered: dict[int, tuple[float, int]] = field(default_factory=dict)
-    failed: dict[int, list[str]] = field(default_factory=dict)
-    produced: list[int] = field(default_factory=list)
+    replaying: bool
 
-    def admit(self, version: int) -> int:
-        """The next sequence number to start; what was given back goes first."""
-        if self.reissue:
-            seq = self.reissue.pop(0)
-            self.failed.pop(seq, None)  # of the earlier try, where that was complete and is too stale now
-        else:
-            seq = self.next_seq
-            self.next_seq += 1
-        self.open[seq] = version
-        return seq
+    def note(self, kind: str, **what: Any) -> None:
+        """It has been done. Raises TrainError where the journal that is followed has something else here."""
+        ...
 
-    def give_back(self, seq: int) -> None:
-        del self.open[seq]
-        self.reissue = sorted([*self.reissue, seq])
-
-    def complete(self, seq: int) -> None:
-        del self.open[seq]
-        self.aborts.pop(seq, None)
-
-    def drop(self, seq: int, reason: str) -> None:
-        self.complete(seq)
-        self.dropped[seq] = reason
+    def turn(self, kind: str, **what: Any) -> bool:
+        """Replaying: whether this is next."""
+        ...
 
     @property
-    def num_admitted(self) -> int:
-        """Groups that hold or have used a credit: everything started, less what waits to be started again."""
-        return self.next_seq - len(self.reissue)
+    def upcoming(self) -> Mapping[str, Any]:
+        """Replaying: what is next; empty at the end."""
+        ...
 
-    def records(self) -> list[dict[str, Any]]:
-        """The account as lines for `buffer/ledger.jsonl`. What is in flight will be issued again."""
-        reissue = sorted([*self.reissue, *self.open])
-        counts = {"next_seq": self.next_seq, "num_trained": self.num_trained}
-        head = {"kind": "watermark", **counts, "produced": list(self.produced)}
-        again = [{"kind": "reissue", "seq": seq, "aborts": self.aborts.get(seq, 0)} for seq in reissue]
-        dropped = [
-            {"kind": "dropped", "seq": seq, "reason": reason} for seq, reason in sorted(self.dropped.items())
-        ]
-        filtered = [
-            {"kind": "filtered", "seq": seq, "reward_sum": total, "rows": rows}
-            for seq, (total, rows) in sorted(self.filtered.items())
-        ]
-        failed = [
-            {"kind": "failed", "seq": seq, "outcomes": outcomes}
-            for seq, outcomes in sorted(self.failed.items())
-        ]
-        return [head, *again, *dropped, *filtered, *failed]
+    def open_groups(self) -> Mapping[int, int]:
+        """Replaying: what is in flight here: sequence number → version at admission."""
+        ...
 
-    @classmethod
-    def from_records(cls, records: list[dict[str, Any]]) -> Ledger:
-        head = records[0]
-        return cls(
-            next_seq=head["next_seq"],
-            num_trained=head["num_trained"],
-            produced=list(head.get("produced", ())),
-            dropped={r["seq"]: r["reason"] for r in records if r["kind"] == "dropped"},
-            reissue=sorted(r["seq"] for r in records if r["kind"] == "reissue"),
-            aborts={r["seq"]: r["aborts"] for r in records if r["kind"] == "reissue" and r.get("aborts")},
-            filtered={r["seq"]: (r["reward_sum"], r["rows"]) for r in records if r["kind"] == "filtered"},
-            failed={r["seq"]: r["outcomes"] for r in records if r["kind"] == "failed"},
-        )
+    def fate(self, seq: int) -> Mapping[str, Any] | None:
+        """Replaying: how this group in flight ends: its put or drop; None where it does not here."""
+        ...
+
+    def left(self, what: str) -> TrainError:
+        """Replaying: the error that says what is otherwise here."""
+        ...
 
 
 class Buffer:
@@ -137,7 +93,8 @@ class Buffer:
     `settled` raise TrainError. check_failures: given the outcomes of one step's failed trajectories (or the
     first of them), raises a RewardError when they are too many, and so do `take` and `settled`. A filtered
     group or a failure belongs to the step that trains on the prompts around it in the stream, whatever
-    finished first: with the ledger, the counts survive a resume.
+    finished first: with the ledger, the counts survive a resume. journal: in it goes whatever is done here;
+    one that is replayed decides instead of time, credits and selection.
     """
 
     def __init__(
@@ -151,15 +108,19 @@ class Buffer:
         keep: Callable[[Group], str | None] | None = None,
         max_refills: float = math.inf,
         check_failures: Callable[[Sequence[str]], None] = lambda outcomes: None,
+        journal: Journal | None = None,
     ) -> None:
         self.batch_size, self.max_staleness = batch_size, max_staleness
         self.total_steps, self.total_groups, self.order = total_steps, total_groups, order
         self.keep, self.max_refills, self._check_failures = keep, max_refills, check_failures
+        self.journal = journal
+        self._replayed = journal if journal is not None and journal.replaying else None
         self.version = 0
         self.ledger = Ledger()
         self.ready: dict[int, Group] = {}
         self.num_failed = 0  # trajectories, for the batch taken last
         self.num_aborted = self.num_given_back = 0  # groups, since the statistics were taken last
+        self.in_flight = 0  # groups, when they were held last
         self.trained: list[int] = []  # response lengths of the groups taken last
         self._changed = asyncio.Condition()
         self._admitting = True
@@ -185,6 +146,11 @@ class Buffer:
             self.ready = {group.seq: group for group in groups}
         else:
             ledger.reissue = sorted([*ledger.reissue, *(group.seq for group in groups)])
+        if self._replayed is None:
+            self._note("resume", version=version, reissue=ledger.reissue)
+        else:  # what is in flight goes on where it was (`trainers/journal.py`: Replay)
+            ledger.open = dict(self._replayed.open_groups())
+            ledger.reissue = [seq for seq in ledger.reissue if seq not in ledger.open]
 
     def credits(self) -> int:
         """How many more groups may start now."""
@@ -203,8 +169,16 @@ class Buffer:
         back-pressure.
         """
         async with self._changed:
-            await self._changed.wait_for(lambda: self._admitting and self.credits() > 0)
-            return self.ledger.admit(self.version)
+            await self._changed.wait_for(self._may_start)
+            version = self.version if self._replayed is None else self._replayed.upcoming["version"]
+            seq = self.ledger.admit(version)
+            self._note("admit", seq=seq, version=version)
+            return seq
+
+    def _may_start(self) -> bool:
+        if self._replayed is not None:
+            return self._replayed.turn("admit") and self._replayed.upcoming["version"] <= self.version
+        return self._admitting and self.credits() > 0
 
     async def admit(self, yes: bool) -> None:
         """Whether prompts may start at all: not while weights change, so that what is given back then starts
@@ -218,6 +192,8 @@ class Buffer:
         """A complete group arrives; a filtered one is a drop with a reason."""
         reason = self.keep(group) if self.keep is not None else None
         async with self._changed:
+            await self._turn("put", seq=group.seq)
+            self._note("put", seq=group.seq, reason=reason, **group.ended)
             self._note_failures(group.seq, failures(group.ref))
             if reason is None:
                 self.ledger.complete(group.seq)
@@ -229,26 +205,98 @@ class Buffer:
             self._check_bounds()
             self._changed.notify_all()
 
-    async def drop(self, seq: int, reason: str, failed: Sequence[str] = ()) -> None:
-        """A group of which nothing can be trained on. failed: the outcomes of its failed trajectories."""
+    async def drop(
+        self,
+        seq: int,
+        reason: str,
+        failed: Sequence[str] = (),
+        ended: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        """A group of which nothing can be trained on. failed: the outcomes of its failed trajectories. ended:
+        how, for the journal.
+        """
         async with self._changed:
+            await self._turn("drop", seq=seq)
+            self._note("drop", seq=seq, reason=reason, **ended)
             self._note_failures(seq, failed)
             self.ledger.drop(seq, reason)
             self._check_bounds()
             self._changed.notify_all()
 
-    async def give_back(self, seqs: Iterable[int], *, aborted: bool = False) -> None:
+    async def give_back(self, seqs: Iterable[int], *, aborted: bool = False, ending: bool = False) -> None:
         """Episodes were cancelled or lost: their prompts will be issued again, before others. What is
         complete by now is left alone. aborted: because weights changed; counted for each (`Ledger.aborts`).
+        ending: because the run ends here, which is no line of the journal.
         """
         async with self._changed:
-            for seq in [seq for seq in seqs if seq in self.ledger.open]:
-                self.ledger.give_back(seq)
-                self.num_given_back += 1
-                if aborted:
-                    self.num_aborted += 1
-                    self.ledger.aborts[seq] = self.ledger.aborts.get(seq, 0) + 1
+            given_back = [seq for seq in seqs if seq in self.ledger.open]
+            if given_back:
+                self._give_back(given_back, aborted=aborted)
+            if given_back and not ending:
+                self._note("give_back", seqs=given_back, aborted=aborted)
             self._changed.notify_all()
+
+    def _give_back(self, seqs: Sequence[int], *, aborted: bool) -> None:
+        for seq in seqs:
+            self.ledger.give_back(seq)
+            self.num_given_back += 1
+            if aborted:
+                self.num_aborted += 1
+                self.ledger.aborts[seq] = self.ledger.aborts.get(seq, 0) + 1
+
+    async def follow(self) -> None:
+        """Replaying: what nobody here causes (an abort, a lost rank, a resume of the run that is followed)
+        happens when it is its turn, for ever (until cancelled).
+        """
+        assert self._replayed is not None
+        journal = self._replayed
+        while True:
+            async with self._changed:
+                await self._changed.wait_for(lambda: journal.turn("give_back") or journal.turn("resume"))
+                line = journal.upcoming
+                if line["kind"] == "give_back":
+                    self._give_back(line["seqs"], aborted=line["aborted"])
+                    journal.note("give_back", seqs=line["seqs"], aborted=line["aborted"])
+                else:
+                    self._resume(line["version"], line["reissue"])
+                    journal.note("resume", version=line["version"], reissue=line["reissue"])
+                self._changed.notify_all()
+
+    def _resume(self, version: int, reissue: Sequence[int]) -> None:
+        """As `restore`, of the run that is followed: what was in flight starts again."""
+        self.ledger.open.clear()
+        self.ledger.reissue = list(reissue)
+        self.ready = {seq: group for seq, group in self.ready.items() if seq not in set(reissue)}
+        self._unused = version * self.batch_size - self.ledger.num_trained
+        self.num_aborted = self.num_given_back = 0
+
+    async def until(self, ready: Callable[[], bool]) -> None:
+        """Waits until `ready()`; asks after every change. Raises the error of an episode that failed."""
+
+        def done() -> bool:
+            if self._error is not None:
+                raise self._error
+            return ready()
+
+        async with self._changed:
+            await self._changed.wait_for(done)
+
+    async def changed(self) -> None:
+        """Have those who wait look again."""
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _turn(self, kind: str, **what: Any) -> None:
+        """Replaying: wait until this is next. Call it under the lock."""
+        journal = self._replayed
+        if journal is not None:
+            await self._changed.wait_for(lambda: journal.turn(kind, **what))
+
+    def _note(self, kind: str, **what: Any) -> None:
+        if self.journal is not None:
+            self.journal.note(kind, **what)
+            if self._replayed is not None and self._changed.locked():
+                self._changed.notify_all()
 
     async def fail(self, error: BaseException) -> None:
         """An episode failed for good: whoever waits in `take` or `settled` gets the error."""
@@ -265,6 +313,11 @@ class Buffer:
         def pick() -> bool:
             if self._error is not None:
                 raise self._error
+            if self._replayed is not None:
+                if not self._replayed.turn("take"):
+                    return False
+                chosen[:] = self._replayed.upcoming["seqs"]
+                return True
             selected = select(
                 ready={seq: group.admitted_version for seq, group in self.ready.items()},
                 open_groups=self.ledger.open,
@@ -280,6 +333,7 @@ class Buffer:
 
         async with self._changed:
             await self._changed.wait_for(pick)
+            self._note("take", seqs=chosen)
             groups = [self.ready.pop(seq) for seq in chosen]
             self.ledger.num_trained += len(groups)
             self.trained = [length for group in groups for length in group.lengths().tolist()]
@@ -288,12 +342,15 @@ class Buffer:
             if self.keep is not None:
                 self._filter_statistics = self._count_filtered(groups, last)
             self._check_bounds()
+        self._refuse_stale(groups)
+        return groups
+
+    def _refuse_stale(self, groups: Sequence[Group]) -> None:
         stale = [group.seq for group in groups if self.version - group.oldest_version > self.max_staleness]
         if stale:
             raise TrainError(
                 f"prompt groups {stale} are staler than trainer.max_staleness={self.max_staleness}"
             )
-        return groups
 
     def _note_failures(self, seq: int, failed: Sequence[str]) -> None:
         if failed:
@@ -365,14 +422,7 @@ class Buffer:
         """Nothing is in flight and no credit is left: a drop during the drain has been replaced, and that
         one is done.
         """
-
-        def done() -> bool:
-            if self._error is not None:
-                raise self._error
-            return not self.ledger.open and self.credits() <= 0
-
-        async with self._changed:
-            await self._changed.wait_for(done)
+        await self.until(lambda: not self.ledger.open and self.credits() <= 0)
 
     async def advance(self, version: int) -> None:
         """The engines serve `version`: only now may prompts start on its credits."""
@@ -385,8 +435,9 @@ class Buffer:
         and, with a filter, what it did for the batch taken last. reward/generated_mean is over all scored
         rows, those of filtered groups too: the mean over what is trained on says more about the filter than
         about the policy. Lengths of what came in beside those of what was trained: over a while they are the
-        same, unless short answers are favoured.
+        same, unless short answers are favoured. Call it once per publish, before `advance`.
         """
+        self._note("publish", version=self.version + 1, in_flight=self.in_flight)
         statistics = {
             **self._filter_statistics,
             "buffer/ready": float(len(self.ready)),

@@ -6,10 +6,11 @@ line.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,18 @@ def open_source(config: SourceConfig) -> Source:
     if not len(source):
         raise DataError(f"source {name!r} ({source.origin}) has no rows")
     return source
+
+
+def check_source(config: SourceConfig) -> None:
+    """Raises ConfigError, as `open_source` would, without reading rows: keys, the file, the function and its
+    options.
+    """
+    name = source_name(config)
+    _check_keys(config, name)
+    if config.type in ("parquet", "jsonl"):
+        _existing_file(config, name)
+    elif config.type == "function":
+        _function_of(config, name)
 
 
 def open_sources(configs: Sequence[SourceConfig]) -> tuple[Source, ...]:
@@ -317,7 +330,25 @@ def _open_reasoning_gym(config: SourceConfig, name: str) -> Source:
 
 
 def _open_function(config: SourceConfig, name: str) -> Source:
-    """Rows from a function. It is given `options`, and the source's `seed` and `size` where it has such
+    """Rows from a function."""
+    task = config.task or ""
+    made = _function_of(config, name)()
+    if isinstance(made, str | bytes | Mapping) or not isinstance(made, Iterable):
+        raise ConfigError(
+            f"source {name!r}: {task} must return a list of mappings, it returned {type(made).__name__}"
+        )
+    rows = list(itertools.islice(made, config.size))
+    for i, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise DataError(
+                f"source {name!r} ({task}, row {i}): a row must be a mapping, got {type(row).__name__}: "
+                f"{row!r:.80}"
+            )
+    return Source(name, config, rows, task)
+
+
+def _function_of(config: SourceConfig, name: str) -> Callable[[], Any]:
+    """The source's function. It is given `options`, and the source's `seed` and `size` where it has such
     parameters.
     """
     task = config.task or ""
@@ -331,19 +362,7 @@ def _open_function(config: SourceConfig, name: str) -> Source:
     if "size" in accepted and config.size is not None:
         options.setdefault("size", config.size)
     check_options(function, options, f"source {name!r} (function {task})", given=0)
-    made = function(**options)
-    if isinstance(made, str | bytes | Mapping) or not isinstance(made, Iterable):
-        raise ConfigError(
-            f"source {name!r}: {task} must return a list of mappings, it returned {type(made).__name__}"
-        )
-    rows = list(itertools.islice(made, config.size))
-    for i, row in enumerate(rows):
-        if not isinstance(row, Mapping):
-            raise DataError(
-                f"source {name!r} ({task}, row {i}): a row must be a mapping, got {type(row).__name__}: "
-                f"{row!r:.80}"
-            )
-    return Source(name, config, rows, task)
+    return functools.partial(function, **options)
 
 
 _OPENERS = {

@@ -5,8 +5,10 @@ anything starts.
 from __future__ import annotations
 
 import importlib.util
+import re
 import shutil
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +16,50 @@ import torch
 
 from rondo.agents.external import load_agent
 from rondo.algorithms import check_algorithm
-from rondo.algorithms.registry import Kind, columns_read, lookup
+from rondo.algorithms.registry import Kind, columns_read, lookup, registered_by_user
 from rondo.config import LoadedConfig
 from rondo.config.functions import did_you_mean
-from rondo.config.schema import Config, FrozenEngineConfig, FunctionConfig
-from rondo.errors import ConfigError
+from rondo.config.schema import Config, FunctionConfig, KlConfig
+from rondo.data.rows import GREEDY_REWARD
+from rondo.data.sources import check_source
+from rondo.errors import ConfigError, DataError, about
+from rondo.models.loading import check_model_folder, load_model_config
 from rondo.rewards import BUILTINS, load_functions
 from rondo.rollout import check_engine
 from rondo.tracking import check_trackers
-from rondo.trainers.roles import placement_of, role_spec
+from rondo.trainers.journal import check_replay
+from rondo.trainers.recorded import Recorded, recorded_rollouts
+from rondo.trainers.roles import engine_sections, model_source, placement_of, role_spec
 from rondo.trainers.setup import Program, plan_program, warmup_steps
 
 
-def check_rl(loaded: LoadedConfig) -> None:
-    """Raises ConfigError for what `rondo train` cannot do as configured."""
-    config = loaded.config
-    if not config.data.train:
+@contextmanager
+def located(loaded: LoadedConfig) -> Iterator[None]:
+    """A ConfigError raised inside that knows its key only (`errors.about`) begins with where that was set."""
+    try:
+        yield
+    except ConfigError as error:
+        key = error.key
+        where = _where(loaded, key) if key is not None else ""
+        if key is None or not where:
+            raise
+        named = key.startswith(re.split("[ :=]", str(error), maxsplit=1)[0])
+        raise ConfigError(f"{where}{'' if named else f'{key}: '}{error}") from error.__cause__
+
+
+def check_rl(loaded: LoadedConfig) -> Program:
+    """What `rondo train` will do; raises ConfigError for what it cannot do as configured."""
+    with located(loaded):
+        return _check_rl(loaded)
+
+
+def _check_rl(loaded: LoadedConfig) -> Program:
+    config, recorded = loaded.config, recorded_rollouts(loaded.config)
+    if not config.data.train and recorded is None:
         raise ConfigError(
             "data.train is empty: there is nothing to learn from; add a source (see docs/data.md)"
         )
-    if not config.reward.functions and not config.reward.models:
+    if not config.reward.functions and not config.reward.models and recorded is None:
         raise ConfigError(
             "reward.functions is empty: nothing says what is good; add a scorer, for example {name: gsm8k}, "
             "or a model under reward.models"
@@ -41,23 +67,24 @@ def check_rl(loaded: LoadedConfig) -> None:
     check_algorithm(config.algorithm)
     _check_unread(loaded)
     _check_group_size(loaded)
-    _check_scores(loaded)
-    if config.rollout.agent is not None:
-        try:
+    _check_scores(loaded, recorded)
+    if config.rollout.agent is not None and recorded is None:
+        with about("rollout.agent"):
             load_agent(config.rollout.agent)
-        except ConfigError as error:
-            raise ConfigError(f"{_where(loaded, 'rollout.agent')}{error}") from error
-    program = plan_program(config)
+    program = plan_program(config, recorded)
     _check_combinations(loaded, program)
     _check_roles(loaded, program)
     check_trackers(config.tracking.trackers)
-    if config.trainer.evaluation.every is not None and not config.data.eval:
+    if config.trainer.evaluation.every is not None and not config.data.eval and recorded is None:
         raise ConfigError(
             "trainer.evaluation.every is set, but data.eval is empty; add a source of held-out prompts"
         )
     check_backend(loaded)
-    check_rollout_engine(loaded)
+    if recorded is None:
+        check_rollout_engine(loaded)
     check_files(loaded)
+    check_replay(config)
+    return program
 
 
 def _check_unread(loaded: LoadedConfig) -> None:
@@ -82,20 +109,25 @@ def _check_group_size(loaded: LoadedConfig) -> None:
         )
 
 
-def _check_scores(loaded: LoadedConfig) -> None:
+def _check_scores(loaded: LoadedConfig, recorded: Recorded | None) -> None:
     """Names of scores are unique, and whoever names a score names one that exists."""
     config = loaded.config
-    names = [name for f in load_functions(config.reward.functions, BUILTINS) for name in f.names]
+    if recorded is None:
+        names = [name for f in load_functions(config.reward.functions, BUILTINS) for name in f.names]
+    else:
+        names = list(recorded.recording.scores)
     for index, model in enumerate(config.reward.models):
-        if model.path is not None and Path(model.path).is_dir():
-            role_spec(model.name, config, {})  # is there a value head?
+        if recorded is not None and model.name not in recorded.scored_by(config):
+            continue
+        where = _where(loaded, f"reward.models.{index}")
         if model.path is None:
             raise ConfigError(
-                f"reward.models.{index} ({model.name}) has no path; name the export of `rondo reward-model`"
+                f"{where}reward.models.{index} ({model.name}) has no path; name the export of "
+                "`rondo reward-model`"
             )
         if model.name in names:
             raise ConfigError(
-                f"reward.models.{index}: another scorer is called {model.name} too; set another name"
+                f"{where}reward.models.{index}: another scorer is called {model.name} too; set another name"
             )
         names.append(model.name)
     constraint = config.algorithm.constraint
@@ -128,7 +160,7 @@ def _check_combinations(loaded: LoadedConfig, program: Program) -> None:
             f"often each sample of a prompt counts, and the baseline of algorithm.advantage={name} would not "
             "know; use an estimator that does not compare a prompt's samples (gae, reinforce_pp)"
         )
-    if loaded.config.reward.models:
+    if program.reward_models:
         _check_model_rewards(loaded, program)
     if loaded.config.trainer.total_steps is not None:
         warmup_steps(loaded.config, program.learners, loaded.config.trainer.total_steps)
@@ -174,6 +206,22 @@ def _check_greedy_baseline(config: Config) -> None:
         )
 
 
+def _check_recorded(loaded: LoadedConfig, program: Program, recorded: Recorded) -> None:
+    """What a run without engines cannot do."""
+    config, path = loaded.config, recorded.recording.path
+    if "rollout" in config.cluster.placement:
+        raise ConfigError(
+            f"{_where(loaded, 'cluster.placement.rollout')}cluster.placement.rollout gives devices to "
+            f"engines, and with rollout.recorded={path} none run; remove it, and its pool from cluster.pools"
+        )
+    if program.greedy_baseline and not recorded.recording.has_greedy_reward:
+        raise ConfigError(
+            f"algorithm.advantage={config.algorithm.advantage.name} reads {GREEDY_REWARD}, which "
+            f"rollout.recorded={path} does not have; use rollouts that were recorded with it, or an "
+            "estimator with another baseline (rloo, grpo)"
+        )
+
+
 def _check_roles(loaded: LoadedConfig, program: Program) -> None:
     """Sections of roles that this run does not have are not read, so setting them is an error; others must
     fit.
@@ -196,20 +244,17 @@ def _check_roles(loaded: LoadedConfig, program: Program) -> None:
         if not needed:
             _check_unset(loaded, key, columns)
     longest = config.data.max_prompt_tokens + config.rollout.max_tokens
-    budgets: dict[str, FrozenEngineConfig] = {
-        "critic": config.critic,
-        "cost_critic": config.critic,
-        "reference": config.reference,
-    }
-    budgets |= {"prm": config.actor, "teacher": config.teacher, **{m.name: m for m in config.reward.models}}
+    budgets = engine_sections(config)
     for role in program.roles:
         if budgets[role].token_budget < longest:
             raise ConfigError(
                 f"{role}.token_budget={budgets[role].token_budget} is less than data.max_prompt_tokens + "
                 f"rollout.max_tokens={longest}; raise it"
             )
+    if program.recorded is not None:
+        _check_recorded(loaded, program, program.recorded)
     placement_of(config, program.all_roles)
-    if program.greedy_baseline:
+    if program.greedy_baseline and program.recorded is None:
         _check_greedy_baseline(config)
     if "teacher" in program.roles and config.teacher.path is None:
         raise ConfigError(
@@ -250,10 +295,35 @@ def check_backend(loaded: LoadedConfig) -> None:
     config = loaded.config
     if config.cluster.backend == "ray" and importlib.util.find_spec("ray") is None:
         raise ConfigError('cluster.backend=ray, but Ray is not installed: pip install "rondo-rl[ray]"')
-    if config.rollout.decode == "compiled" and shutil.which("cc") is None:
+    with located(loaded):
+        check_names(config)
+    if config.rollout.decode == "compiled" and config.rollout.recorded is None and shutil.which("cc") is None:
         raise ConfigError(
             "rollout.decode=compiled needs a C compiler (cc); install one or set rollout.decode=auto"
         )
+
+
+def check_names(config: Config) -> None:
+    """Raises ConfigError for a short name, registered by the user's code in this process, of a function that
+    runs in Ray's workers, which are other processes.
+    """
+    algorithm = config.algorithm
+    in_workers: tuple[tuple[str, Kind, FunctionConfig | KlConfig | None], ...] = (
+        ("algorithm.policy_loss", "policy_loss", algorithm.policy_loss),
+        ("algorithm.value_loss", "value_loss", algorithm.value_loss),
+        ("algorithm.kl", "kl", algorithm.kl),
+        ("algorithm.preference_loss", "pair_loss", algorithm.preference_loss),
+        ("algorithm.reward_model_loss", "pair_loss", algorithm.reward_model_loss),
+    )
+    for key, kind, chosen in in_workers if config.cluster.backend == "ray" else ():
+        place = registered_by_user(kind, chosen.name) if chosen is not None else None
+        if chosen is not None and place is not None:
+            with about(key):
+                raise ConfigError(
+                    f"{key}: the name {chosen.name!r} is registered in this process only, and Ray's workers "
+                    f"are other processes; name the function with its file, {place} (a program can also "
+                    "pass the function itself)"
+                )
 
 
 def check_rollout_engine(loaded: LoadedConfig) -> None:
@@ -281,13 +351,57 @@ def check_rollout_engine(loaded: LoadedConfig) -> None:
 
 
 def check_files(loaded: LoadedConfig) -> None:
-    """Raises ConfigError for a file that a key names and that is not there."""
+    """Raises ConfigError for a file or a model folder that a key names and that is not there."""
+    _check_models(loaded)
+    unread = () if loaded.config.rollout.recorded is None else ("train", "eval")
+    for part in (part for part in ("train", "eval", "pretrain") if part not in unread):
+        for index, source in enumerate(getattr(loaded.config.data, part)):
+            with located(loaded), about(f"data.{part}.{index}"):
+                check_source(source)
     for key, path in (
         ("model.chat_template", loaded.config.model.chat_template),
         ("trainer.warm_start", loaded.config.trainer.warm_start),
     ):
         if path is not None:
             beside_recipe(loaded, key, path)
+
+
+def _check_models(loaded: LoadedConfig) -> None:
+    """On a cluster elsewhere (cluster.ray_address) the workers' own machines have the folders."""
+    config = loaded.config
+    if config.model.config is not None:
+        with located(loaded), about("model.config"):
+            load_model_config(model_source(config))
+    if config.cluster.ray_address is not None:
+        return
+    paths = {
+        "model.path": config.model.path,
+        "critic.path": config.critic.path,
+        "reference.path": config.reference.path,
+        "teacher.path": config.teacher.path,
+    }
+    for key, path in paths.items():
+        if path is not None:
+            _check_model(loaded, key, path)
+    if config.rollout.recorded is not None:  # those that are asked again are checked where they are made
+        return
+    for index, model in enumerate(config.reward.models):
+        key = f"reward.models.{index}.path"
+        if not Path(model.path or "").is_dir():  # its value head is read from a folder
+            raise ConfigError(
+                f"{_where(loaded, key)}{key}: there is no folder {model.path}; name the export folder of "
+                "`rondo reward-model`"
+            )
+        _check_model(loaded, key, str(model.path))
+        with located(loaded), about(key):
+            role_spec(model.name, config, {})  # is there a value head?
+
+
+def _check_model(loaded: LoadedConfig, key: str, path: str) -> None:
+    try:
+        check_model_folder(path)
+    except DataError as error:
+        raise ConfigError(f"{_where(loaded, key)}{key}: {error}") from error
 
 
 def beside_recipe(loaded: LoadedConfig, key: str, path: str) -> Path:

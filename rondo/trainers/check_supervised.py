@@ -24,6 +24,7 @@ NOT_KEYS = (
     "trainer.on_update",
     "trainer.max_aborts",
     "trainer.order",
+    "trainer.replay",
     "trainer.evaluation.before",
     "trainer.evaluation.after",
     "trainer.evaluation.greedy",

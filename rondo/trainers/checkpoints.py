@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import TracebackType
 from typing import Protocol
 
 from rondo.checkpoint import (
@@ -34,6 +35,23 @@ class Resumable(Protocol):
     async def state(self) -> ControllerState: ...
 
     async def load_state(self, state: ControllerState) -> None: ...
+
+
+class WayOn:
+    """`with WayOn(checkpoints):` around training: an error that ends it says how the run can go on."""
+
+    def __init__(self, checkpoints: Checkpoints) -> None:
+        self._checkpoints = checkpoints
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        way_on = self._checkpoints.way_on() if isinstance(error, Exception) else None
+        if error is not None and way_on is not None:
+            error.add_note(way_on)
 
 
 class Checkpoints:
@@ -68,6 +86,17 @@ class Checkpoints:
             await group.call(ModelWorker.load, str(checkpoint.path / role))
         await trainer.load_state(state)
         return checkpoint.step
+
+    def way_on(self) -> str | None:
+        """How a run that ends now can go on, in one line; None where there is no checkpoint."""
+        steps, resume = self._store.steps(), self._config.checkpoint.resume
+        if not steps:
+            return None
+        setting = " with checkpoint.resume=auto" if resume == "never" else ""
+        return (
+            f"all up to step {steps[-1]} is saved ({self._store.path_of(steps[-1])}): the same command"
+            f"{setting} goes on from there"
+        )
 
     def due(self, trainer: Resumable) -> bool:
         """Every `checkpoint.every` steps and at the end."""

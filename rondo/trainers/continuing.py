@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rondo.config import load
@@ -22,14 +22,17 @@ FREE_SECTIONS = ("cluster", "tracking", "checkpoint")
 def already_finished(folder: RunFolder, config: Config, console: Console) -> dict[str, Any] | None:
     """The summary of a run that is complete as asked for, or None when there is something to do.
 
-    Settings that differ from those that the folder was made with are said where the run goes on. Raises
-    ConfigError where it is finished: nothing would be trained with them.
+    Settings that differ from those that the folder was made with are said where the run goes on; where the
+    earlier run is now, when it cannot go on. Raises ConfigError where it is finished: nothing would be
+    trained with them.
     """
+    if folder.moved_to is not None:
+        console.note(f"the earlier run here has no checkpoint to go on from: it is now in {folder.moved_to}")
     written = folder.path / "config.yaml"
     if not folder.resuming or not written.exists():
         return None
     old = load([str(written)]).config
-    changed = list(_differences("", old, config))
+    changed = list(differences(old, config))
     summary = folder.path / "summary.json"
     same_length = (old.trainer.total_steps, old.trainer.epochs) == (
         config.trainer.total_steps,
@@ -48,13 +51,15 @@ def already_finished(folder: RunFolder, config: Config, console: Console) -> dic
     return None
 
 
-def _differences(key: str, old: Any, new: Any) -> Iterator[str]:
-    if key in FREE or key in FREE_SECTIONS:
+def differences(old: Any, new: Any, *, free: Sequence[str] = (), key: str = "") -> Iterator[str]:
+    """The settings with which two runs are not the same. free: keys that may differ besides. key: of both."""
+    if key in FREE or key in FREE_SECTIONS or key in free:
         return
     if dataclasses.is_dataclass(old) and type(old) is type(new):
         for field in dataclasses.fields(old):
             name = f"{key}.{field.name}" if key else field.name
-            yield from _differences(name, getattr(old, field.name), getattr(new, field.name))
+            values = getattr(old, field.name), getattr(new, field.name)
+            yield from differences(*values, free=free, key=name)
     elif old != new:
         yield f"{key}: {_shown(old)} before, {_shown(new)} now"
 

@@ -5,6 +5,7 @@ the weights of the loss are planned.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -17,29 +18,31 @@ from rondo.trainers.columns import attach, padded_columns
 from rondo.types import StepStats
 
 
-def effective_correction(config: Config) -> RolloutCorrectionConfig | None:
+def effective_correction(config: Config, foreign: Sequence[str] = ()) -> RolloutCorrectionConfig | None:
     """What algorithm.rollout_correction becomes: decoupled, bypass or None (off).
 
     auto: off where the samples are the trainer's own policy's (trainer.max_staleness=0, native engine), or
-    else token-level truncated importance weights; with importance or reject set, those.
+    else token-level truncated importance weights; with importance or reject set, those. foreign: why recorded
+    samples are not the policy's that is trained (`Recorded.changed`).
     """
     chosen = config.algorithm.rollout_correction
     if chosen is None or chosen.mode != "auto":
         return chosen
     if chosen.importance is None and not chosen.reject:
-        if not _of_another_policy(config):
+        if not foreign and not _of_another_policy(config):
             return None
         chosen = dataclasses.replace(chosen, importance=ImportanceConfig(level="token", upper=2.0))
     return dataclasses.replace(chosen, mode="decoupled")
 
 
-def describe_correction(config: Config) -> str:
-    """A line for `config show`: what it became, and why."""
-    written, found = config.algorithm.rollout_correction, effective_correction(config)
+def describe_correction(config: Config, foreign: Sequence[str] = ()) -> str:
+    """A line for `config show`: what it became, and why. foreign: as in `effective_correction`."""
+    written, found = config.algorithm.rollout_correction, effective_correction(config, foreign)
     auto = written is not None and written.mode == "auto"
     causes = [
         f"trainer.max_staleness={config.trainer.max_staleness}",
         f"rollout.engine={config.rollout.engine}",
+        *(["recorded under other settings"] if foreign else []),
     ]
     why = f" (auto: {', '.join(causes)})" if auto else ""
     if found is None or found.mode == "bypass":

@@ -43,8 +43,7 @@ def describe_rows(batch: BatchRef, stats: StepStats) -> None:
 
 def describe_staleness(staleness: Sequence[int], max_staleness: int, stats: StepStats) -> None:
     """Of the prompt groups of a step: mean, largest, and the share of the groups at each value."""
-    for name in ("buffer/staleness", "buffer/staleness_mean"):
-        stats.add_mean(name, float(sum(staleness)), len(staleness))
+    stats.add_mean("buffer/staleness_mean", float(sum(staleness)), len(staleness))
     stats.add_max("buffer/staleness_max", float(max(staleness)))
     for value in range(max_staleness + 1):
         stats.add_mean(f"buffer/staleness_{value}", float(staleness.count(value)), len(staleness))

@@ -8,13 +8,14 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
+from rondo.agents.replay import ENDED, Entry
 from rondo.batch import BatchRef
 from rondo.controller import WorkerGroup
 from rondo.data.rows import GREEDY_REWARD, INDEX_COLUMNS, SCORE_PREFIX
 from rondo.errors import WorkerError
 from rondo.planning.residency import Phase
 from rondo.types import Prompt, SamplingParams
-from rondo.workers.rollout import RolloutWorker
+from rondo.workers.rollout import PIECE, PIECE_INDEX, RolloutWorker
 
 T = TypeVar("T")
 
@@ -32,7 +33,9 @@ class Episodes(Protocol):
         ...
 
     async def run_group(self, rank: int, seq: int) -> BatchRef:
-        """All rows of a prompt group, failures included. Cancelling the task frees what it holds."""
+        """All rows of a prompt group, failures included; with the index column ENDED (`agents/replay.py`)
+        where there is a journal. Cancelling the task frees what it holds.
+        """
         ...
 
     async def pause(self) -> None:
@@ -43,6 +46,22 @@ class Episodes(Protocol):
 
     async def restarted(self) -> str:
         """Returns when an engine was started again and has no weights: which, and why. Mostly never."""
+        ...
+
+
+class EpisodesInPieces(Episodes, Protocol):
+    """What a replay needs."""
+
+    async def continue_group(
+        self, rank: int, seq: int, lengths: Sequence[int], before: BatchRef | None
+    ) -> BatchRef:
+        """The responses of a prompt group, the greedy one last, up to lengths[i] tokens. before: what an
+        earlier call returned, to go on from.
+        """
+        ...
+
+    async def finish_group(self, rank: int, seq: int, made: BatchRef, entries: Sequence[Entry]) -> BatchRef:
+        """As `run_group`, of responses that are there, as they ended in the journal."""
         ...
 
 
@@ -134,8 +153,37 @@ class WorkerEpisodes:
             self._sampling,
             self._n,
             self._deadline,
-            index_columns=self.index_columns,
+            index_columns=(*self.index_columns, ENDED),
             greedy_baseline=self._greedy_baseline,
+            ended=True,
+        )
+
+    async def continue_group(
+        self, rank: int, seq: int, lengths: Sequence[int], before: BatchRef | None
+    ) -> BatchRef:
+        return await self._rollout.call_rank(
+            rank,
+            RolloutWorker.continue_group,
+            before,
+            self._prompt_at(seq),
+            self._sampling,
+            lengths,
+            greedy_baseline=self._greedy_baseline,
+            keep=PIECE_INDEX,
+            reads=PIECE,
+        )
+
+    async def finish_group(self, rank: int, seq: int, made: BatchRef, entries: Sequence[Entry]) -> BatchRef:
+        return await self._rollout.call_rank(
+            rank,
+            RolloutWorker.finish_group,
+            made,
+            self._prompt_at(seq),
+            self._sampling,
+            entries,
+            greedy_baseline=self._greedy_baseline,
+            keep=(*self.index_columns, ENDED),
+            reads=PIECE,
         )
 
     async def pause(self) -> None:

@@ -10,16 +10,20 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
 
 import numpy as np
 
+from rondo.agents.replay import ENDED, ended_of
 from rondo.batch import BatchRef
 from rondo.data.buffer import Buffer, Group, failures
 from rondo.data.rows import GREEDY_REWARD, is_scored
 from rondo.errors import RolloutError, WorkerError
 from rondo.planning.admission import OnUpdate
-from rondo.trainers.episodes import Episodes, cancel
+from rondo.trainers.episodes import Episodes, EpisodesInPieces, cancel
+from rondo.trainers.journal import Replay
 
 
 class EpisodeFeeder:
@@ -40,18 +44,36 @@ class EpisodeFeeder:
     ) -> None:
         self._buffer, self._episodes, self._n = buffer, episodes, n
         self.on_update, self._max_aborts, self._warn = on_update, max_aborts, warn
-        self.in_flight = 0  # groups, when they were held last
+        journal = buffer.journal
+        self._replay: Replay | None = None
+        if journal is not None and journal.replaying:
+            self._replay = Replay(journal, buffer, cast(EpisodesInPieces, episodes))
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._load = np.zeros(episodes.size, np.int64)  # groups in flight per rank
         self._seen_alive = set(range(episodes.size))
 
     async def run(self) -> None:
         """Start a group for every credit, for ever (until cancelled)."""
+        tasks = [asyncio.create_task(self._feed())]
+        if self._replay is not None:
+            tasks.append(asyncio.create_task(self._buffer.follow()))
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            await cancel(*tasks)
+
+    async def _feed(self) -> None:
+        for seq in list(self._buffer.ledger.open):  # of a replay that goes on
+            self._start(seq)
         while True:
-            seq = await self._buffer.ticket()
-            task = asyncio.create_task(self._group(seq), name=f"group-{seq}")
-            self._tasks[seq] = task
-            task.add_done_callback(functools.partial(self._forget, seq))
+            self._start(await self._buffer.ticket())
+
+    def _start(self, seq: int) -> None:
+        if self._replay is not None and not self._replay.makes(seq):
+            return
+        task = asyncio.create_task(self._group(seq), name=f"group-{seq}")
+        self._tasks[seq] = task
+        task.add_done_callback(functools.partial(self._forget, seq))
 
     def _forget(self, seq: int, task: asyncio.Task[None]) -> None:
         if self._tasks.get(seq) is task:
@@ -62,13 +84,18 @@ class EpisodeFeeder:
 
         finish: drain what is in flight, scoring and refills included. resume: stop at a token boundary; what
         is in flight goes on after `release` under whatever weights are there then. abort: what is in flight
-        is cancelled and given back, unless it was aborted max_aborts times.
+        is cancelled and given back, unless it was aborted max_aborts times. Of a replay, the journal says
+        when.
         """
+        if self._replay is not None:
+            await self._replay.hold()
+            await self._episodes.pause()
+            return
         if self.on_update == "finish":
             await self._drain()
         else:
             await self._buffer.admit(False)
-        self.in_flight = len(self._tasks)
+        self._buffer.in_flight = len(self._tasks)
         if self.on_update == "abort":
             aborts = self._buffer.ledger.aborts
             await self._give_back(
@@ -96,16 +123,27 @@ class EpisodeFeeder:
     async def release(self) -> None:
         await self._episodes.resume()
         await self._buffer.admit(True)
+        if self._replay is not None:
+            await self._replay.serve(self._buffer.version)
+
+    def partial(self) -> dict[int, BatchRef]:
+        """Of a replay: the responses so far of groups in flight, for a checkpoint."""
+        return {} if self._replay is None else dict(self._replay.partials)
+
+    def restore_partial(self, partial: Mapping[int, BatchRef]) -> None:
+        """Go on from a checkpoint, before `run`."""
+        if self._replay is not None:
+            self._replay.partials = dict(partial)
 
     async def close(self) -> None:
         """Cancel what is in flight; those prompts go back to the ledger."""
-        await self._give_back(self._tasks)
+        await self._give_back(self._tasks, ending=True)
 
-    async def _give_back(self, seqs: Iterable[int], *, aborted: bool = False) -> None:
+    async def _give_back(self, seqs: Iterable[int], *, aborted: bool = False, ending: bool = False) -> None:
         """Cancel these groups. Not each task for itself: one that never ran cannot give anything back."""
         tasks = {seq: self._tasks[seq] for seq in seqs}
         await cancel(*tasks.values())
-        await self._buffer.give_back(tasks, aborted=aborted)
+        await self._buffer.give_back(tasks, aborted=aborted, ending=ending)
 
     async def _group(self, seq: int) -> None:
         version = self._buffer.ledger.open[seq]
@@ -116,13 +154,16 @@ class EpisodeFeeder:
         rank = min(ranks, key=lambda rank: int(self._load[rank]))
         self._load[rank] += 1
         try:
-            await self._put(seq, version, await self._episodes.run_group(rank, seq))
+            group = self._replay or self._episodes
+            await self._put(seq, version, await group.run_group(rank, seq))
         except WorkerError as error:
             alive = self._alive(error.message)
             if rank in alive or not alive:
                 await self._buffer.fail(error)
-                return
-            await self._buffer.give_back([seq])
+            elif self._replay is None:
+                await self._buffer.give_back([seq])
+            else:  # no line of the journal: as if it had not happened
+                self._start(seq)
         except (
             Exception
         ) as error:  # the boundary: an episode's error becomes the trainer's, which waits in take()
@@ -141,16 +182,22 @@ class EpisodeFeeder:
         return alive
 
     async def _put(self, seq: int, version: int, ref: BatchRef) -> None:
+        ended: Mapping[str, Any] = {}
+        if ENDED in ref.index.columns:  # for the journal alone
+            ended = ended_of(list(ref.index.scalars(ENDED)))
+            ref = replace(ref, index=ref.index.without(ENDED))
         scored = is_scored(ref.index)
         num_scored = int(scored.sum())
         has_baseline = GREEDY_REWARD in ref.index.columns
         if has_baseline and not np.isfinite(ref.index.scalars(GREEDY_REWARD)).all():
             # Nothing of such a group is trained on: it costs as much as if all of its answers had failed.
             failed = [*failures(ref), *["without a greedy baseline"] * num_scored]
-            await self._buffer.drop(seq, "the greedy baseline was not scored", failed)
+            await self._buffer.drop(seq, "the greedy baseline was not scored", failed, ended)
         elif num_scored < min(2, self._n):
             reason = f"only {num_scored} of {self._n} trajectories were scored"
-            await self._buffer.drop(seq, reason, failures(ref))
+            await self._buffer.drop(seq, reason, failures(ref), ended)
         else:
             oldest = int(ref.index.scalars("oldest_version")[scored].min())
-            await self._buffer.put(Group(seq, version, oldest, ref))
+            await self._buffer.put(Group(seq, version, oldest, ref, ended))
+        if self._replay is not None:
+            self._replay.forget(seq)

@@ -46,7 +46,8 @@ BATCHES_KEPT = 64  # of prompts, for the reward functions of rows that are score
 @dataclass
 class Run:
     """What the handles of one program share. step: trainer steps done; version: updates of the actor so far;
-    prompts: the last ones, by id, for the reward functions; stats: metrics of the step so far.
+    prompts: the last ones, by id, for the reward functions; stats: metrics of the step so far; corrected: the
+    program has made a rollout correction.
     """
 
     config: Config
@@ -57,6 +58,7 @@ class Run:
     version: int = 0
     prompts: dict[str, Prompt] = field(default_factory=dict)
     stats: StepStats = field(default_factory=StepStats)
+    corrected: bool = False
 
     def remember(self, prompts: Sequence[Prompt]) -> None:
         """Keep the last prompts that were generated from."""
@@ -83,8 +85,9 @@ class Actor:
         canary: Canary,
         warn: Callable[[str], None] = lambda message: None,
     ) -> None:
-        """config: the run's, with the program's policy loss. route, canary: how the weights get to the
-        generation engines, and how that is checked. warn: told of an engine that was started again.
+        """config: the run's, with the program's policy loss and what algorithm.rollout_correction became.
+        route, canary: how the weights get to the generation engines, and how that is checked. warn: told of
+        an engine that was started again.
         """
         self.model, self.rollout = model, rollout
         self._run, self._config, self._route, self._canary = run, config, route, canary
@@ -161,6 +164,7 @@ class Actor:
             raise ConfigError(
                 "algorithm.pretrain_coef and update_actor(…, pretrain=…) belong together: set both, or none"
             )
+        self._check_corrected(batch)
         which = self._which_loss(batch)
         loss = self._losses[which]
         batch = batch.with_index(
@@ -175,6 +179,17 @@ class Actor:
                 return await update_actor(
                     self.model, batch, loss, config, run.step, run.cluster, pretrain, name=which
                 )
+
+    def _check_corrected(self, batch: BatchRef) -> None:
+        correction = self._config.algorithm.rollout_correction
+        if correction is None or not (correction.importance or correction.reject):
+            return
+        if "rollout_weights" not in batch.columns if correction.importance else not self._run.corrected:
+            raise TrainError(
+                "update_actor: the samples are another policy's (algorithm.rollout_correction), and nothing "
+                "has corrected for that; call session.compute_correction(batch) before the first update "
+                "(session.compute_advantages does it by itself), or set algorithm.rollout_correction=null"
+            )
 
     def _which_loss(self, batch: BatchRef) -> str:
         if "old_log_probs" in batch.columns:

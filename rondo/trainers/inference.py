@@ -40,6 +40,8 @@ def evaluate_model(loaded: LoadedConfig) -> EvaluationOutput:
     """Answers of model.path to data.eval, as trainer.evaluation says, on all devices whatever cluster.pools
     says. Raises ConfigError when there are no prompts.
     """
+    if loaded.config.rollout.recorded is not None:
+        raise ConfigError("rollout.recorded is for `rondo train`; an evaluation generates: set it to null")
     check_rl(loaded)
     config = on_one_pool(complete_model(loaded.config))
     if not config.data.eval:

@@ -91,7 +91,7 @@ class WeightPublisher:
             if self._enter is not None:
                 await self._enter("generate")
             report.count(stats)
-            stats.add_sum("buffer/in_flight", float(self._feeder.in_flight))
+            stats.add_sum("buffer/in_flight", float(self._buffer.in_flight))
             await before_release(version)
             await self._buffer.advance(version)
             await self._feeder.release()

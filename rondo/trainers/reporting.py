@@ -74,6 +74,7 @@ class Reporter:
         """
         cluster.timeline.recorders += [self.timeline, self._occupancy]
         timers.watchers += [self.timeline, self._occupancy]
+        self._occupancy.lost = cluster.timeline.lost
         self.timeline.gauges, self.timeline.ignored = gauges, LONG_POLLS
 
     @contextmanager
@@ -118,7 +119,8 @@ class Reporter:
         values = stats.values()
         trained = int(values.pop("perf/trained_tokens", 0))
         generated = int(values.get("rollout/generated_tokens", 0))
-        tokens = {"trained": trained} | ({"generated": generated} if self.kind == "rl" else {})
+        generates = self.kind == "rl" and self.config.rollout.recorded is None
+        tokens = {"trained": trained} | ({"generated": generated} if generates else {})
         metrics = values | dict(extra) | timers.end_step(**tokens)
         metrics |= _rates(metrics, tokens)
         metrics |= self._occupancy.shares() if self.kind == "rl" else {}

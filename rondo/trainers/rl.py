@@ -25,34 +25,33 @@ from rondo.batch import BatchRef
 from rondo.checkpoint import ControllerState
 from rondo.config.schema import Config
 from rondo.controller import Cluster, WorkerGroup
-from rondo.data.buffer import Buffer, Group, Ledger
+from rondo.data.buffer import Group
+from rondo.data.ledger import Ledger
 from rondo.data.rows import is_scored
 from rondo.errors import TrainError
-from rondo.planning.admission import effective_on_update
 from rondo.rewards import check_dropped_share
-from rondo.rollout.protocol import WASTED_TOKENS
 from rondo.tracking import Timers
-from rondo.trainers.canary import Canary
 from rondo.trainers.checkpoints import Checkpoints
 from rondo.trainers.constraint import ConstraintController
 from rondo.trainers.describe import describe_rows, describe_staleness
-from rondo.trainers.episodes import WorkerEpisodes, cancel
-from rondo.trainers.evaluation import EvaluationResult, evaluate
+from rondo.trainers.episodes import cancel
+from rondo.trainers.evaluation import EvaluationResult
 from rondo.trainers.feeder import EpisodeFeeder
 from rondo.trainers.filtering import GroupFilter
 from rondo.trainers.hosts import HostClock
+from rondo.trainers.journal import RunJournal
 from rondo.trainers.pretraining import Pretraining
 from rondo.trainers.publish import WeightPublisher
 from rondo.trainers.reporting import Reporter
 from rondo.trainers.roles import Roles
-from rondo.trainers.routes import make_route
+from rondo.trainers.rollout_side import RolloutSide
 from rondo.trainers.scoring import with_model_reward, with_scores_of
-from rondo.trainers.setup import Learner, Program, Prompts, Schedule
+from rondo.trainers.setup import Learner, Program, Schedule
 from rondo.trainers.update_plan import resampled, with_actor_weights, with_mini_batches
 from rondo.trainers.updates import update_actor, update_learner
 from rondo.types import StepStats, request_seed
 from rondo.workers.models import ActorWorker, ModelWorker
-from rondo.workers.rollout import RolloutWorker, runs_in_own_process
+from rondo.workers.rollout import PIECE_INDEX
 
 
 class RLTrainer:
@@ -67,26 +66,21 @@ class RLTrainer:
         roles: Roles,
         program: Program,
         schedule: Schedule,
-        prompts: Prompts,
+        side: RolloutSide,
         reporter: Reporter,
         checkpoints: Checkpoints,
-        score_names: tuple[str, ...],
+        journal: RunJournal | None = None,
     ) -> None:
         self.config, self.cluster, self.roles, self.program = config, cluster, roles, program
-        self.schedule, self.prompts, self.reporter, self.checkpoints = (
-            schedule,
-            prompts,
-            reporter,
-            checkpoints,
-        )
+        self.schedule, self.side, self.reporter, self.checkpoints = schedule, side, reporter, checkpoints
         self.step = 0
         self.kl_coef = config.algorithm.kl.coef if config.algorithm.kl else 0.0
         self.constraint = ConstraintController(config.algorithm.constraint)
         self._pretraining = Pretraining(config) if config.algorithm.pretrain_coef else None
         self.timers = Timers()
-        self.buffer = Buffer(
+        self.journal = journal
+        self.buffer = side.buffer(
             batch_size=config.data.batch_size,
-            max_staleness=config.trainer.max_staleness,
             total_steps=schedule.total_steps,
             total_groups=schedule.total_groups,
             order=config.trainer.order,
@@ -97,37 +91,25 @@ class RLTrainer:
                 step_size=config.data.batch_size * config.rollout.n,
                 max_share=config.reward.max_dropped_share,
             ),
-        )
-        self.episodes = WorkerEpisodes(
-            roles.rollout,
-            prompts.train.prompt,
-            sampling=prompts.sampling,
-            n=config.rollout.n,
-            score_names=score_names,
-            deadline_seconds=config.rollout.deadline_seconds,
-            greedy_baseline=program.greedy_baseline,
-            may_lose=roles.rollout_stands_alone(),
-            own_processes=runs_in_own_process(config.rollout),
+            journal=journal,
         )
         self.feeder = EpisodeFeeder(
             self.buffer,
-            self.episodes,
+            side.episodes,
             n=config.rollout.n,
-            on_update=effective_on_update(config.trainer.on_update, config.trainer.max_staleness),
+            on_update=side.on_update,
             max_aborts=config.trainer.max_aborts,
             warn=reporter.warn,
         )
-        route = make_route(config, roles, reporter.folder.path)
-        reporter.note(route.describe())
-        self.canary = Canary(roles, prompts, config)
+        reporter.note(side.describe())
         self.weights = WeightPublisher(
-            route,
-            self.episodes,
+            side.route,
+            side.episodes,
             self.feeder,
             self.buffer,
-            shared=not route.moves,
-            enter=self.episodes.enter if config.rollout.sleep else None,
-            canary=self.canary.check if route.moves else None,
+            shared=not side.route.moves,
+            enter=side.enter,
+            canary=side.canary if side.route.moves else None,
             phase=self.timers.phase,
             warn=reporter.warn,
         )
@@ -153,9 +135,10 @@ class RLTrainer:
             self.total_steps, self.step, await self.roles.actor.call(ActorWorker.num_parameters)
         ):
             await self._first_evaluation()
-            await self._hosts.start(self.roles.all())
+            await self._hosts.start(self.roles.all(), self.timers)
             self.timers.start_step()
             finished = await self._loop()
+            await self._hosts.count(self.roles.all(), self.timers)
             self.reporter.stopped = not finished
             return finished
 
@@ -191,7 +174,7 @@ class RLTrainer:
             f"{len(self.buffer.ledger.dropped)} groups were dropped"
         )
         evaluated = self.reporter.has_evaluation(self.step)
-        if self.config.trainer.evaluation.after and self.prompts.eval and not evaluated:
+        if self.config.trainer.evaluation.after and self.side.eval and not evaluated:
             await self.feeder.release()
             self.reporter.evaluation(self.step, await self._evaluate_now())
         if self.config.checkpoint.every is not None:
@@ -201,19 +184,21 @@ class RLTrainer:
         """Resume if there is something to resume, serve the weights, prove that they are the trainer's."""
         await self.checkpoints.restore(self)
         await self.weights.start(self.step)
-        gap = await self.weights.served(self.canary.check(self.step), self.step)
-        await self._engine_statistics()  # the canary's tokens are no step's
+        if self.side.canary is None:
+            return
+        gap = await self.weights.served(self.side.canary(self.step), self.step)
+        await self.side.statistics()  # the canary's tokens are no step's
         self.reporter.note(f"canary: largest log-prob gap between sampler and trainer {gap:.1e}")
 
     async def _first_evaluation(self) -> None:
         """Before the first step; and, of a run that was stopped while an evaluation ran beside episodes, that
         one again.
         """
-        first = self.step == 0 and self.config.trainer.evaluation.before and bool(self.prompts.eval)
+        first = self.step == 0 and self.config.trainer.evaluation.before and bool(self.side.eval)
         cut_short = self.step > 0 and self._evaluates_beside() and not self.reporter.has_evaluation(self.step)
         if first or cut_short:
             result = await self._evaluate_now()
-            await self._engine_statistics()
+            await self.side.statistics()
             self.reporter.evaluation(self.step, result)
 
     async def _take(self, feeding: asyncio.Task[None]) -> list[Group]:
@@ -239,9 +224,9 @@ class RLTrainer:
         await self.weights.train_phase(self.step + 1, before_hold=lambda version: self._finish_evaluation())
         everything = BatchRef.concat([group.ref for group in groups])
         batch = self._scored(everything, stats)
-        describe_staleness(
-            [self.buffer.version - group.oldest_version for group in groups], self.buffer.max_staleness, stats
-        )
+        taken = [self.side.taken_at(group.seq, self.buffer.version) for group in groups]
+        staleness = [at - group.oldest_version for at, group in zip(taken, groups, strict=True)]
+        describe_staleness(staleness, self.config.trainer.max_staleness, stats)
         batch = with_mini_batches(batch, self.config, self.program, self.step)
         with self.timers.phase("prepare"):
             scored = await self._score_by_models(batch)
@@ -270,7 +255,7 @@ class RLTrainer:
             await self._refresh_reference()
         self.reporter.timeline.mark("publish", version=self.step)
         if self._evaluates_beside():
-            self._evaluating = asyncio.create_task(self._evaluate(), name=f"evaluation-{self.step}")
+            self._evaluating = asyncio.create_task(self.side.evaluate(), name=f"evaluation-{self.step}")
         stats.merge(published)
         await self._report(stats, scored, evaluation)
         with self.timers.phase("checkpoint"):
@@ -279,7 +264,8 @@ class RLTrainer:
     async def _score_by_models(self, batch: BatchRef) -> BatchRef:
         """The scores of reward models, and the reward with them in it."""
         for model in self.config.reward.models:
-            batch = await with_model_reward(self.roles.group(model.name), model, batch)
+            if model.name in self.program.reward_models:
+                batch = await with_model_reward(self.roles.group(model.name), model, batch)
         return batch
 
     async def _prepare(self, batch: BatchRef, stats: StepStats) -> BatchRef:
@@ -342,23 +328,15 @@ class RLTrainer:
         """While nothing decodes: read the engines' counters, evaluate if due and nothing is in flight, cut
         the snapshot if due.
         """
-        stats.merge(await self._engine_statistics())
+        stats.merge(await self.side.statistics())
         for name, value in self.buffer.statistics().items():
             stats.add_sum(name, value)
         if self._evaluation_due() and not self._evaluates_beside():
-            await self.episodes.resume()
+            await self.side.episodes.resume()
             evaluation.append(await self._evaluate_now())
-            await self.episodes.pause()
-            await self._engine_statistics()  # evaluation's tokens are no step's
+            await self.side.episodes.pause()
+            await self.side.statistics()  # evaluation's tokens are no step's
         await self.checkpoints.snapshot_if_due(self)
-
-    async def _engine_statistics(self) -> StepStats:
-        """Of all engines, since the last call."""
-        stats = StepStats()
-        for part in (await self.roles.rollout.call_each(RolloutWorker.statistics)).values():
-            stats.merge(part)
-        stats.add_sum("buffer/wasted_tokens", stats.sums.pop(WASTED_TOKENS, 0.0))
-        return stats
 
     def _evaluation_due(self) -> bool:
         evaluation = self.config.trainer.evaluation
@@ -366,7 +344,7 @@ class RLTrainer:
         due = (last and evaluation.after) or bool(
             evaluation.every and self.step % evaluation.every == 0 and not last
         )
-        return bool(due and self.prompts.eval)
+        return bool(due and self.side.eval)
 
     def _evaluates_beside(self) -> bool:
         """Evaluation of this step is due while episodes are in flight, and so runs beside them."""
@@ -378,7 +356,7 @@ class RLTrainer:
         if self._evaluating is None:
             return
         step, evaluating = self.buffer.version, self._evaluating
-        restarted = asyncio.create_task(self.episodes.restarted())
+        restarted = asyncio.create_task(self.side.episodes.restarted())
         try:
             with self.timers.phase("evaluate"):
                 await asyncio.wait({evaluating, restarted}, return_when=asyncio.FIRST_COMPLETED)
@@ -391,15 +369,10 @@ class RLTrainer:
             self.reporter.warn(f"the evaluation of step {step} was given up: an engine was started again")
         self._evaluating = None
 
-    async def _evaluate(self) -> EvaluationResult:
-        return await evaluate(
-            self.roles.rollout, self.prompts.eval, self.config.trainer.evaluation, self.prompts.sampling
-        )
-
     async def _evaluate_now(self) -> EvaluationResult:
         """While the trainer waits, and so holds the weights that are measured."""
         with self.timers.phase("evaluate"):
-            return await self.weights.served(self._evaluate(), self.step)
+            return await self.weights.served(self.side.evaluate(), self.step)
 
     def _adapt(self, stats: StepStats, batch: BatchRef) -> None:
         """Adaptive coefficients: updated after their use in this step."""
@@ -449,7 +422,8 @@ class RLTrainer:
         """The controller's part of a checkpoint; groups in flight are listed to be issued again, whatever
         becomes complete while the others are fetched.
         """
-        ready = dict(self.buffer.ready)
+        ready, partial = dict(self.buffer.ready), self.feeder.partial()
+        rows = partial | {seq: group.ref for seq, group in ready.items()}
         return ControllerState(
             step=self.step,
             version=self.step,
@@ -459,9 +433,11 @@ class RLTrainer:
                 "constraint": self.constraint.state(),
                 "groups": [[g.seq, g.admitted_version, g.oldest_version] for g in ready.values()],
                 "rules": self.buffer.rules,
+                "journal": self.journal.mark if self.journal is not None else None,
+                "partial": sorted(partial),  # of a replay; other groups in flight start again
             },
             ledger=self.buffer.ledger.records(),
-            groups={seq: await group.ref.fetch() for seq, group in ready.items()},
+            groups={seq: await ref.fetch() for seq, ref in rows.items()},
         )
 
     async def load_state(self, state: ControllerState) -> None:
@@ -472,8 +448,16 @@ class RLTrainer:
         self.constraint.load_state(state.extra["constraint"])
         self.timers.load_state(state.timers)
         groups = [
-            Group(seq, admitted, oldest, self.cluster.put(state.groups[seq], self.episodes.index_columns))
+            Group(seq, admitted, oldest, self.cluster.put(state.groups[seq], self.side.index_columns))
             for seq, admitted, oldest in state.extra["groups"]
         ]
+        if self.journal is not None:
+            self.journal.restore(state.extra.get("journal"))
+            self.feeder.restore_partial(
+                {
+                    seq: self.cluster.put(state.groups[seq], PIECE_INDEX)
+                    for seq in state.extra.get("partial", ())
+                }
+            )
         ledger = Ledger.from_records([dict(record) for record in state.ledger])
         self.buffer.restore(ledger, groups, self.step, state.extra.get("rules", {}))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rondo.config.schema import Config
+from rondo.config.schema import Config, FrozenEngineConfig
 from rondo.controller import Cluster, Worker, WorkerGroup
 from rondo.errors import ConfigError
 from rondo.models.source import ModelSource
@@ -22,17 +22,25 @@ from rondo.workers.scoring import PrmWorker, RewardModelWorker, TeacherWorker
 
 @dataclass
 class Roles:
-    """The worker groups of a run; models: those beside actor and rollout, by role."""
+    """The worker groups of a run. rollout: None where no engine runs (rollout.recorded). models: those beside
+    actor and rollout, by role.
+    """
 
     actor: WorkerGroup
-    rollout: WorkerGroup
+    rollout: WorkerGroup | None
     models: dict[str, WorkerGroup] = field(default_factory=dict)
 
+    @property
+    def engines(self) -> WorkerGroup:
+        """The rollout group of a run that generates."""
+        assert self.rollout is not None, "nothing generates in this run"
+        return self.rollout
+
     def group(self, role: str) -> WorkerGroup:
-        return {"actor": self.actor, "rollout": self.rollout, **self.models}[role]
+        return self.actor if role == "actor" else self.models[role]
 
     def all(self) -> tuple[WorkerGroup, ...]:
-        return (self.actor, *self.models.values(), self.rollout)
+        return (*self.trained(), *([] if self.rollout is None else [self.rollout]))
 
     def trained(self) -> tuple[WorkerGroup, ...]:
         """All groups with a training engine."""
@@ -41,7 +49,7 @@ class Roles:
     def rollout_stands_alone(self) -> bool:
         """The rollout ranks have host processes of their own: the run can go on without one of them."""
         others = {device for group in self.trained() for device in group.devices}
-        return others.isdisjoint(self.rollout.devices)
+        return others.isdisjoint(self.engines.devices)
 
 
 def model_source(config: Config, path: str | None = None) -> ModelSource:
@@ -74,9 +82,10 @@ def placement_of(config: Config, roles: Sequence[str] | None = None) -> Placemen
     together = []
     if config.reference.refresh_every is not None:
         together.append(SameDevices("reference", "actor", "reference.refresh_every"))
-    if config.rollout.sleep:
+    recorded = config.rollout.recorded is not None
+    if config.rollout.sleep and not recorded:
         together.append(SameDevices("rollout", "actor", "rollout.sleep"))
-    size = config.rollout.tensor_parallel
+    size = 1 if recorded else config.rollout.tensor_parallel
     return plan_placement(config.cluster, roles, tensor_parallel=size, together=together)
 
 
@@ -129,6 +138,14 @@ def role_spec(
             source = {"source": model_source(config, model.path), "engine": model}
             return RewardModelWorker, {**source, "head": "value", "name": model.name}
     raise ConfigError(f"there is no role {role!r} in this configuration")
+
+
+def engine_sections(config: Config) -> dict[str, FrozenEngineConfig]:
+    """The settings of each role's training engine."""
+    sections: dict[str, FrozenEngineConfig] = {"actor": config.actor, "prm": config.actor}
+    sections |= {"critic": config.critic, "cost_critic": config.critic}
+    sections |= {"reference": config.reference, "teacher": config.teacher}
+    return sections | {model.name: model for model in config.reward.models}
 
 
 async def create_model(

@@ -51,7 +51,7 @@ class Route(Protocol):
 
 def make_route(config: Config, roles: Roles, folder: Path) -> Route:
     """folder: of the run. Raises ConfigError where the two groups share some of their devices but not all."""
-    actor, rollout, chosen = roles.actor, roles.rollout, config.rollout.weight_transport
+    actor, rollout, chosen = roles.actor, roles.engines, config.rollout.weight_transport
     if chosen == "disk":
         return DiskRoute(actor, rollout, folder / FOLDER, config)
     mine, theirs = set(actor.devices), set(rollout.devices)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,22 +21,27 @@ from rondo.controller import Cluster, start_cluster
 from rondo.errors import ConfigError
 from rondo.rewards import Scorer
 from rondo.tracking import Console, RunFolder
-from rondo.trainers.check import beside_recipe, check_rl
+from rondo.trainers.check import beside_recipe, check_rl, located
 from rondo.trainers.check_supervised import check_supervised
-from rondo.trainers.checkpoints import Checkpoints
+from rondo.trainers.checkpoints import Checkpoints, WayOn
 from rondo.trainers.continuing import already_finished
+from rondo.trainers.journal import open_journal
 from rondo.trainers.preference import PREFERENCE, REWARD_MODEL
+from rondo.trainers.recorded import RecordedSide, check_own_folder
 from rondo.trainers.reporting import Reporter, show_finished
 from rondo.trainers.rl import RLTrainer
-from rondo.trainers.roles import placement_of
+from rondo.trainers.roles import Roles, placement_of
+from rondo.trainers.rollout_side import EngineSide, RolloutSide
 from rondo.trainers.routes import remove_files
 from rondo.trainers.setup import (
+    Program,
+    Schedule,
     complete_model,
     create_roles,
     load_prompts,
     open_tokenizer,
-    plan_program,
     plan_schedule,
+    schedule_of,
 )
 from rondo.trainers.sft import SFT
 from rondo.trainers.supervised import SupervisedTrainer, Task
@@ -64,9 +70,10 @@ def train(loaded: LoadedConfig) -> Summary:
     """RL from a configuration; blocks until the end. Raises RondoError; KeyboardInterrupt when stopped by
     Ctrl-C.
     """
-    check_rl(loaded)
+    program = check_rl(loaded)
     console = Console(loaded.config.tracking.console, samples=loaded.config.tracking.samples)
-    return asyncio.run(_train(loaded, console))
+    with located(loaded):
+        return asyncio.run(_train(loaded, program, console))
 
 
 def sft(loaded: LoadedConfig) -> Summary:
@@ -87,13 +94,15 @@ def reward_model(loaded: LoadedConfig) -> Summary:
 
 
 def _supervised(loaded: LoadedConfig, task: Task) -> Summary:
-    check_supervised(loaded, task)
     console = Console(loaded.config.tracking.console, samples=loaded.config.tracking.samples)
-    return asyncio.run(_supervise(loaded, task, console))
+    with located(loaded):
+        check_supervised(loaded, task)
+        return asyncio.run(_supervise(loaded, task, console))
 
 
-async def _train(loaded: LoadedConfig, console: Console) -> Summary:
+async def _train(loaded: LoadedConfig, program: Program, console: Console) -> Summary:
     folder_path = run_dir(loaded)
+    check_own_folder(program.recorded, folder_path)
     with RunFolder(folder_path, resume=loaded.config.checkpoint.resume) as folder, ExitStack() as at_end:
         at_end.callback(remove_files, folder.path)
         checkpoints = Checkpoints(loaded.config, folder)
@@ -101,34 +110,61 @@ async def _train(loaded: LoadedConfig, console: Console) -> Summary:
         done = already_finished(folder, loaded.config, console)
         if done is not None:
             return show_finished(loaded.config, folder, console, done)
+        journal = open_journal(loaded.config, folder, console.note)
+        if journal is not None:
+            at_end.callback(journal.close)
         config = complete_model(await warm_start(loaded, folder.path, console))
-        program = plan_program(config)
-        with console.phase("reading prompts"):
-            prompts = load_prompts(config)
-        scorer = Scorer(config.reward)
-        scorer.check_sources(prompts.train.source_names, reads_accuracy=program.reads_accuracy)
-        score_names = scorer.names
-        scorer.close()
-        schedule = plan_schedule(config, prompts.train.prompts_per_epoch, program.learners)
+        schedule, make_side = _source_of_groups(config, program, folder, console)
         reporter = Reporter(config, folder, console, title=Path(folder_path).name)
         async with _cluster(config, console) as cluster:
             with console.phase("starting worker groups"):
-                roles = await create_roles(cluster, config, program, schedule, prompts.max_context)
+                longest = config.data.max_prompt_tokens + config.rollout.max_tokens
+                roles = await create_roles(cluster, config, program, schedule, longest)
             reporter.device = f"{cluster.num_devices} x {cluster.device} ({config.cluster.backend})"
+            side = make_side(cluster, roles)
             trainer = RLTrainer(
-                config, cluster, roles, program, schedule, prompts, reporter, checkpoints, score_names
+                config, cluster, roles, program, schedule, side, reporter, checkpoints, journal
             )
-            for line in dict.fromkeys(await roles.rollout.call(RolloutWorker.decode_path)):
-                reporter.note(line)
+            if roles.rollout is not None:
+                for line in dict.fromkeys(await roles.rollout.call(RolloutWorker.decode_path)):
+                    reporter.note(line)
             await trainer.start()
             folder.write_config(to_yaml(loaded.config))
-            with _stop_on_interrupt(trainer, console):
+            with _stop_on_interrupt(trainer, console), WayOn(checkpoints):
                 finished = await trainer.run()
             if finished and config.checkpoint.export:
                 with console.phase("exporting the model"):
                     await roles.actor.call(ActorWorker.export, str(folder.export_dir))
                     open_tokenizer(config).save_pretrained(folder.export_dir)
         return _close(reporter, trainer, finished)
+
+
+def _source_of_groups(
+    config: Config, program: Program, folder: RunFolder, console: Console
+) -> tuple[Schedule, Callable[[Cluster, Roles], RolloutSide]]:
+    """How long the run is, and what its prompt groups will come from: prompts and engines, or a recording."""
+    recorded = program.recorded
+    if recorded is not None:
+        side = functools.partial(
+            RecordedSide,
+            recorded,
+            config,
+            program.roles,
+            reads_accuracy=program.reads_accuracy,
+            greedy_baseline=program.greedy_baseline,
+        )
+        steps, groups = len(recorded.sizes), recorded.recording.num_groups
+        return schedule_of(config, steps, groups, program.learners), lambda cluster, roles: side(cluster)
+    with console.phase("reading prompts"):
+        prompts = load_prompts(config)
+    scorer = Scorer(config.reward)
+    scorer.check_sources(prompts.train.source_names, reads_accuracy=program.reads_accuracy)
+    score_names = scorer.names
+    scorer.close()
+    return (
+        plan_schedule(config, prompts.train.prompts_per_epoch, program.learners),
+        lambda cluster, roles: EngineSide(config, roles, program, prompts, score_names, folder.path),
+    )
 
 
 async def _supervise(loaded: LoadedConfig, task: Task, console: Console) -> Summary:
@@ -158,13 +194,12 @@ async def _run_supervised(
     config = complete_model(config)
     reporter = Reporter(config, folder, console, title=title, kind=task.kind)
     reporter.device = f"{cluster.num_devices} x {cluster.device} ({config.cluster.backend})"
+    checkpoints = Checkpoints(written, folder)
     with console.phase("reading data, starting worker groups"):
-        trainer = await SupervisedTrainer.create(
-            task, config, cluster, reporter, Checkpoints(written, folder)
-        )
+        trainer = await SupervisedTrainer.create(task, config, cluster, reporter, checkpoints)
     await trainer.start()
     folder.write_config(to_yaml(written))
-    with _stop_on_interrupt(trainer, console):
+    with _stop_on_interrupt(trainer, console), WayOn(checkpoints):
         finished = await trainer.run()
     if finished and config.checkpoint.export:
         await trainer.actor.call(ActorWorker.export, str(folder.export_dir))
@@ -180,11 +215,12 @@ async def warm_start(loaded: LoadedConfig, folder: Path, console: Console) -> Co
     path = folder / "warm_start"
     export = path / "export"
     recipe = beside_recipe(loaded, "trainer.warm_start", config.trainer.warm_start)
-    sft_config = _warm_start_config(load([str(recipe)]).config, config)
+    written = load([str(recipe)])
+    sft_config = _warm_start_config(written.config, config)
     if (export / "config.json").exists() and (path / "summary.json").exists():
         _check_same_warm_start(path, sft_config)
     else:
-        with RunFolder(path, resume="auto") as sft_folder:
+        with located(written), RunFolder(path, resume="auto") as sft_folder:
             async with _cluster(sft_config, console) as cluster:
                 await _run_supervised(
                     SFT, sft_config, sft_config, cluster, sft_folder, console, title="warm start"

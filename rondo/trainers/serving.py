@@ -7,11 +7,12 @@ import contextlib
 import ipaddress
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 
+from rondo.config import LoadedConfig
 from rondo.config.schema import Config
 from rondo.errors import ConfigError
 from rondo.models.family import family_of
@@ -20,6 +21,7 @@ from rondo.rollout import EngineSpec
 from rondo.rollout.build import check_engine
 from rondo.serving import Endpoint, Sessions
 from rondo.serving.http import HttpServer, check_installed
+from rondo.trainers.check import changed_keys
 from rondo.trainers.roles import model_source
 from rondo.trainers.setup import complete_model, open_tokenizer, sampling_params
 from rondo.workers.replicas import Replicas
@@ -27,6 +29,25 @@ from rondo.workers.rollout import runs_in_own_process
 
 MAX_SESSIONS = 1024  # that are remembered
 MAX_WAITING = 1024  # sequences in the queue
+
+
+# What is read here; model.* and rollout.* besides, but for what has no meaning without a trainer.
+READ = (
+    "data.max_prompt_tokens",
+    "actor.compute_dtype",
+    "cluster.device",
+    "cluster.devices",
+    "cluster.threads",
+    "trainer.seed",
+    "trainer.total_steps",  # a configuration needs it
+)
+WITHOUT_MEANING: Mapping[str, str] = {
+    "rollout.agent": "clients bring their own",
+    "rollout.sleep": "there is no trainer to make room for",
+    "rollout.n": "a request says how many answers it wants",
+    "rollout.weight_transport": "the weights are loaded once",
+    "rollout.recorded": "an engine generates",
+}
 
 
 @dataclass(frozen=True)
@@ -66,6 +87,24 @@ def serve(
     asyncio.run(_serve(complete_model(config), address, model, max_context, ready))
 
 
+def unread(loaded: LoadedConfig) -> list[str]:
+    """Keys of a recipe's rollout section that `rondo serve` does not read, with the reason. A recipe's other
+    sections are a trainer's. Raises ConfigError for such a key on the command line.
+    """
+    _check_devices(loaded.config)
+    notes: dict[str, str] = {}
+    for key, where in changed_keys(loaded):
+        known = next((known for known in WITHOUT_MEANING if f"{key}.".startswith(f"{known}.")), None)
+        if known is not None:
+            reason = f": {WITHOUT_MEANING[known]}"
+            notes.setdefault(known, f"{where}: {known} has no meaning for `rondo serve`{reason}")
+        if where.startswith("argument ") and (known or not key.startswith(("model.", "rollout.", *READ))):
+            raise ConfigError(
+                f"{where}: {key} has no meaning for `rondo serve`{reason if known else ''}; remove it"
+            )
+    return list(notes.values())
+
+
 def _check(config: Config, address: Address) -> None:
     if not address.given and not _is_loopback(address.host):
         raise ConfigError(
@@ -79,6 +118,9 @@ def _check(config: Config, address: Address) -> None:
         )
     if config.model.path is None and config.model.config is None:
         raise ConfigError("there is no model to serve: name a model folder, or a recipe with model.path")
+
+
+def _check_devices(config: Config) -> None:
     if config.cluster.devices > 1:
         raise ConfigError(
             f"cluster.devices={config.cluster.devices}: `rondo serve` uses one device; set cluster.devices=1 "

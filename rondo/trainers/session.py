@@ -24,15 +24,15 @@ from rondo.config.schema import (
     FunctionConfig,
     RewardConfig,
     RewardFunctionConfig,
-    RolloutCorrectionConfig,
 )
 from rondo.controller import WorkerGroup, start_cluster
-from rondo.errors import ConfigError
+from rondo.errors import ConfigError, TrainError
 from rondo.rewards import BUILTINS, load_functions
 from rondo.tracking import Console, RunFolder
 from rondo.trainers.advantages import AdvantageStage
 from rondo.trainers.canary import Canary
-from rondo.trainers.check import check_backend, check_files
+from rondo.trainers.check import check_backend, check_files, check_names, located
+from rondo.trainers.correction import CorrectionStage, describe_correction, effective_correction
 from rondo.trainers.describe import describe_rows
 from rondo.trainers.evaluation import evaluate
 from rondo.trainers.handles import Actor, Cost, Critic, Reference, Reward, Run, actor_losses
@@ -60,7 +60,9 @@ Function = str | Callable[..., Any]
 YOURS: Mapping[str, str] = {
     "algorithm.filter": "take the rows that you want: batch.take(rows)",
     "algorithm.resample": "take the rows that you want: batch.take(rows)",
+    "trainer.replay": "nothing depends on time but what you make so",
     "reference.refresh_every": "await reference.follow(actor)",
+    "rollout.recorded": "read the rows: cluster.put(Batch.read_parquet(file), INDEX_COLUMNS)",
 }
 
 
@@ -78,13 +80,16 @@ async def open_session(
     ConfigError for what cannot work.
     """
     loaded = load([str(recipe) for recipe in recipes], overrides)
-    _check(loaded)
+    with located(loaded):
+        _check(loaded)
     config = loaded.config
     console = Console(config.tracking.console, samples=config.tracking.samples)
     for note in loaded.notes:
         console.note(note)
     if config.checkpoint.every is not None:
         console.note("checkpoint.every has no meaning here: a program of your own writes no checkpoints")
+    if effective_correction(config) is not None:
+        console.note(describe_correction(config))
     run_dir = Path(config.trainer.run_dir or "runs/session")
     if (run_dir / "checkpoints").is_dir() and any((run_dir / "checkpoints").iterdir()):
         raise ConfigError(
@@ -118,10 +123,11 @@ def _check(loaded: LoadedConfig) -> None:
         section, name = key.split(".")
         if getattr(getattr(config, section), name) is not None:
             raise ConfigError(f"{key} is for the built-in loop; in a program of your own, {instead}")
-    if config.algorithm.rollout_correction not in (None, RolloutCorrectionConfig()):
+    correction = config.algorithm.rollout_correction
+    if correction is not None and correction.mode == "bypass":
         raise ConfigError(
-            "algorithm.rollout_correction is for the built-in loop; in a program of your own, multiply the "
-            "advantages by your weights, or use `rondo train`"
+            "algorithm.rollout_correction.mode=bypass is for the built-in loop: here compute_log_prob gives "
+            "old_log_probs; use mode=decoupled, or `rondo train`"
         )
     if config.algorithm.kl is not None and config.algorithm.kl.controller == "adaptive":
         raise ConfigError(
@@ -162,8 +168,11 @@ class Session:
         algorithm.policy_loss. devices: of both (default: those of their pools in cluster.placement).
         """
         chosen = _chosen(self.config.algorithm.policy_loss, policy_loss, options)
-        algorithm = dataclasses.replace(self.config.algorithm, policy_loss=chosen)
+        algorithm = dataclasses.replace(
+            self.config.algorithm, policy_loss=chosen, rollout_correction=effective_correction(self.config)
+        )
         config = dataclasses.replace(self.config, algorithm=algorithm)
+        check_names(config)
         model = await self.model("actor", losses=actor_losses(config), devices=devices)
         shared = shares_weights(config) and model.size == 1
         context, threads = self.run.data.max_context, self.cluster.threads
@@ -248,7 +257,7 @@ class Session:
             )
         parameters = await self._actor.model.call(ActorWorker.num_parameters)
         self._stack.enter_context(self._reporter.running(total, 0, parameters))
-        await self._hosts.start(self._groups)
+        await self._hosts.start(self._groups, run.timers)
         run.timers.start_step()
         for step in range(total):
             if evaluation.before if step == 0 else evaluation.every and step % evaluation.every == 0:
@@ -271,7 +280,8 @@ class Session:
 
         estimator: a name or a function (see docs/algorithms.md) with its options; default
         algorithm.advantage. A KL in the reward is that of algorithm.kl, with another coefficient where
-        kl_coef is given. multiplier: of the constraint, for estimators that read it.
+        kl_coef is given. multiplier: of the constraint, for estimators that read it. Where the samples are
+        another policy's (algorithm.rollout_correction), compute_correction follows.
         """
         chosen = _chosen(self.config.algorithm.advantage, estimator, options)
         stage = AdvantageStage(dataclasses.replace(self.config.algorithm, advantage=chosen))
@@ -282,6 +292,26 @@ class Session:
         with self.run.timers.phase("advantages"):
             batch, stats = await stage(batch, self.cluster, kl_coef, multiplier=multiplier)
         self.run.stats.merge(stats)
+        return batch if "rollout_weights" in batch.columns else await self.compute_correction(batch)
+
+    async def compute_correction(self, batch: BatchRef) -> BatchRef:
+        """rollout_weights, and a smaller response_mask where something is rejected: what
+        algorithm.rollout_correction asks for, which may be nothing. compute_advantages does it by itself; a
+        program that makes its advantages in another way calls it, before the first update.
+        """
+        config = effective_correction(self.config)
+        if config is None:
+            return batch
+        if "old_log_probs" not in batch.columns:
+            raise TrainError(
+                f"{describe_correction(self.config)}: it compares with old_log_probs, which the batch does "
+                "not have; call actor.compute_log_prob(batch) first, or set algorithm.rollout_correction=null"
+            )
+        stage = CorrectionStage(config, mask_truncated=self.config.algorithm.mask_truncated)
+        with self.run.timers.phase("advantages"):
+            batch, stats = await stage(batch, self.cluster)
+        self.run.stats.merge(stats)
+        self.run.corrected = True
         return batch
 
     async def evaluate(self) -> dict[str, float]:
@@ -315,6 +345,7 @@ class Session:
             return
         if self.config.trainer.evaluation.after:
             await self.evaluate()
+        await self._hosts.count(self._groups, self.run.timers)
         if self.config.checkpoint.export:
             folder = self._reporter.folder.export_dir
             await self._actor.model.call(ActorWorker.export, str(folder))

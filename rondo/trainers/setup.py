@@ -26,6 +26,7 @@ from rondo.trainers.advantages import AdvantageStage
 from rondo.trainers.correction import CorrectionStage, describe_correction, effective_correction
 from rondo.trainers.preparation import PreparationStage
 from rondo.trainers.producers import Producer, stages
+from rondo.trainers.recorded import Recorded
 from rondo.trainers.roles import (
     Roles,
     create_model,
@@ -80,7 +81,9 @@ class Learner:
 
 @dataclass(frozen=True)
 class Program:
-    """What a configuration asks for, as pure decisions."""
+    """What a configuration asks for, as pure decisions. reward_models: those that score in this run.
+    recorded: what is trained on where nothing is generated.
+    """
 
     reward_models: tuple[str, ...]
     producers: tuple[Producer, ...]
@@ -91,6 +94,7 @@ class Program:
     actor_loss: ActorLoss
     greedy_baseline: bool
     reads_accuracy: bool
+    recorded: Recorded | None = None
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -102,7 +106,7 @@ class Program:
     @property
     def all_roles(self) -> tuple[str, ...]:
         """Every worker group of the run."""
-        return ("actor", *self.roles, "rollout")
+        return ("actor", *self.roles, *(["rollout"] if self.recorded is None else []))
 
     def learner(self, role: str) -> Learner | None:
         """The learner of a role, or None where it is frozen or absent."""
@@ -113,7 +117,10 @@ class Program:
         was planned from.
         """
         algorithm = config.algorithm
+        changed = () if self.recorded is None else self.recorded.changed
         lines = [_taken(config, self.greedy_baseline)]
+        if self.recorded is not None:
+            lines = [f"{lines[0]}, filled by {self.recorded.describe()}", self.recorded.describe_policy()]
         lines += [f"score/{name}, reward <- {name}.compute_reward" for name in self.reward_models]
         if algorithm.resample is not None:
             lines.append(f"sample_weight <- controller (algorithm.resample={algorithm.resample.name})")
@@ -122,15 +129,18 @@ class Program:
             lines.append(f"{', '.join(producer.columns)} <- {producer.role}.{producer.method.__name__}")
         lines.append(f"{', '.join(self.advantage.writes)} <- controller ({algorithm.advantage.name})")
         corrected = (*self.correction.writes, "response_mask <- ") if self.correction is not None else ()
-        lines.append(", ".join(corrected) + describe_correction(config))
+        lines.append(", ".join(corrected) + describe_correction(config, changed))
         if self.preparation is not None:
             written = ", ".join(self.preparation.writes)
             lines.append(f"{written} <- controller, per mini-batch ({algorithm.policy_loss.name})")
         lines += [x.describe() for x in self.learners if not x.first]
         joined = ", with rows of data.pretrain in every mini-batch" if algorithm.pretrain_coef else ""
         lines.append("actor.update_actor reads " + ", ".join(update_columns(self.actor_loss)) + joined)
+        lines += _adapted(config)
+        if self.recorded is not None:
+            return lines
         published = f"publish weights to the rollout engines {describe_planned(config)}{_in_flight(config)}"
-        return [*lines, *_adapted(config), published]
+        return [*lines, published]
 
 
 def _taken(config: Config, greedy_baseline: bool) -> str:
@@ -167,11 +177,11 @@ class Prompts:
     max_context: int
 
 
-def plan_program(config: Config) -> Program:
-    """Derive the stages of a step from the functions chosen in the config. Raises ConfigError for a column
-    that is read and not made.
+def plan_program(config: Config, recorded: Recorded | None = None) -> Program:
+    """Derive the stages of a step from the functions chosen in the config. recorded: what is trained on
+    where rollout.recorded is set. Raises ConfigError for a column that is read and not made.
     """
-    correction_config = effective_correction(config)
+    correction_config = effective_correction(config, recorded.changed if recorded else ())
     algorithm = dataclasses.replace(config.algorithm, rollout_correction=correction_config)
     bypass = correction_config is not None and correction_config.mode == "bypass"
     advantage = AdvantageStage(algorithm)
@@ -188,7 +198,7 @@ def plan_program(config: Config) -> Program:
     for learner in learners:
         made = {f"{learner.role}_loss_weight", f"{learner.role}_mini_batch"}
         read |= set(learner.loss.columns) - made
-    if "accuracy" in read and accuracy_score(config.reward) is None:
+    if "accuracy" in read and accuracy_score(config.reward) is None and recorded is None:
         raise ConfigError(
             "the configured algorithm reads whether an answer is right (the column accuracy): set "
             "reward.accuracy to the name of the score that says so"
@@ -197,8 +207,9 @@ def plan_program(config: Config) -> Program:
         raise ConfigError(
             f"algorithm.advantage={algorithm.advantage.name} has a constraint: set algorithm.constraint.cost"
         )
+    models = tuple(model.name for model in config.reward.models)
     return Program(
-        reward_models=tuple(model.name for model in config.reward.models),
+        reward_models=models if recorded is None else recorded.scored_by(config),
         producers=stages(read, "the configured algorithm", bypass=bypass),
         learners=learners,
         advantage=advantage,
@@ -207,6 +218,7 @@ def plan_program(config: Config) -> Program:
         actor_loss=loss,
         greedy_baseline=GREEDY_REWARD in read,
         reads_accuracy="accuracy" in read,
+        recorded=recorded,
     )
 
 
@@ -287,6 +299,12 @@ def plan_schedule(config: Config, prompts_per_epoch: int, learners: Sequence[Lea
         raise ConfigError(
             "trainer.total_steps (or trainer.epochs) gives a run of 0 steps; ask for at least one"
         )
+    return schedule_of(config, steps, groups, learners)
+
+
+def schedule_of(config: Config, steps: int, groups: int, learners: Sequence[Learner]) -> Schedule:
+    """The schedule of a run of so many steps; groups: prompts that it may consume."""
+    batch = config.data.batch_size
     warmup = warmup_steps(config, learners, steps)
     per_step = _mini_batches(batch, config.actor.mini_batch_size) * config.actor.epochs
     optimizer_steps = {"actor": (steps - warmup) * per_step}
@@ -382,7 +400,8 @@ async def create_roles(
     cluster: Cluster, config: Config, program: Program, schedule: Schedule, max_context: int
 ) -> Roles:
     """Start the worker groups on the devices of their pools: the actor, the other models, then the rollout
-    engines (which share or gather the actor's weights, or get them from another pool).
+    engines (which share or gather the actor's weights, or get them from another pool), unless rollouts are
+    recorded.
     """
     placement_of(config, program.all_roles)
     steps = schedule.optimizer_steps
@@ -392,6 +411,8 @@ async def create_roles(
         learner = program.learner(role)
         losses = {learner.loss_name: learner.loss} if learner else {}
         models[role] = await create_model(cluster, role, config, losses, steps.get(role))
+    if program.recorded is not None:
+        return Roles(actor, None, models)
     share = shares_weights(config)
     rollout = await create_rollout(cluster, config, max_context, share=share, threads=cluster.threads)
     return Roles(actor, rollout, models)

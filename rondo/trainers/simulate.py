@@ -9,6 +9,7 @@ virtual clock, against engines that only sleep. For tests of the guarantees, and
 from __future__ import annotations
 
 import asyncio
+import json
 import selectors
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from rondo.agents.replay import ENDED, Entry, spans_of
 from rondo.batch import ROW_ID, Batch, BatchRef
 from rondo.columns import ragged_rows
 from rondo.data.buffer import Buffer, Group
@@ -29,6 +31,7 @@ from rondo.weights.sync import SyncReport
 T = TypeVar("T")
 
 INDEX_COLUMNS = (ROW_ID, "seq", "group_id", "sample_index", "response_length", "oldest_version", "outcome")
+ENTRY = {"finish": "stop", "reward": None, "digest": ""}  # of a journal, with spans and outcome
 
 
 class _Selector(selectors.DefaultSelector):
@@ -144,10 +147,35 @@ class SimulatedEngines:
         return self.decoded_tokens * self._token_seconds / seconds if seconds else 0.0
 
     async def run_group(self, rank: int, seq: int) -> BatchRef:
-        """Rows with the columns of INDEX_COLUMNS and `policy_versions`."""
+        """Rows with the columns of INDEX_COLUMNS, ENDED and `policy_versions`."""
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._trajectory(rank, seq, sample)) for sample in range(self.n)]
+        return self._rows(seq, [task.result() for task in tasks])
+
+    async def continue_group(
+        self, rank: int, seq: int, lengths: Sequence[int], before: BatchRef | None
+    ) -> BatchRef:
+        """As `EpisodesInPieces`. Rows with response_length and `policy_versions`."""
+        made = [np.empty(0, np.int32)] * self.n if before is None else _versions(before)
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(self._piece(rank, seq, sample, length, made[sample]))
+                for sample, length in enumerate(lengths)
+            ]
         versions = [task.result() for task in tasks]
+        rows = {
+            ROW_ID: np.array([row_id(seq, sample) for sample in range(self.n)], np.int64),
+            "response_length": np.array([len(v) for v in versions], np.int32),
+            "policy_versions": ragged_rows(versions, np.int32),
+        }
+        return BatchRef.of(Batch.of(rows), ["response_length"])
+
+    async def finish_group(self, rank: int, seq: int, made: BatchRef, entries: Sequence[Entry]) -> BatchRef:
+        """As `EpisodesInPieces`."""
+        await asyncio.sleep(max(self._score_seconds(seq, sample) for sample in range(self.n)))
+        return self._rows(seq, _versions(made))
+
+    def _rows(self, seq: int, versions: Sequence[np.ndarray]) -> BatchRef:
         outcomes = ["reward_error" if self._fails(seq, sample) else SCORED for sample in range(self.n)]
         rows = Batch.of(
             {
@@ -160,9 +188,13 @@ class SimulatedEngines:
                 "outcome": outcomes,
                 "reward": np.array([float(sample % 2) for sample in range(self.n)], np.float32),
                 "policy_versions": ragged_rows(versions, np.int32),
+                ENDED: [
+                    json.dumps({**ENTRY, "spans": spans_of(v), "outcome": outcome})
+                    for v, outcome in zip(versions, outcomes, strict=True)
+                ],
             }
         )
-        return BatchRef.of(rows, [*INDEX_COLUMNS, "reward"])
+        return BatchRef.of(rows, [*INDEX_COLUMNS, "reward", ENDED])
 
     async def _trajectory(self, rank: int, seq: int, sample: int) -> np.ndarray:
         """policy_versions of one, decoded and scored."""
@@ -172,9 +204,18 @@ class SimulatedEngines:
         await asyncio.sleep(self._score_seconds(seq, sample))
         return versions
 
-    async def _decode(self, versions: np.ndarray) -> None:
+    async def _piece(self, rank: int, seq: int, sample: int, length: int, before: np.ndarray) -> np.ndarray:
+        """policy_versions of one, decoded up to `length`."""
+        versions = np.full(max(min(length, self._length(seq, sample)), len(before)), -1, np.int32)
+        versions[: len(before)] = before
+        if len(versions) > len(before):
+            async with self._places[rank]:
+                await self._decode(versions, len(before))
+        return versions
+
+    async def _decode(self, versions: np.ndarray, done: int = 0) -> None:
         """Fill in the version of each token as it is made. Stops at a token boundary while paused."""
-        loop, done = asyncio.get_running_loop(), 0
+        loop = asyncio.get_running_loop()
         while done < len(versions):
             await self._running.wait()
             start, version = loop.time(), self.version
@@ -194,6 +235,11 @@ class SimulatedEngines:
 
     def _made(self, seconds: float) -> int:
         return int(seconds / self._token_seconds + 1e-6)
+
+
+def _versions(rows: BatchRef) -> list[np.ndarray]:
+    (block,) = rows.blocks
+    return list(block.handle.rows("policy_versions"))
 
 
 @dataclass

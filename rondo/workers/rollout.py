@@ -12,14 +12,15 @@ from typing import Any
 
 import numpy as np
 
+from rondo.agents import replay
 from rondo.agents.external import ExternalAgent
 from rondo.agents.runner import AgentLoop, EpisodeRunner, TrajectoryScorer
 from rondo.agents.single_turn import single_turn
-from rondo.batch import Batch
+from rondo.batch import ROW_ID, Batch, ragged_rows
 from rondo.chat import decode
 from rondo.config.schema import RewardConfig, RolloutConfig
 from rondo.controller import Worker, WorkerContext, dispatch
-from rondo.data.rows import GREEDY_REWARD, prompt_text, rows_from_trajectories
+from rondo.data.rows import GREEDY_REWARD, prompt_text, row_id, rows_from_trajectories
 from rondo.errors import ConfigError
 from rondo.models import load_tokenizer
 from rondo.models.source import ModelSource
@@ -27,10 +28,23 @@ from rondo.planning.residency import Phase, keeps_cache
 from rondo.rewards import Scorer
 from rondo.rewards.answers import final_answer
 from rondo.rollout import EngineSpec, NativeEngine
-from rondo.types import SCORED, Prompt, SamplingParams, StepStats, Trajectory
+from rondo.rollout.protocol import OnTokens
+from rondo.types import (
+    SCORED,
+    Completion,
+    GenerateRequest,
+    Prompt,
+    SamplingParams,
+    StepStats,
+    Trajectory,
+)
 from rondo.weights.sync import SyncReport, assert_shared, gather_into
 from rondo.workers.replicas import Replicas
 from rondo.workers.transfer import ReceivesWeights
+
+# The columns of responses under way; those of PIECE_INDEX stay with the controller.
+PIECE_INDEX = ("response_length", "finish_reason")
+PIECE = (*PIECE_INDEX, "prompt_ids", "response_ids", "rollout_log_probs", "policy_versions")
 
 
 @dataclass(frozen=True)
@@ -102,19 +116,28 @@ class RolloutWorker(ReceivesWeights, Worker):
         )
         if share:
             self._assert_shared()
+        self._run_seed = run_seed
         self._tokenizer = load_tokenizer(tokenizer, chat_template, trust_remote_code=source.trust_remote_code)
         self.scorer = Scorer(reward, seed=run_seed) if reward.functions else None
         chosen = rollout.agent
         self._agent = ExternalAgent(chosen, self._tokenizer, max_context=max_context) if chosen else None
-        self._unscored = self._make_runner(Unscored(), run_seed, single_turn)
-        self._runner = self._make_runner(self.scorer or Unscored(), run_seed, self._agent or single_turn)
+        self._unscored = self._make_runner(Unscored())
+        self._runner = self._make_runner(self.scorer or Unscored(), self._agent or single_turn)
+        self._evaluator = self._make_runner(
+            self.scorer or Unscored(), self._agent or single_turn, urgent=True
+        )
 
-    def _make_runner(self, scorer: TrajectoryScorer, run_seed: int, agent: AgentLoop) -> EpisodeRunner:
+    def _make_runner(
+        self, scorer: TrajectoryScorer, agent: AgentLoop = single_turn, *, urgent: bool = False
+    ) -> EpisodeRunner:
+        async def first(request: GenerateRequest, on_tokens: OnTokens | None = None) -> Completion:
+            return await self.replicas.router.generate(dataclasses.replace(request, urgent=True), on_tokens)
+
         return EpisodeRunner(
-            self.replicas.router.generate,
+            first if urgent else self.replicas.router.generate,
             scorer,
             lambda ids: decode(self._tokenizer, ids),
-            run_seed=run_seed,
+            run_seed=self._run_seed,
             agent=agent,
         )
 
@@ -191,26 +214,68 @@ class RolloutWorker(ReceivesWeights, Worker):
         deadline_seconds: float | None = None,
         *,
         greedy_baseline: bool = False,
+        ended: bool = False,
     ) -> Batch:
         """All rows of one prompt group, failed trajectories included (column outcome).
 
         greedy_baseline: with the column greedy_reward, the reward of one greedy answer to the same prompt
-        (NaN where that was not scored). Raises ConfigError with a reward function that compares a group's
-        answers: it cannot score that one.
+        (NaN where that was not scored). ended: with the column ENDED, for the journal. Raises ConfigError
+        with a reward function that compares a group's answers: it cannot score that one.
         """
-        if not greedy_baseline:
-            return self._rows(
-                await self._runner.run_group(prompt, sampling, n, deadline_seconds=deadline_seconds)
-            )
-        if self.scorer is not None and self.scorer.has_group_functions:
+        self._refuse_group_functions(greedy_baseline)
+        made = await _run(self._runner, prompt, sampling, n, greedy_baseline, deadline_seconds)
+        return self._group(made, ended=ended)
+
+    async def continue_group(
+        self,
+        before: Batch | None,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        lengths: Sequence[int],
+        *,
+        greedy_baseline: bool = False,
+    ) -> Batch:
+        """For a replay: the responses to one prompt up to lengths[i] tokens, nothing scored. before: what an
+        earlier call returned, to go on from. The columns are PIECE; the greedy answer's row is the last.
+        """
+        so_far = [None] * len(lengths) if before is None else _completions(before)
+        runner = self._make_runner(Unscored(), replay.pieces(lengths, so_far))
+        n = len(lengths) - greedy_baseline
+        trajectories, greedy = await _run(runner, prompt, sampling, n, greedy_baseline)
+        return _pieces([*trajectories, *([] if greedy is None else [greedy])])
+
+    async def finish_group(
+        self,
+        made: Batch,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        entries: Sequence[replay.Entry],
+        *,
+        greedy_baseline: bool = False,
+    ) -> Batch:
+        """For a replay: as `run_group`, of responses that are there (`continue_group`). entries: how they
+        ended in the journal.
+        """
+        self._refuse_group_functions(greedy_baseline)
+        scores = replay.ReplayedScores(self.scorer or Unscored(), entries)
+        runner = self._make_runner(scores, replay.whole(_completions(made), entries))
+        n = len(entries) - greedy_baseline
+        return self._group(await _run(runner, prompt, sampling, n, greedy_baseline), ended=True)
+
+    def _refuse_group_functions(self, greedy_baseline: bool) -> None:
+        if greedy_baseline and self.scorer is not None and self.scorer.has_group_functions:
             raise ConfigError(
                 "the advantage estimator reads greedy_reward, the reward of one greedy answer, and "
                 "reward.functions has one that scores a whole group of answers; remove either"
             )
-        trajectories, greedy = await self._runner.run_group_with_baseline(
-            prompt, sampling, n, deadline_seconds=deadline_seconds
-        )
-        return self._rows(trajectories).with_columns({GREEDY_REWARD: np.full(n, greedy.reward, np.float32)})
+
+    def _group(self, made: tuple[list[Trajectory], Trajectory | None], *, ended: bool) -> Batch:
+        trajectories, greedy = made
+        rows = self._rows(trajectories)
+        if greedy is not None:
+            rewards = np.full(len(trajectories), greedy.reward, np.float32)
+            rows = rows.with_columns({GREEDY_REWARD: rewards})
+        return rows.with_columns({replay.ENDED: replay.ended_column(trajectories, greedy)}) if ended else rows
 
     def _rows(self, trajectories: Sequence[Trajectory]) -> Batch:
         if self.scorer is None:
@@ -224,9 +289,9 @@ class RolloutWorker(ReceivesWeights, Worker):
     async def evaluate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams, n: int, purpose: str
     ) -> list[EvaluationRecord]:
-        """n scored answers to each prompt, as small records."""
+        """n scored answers to each prompt, as small records. Urgent: the next publish waits for them."""
         groups = await asyncio.gather(
-            *(self._runner.run_group(prompt, sampling, n, purpose=purpose) for prompt in prompts)
+            *(self._evaluator.run_group(prompt, sampling, n, purpose=purpose) for prompt in prompts)
         )
         return [self._record(trajectory) for group in groups for trajectory in group]
 
@@ -274,3 +339,41 @@ class Unscored:
 
     async def score_group(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         return list(trajectories)
+
+
+async def _run(
+    runner: EpisodeRunner,
+    prompt: Prompt,
+    sampling: SamplingParams,
+    n: int,
+    greedy_baseline: bool,
+    deadline_seconds: float | None = None,
+) -> tuple[list[Trajectory], Trajectory | None]:
+    """The samples, and the greedy answer where one is asked for."""
+    if greedy_baseline:
+        return await runner.run_group_with_baseline(prompt, sampling, n, deadline_seconds=deadline_seconds)
+    return await runner.run_group(prompt, sampling, n, deadline_seconds=deadline_seconds), None
+
+
+def _pieces(trajectories: Sequence[Trajectory]) -> Batch:
+    return Batch.of(
+        {
+            ROW_ID: np.array([row_id(t.prompt.seq, t.sample_index) for t in trajectories], np.int64),
+            "response_length": np.array([len(t.response_ids) for t in trajectories], np.int32),
+            "finish_reason": [t.finish_reason for t in trajectories],
+            "prompt_ids": ragged_rows([t.prompt.token_ids for t in trajectories], np.int32),
+            "response_ids": ragged_rows([t.response_ids for t in trajectories], np.int32),
+            "rollout_log_probs": ragged_rows([t.rollout_log_probs for t in trajectories], np.float32),
+            "policy_versions": ragged_rows([t.policy_versions for t in trajectories], np.int32),
+        }
+    )
+
+
+def _completions(rows: Batch) -> list[Completion]:
+    """What `_pieces` was made of."""
+    prompts, responses, log_probs, versions = (rows.rows(name) for name in PIECE[len(PIECE_INDEX) :])
+    reasons = rows.scalars("finish_reason")
+    return [
+        Completion(f"row {i}", prompts[i], responses[i], log_probs[i], versions[i], reasons[i])
+        for i in range(len(rows))
+    ]

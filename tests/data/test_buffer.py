@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from rondo.batch import Batch, BatchRef
-from rondo.data.buffer import Buffer, Group, Ledger
+from rondo.data.buffer import Buffer, Group
+from rondo.data.ledger import Ledger
 from rondo.errors import RewardError, TrainError
 
 
@@ -58,7 +59,7 @@ async def simulate(
     feeder = asyncio.create_task(feed())
     steps: list[list[int]] = []
     try:
-        while taken := await asyncio.wait_for(buf.take(), 10):
+        while taken := await asyncio.wait_for(buf.take(), 240):
             assert max(buf.version - g.oldest_version for g in taken) <= buf.max_staleness
             steps.append([g.seq for g in taken])
             if reports is not None:
@@ -127,7 +128,7 @@ def test_an_episode_error_reaches_whoever_waits() -> None:
         await asyncio.sleep(0)
         await buf.fail(ValueError("scorer broke"))
         with pytest.raises(ValueError, match="scorer broke"):
-            await asyncio.wait_for(waiting, 1)
+            await asyncio.wait_for(waiting, 240)
         with pytest.raises(ValueError, match="scorer broke"):
             await buf.settled()
 
@@ -385,9 +386,9 @@ def test_a_run_that_was_made_shorter_ends_there(order: str) -> None:
             await first.put(group(seq, 0))
         again = cut(first, buffer(2, 2, 1, order=order), 0)
         assert again.credits() == 0
-        assert len(await asyncio.wait_for(again.take(), 1)) == 2
+        assert len(await asyncio.wait_for(again.take(), 240)) == 2
         await again.advance(1)
-        assert await asyncio.wait_for(again.take(), 1) == []
+        assert await asyncio.wait_for(again.take(), 240) == []
 
     asyncio.run(main())
 

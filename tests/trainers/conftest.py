@@ -8,6 +8,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +20,10 @@ import yaml
 
 from rondo.cli.main import main
 from rondo.config import load
+from rondo.rollout import NativeEngine
+from rondo.rollout.native import decoder
 from rondo.trainers.run import train
+from rondo.types import GenerateRequest
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -134,3 +139,45 @@ def run(recipe: Path, tmp_path: Path) -> Callable[..., Path]:
         return tmp_path / name
 
     return start
+
+
+def hold_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is faster, trainer or engine: when the first new weights come, an answer has begun and is not
+    done. With the first batch answered, the engine waits at such a token boundary until it is paused.
+    """
+    drain, generate, answer = NativeEngine._drain, NativeEngine.generate, NativeEngine._answer
+    size = RECIPE["data"]["batch_size"] * RECIPE["rollout"]["n"]
+    first_batch: list[str] = []  # the buffer asks in the order of prompts
+    answered: set[str] = set()
+    held = threading.Event()
+
+    def noting(self: NativeEngine, request: GenerateRequest, on_tokens: Any = None) -> Any:
+        if request.request_id.startswith("train/") and len(first_batch) < size:
+            first_batch.append(request.request_id)
+        return generate(self, request, on_tokens)
+
+    def answering(finished: decoder.Finished) -> None:
+        answered.add(finished.sequence.request_id)
+        answer(finished)
+
+    def waiting(self: NativeEngine) -> bool:
+        running = enumerate(self._decoder.scheduler.slots)
+        begun = any(s is not None and self._decoder._table.indices[slot] for slot, s in running)
+        first_is_done = len(first_batch) == size and answered.issuperset(first_batch)
+        if begun and first_is_done and not held.is_set():
+            held.set()
+            patience = time.monotonic() + 240
+            while not self._paused:
+                assert time.monotonic() < patience, "no new weights come"
+                time.sleep(0.001)
+        return drain(self)
+
+    monkeypatch.setattr(NativeEngine, "generate", noting)
+    monkeypatch.setattr(NativeEngine, "_answer", staticmethod(answering))
+    monkeypatch.setattr(NativeEngine, "_drain", waiting)
+
+
+@pytest.fixture
+def begun_at_first_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """See `hold_an_answer`."""
+    hold_an_answer(monkeypatch)

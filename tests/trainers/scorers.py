@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import os
 
 from rondo.types import Prompt, Trajectory
 
@@ -24,14 +24,23 @@ def raises(prompt: Prompt, trajectory: Trajectory) -> float:
     return even_share(prompt, trajectory)
 
 
-def hangs(prompt: Prompt, trajectory: Trajectory) -> float:
+async def hangs(prompt: Prompt, trajectory: Trajectory) -> float:
+    """For one sample; the others have their score at once, so that no time limit is too short for them."""
     if trajectory.sample_index == 1:
-        time.sleep(60)
+        await asyncio.sleep(3600)
     return even_share(prompt, trajectory)
 
 
-def slow(prompt: Prompt, trajectory: Trajectory) -> float:
-    time.sleep(0.05)
+HOLD = "RONDO_TEST_HOLD"  # in the environment: the prompts, by number, that `held` gives no score ("8:16")
+
+
+async def held(prompt: Prompt, trajectory: Trajectory) -> float:
+    """Keeps a run where a test wants it: until it is killed, interrupted, or the variable is gone."""
+    while HOLD in os.environ and not prompt.prompt_id.startswith("eval:"):
+        first, end = map(int, os.environ[HOLD].split(":"))
+        if not first <= prompt.seq < end:
+            break
+        await asyncio.sleep(0.01)
     return even_share(prompt, trajectory)
 
 
@@ -41,12 +50,6 @@ def not_a_number(prompt: Prompt, trajectory: Trajectory) -> float:
 
 def a_string(prompt: Prompt, trajectory: Trajectory) -> str:
     return "1.0"
-
-
-def uneven(prompt: Prompt, trajectory: Trajectory) -> float:
-    """The last group of each batch of four takes its time: the others wait in the buffer."""
-    time.sleep(0.8 if prompt.seq % 4 == 3 and not prompt.prompt_id.startswith("eval:") else 0.01)
-    return even_share(prompt, trajectory)
 
 
 async def never(prompt: Prompt, trajectory: Trajectory) -> float:

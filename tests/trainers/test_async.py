@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from rondo.batch import BatchRef
-from rondo.data.buffer import Buffer, Group, Ledger
+from rondo.data.buffer import Buffer, Group
+from rondo.data.ledger import Ledger
 from rondo.errors import RewardError, TrainError, WorkerError
 from rondo.planning.admission import OnUpdate, Order, effective_on_update
 from rondo.trainers.feeder import EpisodeFeeder

@@ -13,6 +13,7 @@ from rondo.rollout.server import EngineProcess
 from rondo.trainers.rl import RLTrainer
 from rondo.workers.rollout import RolloutWorker
 from tests.trainers.conftest import inline, metrics
+from tests.trainers.test_journal import assert_equal
 from tests.trainers.test_partial import RESUME, groups_by_step
 
 
@@ -47,3 +48,8 @@ def test_an_engine_that_is_killed_is_replaced_and_no_prompt_is_lost(
     lines = metrics(run)
     assert sum(line["rollout/engine_restarts"] for line in lines) == 1
     assert max(line["buffer/staleness_max"] for line in lines) <= k
+    monkeypatch.undo()
+    if mode == "resume":  # no engine needs to die again
+        again, steps = tmp_path / "again", "trainer.total_steps=3"
+        inline("train", str(recipe), *arguments, steps, f"trainer.run_dir={again}", f"trainer.replay={run}")
+        assert_equal(run, again)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rondo.algorithms import registry
 from tests.trainers.conftest import RECIPE, inline
 
 NO_EVALUATION = "trainer.evaluation={before: false, after: false, every: null}"
@@ -107,10 +110,29 @@ def test_sft_learns_its_demonstrations_and_resumes_nothing_twice(folder: Path) -
         ("rollout.engine=vllm", "vllm"),
         ("algorithm.advantage=grpp", "grpo"),
         ("algorithm.policy_loss.clip_lo=0.1", "clip_low"),
-        ("reward.functions=[gsm9k]", "gsm8k"),
+        ("algorithm.policy_loss.clip=-1", "algorithm.policy_loss: clip ranges and thresholds must not be"),
+        ("algorithm.kl={name: k9, where: loss, coef: 0.1}", "algorithm.kl: unknown name 'k9'"),
+        ("algorithm.aggregation=tokenmean", "did you mean 'token-mean'"),
+        ("algorithm.value_loss=clipped", "algorithm.value_loss: unknown name"),
+        ("algorithm.filter=mixed", "algorithm.filter: unknown name 'mixed'"),
+        ("algorithm.resample=pf", "algorithm.resample: unknown name 'pf'"),
+        ("rollout.agent=no.py:agent", "rollout.agent: 'no.py:agent': there is no file"),
+        ("reward.functions=[gsm9k]", "reward.functions.0: unknown name 'gsm9k'; did you mean 'gsm8k'"),
         ("model={path: nowhere/at/all}", "nowhere/at/all"),
-        ("data.train=[{type: jsonl, path: missing.jsonl}]", "missing.jsonl"),
+        (
+            "model={path: nowhere/at/all, config: null}",
+            "model.path: model folder nowhere/at/all does not exist",
+        ),
+        ("model.config.hidden_sise=3", "a qwen3 config has no key 'hidden_sise'; did you mean 'hidden_size'"),
+        ("model.tokenizer=rondo.data.quickstart.tokeniser", "model.tokenizer: "),
+        (
+            "data.train=[{type: jsonl, path: missing.jsonl}]",
+            "data.train.0: source 'missing': file missing.jsonl",
+        ),
+        ("data.eval=[{type: function, task: rondo.data.quickstart.rows}]", "data.eval.0: "),
         ("tracking.trackers=[tensorbord]", "tensorboard"),
+        ("reward.models=[{path: no/model}]", "reward.models.0.path: there is no folder no/model"),
+        ("reward.models=[{path: rondo}]", "reward.models.0.path: model folder rondo has no config.json"),
     ],
 )
 def test_bad_settings_are_named_with_the_remedy(
@@ -119,7 +141,40 @@ def test_bad_settings_are_named_with_the_remedy(
     done = inline("train", recipe_file, override, f"trainer.run_dir={tmp_path / 'run'}", check=False)
     assert done.returncode == 2, done.stderr
     assert said in done.stderr
+    assert f"\n  argument '{override}': " in done.stderr or said == "nowhere/at/all"  # two places are named
     assert "Traceback" not in done.stderr
+
+
+def test_a_wrong_name_in_a_recipe_is_at_its_line(recipe_file: str, tmp_path: Path) -> None:
+    more = tmp_path / "more.yaml"
+    more.write_text("algorithm:\n  advantage:\n    name: grpp\n")
+    done = inline("config", "show", recipe_file, str(more), check=False)
+    assert done.stderr.startswith(
+        f"rondo config: ConfigError\n  {more}:3: algorithm.advantage: unknown name 'grpp'"
+    )
+    more.write_text(
+        "algorithm:\n  kl: {name: k3, where: loss, coef: 0.1}\nreference:\n  path: ./no/such/folder\n"
+    )
+    done = inline("train", recipe_file, str(more), f"trainer.run_dir={tmp_path / 'run'}", check=False)
+    assert f"{more}:4: reference.path: model folder ./no/such/folder does not exist" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_name_of_this_process_does_not_reach_rays_workers(recipe_file: str) -> None:
+    @registry.policy_loss("mine")
+    def mine(log_probs: torch.Tensor, advantages: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+        return -log_probs * advantages, {}
+
+    try:
+        done = inline(
+            "config", "show", recipe_file, "algorithm.policy_loss=mine", "cluster.backend=ray", check=False
+        )
+        here = inline("config", "show", recipe_file, "algorithm.policy_loss=mine")
+    finally:
+        del registry._FUNCTIONS["policy_loss"]["mine"]
+    assert "argument 'algorithm.policy_loss=mine': algorithm.policy_loss: the name 'mine'" in done.stderr
+    assert f"name the function with its file, {__file__}:test_a_name" in done.stderr
+    assert "actor.update_actor reads" in here.stdout
 
 
 def test_a_broken_line_of_a_prompt_file_is_named(recipe_file: str, tmp_path: Path) -> None:
@@ -155,5 +210,39 @@ def test_a_scorer_error_is_one_clear_block(recipe_file: str, tmp_path: Path) -> 
         "train", recipe_file, scorer, NO_EVALUATION, f"trainer.run_dir={tmp_path / 'run'}", check=False
     )
     assert done.returncode == 2
+    assert "goes on from" not in done.stderr  # there is nothing to go on from
+    shown = ("tracking.console=plain", "data.max_prompt_tokens=1", f"trainer.run_dir={tmp_path / 'run'}")
+    again = inline("train", recipe_file, *shown, check=False)
+    moved = tmp_path / "run" / "discarded" / "1"
+    assert f"no checkpoint to go on from: it is now in {moved}" in " ".join(again.stdout.split())
+    assert (moved / "config.yaml").exists()
     assert "no answer column" in done.stderr
     assert "reward.on_error" in done.stderr
+
+
+def test_an_error_in_a_run_with_a_checkpoint_says_how_it_goes_on(recipe_file: str, tmp_path: Path) -> None:
+    scorer = tmp_path / "scorer.py"
+    scorer.write_text(
+        "left = [16 + 4]\n\n\ndef fails(prompt, trajectory):\n"
+        "    left[0] -= 1\n    assert left[0] >= 0\n    return float(left[0])\n"
+    )
+    run = tmp_path / "run"
+    settings = [
+        f"reward.functions=[{scorer}:fails]",
+        "checkpoint.every=1",
+        f"trainer.run_dir={run}",
+        NO_EVALUATION,
+    ]
+    done = inline("train", recipe_file, *settings, check=False)
+    assert done.returncode == 2
+    saved = run / "checkpoints" / "step-00000001"
+    way_on = f"  all up to step 1 is saved ({saved}): the same command goes on from there"
+    assert way_on in done.stderr.splitlines()
+    scorer.write_text("def fails(prompt, trajectory):\n    return 1.0\n")
+    sys.modules.pop(next(name for name in sys.modules if name.startswith("rondo_file_scorer_")))
+    inline("train", recipe_file, *settings)
+    assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [
+        1,
+        2,
+        3,
+    ]

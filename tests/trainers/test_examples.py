@@ -31,7 +31,11 @@ TINY = [
 ]
 HALVES = ["actor.mini_batch_size=2", "critic={mini_batch_size: 2, warmup_steps: 1}", "rollout.n=4"]
 SMALLER: dict[str, list[str]] = {
-    "ppo": HALVES,
+    "ppo": [
+        *HALVES,
+        "algorithm.rollout_correction={mode: decoupled, importance: {upper: 1.0}, "
+        "reject: [{statistic: k1, level: token, lower: 0.5, upper: 1.0}]}",
+    ],  # about half of the tokens
     "remax": ["actor.optimizer.lr=1e-3"],
     "safe_rlhf": [*HALVES, "reward.functions.1.tokens=7", "reward.accuracy=first_is_even"],
     "grpo_from_scratch": ["actor.mini_batch_size=2", "rollout.n=4", "actor.optimizer.lr=1e-2"],
@@ -69,7 +73,9 @@ def test_an_example_is_its_recipe_spelled_out(name: str, tmp_path: Path) -> None
     ours, theirs = metrics(tmp_path / "example"), metrics(tmp_path / "recipe")
     assert [line["step"] for line in ours] == [line["step"] for line in theirs] == [1, 2]
     for mine, its in zip(ours, theirs, strict=True):
-        learned = [key for key in its if key.startswith(("actor/", "critic/", "cost_critic/", "reward/"))]
+        groups = ("actor/", "critic/", "cost_critic/", "reward/", "rollout_correction/")
+        learned = [key for key in its if key.startswith(groups)]
+        assert (name == "ppo") == (0.1 < its.get("rollout_correction/rejected_token_share", 0.0) < 0.9)
         loops_own = {"reward/errors", "reward/timeouts", "reward/retries", "actor/kl_coef"}
         assert {key: mine.get(key) for key in learned if key not in loops_own} == {
             key: its[key] for key in learned if key not in loops_own

@@ -79,7 +79,7 @@ async def take(
     try:
         taken = []
         for step in range(steps):
-            groups = await asyncio.wait_for(buffer.take(), 60)
+            groups = await asyncio.wait_for(buffer.take(), 240)
             batches = [await group.ref.fetch() for group in groups]
             taken += [{"seq": [g.seq for g in groups], "rows": [b.table.to_pydict() for b in batches]}]
             taken[-1]["index"] = [group.ref.index for group in groups]

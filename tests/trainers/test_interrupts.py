@@ -50,7 +50,7 @@ def test_ctrl_c_at_any_moment_saves_and_goes_on(
             interrupt()
             return await evaluate(*args)
 
-        monkeypatch.setattr("rondo.trainers.rl.evaluate", evaluating)
+        monkeypatch.setattr("rondo.trainers.rollout_side.evaluate", evaluating)
     run = tmp_path / "run"
     arguments = (
         *RESUME[:1],

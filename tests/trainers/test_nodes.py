@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,11 @@ from typing import Any
 import pytest
 
 from rondo.controller import Worker
-from rondo.errors import ConfigError, WeightSyncError, WorkerError
+from rondo.errors import ConfigError, DataError, RolloutError, WeightSyncError, WorkerError
 from rondo.trainers import run as runner
 from rondo.trainers.roles import Roles
 from tests.trainers.conftest import weights
+from tests.waiting import wait_for, wait_until_gone
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
@@ -62,11 +62,11 @@ def test_two_nodes_equal_one(run: Any, nodes: Any, pids: dict[str, list[int]]) -
     two = run("two", "trainer.total_steps=2", *SPLIT, f"cluster.ray_address={nodes.address}")
     assert pids["actor"] != pids["rollout"]
     assert weights(two) == weights(one)
-    assert not any(os.path.exists(f"/proc/{pid}") for pid in (*pids["actor"], *pids["rollout"]))
+    wait_until_gone([*pids["actor"], *pids["rollout"]])
 
 
 def test_more_devices_than_both_nodes_have(run: Any, nodes: Any) -> None:
-    started = time.monotonic()
+    """Refused before anything is set aside: that would be another message, after half a minute."""
     with pytest.raises(
         ConfigError, match=r"cluster.devices=3 \(cluster.pools: train 2, serve 1\).* has 2 CPUs"
     ):
@@ -77,23 +77,26 @@ def test_more_devices_than_both_nodes_have(run: Any, nodes: Any) -> None:
             "cluster.pools.train=2",
             f"cluster.ray_address={nodes.address}",
         )
-    assert time.monotonic() - started < 10
 
 
 def test_a_node_that_is_lost_ends_the_run(run: Any, nodes: Any, tmp_path: Path, pids: Any) -> None:
-    """Each node has a role without which the run cannot go on: the actor, or the only engine."""
-    killed: list[float] = []
+    """Each node has a role without which the run cannot go on: the actor, or the only engine. Who sees it
+    first is no matter: a call to that host, its peer in a sync of weights, or who fetches rows from there.
+    """
 
     def lose_the_second_node() -> None:
         lines = tmp_path / "lost" / "metrics.jsonl"
-        while not lines.exists() or lines.read_text().count("\n") < 3:
-            time.sleep(0.1)
-        killed.append(time.monotonic())
+        wait_for("two steps", lambda: lines.exists() and lines.read_text().count("\n") >= 3)
         nodes.remove_node(nodes.second, allow_graceful=False)
 
     threading.Thread(target=lose_the_second_node, daemon=True).start()
-    where = r"(actor|rollout)\[0\].*its host process \(pid \d+ on"  # found by the call, or before it
-    with pytest.raises((WorkerError, WeightSyncError), match=where):  # in a sync: no rollout rank is left
+    ways = (
+        r"(actor|rollout)\[0\].*its host process \(pid \d+ on",
+        r"did not arrive from rank 0 of the trainer: it went away",
+        r"no rollout rank is left",
+        r"a block of this batch is lost, its host process or node is gone",
+    )
+    errors = (WorkerError, WeightSyncError, RolloutError, DataError)
+    with pytest.raises(errors, match="|".join(ways)):
         run("lost", "trainer.total_steps=5000", *SPLIT, f"cluster.ray_address={nodes.address}")
-    assert time.monotonic() - killed[0] < 60
-    assert not any(os.path.exists(f"/proc/{pid}") for pid in (*pids["actor"], *pids["rollout"]))
+    wait_until_gone([*pids["actor"], *pids["rollout"]])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,11 +13,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rondo.rollout import NativeEngine
-from rondo.rollout.native.decoder import Finished
-from rondo.types import GenerateRequest
 from rondo.workers.rollout import RolloutWorker
-from tests.trainers.conftest import RECIPE, inline, metrics
+from tests.trainers.conftest import inline, metrics
 
 RESUME = (
     "trainer.max_staleness=2",
@@ -52,43 +47,6 @@ def log_probs_of(
     with torch.no_grad():
         logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
     return logits.log_softmax(-1)[torch.arange(len(response)), torch.tensor(response)].numpy()
-
-
-@pytest.fixture
-def begun_at_first_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever is faster, trainer or engine: when the first new weights come, an answer has begun and is not
-    done. With the first batch answered, the engine waits at such a token boundary until it is paused.
-    """
-    drain, generate, answer = NativeEngine._drain, NativeEngine.generate, NativeEngine._answer
-    size = RECIPE["data"]["batch_size"] * RECIPE["rollout"]["n"]
-    first_batch: list[str] = []  # the buffer asks in the order of prompts
-    answered: set[str] = set()
-    held = threading.Event()
-
-    def noting(self: NativeEngine, request: GenerateRequest, on_tokens: Any = None) -> Any:
-        if request.request_id.startswith("train/") and len(first_batch) < size:
-            first_batch.append(request.request_id)
-        return generate(self, request, on_tokens)
-
-    def answering(finished: Finished) -> None:
-        answered.add(finished.sequence.request_id)
-        answer(finished)
-
-    def waiting(self: NativeEngine) -> bool:
-        running = enumerate(self._decoder.scheduler.slots)
-        begun = any(s is not None and self._decoder._table.indices[slot] for slot, s in running)
-        first_is_done = len(first_batch) == size and answered.issuperset(first_batch)
-        if begun and first_is_done and not held.is_set():
-            held.set()
-            patience = time.monotonic() + 60
-            while not self._paused:
-                assert time.monotonic() < patience, "no new weights come"
-                time.sleep(0.001)
-        return drain(self)
-
-    monkeypatch.setattr(NativeEngine, "generate", noting)
-    monkeypatch.setattr(NativeEngine, "_answer", staticmethod(answering))
-    monkeypatch.setattr(NativeEngine, "_drain", waiting)
 
 
 @pytest.mark.usefixtures("begun_at_first_update")

@@ -309,8 +309,10 @@ def test_right_or_wrong_is_asked_of_every_source(tmp_path: Path) -> None:
     recipe = tmp_path / "tiny.yaml"
     recipe.write_text(yaml.safe_dump(RECIPE))
     source = RECIPE["data"]["train"][0]
+    for file in ("config.json", "model.safetensors", "value_head.safetensors"):
+        (tmp_path / file).touch()
     overrides = [
-        JUDGE,
+        JUDGE.replace("somewhere", str(tmp_path)),
         "reward.functions=[{name: 'tests/trainers/scorers.py:even_share', sources: [other]}]",
         f"data.train={json.dumps([source, {**source, 'name': 'other'}])}",
     ]

@@ -7,15 +7,21 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
+from rondo.data.buffer import Buffer, Group
 from tests.trainers.conftest import REPOSITORY, cli, inline, metrics, weights
+from tests.trainers.scorers import HOLD
+from tests.waiting import wait_for
 
-SIX_STEPS = ("trainer.total_steps=6", "checkpoint.every=3", "trainer.evaluation.every=3")
-SLOW_SCORER = "reward.functions=[tests/trainers/scorers.py:slow]"  # so that there is time to kill it
+SIX_STEPS = (
+    "trainer.total_steps=6",
+    "checkpoint.every=3",
+    "trainer.evaluation.every=3",
+    "reward={functions: ['tests/trainers/scorers.py:held'], timeout_seconds: 3600}",
+)
 
 
 @pytest.fixture(scope="module")
@@ -27,12 +33,13 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("undisturbed")
     (folder / "tiny.yaml").write_text(yaml.safe_dump(RECIPE))
-    cli("train", str(folder / "tiny.yaml"), *SIX_STEPS, SLOW_SCORER, f"trainer.run_dir={folder / 'run'}")
+    inline("train", str(folder / "tiny.yaml"), *SIX_STEPS, f"trainer.run_dir={folder / 'run'}")
     return folder / "run"
 
 
-def start(recipe: Path, run: Path, *overrides: str) -> subprocess.Popen[str]:
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+def start(recipe: Path, run: Path, *overrides: str, hold: str) -> subprocess.Popen[str]:
+    """hold: numbers of prompts, "8:16"; the run stands still when it needs them."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), HOLD: hold}
     arguments = ["train", str(recipe), *SIX_STEPS, *overrides, f"trainer.run_dir={run}"]
     command = [sys.executable, "-m", "rondo.cli.main", *arguments]
     return subprocess.Popen(
@@ -41,24 +48,22 @@ def start(recipe: Path, run: Path, *overrides: str) -> subprocess.Popen[str]:
 
 
 def wait_for_line(run: Path, process: subprocess.Popen[str], step: int) -> None:
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and process.poll() is None:
+    def there() -> bool:
+        assert process.poll() is None, f"it ended before step {step}:\n{process.communicate()[0]}"
         path = run / "metrics.jsonl"
-        if path.exists() and f'"step": {step},' in path.read_text():
-            return
-        time.sleep(0.01)
-    output = process.communicate(timeout=10)[0] if process.poll() is not None else "still running"
-    raise AssertionError(f"step {step} never came:\n{output}")
+        return path.exists() and f'"step": {step},' in path.read_text()
+
+    wait_for(f"step {step}", there)
 
 
 def test_kill_nine_and_resume_equals_undisturbed(recipe: Path, tmp_path: Path, undisturbed: Path) -> None:
     run = tmp_path / "run"
-    process = start(recipe, run, SLOW_SCORER)
+    process = start(recipe, run, hold="16:20")
     wait_for_line(run, process, 4)
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert (run / "checkpoints" / "step-00000003").is_dir()
-    cli("train", str(recipe), *SIX_STEPS, SLOW_SCORER, f"trainer.run_dir={run}")
+    inline("train", str(recipe), *SIX_STEPS, f"trainer.run_dir={run}")
     assert metrics(run) == metrics(undisturbed)
     assert weights(run) == weights(undisturbed)
     assert any((run / "discarded" / "1").iterdir())
@@ -68,40 +73,49 @@ def test_interrupt_saves_at_once_and_resume_equals_undisturbed(
     recipe: Path, tmp_path: Path, undisturbed: Path
 ) -> None:
     run = tmp_path / "run"
-    process = start(recipe, run, SLOW_SCORER)
+    process = start(recipe, run, hold="8:12")
     wait_for_line(run, process, 2)
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=400)
     assert process.returncode == 130, output
     assert "run the same command again" in output
-    assert list((run / "checkpoints").glob("step-*"))
-    cli("train", str(recipe), *SIX_STEPS, SLOW_SCORER, f"trainer.run_dir={run}")
+    assert [path.name for path in (run / "checkpoints").glob("step-*")] == ["step-00000002"]
+    inline("train", str(recipe), *SIX_STEPS, f"trainer.run_dir={run}")
     assert metrics(run) == metrics(undisturbed)
     assert weights(run) == weights(undisturbed)
 
 
-def test_interrupt_while_groups_wait_in_the_buffer_loses_none_of_them(recipe: Path, tmp_path: Path) -> None:
-    uneven = "reward.functions=[tests/trainers/scorers.py:uneven]"
+def test_interrupt_while_groups_wait_in_the_buffer_loses_none_of_them(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When three of the four groups of step 3 are ready, and the fourth is being scored."""
+    put = Buffer.put
+
+    async def put_and_interrupt(self: Buffer, group: Group) -> None:
+        await put(self, group)
+        if set(self.ready) == {8, 9, 10}:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    arguments = ("train", str(recipe), *SIX_STEPS, "trainer.total_steps=3")
+    run = tmp_path / "cut"
+    with monkeypatch.context() as patch:
+        patch.setattr(Buffer, "put", put_and_interrupt)
+        patch.setenv(HOLD, "11:12")
+        done = inline(*arguments, f"trainer.run_dir={run}", check=False)
+    assert done.returncode == 130, done.stderr
+    buffered = run / "checkpoints" / "step-00000002" / "buffer"
+    assert len(list(buffered.glob("group-*.parquet"))) == 3
+    assert '"kind": "reissue", "seq": 11' in (buffered / "ledger.jsonl").read_text()
     for name in ("whole", "cut"):
-        run = tmp_path / name
-        if name == "cut":
-            process = start(recipe, run, uneven, "trainer.total_steps=3")
-            wait_for_line(run, process, 2)
-            time.sleep(0.4)  # three of the four groups of step 3 are ready, the fourth is being scored
-            process.send_signal(signal.SIGINT)
-            output, _ = process.communicate(timeout=60)
-            assert process.returncode == 130, output
-            buffered = run / "checkpoints" / "step-00000002" / "buffer"
-            assert len(list(buffered.glob("group-*.parquet"))) == 3
-            assert '"kind": "reissue", "seq": 11' in (buffered / "ledger.jsonl").read_text()
-        cli("train", str(recipe), *SIX_STEPS, "trainer.total_steps=3", uneven, f"trainer.run_dir={run}")
+        inline(*arguments, f"trainer.run_dir={tmp_path / name}")
     assert metrics(tmp_path / "cut") == metrics(tmp_path / "whole")
     assert weights(tmp_path / "cut") == weights(tmp_path / "whole")
 
 
 def test_two_runs_with_one_seed_are_equal_and_another_seed_is_not(recipe: Path, tmp_path: Path) -> None:
-    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        cli("train", str(recipe), f"trainer.run_dir={tmp_path / name}", f"trainer.seed={seed}")
+    """Also in another process, with other hashes of strings."""
+    for start_run, name, seed in ((cli, "a", 0), (inline, "b", 0), (inline, "c", 1)):
+        start_run("train", str(recipe), f"trainer.run_dir={tmp_path / name}", f"trainer.seed={seed}")
     assert weights(tmp_path / "a") == weights(tmp_path / "b")
     assert metrics(tmp_path / "a") == metrics(tmp_path / "b")
     assert weights(tmp_path / "a") != weights(tmp_path / "c")
@@ -109,16 +123,15 @@ def test_two_runs_with_one_seed_are_equal_and_another_seed_is_not(recipe: Path, 
 
 def test_a_finished_run_started_again_changes_nothing(undisturbed: Path, recipe: Path) -> None:
     before = (metrics(undisturbed), weights(undisturbed))
-    cli("train", str(recipe), *SIX_STEPS, SLOW_SCORER, f"trainer.run_dir={undisturbed}")
+    inline("train", str(recipe), *SIX_STEPS, f"trainer.run_dir={undisturbed}")
     assert (metrics(undisturbed), weights(undisturbed)) == before
 
 
 def test_resume_with_other_settings_is_refused_with_the_keys(recipe: Path, undisturbed: Path) -> None:
-    done = cli(
+    done = inline(
         "train",
         str(recipe),
         *SIX_STEPS,
-        SLOW_SCORER,
         "rollout.n=2",
         f"trainer.run_dir={undisturbed}",
         check=False,
@@ -130,12 +143,12 @@ def test_resume_with_other_settings_is_refused_with_the_keys(recipe: Path, undis
 def test_a_truncated_checkpoint_is_named_with_the_way_out(recipe: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     arguments = ("train", str(recipe), "checkpoint.every=1", f"trainer.run_dir={run}")
-    cli(*arguments)
+    inline(*arguments)
     victim = max(
         (run / "checkpoints" / "step-00000003" / "actor").glob("*.distcp"), key=lambda p: p.stat().st_size
     )
     victim.write_bytes(victim.read_bytes()[:-10])
-    done = cli(*arguments, check=False)
+    done = inline(*arguments, check=False)
     assert done.returncode == 2
     assert str(victim.name) in done.stderr
     assert "checkpoint of step 2 is valid" in done.stderr
@@ -143,11 +156,10 @@ def test_a_truncated_checkpoint_is_named_with_the_way_out(recipe: Path, tmp_path
 
 def test_a_finished_run_with_another_algorithm_is_refused(undisturbed: Path, recipe: Path) -> None:
     before = (undisturbed / "config.yaml").read_text()
-    done = cli(
+    done = inline(
         "train",
         str(recipe),
         *SIX_STEPS,
-        SLOW_SCORER,
         "algorithm.advantage=rloo",
         f"trainer.run_dir={undisturbed}",
         check=False,

@@ -119,7 +119,7 @@ def test_one_step_off_policy_keeps_the_bound_and_its_bits(run: Any) -> None:
     first = run("a", "trainer.max_staleness=1", "trainer.total_steps=4")
     second = run("b", "trainer.max_staleness=1", "trainer.total_steps=4")
     assert weights(first) == weights(second)
-    assert [line["buffer/staleness"] for line in metrics(first)[1:]] == [0.0, 1.0, 1.0, 1.0]
+    assert [line["buffer/staleness_mean"] for line in metrics(first)[1:]] == [0.0, 1.0, 1.0, 1.0]
 
 
 def test_ppo_trains_the_critic_alone_while_it_warms_up(run: Any) -> None:

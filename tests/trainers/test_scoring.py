@@ -18,7 +18,7 @@ from rondo.trainers.run import reward_model
 from rondo.trainers.scoring import model_scores
 from rondo.types import Prompt, Trajectory
 from rondo.workers.rollout import Unscored
-from tests.trainers.conftest import RECIPE, inline, metrics
+from tests.trainers.conftest import RECIPE, inline, metrics, weights
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +54,12 @@ def test_rollouts_have_the_reward_that_is_trained_on(judge: str, recipe: Path, t
     assert line["reward/score/judge"] == pytest.approx(model[~failed].mean(), rel=1e-5)
     assert line["reward/score/judge"] != 0
     assert line["reward/failed_share"] == 0.25
+    recorded = (f"rollout.recorded={run}", f"trainer.run_dir={tmp_path / 'recorded'}")
+    inline("train", str(recipe), *overrides, "trainer.evaluation.every=null", *recorded)
+    assert weights(tmp_path / "recorded") == weights(run)  # the score is in the reward, and not added again
+    (again,) = metrics(tmp_path / "recorded")
+    names = [name for name in line if name.startswith(("actor/", "reward/score", "reward/mean"))]
+    assert {name: again[name] for name in names} == {name: line[name] for name in names}
 
 
 def test_without_functions_evaluation_has_no_reward(judge: str, recipe: Path, tmp_path: Path) -> None:

@@ -145,6 +145,29 @@ def test_old_log_probs_are_asked_for_where_they_are_needed(run: Any) -> None:
     run(program, "actor.mini_batch_size=null")
 
 
+def test_samples_of_another_policy_are_corrected_for(run: Any) -> None:
+    """With max_staleness=1 (as with an engine that is not ours) algorithm.rollout_correction: auto is on."""
+
+    async def program(session: Session) -> None:
+        actor, reward = await session.actor(), await session.reward()
+        batch = await reward.compute_reward(await actor.generate_sequences(first(session)))
+        with pytest.raises(TrainError, match=r"auto: trainer.max_staleness=1.*call actor.compute_log_prob"):
+            await session.compute_advantages(batch)
+        batch = await actor.compute_log_prob(batch)
+        own = batch.with_index({"advantages": batch.index.scalars("reward")})
+        with pytest.raises(TrainError, match=r"call session.compute_correction\(batch\)"):
+            await actor.update_actor(own)
+        batch = await session.compute_advantages(batch)
+        names = ["rollout_weights", "old_log_probs", "rollout_log_probs"]
+        tokens = await batch.fetch(names)
+        weights, old, sampled = (tokens.ragged(name)[0] for name in names)
+        torch.testing.assert_close(weights, (old - sampled).exp().clamp(max=2.0))
+        assert session.run.stats.values()["rollout_correction/clipped_share"] == 0
+        await actor.update_actor(await session.compute_correction(own))
+
+    run(program, "trainer.max_staleness=1")
+
+
 def test_the_reference_follows_the_actor(run: Any) -> None:
     async def program(session: Session) -> None:
         actor, reference, reward = await session.actor(), await session.reference(), await session.reward()
@@ -166,6 +189,7 @@ def test_the_reference_follows_the_actor(run: Any) -> None:
     ("override", "said"),
     [
         ("algorithm.filter=mixed_accuracy", r"algorithm.filter is for the built-in loop.*batch.take"),
+        ("algorithm.rollout_correction={mode: bypass}", r"mode=bypass is for the built-in loop.*decoupled"),
         ("reference.refresh_every=1", r"await reference.follow\(actor\)"),
         (
             "algorithm.kl={name: k3, where: loss, coef: 0.1, controller: adaptive}",

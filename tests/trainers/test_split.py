@@ -33,10 +33,11 @@ def test_split_goes_on_without_a_host_of_engines(
         return tmp_path / name
 
     whole = run("whole")
-    original, warned = Checkpoints.write_if_due, []
+    original, warned, lost = Checkpoints.write_if_due, [], []
 
     async def kill_after_the_second_step(checkpoints: Checkpoints, trainer: RLTrainer) -> None:
         await original(checkpoints, trainer)
+        lost.append(set(trainer.cluster.timeline.lost))
         if trainer.step == 2:
             os.kill((await trainer.roles.rollout.call(Worker.process_id))[1], signal.SIGKILL)
 
@@ -46,6 +47,7 @@ def test_split_goes_on_without_a_host_of_engines(
     assert weights(hurt) == weights(whole)
     assert learned(hurt) == learned(whole)
     assert any("its prompts go to the other 1 of 2" in message for message in warned)
+    assert lost[-4:] == [set(), set(), {2}, {2}]  # no part of the busy share any more
 
 
 def test_a_program_of_ones_own_is_placed_by_the_recipe(recipe: Path, tmp_path: Path) -> None:

@@ -1,0 +1,291 @@
+"""Recorded rollouts: the prompt groups in the Parquet files of an earlier run, in the order in which it
+trained on them. One file is one step. What is wrong with a file is a DataError that names it, and the row.
+"""
+
+from __future__ import annotations
+
+import glob
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute
+import pyarrow.parquet as pq
+
+from rondo.batch import Batch
+from rondo.data.rows import GREEDY_REWARD, SCORE_PREFIX, is_scored
+from rondo.errors import ConfigError, DataError
+
+KEY = "rollout.recorded"
+_STEP = re.compile(r"step-(\d{6,})\.parquet")
+_INTS, _TEXT = pa.int32(), pa.string()
+# The columns that `rows_from_trajectories` writes, all of them needed; score/<name> and greedy_reward beside.
+TYPES: Mapping[str, pa.DataType] = {
+    **dict.fromkeys(("row_id", "seq", "group_id", "anchor_id"), pa.int64()),
+    **dict.fromkeys(("prompt_id", "source", "trajectory_id", "finish_reason", "outcome"), _TEXT),
+    **dict.fromkeys(("sample_index", "step_index", "prompt_length", "response_length"), _INTS),
+    **dict.fromkeys(("num_trained_tokens", "oldest_version"), _INTS),
+    **dict.fromkeys(("reward", "accuracy", "step_reward"), pa.float32()),
+    "prompt_ids": pa.list_(_INTS),
+    "response_ids": pa.list_(_INTS),
+    "response_mask": pa.list_(pa.uint8()),
+    "rollout_log_probs": pa.list_(pa.float32()),
+    "policy_versions": pa.list_(_INTS),
+    **dict.fromkeys(("prompt_text", "text"), _TEXT),
+}
+_PER_TOKEN = ("response_mask", "rollout_log_probs", "policy_versions")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the models that read the rows can take. vocab_size: of the policy. tokens: prompt and response
+    together at most; tokens_key: the setting that says so. accuracy: scored rows must have one.
+    """
+
+    vocab_size: int
+    tokens: int
+    tokens_key: str
+    accuracy: bool = False
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What there is to train on. path: as the user wrote it. run: its folder, where it is a whole run's from
+    the first step on. groups: the ids of each file's prompt groups, in the order of training. scores: names.
+    """
+
+    path: str
+    run: Path | None
+    files: tuple[Path, ...]
+    groups: tuple[tuple[int, ...], ...]
+    num_rows: int
+    scores: tuple[str, ...]
+    has_greedy_reward: bool
+
+    @property
+    def num_groups(self) -> int:
+        return sum(map(len, self.groups))
+
+    def step_sizes(self, batch_size: int) -> list[int]:
+        """Prompt groups of each step: as recorded (a run that was made longer has a short step in its
+        middle), or, where the recorded steps have another size, one after the other.
+        """
+        recorded = [len(groups) for groups in self.groups]
+        if max(recorded) == batch_size:
+            return recorded
+        whole, rest = divmod(self.num_groups, batch_size)
+        return [batch_size] * whole + [rest] * (rest > 0)
+
+    def place(self, seq: int) -> tuple[int, int]:
+        """(file, group id) of the recording's group number `seq`."""
+        for file, groups in enumerate(self.groups):
+            if seq < len(groups):
+                return file, groups[seq]
+            seq -= len(groups)
+        raise DataError(f"{KEY}={self.path} has {self.num_groups} prompt groups; there is none after them")
+
+    def version(self, file: int) -> int:
+        """The policy version at which the file's step was trained: by its name, or else its place."""
+        named = _STEP.fullmatch(self.files[file].name)
+        return int(named[1]) - 1 if named else file
+
+    def read(self, file: int, limits: Limits) -> Batch:
+        """The rows of a file, checked: whatever would train on something else than it says is a DataError."""
+        path = self.files[file]
+        names = [*TYPES, *(SCORE_PREFIX + name for name in self.scores)]
+        names += [GREEDY_REWARD] if self.has_greedy_reward else []
+        batch = _read(path, names)
+        _check_lengths(path, batch, limits)
+        _check_tokens(path, batch, limits)
+        _check_numbers(path, batch, limits)
+        return batch
+
+
+def open_recording(path: str) -> Recording:
+    """path: a run folder, a folder of Parquet files, one file, or a pattern (`*`, `?`, `[1-5]`), relative to
+    the working directory. Reads the group ids only. Raises ConfigError where there is nothing, DataError
+    naming a file that is broken, empty, missing in the middle, or no recording.
+    """
+    run, files = _find(path)
+    groups: list[tuple[int, ...]] = []
+    first: dict[int, Path] = {}  # group id → file
+    columns, num_rows = set(_columns(files[0])), 0
+    for file in files:
+        _check_columns(file, files[0], columns)
+        ids = _read(file, ["group_id"]).scalars("group_id")
+        if not len(ids):
+            raise DataError(f"{file}: has no rows; remove it from the recording")
+        groups.append(tuple(_in_order(ids)))
+        num_rows += len(ids)
+        for group in groups[-1]:
+            if group in first:
+                raise DataError(
+                    f"{file}: prompt group {group} is in {first[group]} too; a recording is of one run, each "
+                    f"group once: name other files in {KEY}"
+                )
+            first[group] = file
+    scores = tuple(sorted(n.removeprefix(SCORE_PREFIX) for n in columns if n.startswith(SCORE_PREFIX)))
+    greedy = GREEDY_REWARD in columns
+    return Recording(path, run, tuple(files), tuple(groups), num_rows, scores, greedy)
+
+
+def _find(path: str) -> tuple[Path | None, list[Path]]:
+    """The run folder, if it is one, and the files in the order of training."""
+    place = Path(path)
+    if place.name == "rollouts" and (place.parent / "config.yaml").is_file():
+        place = place.parent
+    if any(character in path for character in "*?[") and not place.exists():
+        run, files = None, _sorted(Path(name) for name in glob.glob(path))
+    elif place.is_file():
+        run, files = None, [place]
+    elif (place / "rollouts").is_dir():
+        run, files = place, _sorted(p for p in (place / "rollouts").iterdir() if _STEP.fullmatch(p.name))
+        _check_steps(place, files)
+    elif place.is_dir():
+        run, files = None, _sorted(place.glob("*.parquet"))
+    else:
+        raise ConfigError(
+            f"{KEY}={path}: there is no such file or folder (relative to {Path.cwd()}); name the folder of a "
+            "run, or Parquet files from its rollouts/"
+        )
+    if not files:
+        raise ConfigError(
+            f"{KEY}={path}: there are no recorded rollouts; a run writes rollouts/step-….parquet with "
+            "tracking.save_rollouts=true"
+        )
+    return run, files
+
+
+def _sorted(files: Iterator[Path]) -> list[Path]:
+    """By step number; other names after those, by name."""
+
+    def key(file: Path) -> tuple[bool, int, str]:
+        step = _STEP.fullmatch(file.name)
+        return step is None, int(step[1]) if step else 0, str(file)
+
+    return sorted(files, key=key)
+
+
+def _check_steps(run: Path, files: Sequence[Path]) -> None:
+    for step, file in enumerate(files, start=1):
+        if file.name != f"step-{step:06d}.parquet":
+            raise DataError(
+                f"{run / 'rollouts'}: step-{step:06d}.parquet is missing, and {file.name} is there: the run "
+                f"cannot be trained step by step; put it back, or name the files that are wanted in {KEY}"
+            )
+
+
+def _columns(file: Path) -> list[str]:
+    try:
+        return list(pq.read_schema(file).names)
+    except (OSError, pa.ArrowException) as error:
+        raise _unreadable(file, error) from error
+
+
+def _unreadable(file: Path, error: Exception) -> DataError:
+    first = str(error).partition("\n")[0]
+    return DataError(f"{file}: cannot be read as Parquet ({first}); a cut-off copy? Copy it again")
+
+
+def _check_columns(file: Path, first: Path, columns: set[str]) -> None:
+    """All files have what is needed, and the same scores."""
+    found = set(_columns(file))
+    missing = [name for name in TYPES if name not in found]
+    if missing:
+        raise DataError(
+            f"{file}: lacks the column{'s' if len(missing) > 1 else ''} {', '.join(missing)}, which a file "
+            "written with tracking.save_rollouts has (see docs/recorded.md)"
+        )
+    optional = {n for n in found ^ columns if n.startswith(SCORE_PREFIX) or n == GREEDY_REWARD}
+    if optional:
+        name = min(optional)
+        has, lacks = (file, first) if name in found else (first, file)
+        raise DataError(f"{has} has the column {name}, and {lacks} does not; a recording is of one run")
+
+
+def _in_order(ids: np.ndarray) -> list[int]:
+    """Each id once, by its first place."""
+    return [int(ids[at]) for at in sorted(np.unique(ids, return_index=True)[1])]
+
+
+def _read(file: Path, names: Sequence[str]) -> Batch:
+    """These columns, in their types."""
+    try:
+        table = pq.ParquetFile(file).read(columns=list(names))
+    except (OSError, pa.ArrowException) as error:
+        raise _unreadable(file, error) from error
+    arrays = {}
+    for name in names:
+        kind = TYPES.get(name, pa.float32())
+        column = table.column(name)
+        try:
+            arrays[name] = column.cast(kind)
+        except pa.ArrowException as error:
+            raise DataError(f"{file}: column {name} is {column.type}, not {kind}: {error}") from error
+        if pa.types.is_floating(kind):
+            arrays[name] = arrays[name].fill_null(float("nan"))  # pandas writes one for the other
+        elif column.null_count:
+            _wrong(file, int(np.flatnonzero(column.is_null().to_numpy())[0]), f"{name} is null")
+        elif pa.types.is_list(kind) and pa.compute.list_flatten(column).null_count:
+            raise DataError(f"{file}: column {name} has a null among its tokens")
+    try:
+        return Batch(pa.table(arrays))
+    except pa.ArrowException as error:
+        raise _unreadable(file, error) from error
+
+
+def _wrong(file: Path, row: int, what: str) -> NoReturn:
+    raise DataError(f"{file}: row {row}: {what}")
+
+
+def _check_lengths(file: Path, batch: Batch, limits: Limits) -> None:
+    prompt, response = batch.lengths("prompt_ids"), batch.lengths("response_ids")
+    found = {name: batch.lengths(name) for name in _PER_TOKEN}
+    for name, lengths in found.items():
+        for row in np.flatnonzero(lengths != response)[:1]:
+            _wrong(file, row, f"{name} has {lengths[row]} entries for {response[row]} response tokens")
+    values, bounds = batch.ragged("response_mask")
+    trained = np.add.reduceat(np.append(values.numpy(), 0), bounds.numpy()[:-1], dtype=np.int64)
+    said = {"prompt_length": prompt, "response_length": response}
+    said["num_trained_tokens"] = np.where(response > 0, trained, 0)
+    for name, lengths in said.items():
+        for row in np.flatnonzero(batch.scalars(name) != lengths)[:1]:
+            _wrong(file, row, f"{name} is {batch.scalars(name)[row]}, and there are {lengths[row]}")
+    for row in np.flatnonzero(prompt + response > limits.tokens)[:1]:
+        _wrong(
+            file,
+            row,
+            f"{prompt[row]} prompt and {response[row]} response tokens are more than {limits.tokens_key}="
+            f"{limits.tokens}; raise it, or leave the file out",
+        )
+
+
+def _check_tokens(file: Path, batch: Batch, limits: Limits) -> None:
+    """Ids that the model does not have are of another tokenizer."""
+    for name in ("prompt_ids", "response_ids"):
+        values, bounds = batch.ragged(name)
+        ids = values.numpy()
+        for at in np.flatnonzero((ids < 0) | (ids >= limits.vocab_size))[:1]:
+            row = int(np.searchsorted(bounds.numpy(), at, side="right")) - 1
+            what = f"{name} has the token id {ids[at]}, and the model's vocabulary has {limits.vocab_size}"
+            _wrong(file, row, f"{what}: the recording was made with another tokenizer")
+
+
+def _check_numbers(file: Path, batch: Batch, limits: Limits) -> None:
+    scored = is_scored(batch)
+    for name in ("reward", *(["accuracy"] if limits.accuracy else [])):
+        for row in np.flatnonzero(scored & ~np.isfinite(batch.scalars(name)))[:1]:
+            needs = "" if name == "reward" else ", which the configured algorithm reads"
+            _wrong(file, row, f"its outcome is scored, and its {name} is {batch.scalars(name)[row]}{needs}")
+    values, bounds = batch.ragged("rollout_log_probs")
+    mask = batch.ragged("response_mask")[0].numpy()
+    for at in np.flatnonzero((mask > 0) & ~np.isfinite(values.numpy()))[:1]:
+        row = int(np.searchsorted(bounds.numpy(), at, side="right")) - 1
+        _wrong(file, row, f"rollout_log_probs has {values.numpy()[at]} for a token of the policy")
+    ids = batch.scalars("row_id")
+    for row in np.setdiff1d(np.arange(len(ids)), np.unique(ids, return_index=True)[1])[:1]:
+        _wrong(file, row, f"its row_id {ids[row]} is another row's too")
