@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class RondoError(Exception):
     """Base of every error that rondo raises on purpose."""
@@ -9,8 +12,21 @@ class RondoError(Exception):
 
 class ConfigError(RondoError, ValueError):
     """A key, value or combination in the configuration cannot work; names key, file and line (or
-    argument).
+    argument). key: which one, where whoever raises it does not know the place; `trainers/check.py` adds that.
     """
+
+    key: str | None = None
+
+
+@contextmanager
+def about(key: str) -> Iterator[None]:
+    """A ConfigError raised inside is about this key, unless it says so of one below it."""
+    try:
+        yield
+    except ConfigError as error:
+        if error.key is None or not error.key.startswith(key + "."):
+            error.key = key
+        raise
 
 
 class DataError(RondoError, ValueError):
@@ -23,12 +39,18 @@ class RolloutError(RondoError):
 
 class ReplicaLostError(RolloutError):
     """A replica died or cannot be reached. partial: what it had made of the request (a `types.Completion`),
-    for whoever goes on with it elsewhere; None: nothing.
+    for whoever goes on with it elsewhere; None: nothing. last_lines: what its process wrote last.
     """
 
-    def __init__(self, message: str, partial: object = None) -> None:
-        self.partial = partial
+    def __init__(self, message: str, partial: object = None, last_lines: str = "") -> None:
+        self.partial, self.last_lines = partial, last_lines
         super().__init__(message)
+
+
+class DeadlyRequestError(RolloutError):
+    """Replica after replica died while it ran this request, the last one while it ran nothing else: no other
+    one gets it. One failed trajectory, not the end of a run.
+    """
 
 
 class RewardError(RondoError):

@@ -24,6 +24,7 @@ ALLOWED: dict[str, set[str]] = {
     "__init__": set(),
     "errors": set(),
     "types": {"errors"},
+    "usage": set(),
     "columns": {"errors"},
     "batch": {"columns", "errors", "types"},
     "config": {"errors"},
@@ -32,12 +33,12 @@ ALLOWED: dict[str, set[str]] = {
     "models": BASE,
     "chat": BASE,
     "checkpoint": BASE,
-    "tracking": BASE | {"checkpoint"},  # durable files
+    "tracking": BASE | {"checkpoint", "usage"},  # durable files
     "weights": BASE,
     "rewards": BASE,
     "serving": BASE | {"chat"},
     "agents": BASE | {"chat", "serving"},
-    "controller": BASE | {"planning"},
+    "controller": BASE | {"planning", "usage"},
     "data": BASE | {"chat", "planning"},  # the buffer asks admission and selection
     "training": BASE | {"models", "planning", "weights"},
     "rollout": BASE | {"models", "weights"},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -9,7 +11,7 @@ from torch import Tensor
 from rondo.algorithms.objective import actor_loss, critic_loss
 from rondo.algorithms.registry import bind, bind_preparation, columns_read, lookup, names
 from rondo.config.schema import AlgorithmConfig
-from rondo.errors import ConfigError
+from rondo.errors import ConfigError, about
 
 
 def check_algorithm(algorithm: AlgorithmConfig) -> None:
@@ -18,38 +20,49 @@ def check_algorithm(algorithm: AlgorithmConfig) -> None:
     Built-in functions are also called once on two made-up rows, so that a value out of range fails at start
     and not after the first rollouts; functions of the user's are not called.
     """
-    estimator = bind("advantage", algorithm.advantage)
-    aggregate = bind("aggregation", algorithm.aggregation)
-    actor, critic = actor_loss(algorithm), critic_loss(algorithm)
-    if algorithm.kl is not None:
-        lookup("kl", algorithm.kl.name)
-        _check_kl(algorithm)
-    lengths = np.array([2, 1])
-    if algorithm.aggregation.name in names("aggregation"):
-        aggregate(lengths)
-    table = _padded_columns(num_scores=len(algorithm.advantage.options.get("weights") or [1.0]))
-    if algorithm.advantage.name in names("advantage"):
-        estimator(**{name: table[name] for name in columns_read(estimator) if name in table})
-    if algorithm.filter is not None:
-        keep = bind("filter", algorithm.filter)
-        if algorithm.filter.name in names("filter"):
-            keep(**{name: table[name].numpy() for name in columns_read(keep)})
-    if algorithm.resample is not None:
-        resample = bind("resample", algorithm.resample)
-        if algorithm.resample.name in names("resample"):
-            resample(**{name: table[name] for name in columns_read(resample)})
+    with about("algorithm.advantage"):
+        estimator = bind("advantage", algorithm.advantage)
+        table = _padded_columns(num_scores=len(algorithm.advantage.options.get("weights") or [1.0]))
+        if algorithm.advantage.name in names("advantage"):
+            estimator(**{name: table[name] for name in columns_read(estimator) if name in table})
+    with about("algorithm.aggregation"):
+        aggregate = bind("aggregation", algorithm.aggregation)
+        if algorithm.aggregation.name in names("aggregation"):
+            aggregate(np.array([2, 1]))
+    with about("algorithm.kl"):
+        if algorithm.kl is not None:
+            lookup("kl", algorithm.kl.name)
+            _check_kl(algorithm)
+    with about("algorithm.filter"):
+        if algorithm.filter is not None:
+            keep = bind("filter", algorithm.filter)
+            if algorithm.filter.name in names("filter"):
+                keep(**{name: table[name].numpy() for name in columns_read(keep)})
+    with about("algorithm.resample"):
+        if algorithm.resample is not None:
+            resample = bind("resample", algorithm.resample)
+            if algorithm.resample.name in names("resample"):
+                resample(**{name: table[name] for name in columns_read(resample)})
+    _check_losses(algorithm, table)
+
+
+def _check_losses(algorithm: AlgorithmConfig, table: Mapping[str, Tensor]) -> None:
     cu_seqlens = torch.tensor([0, 2, 3], dtype=torch.int32)
     flat = {name: torch.zeros(3) for name in ("log_probs", "entropy", "values")}
-    if algorithm.policy_loss.name in names("policy_loss"):
-        wide = {name: torch.zeros(3, 1) for name in ("topk_log_probs", "teacher_topk_log_probs")}
-        columns = dict.fromkeys(actor.columns, torch.ones(3))
-        columns |= {name: value for name, value in wide.items() if name in columns}
-        actor(flat | wide, columns, cu_seqlens)
-        prepare = bind_preparation(algorithm.policy_loss)
-        if prepare is not None:
-            prepare(**{name: 0 if name == "seed" else table[name] for name in columns_read(prepare)})
-    if algorithm.value_loss.name in names("value_loss"):
-        critic(flat, dict.fromkeys(critic.columns, torch.ones(3)), cu_seqlens)
+    with about("algorithm.policy_loss"):
+        actor = actor_loss(algorithm)
+        if algorithm.policy_loss.name in names("policy_loss"):
+            wide = {name: torch.zeros(3, 1) for name in ("topk_log_probs", "teacher_topk_log_probs")}
+            columns = dict.fromkeys(actor.columns, torch.ones(3))
+            columns |= {name: value for name, value in wide.items() if name in columns}
+            actor(flat | wide, columns, cu_seqlens)
+            prepare = bind_preparation(algorithm.policy_loss)
+            if prepare is not None:
+                prepare(**{name: 0 if name == "seed" else table[name] for name in columns_read(prepare)})
+    with about("algorithm.value_loss"):
+        critic = critic_loss(algorithm)
+        if algorithm.value_loss.name in names("value_loss"):
+            critic(flat, dict.fromkeys(critic.columns, torch.ones(3)), cu_seqlens)
 
 
 def _check_kl(algorithm: AlgorithmConfig) -> None:

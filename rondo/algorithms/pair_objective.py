@@ -19,7 +19,7 @@ from rondo.algorithms.policy_losses.ratio import Metrics
 from rondo.algorithms.registry import bind, columns_read, names
 from rondo.algorithms.statistics import row_index
 from rondo.config.schema import AlgorithmConfig, FunctionConfig
-from rondo.errors import ConfigError, TrainError
+from rondo.errors import ConfigError, TrainError, about
 
 # What a pair loss may read (of each side, except margin) -> the batch columns that it is made of.
 POLICY_QUANTITIES: Mapping[str, tuple[str, ...]] = {
@@ -46,17 +46,19 @@ class _PairLoss:
 
     def __init__(self, function: FunctionConfig) -> None:
         self._config = function
-        try:
-            self._function: Callable[..., Any] = bind("pair_loss", function)
-        except ConfigError as error:
-            raise ConfigError(str(error).replace("algorithm.pair_loss", self._key)) from error
+        with about(self._key):
+            try:
+                self._function: Callable[..., Any] = bind("pair_loss", function)
+            except ConfigError as error:
+                raise ConfigError(str(error).replace("algorithm.pair_loss", self._key)) from error
         self._reads = columns_read(self._function)
         sources = [source for name in self._reads for source in self._sources(name)]
         self.columns: tuple[str, ...] = tuple(
             dict.fromkeys(("response_mask", "loss_weight", "unit", *sources))
         )
         if function.name in names("pair_loss"):  # an option out of range fails here, not in the first step
-            self._function(**{name: torch.zeros(1) for name in self._reads})
+            with about(self._key):
+                self._function(**{name: torch.zeros(1) for name in self._reads})
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._config,)

@@ -119,6 +119,16 @@ def names(kind: Kind) -> tuple[str, ...]:
     return tuple(sorted(_FUNCTIONS[kind]))
 
 
+def registered_by_user(kind: Kind, name: str | Callable[..., Any]) -> str | None:
+    """`path/to/file.py:function` of a name that code outside rondo registered; None for any other name. The
+    registration is this process's.
+    """
+    function = _FUNCTIONS[kind].get(name) if isinstance(name, str) else None
+    if function is None or function.__module__.startswith("rondo."):
+        return None
+    return ":".join(_origin(function))
+
+
 def lookup(kind: Kind, name: str) -> Callable[..., Any]:
     """The function behind `name`. Raises ConfigError with the nearest name that exists."""
     try:

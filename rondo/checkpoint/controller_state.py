@@ -32,6 +32,7 @@ FIXED_KEYS = (
     "data.overlong_prompts",
     "data.shuffle",
     "rollout.n",
+    "rollout.recorded",
     "trainer.seed",
     "trainer.warm_start",
     "critic.path",

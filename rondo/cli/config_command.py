@@ -33,14 +33,13 @@ def run(args: argparse.Namespace) -> int:
         return 0
     print(show(loaded))
     reward = loaded.config.reward
-    if args.no_stages or not (reward.functions or reward.models):  # without scorers it is no RL recipe
+    scored = reward.functions or reward.models or loaded.config.rollout.recorded
+    if args.no_stages or not scored:  # it is no RL recipe
         return 0
     from rondo.trainers.check import check_rl
     from rondo.trainers.roles import placement_of
-    from rondo.trainers.setup import plan_program
 
-    check_rl(loaded)
-    program = plan_program(loaded.config)
+    program = check_rl(loaded)
     print("\nOne step:")
     for number, line in enumerate(program.describe(loaded.config), 1):
         print(f"  {number}. {line}")

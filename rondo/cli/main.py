@@ -105,7 +105,8 @@ def _parse(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Na
     args, extra = parser.parse_known_args(arguments)
     if extra:
         if not hasattr(args, "config") or any(argument.startswith("-") for argument in extra):
-            parser.error(f"unrecognized arguments: {' '.join(extra)}")
+            settings = "; a setting is written key.sub=value" if hasattr(args, "config") else ""
+            parser.error(f"unrecognized arguments: {' '.join(extra)}{settings}")
         args.config.extend(extra)
     return args
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import secrets
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -43,8 +44,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Print the address and what a client needs, then serve until Ctrl-C."""
     loaded = load_served(args.config, args.replicas)
-    from rondo.trainers.serving import Address, serve
+    from rondo.trainers.serving import Address, serve, unread
 
+    for note in unread(loaded):
+        print(f"note: {note}", file=sys.stderr)
     given = _token(args)
     address = Address(args.host, args.port, given or secrets.token_urlsafe(24), given is not None)
     name = args.name or _name(loaded)

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rondo.errors import ConfigError
+from rondo.errors import ConfigError, about
 
 _SIMPLE_TYPES: Mapping[str, tuple[type, ...]] = {
     "int": (int,),
@@ -82,10 +82,12 @@ def check_options(
     title = getattr(function, "__name__", str(function))
     listing = f"Its options: {', '.join(known) or 'none'}"
     for key, value in options.items():
-        if key in known:
-            _check_plain_type(known[key], value, f"{where}: option '{key}' of {title}")
-        elif not takes_any:
-            raise ConfigError(f"{where}: {title} has no option '{key}'{did_you_mean(key, known)} {listing}")
+        with about(f"{where}.{key}"):
+            if key in known:
+                _check_plain_type(known[key], value, f"{where}: option '{key}' of {title}")
+            elif not takes_any:
+                near = did_you_mean(key, known)
+                raise ConfigError(f"{where}: {title} has no option '{key}'{near} {listing}")
     missing = [name for name, p in known.items() if p.default is p.empty and name not in options]
     if missing:
         raise ConfigError(f"{where}: {title} needs the option '{missing[0]}', which is not set. {listing}")

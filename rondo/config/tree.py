@@ -5,6 +5,7 @@ Scalars follow YAML 1.2, not 1.1: `1e-4` is a number; `yes`, `on`, `010`, `1:30`
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -67,8 +68,7 @@ def read_file(path: str, layer: int) -> Node:
     file = Path(path).expanduser()
     if not file.is_file():
         kind = "is a folder" if file.is_dir() else "does not exist"
-        hint = _yaml_files(file.parent)
-        raise ConfigError(f"configuration file {path} {kind}{hint}")
+        raise ConfigError(f"configuration file {path} {kind}{_near_files(file)}")
     try:
         text = file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -166,7 +166,14 @@ def _convert(node: yaml.Node, path: str | None, layer: int, origin: Origin | Non
     return Node(mapping, here, layer)
 
 
-def _yaml_files(folder: Path) -> str:
+def _near_files(file: Path) -> str:
+    """What may have been meant instead of a file that is not there."""
+    folder = file if file.is_dir() else file.parent
+    if folder == Path() and file.suffix not in (".yaml", ".yml"):
+        return "; a setting is written key.sub=value, and the name of a recipe ends in .yaml"
     names = sorted(p.name for p in folder.glob("*.yaml")) if folder.is_dir() else []
+    near = difflib.get_close_matches(file.name, names, n=3)
+    if near:
+        return f"; did you mean {' or '.join(str(folder / name) for name in near)}?"
     listed = ", ".join(names[:12])
     return f"; {folder}/ has: {listed}" if names else " (paths are relative to the working directory)"

@@ -112,7 +112,7 @@ def _engines(check: Check) -> None:
                 f"Choose one of {', '.join(map(str, _divisors(config.data.batch_size)))}",
             )
     check.at_least("critic.warmup_steps", 0)
-    trains_by_rl = bool(config.reward.functions or config.reward.models)
+    trains_by_rl = bool(config.reward.functions or config.reward.models or config.rollout.recorded)
     used = {
         "actor": trains_by_rl,
         "critic": trains_by_rl and config.critic != CriticConfig(),
@@ -296,7 +296,7 @@ def _lower_bound(check: Check, key: str, lower: float | None, upper: float) -> N
 
 def _trainer(check: Check) -> None:
     trainer = check.config.trainer
-    if trainer.total_steps is None and trainer.epochs is None:
+    if trainer.total_steps is None and trainer.epochs is None and check.config.rollout.recorded is None:
         check.fail("trainer", "nothing says how long to train: set trainer.total_steps or trainer.epochs")
     if trainer.total_steps is not None and trainer.epochs is not None:
         check.fail(

@@ -14,7 +14,7 @@ from typing import Any
 
 from rondo.config import verl_joint as joint
 from rondo.config.tree import Node
-from rondo.config.verl_joint import NOTE, Setting, Values, choice, converted, off_at, refused
+from rondo.config.verl_joint import NOTE, Setting, Values, choice, converted, like, off_at, refused
 from rondo.errors import ConfigError
 
 
@@ -77,17 +77,16 @@ def translate(tree: Node) -> tuple[Node, list[Assignment], tuple[str, ...]]:
             if node.plain() not in rule.values:
                 raise refused(key, node, rule.remedy)
         elif isinstance(rule, To):
-            assignments.append(Assignment(rule.target, _like(node, converted(key, node, rule.convert))))
+            assignments.append(Assignment(rule.target, like(node, converted(key, node, rule.convert))))
         else:
             joints.setdefault(rule.together, {})[key] = node
     for together, nodes in joints.items():
-        latest = max(nodes.values(), key=lambda node: node.layer)
         for key, value in together(nodes):
             if key == NOTE:
                 theirs, reason = value
                 notes.append(_note(theirs, reason, nodes))
-                continue
-            assignments.append(Assignment(key, value if isinstance(value, Node) else _like(latest, value)))
+            else:
+                assignments.append(Assignment(key, value))
     return rest, assignments, tuple(notes)
 
 
@@ -124,15 +123,6 @@ def _take(node: Node, prefix: str, found: dict[str, Node]) -> Node:
         else:
             rest[name] = child
     return Node(rest, node.origin, node.layer)
-
-
-def _like(node: Node, value: Any) -> Node:
-    """A plain value as a tree that was written where `node` was."""
-    if isinstance(value, dict):
-        return Node({key: _like(node, child) for key, child in value.items()}, node.origin, node.layer)
-    if isinstance(value, list):
-        return Node([_like(node, child) for child in value], node.origin, node.layer)
-    return Node(value, node.origin, node.layer)
 
 
 # ---- the table

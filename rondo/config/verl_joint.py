@@ -14,7 +14,7 @@ from rondo.config.tree import Node, describe
 from rondo.errors import ConfigError
 
 Values = Mapping[str, Node]  # the keys of one joint function that are set
-Setting = tuple[str, Any]  # our key, and a plain value or the node that was written
+Setting = tuple[str, Any]  # our key, and the node with its value: written where the value comes from
 
 
 KL_K3 = {"low_var_kl": "k3", "k3": "k3", "k1+": "k1+", "k3+": "k3+"}
@@ -135,16 +135,34 @@ def trackers(value: Any) -> list[Any]:
     return [name for name in names if name not in ("console", "file")]  # these two are always there
 
 
-def source_list(value: Any, prompt_key: Any = None) -> list[Any]:
+def source_list(value: Any, prompt_key: Node | None = None) -> list[Any]:
     """Files as sources; the type follows from the ending."""
     files = value if isinstance(value, list) else [value]
     if not all(isinstance(file, str) and file.endswith((".parquet", ".jsonl")) for file in files):
         raise NoCounterpartError("name .parquet or .jsonl files, or write data.train: [{type: …, path: …}]")
-    extra = {} if prompt_key is None else {"prompt_key": prompt_key}
+    extra = {} if prompt_key is None or prompt_key.value is None else {"prompt_key": prompt_key}
     return [{"type": file.rsplit(".", 1)[1], "path": file, **extra} for file in files]
 
 
 # ---- keys that depend on one another
+
+
+def made(values: Values, value: Any, *keys: str) -> Node:
+    """A value that follows from those of `keys` that are set: written where the last layer of them is, and
+    within a layer where the first of them is. Nodes in it stay as they are.
+    """
+    return like(max((values[key] for key in keys if key in values), key=lambda node: node.layer), value)
+
+
+def like(node: Node, value: Any) -> Node:
+    """A plain value as a tree that was written where `node` was. Nodes in it stay as they are."""
+    if isinstance(value, Node):
+        return value
+    if isinstance(value, dict):
+        return Node({key: like(node, child) for key, child in value.items()}, node.origin, node.layer)
+    if isinstance(value, list):
+        return Node([like(node, child) for child in value], node.origin, node.layer)
+    return Node(value, node.origin, node.layer)
 
 
 def plain(values: Values, key: str, default: Any = None) -> Any:
@@ -154,12 +172,12 @@ def plain(values: Values, key: str, default: Any = None) -> Any:
 
 def data(values: Values) -> list[Setting]:
     """Files and the column of the prompt."""
-    prompt_key = plain(values, "data.prompt_key")
+    prompt_key = values.get("data.prompt_key")
     settings: list[Setting] = []
     for theirs, ours in (("data.train_files", "data.train"), ("data.val_files", "data.eval")):
         if theirs in values:
             sources = converted(theirs, values[theirs], lambda value: source_list(value, prompt_key))
-            settings.append((ours, sources))
+            settings.append((ours, made(values, sources, theirs)))
     if not settings:
         raise refused(
             "data.prompt_key", values["data.prompt_key"], "set prompt_key on each source of data.train"
@@ -169,11 +187,14 @@ def data(values: Values) -> list[Setting]:
 
 def overlong(values: Values) -> list[Setting]:
     """What happens to prompts that are too long."""
-    if plain(values, "data.filter_overlong_prompts", False):
-        return [("data.overlong_prompts", "drop")]
+    dropped, truncated = "data.filter_overlong_prompts", "data.truncation"
+    if plain(values, dropped, False):
+        return [("data.overlong_prompts", made(values, "drop", dropped))]
     names = {"error": "error", "left": "truncate_left", "right": "truncate_right"}
-    how = values.get("data.truncation")
-    return [("data.overlong_prompts", converted("data.truncation", how, choice(names)) if how else "error")]
+    how = converted(truncated, values[truncated], choice(names)) if truncated in values else "error"
+    return [
+        ("data.overlong_prompts", made(values, how, *([truncated] if truncated in values else [dropped])))
+    ]
 
 
 def kl(values: Values) -> list[Setting]:
@@ -187,23 +208,29 @@ def kl(values: Values) -> list[Setting]:
             algorithm + "use_kl_in_reward", node, "the KL is in the loss already; choose one of the two"
         )
     if in_loss:
-        kind = values.get(actor + "kl_loss_type")
-        name = converted(actor + "kl_loss_type", kind, estimators) if kind else "k3"
-        coef = plain(values, actor + "kl_loss_coef", 0.001)
-        return [("algorithm.kl", {"name": name, "where": "loss", "coef": coef})]
-    if in_reward:
-        kind = values.get(algorithm + "kl_penalty")
-        name = converted(algorithm + "kl_penalty", kind, estimators) if kind else "k1"
-        coef = plain(values, algorithm + "kl_ctrl.kl_coef", 0.001)
-        kl = {"name": name, "where": "reward", "coef": coef}
-        if plain(values, algorithm + "kl_ctrl.type") == "adaptive":
-            kl["controller"] = "adaptive"
-            kl["target"] = plain(values, algorithm + "kl_ctrl.target_kl", 0.1)
-            kl["horizon"] = plain(values, algorithm + "kl_ctrl.horizon", 10000)
-        return [("algorithm.kl", kl)]
-    if in_loss is None and in_reward is None:
+        switch, kind, coef = (actor + name for name in ("use_kl_loss", "kl_loss_type", "kl_loss_coef"))
+        default = "k3"
+    elif in_reward:
+        switch, kind, coef = (
+            algorithm + name for name in ("use_kl_in_reward", "kl_penalty", "kl_ctrl.kl_coef")
+        )
+        default = "k1"
+    elif in_loss is None and in_reward is None:
         return []  # coefficients of a term that nobody switched on
-    return [("algorithm.kl", None)]
+    else:
+        return [("algorithm.kl", made(values, None, actor + "use_kl_loss", algorithm + "use_kl_in_reward"))]
+    estimator = converted(kind, values[kind], estimators) if kind in values else default
+    kl = {
+        "name": made(values, estimator, kind if kind in values else switch),
+        "where": made(values, "loss" if in_loss else "reward", switch),
+        "coef": values.get(coef, made(values, 0.001, switch)),
+    }
+    control = algorithm + "kl_ctrl."
+    if in_reward and plain(values, control + "type") == "adaptive":
+        kl["controller"] = values[control + "type"]
+        kl["target"] = values.get(control + "target_kl", made(values, 0.1, control + "type"))
+        kl["horizon"] = values.get(control + "horizon", made(values, 10000, control + "type"))
+    return [("algorithm.kl", made(values, kl, *values))]
 
 
 def advantage(values: Values) -> list[Setting]:
@@ -212,28 +239,31 @@ def advantage(values: Values) -> list[Setting]:
     node = values.get("algorithm.adv_estimator")
     name = converted("algorithm.adv_estimator", node, choice(ESTIMATORS)) if node else "gae"  # verl's default
     if node:
-        settings.append(("algorithm.advantage.name", name))
+        settings.append(("algorithm.advantage.name", like(node, name)))
     options = {"gae": ("gamma", "lam"), "reinforce_pp": ("gamma",)}.get(name, ())
     if node and node.plain() == "tir_optimal_token_baseline":
-        settings.append(("algorithm.advantage.turn_aligned", True))
+        settings.append(("algorithm.advantage.turn_aligned", like(node, True)))
     settings += [
-        (f"algorithm.advantage.{option}", plain(values, f"algorithm.{option}"))
+        (f"algorithm.advantage.{option}", values[f"algorithm.{option}"])
         for option in options
         if f"algorithm.{option}" in values
     ]
     if name in ("grpo", "passk") and "algorithm.norm_adv_by_std_in_grpo" in values:
-        settings.append(
-            ("algorithm.advantage.normalize_std", plain(values, "algorithm.norm_adv_by_std_in_grpo"))
-        )
+        settings.append(("algorithm.advantage.normalize_std", values["algorithm.norm_adv_by_std_in_grpo"]))
     return settings
 
 
 def length(values: Values) -> list[Setting]:
     """How long to train."""
-    steps = plain(values, "trainer.total_training_steps")
-    if steps is not None:  # verl: steps overrule epochs
+    steps = values.get("trainer.total_training_steps")
+    if steps is not None and steps.value is not None:  # verl: steps overrule epochs
         return [("trainer.total_steps", steps)]
-    return [("trainer.epochs", plain(values, "trainer.total_epochs"))]
+    return [
+        (
+            "trainer.epochs",
+            made(values, plain(values, "trainer.total_epochs"), "trainer.total_epochs", *values),
+        )
+    ]
 
 
 def devices(values: Values) -> list[Setting]:
@@ -251,11 +281,15 @@ def devices(values: Values) -> list[Setting]:
         raise refused(_HYBRID, values[_HYBRID], remedy)
     if list(values) == [_HYBRID]:
         return []
-    settings: list[Setting] = [("cluster.devices", trained + apart if split else trained)]
+    theirs = ("rollout.n_gpus_per_node", "rollout.nnodes") if split else ()
+    ours = [key for key in ("trainer.n_gpus_per_node", "trainer.nnodes") if key in values] or theirs
+    number = trained + apart if split else trained
+    settings: list[Setting] = [("cluster.devices", made(values, number, *ours, *theirs))]
     if split:
-        settings += [("cluster.pools", {"train": trained, "rollout": apart})]
-        settings += [("cluster.placement", {"rollout": "rollout"})]
-    return settings + ([("cluster.backend", "ray")] if settings[0][1] > 1 else [])
+        pools = {"train": made(values, trained, *ours), "rollout": made(values, apart, *theirs)}
+        settings += [("cluster.pools", made(values, pools, *theirs))]
+        settings += [("cluster.placement", made(values, {"rollout": "rollout"}, *theirs))]
+    return settings + ([("cluster.backend", made(values, "ray", *ours, *theirs))] if number > 1 else [])
 
 
 def engine(values: Values) -> list[Setting]:
@@ -264,7 +298,7 @@ def engine(values: Values) -> list[Setting]:
     if _ROLLOUT + "name" in values:
         node = values[_ROLLOUT + "name"]
         name = converted(_ROLLOUT + "name", node, choice(ENGINES))
-    settings: list[Setting] = [("rollout.engine", name)] if name else []
+    settings: list[Setting] = [("rollout.engine", like(node, name))] if name else []
     known = ENGINE_OPTIONS.get(name or "native", {})
     for key, node in values.items():
         short = key.removeprefix(_ROLLOUT)
@@ -287,11 +321,12 @@ def asynchrony(values: Values) -> list[Setting]:
     if _ASYNC + "staleness_threshold" in values:
         key = _ASYNC + "staleness_threshold"
         ahead = converted(key, values[key], _batches)
-        settings.append(("trainer.max_staleness", ahead))
+        settings.append(("trainer.max_staleness", like(values[key], ahead)))
     partial = plain(values, _ASYNC + "partial_rollout")
     if partial is not None:
         if ahead:
-            settings.append(("trainer.on_update", "resume" if partial else "finish"))
+            on_update = "resume" if partial else "finish"
+            settings.append(("trainer.on_update", made(values, on_update, _ASYNC + "partial_rollout")))
         else:
             key = _ASYNC + "partial_rollout"
             settings.append((NOTE, (key, "with staleness_threshold=0 nothing is in flight at an update")))
@@ -302,8 +337,10 @@ def asynchrony(values: Values) -> list[Setting]:
     sampled = plain(values, _ASYNC + "use_rollout_log_probs")
     recomputed = plain(values, _ASYNC + "compute_prox_log_prob", False)
     if ahead and (sampled or recomputed):
-        mode = "decoupled" if recomputed else "bypass"
-        settings.append(("algorithm.rollout_correction.mode", mode))
+        mode, says = (
+            ("decoupled", "compute_prox_log_prob") if recomputed else ("bypass", "use_rollout_log_probs")
+        )
+        settings.append(("algorithm.rollout_correction.mode", made(values, mode, _ASYNC + says)))
     return settings
 
 
@@ -322,13 +359,13 @@ def _batches(value: Any) -> int:
 
 def evaluation(values: Values) -> list[Setting]:
     """Greedy or sampled answers."""
-    prefix = "actor_rollout_ref.rollout.val_kwargs."
-    sampled, n = plain(values, prefix + "do_sample"), plain(values, prefix + "n")
+    switch, n = (f"actor_rollout_ref.rollout.val_kwargs.{name}" for name in ("do_sample", "n"))
+    sampled = plain(values, switch)
     if sampled is None:
-        return [("trainer.evaluation.samples", n)]
-    if not sampled:
-        return [("trainer.evaluation.greedy", True), ("trainer.evaluation.samples", 0)]
-    return [("trainer.evaluation.greedy", False), ("trainer.evaluation.samples", 1 if n is None else n)]
+        return [("trainer.evaluation.samples", made(values, plain(values, n), n, *values))]
+    samples = values.get(n, made(values, 1, switch)) if sampled else made(values, 0, switch)
+    greedy = made(values, not sampled, switch)
+    return [("trainer.evaluation.greedy", greedy), ("trainer.evaluation.samples", samples)]
 
 
 def policy_loss(values: Values) -> list[Setting]:
@@ -336,7 +373,7 @@ def policy_loss(values: Values) -> list[Setting]:
     node, settings, name = values.get(_ACTOR + "policy_loss.loss_mode"), [], "ppo_clip"
     if node is not None:
         name = converted(_ACTOR + "policy_loss.loss_mode", node, _loss)
-        settings.append(("algorithm.policy_loss.name", Node(name, node.origin, node.layer)))
+        settings.append(("algorithm.policy_loss.name", like(node, name)))
     options = LOSS_OPTIONS[name]
     for key, value in values.items():
         if value is node:
@@ -368,8 +405,11 @@ def group_filter(values: Values) -> list[Setting]:
             "a filtered group is replaced by one other; remove it, and bound them by algorithm.max_refills"
         )
         raise refused("data.gen_batch_size", size, remedy)
-    if not plain(values, prefix + "enable", False):
-        return [("algorithm.filter", None)] if prefix + "enable" in values else []
+    enabled = values.get(prefix + "enable")
+    if enabled is None:
+        return []
+    if not enabled.plain():
+        return [("algorithm.filter", like(enabled, None))]
     metric, batches = values.get(prefix + "metric"), values.get(prefix + "max_num_gen_batches")
     if metric is not None and metric.plain() != "acc":
         remedy = (
@@ -377,13 +417,13 @@ def group_filter(values: Values) -> list[Setting]:
             "may read others: algorithm.filter=path/to/file.py:function"
         )
         raise refused(prefix + "metric", metric, remedy)
-    settings: list[Setting] = [("algorithm.filter", {"name": "mixed_accuracy"})]
+    settings: list[Setting] = [("algorithm.filter", like(enabled, {"name": "mixed_accuracy"}))]
     if batches is not None:
         number = batches.plain()
         if not isinstance(number, int) or number < 2:
             remedy = "there is a bound, and it is above 0: set algorithm.max_refills, in batches"
             raise refused(prefix + "max_num_gen_batches", batches, remedy)
-        settings.append(("algorithm.max_refills", number - 1))
+        settings.append(("algorithm.max_refills", like(batches, number - 1)))
     return settings
 
 
@@ -393,23 +433,29 @@ def rollout_correction(values: Values) -> list[Setting]:
     level, modes = plain(values, prefix + "rollout_is"), plain(values, prefix + "rollout_rs")
     correction: dict[str, Any] = {}
     if plain(values, prefix + "bypass_mode", False):
-        correction["mode"] = "bypass"
+        correction["mode"] = made(values, "bypass", prefix + "bypass_mode")
     if level is not None:
-        key = prefix + "rollout_is"
-        converted(key, values[key], choice({"token": "token", "sequence": "sequence"}))
-        bounds = values.get(prefix + "rollout_is_threshold")
-        given = converted(prefix + "rollout_is_threshold", bounds, _bounds) if bounds else {"upper": 2.0}
-        correction["importance"] = {"level": level, **given}
-        if "lower" in given:  # verl: two bounds are IcePop's
-            correction["importance"]["outside"] = "mask"
-        if plain(values, prefix + "rollout_is_batch_normalize", False):
-            correction["importance"]["normalize"] = True
+        correction["importance"] = _importance(values, prefix)
     if modes is not None:
         correction["reject"] = _rejections(values, prefix)
-    return [("algorithm.rollout_correction", correction or None)]
+    return [("algorithm.rollout_correction", made(values, correction or None, *values))]
 
 
-def _rejections(values: Values, prefix: str) -> list[dict[str, Any]]:
+def _importance(values: Values, prefix: str) -> Node:
+    key, threshold = prefix + "rollout_is", prefix + "rollout_is_threshold"
+    converted(key, values[key], choice({"token": "token", "sequence": "sequence"}))
+    importance = {"level": values[key], "upper": made(values, 2.0, key)}
+    if threshold in values:
+        bounds = converted(threshold, values[threshold], _bounds)
+        if "lower" in bounds:  # verl: two bounds are IcePop's
+            bounds["outside"] = "mask"
+        importance |= {name: like(values[threshold], bound) for name, bound in bounds.items()}
+    if plain(values, prefix + "rollout_is_batch_normalize", False):
+        importance["normalize"] = values[prefix + "rollout_is_batch_normalize"]
+    return made(values, importance, key)
+
+
+def _rejections(values: Values, prefix: str) -> Node:
     """Bounds are those of π_old/π_rollout, as verl documents them (its code bounds the inverse)."""
     modes, bounds = values[prefix + "rollout_rs"], values.get(prefix + "rollout_rs_threshold")
     if bounds is None:
@@ -425,8 +471,15 @@ def _rejections(values: Values, prefix: str) -> list[dict[str, Any]]:
         raise refused(prefix + "rollout_rs_threshold", bounds, remedy)
     if len(limits) == 1:
         limits = limits * len(chosen)
-    pairs = zip(chosen, limits, strict=True)
-    return [{"statistic": statistic, "level": level, **limit} for (level, statistic), limit in pairs]
+    rules = [
+        {
+            "statistic": statistic,
+            "level": level,
+            **{name: like(bounds, bound) for name, bound in limit.items()},
+        }
+        for (level, statistic), limit in zip(chosen, limits, strict=True)
+    ]
+    return like(modes, rules)
 
 
 def _listed(value: Any) -> list[str]:

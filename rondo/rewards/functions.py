@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 
 from rondo.config.functions import check_options, resolve_function
 from rondo.config.schema import RewardFunctionConfig
-from rondo.errors import ConfigError
+from rondo.errors import ConfigError, about
 
 RunIn = Literal["loop", "thread", "process"]
 F = TypeVar("F", bound=Callable[..., Any])
@@ -85,7 +85,8 @@ def load_functions(
     loaded: list[RewardFunction] = []
     for i, config in enumerate(configs):
         taken = [function.name for function in loaded]
-        loaded.append(_load(config, f"reward.functions.{i}", taken, builtins))
+        with about(f"reward.functions.{i}"):
+            loaded.append(_load(config, f"reward.functions.{i}", taken, builtins))
     return tuple(loaded)
 
 

@@ -19,7 +19,7 @@ PANELS: Sequence[tuple[str, Sequence[tuple[str, tuple[str, ...]]], bool]] = (
     ("reward", [("train", names.REWARD)], False),
     ("loss", [("train", names.LOSS)], False),
     ("response length, tokens", [("train", names.RESPONSE_LENGTH)], False),
-    ("KL", [("KL", names.KL)], False),
+    ("KL", [("to the reference", names.REFERENCE_KL), ("of the update", names.UPDATE_KL)], False),
     ("entropy, nats", [("entropy", names.ENTROPY)], False),
     ("gradient norm", [("gradient norm", names.GRAD_NORM)], True),
     ("log-prob gap, sampler to trainer", [("gap", names.LOG_PROB_GAP)], True),
@@ -83,6 +83,8 @@ def _draw(axes: Any, lines: Sequence[Mapping[str, Any]], title: str, curves: Any
     drawn: list[float] = []
     for (label, metric), colour in zip(curves, _LINES, strict=False):
         steps, values = _series(lines, metric)
+        if not steps:
+            continue
         drawn += values
         smooth = _smoothed(values)
         if smooth is None:

@@ -11,11 +11,8 @@ from typing import Any
 REWARD = ("reward/mean",)
 RESPONSE_LENGTH = ("rollout/response_length",)
 TRUNCATED = ("rollout/truncated_share",)
-KL = (
-    "actor/kl_loss",
-    "actor/kl_reward",
-    "actor/ppo_kl",
-)  # to the reference, else to the policy before the update
+REFERENCE_KL = ("actor/kl_loss", "actor/kl_reward")  # how far the policy has gone from the reference
+UPDATE_KL = ("actor/ppo_kl",)  # how far one update goes: to the policy before it (0 with one optimizer step)
 ENTROPY = ("actor/entropy", "actor/entropy_sampled")
 GRAD_NORM = ("actor/grad_norm",)
 LOG_PROB_GAP = ("rollout/log_prob_gap_mean", "rollout/log_prob_gap")
@@ -33,7 +30,7 @@ GENERATED_RATE = ("rollout/tokens_per_second", "perf/generated_tokens_per_s")
 TRAINED_RATE = ("perf/trained_tokens_per_s",)
 # Of asynchronous runs: staleness of the groups trained on, in versions; groups in flight when weights came;
 # seconds of a weight transfer; shares of a step in which the trainer's and the rollout's hosts had work.
-STALENESS = ("buffer/staleness_mean", "buffer/staleness")
+STALENESS = ("buffer/staleness_mean",)
 STALENESS_MAX = ("buffer/staleness_max",)
 IN_FLIGHT = ("buffer/in_flight",)
 SYNC_SECONDS = ("timing/weight_sync_s",)

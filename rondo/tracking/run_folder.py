@@ -2,6 +2,7 @@
 
 config.yaml      the resolved configuration
 metrics.jsonl    one JSON object per logged step, only ever appended to
+journal.jsonl    what time decided (rondo.trainers.journal), only ever appended to
 timeline.json    what ran when (rondo.tracking.timeline), only ever appended to
 summary.json     written at the end
 curves.png       written at the end
@@ -36,6 +37,7 @@ OURS = (
     "config.yaml",
     "metrics.jsonl",
     "timeline.json",
+    "journal.jsonl",
     "summary.json",
     "curves.png",
     "rollouts",
@@ -118,7 +120,8 @@ class RunFolder:
       never  refuse: ConfigError
       must   go on from its newest checkpoint; without one CheckpointError
     Attributes: path; attempt (1 for the first process that ran here, then 2, …); resume_step (of the newest
-    checkpoint when there is one to go on from, not verified; else None).
+    checkpoint when there is one to go on from, not verified; else None); moved_to (where an earlier run that
+    has none is now; else None).
     """
 
     def __init__(self, path: str | os.PathLike[str], *, resume: Resume = "auto") -> None:
@@ -127,11 +130,15 @@ class RunFolder:
         if existed and not self.path.is_dir():
             raise ConfigError(f"trainer.run_dir: {self.path} is a file; choose another folder")
         _refuse_foreign(self.path)
-        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"trainer.run_dir: {self.path} cannot be made: {error.strerror}") from error
         self._lock = RunLock(self.path / "run.lock")
         previous = self._lock.acquire()
         self._unsynced: set[Path] = set()
         self._file: Any = None
+        self.moved_to: Path | None = None
         try:
             self.attempt = 1 + max(_attempt(previous), _attempts_discarded(self.path))
             self.resume_step = self._prepare(resume)
@@ -166,6 +173,7 @@ class RunFolder:
             )
         for name in present:
             self._discard(self.path / name, self.attempt - 1)
+            self.moved_to = self.path / "discarded" / str(max(self.attempt - 1, 1))
         return None
 
     def _discard(self, path: Path, attempt: int) -> None:
@@ -230,8 +238,8 @@ class RunFolder:
 
     def sync(self) -> None:
         """Force everything written so far to disk. Call before a checkpoint is renamed into place."""
-        timeline = self.path / "timeline.json"
-        for path in sorted(self._unsynced | ({timeline} if timeline.exists() else set())):
+        others = {self.path / name for name in ("timeline.json", "journal.jsonl")}
+        for path in sorted(self._unsynced | {path for path in others if path.exists()}):
             sync_path(path)
         if self._unsynced:
             sync_path(self.path)

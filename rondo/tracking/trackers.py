@@ -21,7 +21,7 @@ from typing import Any, Literal, Protocol
 
 from rondo.config.functions import check_options, resolve_function
 from rondo.config.schema import FunctionConfig
-from rondo.errors import ConfigError
+from rondo.errors import ConfigError, about
 from rondo.tracking.run_folder import RunFolder
 from rondo.tracking.samples import Sample
 
@@ -339,9 +339,10 @@ def check_trackers(configs: Sequence[FunctionConfig]) -> None:
     """
     for number, entry in enumerate(configs):
         where = f"tracking.trackers.{number}"
-        check_options(resolve_function(entry.name, BUILT_IN), entry.options, where, given=1)
-        if entry.name in BUILT_IN and entry.name not in sys.modules and find_spec(entry.name) is None:
-            raise ConfigError(_not_installed(entry.name, f"No module named '{entry.name}'"))
+        with about(where):
+            check_options(resolve_function(entry.name, BUILT_IN), entry.options, where, given=1)
+            if entry.name in BUILT_IN and entry.name not in sys.modules and find_spec(entry.name) is None:
+                raise ConfigError(_not_installed(entry.name, f"No module named '{entry.name}'"))
 
 
 def _require(module: str, extra: str) -> Any:

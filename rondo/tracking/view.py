@@ -34,7 +34,8 @@ FIELDS: Mapping[Kind, Fields] = {
     "rl": (
         ("reward", "reward", names.REWARD),
         ("response length", "len", names.RESPONSE_LENGTH),
-        ("KL", "KL", names.KL),
+        ("KL to reference", "KL(ref)", names.REFERENCE_KL),
+        ("KL of the update", "KL(old)", names.UPDATE_KL),
         ("entropy", "ent", names.ENTROPY),
         ("grad norm", "grad", names.GRAD_NORM),
         ("log-prob gap", "gap", names.LOG_PROB_GAP),
@@ -58,7 +59,7 @@ FIELDS: Mapping[Kind, Fields] = {
     "preference": _PAIRS,
     "reward_model": _PAIRS,
 }
-_WHEN_NOT_ZERO = ("truncated", "staleness", "groups in flight", "weight sync, s")
+_WHEN_NOT_ZERO = ("KL of the update", "truncated", "staleness", "groups in flight", "weight sync, s")
 _NO_PHASES = ("step", "cpu", "weight_sync")  # seconds that phases count already
 _PANEL_ONLY = ("truncated", "groups in flight", "weight sync, s")
 _COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "red")

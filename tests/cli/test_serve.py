@@ -136,12 +136,31 @@ def test_sigterm_ends_it_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
         (["rollout.engine_options={a: 1}"], "engine_options are for other engines"),
         (["--replicas", "0"], "rollout.replicas"),
         (["--max-context", "1"], "--max-context 1 leaves no room"),
+        (["rollout.sleep=true"], "rollout.sleep has no meaning for `rondo serve`: there is no trainer"),
+        (["rollout.agent.name=a.py:b"], "rollout.agent.name has no meaning for `rondo serve`: clients"),
+        (["trainer.max_staleness=2"], "trainer.max_staleness has no meaning for `rondo serve`; remove it"),
     ],
 )
 def test_what_it_refuses(folder: Path, arguments: list[str], message: str) -> None:
     done = inline("serve", str(folder), "cluster.threads=1", "rollout.decode=lean", *arguments, check=False)
     assert done.returncode == 2
     assert message in " ".join(done.stderr.split())
+
+
+def test_what_a_recipe_says_to_a_trainer_is_said_once(folder: Path, tmp_path: Path) -> None:
+    """The run ends at the port, before anything is loaded."""
+    recipe = tmp_path / "a.yaml"
+    rollout = "{max_tokens: 8, sleep: true, agent: {name: mine.py:loop, times: 3}}"
+    recipe.write_text(
+        f"model: {{path: {folder}}}\nrollout: {rollout}\ntrainer: {{total_steps: 9, epochs: null}}\n"
+    )
+    done = inline("serve", str(recipe), "--token", "two words", check=False)
+    assert done.returncode == 2
+    assert [line.partition(" has no meaning ")[0] for line in done.stderr.splitlines()[:2]] == [
+        f"note: {recipe}:2: rollout.sleep",
+        f"note: {recipe}:2: rollout.agent",
+    ]
+    assert done.stderr.splitlines()[2] == "rondo serve: ConfigError"
 
 
 def test_a_recipe_whose_model_does_not_exist_yet() -> None:

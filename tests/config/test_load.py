@@ -291,9 +291,15 @@ class TestBadFiles:
         )
         (in_tmp_path / "recipes").mkdir()
         recipe(in_tmp_path / "recipes", "", "quickstart.yaml")
-        expected = "configuration file recipes/quick.yaml does not exist; recipes/ has: quickstart.yaml"
+        expected = (
+            "configuration file recipes/quick.yaml does not exist; did you mean recipes/quickstart.yaml?"
+        )
         assert message(["recipes/quick.yaml"]) == expected
-        assert message(["recipes"]).startswith("configuration file recipes is a folder")
+        assert message(["recipes"]) == "configuration file recipes is a folder; recipes/ has: quickstart.yaml"
+        assert message(["rollout.n"]) == (
+            "configuration file rollout.n does not exist; a setting is written key.sub=value, and the name "
+            "of a recipe ends in .yaml"
+        )
 
     def test_binary_file(self, in_tmp_path: Path) -> None:
         (in_tmp_path / "x.yaml").write_bytes(b"ab\xff\x00")

@@ -69,7 +69,7 @@ def message(*overrides: str) -> str:
             "itself. Remove them",
         ),
         ("rollout.replicas=0", "rollout.replicas must be at least 1, got 0"),
-        ("rollout.bucket_bytes=0", "rollout.bucket_bytes must be at least 1, got 0"),
+        ("rollout.bucket_bytes=4095", "rollout.bucket_bytes must be at least 4096, got 4095"),
         (
             "rollout.tensor_parallel=2",
             "rollout.tensor_parallel = 2 (argument 'rollout.tensor_parallel=2'), but the native engine runs "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from rondo.algorithms.registry import bind
@@ -330,6 +332,78 @@ def test_devices_of_the_rollout() -> None:
     assert cluster.placement == {"rollout": "rollout"}
     assert load([], [*BASE, "actor_rollout_ref.hybrid_engine=True"]).config.cluster.devices == 1
     assert "devices of its own: remove either" in message(*split[:2], "actor_rollout_ref.hybrid_engine=True")
+
+
+def test_each_value_says_which_key_it_is_from(in_tmp_path: Path) -> None:
+    """Of several keys that mean something together: the one that the value is from, not the last."""
+    Path("base.yaml").write_text(
+        "data: {prompt_key: q, train_files: a.parquet}\n"
+        "actor_rollout_ref:\n"
+        "  actor:\n"
+        "    use_kl_loss: true\n"
+        "    kl_loss_type: k1\n"
+        "algorithm:\n"
+        "  adv_estimator: gae\n"
+        "  lam: 0.9\n"
+        "  rollout_correction:\n"
+        "    rollout_is: token\n"
+        "    rollout_rs: token_k1\n"
+        "    rollout_rs_threshold: 0.5_2.0\n"
+        "trainer:\n"
+        "  total_epochs: 2\n"
+        "  nnodes: 2\n"
+        "async_training:\n"
+        "  staleness_threshold: 1\n"
+    )
+    arguments = {
+        "loss": f"{A}.kl_loss_coef=0.5",
+        "gamma": "algorithm.gamma=0.9",
+        "val": "data.val_files=b.parquet",
+        "bound": "algorithm.rollout_correction.rollout_is_threshold=3.0",
+        "partial": "async_training.partial_rollout=true",
+        "rollout": "rollout.n_gpus_per_node=3",
+    }
+    loaded = load(["base.yaml"], ["model.path=m", *arguments.values()])
+    where = {key: origin.where for key, origin in loaded.origins.items() if key != "model.path"}
+    said = {name: f"argument '{argument}'" for name, argument in arguments.items()}
+    correction = "algorithm.rollout_correction"
+    assert where == {
+        "data.train.0.type": "base.yaml:1",
+        "data.train.0.path": "base.yaml:1",
+        "data.train.0.prompt_key": "base.yaml:1",
+        "data.eval.0.type": said["val"],
+        "data.eval.0.path": said["val"],
+        "data.eval.0.prompt_key": "base.yaml:1",
+        "algorithm.kl.where": "base.yaml:4",
+        "algorithm.kl.name": "base.yaml:5",
+        "algorithm.kl.coef": said["loss"],
+        "algorithm.advantage.name": "base.yaml:7",
+        "algorithm.advantage.lam": "base.yaml:8",
+        "algorithm.advantage.gamma": said["gamma"],
+        f"{correction}.importance.level": "base.yaml:10",
+        f"{correction}.importance.upper": said["bound"],
+        f"{correction}.reject.0.statistic": "base.yaml:11",
+        f"{correction}.reject.0.level": "base.yaml:11",
+        f"{correction}.reject.0.lower": "base.yaml:12",
+        f"{correction}.reject.0.upper": "base.yaml:12",
+        "trainer.epochs": "base.yaml:14",
+        "trainer.max_staleness": "base.yaml:17",
+        "trainer.on_update": said["partial"],
+        "cluster.devices": said["rollout"],
+        "cluster.pools.train": "base.yaml:15",
+        "cluster.pools.rollout": said["rollout"],
+        "cluster.placement.rollout": said["rollout"],
+        "cluster.backend": said["rollout"],
+    }
+
+
+def test_a_setting_of_ours_is_between_two_of_verls(in_tmp_path: Path) -> None:
+    """A key of a joint translation ranks where it was written, not where the last of them was."""
+    Path("base.yaml").write_text("algorithm: {adv_estimator: grpo}\n")
+    loaded = load(["base.yaml"], [*BASE, "algorithm.advantage=gae", "algorithm.gamma=0.9"])
+    assert loaded.config.algorithm.advantage == FunctionConfig("gae")
+    both = load([], [*BASE, "algorithm.adv_estimator=gae", "algorithm.gamma=0.9"])
+    assert both.config.algorithm.advantage == FunctionConfig("gae", {"gamma": 0.9})
 
 
 def test_steps_overrule_epochs() -> None:

@@ -17,6 +17,7 @@ FULL = {
     "reward/mean": 0.4123,
     "rollout/response_length": 34.52,
     "actor/kl_loss": 0.0012,
+    "actor/ppo_kl": 3e-4,
     "actor/entropy": 1.2,
     "actor/grad_norm": 0.45,
     "rollout/log_prob_gap": 2e-7,
@@ -51,9 +52,21 @@ def test_a_plain_step_is_one_exact_line() -> None:
     console.step(4, FULL)
     assert out.export_text().splitlines() == [
         "rondo: grpo, Qwen3, 0.85 M parameters, cpu, 150 steps, in runs/x",
-        "step   4/150  reward 0.412  len 34.5  KL 1.2e-03  ent 1.200  grad 0.450  gap 2.0e-07  "
+        "step   4/150  reward 0.412  len 34.5  KL(ref) 1.2e-03  KL(old) 3.0e-04  ent 1.200  grad 0.450  "
+        "gap 2.0e-07  "
         "32.1k tok/s  left 4:52",
     ]
+
+
+def test_a_run_without_a_reference_shows_no_kl_to_it() -> None:
+    """actor/ppo_kl is to the policy before the update: 0, and not shown, with one optimizer step a batch."""
+    console, out, _ = recording("plain")
+    console.start(HEADER, 9)
+    console.step(1, {"reward/mean": 0.5, "actor/ppo_kl": 0.0})
+    console.step(2, {"reward/mean": 0.5, "actor/ppo_kl": 0.25})
+    lines = out.export_text().splitlines()
+    assert lines[1].startswith("step 1/9  reward 0.500  left")
+    assert lines[2].startswith("step 2/9  reward 0.500  KL(old) 0.250  left")
 
 
 def test_what_an_asynchronous_run_shows() -> None:

@@ -68,12 +68,18 @@ def test_importing_tracking_imports_no_tracker_and_no_matplotlib() -> None:
 def test_series_takes_the_last_line_of_a_step_and_the_first_name_that_is_there() -> None:
     lines = [
         {"step": 2, "actor/ppo_kl": 2.0},
-        {"step": 1, "actor/kl_loss": 1.0},
+        {"step": 1, "actor/ppo_kl": 1.0, "actor/kl_loss": 8.0},
         {"step": 2, "actor/ppo_kl": 3.0},
         {"step": 3},
     ]
-    kl = next(curves[0][1] for title, curves, _ in PANELS if title == "KL")
-    assert _series(lines, kl) == ([1, 2], [1.0, 3.0])
+    reference, update = next(curves for title, curves, _ in PANELS if title == "KL")
+    assert (reference[0], _series(lines, reference[1])) == ("to the reference", ([1], [8.0]))
+    assert (update[0], _series(lines, update[1])) == ("of the update", ([1, 2], [1.0, 3.0]))
+    gap = ("rollout/log_prob_gap_mean", "rollout/log_prob_gap")
+    assert _series([{"step": 1, gap[1]: 2.0}, {"step": 2, gap[0]: 1.0, gap[1]: 5.0}], gap) == (
+        [1, 2],
+        [2.0, 1.0],
+    )
     assert _smoothed([1.0] * 30) is None
     assert _smoothed([float(i) for i in range(40)])[:3] == [0.5, 1.0, 2.0]  # type: ignore[index]
 
