@@ -7,6 +7,8 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: child processes inherit it
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test downloads anything
+# Ray reads it once per process: one Ray with tokens and then a cluster without them would refuse each other.
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 
 from collections.abc import Callable
 from pathlib import Path
@@ -41,17 +43,61 @@ def tiny_qwen_config() -> Any:
 
 @pytest.fixture(scope="session")
 def run_ranks() -> Callable[..., list[Any]]:
-    """`run_ranks(world, function, *args, timeout=90.0)`: see tests/ranks.py."""
+    """`run_ranks(world, function, *args, timeout=…)`: see tests/ranks.py."""
     return _run_ranks
 
 
+# The files that take longest, longest first: they begin first, so that no worker is idle at the end.
+LONGEST = (
+    "tests/controller",
+    "tests/trainers/test_nodes.py",
+    "tests/trainers/test_placement.py",
+    "tests/trainers/test_split.py",
+    "tests/training/test_ranks.py",
+    "tests/weights/test_exchange.py",
+    "tests/trainers/test_ray.py",
+    "tests/trainers/test_resume.py",
+    "tests/trainers/test_engine_process.py",
+    "tests/workers/test_replicas.py",
+    "tests/trainers/test_async_engines.py",
+    "tests/trainers/test_partial.py",
+    "tests/rollout/test_server.py",
+    "tests/cli/test_serve.py",
+    "tests/trainers/test_rl.py",
+    "tests/serving/test_external.py",
+)
+
+
+def _place(nodeid: str) -> int:
+    """Of a test's file among the longest; those that are none of them come after all of them."""
+    return next((i for i, path in enumerate(LONGEST) if nodeid.startswith(path)), len(LONGEST))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are skipped where there is no CUDA device."""
+    """Tests marked `gpu` are skipped where there is no CUDA device. Workers of xdist begin with LONGEST."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: _place(item.nodeid))
     if torch.cuda.is_available():
         return
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """`--dist loadfile`, in the order of `LONGEST`; the controller's files share a Ray and so a worker."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            shared = "tests/controller"
+            return shared if nodeid.startswith(f"{shared}/") else str(super()._split_scope(nodeid))
+
+    config.option.loadscopereorder = False
+    return ByFile(config, log)
 
 
 @pytest.fixture

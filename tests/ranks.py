@@ -26,32 +26,47 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
+# All that a process of any test imports. There is one fork server, and the first process that it is asked for
+# decides what it has loaded: whoever wants processes asks `fork_server` for them.
 PRELOAD = [
     "numpy",
-    "pyarrow",
+    "pandas",
+    "pyarrow.parquet",
+    "pytest",
     "torch",
-    "torch.distributed",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
     "torch.distributed.tensor.parallel",
     "transformers",
+    "transformers.models.llama.modeling_llama",
     "transformers.models.qwen3.modeling_qwen3",
+    "rondo.checkpoint",
+    "rondo.models.loading",
+    "rondo.tracking",
+    "rondo.training",
+    "rondo.weights.exchange",
+    "tests.training.helpers",
 ]
 ECHO_SECONDS = 2.0  # after the first failure: how long its peers' own failures are waited for
+TIMEOUT_SECONDS = 240.0
+# Longer than the parent waits: a rank that hangs in a collective is said to hang, never that it timed out.
+COLLECTIVE_SECONDS = 600.0
 
 
 class RankError(AssertionError):
     """A rank raised, died or hung; the message carries the traceback of every rank that raised."""
 
 
-def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: float = 90.0) -> list[Any]:
+def run_ranks(
+    world: int, function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT_SECONDS
+) -> list[Any]:
     """Run `function(rank, world, *args)` in `world` processes over gloo; the results in rank order.
 
     function: of a module's level; arguments and results are pickled (tensors come back as copies).
     Raises RankError. Never hangs longer than `timeout` seconds, and leaves no process.
     """
-    context = _context()
+    context = fork_server()
     with tempfile.TemporaryDirectory(prefix="rondo-ranks-") as folder:
         ranks: list[ForkServerProcess] = []
         pipes: list[Connection] = []
@@ -59,7 +74,7 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: flo
             for rank in range(world):
                 receiver, sender = context.Pipe(duplex=False)
                 process = context.Process(
-                    target=_run_one, args=(rank, world, f"{folder}/store", timeout, sender, function, args)
+                    target=_run_one, args=(rank, world, f"{folder}/store", sender, function, args)
                 )
                 process.start()
                 sender.close()
@@ -75,7 +90,8 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: flo
                 pipe.close()
 
 
-def _context() -> ForkServerContext:
+def fork_server() -> ForkServerContext:
+    """Where processes come from: each starts at once, with everything imported."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)  # has an effect before the first process only
     return context
@@ -96,7 +112,7 @@ def _collect(ranks: list[ForkServerProcess], pipes: list[Connection], timeout: f
             try:
                 succeeded, payload = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
             except EOFError:
-                ranks[rank].join(5)
+                ranks[rank].join(60)
                 failures[rank] = f"died without a word (exit code {ranks[rank].exitcode})"
                 continue
             if succeeded:
@@ -118,7 +134,6 @@ def _run_one(
     rank: int,
     world: int,
     store: str,
-    timeout: float,
     sender: Connection,
     function: Callable[..., Any],
     args: tuple[Any, ...],
@@ -137,7 +152,7 @@ def _run_one(
             init_method=f"file://{store}",
             rank=rank,
             world_size=world,
-            timeout=timedelta(seconds=timeout),
+            timeout=timedelta(seconds=COLLECTIVE_SECONDS),
         )
         answer = pickle.dumps((True, function(rank, world, *args)))
     except BaseException:  # whatever it was belongs into the parent's message

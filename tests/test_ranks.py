@@ -27,11 +27,11 @@ def _one_raises(rank: int, world: int) -> None:
 def _one_dies(rank: int, world: int) -> None:
     if rank == 1:
         os._exit(7)
-    time.sleep(60)
+    time.sleep(1000)
 
 
 def _hangs(rank: int, world: int) -> None:
-    time.sleep(60)
+    time.sleep(1000)
 
 
 def test_results_in_rank_order() -> None:
@@ -44,10 +44,9 @@ def test_traceback_of_the_rank_that_raised() -> None:
 
 
 def test_dead_rank_is_named() -> None:
-    start = time.monotonic()
+    """Its peer sleeps for longer than a test may take."""
     with pytest.raises(RankError, match=r"rank 1 of 2 ---\ndied without a word \(exit code 7\)"):
-        run_ranks(2, _one_dies)
-    assert time.monotonic() - start < 30
+        run_ranks(2, _one_dies, timeout=1000.0)
 
 
 def test_timeout_names_the_ranks() -> None:

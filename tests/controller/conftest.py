@@ -27,7 +27,7 @@ def run() -> Iterator[Run]:
 
     def to_the_end(work: Awaitable[Any]) -> Any:
         async def bounded() -> Any:
-            return await asyncio.wait_for(work, 120)
+            return await asyncio.wait_for(work, 400)
 
         return loop.run_until_complete(bounded())
 

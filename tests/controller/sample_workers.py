@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-import time
 from typing import Any
 
 import numpy as np
@@ -33,6 +32,8 @@ class Calculator(Worker):
             raise DataError("the constructor said no")
         self.factor = factor
         self.order: list[str] = []
+        self.gate = threading.Event()
+        self.meeting = 0
         self.closed = 0
 
     @dispatch("split", reads=("tokens",), writes=("multiplied",))
@@ -122,9 +123,14 @@ class Calculator(Worker):
         dist.all_reduce(torch.ones(1), group=group)
 
     @dispatch("broadcast")
-    def note(self, name: str, seconds: float = 0.0) -> None:
-        time.sleep(seconds)
+    def note(self, name: str) -> None:
         self.order.append(name)
+
+    @dispatch("broadcast")
+    def hold(self) -> None:
+        """Keeps the training thread until the gate is opened."""
+        self.order.append("holding")
+        self.gate.wait()
 
     @dispatch("per_rank")
     def notes(self) -> list[str]:
@@ -142,9 +148,20 @@ class Calculator(Worker):
         await asyncio.sleep(seconds)
         return threading.current_thread().name
 
-    async def wait_for_ever(self) -> None:
+    async def meet(self, number: int) -> None:
+        """Returns when so many of these calls, and `hold`, are under way at once."""
+        self.meeting += 1
+        while self.meeting < number or "holding" not in self.order:
+            await asyncio.sleep(0.001)
+
+    async def open_gate(self) -> None:
+        self.gate.set()
+
+    async def wait_at_the_gate(self) -> None:
+        self.order.append("waiting")
         try:
-            await asyncio.sleep(1000)
+            while not self.gate.is_set():
+                await asyncio.sleep(0.001)
         except asyncio.CancelledError:
             self.order.append("cancelled")
             raise

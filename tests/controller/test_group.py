@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from typing import Any
 
 import numpy as np
@@ -155,32 +154,28 @@ def test_async_methods_overlap_with_each_other_and_with_training(
 ) -> None:
     group = make_group(run, cluster, role)
 
-    async def naps() -> float:
-        started = time.monotonic()
-        busy = asyncio.ensure_future(group.call(Calculator.note, "busy", 1.0))
-        await asyncio.gather(*(group.call_rank(0, Calculator.napping, 0.5) for _ in range(5)))
-        seconds = time.monotonic() - started
+    async def meet() -> None:
+        busy = asyncio.ensure_future(group.call(Calculator.hold))
+        await asyncio.gather(*(group.call_rank(0, Calculator.meet, 5) for _ in range(5)))
         assert not busy.done()
+        await group.call_each(Calculator.open_gate)
         await busy
-        return seconds
 
-    assert run(naps()) < 0.95  # one after the other: 2.5 s
+    run(meet())
 
 
 def test_cancelling_an_async_call_reaches_the_worker(cluster: Cluster, run: Run, role: str) -> None:
     group = make_group(run, cluster, role)
 
     async def cancel() -> None:
-        task = asyncio.ensure_future(group.call_rank(0, Calculator.wait_for_ever))
-        await asyncio.sleep(0.3)
+        task = asyncio.ensure_future(group.call_rank(0, Calculator.wait_at_the_gate))
+        while (await group.call(Calculator.notes))[0] != ["waiting"]:
+            await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        for _ in range(50):
-            if (await group.call(Calculator.notes))[0] == ["cancelled"]:
-                return
-            await asyncio.sleep(0.05)
-        raise AssertionError("the worker's coroutine was not cancelled")
+        while (await group.call(Calculator.notes))[0] != ["waiting", "cancelled"]:
+            await asyncio.sleep(0.01)
 
     run(cancel())
 

@@ -4,10 +4,11 @@ group that goes on without a rank whose process was killed."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
-import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +18,11 @@ from rondo.controller import Cluster, Mesh, Worker, WorkerGroup, start_cluster
 from rondo.errors import ConfigError, DataError, WorkerError
 from tests.controller.conftest import Run
 from tests.controller.sample_workers import Calculator
+from tests.waiting import wait_for
 
 ray = pytest.importorskip("ray")
+ray_pools = pytest.importorskip("rondo.controller.ray_pools")
+placement_group = ray_pools.placement_group
 
 
 def config(devices: int, **pools: int) -> ClusterConfig:
@@ -33,10 +37,17 @@ def groups_of_ray() -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def three(ray_instance: None, run: Run) -> Iterator[Cluster]:
-    """Three devices; the last tests of this file kill their hosts."""
-    cluster = run(start_cluster(config(3)))
+    """Three devices in two pools, each a placement group of its own, and none is left at the end. The last
+    tests of this file kill their hosts.
+    """
+    free, before = ray.available_resources().get("CPU", 0), set(groups_of_ray())
+    cluster = run(start_cluster(config(3, one=1, two=2)))
+    made = {name: group for name, group in groups_of_ray().items() if name not in before}
+    assert sorted(len(group["bundles"]) for group in made.values()) == [1, 2]
+    assert {(group["state"], group["strategy"]) for group in made.values()} == {("CREATED", "PACK")}
     yield cluster
     run(cluster.shutdown())
+    all_is_given_back(made, free)
 
 
 @pytest.fixture(scope="module")
@@ -45,25 +56,10 @@ def late(three: Cluster, run: Run) -> WorkerGroup:
     return run(three.create_group("late", Calculator, devices=(1, 2)))
 
 
-def test_each_pool_is_a_placement_group_and_none_is_left(ray_instance: None, run: Run) -> None:
-    free, before = ray.available_resources().get("CPU", 0), set(groups_of_ray())
-    cluster = run(start_cluster(config(3, one=1, two=2)))
-    made = {name: group for name, group in groups_of_ray().items() if name not in before}
-    assert sorted(len(group["bundles"]) for group in made.values()) == [1, 2]
-    assert {(group["state"], group["strategy"]) for group in made.values()} == {("CREATED", "PACK")}
-    hosts = run(cluster.create_group("all", Calculator))
-    assert len({pid for _, _, pid, _ in run(hosts.call(Calculator.place, [0, 0, 0]))}) == 3
-    run(cluster.shutdown())
-    assert {groups_of_ray()[name]["state"] for name in made} == {"REMOVED"}
-    assert all_free(free)
-
-
-def all_free(cpus: float) -> bool:
-    """Ray gives resources back a moment after it said so."""
-    deadline = time.monotonic() + 10
-    while ray.available_resources().get("CPU", 0) < cpus and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return bool(ray.available_resources().get("CPU", 0) >= cpus)
+def all_is_given_back(names: Iterable[str], cpus: float) -> None:
+    """Ray does it a moment after it said so."""
+    wait_for("removal", lambda: all(groups_of_ray()[name]["state"] == "REMOVED" for name in names))
+    wait_for("free CPUs", lambda: ray.available_resources().get("CPU", 0) >= cpus)
 
 
 def test_more_than_the_nodes_have_is_refused_at_once(ray_instance: None, run: Run) -> None:
@@ -79,20 +75,32 @@ def test_devices_that_another_job_has_are_named_after_a_bounded_time(
     ray_instance: None, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free, before = ray.available_resources().get("CPU", 0), set(groups_of_ray())
-    monkeypatch.setattr("rondo.controller.ray_pools.READY_SECONDS", 5.0)
-    other = run(start_cluster(config(2)))
-    with pytest.raises(
-        ConfigError, match=r"cluster.pools.b: Ray did not set aside 6 devices \(1 CPU each\) within 5 s; free"
-    ):
+    other = placement_group([{"CPU": 1}] * 2)
+    assert other.wait(300)
+    pools: list[Any] = []
+
+    def placing(*args: Any, **kwargs: Any) -> Any:
+        """There is room for the first pool, and never for the second."""
+        pools.append(placement_group(*args, **kwargs))
+        if len(pools) == 1:
+            assert pools[0].wait(300)
+            pools[0].wait = lambda seconds: True
+        return pools[-1]
+
+    monkeypatch.setattr(ray_pools, "placement_group", placing)
+    clock = itertools.count(step=10**6).__next__  # the time is over when it is asked for
+    monkeypatch.setattr(ray_pools, "time", SimpleNamespace(monotonic=clock))
+    message = r"cluster.pools.b: Ray did not set aside 6 devices \(1 CPU each\) within 30 s; free"
+    with pytest.raises(ConfigError, match=message):
         run(start_cluster(config(7, a=1, b=6)))
-    run(other.shutdown())
-    left = {group["state"] for name, group in groups_of_ray().items() if name not in before}
-    assert left == {"REMOVED"}
-    assert all_free(free)
+    ray.util.remove_placement_group(other)
+    all_is_given_back(set(groups_of_ray()) - before, free)
 
 
 def test_a_workers_own_error_is_no_death(three: Cluster, run: Run) -> None:
+    """A group over both pools: three processes."""
     group = run(three.create_group("errors", Calculator))
+    assert len({pid for _, _, pid, _ in run(group.call(Calculator.place, [0, 0, 0]))}) == 3
     with pytest.raises(WorkerError) as caught:
         run(group.call_each(Calculator.fails, (1,)))
     assert (caught.value.died, type(caught.value.cause_error)) == (False, DataError)
@@ -120,7 +128,7 @@ def test_a_group_goes_on_without_a_killed_rank(three: Cluster, late: WorkerGroup
     pids = run(every.call(Worker.process_id))
     os.kill(pids[0], signal.SIGKILL)
     with pytest.raises(WorkerError, match=rf"every\[0\]\.napping.*pid {pids[0]} on") as caught:
-        run(every.call_rank(0, Calculator.napping, 20.0))
+        run(every.call_rank(0, Calculator.napping, 1000.0))
     assert caught.value.died
     assert every.alive == (1, 2)
     assert run(every.call_each(Calculator.napping, 0.0)).keys() == {1, 2}
@@ -136,17 +144,21 @@ def test_a_group_goes_on_without_a_killed_rank(three: Cluster, late: WorkerGroup
 def test_a_rank_that_dies_during_a_call_does_not_take_slow_ones_with_it(late: WorkerGroup, run: Run) -> None:
     pids = run(late.call(Worker.process_id))
 
-    async def kill_while_all_sleep() -> Any:
-        calling = asyncio.ensure_future(late.call_each(Calculator.napping, 1.5))
-        await asyncio.sleep(0.2)
+    async def kill_while_all_wait() -> Any:
+        calling = asyncio.ensure_future(late.call_each(Calculator.wait_at_the_gate))
+        while not all("waiting" in notes for notes in await late.call(Calculator.notes)):
+            await asyncio.sleep(0.01)
         os.kill(pids[1], signal.SIGKILL)
+        while late.alive != (0,):
+            await asyncio.sleep(0.01)
+        await late.call_rank(0, Calculator.open_gate)
         return await calling
 
-    assert run(kill_while_all_sleep()).keys() == {0}
+    assert run(kill_while_all_wait()).keys() == {0}
     assert late.alive == (0,)
     os.kill(pids[0], signal.SIGKILL)
     with pytest.raises(WorkerError) as caught:
-        run(late.call_each(Calculator.napping, 30.0))
+        run(late.call_each(Calculator.napping, 1000.0))
     assert caught.value.died
     assert late.alive == ()
     with pytest.raises(WorkerError, match="unusable"):

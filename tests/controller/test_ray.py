@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from rondo.controller import Cluster, Mesh, WorkerGroup, start_cluster
 from rondo.errors import ConfigError, DataError, WorkerError
 from tests.controller.conftest import SPARE_DEVICES, Run
 from tests.controller.sample_workers import Calculator
+from tests.waiting import wait_until_gone
 
 pytest.importorskip("ray")
 
@@ -132,8 +132,8 @@ def test_a_shard_pickles_its_own_rows_only(four: Cluster, run: Run, role: str) -
 def test_the_first_cause_is_reported_while_a_peer_hangs(
     shared: Cluster, healthy: WorkerGroup, run: Run, role: str
 ) -> None:
+    """It would hang for half an hour; `run` waits for minutes."""
     group = run(shared.create_group(role, Calculator, devices=(0, 1)))
-    started = time.monotonic()
 
     async def fail() -> None:
         failing = asyncio.ensure_future(group.call(Calculator.fails_in_collective, 1))
@@ -149,30 +149,29 @@ def test_the_first_cause_is_reported_while_a_peer_hangs(
             await queued
 
     run(fail())
-    assert time.monotonic() - started < 5
     with pytest.raises(WorkerError, match=r"\[0\].*unusable since: DataError: the cause"):
         run(group.call(Calculator.fails, ()))
     assert run(healthy.call(Calculator.fails, ())) == "fine"  # other devices go on
 
 
-def test_a_killed_host_is_an_error_within_seconds(run: Run, healthy: WorkerGroup) -> None:
+def test_a_killed_host_is_an_error_and_the_cause(
+    run: Run, healthy: WorkerGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However late Ray sees the death: its peer's "connection closed" is waited out."""
+    monkeypatch.setattr("rondo.controller.group.ECHO_GRACE_SECONDS", 300.0)
     run(healthy.call(Calculator.reduce_over, ["dp", "dp"]))
-    started = time.monotonic()
     with pytest.raises(
         WorkerError,
         match=r"healthy\[1\]\.dies_in_collective failed: its host process \(pid \d+ on [\d.]+\) died",
     ):
         run(healthy.call(Calculator.dies_in_collective, 1))
-    assert time.monotonic() - started < 10
     with pytest.raises(WorkerError, match=r"\[1\].*unusable since: its host process"):
         run(healthy.call(Calculator.fails, ()))
 
 
 def test_more_devices_than_the_cluster_has(ray_instance: None, run: Run) -> None:
-    started = time.monotonic()
     with pytest.raises(ConfigError, match=r"cluster\.devices=64, but the Ray cluster has"):
         run(start_cluster(ClusterConfig(backend="ray", devices=64, device="cpu")))
-    assert time.monotonic() - started < 5
 
 
 PROGRAM = """
@@ -187,7 +186,7 @@ PROGRAM = """
             return os.getpid(), os.getcwd(), beside_the_program.VALUE, os.environ["OMP_NUM_THREADS"]
 
     async def main():
-        config = ClusterConfig(backend="ray", devices=2, device="cpu", threads=1)
+        config = ClusterConfig(backend="ray", device="cpu", threads=1)
         async with await start_cluster(config) as cluster:
             group = await cluster.create_group("w", W)
             for fact in await group.call(W.facts):
@@ -214,21 +213,19 @@ def test_a_program_of_its_own_leaves_no_process(tmp_path: Path, ending: str) -> 
     (tmp_path / "beside_the_program.py").write_text("VALUE = 7\n")
     (tmp_path / "elsewhere").mkdir()
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    env.pop("RAY_AUTH_MODE", None)  # as a user has it
     done = subprocess.run(
         [sys.executable, str(tmp_path / "program.py"), ending],
         cwd=tmp_path / "elsewhere",
         env=env,
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=400,
     )
     facts = [line.split() for line in done.stdout.splitlines() if line[:1].isdigit()]
-    assert [fact[1:] for fact in facts] == [[str(tmp_path / "elsewhere"), "7", "1"]] * 2, done.stderr
+    assert [fact[1:] for fact in facts] == [[str(tmp_path / "elsewhere"), "7", "1"]], done.stderr
     assert done.returncode in (-signal.SIGKILL, -signal.SIGINT, 130)
-    deadline = time.monotonic() + 15
-    while any(os.path.exists(f"/proc/{fact[0]}") for fact in facts) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not any(os.path.exists(f"/proc/{fact[0]}") for fact in facts)
+    wait_until_gone(int(fact[0]) for fact in facts)
     if ending == "raise":
         assert "KeyboardInterrupt" in done.stderr
         assert done.stdout.splitlines()[-1] == "environment"

@@ -233,12 +233,19 @@ MATH_CASES = [
 ]
 
 
-def run_scorer(trajectories, *functions, **config):
-    """Each trajectory scored by one Scorer; the results and its stats."""
-    scorer = Scorer(RewardConfig(functions=functions, **config))
+def run_scorer(trajectories, *functions, hangs=()):
+    """Each trajectory scored by one Scorer; the results and its stats. hangs: numbers of those that do; only
+    for them is the time short, so that nothing depends on how fast this machine is.
+    """
+    scorer = Scorer(RewardConfig(functions=functions))
+    long, short = (dataclasses.replace(scorer._config, timeout_seconds=s) for s in (400.0, 1.0))
 
     async def run():
-        return [await scorer.score(t) for t in trajectories]
+        scored = []
+        for number, trajectory in enumerate(trajectories):
+            scorer._config = short if number in hangs else long
+            scored.append(await scorer.score(trajectory))
+        return scored
 
     try:
         return asyncio.run(run()), scorer.stats()
@@ -251,7 +258,7 @@ def test_math_in_its_process(trajectory):
     trajectories = [trajectory(text, answer=answer) for text, answer, _ in MATH_CASES]
     trajectories.append(trajectory(r"\boxed{9^{9^{9^{9}}}}", answer="5"))
     trajectories.append(trajectory(r"\boxed{5}", answer="5"))  # a new process serves what comes after
-    scored, stats = run_scorer(trajectories, RewardFunctionConfig("math"), timeout_seconds=3.0)
+    scored, stats = run_scorer(trajectories, RewardFunctionConfig("math"), hangs={len(MATH_CASES)})
     for (text, answer, reward), t in zip(MATH_CASES, scored, strict=False):
         assert t.reward == reward, (text, answer)
     assert scored[-2].outcome == "reward_timeout"
@@ -262,7 +269,7 @@ def test_math_in_its_process(trajectory):
 def test_catastrophic_regex_is_killed(trajectory):
     options = {"pattern": "(a+)+b"}
     cases = [trajectory("aab"), trajectory("a" * 40), trajectory("c")]
-    scored, _ = run_scorer(cases, RewardFunctionConfig("regex", options=options), timeout_seconds=0.5)
+    scored, _ = run_scorer(cases, RewardFunctionConfig("regex", options=options), hangs={1})
     assert [t.outcome for t in scored] == ["scored", "reward_timeout", "scored"]
     assert [t.reward for t in scored[::2]] == [1.0, 0.0]
 

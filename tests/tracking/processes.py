@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from typing import Any
 
+from tests.ranks import fork_server
+
 
 @contextmanager
 def running(function: Callable[..., None], *args: Any) -> Iterator[tuple[ForkServerProcess, Connection]]:
     """`function(connection, *args)` in a process of its own; yields (process, our end). Killed at the end."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["rondo.checkpoint", "rondo.tracking"])
+    context = fork_server()
     ours, theirs = context.Pipe()
     process = context.Process(target=function, args=(theirs, *args), daemon=True)
     process.start()

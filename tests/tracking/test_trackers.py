@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import struct
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 from rondo.config.schema import FunctionConfig
 from rondo.errors import ConfigError
 from rondo.tracking import RunFolder, Sample, check_trackers, make_trackers, read_metrics
+from tests.waiting import wait_for
 
 CONFIG = {"data": {"batch_size": 16}, "model": {"path": None}}
 SAMPLES = [Sample("1+1=", "**2** <b>", 1.0, "stop"), Sample("2+2=", "5", 0.0)]
@@ -81,6 +81,8 @@ def wandb_records(path: Path) -> Iterator[bytes]:
             at += left
             continue
         _, length, kind = struct.unpack_from("<IHB", data, at)
+        if at + 7 + length > len(data):  # it is still being written
+            return
         whole += data[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):  # whole, or the last part
@@ -98,11 +100,13 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         log_run(folder, "wandb", {"mode": "offline", "tags": ["t1"]})
     files = list((tmp_path / "run" / "trackers" / "wandb" / "wandb").glob("offline-run-*/run-*.wandb"))
     assert len(files) == 1
-    records = []
-    deadline = time.monotonic() + 30  # wandb's own process may still write when finish() has returned
-    while not any(r.WhichOneof("record_type") == "exit" for r in records) and time.monotonic() < deadline:
-        time.sleep(0.05)
-        records = [wandb_internal_pb2.Record.FromString(data) for data in wandb_records(files[0])]
+
+    def whole() -> list[Any]:
+        """wandb's own process may still write when finish() has returned."""
+        found = [wandb_internal_pb2.Record.FromString(data) for data in wandb_records(files[0])]
+        return found if any(r.WhichOneof("record_type") == "exit" for r in found) else []
+
+    records = wait_for("wandb's last record", whole)
     history: list[dict[str, Any]] = []
     run = None
     for record in records:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
 import pickle
 import signal
@@ -17,6 +16,7 @@ from rondo.errors import WeightSyncError
 from rondo.weights import bucket as module
 from rondo.weights.bucket import BucketWriter, SharedBucket
 from rondo.weights.checksum import checksum
+from tests.ranks import fork_server
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool]
 
@@ -38,8 +38,7 @@ def receiver(pipe: Connection) -> None:
 
 
 def started(target: Any, *args: Any) -> tuple[Any, Connection]:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "rondo.weights.bucket"])
+    context = fork_server()
     mine, theirs = context.Pipe()
     process = context.Process(target=target, args=(theirs, *args))
     process.start()

@@ -27,6 +27,7 @@ from tests.training.helpers import make_engine, source
 from tests.weights.sinks import Keeping
 
 BUCKETS = (3000, 1 << 20)
+PATIENCE = 120.0  # seconds, with a peer that has ended
 
 
 def _trainer(ranks: int, world: int, name: str = "qwen3") -> FsdpEngine | None:
@@ -59,7 +60,7 @@ def _transfer(
     layout = _layout(engine, dtype)
     out: list[Any] = []
     for version, bucket_bytes in enumerate(BUCKETS):
-        transfer = Transfer(layout, tuple(range(trainers, world)), bucket_bytes, timeout_seconds=20)
+        transfer = Transfer(layout, tuple(range(trainers, world)), bucket_bytes, timeout_seconds=120)
         if engine is not None:
             out.append(_send(engine, transfer, version))
         else:
@@ -131,7 +132,7 @@ def test_layout_and_checksums_say_the_same_on_any_number_of_ranks() -> None:
 def _wrong(rank: int, world: int, fault: str) -> str:
     """Rank 0 trains; 1 is the receiver with a fault; 2 is well."""
     engine = _trainer(1, world)
-    transfer = Transfer(_layout(engine, None), (1, 2), 5000, timeout_seconds=10)
+    transfer = Transfer(_layout(engine, None), (1, 2), 5000, timeout_seconds=120)
     name = "model.layers.0.mlp.up_proj.weight"
     if engine is not None:
         report = _send(engine, transfer, 4)
@@ -142,7 +143,7 @@ def _wrong(rank: int, world: int, fault: str) -> str:
     )
     version = 3 if (rank, fault) == (1, "version") else 4
     if (rank, fault) == (1, "plan"):
-        transfer = Transfer(transfer.source, (1, 2), 6000, timeout_seconds=10)
+        transfer = Transfer(transfer.source, (1, 2), 6000, timeout_seconds=120)
     if rank == 1:
         with pytest.raises(WeightSyncError) as caught:
             receive(transfer, version, sink, "cpu")
@@ -184,17 +185,17 @@ class _Dying(Keeping):
 
 def _mortal(rank: int, world: int, how: signal.Signals) -> Any:
     engine = _trainer(2, world)
-    transfer = Transfer(_layout(engine, None), (2, 3), 3000, timeout_seconds=3)
+    transfer = Transfer(_layout(engine, None), (2, 3), 3000, timeout_seconds=PATIENCE)
     if engine is not None:
         started = time.monotonic()
         report = _send(engine, transfer, 1)
-        again = Transfer(transfer.source, (2,), 3000, timeout_seconds=3)
+        again = Transfer(transfer.source, (2,), 3000, timeout_seconds=PATIENCE)
         second = _send(engine, again, 2)
         return report.lost, second.lost, time.monotonic() - started
     sink = _Dying(how) if rank == 3 else Keeping()
     receive(transfer, 1, sink, "cpu")
     first = sink.version
-    receive(Transfer(transfer.source, (2,), 3000, timeout_seconds=10), 2, sink, "cpu")
+    receive(Transfer(transfer.source, (2,), 3000, timeout_seconds=PATIENCE), 2, sink, "cpu")
     return first, sink.version, len(sink.tensors)
 
 
@@ -222,13 +223,13 @@ def test_a_receiver_that_is_killed_is_reported_and_the_other_one_served(seen: di
         assert list(lost) == [3]
         assert "it went away or hung while it was sent" in lost[3]
         assert second == {}
-        assert seconds < 30
+        assert seconds < PATIENCE  # its end is seen, not waited for
     assert seen[2] == (1, 2, 24)
 
 
 def _hung(rank: int, world: int) -> Any:
     engine = _trainer(2, world)
-    transfer = Transfer(_layout(engine, None), (2, 3), 3000, timeout_seconds=3)
+    transfer = Transfer(_layout(engine, None), (2, 3), 3000, timeout_seconds=8)
     if engine is not None:
         return list(_send(engine, transfer, 1).lost.items())
     with pytest.raises(WeightSyncError) as caught:

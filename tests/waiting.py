@@ -1,0 +1,33 @@
+"""Waiting for what another process or thread does: long, because machines differ, and named when in vain."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def wait_for(what: str, get: Callable[[], T], seconds: float = 240.0) -> T:
+    """The first result of `get` that is true. AssertionError after `seconds`."""
+    end = time.monotonic() + seconds
+    while not (got := get()):
+        assert time.monotonic() < end, f"{what}: not after {seconds:.0f} s"
+        time.sleep(0.01)
+    return got
+
+
+def is_gone(pid: int) -> bool:
+    """Dead, or a zombie that its parent has not collected yet."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return ") Z " in file.read()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def wait_until_gone(pids: Iterable[int]) -> None:
+    """Until none of these processes of this machine is left."""
+    pids = list(pids)
+    wait_for(f"the end of processes {pids}", lambda: all(map(is_gone, pids)))
