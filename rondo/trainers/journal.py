@@ -363,23 +363,31 @@ def check_replay(config: Config) -> None:
         raise ConfigError(f"trainer.replay={replay} cannot be followed with {why}; remove trainer.replay")
 
 
-def open_journal(config: Config, folder: RunFolder, say: Callable[[str], None]) -> RunJournal | None:
-    """The journal of the run in `folder`; with trainer.replay, one that follows another's; None where time
-    decides nothing (rollout.recorded). Raises ConfigError.
+def followed_journal(config: Config, run_dir: str) -> JournalFile | None:
+    """What trainer.replay names, checked before anything is made; None where it is not set. run_dir: of the
+    run that follows it. Raises ConfigError.
     """
-    if config.rollout.recorded is not None:
-        return None
-    settings, replay = settings_of(config), config.trainer.replay
+    replay = config.trainer.replay
     if replay is None:
-        return RunJournal(folder, settings, say=say)
-    recorded = JournalFile.read(replay)
-    if recorded.path.resolve() == (folder.path / FILE).resolve():
+        return None
+    followed = JournalFile.read(replay)
+    if followed.path.resolve() == (Path(run_dir) / FILE).resolve():
         raise ConfigError(
             f"trainer.replay={replay} is the folder of this run; choose another trainer.run_dir"
         )
-    recorded.check_settings(settings)
-    say(f"replaying {recorded.path}: {recorded.num_steps} steps")
-    return RunJournal(folder, settings, recorded, say)
+    followed.check_settings(settings_of(config))
+    return followed
+
+
+def open_journal(
+    config: Config, folder: RunFolder, followed: JournalFile | None, say: Callable[[str], None]
+) -> RunJournal | None:
+    """The journal of the run in `folder`; None where time decides nothing (rollout.recorded)."""
+    if config.rollout.recorded is not None:
+        return None
+    if followed is not None:
+        say(f"replaying {followed.path}: {followed.num_steps} steps")
+    return RunJournal(folder, settings_of(config), followed, say)
 
 
 class Replay:
@@ -387,12 +395,9 @@ class Replay:
 
     def __init__(self, journal: Journal, buffer: Buffer, episodes: EpisodesInPieces) -> None:
         self._journal, self._buffer, self._episodes = journal, buffer, episodes
-        self.partials: dict[
-            int, BatchRef
-        ] = {}  # of groups in flight: their responses so far, for checkpoints
-        self._next: dict[
-            int, float
-        ] = {}  # of groups in flight: the version of the next piece; inf: none is left
+        # Of groups in flight: their responses so far, and the version of the next piece (inf: none is left).
+        self.partials: dict[int, BatchRef] = {}
+        self._next: dict[int, float] = {}
         self._served = -1
 
     async def serve(self, version: int) -> None:

@@ -25,7 +25,7 @@ from rondo.trainers.check import beside_recipe, check_rl, located
 from rondo.trainers.check_supervised import check_supervised
 from rondo.trainers.checkpoints import Checkpoints, WayOn
 from rondo.trainers.continuing import already_finished
-from rondo.trainers.journal import open_journal
+from rondo.trainers.journal import followed_journal, open_journal
 from rondo.trainers.preference import PREFERENCE, REWARD_MODEL
 from rondo.trainers.recorded import RecordedSide, check_own_folder
 from rondo.trainers.reporting import Reporter, show_finished
@@ -103,6 +103,7 @@ def _supervised(loaded: LoadedConfig, task: Task) -> Summary:
 async def _train(loaded: LoadedConfig, program: Program, console: Console) -> Summary:
     folder_path = run_dir(loaded)
     check_own_folder(program.recorded, folder_path)
+    followed = followed_journal(loaded.config, folder_path)
     with RunFolder(folder_path, resume=loaded.config.checkpoint.resume) as folder, ExitStack() as at_end:
         at_end.callback(remove_files, folder.path)
         checkpoints = Checkpoints(loaded.config, folder)
@@ -110,7 +111,7 @@ async def _train(loaded: LoadedConfig, program: Program, console: Console) -> Su
         done = already_finished(folder, loaded.config, console)
         if done is not None:
             return show_finished(loaded.config, folder, console, done)
-        journal = open_journal(loaded.config, folder, console.note)
+        journal = open_journal(loaded.config, folder, followed, console.note)
         if journal is not None:
             at_end.callback(journal.close)
         config = complete_model(await warm_start(loaded, folder.path, console))

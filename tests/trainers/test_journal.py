@@ -25,7 +25,7 @@ from rondo.rewards import Scorer
 from rondo.rollout import NativeEngine
 from rondo.tracking import RunFolder
 from rondo.trainers.feeder import EpisodeFeeder
-from rondo.trainers.journal import JournalFile, RunJournal, check_replay, open_journal
+from rondo.trainers.journal import JournalFile, RunJournal, check_replay, followed_journal
 from rondo.trainers.simulate import Lengths, SimulatedEngines, Simulation, run_virtual, simulate
 from rondo.types import Completion, GenerateRequest, Trajectory
 from rondo.workers.models import ActorWorker
@@ -330,11 +330,11 @@ def test_what_cannot_be_replayed_is_refused_before_the_start(
         assert "this run cannot be replayed" in said[0]
         assert unknown.mark is None
         assert not (tmp_path / "old" / "journal.jsonl").exists()
-    with RunFolder(tmp_path / "run") as folder:
-        (tmp_path / "run" / "journal.jsonl").write_text(journal)
-        own = config(f"trainer.replay={tmp_path / 'run'}")
-        with pytest.raises(ConfigError, match=r"is the folder of this run; choose another trainer.run_dir"):
-            open_journal(own, folder, lambda message: None)
-        other = config(f"trainer.replay={simulated_run}", "trainer.seed=7")
-        with pytest.raises(ConfigError, match=r"\n  trainer.seed: not set in the journal, 7 now\n"):
-            open_journal(other, folder, lambda message: None)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "journal.jsonl").write_text(journal)
+    own = config(f"trainer.replay={tmp_path / 'run'}")
+    with pytest.raises(ConfigError, match=r"is the folder of this run; choose another trainer.run_dir"):
+        followed_journal(own, str(tmp_path / "run"))
+    other = config(f"trainer.replay={simulated_run}", "trainer.seed=7")
+    with pytest.raises(ConfigError, match=r"\n  trainer.seed: not set in the journal, 7 now\n"):
+        followed_journal(other, str(tmp_path / "other"))
