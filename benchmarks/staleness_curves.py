@@ -2,6 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/staleness_curves.py                       # seeds 0 and 1, 30 steps
     OMP_NUM_THREADS=1 python benchmarks/staleness_curves.py --seeds 0 --start runs/quickstart/warm_start
+    OMP_NUM_THREADS=1 python benchmarks/staleness_curves.py --work W --out W actor.optimizer.lr=1e-3
 
 All runs begin at one warm start per seed (--start: at that one) and train on as many prompts. "Corrected" is
 what algorithm.rollout_correction=auto does: old log-probs under the policy of the start of the step, and
@@ -62,6 +63,7 @@ def training(variant: str, seed: int, options: argparse.Namespace) -> Task:
         f"trainer.evaluation={{every: {options.every}, samples: 0, limit: 256}}",
         "tracking={save_rollouts: false, samples: 0}",
         "checkpoint={every: null, export: false}",
+        *options.settings,
         *VARIANTS[variant],
     ]
     recipe = str(ROOT / "recipes" / "quickstart.yaml")
@@ -137,6 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="for all runs; needs its own --work")
     parser.add_argument("--seeds", default="0,1")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--every", type=int, default=5, help="steps between evaluations")
