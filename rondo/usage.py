@@ -24,23 +24,22 @@ class Usage:
 
 
 def process_usage(children: bool = False) -> Usage:
-    """Of this process, and with `children` also of its descendants, live (from /proc) and ended (as the
-    kernel adds them)."""
+    """Of this process, and with `children` also of its descendants."""
     own = resource.getrusage(resource.RUSAGE_SELF)
-    cpu = own.ru_utime + own.ru_stime
     peak = own.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    if children:
-        ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-        cpu += ended.ru_utime + ended.ru_stime
-        for pid in _descendants(os.getpid()):
-            child = _proc_usage(pid)
-            cpu, peak = cpu + child.cpu_seconds, peak + child.peak_memory_bytes
-    return Usage(cpu, peak)
+    usage = Usage(own.ru_utime + own.ru_stime, peak)
+    if not children:
+        return usage
+    below = [_peak_memory_bytes(pid) for pid in _descendants(os.getpid())]
+    return Usage(usage.cpu_seconds + children_cpu_seconds(), usage.peak_memory_bytes + sum(below))
 
 
 def children_cpu_seconds() -> float:
-    """Of everything that this process has started and that was started by it in turn, live and ended."""
-    return process_usage(children=True).cpu_seconds - process_usage().cpu_seconds
+    """Of everything that this process has started and that was started by it in turn: live (from /proc) and
+    ended (as the kernel adds them).
+    """
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return ended.ru_utime + ended.ru_stime + sum(map(_cpu_seconds, _descendants(os.getpid())))
 
 
 def _descendants(root: int) -> list[int]:
@@ -70,14 +69,14 @@ def _stat_fields(pid: int) -> list[str]:
         return []
 
 
-def _proc_usage(pid: int) -> Usage:
-    fields = _stat_fields(pid)
-    if not fields:
-        return Usage(0.0, 0)
-    cpu = sum(int(ticks) for ticks in fields[11:15]) / _TICKS  # utime, stime and those of ended children
+def _cpu_seconds(pid: int) -> float:
+    """utime, stime and those of ended children; 0 when the process is gone."""
+    return sum(int(ticks) for ticks in _stat_fields(pid)[11:15]) / _TICKS
+
+
+def _peak_memory_bytes(pid: int) -> int:
     try:
         status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return Usage(cpu, 0)
-    peak = next((int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:")), 0)
-    return Usage(cpu, peak * 1024)
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:")), 0)

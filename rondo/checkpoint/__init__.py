@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rondo.checkpoint.controller_state import (
     ControllerState,
+    changed_settings,
     check_compatible,
     compatibility_record,
     load_controller_state,
@@ -22,6 +23,7 @@ __all__ = [
     "CheckpointStore",
     "ControllerState",
     "capture_random_state",
+    "changed_settings",
     "check_compatible",
     "compatibility_record",
     "generator_state",

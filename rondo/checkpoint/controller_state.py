@@ -107,15 +107,18 @@ def compatibility_record(config: Config) -> dict[str, Any]:
 
 def check_compatible(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
     """Raises CheckpointError that lists every key whose value changed, with the old and the new value."""
-    changed = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
-    if changed:
-        lines = "\n".join(
-            f"  {key}: {_show(old, key)} in the checkpoint, {_show(new, key)} now" for key in changed
-        )
+    lines = changed_settings(old, new, "checkpoint")
+    if lines:
         raise CheckpointError(
             f"the checkpoint was made with other settings, which a resumed run must share:\n{lines}\n"
             "Set them back, or begin another run in a folder of its own: trainer.run_dir=…"
         )
+
+
+def changed_settings(old: Mapping[str, Any], new: Mapping[str, Any], place: str) -> str:
+    """A line for every key with another value, with both; "" where there is none. place: where `old` is."""
+    changed = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
+    return "\n".join(f"  {key}: {_show(old, key)} in the {place}, {_show(new, key)} now" for key in changed)
 
 
 def _flatten(key: str, value: Any, out: dict[str, Any]) -> None:

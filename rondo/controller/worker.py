@@ -4,6 +4,7 @@ process."""
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -13,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from rondo.controller.dispatch import dispatch
 from rondo.controller.distributed import device_mesh_of
 from rondo.controller.mesh import Mesh
-from rondo.usage import process_usage
+from rondo.usage import children_cpu_seconds
 
 
 class Worker:
@@ -31,7 +32,7 @@ class Worker:
         """Of the host process so far, all roles and threads, and of the processes below it (engines, their
         workers, scorers), ended ones included.
         """
-        return process_usage(children=True).cpu_seconds
+        return time.process_time() + children_cpu_seconds()
 
     @dispatch("per_rank")
     def process_id(self) -> int:

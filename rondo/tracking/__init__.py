@@ -10,7 +10,6 @@ from rondo.tracking.summary import build_summary
 from rondo.tracking.timers import Timers
 from rondo.tracking.trackers import Tracker, TrackerContext, Trackers, check_trackers, make_trackers
 from rondo.tracking.view import Header
-from rondo.usage import Usage, process_usage
 
 __all__ = [
     "BeforeAfter",
@@ -23,12 +22,10 @@ __all__ = [
     "Tracker",
     "TrackerContext",
     "Trackers",
-    "Usage",
     "build_summary",
     "check_trackers",
     "make_trackers",
     "matplotlib_available",
     "plot_curves",
-    "process_usage",
     "read_metrics",
 ]

@@ -35,6 +35,7 @@ import yaml
 
 from rondo.agents.replay import ENDED, Entry, ended_of, entries_of, length_at, versions_of
 from rondo.batch import BatchRef
+from rondo.checkpoint import changed_settings
 from rondo.checkpoint.durable import free_name, write_atomic
 from rondo.config import to_yaml
 from rondo.config.schema import Config
@@ -59,18 +60,13 @@ FREE = (
     "trainer.replay",
     "trainer.evaluation",
     "reward.timeout_seconds",
-    *(
-        f"rollout.{key}"
-        for key in (
-            "max_concurrent",
-            "deadline_seconds",
-            "process",
-            "replicas",
-            "sleep",
-            "weight_transport",
-            "bucket_bytes",
-        )
-    ),
+    "rollout.max_concurrent",
+    "rollout.deadline_seconds",
+    "rollout.process",
+    "rollout.replicas",
+    "rollout.sleep",
+    "rollout.weight_transport",
+    "rollout.bucket_bytes",
 )
 
 
@@ -163,12 +159,8 @@ class JournalFile:
     def check_settings(self, settings: Mapping[str, Any]) -> None:
         """Raises ConfigError that lists every key with another value."""
         for number, old in self.settings:
-            changed = [key for key in sorted({*old, *settings}) if old.get(key) != settings.get(key)]
-            if changed:
-                rows = "\n".join(
-                    f"  {key}: {_show(old, key)} in the journal, {_show(settings, key)} now"
-                    for key in changed
-                )
+            rows = changed_settings(old, settings, "journal")
+            if rows:
                 raise ConfigError(
                     f"trainer.replay: {self.path} (line {number}) was written with other settings, which a "
                     f"replay must share:\n{rows}\nSet them back, or train without trainer.replay"
@@ -188,10 +180,6 @@ class JournalFile:
     def open_at(self, position: int) -> list[int]:
         """The lines of admission of what is in flight before line `position`."""
         return [at for at, end in self.endings.items() if at < position and (end is None or end >= position)]
-
-
-def _show(settings: Mapping[str, Any], key: str) -> str:
-    return json.dumps(settings[key]) if key in settings else "not set"
 
 
 class RunJournal:
@@ -440,7 +428,7 @@ class Replay:
 
     def _first_missing(self, seq: int, entries: Sequence[Entry]) -> float:
         if seq not in self.partials:
-            return (*versions_of(entries), -1)[0]
+            return min(versions_of(entries), default=-1)
         lengths = self.partials[seq].index.scalars("response_length").tolist()
         for version in versions_of(entries):
             if any(length_at(entry, version) > have for entry, have in zip(entries, lengths, strict=True)):

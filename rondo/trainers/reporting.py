@@ -31,12 +31,12 @@ from rondo.tracking import (
     make_trackers,
     matplotlib_available,
     plot_curves,
-    process_usage,
 )
 from rondo.tracking.view import Kind
 from rondo.trainers.evaluation import EvaluationResult
 from rondo.trainers.occupancy import Occupancy
 from rondo.types import StepStats
+from rondo.usage import process_usage
 from rondo.workers.rollout import EvaluationRecord
 
 Status = Literal["finished", "failed", "stopped"]

@@ -16,11 +16,11 @@ from rondo.agents import replay
 from rondo.agents.external import ExternalAgent
 from rondo.agents.runner import AgentLoop, EpisodeRunner, TrajectoryScorer
 from rondo.agents.single_turn import single_turn
-from rondo.batch import ROW_ID, Batch, ragged_rows
+from rondo.batch import ROW_ID, Batch
 from rondo.chat import decode
 from rondo.config.schema import RewardConfig, RolloutConfig
 from rondo.controller import Worker, WorkerContext, dispatch
-from rondo.data.rows import GREEDY_REWARD, prompt_text, row_id, rows_from_trajectories
+from rondo.data.rows import GREEDY_REWARD, prompt_text, rows_from_trajectories
 from rondo.errors import ConfigError
 from rondo.models import load_tokenizer
 from rondo.models.source import ModelSource
@@ -242,7 +242,8 @@ class RolloutWorker(ReceivesWeights, Worker):
         runner = self._make_runner(Unscored(), replay.pieces(lengths, so_far))
         n = len(lengths) - greedy_baseline
         trajectories, greedy = await _run(runner, prompt, sampling, n, greedy_baseline)
-        return _pieces([*trajectories, *([] if greedy is None else [greedy])])
+        rows = rows_from_trajectories([*trajectories, *([] if greedy is None else [greedy])])
+        return rows.select((ROW_ID, *PIECE))
 
     async def finish_group(
         self,
@@ -355,22 +356,8 @@ async def _run(
     return await runner.run_group(prompt, sampling, n, deadline_seconds=deadline_seconds), None
 
 
-def _pieces(trajectories: Sequence[Trajectory]) -> Batch:
-    return Batch.of(
-        {
-            ROW_ID: np.array([row_id(t.prompt.seq, t.sample_index) for t in trajectories], np.int64),
-            "response_length": np.array([len(t.response_ids) for t in trajectories], np.int32),
-            "finish_reason": [t.finish_reason for t in trajectories],
-            "prompt_ids": ragged_rows([t.prompt.token_ids for t in trajectories], np.int32),
-            "response_ids": ragged_rows([t.response_ids for t in trajectories], np.int32),
-            "rollout_log_probs": ragged_rows([t.rollout_log_probs for t in trajectories], np.float32),
-            "policy_versions": ragged_rows([t.policy_versions for t in trajectories], np.int32),
-        }
-    )
-
-
 def _completions(rows: Batch) -> list[Completion]:
-    """What `_pieces` was made of."""
+    """What the rows of `continue_group` were made of."""
     prompts, responses, log_probs, versions = (rows.rows(name) for name in PIECE[len(PIECE_INDEX) :])
     reasons = rows.scalars("finish_reason")
     return [

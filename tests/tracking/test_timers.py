@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from rondo.tracking import Timers, process_usage
-from rondo.usage import children_cpu_seconds
+from rondo.tracking import Timers
+from rondo.usage import children_cpu_seconds, process_usage
 
 
 class Clock:

@@ -8,9 +8,9 @@ no lock, no import but the standard library's. It runs as a file, without rondo.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
+import shutil
 import signal
 import sys
 
@@ -46,24 +46,13 @@ def _end_all() -> None:
             os.waitpid(child, 0)
 
 
-def _remove(folder: str) -> None:
-    """As far as it can be removed: the host tries again, if there is one."""
-    with contextlib.suppress(OSError):
-        for path, folders, files in os.walk(folder, topdown=False):
-            for name in (*files, *folders):
-                entry = os.path.join(path, name)
-                is_folder = name in folders and not os.path.islink(entry)
-                (os.rmdir if is_folder else os.unlink)(entry)
-        os.rmdir(folder)
-
-
 def main(host: int, descriptor: int, folder: str, command: list[str]) -> int:
     """The exit status of the command; 128 + signal where a signal ended it."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _WAKE)
     _prctl(_SET_PDEATHSIG, signal.SIGTERM)  # of the host's thread that watches this process
     _prctl(_SET_CHILD_SUBREAPER, 1)
     if os.getppid() != host:
-        _remove(folder)
+        shutil.rmtree(folder, ignore_errors=True)
         return 0  # the host was gone before we could ask for its signal
     engine = os.fork()
     if engine == 0:
@@ -83,7 +72,7 @@ def main(host: int, descriptor: int, folder: str, command: list[str]) -> int:
             if pid == 0:
                 break
     _end_all()
-    _remove(folder)
+    shutil.rmtree(folder, ignore_errors=True)
     code = 0 if status is None else os.waitstatus_to_exitcode(status)
     return code if code >= 0 else 128 - code
 
