@@ -1,0 +1,209 @@
+"""Whether a change of the house left the numbers alone: eight small runs, recorded once and compared later.
+
+    python benchmarks/guard.py record FOLDER     at the commit that is trusted
+    python benchmarks/guard.py compare FOLDER    at any later one: exit 1 where a bit differs
+
+Runs `rondo` of this checkout (the folder above this file, or RONDO_SOURCE) on its own tiny task, which is
+written into FOLDER, so that nothing but the library changes between the two. Compared are metrics.jsonl without
+clocks, every rollout table, and the exported weights. Asynchronous runs are compared by replaying the recorded
+run's journal. FOLDER is no part of the repository.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+CHECKOUT = Path(os.environ.get("RONDO_SOURCE", ROOT / "src" if (ROOT / "src").is_dir() else ROOT))
+
+TASK = '''
+import itertools
+import random
+
+
+def tokenizer():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {c: i for i, c in enumerate(["<eos>", *"0123456789+-=# abcdefghijklmnopqrstuvwxyz\\n?:.<>|"])}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    fast = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", pad_token="<eos>", unk_token="?")
+    fast.chat_template = "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}<eos>{% endif %}{% endfor %}"
+    return fast
+
+
+def rows(size=64, seed=0):
+    rng = random.Random(seed)
+    made = []
+    for _ in range(size):
+        a, b = rng.randint(2, 9), rng.randint(2, 9)
+        made.append({"prompt": f"{a}+{b}=", "answer": str(a + b), "solution": f"{a + b}"})
+    return made
+
+
+def demonstrations(size=64, seed=1):
+    return [
+        {"messages": [{"role": "user", "content": r["prompt"]}, {"role": "assistant", "content": r["solution"]}]}
+        for r in rows(size, seed)
+    ]
+
+
+def pairs(size=64, seed=2):
+    return [{"prompt": r["prompt"], "chosen": r["solution"], "rejected": "# " + r["solution"]} for r in rows(size, seed)]
+
+
+def even_share(prompt, trajectory):
+    return float((trajectory.response_ids % 2 == 0).mean())
+'''
+
+MODEL = {
+    "model_type": "qwen3",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.08,
+}
+
+
+def _source(task: str, size: int) -> dict[str, Any]:
+    return {"type": "function", "name": task, "task": f"task.py:{task}", "options": {"size": size}}
+
+
+COMMON = {
+    "model": {"config": MODEL, "tokenizer": "task.py:tokenizer"},
+    "actor": {"token_budget": 512, "optimizer": {"lr": 1.0e-3}},
+    "cluster": {"threads": 1},
+    "tracking": {"console": "off", "plot": False},
+    "checkpoint": {"export": True},
+}
+RL = {
+    **COMMON,
+    "data": {
+        "train": [_source("rows", 64)],
+        "eval": [_source("rows", 4)],
+        "batch_size": 4,
+        "max_prompt_tokens": 64,
+    },
+    "actor": {**COMMON["actor"], "mini_batch_size": 2},
+    "rollout": {"n": 4, "max_tokens": 12, "max_concurrent": 16},
+    "reward": {"functions": [{"name": "task.py:even_share"}]},
+    "trainer": {"total_steps": 4, "evaluation": {"every": 2, "samples": 2}},
+}
+KL = {"kl": {"name": "k3", "where": "loss", "coef": 0.05}}
+PPO = {"advantage": {"name": "gae", "gamma": 1.0, "lam": 0.95}, **KL}
+RECIPES: dict[str, Any] = {
+    "grpo": {**RL, "algorithm": KL},
+    "ppo": {**RL, "algorithm": PPO, "critic": {"warmup_steps": 1, "mini_batch_size": 2}},
+    "resume": RL,
+    "abort": RL,
+    "recorded": RL,
+    "ranks": RL,
+    "sft": {
+        **COMMON,
+        "data": {"train": [_source("demonstrations", 64)], "batch_size": 8, "max_prompt_tokens": 64},
+        "trainer": {"total_steps": 5},
+    },
+    "preference": {
+        **COMMON,
+        "data": {
+            "train": [_source("pairs", 64)],
+            "eval": [_source("pairs", 8)],
+            "batch_size": 8,
+            "max_prompt_tokens": 64,
+        },
+        "algorithm": {"preference_loss": {"name": "dpo", "beta": 0.1}},
+        "trainer": {"total_steps": 4, "evaluation": {"every": 2}},
+    },
+}
+ASYNC = ("trainer.max_staleness=2", "checkpoint.every=2")
+SETTINGS: dict[str, tuple[str, ...]] = {
+    "resume": (*ASYNC, "trainer.on_update=resume"),
+    "abort": (*ASYNC, "trainer.on_update=abort"),
+    "ranks": ("cluster.backend=ray", "cluster.devices=2"),
+}
+CLOCKS = ("timing/", "perf/", *(f"rollout/{x}" for x in ("tokens_per_second", "queue_length", "in_flight")))
+
+
+def run(name: str, folder: Path, out: Path, replay: Path | None) -> None:
+    """One run of RECIPES by the command line of CHECKOUT; raises CalledProcessError with its output."""
+    command = {"sft": "sft", "preference": "preference"}.get(name, "train")
+    settings = [*SETTINGS.get(name, ()), f"trainer.run_dir={out / name}"]
+    if name == "recorded":
+        settings.append(f"rollout.recorded={folder / 'base' / 'grpo'}")
+    if replay is not None and name in ("resume", "abort"):
+        settings.append(f"trainer.replay={replay / name}")
+    done = subprocess.run(
+        [sys.executable, "-m", "rondo.cli.main", command, str(folder / f"{name}.yaml"), *settings],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode != 0:
+        sys.exit(f"{name}: exit {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}")
+
+
+def facts(run_folder: Path) -> Iterator[tuple[str, Any]]:
+    """(what, value) of everything that must stay the same."""
+    for number, line in enumerate((run_folder / "metrics.jsonl").read_text().splitlines()):
+        for key, value in json.loads(line).items():
+            if not key.startswith(CLOCKS) and "seconds" not in key and key != "time":
+                yield f"metrics.jsonl:{number + 1} {key}", value
+    for path in sorted((run_folder / "rollouts").glob("*.parquet")):
+        table = pq.read_table(path)
+        for name in sorted(table.column_names):
+            yield f"{path.name} {name}", table.column(name).to_pylist()
+    for path in sorted((run_folder / "export").glob("*.safetensors")):
+        yield f"export/{path.name}", hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("what", choices=("record", "compare"))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--only", nargs="*", default=list(RECIPES), help="names of runs")
+    arguments = parser.parse_args()
+    folder = arguments.folder.resolve()
+    base, here = folder / "base", folder / "here"
+    if arguments.what == "record":
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "task.py").write_text(TASK)
+        for name, recipe in RECIPES.items():
+            (folder / f"{name}.yaml").write_text(yaml.safe_dump(recipe))
+    out = base if arguments.what == "record" else here
+    shutil.rmtree(out, ignore_errors=True)
+    different = 0
+    for name in arguments.only:
+        run(name, folder, out, None if arguments.what == "record" else base)
+        if arguments.what == "compare":
+            ours, theirs = dict(facts(here / name)), dict(facts(base / name))
+            wrong = sorted(k for k in ours.keys() | theirs.keys() if ours.get(k) != theirs.get(k))
+            print(f"{name}: {len(theirs)} facts, {len(wrong)} differ", flush=True)
+            for key in wrong[:10]:
+                print(f"  {key}: {str(theirs.get(key))[:100]} -> {str(ours.get(key))[:100]}")
+            different += len(wrong)
+        else:
+            print(f"{name}: {len(dict(facts(base / name)))} facts", flush=True)
+    sys.exit(different > 0)
+
+
+if __name__ == "__main__":
+    main()
