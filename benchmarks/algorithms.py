@@ -30,6 +30,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from rondo.config import load
+from rondo.config.load import RECIPES
 from rondo.tracking.run_folder import read_metrics
 from rondo.tracking.summary import versions
 from rondo.trainers import run as runs
@@ -63,7 +64,7 @@ class Task:
 
 def recipe_names() -> list[str]:
     """The recipes of algorithms, DPO and those with a teacher last."""
-    names = [path.stem for path in (ROOT / "recipes").glob("*.yaml")]
+    names = [path.stem for path in RECIPES.glob("*.yaml")]
     names = [name for name in names if name not in NO_ALGORITHM and not name.startswith("reasoning_gym")]
     return sorted(names, key=lambda name: (name in FROM_PAIRS, name.startswith("distill"), name))
 
@@ -71,7 +72,7 @@ def recipe_names() -> list[str]:
 def warm_start(seed: int, work: Path) -> Task:
     folder = work / f"warm_start_{seed}"
     overrides = [*SETTINGS, f"trainer.seed={seed}", f"trainer.run_dir={folder}"]
-    recipe = str(ROOT / "recipes" / "quickstart_sft.yaml")
+    recipe = "quickstart_sft"
     return Task("warm_start", seed, folder, lambda: runs.sft(load([recipe], overrides)))
 
 
@@ -86,7 +87,7 @@ def training(name: str, seed: int, steps: int, work: Path) -> Task:
         f"trainer.total_steps={steps}",
         "checkpoint.every=null",
     ]
-    recipe = str(ROOT / "recipes" / f"{name}.yaml")
+    recipe = name
     if name in FROM_PAIRS:
         return Task(
             name, seed, folder, lambda: _from_pairs(recipe, overrides, folder, work / f"warm_start_{seed}")
@@ -107,7 +108,7 @@ def _from_pairs(recipe: str, overrides: Sequence[str], folder: Path, start: Path
     (folder / "evaluations").mkdir(exist_ok=True)
     for step, model in ((0, start), (steps, folder)):
         settings = [*_starting_from(model), *SETTINGS, *RL_SETTINGS]
-        result = evaluate_model(load([str(ROOT / "recipes" / "quickstart.yaml")], settings))
+        result = evaluate_model(load(["quickstart"], settings))
         lines = "\n".join(map(json.dumps, result.records)) + "\n"
         (folder / "evaluations" / f"step-{step:06d}.jsonl").write_text(lines, encoding="utf-8")
 
@@ -268,7 +269,7 @@ Written by
 {command}
 ```
 
-Seeds {seeds}; {steps} steps of each recipe (`recipes/<name>.yaml`), all from the same warm start of the seed.
+Seeds {seeds}; {steps} steps of each recipe (`rondo train <name>`), all from the same warm start of the seed.
 {machine}.
 {minutes:.0f} CPU-minutes in all, without the warm starts.
 

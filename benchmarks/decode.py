@@ -40,7 +40,7 @@ _turns = itertools.count()
 
 
 def quickstart_config() -> Qwen3Config:
-    """As in recipes/quickstart.yaml (PLATFORM: the model that learns in minutes)."""
+    """As in the quickstart (PLATFORM: the model that learns in minutes)."""
     return Qwen3Config(
         hidden_size=128,
         num_hidden_layers=4,

@@ -4,9 +4,9 @@
     python benchmarks/guard.py compare FOLDER    at any later one: exit 1 where a bit differs
 
 Runs `rondo` of this checkout (the folder above this file, or RONDO_SOURCE) on its own tiny task, which is
-written into FOLDER, so that nothing but the library changes between the two. Compared are metrics.jsonl without
-clocks, every rollout table, and the exported weights. Asynchronous runs are compared by replaying the recorded
-run's journal. FOLDER is no part of the repository.
+written into FOLDER, so that nothing but the library changes between the two. Compared are metrics.jsonl
+without clocks, every rollout table, and the exported weights. Asynchronous runs are compared by replaying
+the recorded run's journal. FOLDER is no part of the repository.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import yaml
 ROOT = Path(__file__).resolve().parent.parent
 CHECKOUT = Path(os.environ.get("RONDO_SOURCE", ROOT / "src" if (ROOT / "src").is_dir() else ROOT))
 
-TASK = '''
+TASK = """
 import itertools
 import random
 
@@ -37,11 +37,16 @@ def tokenizer():
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {c: i for i, c in enumerate(["<eos>", *"0123456789+-=# abcdefghijklmnopqrstuvwxyz\\n?:.<>|"])}
+    symbols = ["<eos>", *"0123456789+-=# abcdefghijklmnopqrstuvwxyz\\n?:.<>|"]
+    vocabulary = {symbol: i for i, symbol in enumerate(symbols)}
     inner = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
     inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    fast = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", pad_token="<eos>", unk_token="?")
-    fast.chat_template = "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}<eos>{% endif %}{% endfor %}"
+    special = {"eos_token": "<eos>", "pad_token": "<eos>", "unk_token": "?"}
+    fast = PreTrainedTokenizerFast(tokenizer_object=inner, **special)
+    fast.chat_template = (
+        "{% for m in messages %}{{ m['content'] }}"
+        "{% if m['role'] == 'assistant' %}<eos>{% endif %}{% endfor %}"
+    )
     return fast
 
 
@@ -55,19 +60,21 @@ def rows(size=64, seed=0):
 
 
 def demonstrations(size=64, seed=1):
-    return [
-        {"messages": [{"role": "user", "content": r["prompt"]}, {"role": "assistant", "content": r["solution"]}]}
-        for r in rows(size, seed)
-    ]
+    made = []
+    for row in rows(size, seed):
+        said = (("user", row["prompt"]), ("assistant", row["solution"]))
+        made.append({"messages": [{"role": role, "content": text} for role, text in said]})
+    return made
 
 
 def pairs(size=64, seed=2):
-    return [{"prompt": r["prompt"], "chosen": r["solution"], "rejected": "# " + r["solution"]} for r in rows(size, seed)]
+    made = rows(size, seed)
+    return [{"prompt": r["prompt"], "chosen": r["solution"], "rejected": "# " + r["solution"]} for r in made]
 
 
 def even_share(prompt, trajectory):
     return float((trajectory.response_ids % 2 == 0).mean())
-'''
+"""
 
 MODEL = {
     "model_type": "qwen3",
@@ -182,7 +189,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=list(RECIPES), help="names of runs")
     arguments = parser.parse_args()
     folder = arguments.folder.resolve()
-    base, here = folder / "base", folder / "here"
+    base, here = folder / "base", folder / f"here-{os.getpid()}"
     if arguments.what == "record":
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "task.py").write_text(TASK)
@@ -202,6 +209,8 @@ def main() -> None:
             different += len(wrong)
         else:
             print(f"{name}: {len(dict(facts(base / name)))} facts", flush=True)
+    if not different:
+        shutil.rmtree(here, ignore_errors=True)
     sys.exit(different > 0)
 
 

@@ -39,7 +39,7 @@ PLACES: Mapping[str, tuple[str, ...]] = {
     ),
     "own": ("rollout.process=own",),  # the engine in a child of the one host
 }
-BATCH, SAMPLES, SLOTS = 16, 8, 128  # of recipes/quickstart.yaml
+BATCH, SAMPLES, SLOTS = 16, 8, 128  # of the quickstart
 # A decode step costs as much beside its sequences as this many of them, by decode path: docs/benchmarks.md,
 # tokens per second with 64, 128 and 256 sequences.
 FIXED_SEQUENCES = {"compiled": 12.5, "lean": 70.0}
@@ -92,7 +92,7 @@ def settings(place: str, steps: int, staleness: int, start: Path, folder: Path, 
 def training(place: str, steps: int, staleness: int, start: Path, work: Path, decode: str) -> Task:
     folder = work / f"{place}_{decode}_{staleness}"
     overrides = settings(place, steps, staleness, start, folder, decode)
-    recipe = str(ROOT / "recipes" / "quickstart.yaml")
+    recipe = "quickstart"
 
     def train() -> None:
         runs.train(load([recipe], overrides))

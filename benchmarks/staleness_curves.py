@@ -66,7 +66,7 @@ def training(variant: str, seed: int, options: argparse.Namespace) -> Task:
         *options.settings,
         *VARIANTS[variant],
     ]
-    recipe = str(ROOT / "recipes" / "quickstart.yaml")
+    recipe = "quickstart"
     return Task(f"staleness {variant}", seed, folder, lambda: runs.train(load([recipe], overrides)))
 
 

@@ -28,7 +28,7 @@ SETTINGS = {"batch_size": 16, "n": 8, "max_tokens": 28, "lr": 2e-4, "warmup_step
 ENVIRONMENT = {
     **os.environ,
     "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": str(ROOT),
+    "PYTHONPATH": str(ROOT / "src"),
     "TOKENIZERS_PARALLELISM": "false",
 }
 
@@ -46,7 +46,7 @@ def trl_python(venv: Path) -> Path:
 def warm_start(work: Path) -> Path:
     """The checkpoint that both start from."""
     run = work / "warm_start"
-    rondo("sft", "recipes/quickstart_sft.yaml", f"trainer.run_dir={run}")
+    rondo("sft", "quickstart_sft", f"trainer.run_dir={run}")
     return run / "export"
 
 
@@ -68,7 +68,7 @@ def write_prompts(model: Path, path: Path, steps: int) -> None:
         "import json, sys; from rondo.config import load; from rondo.trainers.setup import load_prompts\n"
         "model, path, number = sys.argv[1:]\n"
         "over = [f'model.path={model}', 'trainer.warm_start=null']\n"
-        "stream = load_prompts(load(['recipes/quickstart.yaml'], over).config).train\n"
+        "stream = load_prompts(load(['quickstart'], over).config).train\n"
         "rows = [stream.prompt(i) for i in range(int(number))]\n"
         "lines = [json.dumps({'messages': list(map(dict, p.messages)), 'answer': str(p.fields['answer'])}) "
         "for p in rows]\n"
@@ -84,7 +84,7 @@ def run_rondo(model: Path, run: Path, steps: int, skip: int) -> dict[str, Any]:
     """`rondo train` without evaluation and checkpoints."""
     rondo(
         "train",
-        "recipes/quickstart.yaml",
+        "quickstart",
         f"model.path={model}",
         "trainer.warm_start=null",
         f"trainer.total_steps={steps}",

@@ -12,7 +12,7 @@ from torch import Tensor
 from rondo.trainers.session import open_session
 
 HERE = Path(__file__).parent
-RECIPES = [HERE.parent / "recipes" / "quickstart.yaml", HERE / "settings.yaml"]
+RECIPES = ["quickstart", HERE / "settings.yaml"]
 SETTINGS = ["trainer.run_dir=runs/examples/grpo_from_scratch", "trainer.total_steps=15"]
 SETTINGS += ["actor.mini_batch_size=8"]
 

@@ -1,7 +1,7 @@
 """An agent for the quickstart's word problems that knows nothing of rondo: it talks to an OpenAI server.
 
     pip install "rondo-rl[serve]" openai
-    rondo train recipes/quickstart.yaml rollout.agent=examples/openai_agent.py:solve
+    rondo train quickstart rollout.agent=examples/openai_agent.py:solve
 
 Write an agent as you would for any model: the conversation, the tools and the turns are yours. What the
 policy answers is recorded token by token and trained on; what you put between two answers carries no loss.

@@ -1,4 +1,4 @@
-"""PPO, spelled out: python examples/ppo.py [key=value ...]. The numbers are in recipes/ppo.yaml."""
+"""PPO, spelled out: python examples/ppo.py [key=value ...]. The numbers are in the recipe ppo."""
 
 import asyncio
 import sys
@@ -8,7 +8,7 @@ from rondo.controller import together
 from rondo.trainers.session import open_session
 
 HERE = Path(__file__).parent
-RECIPES = [HERE.parent / "recipes" / "ppo.yaml", HERE / "settings.yaml"]
+RECIPES = ["ppo", HERE / "settings.yaml"]
 SETTINGS = ["trainer.run_dir=runs/examples/ppo", "trainer.total_steps=15"]
 
 

@@ -1,4 +1,4 @@
-"""ReMax, spelled out: python examples/remax.py [key=value ...]. The numbers are in recipes/remax.yaml.
+"""ReMax, spelled out: python examples/remax.py [key=value ...]. The numbers are in the recipe remax.
 
 PPO without a critic: the baseline of a response is the reward of the greedy response to the same prompt.
 """
@@ -11,7 +11,7 @@ from rondo.trainers.handles import per_group
 from rondo.trainers.session import open_session
 
 HERE = Path(__file__).parent
-RECIPES = [HERE.parent / "recipes" / "remax.yaml", HERE / "settings.yaml"]
+RECIPES = ["remax", HERE / "settings.yaml"]
 SETTINGS = ["trainer.run_dir=runs/examples/remax", "trainer.total_steps=20"]
 
 

@@ -1,7 +1,7 @@
 """Safe-RLHF (PPO-Lagrangian), spelled out: python examples/safe_rlhf.py [key=value ...].
 
 PPO plus a cost with a critic of its own, a multiplier that rises while the cost is above its limit, and a
-pretraining loss. The numbers are in recipes/safe_rlhf.yaml; a response of more than 18 tokens costs 1 there.
+pretraining loss. The numbers are in the recipe safe_rlhf; a response of more than 18 tokens costs 1 there.
 """
 
 import asyncio
@@ -13,10 +13,10 @@ from rondo.trainers.constraint import ConstraintController
 from rondo.trainers.session import open_session
 
 HERE = Path(__file__).parent
-RECIPES = [HERE.parent / "recipes" / "safe_rlhf.yaml", HERE / "settings.yaml"]
+RECIPES = ["safe_rlhf", HERE / "settings.yaml"]
 SETTINGS = ["trainer.run_dir=runs/examples/safe_rlhf", "trainer.total_steps=16"]
 SETTINGS += ["critic.warmup_steps=3", "algorithm.constraint.lr=0.5", "algorithm.pretrain_coef=0.05"]
-SETTINGS += ["data.pretrain=[{type: function, task: rondo.data.quickstart.demonstrations}]"]
+SETTINGS += ["data.pretrain=[{type: function, task: rondo.recipes.quickstart.demonstrations}]"]
 
 
 async def main(overrides: list[str]) -> None:

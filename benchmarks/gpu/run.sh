@@ -7,7 +7,7 @@ cd "$(dirname "$0")/../.."
 PYTHON=${PYTHON:-python3}
 OUT=${OUT:-build/gpu}
 mkdir -p "$OUT"
-export PYTHONPATH=$PWD PYTHONUNBUFFERED=1
+export PYTHONPATH=$PWD/src:$PWD PYTHONUNBUFFERED=1
 failed=0
 step() { echo "== $1"; shift; "$@" 2>&1 | tee -a "$OUT/log.txt"; [ "${PIPESTATUS[0]}" -eq 0 ] || { failed=1; echo "!! failed: $*"; }; }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rondo.data.quickstart import CHAT_TEMPLATE, tokenizer
+from rondo.recipes.quickstart import CHAT_TEMPLATE, tokenizer
 
 
 @pytest.fixture(scope="module")

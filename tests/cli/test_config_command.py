@@ -8,6 +8,7 @@ import pytest
 
 from rondo.cli.main import main
 from rondo.config import load
+from rondo.config.load import RECIPES
 
 ROOT = Path(__file__).resolve().parents[2]
 ARGUMENTS = ["model.path=m", "trainer.total_steps=1", "rollout.n=4"]
@@ -32,7 +33,7 @@ def test_stages_follow_from_the_functions(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
-    recipe = "recipes/quickstart.yaml"
+    recipe = str(RECIPES / "quickstart.yaml")
     assert main(["config", "show", recipe, "algorithm.kl={name: k3, where: loss, coef: 0.1}"]) == 0
     stages = capsys.readouterr().out.split("One step:\n")[1]
     assert (

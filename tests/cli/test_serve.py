@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
 from rondo.chat import encode_prompt
 from rondo.cli import serve_command
-from rondo.data.quickstart import tokenizer
+from rondo.recipes.quickstart import tokenizer
 from rondo.trainers.serving import Serving
-from tests.trainers.conftest import MODEL, REPOSITORY, inline
+from tests.trainers.conftest import MODEL, PYTHONPATH, inline
 
 ASK: Any = [{"role": "user", "content": "Tom has 3 apples, buys 4. How many?"}]
 
@@ -61,7 +61,7 @@ def test_it_serves_a_folder_and_ends_with_all_it_started(folder: Path) -> None:
         "0",
         "cluster.threads=1",
     ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH}
     environment.pop("RONDO_TOKEN", None)
     with subprocess.Popen(
         [*command, "rollout.decode=lean", "rollout.process=own"],
@@ -164,6 +164,6 @@ def test_what_a_recipe_says_to_a_trainer_is_said_once(folder: Path, tmp_path: Pa
 
 
 def test_a_recipe_whose_model_does_not_exist_yet() -> None:
-    done = inline("serve", str(REPOSITORY / "recipes/quickstart.yaml"), check=False)
+    done = inline("serve", "quickstart", check=False)
     assert done.returncode == 2
     assert "exists after training only" in done.stderr

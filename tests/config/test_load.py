@@ -10,6 +10,7 @@ import pytest
 
 from rondo.config import Origin, load, show, to_yaml
 from rondo.config.build import schema_keys
+from rondo.config.load import RECIPES
 from rondo.config.schema import Config, FunctionConfig, KlConfig, RewardFunctionConfig, SourceConfig
 from rondo.config.tree import parse_scalar
 from rondo.errors import ConfigError
@@ -301,6 +302,13 @@ class TestBadFiles:
             "of a recipe ends in .yaml"
         )
 
+    def test_recipes_that_rondo_ships_have_names(self, in_tmp_path: Path) -> None:
+        assert load(["quickstart"]).files == (str(RECIPES / "quickstart.yaml"),)
+        own = recipe(in_tmp_path, "include: quickstart\ntrainer: {total_steps: 7}\n")
+        assert load([own]).config.data == load(["quickstart"]).config.data
+        recipe(in_tmp_path, "rollout: {n: 3}\n", "quickstart")  # a file here goes before
+        assert load(["quickstart"], BASE).config.rollout.n == 3
+
     def test_binary_file(self, in_tmp_path: Path) -> None:
         (in_tmp_path / "x.yaml").write_bytes(b"ab\xff\x00")
         assert message(["x.yaml"]) == "x.yaml: not UTF-8 text (byte 2); is this a YAML file?"
@@ -362,13 +370,13 @@ class TestPrinting:
 
 
 class TestRecipes:
-    @pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "recipes").glob("*.yaml")))
+    @pytest.mark.parametrize("name", sorted(path.name for path in RECIPES.glob("*.yaml")))
     def test_every_recipe_loads(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(ROOT)
-        text = (ROOT / "recipes" / name).read_text(encoding="utf-8")
-        files = [f"recipes/{name}"]
-        if "recipes/quickstart.yaml recipes/" in text:  # says that it goes over the quickstart
-            files.insert(0, "recipes/quickstart.yaml")
+        text = (RECIPES / name).read_text(encoding="utf-8")
+        files = [str(RECIPES / name)]
+        if "rondo train quickstart " in text:  # says that it goes over the quickstart
+            files.insert(0, "quickstart")
         assert load(files).config.data.train
 
 

@@ -25,6 +25,7 @@ from tests.waiting import wait_until_gone
 
 pytest.importorskip("ray")
 
+ROOT = Path(__file__).parents[2]
 RAY = ClusterConfig(backend="ray", device="cpu", threads=1)
 
 
@@ -212,7 +213,7 @@ def test_a_program_of_its_own_leaves_no_process(tmp_path: Path, ending: str) -> 
     (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM))
     (tmp_path / "beside_the_program.py").write_text("VALUE = 7\n")
     (tmp_path / "elsewhere").mkdir()
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
     env.pop("RAY_AUTH_MODE", None)  # as a user has it
     done = subprocess.run(
         [sys.executable, str(tmp_path / "program.py"), ending],

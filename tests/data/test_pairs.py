@@ -10,9 +10,8 @@ import pytest
 from rondo.chat import encode_prompt
 from rondo.config.schema import SourceConfig
 from rondo.data import PairStream
-from rondo.data.quickstart import eval_rows, tokenizer, train_rows
-from rondo.data.quickstart_pairs import pairs
 from rondo.errors import ConfigError, DataError
+from rondo.recipes.quickstart import eval_rows, pairs, tokenizer, train_rows
 
 GOOD = {"prompt": "3+4?", "chosen": "7", "rejected": "3"}
 CHAT = [

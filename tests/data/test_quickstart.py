@@ -8,7 +8,8 @@ import time
 import pytest
 
 from rondo.chat import encode_prompts
-from rondo.data.quickstart import (
+from rondo.errors import ConfigError
+from rondo.recipes.quickstart import (
     HELD_OUT_TRIPLES,
     NAMES,
     OBJECTS,
@@ -20,7 +21,6 @@ from rondo.data.quickstart import (
     tokenizer,
     train_rows,
 )
-from rondo.errors import ConfigError
 
 
 def numbers(text):
@@ -152,9 +152,7 @@ def test_chain_sum_recipe_evaluates_on_unseen_problems():
     from rondo.config import load
     from rondo.data.sources import open_source
 
-    recipe, warm_start = (
-        load([f"recipes/{name}.yaml"]).config.data for name in ("reasoning_gym", "reasoning_gym_sft")
-    )
+    recipe, warm_start = (load([name]).config.data for name in ("reasoning_gym", "reasoning_gym_sft"))
     held_out = {row["prompt"] for row in open_source(recipe.eval[0]).rows}
     assert len(held_out) == recipe.eval[0].size
     for source in (recipe.train[0], warm_start.train[0]):

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from rondo.chat import encode_prompt
 from rondo.config.schema import SourceConfig
 from rondo.data.mixture import Mixture
-from rondo.data.quickstart import tokenizer
 from rondo.data.stream import ConversationStream, PromptStream, eval_prompts
 from rondo.errors import DataError
+from rondo.recipes.quickstart import tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -207,9 +207,9 @@ PROGRAM = """
 import hashlib
 from rondo.config.schema import SourceConfig
 from rondo.data import PromptStream
-from rondo.data.quickstart import demonstrations, eval_rows, held_out_triples, tokenizer
+from rondo.recipes.quickstart import demonstrations, eval_rows, held_out_triples, tokenizer
 tok = tokenizer()
-rows = "rondo.data.quickstart.train_rows"
+rows = "rondo.recipes.quickstart.train_rows"
 sources = (
     SourceConfig(type="function", task=rows, name="a", size=40, seed=1),
     SourceConfig(type="function", task=rows, name="b", size=40, seed=2, weight=0.3),
@@ -228,7 +228,12 @@ def test_same_stream_and_tokenizer_in_every_process():
     """Neither Python's hash seed nor the threads of the tokenizers library change a row or a token."""
     here: dict[str, str] = {}
     exec(PROGRAM, here)
-    env = {**os.environ, "PYTHONPATH": os.getcwd(), "PYTHONHASHSEED": "12345", "RAYON_NUM_THREADS": "3"}
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([f"{os.getcwd()}/src", os.getcwd()]),
+        "PYTHONHASHSEED": "12345",
+        "RAYON_NUM_THREADS": "3",
+    }
     there = subprocess.run(
         [sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, check=True
     )

@@ -324,7 +324,7 @@ for name in ("hangs", "hangs_holding_the_lock"):
     s = Scorer(RewardConfig(functions=(RewardFunctionConfig("{path}:" + name),), timeout_seconds=0.2))
     print(asyncio.run(s.score(make_trajectory("x"))).outcome)
 """
-    env = {**os.environ, "PYTHONPATH": os.getcwd()}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([f"{os.getcwd()}/src", os.getcwd()])}
     done = subprocess.run(
         [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=400, check=True
     )

@@ -116,7 +116,7 @@ def test_gsm8k(trajectory):
 
 
 def test_gsm8k_scores_the_quickstart():
-    from rondo.data.quickstart import demonstrations, train_rows
+    from rondo.recipes.quickstart import demonstrations, train_rows
     from tests.rewards.conftest import make_trajectory
 
     for row in train_rows(100):

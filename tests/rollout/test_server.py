@@ -37,7 +37,7 @@ QWEN3 = {
     "tie_word_embeddings": True,
 }
 ROOT = Path(__file__).resolve().parents[2]
-PROCESS = ROOT / "rondo/rollout/server/process.py"
+PROCESS = ROOT / "src/rondo/rollout/server/process.py"
 
 
 def spec(**changes: object) -> EngineSpec:
@@ -388,7 +388,7 @@ class TestNothingIsLeftBehind:
     @pytest.fixture
     def environment(self, tmp_path: Path) -> dict[str, str]:
         (tmp_path / "forker.py").write_text(_FORKER, encoding="utf-8")
-        return {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+        return {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT / "src"), str(ROOT)])}
 
     def started(self, environment: dict[str, str], *arguments: str) -> tuple[ChildProcess, int]:
         read, write = os.pipe()

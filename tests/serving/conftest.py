@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from rondo.chat import stop_token_ids
-from rondo.data.quickstart import tokenizer
+from rondo.recipes.quickstart import tokenizer
 from rondo.rollout import NativeEngine
 from rondo.serving import Endpoint, Sessions
 from rondo.serving.http import HttpServer

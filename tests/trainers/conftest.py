@@ -26,6 +26,7 @@ from rondo.trainers.run import train
 from rondo.types import GenerateRequest
 
 REPOSITORY = Path(__file__).parents[2]
+PYTHONPATH = os.pathsep.join([str(REPOSITORY / "src"), str(REPOSITORY)])  # of processes that a test starts
 
 MODEL = {
     "model_type": "qwen3",
@@ -41,13 +42,13 @@ MODEL = {
 }
 
 RECIPE: dict[str, Any] = {
-    "model": {"config": MODEL, "tokenizer": "rondo.data.quickstart.tokenizer"},
+    "model": {"config": MODEL, "tokenizer": "rondo.recipes.quickstart.tokenizer"},
     "data": {
         "train": [
             {
                 "type": "function",
                 "name": "train",
-                "task": "rondo.data.quickstart.train_rows",
+                "task": "rondo.recipes.quickstart.train_rows",
                 "options": {"size": 64},
             }
         ],
@@ -55,7 +56,7 @@ RECIPE: dict[str, Any] = {
             {
                 "type": "function",
                 "name": "held_out",
-                "task": "rondo.data.quickstart.eval_rows",
+                "task": "rondo.recipes.quickstart.eval_rows",
                 "options": {"size": 4},
             }
         ],
@@ -84,7 +85,7 @@ def cli(
     *arguments: str, check: bool = True, timeout: float = 240, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """`rondo …` in a process of its own, from the repository."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), **environment}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH, **environment}
     command = [sys.executable, "-m", "rondo.cli.main", *arguments]
     done = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=timeout)
     if check and done.returncode != 0:

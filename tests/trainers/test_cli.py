@@ -81,7 +81,7 @@ def test_eval_of_the_export_is_the_evaluation_after_training(
 
 
 def test_sft_learns_its_demonstrations_and_resumes_nothing_twice(folder: Path) -> None:
-    task = {"type": "function", "task": "rondo.data.quickstart.demonstrations", "options": {"size": 256}}
+    task = {"type": "function", "task": "rondo.recipes.quickstart.demonstrations", "options": {"size": 256}}
     recipe = {key: RECIPE[key] for key in ("model", "tracking")}
     recipe["data"] = {"train": [task], "batch_size": 16, "max_prompt_tokens": 64}
     recipe["actor"] = {"token_budget": 512, "optimizer": {"lr": 1.0e-2}}
@@ -124,12 +124,12 @@ def test_sft_learns_its_demonstrations_and_resumes_nothing_twice(folder: Path) -
             "model.path: model folder nowhere/at/all does not exist",
         ),
         ("model.config.hidden_sise=3", "a qwen3 config has no key 'hidden_sise'; did you mean 'hidden_size'"),
-        ("model.tokenizer=rondo.data.quickstart.tokeniser", "model.tokenizer: "),
+        ("model.tokenizer=rondo.recipes.quickstart.tokeniser", "model.tokenizer: "),
         (
             "data.train=[{type: jsonl, path: missing.jsonl}]",
             "data.train.0: source 'missing': file missing.jsonl",
         ),
-        ("data.eval=[{type: function, task: rondo.data.quickstart.rows}]", "data.eval.0: "),
+        ("data.eval=[{type: function, task: rondo.recipes.quickstart.rows}]", "data.eval.0: "),
         ("tracking.trackers=[tensorbord]", "tensorboard"),
         ("reward.models=[{path: no/model}]", "reward.models.0.path: there is no folder no/model"),
         ("reward.models=[{path: rondo}]", "reward.models.0.path: model folder rondo has no config.json"),

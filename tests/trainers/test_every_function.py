@@ -10,7 +10,8 @@ import yaml
 
 from rondo.algorithms import names
 from rondo.config import load
-from tests.trainers.conftest import RECIPE, REPOSITORY, inline, metrics
+from rondo.config.load import RECIPES
+from tests.trainers.conftest import RECIPE, inline, metrics
 
 FIRST_IS_EVEN = "tests/trainers/scorers.py:first_is_even"
 OPTIONS = {"passk_analytic": ", k: 2", "seq-mean-token-sum-norm": ", divisor: 8"}
@@ -25,7 +26,7 @@ CORRECTIONS = {
 
 def used_by_recipes(kind: str) -> set[str]:
     """The names of a kind that some recipe chooses; those run in test_recipes.py."""
-    configs = [load([str(path)]).config for path in (REPOSITORY / "recipes").glob("*.yaml")]
+    configs = [load([str(path)]).config for path in RECIPES.glob("*.yaml")]
     return {getattr(config.algorithm, kind).name for config in configs}
 
 

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 TINY = [
-    f"model={json.dumps({'config': MODEL, 'tokenizer': 'rondo.data.quickstart.tokenizer'})}",
+    f"model={json.dumps({'config': MODEL, 'tokenizer': 'rondo.recipes.quickstart.tokenizer'})}",
     "trainer={warm_start: null, total_steps: 2, evaluation: {before: false, after: false}}",
     "tracking={console: 'off', plot: false, trackers: [], save_rollouts: false}",
     "data.batch_size=4",

@@ -15,16 +15,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rondo.algorithms import reward_model_loss
 from rondo.config import load
-from rondo.data.quickstart import train_rows
 from rondo.errors import CheckpointError, ConfigError
 from rondo.models.source import ModelSource
+from rondo.recipes.quickstart import train_rows
 from rondo.trainers.preference import pair_stream
 from rondo.trainers.run import preference, reward_model
 from rondo.training import FsdpEngine
 from tests.trainers.conftest import RECIPE, inline, metrics, weights
 from tests.training.conftest import mesh  # noqa: F401 (a fixture)
 
-PAIRS = {"type": "function", "task": "rondo.data.quickstart_pairs.pairs"}
+PAIRS = {"type": "function", "task": "rondo.recipes.quickstart.pairs"}
 LOG_2 = math.log(2)
 
 
@@ -125,7 +125,7 @@ def test_a_margin_in_the_data_makes_the_loss_ask_for_more(run: Any, tmp_path: Pa
 
 def test_a_warm_start_comes_first_and_is_the_reference(run: Any, tmp_path: Path) -> None:
     sft = {key: RECIPE[key] for key in ("model", "tracking")}
-    task = {"type": "function", "task": "rondo.data.quickstart.demonstrations", "options": {"size": 16}}
+    task = {"type": "function", "task": "rondo.recipes.quickstart.demonstrations", "options": {"size": 16}}
     sft["data"] = {"train": [task], "batch_size": 8, "max_prompt_tokens": 64}
     sft["actor"] = {"token_budget": 512, "optimizer": {"lr": 1.0e-2}}
     sft["trainer"] = {"total_steps": 2}

@@ -195,7 +195,8 @@ STATEFUL = {
         "reference={token_budget: 512, refresh_every: 2}",
     ],
     "ptx": [
-        "data.pretrain=[{type: function, task: rondo.data.quickstart.demonstrations, options: {size: 16}}]",
+        "data.pretrain=[{type: function, task: rondo.recipes.quickstart.demonstrations, "
+        "options: {size: 16}}]",
         "data.pretrain_batch_size=3",
         "algorithm.pretrain_coef=0.3",
     ],

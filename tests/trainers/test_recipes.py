@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from rondo.config import load
+from rondo.config.load import RECIPES
 from rondo.config.schema import Config
 from tests.trainers.conftest import MODEL, inline, weights
 
-RECIPES = Path(__file__).parents[2] / "recipes"
 OTHER_COMMANDS = {
     "quickstart_sft": "sft",
     "reasoning_gym_sft": "sft",
@@ -23,7 +23,7 @@ OTHER_COMMANDS = {
 }
 COMMANDS = {path.stem: OTHER_COMMANDS.get(path.stem, "train") for path in sorted(RECIPES.glob("*.yaml"))}
 TINY = (
-    f"model={json.dumps({'config': MODEL, 'tokenizer': 'rondo.data.quickstart.tokenizer'})}",
+    f"model={json.dumps({'config': MODEL, 'tokenizer': 'rondo.recipes.quickstart.tokenizer'})}",
     "cluster.threads=1",
     "tracking={console: 'off', plot: false, trackers: []}",
     "trainer.total_steps=2",

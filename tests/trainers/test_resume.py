@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rondo.data.buffer import Buffer, Group
-from tests.trainers.conftest import REPOSITORY, cli, inline, metrics, weights
+from tests.trainers.conftest import PYTHONPATH, REPOSITORY, cli, inline, metrics, weights
 from tests.trainers.scorers import HOLD
 from tests.waiting import wait_for
 
@@ -39,7 +39,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def start(recipe: Path, run: Path, *overrides: str, hold: str) -> subprocess.Popen[str]:
     """hold: numbers of prompts, "8:16"; the run stands still when it needs them."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), HOLD: hold}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH, HOLD: hold}
     arguments = ["train", str(recipe), *SIX_STEPS, *overrides, f"trainer.run_dir={run}"]
     command = [sys.executable, "-m", "rondo.cli.main", *arguments]
     return subprocess.Popen(

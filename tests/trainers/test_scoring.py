@@ -26,7 +26,7 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A reward model as an override."""
     folder = tmp_path_factory.mktemp("judge")
     recipe = {key: RECIPE[key] for key in ("model", "cluster", "tracking")}
-    pairs = {"type": "function", "task": "rondo.data.quickstart_pairs.pairs", "options": {"size": 8}}
+    pairs = {"type": "function", "task": "rondo.recipes.quickstart.pairs", "options": {"size": 8}}
     recipe["data"] = {"train": [pairs], "batch_size": 4, "max_prompt_tokens": 64}
     recipe["actor"] = {"token_budget": 512, "optimizer": {"lr": 1.0e-2}}
     recipe["trainer"] = {"total_steps": 2, "run_dir": str(folder / "run")}

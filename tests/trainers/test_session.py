@@ -25,7 +25,7 @@ from tests.trainers.test_engine_process import engines_of
 QUIET = ("trainer.evaluation={before: false, after: false, every: null}", "checkpoint.export=false")
 TWO_SCORES = (
     "reward.functions=[{name: 'tests/trainers/scorers.py:even_share'}, "
-    "{name: rondo.data.quickstart.longer_than, tokens: 7, weight: 0}]",
+    "{name: rondo.recipes.quickstart.longer_than, tokens: 7, weight: 0}]",
     "reward.accuracy=even_share",
     "algorithm.constraint.cost=longer_than",
 )

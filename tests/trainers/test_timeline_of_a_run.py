@@ -113,7 +113,7 @@ def test_a_run_and_what_it_goes_on_with(
 
 def test_a_supervised_run_has_a_timeline_too(recipe: Path, tmp_path: Path) -> None:
     run = tmp_path / "sft"
-    sft = str(Path(__file__).parents[2] / "recipes" / "quickstart_sft.yaml")
+    sft = "quickstart_sft"
     tiny = ("data.train.0.options.size=4", "data.batch_size=4", "actor.optimizer.schedule.warmup_steps=0")
     quiet = ("tracking={console: 'off', plot: false, trackers: []}", "cluster.threads=1")
     inline("sft", sft, *tiny, *quiet, "trainer.total_steps=2", f"trainer.run_dir={run}")

@@ -74,7 +74,7 @@ def versions() -> dict[str, str]:
 def git_commit() -> str | None:
     """The commit of rondo's own source tree, with `+` when tracked files differ from it; None when not in
     one."""
-    root = Path(rondo.__file__).parent.parent
+    root = Path(rondo.__file__).parents[2]
     if not (root / ".git").exists():
         return None
     try:

@@ -19,6 +19,7 @@ from rondo.algorithms import check_algorithm
 from rondo.algorithms.registry import Kind, columns_read, lookup, registered_by_user
 from rondo.config import LoadedConfig
 from rondo.config.functions import did_you_mean
+from rondo.config.load import recipe_path
 from rondo.config.schema import Config, FunctionConfig, KlConfig
 from rondo.data.rows import GREEDY_REWARD
 from rondo.data.sources import check_source
@@ -405,19 +406,20 @@ def _check_model(loaded: LoadedConfig, key: str, path: str) -> None:
 
 
 def beside_recipe(loaded: LoadedConfig, key: str, path: str) -> Path:
-    """The file that `key` names: relative to the working directory, else to the recipe that set the key.
+    """The file that `key` names: relative to the working directory, else to the recipe that set the
+    key, else a recipe that rondo ships.
 
     Raises ConfigError naming both places.
     """
     origin = loaded.origins.get(key)
     recipe = Path(origin.where.rpartition(":")[0]) if origin else Path()
-    places = [Path(path), recipe.parent / path]
+    places = [Path(path), recipe.parent / path, Path(recipe_path(path))]
     for place in places:
         if place.is_file():
             return place
     where = f"{origin.where}: " if origin else ""
-    looked = " and ".join(dict.fromkeys(str(place) for place in places))
-    raise ConfigError(f"{where}{key}: no such file: looked for {looked}{_near(places[-1])}")
+    looked = " and ".join(dict.fromkeys(str(place) for place in places[:2]))
+    raise ConfigError(f"{where}{key}: no such file: looked for {looked}{_near(places[1])}")
 
 
 def _near(path: Path) -> str:

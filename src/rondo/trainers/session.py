@@ -1,6 +1,6 @@
 """An RL algorithm as a program: the roles of a run, handed out one by one to a loop that you write.
 
-    async with open_session(["recipes/ppo.yaml"]) as session:
+    async with open_session(["ppo"]) as session:
         actor, critic, reward = await session.actor(), await session.critic(), await session.reward()
         async for prompts in session.prompts():
             batch = await actor.generate_sequences(prompts)

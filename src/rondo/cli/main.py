@@ -34,8 +34,8 @@ DESCRIPTION = "Reinforcement-learning post-training for large language models."
 EPILOG = """\
 A recipe is one or more YAML files, merged in order, then key.sub=value overrides:
 
-  rondo train recipes/quickstart.yaml trainer.seed=1 actor.optimizer.lr=1e-4
-  rondo config show recipes/quickstart.yaml        every key, its value, and who set it
+  rondo train quickstart trainer.seed=1 actor.optimizer.lr=1e-4
+  rondo config show quickstart        every key, its value, and who set it
   rondo doctor                                     what is usable on this machine
 
 --traceback (or RONDO_TRACEBACK=1) shows the Python traceback of an error."""

@@ -20,7 +20,6 @@ import inspect
 import logging
 import secrets
 import threading
-import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
@@ -32,7 +31,7 @@ from rondo.agents.recorded import trajectory_of
 from rondo.chat import decode
 from rondo.config.functions import check_options, did_you_mean, resolve_function
 from rondo.config.schema import FunctionConfig
-from rondo.errors import ConfigError
+from rondo.errors import ConfigError, users_frames
 from rondo.serving import Endpoint, SessionRules, Sessions, prompt_key
 from rondo.types import Completion, GenerateRequest, Prompt, SamplingParams, Trajectory, request_seed
 
@@ -218,9 +217,6 @@ def _agents_loop() -> asyncio.AbstractEventLoop:
 
 def _describe(error: Exception) -> str:
     """`ValueError: … (agent.py, line 12)`, short."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [
-        frame for frame in frames if "site-packages" not in frame.filename and "/rondo/" not in frame.filename
-    ]
+    own = [frame for frame in users_frames(error) if "site-packages" not in frame.filename]
     place = f" ({own[-1].filename.rsplit('/', 1)[-1]}, line {own[-1].lineno})" if own else ""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}{place}"

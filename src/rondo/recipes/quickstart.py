@@ -5,8 +5,8 @@ Two-step word problems over three numbers from 2 to 9. The worked answer shows b
 reinforcement learning finds out that showing the work pays. An eighth of the 512 number triples is held out
 for evaluation: no test prompt's numbers occur in training.
 
-Use from a recipe: `{type: function, task: rondo.data.quickstart.train_rows, size: 4096, seed: 0}`,
-`model.tokenizer: rondo.data.quickstart.tokenizer`.
+Use from a recipe: `{type: function, task: rondo.recipes.quickstart.train_rows, size: 4096, seed: 0}`,
+`model.tokenizer: rondo.recipes.quickstart.tokenizer`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -185,6 +186,42 @@ def demonstrations(size: int = 4096, seed: int = 0, worked_share: float = 0.4) -
         response = problem.worked if worked else f"#### {rng.choice(problem.numbers)}"
         rows.append({"prompt": problem.text, "response": response})
     return rows
+
+
+def pairs(
+    size: int = 4096, seed: int = 0, mistake_share: float = 0.5, held_out: bool = False
+) -> list[dict[str, Any]]:
+    """Rows with prompt, chosen (the worked answer) and rejected: for `mistake_share` of them the working with
+    a wrong result in one of its steps, for the others a wrong number from the text (`#### 3`).
+
+    held_out: prompts as in `eval_rows`, whose numbers occur in no training prompt. ConfigError for impossible
+    values.
+    """
+    if not 0.0 <= mistake_share <= 1.0:
+        raise ConfigError(f"quickstart: mistake_share must be from 0 to 1, got {mistake_share}")
+    rng = random.Random(f"rondo quickstart: rejected answers: {seed}")
+    rows = []
+    for row in (eval_rows if held_out else train_rows)(size, seed):
+        mistaken = rng.random() < mistake_share
+        rejected = _miscalculated(row["solution"], rng) if mistaken else _lazy(row, rng)
+        rows.append({"prompt": row["prompt"], "chosen": row["solution"], "rejected": rejected})
+    return rows
+
+
+def _lazy(row: dict[str, Any], rng: random.Random) -> str:
+    wrong = [number for number in re.findall(r"\d+", row["prompt"]) if number != row["answer"]]
+    return f"#### {rng.choice(wrong) if wrong else int(row['answer']) + 1}"
+
+
+def _miscalculated(worked: str, rng: random.Random) -> str:
+    """`3+9=12\\n12+9=21\\n#### 21` with the result of one step off by 1 or 2, and what follows from it."""
+    first, second, _ = worked.split("\n")
+    (task, middle), (sum_, result) = first.split("="), second.split("=")
+    start, answer, rest = int(middle), int(result), sum_.removeprefix(middle)
+    in_first = rng.random() < 0.5
+    off = rng.choice([x for x in (-2, -1, 1, 2) if answer + x >= 0 and (start + x >= 0 or not in_first)])
+    start += off if in_first else 0
+    return f"{task}={start}\n{start}{rest}={answer + off}\n#### {answer + off}"
 
 
 def longer_than(prompt: Prompt, trajectory: Trajectory, *, tokens: int) -> float:

@@ -21,12 +21,11 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from rondo.config.functions import did_you_mean
 from rondo.config.schema import RewardConfig
-from rondo.errors import ConfigError, DataError, RewardError
+from rondo.errors import ConfigError, DataError, RewardError, users_frames
 from rondo.rewards.execution import DaemonThreads, ProcessPool, ScorerCrashError
 from rondo.rewards.functions import RewardFunction, load_functions
 from rondo.rewards.scorers import BUILTINS
@@ -36,7 +35,6 @@ logger = logging.getLogger(__name__)
 
 _THREADS = 8
 _LOGGED_FAILURES = 3  # of one kind
-_OUR_FOLDER = str(Path(__file__).parent.parent)
 _LOGGED_CHARACTERS = 2000
 
 
@@ -342,11 +340,8 @@ def _users_part(error: Exception) -> str:
     """The traceback from the first frame that is not rondo's or asyncio's own; of our checks, the message
     only.
     """
-    frames = traceback.extract_tb(error.__traceback__)
-    theirs = [f for f in frames if not f.filename.startswith(_OUR_FOLDER) and "asyncio" not in f.filename]
-    theirs = [
-        f for f in theirs if "concurrent/futures" not in f.filename and "/threading.py" not in f.filename
-    ]
+    ours = ("asyncio", "concurrent/futures", "/threading.py")
+    theirs = [f for f in users_frames(error) if not any(part in f.filename for part in ours)]
     shown = ["Traceback (most recent call last):\n", *traceback.format_list(theirs)] if theirs else []
     return "".join([*shown, *traceback.format_exception_only(error)])
 

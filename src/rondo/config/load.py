@@ -19,6 +19,7 @@ from rondo.config.verl import Assignment, translate
 from rondo.errors import ConfigError
 
 INCLUDE = "include"
+RECIPES = Path(__file__).parent.parent / "recipes"  # that rondo ships
 
 
 @dataclass(frozen=True)
@@ -39,13 +40,15 @@ class LoadedConfig:
 def load(files: Sequence[str], overrides: Sequence[str] = ()) -> LoadedConfig:
     """Merge `files` in order, then `overrides`, into one validated configuration.
 
-    A file's top-level `include: other.yaml` (or a list; relative to the file) is merged before the file
-    itself. Mappings merge deeply, lists and scalars replace; `key.0.sub=value` reaches into a list. The
-    options of a function belong to its name: another name replaces them all. Values of overrides are YAML
-    (`lr=1e-4`, `stop=[a, b]`). Keys in verl's spelling are translated. Raises ConfigError, which names key,
-    file and line or argument, and the nearest valid key or the remedy.
+    A file is a path, or the name of a recipe that rondo ships (`quickstart`). Its top-level
+    `include: other.yaml` (or a list; relative to the file, or shipped) is merged before the file itself.
+    Mappings merge deeply, lists and scalars replace; `key.0.sub=value` reaches into a list. The options of a
+    function belong to its name: another name replaces them all. Values of overrides are YAML (`lr=1e-4`,
+    `stop=[a, b]`). Keys in verl's spelling are translated. Raises ConfigError, which names key, file and line
+    or argument, and the nearest valid key or the remedy.
     """
     tree = Node({}, Origin("defaults"), -1)
+    files = [recipe_path(file) for file in files]
     layers = [path for file in files for path in _with_includes(file, ())]
     for layer, path in enumerate(layers):
         tree = _merge(Config, tree, _without_include(read_file(path, layer)))
@@ -58,6 +61,12 @@ def load(files: Sequence[str], overrides: Sequence[str] = ()) -> LoadedConfig:
     config, origins = build(tree)
     validate(config, origins)
     return LoadedConfig(config, origins, tuple(files), notes)
+
+
+def recipe_path(name: str) -> str:
+    """The file of the recipe `name` that rondo ships; `name` itself where there is none, or a file here."""
+    shipped = RECIPES / f"{name}.yaml"
+    return str(shipped) if Path(name).name == name and shipped.is_file() and not Path(name).exists() else name
 
 
 def _with_includes(path: str, including: tuple[str, ...]) -> list[str]:
@@ -77,9 +86,10 @@ def _with_includes(path: str, including: tuple[str, ...]) -> list[str]:
             raise ConfigError(
                 f"{name.origin.where}: {INCLUDE} is a file name or a list of them, got {name.value!r}"
             )
-        other = str(Path(path).parent / name.value)
+        beside = Path(path).parent / name.value
+        other = str(beside) if beside.is_file() else recipe_path(name.value)
         if not Path(other).is_file():
-            raise ConfigError(f"{name.origin.where}: {INCLUDE}: no such file: {other} (relative to {path})")
+            raise ConfigError(f"{name.origin.where}: {INCLUDE}: no such file: {beside} (relative to {path})")
         found += _with_includes(other, (*including, path))
     return [*found, path]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -84,3 +86,10 @@ class WorkerError(RondoError):
 
     def __reduce__(self) -> tuple[type, tuple[str, int, str, str, str]]:
         return type(self), (self.role, self.rank, self.method, self.message, self.worker_traceback)
+
+
+def users_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """The frames of an error's traceback that are not in rondo's own files, wherever the package lies."""
+    ours = os.path.dirname(os.path.abspath(__file__)) + os.sep
+    frames = traceback.extract_tb(error.__traceback__)
+    return [frame for frame in frames if not os.path.abspath(frame.filename).startswith(ours)]
