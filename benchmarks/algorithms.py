@@ -33,8 +33,8 @@ from rondo.config import load
 from rondo.config.load import RECIPES
 from rondo.tracking.run_folder import read_metrics
 from rondo.tracking.summary import versions
-from rondo.trainers import run as runs
-from rondo.trainers.inference import evaluate_model
+from rondo.trainers.commands import train as runs
+from rondo.trainers.commands.evaluate import evaluate_model
 
 ROOT = Path(__file__).parents[1]
 NO_ALGORITHM = ("quickstart", "quickstart_async", "quickstart_ppo", "quickstart_sft", "reward_model")

@@ -27,7 +27,7 @@ from virtual_cluster import Rates, Setup, run
 from rondo.config import load
 from rondo.planning.admission import OnUpdate
 from rondo.tracking.run_folder import read_metrics
-from rondo.trainers import run as runs
+from rondo.trainers.commands import train as runs
 
 # Where the second process comes from.
 PLACES: Mapping[str, tuple[str, ...]] = {

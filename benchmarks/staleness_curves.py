@@ -27,7 +27,7 @@ from algorithms import ROOT, SETTINGS, Task, machine, result_of, run_all, warm_s
 
 from rondo.config import load
 from rondo.tracking.run_folder import read_metrics
-from rondo.trainers import run as runs
+from rondo.trainers.commands import train as runs
 
 VARIANTS: Mapping[str, tuple[str, ...]] = {
     "0": ("trainer.max_staleness=0",),

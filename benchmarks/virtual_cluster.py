@@ -18,9 +18,9 @@ from typing import cast
 import numpy as np
 
 from rondo.batch import BatchRef
-from rondo.data.buffer import Buffer, Group
 from rondo.planning.admission import OnUpdate
-from rondo.trainers.feeder import EpisodeFeeder
+from rondo.trainers.loop.buffer import Buffer, Group
+from rondo.trainers.loop.feeder import EpisodeFeeder
 from rondo.trainers.simulate import SimulatedEngines, run_virtual, simulate
 from rondo.types import SCORED
 from rondo.weights.sync import SyncReport

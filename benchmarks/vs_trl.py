@@ -65,7 +65,8 @@ def rondo(*arguments: str) -> None:
 def write_prompts(model: Path, path: Path, steps: int) -> None:
     """The prompts of rondo's stream, in its order, for TRL's data set."""
     code = (
-        "import json, sys; from rondo.config import load; from rondo.trainers.setup import load_prompts\n"
+        "import json, sys; from rondo.config import load; "
+        "from rondo.trainers.program.inputs import load_prompts\n"
         "model, path, number = sys.argv[1:]\n"
         "over = [f'model.path={model}', 'trainer.warm_start=null']\n"
         "stream = load_prompts(load(['quickstart'], over).config).train\n"

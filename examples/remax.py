@@ -7,8 +7,8 @@ import asyncio
 import sys
 from pathlib import Path
 
-from rondo.trainers.handles import per_group
-from rondo.trainers.session import open_session
+from rondo.trainers.sessions.handles import per_group
+from rondo.trainers.sessions.session import open_session
 
 HERE = Path(__file__).parent
 RECIPES = ["remax", HERE / "settings.yaml"]

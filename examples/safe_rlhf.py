@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 from rondo.controller import together
-from rondo.trainers.constraint import ConstraintController
-from rondo.trainers.session import open_session
+from rondo.trainers.loop.constraint import ConstraintController
+from rondo.trainers.sessions.session import open_session
 
 HERE = Path(__file__).parent
 RECIPES = ["safe_rlhf", HERE / "settings.yaml"]

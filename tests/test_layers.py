@@ -58,9 +58,26 @@ ALLOWED: dict[str, set[str]] = {
     }
     | {"weights"},
 }
+# Rooms to come (docs/index.md has the map): what they may import is fixed before their first file.
+ALLOWED |= {
+    "transport": {"errors"},
+    "compat": {"config", "errors"},
+    "environments": BASE,
+    "sandbox": BASE | {"transport"},
+    "view": {"errors"},  # reads files only
+}
 ALLOWED["trainers"] = {*ALLOWED, "trainers"} - {"__init__"}
 ALLOWED["cli"] = {*ALLOWED, "cli"}
 ALLOWED["__main__"] = {"cli"}
+
+# The rooms of `trainers`, each on its floor; who is on the same floor does not know the others.
+FLOORS: tuple[tuple[str, ...], ...] = (
+    ("program",),
+    ("loop",),
+    ("replay", "supervised"),
+    ("commands",),
+    ("sessions",),  # a program of the user's opens its run as the commands do
+)
 
 # Third-party packages that a part must not touch.
 ENGINES = {"vllm", "sglang", "megatron"}
@@ -101,7 +118,7 @@ BOUNDARIES = {
     "rondo/rollout/server/child.py": "an engine's exception travels to its host as a record",
     "rondo/rollout/server/client.py": "what on_tokens raises travels to the generate call that it belongs to",
     "rondo/serving/http.py": "whatever a request's handler raises is answered as a 500, and logged",
-    "rondo/trainers/feeder.py": "an episode's exception travels to the trainer, which waits in take()",
+    "rondo/trainers/loop/feeder.py": "an episode's exception travels to the trainer, which waits in take()",
 }
 # Nobody imports it but Python itself, at the start of a process that has its folder on the path.
 STARTS_A_PROCESS = "rondo/rollout/sglang/cpu/sitecustomize.py"
@@ -181,6 +198,26 @@ def test_no_cycles_between_folders() -> None:
 
     for node in sorted(edges):
         visit(node, ())
+
+
+def test_rooms_import_downward() -> None:
+    """At most 5 floors, no arrow upward, and none between rooms of one floor."""
+    trainers = PACKAGE / "trainers"
+    floor = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+    assert {path.name for path in trainers.iterdir() if (path / "__init__.py").is_file()} == set(floor)
+    assert not [
+        path.name for path in trainers.glob("*.py") if path.name not in ("__init__.py", "simulate.py")
+    ]
+    assert len(FLOORS) <= 5
+    wrong = [
+        f"{name_of(path)}:{line} imports {module}"
+        for room in floor
+        for path in (trainers / room).glob("*.py")
+        for module, line in imports(path)
+        if module.startswith("rondo.trainers.") and (target := module.split(".")[2]) != room
+        if floor[target] >= floor[room]
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_third_party_packages_stay_where_they_belong() -> None:

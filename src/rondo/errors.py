@@ -14,7 +14,7 @@ class RondoError(Exception):
 
 class ConfigError(RondoError, ValueError):
     """A key, value or combination in the configuration cannot work; names key, file and line (or
-    argument). key: which one, where whoever raises it does not know the place; `trainers/check.py` adds that.
+    argument). key: which one, where whoever raises it does not know the place; `commands/check.py` adds that.
     """
 
     key: str | None = None

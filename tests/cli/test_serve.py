@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 from rondo.chat import encode_prompt
 from rondo.cli import serve_command
 from rondo.recipes.quickstart import tokenizer
-from rondo.trainers.serving import Serving
+from rondo.trainers.commands.serve import Serving
 from tests.trainers.conftest import MODEL, PYTHONPATH, inline
 
 ASK: Any = [{"role": "user", "content": "Tom has 3 apples, buys 4. How many?"}]

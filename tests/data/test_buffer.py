@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from rondo.batch import Batch, BatchRef
-from rondo.data.buffer import Buffer, Group
-from rondo.data.ledger import Ledger
 from rondo.errors import RewardError, TrainError
+from rondo.trainers.loop.buffer import Buffer, Group
+from rondo.trainers.loop.ledger import Ledger
 
 
 def group(seq: int, version: int) -> Group:

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rondo.config import load
 from rondo.rollout import NativeEngine
-from rondo.trainers.run import train
+from rondo.trainers.commands.train import train
 from rondo.types import GenerateRequest, SamplingParams
 from tests.trainers.conftest import MODEL, RECIPE, metrics
 

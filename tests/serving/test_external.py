@@ -18,7 +18,7 @@ from rondo.config import load
 from rondo.config.schema import FunctionConfig
 from rondo.errors import ConfigError, RolloutError, RondoError
 from rondo.rollout import NativeEngine
-from rondo.trainers.run import train
+from rondo.trainers.commands.train import train
 from rondo.types import Completion, GenerateRequest, Prompt, SamplingParams, Trajectory
 from tests.serving.conftest import CONTEXT, STOPS, TOKENIZER
 from tests.trainers.conftest import metrics, recipe, weights  # noqa: F401

@@ -22,7 +22,7 @@ from rondo.cli.main import main
 from rondo.config import load
 from rondo.rollout import NativeEngine
 from rondo.rollout.native import decoder
-from rondo.trainers.run import train
+from rondo.trainers.commands.train import train
 from rondo.types import GenerateRequest
 
 REPOSITORY = Path(__file__).parents[2]

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from rondo.batch import BatchRef
-from rondo.data.buffer import Buffer, Group
-from rondo.data.ledger import Ledger
 from rondo.errors import RewardError, TrainError, WorkerError
 from rondo.planning.admission import OnUpdate, Order, effective_on_update
-from rondo.trainers.feeder import EpisodeFeeder
-from rondo.trainers.publish import WeightPublisher
+from rondo.trainers.loop.buffer import Buffer, Group
+from rondo.trainers.loop.feeder import EpisodeFeeder
+from rondo.trainers.loop.ledger import Ledger
+from rondo.trainers.loop.publish import WeightPublisher
 from rondo.trainers.simulate import Lengths, SimulatedEngines, Simulation, run_virtual, simulate
 
 BATCH, STEPS = 4, 8

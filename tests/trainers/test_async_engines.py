@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rondo.rollout.server import EngineProcess
-from rondo.trainers.rl import RLTrainer
+from rondo.trainers.loop.rl import RLTrainer
 from rondo.workers.rollout import RolloutWorker
 from tests.trainers.conftest import inline, metrics
 from tests.trainers.test_journal import assert_equal

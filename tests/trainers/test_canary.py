@@ -21,10 +21,10 @@ from rondo.errors import WeightSyncError, WorkerError
 from rondo.rollout.native.engine import NativeEngine
 from rondo.rollout.protocol import Capabilities
 from rondo.rollout.router import Router
-from rondo.trainers.canary import Canary
-from rondo.trainers.roles import Roles, create_model, create_rollout
-from rondo.trainers.routes import GatheredRoute, SharedRoute, make_route
-from rondo.trainers.setup import Prompts, complete_model, load_prompts
+from rondo.trainers.loop.publish import Canary
+from rondo.trainers.loop.routes import GatheredRoute, SharedRoute, make_route
+from rondo.trainers.program.inputs import Prompts, complete_model, load_prompts
+from rondo.trainers.program.roles import Roles, create_model, create_rollout
 from rondo.types import Completion, GenerateRequest, SamplingParams
 from rondo.weights.checksum import checksum
 from rondo.workers.rollout import RolloutWorker
@@ -61,7 +61,7 @@ class _AndOneLost(WorkerGroup):
 @pytest.fixture
 def with_roles(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """with_roles(use, *overrides): `use(roles, canary, config, prompts)` on engines that serve version 3."""
-    monkeypatch.setattr("rondo.trainers.roles.RolloutWorker", _Probed)
+    monkeypatch.setattr("rondo.trainers.program.roles.RolloutWorker", _Probed)
 
     def start(
         use: Callable[[Roles, Canary, Config, Prompts], Awaitable[Any]], *overrides: str, share: bool = False

@@ -27,10 +27,14 @@ from rondo.config.schema import (
 )
 from rondo.controller import Cluster, start_cluster
 from rondo.errors import ConfigError, DataError, TrainError
-from rondo.trainers.advantages import AdvantageStage
-from rondo.trainers.columns import attach, numbers, padded_columns
-from rondo.trainers.correction import CorrectionStage, describe_correction, effective_correction
-from rondo.trainers.preparation import PreparationStage
+from rondo.trainers.program.stages import (
+    AdvantageStage,
+    CorrectionStage,
+    PreparationStage,
+    describe_correction,
+    effective_correction,
+)
+from rondo.trainers.program.tensors import attach, numbers, padded_columns
 
 # Four responses of lengths 2, 3, 1, 2; row 1 has a hole, row 3 no trained token.
 MASK = [[1, 1], [1, 0, 1], [1], [0, 0]]

@@ -10,7 +10,7 @@ import pytest
 
 from rondo.config.schema import EvaluationConfig
 from rondo.errors import WorkerError
-from rondo.trainers.evaluation import evaluate, summarise
+from rondo.trainers.loop.evaluation import evaluate, summarise
 from rondo.types import Prompt, SamplingParams
 from rondo.workers.rollout import EvaluationRecord
 

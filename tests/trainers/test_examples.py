@@ -13,7 +13,7 @@ import pytest
 import safetensors.numpy
 
 from rondo.config import load
-from rondo.trainers.run import train
+from rondo.trainers.commands.train import train
 from tests.trainers.conftest import MODEL, metrics, weights
 
 ROOT = Path(__file__).parents[2]

@@ -14,17 +14,17 @@ import pytest
 from rondo.config import load
 from rondo.config.schema import Config, FunctionConfig
 from rondo.controller import WorkerGroup, start_cluster
-from rondo.data.buffer import Buffer
 from rondo.data.rows import GREEDY_REWARD
 from rondo.errors import ConfigError, RewardError, WorkerError
 from rondo.rewards import check_dropped_share
-from rondo.trainers.episodes import WorkerEpisodes
-from rondo.trainers.feeder import EpisodeFeeder
-from rondo.trainers.filtering import GroupFilter
-from rondo.trainers.publish import WeightPublisher
-from rondo.trainers.roles import create_model, create_rollout
-from rondo.trainers.routes import SharedRoute
-from rondo.trainers.setup import Prompts, complete_model, load_prompts
+from rondo.trainers.loop.buffer import Buffer
+from rondo.trainers.loop.engine_side import WorkerEpisodes
+from rondo.trainers.loop.feeder import EpisodeFeeder
+from rondo.trainers.loop.filtering import GroupFilter
+from rondo.trainers.loop.publish import WeightPublisher
+from rondo.trainers.loop.routes import SharedRoute
+from rondo.trainers.program.inputs import Prompts, complete_model, load_prompts
+from rondo.trainers.program.roles import create_model, create_rollout
 from rondo.types import SamplingParams
 from rondo.workers.rollout import RolloutWorker
 

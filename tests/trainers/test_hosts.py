@@ -10,8 +10,8 @@ import pytest
 
 from rondo.config.schema import ClusterConfig
 from rondo.tracking import Timers
-from rondo.trainers import hosts
-from rondo.trainers.hosts import HostClock
+from rondo.trainers.loop import report
+from rondo.trainers.loop.report import HostClock
 
 
 class Group:
@@ -26,7 +26,7 @@ class Group:
 
 def test_children_of_this_process_count_from_the_first_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
     children = [10.0]
-    monkeypatch.setattr(hosts, "children_cpu_seconds", lambda: children[0])
+    monkeypatch.setattr(report, "children_cpu_seconds", lambda: children[0])
     timers = Timers(lambda: 0.0, lambda: 0.0)
     clock = HostClock(ClusterConfig())
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rondo.trainers.evaluation import evaluate
+from rondo.trainers.loop.evaluation import evaluate
 from rondo.workers.models import ActorWorker
 from rondo.workers.rollout import RolloutWorker
 from tests.trainers.conftest import inline, metrics
@@ -50,7 +50,7 @@ def test_ctrl_c_at_any_moment_saves_and_goes_on(
             interrupt()
             return await evaluate(*args)
 
-        monkeypatch.setattr("rondo.trainers.rollout_side.evaluate", evaluating)
+        monkeypatch.setattr("rondo.trainers.loop.engine_side.evaluate", evaluating)
     run = tmp_path / "run"
     arguments = (
         *RESUME[:1],

@@ -18,14 +18,15 @@ import pytest
 
 from rondo.batch import BatchRef
 from rondo.config import load
-from rondo.data.buffer import Buffer, Group
 from rondo.errors import ConfigError, TrainError, WorkerError
 from rondo.planning.admission import OnUpdate, Order
 from rondo.rewards import Scorer
 from rondo.rollout import NativeEngine
 from rondo.tracking import RunFolder
-from rondo.trainers.feeder import EpisodeFeeder
-from rondo.trainers.journal import JournalFile, RunJournal, check_replay, followed_journal
+from rondo.trainers.loop.buffer import Buffer, Group
+from rondo.trainers.loop.feeder import EpisodeFeeder
+from rondo.trainers.replay.journal import JournalFile, RunJournal, check_replay, followed_journal
+from rondo.trainers.replay.replay import ReplayedBuffer, ReplayedFeeder
 from rondo.trainers.simulate import Lengths, SimulatedEngines, Simulation, run_virtual, simulate
 from rondo.types import Completion, GenerateRequest, Trajectory
 from rondo.workers.models import ActorWorker
@@ -190,7 +191,7 @@ def simulated(
             journal = RunJournal(run, {}, follow)
             wanted: dict[str, Any] = {"slots": 8, "length": Lengths(120, 1.0, 900)} | options
             rollout = engines(n=2, fails=lambda seq, sample: unlucky(0, 0.2, seq, sample, 1), **wanted)
-            buffer = Buffer(
+            buffer = (Buffer if follow is None else ReplayedBuffer)(
                 batch_size=3,
                 max_staleness=k,
                 total_steps=4,
@@ -199,7 +200,11 @@ def simulated(
                 keep=keep,
                 journal=journal,
             )
-            feeder = EpisodeFeeder(buffer, rollout, n=2, on_update=mode, max_aborts=1)
+            wanted = {"n": 2, "on_update": mode, "max_aborts": 1}
+            if isinstance(buffer, ReplayedBuffer):
+                feeder: EpisodeFeeder = ReplayedFeeder(journal, buffer, rollout, **wanted)
+            else:
+                feeder = EpisodeFeeder(buffer, rollout, **wanted)
             try:
                 return await simulate(buffer, rollout, feeder, update_seconds=update_seconds)
             finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rondo.trainers.occupancy import Occupancy
+from rondo.trainers.loop.busy import Occupancy
 
 
 def test_shares_of_a_step_by_hand() -> None:

@@ -11,9 +11,9 @@ import pytest
 from rondo.config import load
 from rondo.errors import ConfigError
 from rondo.rollout.native.engine import NativeEngine
-from rondo.trainers import run as runner
-from rondo.trainers.check import check_rl
-from rondo.trainers.roles import Roles
+from rondo.trainers.commands import train as runner
+from rondo.trainers.commands.check import check_rl
+from rondo.trainers.program.roles import Roles
 from tests.trainers.conftest import inline, metrics, weights
 
 PPO = (  # a critic and a reference, so that there is something to place

@@ -18,8 +18,8 @@ from rondo.config import load
 from rondo.errors import CheckpointError, ConfigError
 from rondo.models.source import ModelSource
 from rondo.recipes.quickstart import train_rows
-from rondo.trainers.preference import pair_stream
-from rondo.trainers.run import preference, reward_model
+from rondo.trainers.commands.train import preference, reward_model
+from rondo.trainers.supervised.tasks import pair_stream
 from rondo.training import FsdpEngine
 from tests.trainers.conftest import RECIPE, inline, metrics, weights
 from tests.training.conftest import mesh  # noqa: F401 (a fixture)

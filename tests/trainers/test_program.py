@@ -27,9 +27,9 @@ from rondo.config.schema import (
     RolloutCorrectionConfig,
 )
 from rondo.errors import ConfigError
-from rondo.trainers.producers import stages
-from rondo.trainers.setup import plan_program
-from rondo.trainers.update_plan import lm_weights, resampled, with_actor_weights, without_idle
+from rondo.trainers.program.plan import plan_program
+from rondo.trainers.program.producers import stages
+from rondo.trainers.program.update import lm_weights, resampled, with_actor_weights, without_idle
 from tests.trainers.conftest import RECIPE, inline, metrics, weights
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from rondo.data.buffer import Buffer
 from rondo.errors import WeightSyncError
-from rondo.trainers.feeder import EpisodeFeeder
-from rondo.trainers.publish import WeightPublisher
+from rondo.trainers.loop.buffer import Buffer
+from rondo.trainers.loop.feeder import EpisodeFeeder
+from rondo.trainers.loop.publish import WeightPublisher
 from rondo.trainers.simulate import SimulatedEngines, run_virtual
 from rondo.weights.sync import SyncReport
 

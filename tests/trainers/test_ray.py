@@ -14,8 +14,8 @@ import safetensors.numpy
 
 from rondo.config import load
 from rondo.errors import WorkerError
-from rondo.trainers.rl import RLTrainer
-from rondo.trainers.run import train
+from rondo.trainers.commands.train import train
+from rondo.trainers.loop.rl import RLTrainer
 from rondo.workers.models import ActorWorker
 from tests.trainers.conftest import metrics
 

@@ -14,13 +14,13 @@ import pytest
 import yaml
 
 from rondo.config import load
-from rondo.data.recording import TYPES, Limits, open_recording
+from rondo.data.rollout_files import TYPES, Limits, open_recording
 from rondo.data.rows import rows_from_trajectories
 from rondo.errors import ConfigError, DataError
-from rondo.trainers.recorded import RecordedBuffer, recorded_rollouts
-from rondo.trainers.rl import RLTrainer
-from rondo.trainers.session import open_session
-from rondo.trainers.setup import plan_program
+from rondo.trainers.loop.rl import RLTrainer
+from rondo.trainers.program.plan import plan_program
+from rondo.trainers.replay.offline import RecordedBuffer, recorded_rollouts
+from rondo.trainers.sessions.session import open_session
 from rondo.workers.rollout import RolloutWorker
 from tests.trainers.conftest import RECIPE, inline, metrics, weights
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rondo.data.buffer import Buffer, Group
+from rondo.trainers.loop.buffer import Buffer, Group
 from tests.trainers.conftest import PYTHONPATH, REPOSITORY, cli, inline, metrics, weights
 from tests.trainers.scorers import HOLD
 from tests.waiting import wait_for

@@ -14,7 +14,7 @@ import safetensors.numpy
 
 from rondo.config import load
 from rondo.errors import ConfigError, RewardError, TrainError, WorkerError
-from rondo.trainers.run import train
+from rondo.trainers.commands.train import train
 from tests.trainers.conftest import metrics, weights
 
 

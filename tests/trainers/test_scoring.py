@@ -14,8 +14,8 @@ import yaml
 from rondo.batch import ROW_ID, Batch, BatchRef
 from rondo.config import load
 from rondo.errors import TrainError
-from rondo.trainers.run import reward_model
-from rondo.trainers.scoring import model_scores
+from rondo.trainers.commands.train import reward_model
+from rondo.trainers.program.stages import model_scores
 from rondo.types import Prompt, Trajectory
 from rondo.workers.rollout import Unscored
 from tests.trainers.conftest import RECIPE, inline, metrics, weights

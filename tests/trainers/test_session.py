@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from rondo.errors import ConfigError, DataError, TrainError
-from rondo.trainers.handles import per_group
-from rondo.trainers.reporting import Reporter
-from rondo.trainers.session import Session, open_session
+from rondo.trainers.loop.report import Reporter
+from rondo.trainers.sessions.handles import per_group
+from rondo.trainers.sessions.session import Session, open_session
 from rondo.types import Prompt, Trajectory
 from tests.trainers.test_engine_process import engines_of
 

@@ -11,11 +11,11 @@ import pytest
 
 from rondo.config import load
 from rondo.controller import Worker
-from rondo.trainers.checkpoints import Checkpoints
-from rondo.trainers.reporting import Reporter
-from rondo.trainers.rl import RLTrainer
-from rondo.trainers.run import train
-from rondo.trainers.session import open_session
+from rondo.trainers.commands.train import train
+from rondo.trainers.loop.checkpoints import Checkpoints
+from rondo.trainers.loop.report import Reporter
+from rondo.trainers.loop.rl import RLTrainer
+from rondo.trainers.sessions.session import open_session
 from tests.trainers.conftest import weights
 from tests.trainers.test_placement import PPO, SPLIT, learned
 

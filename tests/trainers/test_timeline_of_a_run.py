@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rondo.tracking.timeline import read_timeline, step_of
-from rondo.trainers.occupancy import Occupancy
+from rondo.trainers.loop.busy import Occupancy
 from tests.trainers.conftest import inline
 
 SETTINGS = (

@@ -36,8 +36,8 @@ def run(args: argparse.Namespace) -> int:
     scored = reward.functions or reward.models or loaded.config.rollout.recorded
     if args.no_stages or not scored:  # it is no RL recipe
         return 0
-    from rondo.trainers.check import check_rl
-    from rondo.trainers.roles import placement_of
+    from rondo.trainers.commands.check import check_rl
+    from rondo.trainers.program.roles import placement_of
 
     program = check_rl(loaded)
     print("\nOne step:")

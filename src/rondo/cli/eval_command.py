@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the metrics as JSON."""
     extra = [f"model.path={args.model}", "model.config=null", "trainer.warm_start=null"] if args.model else []
     loaded = load_arguments(args.config, extra)
-    from rondo.trainers.inference import evaluate_model
+    from rondo.trainers.commands.evaluate import evaluate_model
 
     result = evaluate_model(loaded)
     if args.output:

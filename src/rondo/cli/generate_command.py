@@ -27,7 +27,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Print the completions."""
     prompts = args.prompt or [line.rstrip("\n") for line in sys.stdin if line.strip()]
-    from rondo.trainers.inference import generate
+    from rondo.trainers.commands.evaluate import generate
 
     completions = generate(
         args.model,

@@ -17,7 +17,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Train; the console shows progress and the final table. Returns the exit code."""
     loaded = load_arguments(args.config)
-    from rondo.trainers.run import reward_model
+    from rondo.trainers.commands.train import reward_model
 
     reward_model(loaded)
     return 0

@@ -15,7 +15,7 @@ from rondo.config import LoadedConfig
 from rondo.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rondo.trainers.serving import Address, Serving
+    from rondo.trainers.commands.serve import Address, Serving
 
 HELP = "serve a model over an OpenAI-compatible endpoint"
 TOKEN_VARIABLE = "RONDO_TOKEN"
@@ -44,7 +44,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Print the address and what a client needs, then serve until Ctrl-C."""
     loaded = load_served(args.config, args.replicas)
-    from rondo.trainers.serving import Address, serve, unread
+    from rondo.trainers.commands.serve import Address, serve, unread
 
     for note in unread(loaded):
         print(f"note: {note}", file=sys.stderr)

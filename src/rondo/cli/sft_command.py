@@ -17,7 +17,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Fine-tune; the console shows progress and the final table. Returns the exit code."""
     loaded = load_arguments(args.config)
-    from rondo.trainers.run import sft
+    from rondo.trainers.commands.train import sft
 
     sft(loaded)
     return 0

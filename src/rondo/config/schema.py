@@ -1,7 +1,7 @@
 """The typed schema: every key that a recipe may set, its type, and the one place where its default lives.
 
 Options of an algorithm, a scorer or a tracker are not listed here: they are keyword parameters of that
-function, checked against its signature by `trainers/check.py`. Nothing here imports torch or ray.
+function, checked against its signature by `trainers/commands/check.py`. Nothing here imports torch or ray.
 """
 
 from __future__ import annotations

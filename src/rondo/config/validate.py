@@ -1,4 +1,4 @@
-"""Combinations that cannot work, one function per section; `trainers/check.py` asks algorithms and engines.
+"""Combinations that cannot work, one function per section; `commands/check.py` asks algorithms and engines.
 
 Every message names the keys, their values, and where they were set.
 """

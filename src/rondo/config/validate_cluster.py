@@ -11,7 +11,7 @@ ROLES = ("actor", "critic", "cost_critic", "reference", "prm", "teacher", "rollo
 
 
 def engines_of_rollout(check: Check) -> None:
-    """Where engines run and how weights reach them; `trainers/check.py` asks the engine itself."""
+    """Where engines run and how weights reach them; `trainers/commands/check.py` asks the engine itself."""
     rollout, native = check.config.rollout, check.config.rollout.engine == "native"
     for key in ("replicas", "tensor_parallel"):
         check.at_least(f"rollout.{key}", 1)

@@ -2,7 +2,7 @@
 
 config.yaml      the resolved configuration
 metrics.jsonl    one JSON object per logged step, only ever appended to
-journal.jsonl    what time decided (rondo.trainers.journal), only ever appended to
+journal.jsonl    what time decided (rondo.trainers.replay.journal), only ever appended to
 timeline.json    what ran when (rondo.tracking.timeline), only ever appended to
 summary.json     written at the end
 curves.png       written at the end

@@ -20,11 +20,11 @@ import numpy as np
 from rondo.agents.replay import ENDED, Entry, spans_of
 from rondo.batch import ROW_ID, Batch, BatchRef
 from rondo.columns import ragged_rows
-from rondo.data.buffer import Buffer, Group
 from rondo.data.rows import row_id
 from rondo.errors import TrainError
-from rondo.trainers.feeder import EpisodeFeeder
-from rondo.trainers.publish import WeightPublisher
+from rondo.trainers.loop.buffer import Buffer, Group
+from rondo.trainers.loop.feeder import EpisodeFeeder
+from rondo.trainers.loop.publish import WeightPublisher
 from rondo.types import SCORED
 from rondo.weights.sync import SyncReport
 
@@ -91,6 +91,8 @@ class SimulatedEngines:
     that takes. load_seconds: of a weight load. Implements `Episodes` and `Route`.
     """
 
+    moves = True
+
     def __init__(
         self,
         *,
@@ -113,6 +115,9 @@ class SimulatedEngines:
         self.decoded_tokens = self.wasted_tokens = 0  # wasted: of requests that were cancelled
         self.held_seconds = 0.0
         self._held_since = 0.0
+
+    def describe(self) -> str:
+        return "simulated"
 
     def alive(self) -> Sequence[int]:
         return range(self.size)

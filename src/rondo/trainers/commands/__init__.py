@@ -1,0 +1,1 @@
+"""What the command line and Python call: whole runs, evaluation, generation, export, serving."""

@@ -1,0 +1,430 @@
+"""The second pass over a configuration: what needs algorithms, scorers and engines to be known. Before
+anything starts.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rondo.agents.external import load_agent
+from rondo.algorithms import check_algorithm
+from rondo.algorithms.registry import Kind, columns_read, lookup, registered_by_user
+from rondo.config import LoadedConfig
+from rondo.config.functions import did_you_mean
+from rondo.config.load import recipe_path
+from rondo.config.schema import Config, FunctionConfig, KlConfig
+from rondo.data.rows import GREEDY_REWARD
+from rondo.data.sources import check_source
+from rondo.errors import ConfigError, DataError, about
+from rondo.models.loading import check_model_folder, load_model_config
+from rondo.rewards import BUILTINS, load_functions
+from rondo.rollout import check_engine
+from rondo.tracking import check_trackers
+from rondo.trainers.program.inputs import Recorded
+from rondo.trainers.program.plan import Program, plan_program, warmup_steps
+from rondo.trainers.program.roles import engine_sections, model_source, placement_of, role_spec
+from rondo.trainers.replay.journal import check_replay
+from rondo.trainers.replay.offline import recorded_rollouts
+
+
+@contextmanager
+def located(loaded: LoadedConfig) -> Iterator[None]:
+    """A ConfigError raised inside that knows its key only (`errors.about`) begins with where that was set."""
+    try:
+        yield
+    except ConfigError as error:
+        key = error.key
+        where = _where(loaded, key) if key is not None else ""
+        if key is None or not where:
+            raise
+        named = key.startswith(re.split("[ :=]", str(error), maxsplit=1)[0])
+        raise ConfigError(f"{where}{'' if named else f'{key}: '}{error}") from error.__cause__
+
+
+def check_rl(loaded: LoadedConfig) -> Program:
+    """What `rondo train` will do; raises ConfigError for what it cannot do as configured."""
+    with located(loaded):
+        return _check_rl(loaded)
+
+
+def _check_rl(loaded: LoadedConfig) -> Program:
+    config, recorded = loaded.config, recorded_rollouts(loaded.config)
+    if not config.data.train and recorded is None:
+        raise ConfigError(
+            "data.train is empty: there is nothing to learn from; add a source (see docs/data.md)"
+        )
+    if not config.reward.functions and not config.reward.models and recorded is None:
+        raise ConfigError(
+            "reward.functions is empty: nothing says what is good; add a scorer, for example {name: gsm8k}, "
+            "or a model under reward.models"
+        )
+    check_algorithm(config.algorithm)
+    _check_unread(loaded)
+    _check_group_size(loaded)
+    _check_scores(loaded, recorded)
+    if config.rollout.agent is not None and recorded is None:
+        with about("rollout.agent"):
+            load_agent(config.rollout.agent)
+    program = plan_program(config, recorded)
+    _check_combinations(loaded, program)
+    _check_roles(loaded, program)
+    check_trackers(config.tracking.trackers)
+    if config.trainer.evaluation.every is not None and not config.data.eval and recorded is None:
+        raise ConfigError(
+            "trainer.evaluation.every is set, but data.eval is empty; add a source of held-out prompts"
+        )
+    check_backend(loaded)
+    if recorded is None:
+        check_rollout_engine(loaded)
+    check_files(loaded)
+    check_replay(config)
+    return program
+
+
+def _check_unread(loaded: LoadedConfig) -> None:
+    """Keys that belong to other commands."""
+    for key, command in (
+        ("algorithm.preference_loss", "rondo preference"),
+        ("algorithm.reward_model_loss", "rondo reward-model"),
+    ):
+        for known, where in changed_keys(loaded):
+            if known.startswith(key):
+                raise ConfigError(f"{where}: {known} is read by `{command}` only; remove it")
+
+
+def _check_group_size(loaded: LoadedConfig) -> None:
+    """An estimator that reads group_id compares the trajectories of one prompt."""
+    n, name = loaded.config.rollout.n, loaded.config.algorithm.advantage.name
+    if n < 2 and "group_id" in columns_read(lookup("advantage", name)):
+        raise ConfigError(
+            f"{_where(loaded, 'rollout.n')}rollout.n = {n}, but algorithm.advantage = {name} compares the "
+            "trajectories of one prompt and needs at least 2; raise rollout.n, or choose another estimator "
+            "(gae, reinforce_pp)"
+        )
+
+
+def _check_scores(loaded: LoadedConfig, recorded: Recorded | None) -> None:
+    """Names of scores are unique, and whoever names a score names one that exists."""
+    config = loaded.config
+    if recorded is None:
+        names = [name for f in load_functions(config.reward.functions, BUILTINS) for name in f.names]
+    else:
+        names = list(recorded.recording.scores)
+    for index, model in enumerate(config.reward.models):
+        if recorded is not None and model.name not in recorded.scored_by(config):
+            continue
+        where = _where(loaded, f"reward.models.{index}")
+        if model.path is None:
+            raise ConfigError(
+                f"{where}reward.models.{index} ({model.name}) has no path; name the export of "
+                "`rondo reward-model`"
+            )
+        if model.name in names:
+            raise ConfigError(
+                f"{where}reward.models.{index}: another scorer is called {model.name} too; set another name"
+            )
+        names.append(model.name)
+    constraint = config.algorithm.constraint
+    if constraint is not None and constraint.cost not in names:
+        raise ConfigError(
+            f"{_where(loaded, 'algorithm.constraint.cost')}algorithm.constraint.cost={constraint.cost} is no "
+            f"score of this run{did_you_mean(constraint.cost, names)} There are: {', '.join(names)}"
+        )
+
+
+def _where(loaded: LoadedConfig, key: str) -> str:
+    """Where the key, or something below it, was set; for the start of a message."""
+    set_here = (known for known in loaded.origins if known == key or known.startswith(key + "."))
+    return next((f"{loaded.origins[known].where}: " for known in set_here), "")
+
+
+def _check_combinations(loaded: LoadedConfig, program: Program) -> None:
+    """Choices that are fine alone, and whose combination would not do what they say."""
+    algorithm, reads = loaded.config.algorithm, program.advantage.reads
+    name = algorithm.advantage.name
+    if algorithm.constraint is not None and not {"multiplier", "token_costs"} & set(reads):
+        raise ConfigError(
+            f"{_where(loaded, 'algorithm.constraint')}algorithm.constraint is set, but algorithm.advantage="
+            f"{name} reads neither multiplier nor token_costs, so nothing would keep the cost down; use "
+            "safe_rlhf, or remove the constraint"
+        )
+    if algorithm.resample is not None and "group_id" in reads:
+        raise ConfigError(
+            f"{_where(loaded, 'algorithm.resample')}algorithm.resample={algorithm.resample.name} changes how "
+            f"often each sample of a prompt counts, and the baseline of algorithm.advantage={name} would not "
+            "know; use an estimator that does not compare a prompt's samples (gae, reinforce_pp)"
+        )
+    if program.reward_models:
+        _check_model_rewards(loaded, program)
+    if loaded.config.trainer.total_steps is not None:
+        warmup_steps(loaded.config, program.learners, loaded.config.trainer.total_steps)
+
+
+def _check_model_rewards(loaded: LoadedConfig, program: Program) -> None:
+    """The scores of reward.models are added to `reward` when a batch is taken; what is read before is
+    without them, and so are the rewards of steps.
+    """
+    algorithm = loaded.config.algorithm
+    late = {"algorithm.filter": {"reward", "step_reward"}, "algorithm.resample": {"step_reward"}}
+    read = {
+        "algorithm.filter": (algorithm.filter, _columns("filter", algorithm.filter)),
+        "algorithm.resample": (algorithm.resample, _columns("resample", algorithm.resample)),
+        "algorithm.advantage": (algorithm.advantage, program.advantage.reads),
+    }
+    for key, (function, columns) in read.items():
+        wrong = [column for column in columns if column in late.get(key, {"step_reward"})]
+        if function is not None and wrong:
+            raise ConfigError(
+                f"{_where(loaded, key)}{key}={function.name} reads {wrong[0]}, which is without the scores "
+                "of reward.models: use reward functions, or a function that reads another column"
+            )
+
+
+def _columns(kind: Kind, chosen: FunctionConfig | None) -> tuple[str, ...]:
+    return columns_read(lookup(kind, chosen.name)) if chosen is not None else ()
+
+
+def _check_greedy_baseline(config: Config) -> None:
+    """The greedy answer is scored alone, when it is generated, and is not kept."""
+    name = config.algorithm.advantage.name
+    group = [f.name for f in load_functions(config.reward.functions, BUILTINS) if f.group]
+    if group:
+        raise ConfigError(
+            f"algorithm.advantage={name} reads the reward of one greedy answer, and reward.functions has "
+            f"{group[0]}, which scores a whole group of answers; remove either"
+        )
+    if config.reward.models:
+        raise ConfigError(
+            f"algorithm.advantage={name} reads the reward of one greedy answer, which reward.models do not "
+            "score; use reward functions, or an estimator with another baseline (rloo, grpo)"
+        )
+
+
+def _check_recorded(loaded: LoadedConfig, program: Program, recorded: Recorded) -> None:
+    """What a run without engines cannot do."""
+    config, path = loaded.config, recorded.recording.path
+    if "rollout" in config.cluster.placement:
+        raise ConfigError(
+            f"{_where(loaded, 'cluster.placement.rollout')}cluster.placement.rollout gives devices to "
+            f"engines, and with rollout.recorded={path} none run; remove it, and its pool from cluster.pools"
+        )
+    if program.greedy_baseline and not recorded.recording.has_greedy_reward:
+        raise ConfigError(
+            f"algorithm.advantage={config.algorithm.advantage.name} reads {GREEDY_REWARD}, which "
+            f"rollout.recorded={path} does not have; use rollouts that were recorded with it, or an "
+            "estimator with another baseline (rloo, grpo)"
+        )
+
+
+def _check_roles(loaded: LoadedConfig, program: Program) -> None:
+    """Sections of roles that this run does not have are not read, so setting them is an error; others must
+    fit.
+    """
+    config, made = loaded.config, {column for p in program.producers for column in p.columns}
+    critic = bool({"critic", "cost_critic"} & set(program.roles))
+    values = "values (algorithm.advantage: gae)"
+    for key, needed, columns in (
+        ("critic", critic, values),
+        ("algorithm.value_loss", critic, values),
+        ("reference", "reference" in program.roles, "ref_log_probs (algorithm.kl)"),
+        ("prm", "prm" in program.roles, "process_rewards (algorithm.advantage: prime)"),
+        (
+            "teacher",
+            "teacher" in program.roles,
+            "the teacher's log-probs (algorithm.advantage: teacher_gap)",
+        ),
+        ("teacher.top_k", "teacher_topk_ids" in made, "teacher_topk_* (algorithm.policy_loss: …_topk)"),
+    ):
+        if not needed:
+            _check_unset(loaded, key, columns)
+    longest = config.data.max_prompt_tokens + config.rollout.max_tokens
+    budgets = engine_sections(config)
+    for role in program.roles:
+        if budgets[role].token_budget < longest:
+            raise ConfigError(
+                f"{role}.token_budget={budgets[role].token_budget} is less than data.max_prompt_tokens + "
+                f"rollout.max_tokens={longest}; raise it"
+            )
+    if program.recorded is not None:
+        _check_recorded(loaded, program, program.recorded)
+    placement_of(config, program.all_roles)
+    if program.greedy_baseline and program.recorded is None:
+        _check_greedy_baseline(config)
+    if "teacher" in program.roles and config.teacher.path is None:
+        raise ConfigError(
+            "teacher.path is not set, but the configured algorithm reads the teacher's log-probs; name the "
+            "teacher's folder or hub id"
+        )
+
+
+def _check_unset(loaded: LoadedConfig, key: str, columns: str) -> None:
+    """ConfigError when something is set that nobody reads: no chosen function reads `columns`."""
+    for known, where in changed_keys(loaded):
+        if known == key or known.startswith(key + "."):
+            raise ConfigError(
+                f"{where}: {known} is set, but no chosen function reads {columns}: there is nothing "
+                "for it to configure; remove the key, or choose a function that reads them"
+            )
+
+
+def changed_keys(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
+    """(key, where it was set) of every key with another value than its default."""
+    for key, origin in loaded.origins.items():
+        if _leaf(loaded.config, key) != _leaf(Config(), key):
+            yield key, origin.where
+
+
+def _leaf(config: Config, key: str) -> Any:
+    """The section or value below which the dotted `key` lies, as deep as there are fields."""
+    value: Any = config
+    for part in key.split("."):
+        if not hasattr(value, part):
+            break
+        value = getattr(value, part)
+    return value
+
+
+def check_backend(loaded: LoadedConfig) -> None:
+    """Raises ConfigError for a backend or compiler that is not here."""
+    config = loaded.config
+    if config.cluster.backend == "ray" and importlib.util.find_spec("ray") is None:
+        raise ConfigError('cluster.backend=ray, but Ray is not installed: pip install "rondo-rl[ray]"')
+    with located(loaded):
+        check_names(config)
+    if config.rollout.decode == "compiled" and config.rollout.recorded is None and shutil.which("cc") is None:
+        raise ConfigError(
+            "rollout.decode=compiled needs a C compiler (cc); install one or set rollout.decode=auto"
+        )
+
+
+def check_names(config: Config) -> None:
+    """Raises ConfigError for a short name, registered by the user's code in this process, of a function that
+    runs in Ray's workers, which are other processes.
+    """
+    algorithm = config.algorithm
+    in_workers: tuple[tuple[str, Kind, FunctionConfig | KlConfig | None], ...] = (
+        ("algorithm.policy_loss", "policy_loss", algorithm.policy_loss),
+        ("algorithm.value_loss", "value_loss", algorithm.value_loss),
+        ("algorithm.kl", "kl", algorithm.kl),
+        ("algorithm.preference_loss", "pair_loss", algorithm.preference_loss),
+        ("algorithm.reward_model_loss", "pair_loss", algorithm.reward_model_loss),
+    )
+    for key, kind, chosen in in_workers if config.cluster.backend == "ray" else ():
+        place = registered_by_user(kind, chosen.name) if chosen is not None else None
+        if chosen is not None and place is not None:
+            with about(key):
+                raise ConfigError(
+                    f"{key}: the name {chosen.name!r} is registered in this process only, and Ray's workers "
+                    f"are other processes; name the function with its file, {place} (a program can also "
+                    "pass the function itself)"
+                )
+
+
+def check_rollout_engine(loaded: LoadedConfig) -> None:
+    """Raises ConfigError for an engine that is not installed, or cannot do what it will be asked for.
+
+    On a cluster elsewhere (cluster.ray_address) the engines' own processes find that out.
+    """
+    rollout, cluster = loaded.config.rollout, loaded.config.cluster
+    if cluster.ray_address is not None:
+        return
+    on_gpu = cluster.device == "cuda" or (cluster.device == "auto" and torch.cuda.is_available())
+    try:
+        check_engine(
+            rollout.engine,
+            rollout.engine_options,
+            tensor_parallel=rollout.tensor_parallel,
+            device="cuda:0" if on_gpu else "cpu",
+            sleep=rollout.sleep,
+            min_p=rollout.min_p > 0,
+        )
+    except ConfigError as error:
+        keys = ("engine_options", "sleep", "min_p", "tensor_parallel")
+        named = [f"rollout.{key}" for key in keys if f"rollout.{key}" in str(error)]
+        raise ConfigError(f"{_where(loaded, [*named, 'rollout.engine'][0])}{error}") from error
+
+
+def check_files(loaded: LoadedConfig) -> None:
+    """Raises ConfigError for a file or a model folder that a key names and that is not there."""
+    _check_models(loaded)
+    unread = () if loaded.config.rollout.recorded is None else ("train", "eval")
+    for part in (part for part in ("train", "eval", "pretrain") if part not in unread):
+        for index, source in enumerate(getattr(loaded.config.data, part)):
+            with located(loaded), about(f"data.{part}.{index}"):
+                check_source(source)
+    for key, path in (
+        ("model.chat_template", loaded.config.model.chat_template),
+        ("trainer.warm_start", loaded.config.trainer.warm_start),
+    ):
+        if path is not None:
+            beside_recipe(loaded, key, path)
+
+
+def _check_models(loaded: LoadedConfig) -> None:
+    """On a cluster elsewhere (cluster.ray_address) the workers' own machines have the folders."""
+    config = loaded.config
+    if config.model.config is not None:
+        with located(loaded), about("model.config"):
+            load_model_config(model_source(config))
+    if config.cluster.ray_address is not None:
+        return
+    paths = {
+        "model.path": config.model.path,
+        "critic.path": config.critic.path,
+        "reference.path": config.reference.path,
+        "teacher.path": config.teacher.path,
+    }
+    for key, path in paths.items():
+        if path is not None:
+            _check_model(loaded, key, path)
+    if config.rollout.recorded is not None:  # those that are asked again are checked where they are made
+        return
+    for index, model in enumerate(config.reward.models):
+        key = f"reward.models.{index}.path"
+        if not Path(model.path or "").is_dir():  # its value head is read from a folder
+            raise ConfigError(
+                f"{_where(loaded, key)}{key}: there is no folder {model.path}; name the export folder of "
+                "`rondo reward-model`"
+            )
+        _check_model(loaded, key, str(model.path))
+        with located(loaded), about(key):
+            role_spec(model.name, config, {})  # is there a value head?
+
+
+def _check_model(loaded: LoadedConfig, key: str, path: str) -> None:
+    try:
+        check_model_folder(path)
+    except DataError as error:
+        raise ConfigError(f"{_where(loaded, key)}{key}: {error}") from error
+
+
+def beside_recipe(loaded: LoadedConfig, key: str, path: str) -> Path:
+    """The file that `key` names: relative to the working directory, else to the recipe that set the
+    key, else a recipe that rondo ships.
+
+    Raises ConfigError naming both places.
+    """
+    origin = loaded.origins.get(key)
+    recipe = Path(origin.where.rpartition(":")[0]) if origin else Path()
+    places = [Path(path), recipe.parent / path, Path(recipe_path(path))]
+    for place in places:
+        if place.is_file():
+            return place
+    where = f"{origin.where}: " if origin else ""
+    looked = " and ".join(dict.fromkeys(str(place) for place in places[:2]))
+    raise ConfigError(f"{where}{key}: no such file: looked for {looked}{_near(places[1])}")
+
+
+def _near(path: Path) -> str:
+    names: Iterable[str] = (
+        sorted(p.name for p in path.parent.glob("*" + path.suffix)) if path.parent.is_dir() else ()
+    )
+    return "; there are: " + ", ".join(names) if names else ""

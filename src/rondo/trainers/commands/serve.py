@@ -1,0 +1,238 @@
+"""`rondo serve`: a model behind the OpenAI-compatible endpoint, until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import os
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from rondo.config import LoadedConfig
+from rondo.config.schema import Config
+from rondo.errors import ConfigError
+from rondo.models.family import family_of
+from rondo.models.loading import build_model, load_model_config
+from rondo.rollout import EngineSpec
+from rondo.rollout.build import check_engine
+from rondo.serving import Endpoint, Sessions
+from rondo.serving.http import HttpServer, check_installed
+from rondo.trainers.commands.check import changed_keys
+from rondo.trainers.program.inputs import complete_model, open_tokenizer, sampling_params
+from rondo.trainers.program.roles import model_source
+from rondo.workers.replicas import Replicas
+from rondo.workers.rollout import runs_in_own_process
+
+MAX_SESSIONS = 1024  # that are remembered
+MAX_WAITING = 1024  # sequences in the queue
+
+
+# What is read here; model.* and rollout.* besides, but for what has no meaning without a trainer.
+READ = (
+    "data.max_prompt_tokens",
+    "actor.compute_dtype",
+    "cluster.device",
+    "cluster.devices",
+    "cluster.threads",
+    "trainer.seed",
+    "trainer.total_steps",  # a configuration needs it
+)
+WITHOUT_MEANING: Mapping[str, str] = {
+    "rollout.agent": "clients bring their own",
+    "rollout.sleep": "there is no trainer to make room for",
+    "rollout.n": "a request says how many answers it wants",
+    "rollout.weight_transport": "the weights are loaded once",
+    "rollout.recorded": "an engine generates",
+}
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where to listen and who may ask. port 0: a free one. given: the token was chosen by the user."""
+
+    host: str
+    port: int
+    token: str
+    given: bool
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What a client needs."""
+
+    base_url: str
+    model: str
+    engine: str
+
+
+def serve(
+    config: Config, address: Address, *, model: str, max_context: int | None, ready: Callable[[Serving], None]
+) -> None:
+    """Serve config.model until SIGINT or SIGTERM; every process that was started has ended then.
+
+    model: the name under which it is served. max_context: prompt and answer tokens (default: as the recipe
+    trains, data.max_prompt_tokens + rollout.max_tokens). ready: called once. Raises ConfigError, DataError,
+    RolloutError.
+    """
+    check_installed()
+    _check(config, address)
+    if max_context is not None and max_context < 2:
+        raise ConfigError(
+            f"--max-context {max_context} leaves no room for a prompt and an answer; at least 2"
+        )
+    asyncio.run(_serve(complete_model(config), address, model, max_context, ready))
+
+
+def unread(loaded: LoadedConfig) -> list[str]:
+    """Keys of a recipe's rollout section that `rondo serve` does not read, with the reason. A recipe's other
+    sections are a trainer's. Raises ConfigError for such a key on the command line.
+    """
+    _check_devices(loaded.config)
+    notes: dict[str, str] = {}
+    for key, where in changed_keys(loaded):
+        known = next((known for known in WITHOUT_MEANING if f"{key}.".startswith(f"{known}.")), None)
+        if known is not None:
+            reason = f": {WITHOUT_MEANING[known]}"
+            notes.setdefault(known, f"{where}: {known} has no meaning for `rondo serve`{reason}")
+        if where.startswith("argument ") and (known or not key.startswith(("model.", "rollout.", *READ))):
+            raise ConfigError(
+                f"{where}: {key} has no meaning for `rondo serve`{reason if known else ''}; remove it"
+            )
+    return list(notes.values())
+
+
+def _check(config: Config, address: Address) -> None:
+    if not address.given and not _is_loopback(address.host):
+        raise ConfigError(
+            f"--host {address.host} can be reached from other machines: choose a token (--token-file, or "
+            "RONDO_TOKEN)"
+        )
+    if config.trainer.warm_start is not None:
+        raise ConfigError(
+            "the recipe's model comes from trainer.warm_start and exists after training only: serve the "
+            "folder that the run exports (runs/…/export), or set model.path and trainer.warm_start=null"
+        )
+    if config.model.path is None and config.model.config is None:
+        raise ConfigError("there is no model to serve: name a model folder, or a recipe with model.path")
+
+
+def _check_devices(config: Config) -> None:
+    if config.cluster.devices > 1:
+        raise ConfigError(
+            f"cluster.devices={config.cluster.devices}: `rondo serve` uses one device; set cluster.devices=1 "
+            "(rollout.replicas are several engines on it, rollout.tensor_parallel one engine on several)"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _spec(config: Config, max_context: int) -> EngineSpec:
+    rollout, cluster = config.rollout, config.cluster
+    has_cuda = torch.cuda.is_available()
+    if cluster.device == "cuda" and not has_cuda:
+        raise ConfigError("cluster.device=cuda, but torch sees no CUDA device here: set cluster.device=cpu")
+    device = "cuda:0" if has_cuda and cluster.device != "cpu" else "cpu"
+    check_engine(
+        rollout.engine, rollout.engine_options, tensor_parallel=rollout.tensor_parallel, device=device
+    )
+    return EngineSpec(
+        engine=rollout.engine,
+        source=model_source(config),
+        dtype=rollout.dtype or config.actor.compute_dtype,
+        device=device,
+        max_context=max_context,
+        max_concurrent=rollout.max_concurrent,
+        threads=cluster.threads or max(1, (os.cpu_count() or 1) // rollout.replicas),
+        tensor_parallel=rollout.tensor_parallel,
+        decode=rollout.decode,
+        seed=config.trainer.seed,
+        options=rollout.engine_options,
+    )
+
+
+async def _serve(
+    config: Config,
+    address: Address,
+    model: str,
+    max_context: int | None,
+    ready: Callable[[Serving], None],
+) -> None:
+    rollout = config.rollout
+    tokenizer = open_tokenizer(config)
+    spec = _spec(config, max_context or config.data.max_prompt_tokens + rollout.max_tokens)
+    replicas = Replicas(
+        spec,
+        count=rollout.replicas,
+        own_process=runs_in_own_process(rollout),
+        bucket_bytes=rollout.bucket_bytes,
+    )
+    try:
+        _load(replicas, spec)
+        endpoint = Endpoint(
+            tokenizer,
+            model=model,
+            max_context=spec.max_context,
+            sessions=Sessions(MAX_SESSIONS),
+            generate=replicas.router.generate,
+            defaults=sampling_params(config, tokenizer),
+            max_pending=rollout.replicas * rollout.max_concurrent + MAX_WAITING,
+            deadline_seconds=rollout.deadline_seconds,
+        )
+        server = HttpServer(endpoint, address.token)
+        base_url = await server.start(address.host, address.port)
+        try:
+            await _until_stopped(replicas, spec, lambda: ready(Serving(base_url, model, replicas.describe())))
+        finally:
+            await server.close()
+    finally:
+        replicas.close()
+
+
+def _load(replicas: Replicas, spec: EngineSpec) -> None:
+    """Send the model's weights, as version 0, to all engines; they must be idle or paused."""
+    module = build_model(spec.source, getattr(torch, spec.dtype))
+    family = family_of(load_model_config(spec.source))
+    sink = replicas.sink()
+    sink.begin(0)
+    for name, parameter in module.named_parameters():  # tied ones once
+        sink.receive(family.checkpoint_name(name), parameter.detach())
+    sink.commit(0)
+    replicas.loaded(0)
+
+
+async def _until_stopped(replicas: Replicas, spec: EngineSpec, started: Callable[[], None]) -> None:
+    """Until a signal; an engine that died and was started again gets its weights meanwhile."""
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    stopping = asyncio.create_task(stop.wait())
+    mending = asyncio.create_task(_mend(replicas, spec))
+    try:
+        started()
+        await asyncio.wait({stopping, mending}, return_when=asyncio.FIRST_COMPLETED)
+        if mending.done():
+            mending.result()  # it ends by an error only
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+        mending.cancel()
+        stopping.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await mending
+
+
+async def _mend(replicas: Replicas, spec: EngineSpec) -> None:
+    while True:
+        await replicas.restarted()
+        await replicas.router.pause()
+        await asyncio.to_thread(_load, replicas, spec)
+        await replicas.router.resume()

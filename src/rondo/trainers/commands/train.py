@@ -1,0 +1,319 @@
+"""A whole run: folder, warm start, worker groups, trainer, export, summary. What `rondo train`, `sft`,
+`preference` and `reward-model` call.
+
+From Python: `summary = rondo.trainers.commands.train.train(load(["recipe.yaml"]))`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from rondo.config import LoadedConfig, load, to_yaml
+from rondo.config.schema import Config
+from rondo.controller import Cluster, start_cluster
+from rondo.errors import ConfigError
+from rondo.rewards import Scorer
+from rondo.tracking import Console, RunFolder
+from rondo.trainers.commands.check import beside_recipe, check_rl, located
+from rondo.trainers.commands.check_supervised import check_supervised
+from rondo.trainers.loop.checkpoints import Checkpoints, WayOn
+from rondo.trainers.loop.engine_side import EngineSide, RolloutSide
+from rondo.trainers.loop.report import Reporter, show_finished
+from rondo.trainers.loop.resume import already_finished
+from rondo.trainers.loop.rl import RLTrainer
+from rondo.trainers.loop.routes import remove_files
+from rondo.trainers.program.inputs import complete_model, load_prompts, open_tokenizer
+from rondo.trainers.program.plan import Program, Schedule, plan_schedule, schedule_of
+from rondo.trainers.program.roles import Roles, create_model, create_rollout, placement_of, shares_weights
+from rondo.trainers.replay.journal import RunJournal, followed_journal, open_journal
+from rondo.trainers.replay.offline import RecordedSide, check_own_folder
+from rondo.trainers.replay.replay import ReplayedSide
+from rondo.trainers.supervised.tasks import PREFERENCE, REWARD_MODEL, SFT
+from rondo.trainers.supervised.trainer import SupervisedTrainer, Task
+from rondo.workers.models import ActorWorker
+from rondo.workers.rollout import RolloutWorker
+
+Summary = dict[str, Any]
+
+
+class Stoppable(Protocol):
+    def request_stop(self) -> None: ...
+
+
+def run_dir(loaded: LoadedConfig) -> str:
+    """trainer.run_dir, or runs/<name of the first recipe>."""
+    if loaded.config.trainer.run_dir is not None:
+        return loaded.config.trainer.run_dir
+    if not loaded.files:
+        raise ConfigError(
+            "trainer.run_dir is not set and there is no recipe file to name the run after; set it"
+        )
+    return str(Path("runs") / Path(loaded.files[0]).stem)
+
+
+def train(loaded: LoadedConfig) -> Summary:
+    """RL from a configuration; blocks until the end. Raises RondoError; KeyboardInterrupt when stopped by
+    Ctrl-C.
+    """
+    program = check_rl(loaded)
+    console = Console(loaded.config.tracking.console, samples=loaded.config.tracking.samples)
+    with located(loaded):
+        return asyncio.run(_train(loaded, program, console))
+
+
+def sft(loaded: LoadedConfig) -> Summary:
+    """Supervised fine-tuning from a configuration; as `train`."""
+    return _supervised(loaded, SFT)
+
+
+def preference(loaded: LoadedConfig) -> Summary:
+    """DPO and its relatives on preference pairs, from a configuration; as `train`."""
+    return _supervised(loaded, PREFERENCE)
+
+
+def reward_model(loaded: LoadedConfig) -> Summary:
+    """A reward model from preference pairs, from a configuration; as `train`. Its export is what
+    reward.models.path takes.
+    """
+    return _supervised(loaded, REWARD_MODEL)
+
+
+def _supervised(loaded: LoadedConfig, task: Task) -> Summary:
+    console = Console(loaded.config.tracking.console, samples=loaded.config.tracking.samples)
+    with located(loaded):
+        check_supervised(loaded, task)
+        return asyncio.run(_supervise(loaded, task, console))
+
+
+async def _train(loaded: LoadedConfig, program: Program, console: Console) -> Summary:
+    folder_path = run_dir(loaded)
+    check_own_folder(program.recorded, folder_path)
+    followed = followed_journal(loaded.config, folder_path)
+    with RunFolder(folder_path, resume=loaded.config.checkpoint.resume) as folder, ExitStack() as at_end:
+        at_end.callback(remove_files, folder.path)
+        checkpoints = Checkpoints(loaded.config, folder)
+        checkpoints.check()
+        done = already_finished(folder, loaded.config, console)
+        if done is not None:
+            return show_finished(loaded.config, folder, console, done)
+        journal = open_journal(loaded.config, folder, followed, console.note)
+        if journal is not None:
+            at_end.callback(journal.close)
+        config = complete_model(await warm_start(loaded, folder.path, console))
+        schedule, make_side = _source_of_groups(config, program, folder, console, journal)
+        reporter = Reporter(config, folder, console, title=Path(folder_path).name)
+        async with _cluster(config, console) as cluster:
+            with console.phase("starting worker groups"):
+                longest = config.data.max_prompt_tokens + config.rollout.max_tokens
+                roles = await create_roles(cluster, config, program, schedule, longest)
+            reporter.device = f"{cluster.num_devices} x {cluster.device} ({config.cluster.backend})"
+            side = make_side(cluster, roles)
+            trainer = RLTrainer(
+                config, cluster, roles, program, schedule, side, reporter, checkpoints, journal
+            )
+            if roles.rollout is not None:
+                for line in dict.fromkeys(await roles.rollout.call(RolloutWorker.decode_path)):
+                    reporter.note(line)
+            await trainer.start()
+            folder.write_config(to_yaml(loaded.config))
+            with _stop_on_interrupt(trainer, console), WayOn(checkpoints):
+                finished = await trainer.run()
+            if finished and config.checkpoint.export:
+                with console.phase("exporting the model"):
+                    await roles.actor.call(ActorWorker.export, str(folder.export_dir))
+                    open_tokenizer(config).save_pretrained(folder.export_dir)
+        return _close(reporter, trainer, finished)
+
+
+def _source_of_groups(
+    config: Config, program: Program, folder: RunFolder, console: Console, journal: RunJournal | None
+) -> tuple[Schedule, Callable[[Cluster, Roles], RolloutSide]]:
+    """How long the run is, and what its prompt groups will come from: prompts and engines, or a recording."""
+    recorded = program.recorded
+    if recorded is not None:
+        side = functools.partial(
+            RecordedSide,
+            recorded,
+            config,
+            program.roles,
+            reads_accuracy=program.reads_accuracy,
+            greedy_baseline=program.greedy_baseline,
+        )
+        steps, groups = len(recorded.sizes), recorded.recording.num_groups
+        return schedule_of(config, steps, groups, program.learners), lambda cluster, roles: side(cluster)
+    with console.phase("reading prompts"):
+        prompts = load_prompts(config)
+    scorer = Scorer(config.reward)
+    scorer.check_sources(prompts.train.source_names, reads_accuracy=program.reads_accuracy)
+    score_names = scorer.names
+    scorer.close()
+
+    def engines(cluster: Cluster, roles: Roles) -> RolloutSide:
+        arguments = (config, roles, program, prompts, score_names, folder.path)
+        if config.trainer.replay is None:
+            return EngineSide(*arguments)
+        assert journal is not None
+        return ReplayedSide(journal, *arguments)
+
+    return plan_schedule(config, prompts.train.prompts_per_epoch, program.learners), engines
+
+
+async def _supervise(loaded: LoadedConfig, task: Task, console: Console) -> Summary:
+    folder_path = run_dir(loaded)
+    with RunFolder(folder_path, resume=loaded.config.checkpoint.resume) as folder:
+        Checkpoints(loaded.config, folder).check()
+        done = already_finished(folder, loaded.config, console)
+        if done is not None:
+            console.note(f"{folder.path}: this run is finished; to train again, set another trainer.run_dir")
+            return done
+        started = await warm_start(loaded, folder.path, console)
+        async with _cluster(started, console) as cluster:
+            title = Path(folder_path).name
+            return await _run_supervised(task, loaded.config, started, cluster, folder, console, title)
+
+
+async def _run_supervised(
+    task: Task,
+    written: Config,
+    config: Config,
+    cluster: Cluster,
+    folder: RunFolder,
+    console: Console,
+    title: str,
+) -> Summary:
+    """written: as the user wrote it; config: with the model of the warm start, where there is one."""
+    config = complete_model(config)
+    reporter = Reporter(config, folder, console, title=title, kind=task.kind)
+    reporter.device = f"{cluster.num_devices} x {cluster.device} ({config.cluster.backend})"
+    checkpoints = Checkpoints(written, folder)
+    with console.phase("reading data, starting worker groups"):
+        trainer = await SupervisedTrainer.create(task, config, cluster, reporter, checkpoints)
+    await trainer.start()
+    folder.write_config(to_yaml(written))
+    with _stop_on_interrupt(trainer, console), WayOn(checkpoints):
+        finished = await trainer.run()
+    if finished and config.checkpoint.export:
+        await trainer.actor.call(ActorWorker.export, str(folder.export_dir))
+        open_tokenizer(config).save_pretrained(folder.export_dir)
+    return _close(reporter, trainer, finished)
+
+
+async def create_roles(
+    cluster: Cluster, config: Config, program: Program, schedule: Schedule, max_context: int
+) -> Roles:
+    """Start the worker groups on the devices of their pools: the actor, the other models, then the rollout
+    engines (which share or gather the actor's weights, or get them from another pool), unless rollouts are
+    recorded.
+    """
+    placement_of(config, program.all_roles)
+    steps = schedule.optimizer_steps
+    actor = await create_model(cluster, "actor", config, {"policy": program.actor_loss}, steps["actor"])
+    models = {}
+    for role in program.roles:
+        learner = program.learner(role)
+        losses = {learner.loss_name: learner.loss} if learner else {}
+        models[role] = await create_model(cluster, role, config, losses, steps.get(role))
+    if program.recorded is not None:
+        return Roles(actor, None, models)
+    share = shares_weights(config)
+    rollout = await create_rollout(cluster, config, max_context, share=share, threads=cluster.threads)
+    return Roles(actor, rollout, models)
+
+
+async def warm_start(loaded: LoadedConfig, folder: Path, console: Console) -> Config:
+    """Run the SFT recipe once into <folder>/warm_start; the model to start from is its export."""
+    config = loaded.config
+    if config.trainer.warm_start is None:
+        return config
+    path = folder / "warm_start"
+    export = path / "export"
+    recipe = beside_recipe(loaded, "trainer.warm_start", config.trainer.warm_start)
+    written = load([str(recipe)])
+    sft_config = _warm_start_config(written.config, config)
+    if (export / "config.json").exists() and (path / "summary.json").exists():
+        _check_same_warm_start(path, sft_config)
+    else:
+        with located(written), RunFolder(path, resume="auto") as sft_folder:
+            async with _cluster(sft_config, console) as cluster:
+                await _run_supervised(
+                    SFT, sft_config, sft_config, cluster, sft_folder, console, title="warm start"
+                )
+    return dataclasses.replace(
+        config, model=dataclasses.replace(config.model, path=str(export), tokenizer=str(export))
+    )
+
+
+def _warm_start_config(sft_config: Config, config: Config) -> Config:
+    """The SFT recipe with this run's seed, trackers and cluster; it always exports.
+
+    It trains the actor on as many devices as the run will, so that the placement of other roles changes
+    nothing.
+    """
+    devices = len(placement_of(config).devices("actor"))
+    return dataclasses.replace(
+        sft_config,
+        cluster=dataclasses.replace(config.cluster, devices=devices, pools={}, placement={}),
+        trainer=dataclasses.replace(sft_config.trainer, seed=config.trainer.seed),
+        tracking=dataclasses.replace(config.tracking, plot=False),
+        checkpoint=dataclasses.replace(sft_config.checkpoint, export=True),
+    )
+
+
+def _check_same_warm_start(path: Path, wanted: Config) -> None:
+    """A warm start that is there already is used only if it was made with the same model, data, actor and
+    trainer.
+    """
+    made = load([str(path / "config.yaml")]).config
+    for section in ("model", "data", "actor", "trainer"):
+        if getattr(made, section) != getattr(wanted, section):
+            raise ConfigError(
+                f"{path}: this warm start was made with other settings ({section}.* differ from "
+                "trainer.warm_start's recipe, or the seed is another); remove that folder, or choose "
+                "another trainer.run_dir"
+            )
+
+
+@asynccontextmanager
+async def _cluster(config: Config, console: Console) -> AsyncIterator[Cluster]:
+    with console.phase(f"starting {config.cluster.backend} backend, {config.cluster.devices} device(s)"):
+        cluster = await start_cluster(config.cluster)
+    try:
+        yield cluster
+    finally:
+        await cluster.shutdown()
+
+
+@contextmanager
+def _stop_on_interrupt(trainer: Stoppable, console: Console) -> Iterator[None]:
+    """First Ctrl-C: stop at the next safe point, save, and say how to go on. Second: stop at once."""
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        trainer.request_stop()
+        console.note(
+            "stopping at the next safe point, then saving; Ctrl-C again stops at once, without saving"
+        )
+        loop.remove_signal_handler(signal.SIGINT)
+
+    loop.add_signal_handler(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
+
+
+def _close(reporter: Reporter, trainer: RLTrainer | SupervisedTrainer, finished: bool) -> Summary:
+    summary = reporter.finish(trainer.timers, trainer.step, finished)
+    if not finished:
+        raise KeyboardInterrupt(
+            f"stopped after step {trainer.step}; run the same command again to go on from there "
+            f"({reporter.folder.path / 'checkpoints'})"
+        )
+    return summary

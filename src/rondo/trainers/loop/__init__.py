@@ -1,0 +1,1 @@
+"""One RL run: prompts in, groups out, steps, publishes, checkpoints, reports."""

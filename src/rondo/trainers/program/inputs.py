@@ -1,0 +1,142 @@
+"""What a run is fed: prompts and conversations as tokens, or recorded rollouts."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from rondo.chat import stop_token_ids
+from rondo.config.schema import Config, SourceConfig
+from rondo.data import ConversationStream, PromptStream, eval_prompts
+from rondo.data.rollout_files import Recording
+from rondo.errors import ConfigError
+from rondo.models import load_tokenizer
+from rondo.trainers.program.roles import (
+    tokenizer_name,
+)
+from rondo.types import Prompt, SamplingParams
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Data of a run. max_context: prompt and response tokens together."""
+
+    train: PromptStream
+    eval: list[Prompt]
+    sampling: SamplingParams
+    max_context: int
+
+
+def open_tokenizer(config: Config) -> Any:
+    """The run's tokenizer, with the configured chat template."""
+    model = config.model
+    name = tokenizer_name(config)
+    return load_tokenizer(name, model.chat_template, trust_remote_code=model.trust_remote_code)
+
+
+def complete_model(config: Config) -> Config:
+    """A model built from scratch fits its tokenizer: vocab_size and special token ids, where model.config
+    has none.
+    """
+    model = config.model
+    if model.config is None:
+        return config
+    tokenizer = open_tokenizer(config)
+    found = {
+        "vocab_size": len(tokenizer),
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    size = model.config.get("vocab_size", len(tokenizer))
+    if size < len(tokenizer):
+        raise ConfigError(
+            f"model.config.vocab_size={size}, but the tokenizer has {len(tokenizer)} tokens; raise it"
+        )
+    full = {**{key: value for key, value in found.items() if value is not None}, **model.config}
+    return dataclasses.replace(config, model=dataclasses.replace(model, config=full))
+
+
+def load_prompts(config: Config) -> Prompts:
+    """Read and tokenise the sources. Raises DataError or ConfigError naming file, row and column."""
+    tokenizer = open_tokenizer(config)
+    data, rollout = config.data, config.rollout
+    train = PromptStream(
+        data.train,
+        tokenizer,
+        max_prompt_tokens=data.max_prompt_tokens,
+        overlong=data.overlong_prompts,
+        shuffle=data.shuffle,
+        seed=config.trainer.seed,
+    )
+    held_out = eval_prompts(
+        data.eval,
+        tokenizer,
+        max_prompt_tokens=data.max_prompt_tokens,
+        overlong=data.overlong_prompts,
+        limit=config.trainer.evaluation.limit,
+    )
+    return Prompts(
+        train, held_out, sampling_params(config, tokenizer), data.max_prompt_tokens + rollout.max_tokens
+    )
+
+
+def sampling_params(config: Config, tokenizer: object) -> SamplingParams:
+    rollout = config.rollout
+    return SamplingParams(
+        max_tokens=rollout.max_tokens,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        stop_token_ids=stop_token_ids(tokenizer, rollout.stop),
+    )
+
+
+def conversations(config: Config, sources: tuple[SourceConfig, ...], *, shuffle: bool) -> ConversationStream:
+    """Rows of `sources` as token sequences with a loss mask; a whole conversation has at most
+    actor.token_budget tokens.
+    """
+    return ConversationStream(
+        sources,
+        open_tokenizer(config),
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        max_tokens=config.actor.token_budget,
+        overlong=config.data.overlong_prompts,
+        shuffle=shuffle,
+        seed=config.trainer.seed,
+    )
+
+
+IN_SHORT = "no engine runs: nothing is generated, scored by reward.functions, published or evaluated"
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a configuration trains on. sizes: prompt groups of each step of the run. changed: why these may be
+    the samples of another policy than the one that is trained, such as settings that differ from those of the
+    recorded run; nothing: they are this very policy's.
+    """
+
+    recording: Recording
+    sizes: tuple[int, ...]
+    changed: tuple[str, ...]
+
+    def scored_by(self, config: Config) -> tuple[str, ...]:
+        """The reward.models that still have to score: those whose scores are not in the recording."""
+        names = (model.name for model in config.reward.models)
+        return tuple(name for name in names if name not in self.recording.scores)
+
+    def describe(self) -> str:
+        """One line: what it is."""
+        recording, largest = self.recording, max(self.sizes)
+        what = f"{len(self.sizes)} steps of {largest} prompt groups" if len(self.sizes) > 1 else "1 step"
+        found = f"{recording.path} ({recording.num_groups} groups, {recording.num_rows} rows)"
+        return f"recorded rollouts: {what} from {found}; {IN_SHORT}"
+
+    def describe_policy(self) -> str:
+        """One line: whose samples they are."""
+        if not self.changed:
+            return "the settings are the recorded run's: the samples are this policy's own"
+        return "the samples are another policy's: " + "; ".join(self.changed)

@@ -1,0 +1,318 @@
+"""From a configuration to a program: which stages, learners and columns a step has, and how long the run is.
+Pure decisions."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rondo.algorithms import actor_loss, critic_loss
+from rondo.algorithms.objective import ActorLoss
+from rondo.algorithms.prm_objective import PrmLoss
+from rondo.algorithms.registry import Kind, columns_read, lookup
+from rondo.config.schema import ActorConfig, Config, CriticConfig, FunctionConfig
+from rondo.data.rows import GREEDY_REWARD, INDEX_COLUMNS
+from rondo.errors import ConfigError
+from rondo.planning.admission import effective_on_update
+from rondo.rewards import accuracy_score
+from rondo.trainers.program.inputs import Recorded
+from rondo.trainers.program.producers import Producer, stages
+from rondo.trainers.program.roles import (
+    describe_planned,
+)
+from rondo.trainers.program.stages import (
+    AdvantageStage,
+    CorrectionStage,
+    PreparationStage,
+    describe_correction,
+    effective_correction,
+)
+from rondo.training import Loss
+from rondo.workers.models import CriticWorker, update_columns
+from rondo.workers.scoring import PrmWorker
+
+HOOK_COLUMNS = (*INDEX_COLUMNS, GREEDY_REWARD)  # what a filter or a resampling may read: small, per row
+ONE_TOKEN_EACH = FunctionConfig("seq-mean-token-mean")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How long a run is. Batches straddle epochs; the last step may be short. optimizer_steps: by role."""
+
+    total_steps: int
+    total_groups: int
+    optimizer_steps: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Learner:
+    """A role beside the actor that is trained in every step: `method` reads `columns`.
+
+    first: before the columns that it produces are computed, and so before the advantages; otherwise after
+    them.
+    """
+
+    role: str
+    method: Any
+    loss: Loss
+    loss_name: str
+    section: ActorConfig | CriticConfig
+    aggregation: FunctionConfig
+    first: bool = False
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return update_columns(self.loss, self.role)
+
+    def describe(self) -> str:
+        """A line of `Program.describe`."""
+        return f"{self.role}.{self.method.__name__} reads {', '.join(self.columns)}"
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a configuration asks for, as pure decisions. reward_models: those that score in this run.
+    recorded: what is trained on where nothing is generated.
+    """
+
+    reward_models: tuple[str, ...]
+    producers: tuple[Producer, ...]
+    learners: tuple[Learner, ...]
+    advantage: AdvantageStage
+    preparation: PreparationStage | None
+    correction: CorrectionStage | None
+    actor_loss: ActorLoss
+    greedy_baseline: bool
+    reads_accuracy: bool
+    recorded: Recorded | None = None
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Worker groups with a model beside the actor, in the order in which they are started."""
+        learners = (learner.role for learner in self.learners)
+        producers = (p.role for p in self.producers if p.role != "actor")
+        return tuple(dict.fromkeys((*learners, *producers, *self.reward_models)))
+
+    @property
+    def all_roles(self) -> tuple[str, ...]:
+        """Every worker group of the run."""
+        return ("actor", *self.roles, *(["rollout"] if self.recorded is None else []))
+
+    def learner(self, role: str) -> Learner | None:
+        """The learner of a role, or None where it is frozen or absent."""
+        return next((learner for learner in self.learners if learner.role == role), None)
+
+    def describe(self, config: Config) -> list[str]:
+        """The dataflow of one step in the order in which it runs, for `config show`. config: what the program
+        was planned from.
+        """
+        algorithm = config.algorithm
+        changed = () if self.recorded is None else self.recorded.changed
+        lines = [_taken(config, self.greedy_baseline)]
+        if self.recorded is not None:
+            lines = [f"{lines[0]}, filled by {self.recorded.describe()}", self.recorded.describe_policy()]
+        lines += [f"score/{name}, reward <- {name}.compute_reward" for name in self.reward_models]
+        if algorithm.resample is not None:
+            lines.append(f"sample_weight <- controller (algorithm.resample={algorithm.resample.name})")
+        for producer in self.producers:
+            lines += [x.describe() for x in self.learners if x.first and x.role == producer.role]
+            lines.append(f"{', '.join(producer.columns)} <- {producer.role}.{producer.method.__name__}")
+        lines.append(f"{', '.join(self.advantage.writes)} <- controller ({algorithm.advantage.name})")
+        corrected = (*self.correction.writes, "response_mask <- ") if self.correction is not None else ()
+        lines.append(", ".join(corrected) + describe_correction(config, changed))
+        if self.preparation is not None:
+            written = ", ".join(self.preparation.writes)
+            lines.append(f"{written} <- controller, per mini-batch ({algorithm.policy_loss.name})")
+        lines += [x.describe() for x in self.learners if not x.first]
+        joined = ", with rows of data.pretrain in every mini-batch" if algorithm.pretrain_coef else ""
+        lines.append("actor.update_actor reads " + ", ".join(update_columns(self.actor_loss)) + joined)
+        lines += _adapted(config)
+        if self.recorded is not None:
+            return lines
+        published = f"publish weights to the rollout engines {describe_planned(config)}{_in_flight(config)}"
+        return [*lines, published]
+
+
+def _taken(config: Config, greedy_baseline: bool) -> str:
+    """Where the rows of a step come from."""
+    line, chosen = "take complete prompt groups from the buffer", config.algorithm.filter
+    line += ", each with the reward of a greedy answer" if greedy_baseline else ""
+    return line + (f"; {chosen.name} (algorithm.filter) replaces those it drops" if chosen else "")
+
+
+def _in_flight(config: Config) -> str:
+    """What becomes of episodes in flight then."""
+    trainer = config.trainer
+    if trainer.max_staleness == 0:
+        return ""
+    chosen = effective_on_update(trainer.on_update, trainer.max_staleness)
+    return f"; episodes in flight: {chosen} (trainer.on_update), up to {trainer.max_staleness} versions old"
+
+
+def _adapted(config: Config) -> list[str]:
+    """What changes after the actor has."""
+    kl, every = config.algorithm.kl, config.reference.refresh_every
+    lines = ["adapt the KL coefficient"] if kl is not None and kl.controller == "adaptive" else []
+    lines += ["adapt the multiplier of algorithm.constraint"] if config.algorithm.constraint else []
+    return lines + ([f"every {every} steps: reference <- actor"] if every is not None else [])
+
+
+def plan_program(config: Config, recorded: Recorded | None = None) -> Program:
+    """Derive the stages of a step from the functions chosen in the config. recorded: what is trained on
+    where rollout.recorded is set. Raises ConfigError for a column that is read and not made.
+    """
+    correction_config = effective_correction(config, recorded.changed if recorded else ())
+    algorithm = dataclasses.replace(config.algorithm, rollout_correction=correction_config)
+    bypass = correction_config is not None and correction_config.mode == "bypass"
+    advantage = AdvantageStage(algorithm)
+    loss = actor_loss(algorithm, on_policy=_one_update(config) and not bypass)
+    correction = None
+    if correction_config is not None and not bypass:
+        correction = CorrectionStage(correction_config, mask_truncated=algorithm.mask_truncated)
+    preparation = PreparationStage.of(algorithm)
+    read = {*advantage.columns, *loss.columns, *_columns_of_hooks(config)}
+    for stage in (correction, preparation):
+        read |= set(stage.columns) if stage is not None else set()
+    read -= set(preparation.writes) if preparation is not None else set()
+    learners = _learners(config, read, advantage)
+    for learner in learners:
+        made = {f"{learner.role}_loss_weight", f"{learner.role}_mini_batch"}
+        read |= set(learner.loss.columns) - made
+    if "accuracy" in read and accuracy_score(config.reward) is None and recorded is None:
+        raise ConfigError(
+            "the configured algorithm reads whether an answer is right (the column accuracy): set "
+            "reward.accuracy to the name of the score that says so"
+        )
+    if "multiplier" in advantage.reads and algorithm.constraint is None:
+        raise ConfigError(
+            f"algorithm.advantage={algorithm.advantage.name} has a constraint: set algorithm.constraint.cost"
+        )
+    models = tuple(model.name for model in config.reward.models)
+    return Program(
+        reward_models=models if recorded is None else recorded.scored_by(config),
+        producers=stages(read, "the configured algorithm", bypass=bypass),
+        learners=learners,
+        advantage=advantage,
+        preparation=preparation,
+        correction=correction,
+        actor_loss=loss,
+        greedy_baseline=GREEDY_REWARD in read,
+        reads_accuracy="accuracy" in read,
+        recorded=recorded,
+    )
+
+
+def _one_update(config: Config) -> bool:
+    mini = config.actor.mini_batch_size or config.data.batch_size
+    return mini == config.data.batch_size and config.actor.epochs == 1
+
+
+def _columns_of_hooks(config: Config) -> set[str]:
+    """What the filter, the resampling and the positive-example loss read: all of it per-row columns."""
+    algorithm, columns = config.algorithm, set()
+    hooks: tuple[tuple[Kind, FunctionConfig | None], ...] = (
+        ("filter", algorithm.filter),
+        ("resample", algorithm.resample),
+    )
+    for kind, chosen in hooks:
+        if chosen is None:
+            continue
+        read = columns_read(lookup(kind, chosen.name))
+        unknown = [name for name in read if name not in HOOK_COLUMNS]
+        if unknown:
+            raise ConfigError(
+                f"algorithm.{kind}={chosen.name} reads {unknown[0]!r}, which is not there yet or is per "
+                f"token; it may read {', '.join(HOOK_COLUMNS)}"
+            )
+        columns |= set(read)
+    if algorithm.positive_lm_coef:
+        columns.add("accuracy")
+    return columns
+
+
+def _learners(config: Config, read: set[str], advantage: AdvantageStage) -> tuple[Learner, ...]:
+    """The roles that must learn because somebody reads what they predict."""
+    algorithm, learners = config.algorithm, []
+    for role, values, returns in (
+        ("critic", "values", "returns"),
+        ("cost_critic", "cost_values", "cost_returns"),
+    ):
+        if values in read:
+            if values not in advantage.columns:
+                raise ConfigError(
+                    f"algorithm.advantage.name={algorithm.advantage.name} reads no {values}, yet a loss "
+                    f"does: nothing makes the {returns} that the {role} learns from"
+                )
+            learners.append(critic_learner(config, role))
+    if "process_rewards" in read:
+        first = config.prm.update == "before"
+        learners.append(
+            Learner(
+                "prm",
+                PrmWorker.update_prm,
+                PrmLoss(config.prm.beta),
+                "prm",
+                config.actor,
+                ONE_TOKEN_EACH,
+                first,
+            )
+        )
+    return tuple(learners)
+
+
+def critic_learner(config: Config, role: str) -> Learner:
+    """role: critic or cost_critic."""
+    algorithm = config.algorithm
+    method, loss = CriticWorker.update_critic, critic_loss(algorithm, role)
+    return Learner(role, method, loss, "critic", config.critic, algorithm.aggregation)
+
+
+def plan_schedule(config: Config, prompts_per_epoch: int, learners: Sequence[Learner]) -> Schedule:
+    """Steps, prompts and optimizer steps of the whole run. learners: the roles trained beside the actor."""
+    batch = config.data.batch_size
+    if config.trainer.total_steps is not None:
+        steps, groups = config.trainer.total_steps, 1 << 62
+    else:
+        groups = math.ceil((config.trainer.epochs or 0) * prompts_per_epoch)
+        steps = math.ceil(groups / batch)
+    if steps < 1:
+        raise ConfigError(
+            "trainer.total_steps (or trainer.epochs) gives a run of 0 steps; ask for at least one"
+        )
+    return schedule_of(config, steps, groups, learners)
+
+
+def schedule_of(config: Config, steps: int, groups: int, learners: Sequence[Learner]) -> Schedule:
+    """The schedule of a run of so many steps; groups: prompts that it may consume."""
+    batch = config.data.batch_size
+    warmup = warmup_steps(config, learners, steps)
+    per_step = _mini_batches(batch, config.actor.mini_batch_size) * config.actor.epochs
+    optimizer_steps = {"actor": (steps - warmup) * per_step}
+    for learner in learners:
+        section = learner.section
+        per_step = _mini_batches(batch, section.mini_batch_size) * section.epochs
+        optimizer_steps[learner.role] = steps * per_step
+    return Schedule(steps, groups, optimizer_steps)
+
+
+def warmup_steps(config: Config, learners: Sequence[Learner], steps: int) -> int:
+    """Steps in which only the critic learns. Raises ConfigError when none of the run's steps are left."""
+    warmup = config.critic.warmup_steps if any(learner.role == "critic" for learner in learners) else 0
+    if warmup >= steps:
+        raise ConfigError(
+            f"critic.warmup_steps={warmup} leaves no step in which the actor learns: the run has {steps}; "
+            "lower it, or raise trainer.total_steps (or trainer.epochs)"
+        )
+    return warmup
+
+
+def _mini_batches(batch_size: int, mini_batch_size: int | None) -> int:
+    return math.ceil(batch_size / (mini_batch_size or batch_size))
+
+
+# In bypass mode the policy that the ratio is taken against is the sampler's: nothing is computed again.
+
+# Columns that the episode side or the controller itself makes.

@@ -1,0 +1,102 @@
+"""Which stages a run needs: the functions chosen in the config say which columns they read, this table says
+who produces each column, and the stages are sorted once at set-up. No `if` on an algorithm's name
+anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rondo.data.rows import INDEX_COLUMNS
+from rondo.errors import ConfigError
+from rondo.workers.models import ActorWorker, CriticWorker, ReferenceWorker
+from rondo.workers.scoring import PrmWorker, TeacherWorker
+
+
+@dataclass(frozen=True)
+class Producer:
+    """`columns` are written by `role`'s `method`, which reads the tokens and `reads`."""
+
+    columns: tuple[str, ...]
+    role: str
+    method: Callable[..., Any]
+    reads: tuple[str, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+PRODUCERS: tuple[Producer, ...] = (
+    Producer(("old_log_probs",), "actor", ActorWorker.compute_log_prob),
+    Producer(
+        ("old_log_probs", "sum_p_squared"),
+        "actor",
+        ActorWorker.compute_log_prob,
+        options={"also": ("sum_p_squared",)},
+    ),
+    Producer(("ref_log_probs",), "reference", ReferenceWorker.compute_ref_log_prob),
+    Producer(("teacher_log_probs",), "teacher", TeacherWorker.compute_log_prob),
+    Producer(
+        ("teacher_log_probs", "teacher_topk_ids", "teacher_topk_log_probs"),
+        "teacher",
+        TeacherWorker.compute_topk,
+    ),
+    Producer(("values",), "critic", CriticWorker.compute_values),
+    Producer(("cost_values",), "cost_critic", CriticWorker.compute_values),
+    Producer(("process_rewards",), "prm", PrmWorker.compute_process_reward, reads=("ref_log_probs",)),
+)
+
+
+ADOPT = Producer(
+    ("old_log_probs",), "actor", ActorWorker.adopt_rollout_log_prob, reads=("rollout_log_probs",)
+)
+
+
+FROM_EPISODES = frozenset(INDEX_COLUMNS) | {
+    "prompt_ids",
+    "response_ids",
+    "response_mask",
+    "rollout_log_probs",
+    "policy_versions",
+    "greedy_reward",
+}
+
+
+FROM_CONTROLLER = frozenset(
+    {"token_rewards", "token_costs", "scores", "multiplier", "advantages", "returns", "cost_returns"}
+    | {"loss_weight", "mini_batch", "kl_coef", "rollout_weights", "sample_weight", "lm_weight"}
+)
+
+
+def stages(columns: Iterable[str], asked_by: str, *, bypass: bool = False) -> tuple[Producer, ...]:
+    """The producers for `columns` and for what they read themselves, each after those it reads from.
+
+    bypass: `old_log_probs` are the sampler's. Raises ConfigError for a column that nothing produces.
+    """
+    table = [ADOPT, *(p for p in PRODUCERS if p.columns != ADOPT.columns)] if bypass else PRODUCERS
+    known = {column for producer in table for column in producer.columns}
+    chosen: list[Producer] = []
+
+    def want(column: str) -> None:
+        if column in FROM_EPISODES | FROM_CONTROLLER or column.startswith("score/"):
+            return
+        if column not in known:
+            raise ConfigError(
+                f"{asked_by} reads the column {column!r}, which nothing in this run produces; there are: "
+                + ", ".join(sorted(FROM_EPISODES | FROM_CONTROLLER | known))
+            )
+        producer = min((p for p in table if column in p.columns), key=lambda p: len(p.columns))
+        for read in producer.reads:
+            want(read)
+        if producer not in chosen:
+            chosen.append(producer)
+
+    for column in sorted(set(columns)):
+        want(column)
+    needed = [p for p in chosen if not any(set(p.columns) < set(other.columns) for other in chosen)]
+    for producer in needed:
+        if bypass and producer.columns != ADOPT.columns and "old_log_probs" in producer.columns:
+            raise ConfigError(
+                f"{asked_by} reads {producer.columns[-1]!r}, which is of the policy before the update; with "
+                "algorithm.rollout_correction.mode=bypass that policy is not evaluated: use mode=decoupled"
+            )
+    return tuple(sorted(needed, key=lambda p: bool(set(p.reads) - FROM_EPISODES)))

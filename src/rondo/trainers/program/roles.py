@@ -1,0 +1,243 @@
+"""The worker groups of a run: which class and settings each role has. The one place where roles are made."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rondo.config.schema import Config, FrozenEngineConfig
+from rondo.controller import Cluster, Worker, WorkerGroup
+from rondo.errors import ConfigError
+from rondo.models.source import ModelSource
+from rondo.models.value_head import FILE as VALUE_HEAD_FILE
+from rondo.planning.placement import Placement, SameDevices, plan_placement
+from rondo.training import Loss
+from rondo.workers.models import ActorWorker, CriticWorker, ModelWorker, ReferenceWorker
+from rondo.workers.rollout import RolloutWorker, runs_in_own_process
+from rondo.workers.scoring import PrmWorker, RewardModelWorker, TeacherWorker
+
+
+@dataclass
+class Roles:
+    """The worker groups of a run. rollout: None where no engine runs (rollout.recorded). models: those beside
+    actor and rollout, by role.
+    """
+
+    actor: WorkerGroup
+    rollout: WorkerGroup | None
+    models: dict[str, WorkerGroup] = field(default_factory=dict)
+
+    @property
+    def engines(self) -> WorkerGroup:
+        """The rollout group of a run that generates."""
+        assert self.rollout is not None, "nothing generates in this run"
+        return self.rollout
+
+    def group(self, role: str) -> WorkerGroup:
+        return self.actor if role == "actor" else self.models[role]
+
+    def all(self) -> tuple[WorkerGroup, ...]:
+        return (*self.trained(), *([] if self.rollout is None else [self.rollout]))
+
+    def trained(self) -> tuple[WorkerGroup, ...]:
+        """All groups with a training engine."""
+        return (self.actor, *self.models.values())
+
+    def rollout_stands_alone(self) -> bool:
+        """The rollout ranks have host processes of their own: the run can go on without one of them."""
+        others = {device for group in self.trained() for device in group.devices}
+        return others.isdisjoint(self.engines.devices)
+
+
+def model_source(config: Config, path: str | None = None) -> ModelSource:
+    """path: overrides model.path (a critic's or reference's own)."""
+    model = config.model
+    return ModelSource(
+        path=path or model.path,
+        config=None if path else model.config,
+        trust_remote_code=model.trust_remote_code,
+        attention=model.attention,
+        seed=config.trainer.seed,
+    )
+
+
+def tokenizer_name(config: Config) -> str:
+    """Where the tokenizer comes from. Raises ConfigError when nothing says so."""
+    name = config.model.tokenizer or config.model.path
+    if name is None:
+        raise ConfigError(
+            "model.tokenizer is not set and there is no model.path to take it from; set model.tokenizer"
+        )
+    return name
+
+
+def placement_of(config: Config, roles: Sequence[str] | None = None) -> Placement:
+    """Role → devices. roles: all of the run, to check the pools against; None: as far as they are known.
+
+    Raises ConfigError for pools that do not fit the devices, the roles or each other.
+    """
+    together = []
+    if config.reference.refresh_every is not None:
+        together.append(SameDevices("reference", "actor", "reference.refresh_every"))
+    recorded = config.rollout.recorded is not None
+    if config.rollout.sleep and not recorded:
+        together.append(SameDevices("rollout", "actor", "rollout.sleep"))
+    size = 1 if recorded else config.rollout.tensor_parallel
+    return plan_placement(config.cluster, roles, tensor_parallel=size, together=together)
+
+
+def on_one_pool(config: Config) -> Config:
+    """The configuration with all devices in one pool: for commands that have an actor and engines only."""
+    cluster = dataclasses.replace(config.cluster, pools={}, placement={})
+    return dataclasses.replace(config, cluster=cluster)
+
+
+def role_spec(
+    role: str, config: Config, losses: Mapping[str, Loss], total_optimizer_steps: int | None = None
+) -> tuple[type[Worker], dict[str, Any]]:
+    """The worker class of a role and the keyword arguments that build it.
+
+    losses: by name, for a role that is trained. role: actor, critic, cost_critic, reference, prm, teacher, or
+    the name of one of reward.models. Raises ConfigError for a role that the configuration does not describe.
+    """
+    trained = {"losses": dict(losses), "total_optimizer_steps": total_optimizer_steps}
+    temperature = {"temperature": config.rollout.temperature}
+    if role == "actor":
+        actor = {"source": model_source(config), "engine": config.actor, "optimizer": config.actor.optimizer}
+        return ActorWorker, {**actor, **temperature, **trained}
+    if role in ("critic", "cost_critic"):
+        critic = {"source": model_source(config, config.critic.path), "engine": config.critic}
+        column = "values" if role == "critic" else "cost_values"
+        head = {"head": "value", "values_column": column, "optimizer": config.critic.optimizer}
+        return CriticWorker, {**critic, **head, **trained}
+    reference = {"source": model_source(config, config.reference.path), **temperature}
+    if role == "reference":
+        return ReferenceWorker, {**reference, "engine": config.reference}
+    if role == "prm":
+        optimizer = dataclasses.replace(config.actor.optimizer, lr=config.prm.lr)
+        prm = {"engine": config.actor, "optimizer": optimizer, "beta": config.prm.beta}
+        return PrmWorker, {**reference, **prm, **trained}
+    if role == "teacher":
+        if config.teacher.path is None:
+            raise ConfigError(
+                "teacher.path is not set, but the configured algorithm reads the teacher's log-probs; name "
+                "the teacher's folder or hub id"
+            )
+        teacher = {"source": model_source(config, config.teacher.path), "engine": config.teacher}
+        return TeacherWorker, {**teacher, **temperature, "top_k": config.teacher.top_k}
+    for model in config.reward.models:
+        if model.name == role:
+            if not (Path(model.path or "") / VALUE_HEAD_FILE).is_file():
+                raise ConfigError(
+                    f"reward.models: {role} at {model.path} has no {VALUE_HEAD_FILE} and would score every "
+                    "response 0; name the export folder of `rondo reward-model`"
+                )
+            source = {"source": model_source(config, model.path), "engine": model}
+            return RewardModelWorker, {**source, "head": "value", "name": model.name}
+    raise ConfigError(f"there is no role {role!r} in this configuration")
+
+
+def engine_sections(config: Config) -> dict[str, FrozenEngineConfig]:
+    """The settings of each role's training engine."""
+    sections: dict[str, FrozenEngineConfig] = {"actor": config.actor, "prm": config.actor}
+    sections |= {"critic": config.critic, "cost_critic": config.critic}
+    sections |= {"reference": config.reference, "teacher": config.teacher}
+    return sections | {model.name: model for model in config.reward.models}
+
+
+async def create_model(
+    cluster: Cluster,
+    role: str,
+    config: Config,
+    losses: Mapping[str, Loss] | None = None,
+    total_optimizer_steps: int | None = None,
+    devices: Sequence[int] | None = None,
+) -> WorkerGroup:
+    """Start the worker group of a role with a training engine; see `role_spec`. devices: default those of
+    its pool (cluster.placement).
+    """
+    worker, kwargs = role_spec(role, config, losses or {}, total_optimizer_steps)
+    assert issubclass(worker, ModelWorker)
+    devices = placement_of(config).devices(role) if devices is None else devices
+    return await cluster.create_group(role, worker, kwargs=kwargs, devices=devices)
+
+
+async def create_rollout(
+    cluster: Cluster,
+    config: Config,
+    max_context: int,
+    *,
+    share: bool,
+    threads: int,
+    devices: Sequence[int] | None = None,
+) -> WorkerGroup:
+    """The generation engines. devices: of all engines together (default: those of the rollout's pool); with
+    rollout.tensor_parallel > 1 each engine takes that many of them, with consecutive numbers: ConfigError
+    where they are not.
+    """
+    size = config.rollout.tensor_parallel
+    if devices is not None and [at + i for at in devices[::size] for i in range(size)] != list(devices):
+        raise ConfigError(
+            f"rollout.tensor_parallel={size} on the devices {tuple(devices)}: each engine takes {size} with "
+            "consecutive numbers; name others, or lower it"
+        )
+    return await cluster.create_group(
+        "rollout",
+        RolloutWorker,
+        devices=placement_of(config).devices("rollout") if devices is None else tuple(devices)[::size],
+        devices_per_rank=size,
+        kwargs={
+            "source": model_source(config),
+            "tokenizer": tokenizer_name(config),
+            "chat_template": config.model.chat_template,
+            "rollout": config.rollout,
+            "reward": config.reward,
+            "dtype": config.rollout.dtype or config.actor.compute_dtype,
+            "max_context": max_context,
+            "run_seed": config.trainer.seed,
+            "threads": threads,
+            "share": share,
+        },
+    )
+
+
+def one_storage(config: Config) -> bool:
+    """Trainer and sampler can use the same tensors: one rank each, in one process, the same dtype, parameters
+    that stay where they are.
+    """
+    placement, rollout = placement_of(config), config.rollout
+    same_process = rollout.engine == "native" and rollout.process != "own" and rollout.replicas == 1
+    same_dtype = (rollout.dtype or config.actor.compute_dtype) == config.actor.param_dtype
+    one_device = len(placement.devices("actor")) == 1 and placement.colocated("actor", "rollout")
+    return one_device and same_process and same_dtype and not config.actor.offload_params
+
+
+def shares_weights(config: Config) -> bool:
+    """As `one_storage`, and synchronous (otherwise the sampler goes on with the old weights during an
+    update), and no other transport is asked for.
+    """
+    synchronous, free = config.trainer.max_staleness == 0, config.rollout.weight_transport == "auto"
+    return one_storage(config) and synchronous and free
+
+
+def describe_planned(config: Config) -> str:
+    """Engines and route in a few words for `config show`, before there are any groups; decided as in
+    `make_route`.
+    """
+    rollout, placement = config.rollout, placement_of(config)
+    own = runs_in_own_process(rollout)
+    number = f"{rollout.replicas} per rank, each in its" if rollout.replicas > 1 else "in its"
+    where = f"{number} own process" if own else "in the host's process"
+    if rollout.weight_transport == "disk":
+        route = "by way of files in the run folder"
+    elif not placement.colocated("actor", "rollout"):
+        route = "point to point, from pool to pool"
+    elif shares_weights(config):
+        route = "in place: one storage for both"
+    else:
+        route = "gathered in buckets, next to the engines"
+    sleep = "; key/value cache given back from `take` to here" if rollout.sleep else ""
+    return f"({rollout.engine}, {where}), {route}{sleep}"

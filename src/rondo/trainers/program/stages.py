@@ -1,0 +1,380 @@
+"""The advantage stage: fetch the columns that the chosen estimator reads, call it, put the result back.
+
+Estimators that read per-row numbers only never touch tokens on the controller; their result is a per-row
+column.
+
+Rollout correction: what the configuration asks for, and the stage that does it, on the controller, before
+the weights of the loss are planned.
+
+The preparation stage, on the controller, after the advantages: what a policy loss wants to know of a whole
+mini-batch before it is cut into micro-batches.
+
+The scores of reward and cost models, as per-row numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rondo.algorithms import kl_reward, lookup_advantage
+from rondo.algorithms.registry import bind, bind_preparation, check_options, columns_read
+from rondo.algorithms.rollout_correction import correct
+from rondo.batch import BatchRef
+from rondo.config.schema import (
+    AlgorithmConfig,
+    Config,
+    ImportanceConfig,
+    RewardModelConfig,
+    RolloutCorrectionConfig,
+)
+from rondo.controller import Cluster, WorkerGroup
+from rondo.data.rows import SCORE_PREFIX
+from rondo.errors import ConfigError, DataError, TrainError
+from rondo.trainers.program.producers import FROM_CONTROLLER, FROM_EPISODES, PRODUCERS
+from rondo.trainers.program.tensors import attach, numbers, padded_columns
+from rondo.types import StepStats, request_seed
+from rondo.workers.scoring import RewardModelWorker
+
+# What this stage makes of other columns, and what those are.
+MADE_HERE: Mapping[str, tuple[str, ...]] = {
+    "token_rewards": ("reward", "response_mask"),
+    "token_costs": ("response_mask",),  # and the score that algorithm.constraint names
+    "scores": (),
+    "multiplier": (),
+}
+
+
+class AdvantageStage:
+    """reads: what the estimator names. columns: what it (and a KL in the reward) needs from producers.
+    writes: what it adds to the batch at least; writes_returns: whether returns are among it.
+    """
+
+    def __init__(self, algorithm: AlgorithmConfig) -> None:
+        self._name = algorithm.advantage.name
+        self._estimator = lookup_advantage(self._name)
+        self._options = dict(algorithm.advantage.options)
+        check_options(self._estimator, self._options, "algorithm.advantage")
+        self.reads: tuple[str, ...] = columns_read(self._estimator)
+        self._kl = algorithm.kl if algorithm.kl is not None and algorithm.kl.where == "reward" else None
+        cost = algorithm.constraint.cost if algorithm.constraint is not None else None
+        if "token_costs" in self.reads and cost is None:
+            raise ConfigError(
+                f"algorithm.advantage={self._name} reads token_costs: set algorithm.constraint.cost to the "
+                "name of the score that is the cost"
+            )
+        self._cost = f"{SCORE_PREFIX}{cost}" if "token_costs" in self.reads else None
+        needed = [column for name in self.reads for column in MADE_HERE.get(name, (name,))]
+        needed += [self._cost] if self._cost else []
+        needed += ["reward", "response_mask", "old_log_probs", "ref_log_probs"] if self._kl else []
+        self.columns: tuple[str, ...] = tuple(dict.fromkeys(needed))
+        targets = (("values", "returns"), ("cost_values", "cost_returns"))
+        self.writes: tuple[str, ...] = ("advantages", *(made for read, made in targets if read in self.reads))
+        self.writes_returns = "returns" in self.writes
+
+    async def __call__(
+        self, batch: BatchRef, cluster: Cluster, kl_coef: float, multiplier: float | None = None
+    ) -> tuple[BatchRef, StepStats]:
+        """batch with advantages (and returns). kl_coef: the controller's current coefficient; multiplier: of
+        the constraint.
+
+        A row that counts k times (index column sample_weight) counts so in the estimator's mask and number of
+        trained tokens. Raises TrainError when the estimator returns something else than it should.
+        """
+        stats = StepStats()
+        inputs = await self._inputs(batch, kl_coef, stats)
+        if multiplier is not None:
+            inputs["multiplier"] = torch.tensor(multiplier, dtype=torch.float32)
+        counted = inputs["response_mask"] > 0 if "response_mask" in inputs else None
+        self._count_samples(batch, inputs)
+        result = self._estimator(**{name: inputs[name] for name in self.reads}, **self._options)
+        named = self._named(result, counted)
+        self._describe(named["advantages"], counted, stats)
+        return attach(batch, named, cluster), stats
+
+    async def _inputs(self, batch: BatchRef, kl_coef: float, stats: StepStats) -> dict[str, Tensor]:
+        """The estimator's arguments by name: per-row [B], per-token [B, T] float32, response_mask [B, T]
+        float32.
+        """
+        in_index = set(self.columns) & set(batch.index.columns)
+        inputs = {name: numbers(batch.index, name) for name in in_index}
+        per_token = set(self.columns) - in_index
+        if per_token:
+            inputs |= await padded_columns(batch, {*per_token, "response_mask"})
+        if "scores" in self.reads:
+            names = [name for name in batch.index.columns if name.startswith(SCORE_PREFIX)]
+            scores = [numbers(batch.index, name).to(torch.float32) for name in names]
+            inputs["scores"] = torch.stack(scores, 1) if scores else torch.empty(len(batch), 0)
+        if self._kl is not None or "token_rewards" in self.reads:
+            self._reward(inputs, kl_coef, stats)
+        if self._cost is not None:
+            self._charge(inputs, self._cost, kl_coef)
+        return inputs
+
+    def _reward(self, inputs: dict[str, Tensor], kl_coef: float, stats: StepStats) -> None:
+        """token_rewards, and the reward with the KL inside."""
+        inputs["token_rewards"], kl_stats = self._on_tokens(inputs, inputs["reward"], self._share(kl_coef))
+        stats.merge(kl_stats)
+        if self._kl is not None:  # a row without trained tokens keeps the reward that it got
+            has_tokens = (inputs["response_mask"] > 0).any(1)
+            with_kl = inputs["token_rewards"].sum(1)
+            inputs["reward"] = torch.where(has_tokens, with_kl, inputs["reward"])
+
+    def _charge(self, inputs: dict[str, Tensor], cost: str, kl_coef: float) -> None:
+        """token_costs: the cost on the last trained token, plus half of the KL (Safe-RLHF, 2310.12773)."""
+        if bool(inputs[cost].isnan().any()):
+            raise DataError(f"{cost}, the cost of algorithm.constraint, is missing in some rows of the batch")
+        inputs["token_costs"], _ = self._on_tokens(inputs, inputs[cost], -self._share(kl_coef))
+
+    def _share(self, kl_coef: float) -> float:
+        return kl_coef / 2 if self._cost is not None else kl_coef
+
+    def _on_tokens(
+        self, inputs: Mapping[str, Tensor], outcome: Tensor, coef: float
+    ) -> tuple[Tensor, StepStats]:
+        return kl_reward(
+            outcome,
+            inputs["response_mask"],
+            inputs.get("old_log_probs"),
+            inputs.get("ref_log_probs"),
+            estimator=self._kl.name if self._kl else None,
+            coef=coef,
+        )
+
+    def _count_samples(self, batch: BatchRef, inputs: dict[str, Tensor]) -> None:
+        if "sample_weight" in batch.index.columns:
+            weight = numbers(batch.index, "sample_weight").to(torch.float32)
+            for name in {"response_mask", "num_trained_tokens"} & set(inputs):
+                inputs[name] = inputs[name] * (weight if inputs[name].ndim == 1 else weight[:, None])
+
+    def _named(self, result: Any, counted: Tensor | None) -> dict[str, Tensor]:
+        """The columns that the estimator returned, 0 where the mask is 0."""
+        if isinstance(result, Mapping):
+            named = dict(result)
+        elif isinstance(result, tuple):
+            named = dict(zip(("advantages", "returns"), result, strict=True))
+        else:
+            named = {"advantages": result}
+        missing = sorted(set(self.writes) - set(named))
+        if missing:
+            raise TrainError(
+                f"the estimator {self._name!r} must return {missing[0]}; it returned {sorted(named)}"
+            )
+        return {
+            name: torch.where(counted, value, 0.0) if counted is not None and value.ndim == 2 else value
+            for name, value in named.items()
+        }
+
+    def _describe(self, advantages: Tensor, counted: Tensor | None, stats: StepStats) -> None:
+        values = advantages if counted is None or advantages.ndim == 1 else advantages[counted]
+        if values.numel():
+            stats.add_mean("actor/advantage", float(values.sum()), values.numel())
+            stats.add_mean("actor/advantage_abs", float(values.abs().sum()), values.numel())
+            stats.add_max("actor/advantage_max", float(values.max()))
+            stats.add_min("actor/advantage_min", float(values.min()))
+        rows = advantages if advantages.ndim == 1 else advantages.abs().sum(dim=1)
+        stats.add_mean("actor/zero_advantage_share", float((rows == 0).sum()), max(len(rows), 1))
+
+
+def effective_correction(config: Config, foreign: Sequence[str] = ()) -> RolloutCorrectionConfig | None:
+    """What algorithm.rollout_correction becomes: decoupled, bypass or None (off).
+
+    auto: off where the samples are the trainer's own policy's (trainer.max_staleness=0, native engine), or
+    else token-level truncated importance weights; with importance or reject set, those. foreign: why recorded
+    samples are not the policy's that is trained (`Recorded.changed`).
+    """
+    chosen = config.algorithm.rollout_correction
+    if chosen is None or chosen.mode != "auto":
+        return chosen
+    if chosen.importance is None and not chosen.reject:
+        if not foreign and not _of_another_policy(config):
+            return None
+        chosen = dataclasses.replace(chosen, importance=ImportanceConfig(level="token", upper=2.0))
+    return dataclasses.replace(chosen, mode="decoupled")
+
+
+def describe_correction(config: Config, foreign: Sequence[str] = ()) -> str:
+    """A line for `config show`: what it became, and why. foreign: as in `effective_correction`."""
+    written, found = config.algorithm.rollout_correction, effective_correction(config, foreign)
+    auto = written is not None and written.mode == "auto"
+    causes = [
+        f"trainer.max_staleness={config.trainer.max_staleness}",
+        f"rollout.engine={config.rollout.engine}",
+        *(["recorded under other settings"] if foreign else []),
+    ]
+    why = f" (auto: {', '.join(causes)})" if auto else ""
+    if found is None or found.mode == "bypass":
+        return f"rollout correction: {'off' if found is None else 'bypass'}{why}"
+    parts = []
+    if found.importance is not None:
+        weights = found.importance
+        bounds = (
+            f"{weights.lower} to {weights.upper}" if weights.lower is not None else f"up to {weights.upper}"
+        )
+        how = "0 outside" if weights.outside == "mask" else "truncated"
+        parts.append(f"importance weights per {weights.level}, {bounds}, {how}")
+    parts += [f"reject {rule.statistic} per {rule.level}" for rule in found.reject]
+    return f"rollout correction: {'; '.join(parts) or 'measured only'}{why}"
+
+
+def _of_another_policy(config: Config) -> bool:
+    return config.trainer.max_staleness > 0 or config.rollout.engine != "native"
+
+
+class CorrectionStage:
+    """Importance weights and rejection for what the rollout policy sampled (mode decoupled; bypass takes the
+    sampler's policy for π_old, and leaves nothing to correct).
+
+    mask_truncated: as algorithm.mask_truncated; truncated rows weigh nothing in the loss, so they are in no
+    mean here and stay as they are. columns: what it reads. writes: the columns that it adds.
+    """
+
+    columns: tuple[str, ...] = ("old_log_probs", "rollout_log_probs", "response_mask")
+
+    def __init__(self, config: RolloutCorrectionConfig, *, mask_truncated: bool = False) -> None:
+        assert config.mode != "bypass", "π_old is π_rollout in bypass mode; there is nothing to correct"
+        self._config, self._mask_truncated = config, mask_truncated
+        self.writes: tuple[str, ...] = ("rollout_weights",) if config.importance is not None else ()
+
+    async def __call__(self, batch: BatchRef, cluster: Cluster) -> tuple[BatchRef, StepStats]:
+        """batch with `rollout_weights` (where importance is set); where something is rejected, with a smaller
+        `response_mask` and its `num_trained_tokens`, so that loss weights count what is left (D15, D16).
+        """
+        tokens = await padded_columns(batch, self.columns)
+        old, rollout, mask = (tokens[name] for name in self.columns)
+        counted = mask
+        if self._mask_truncated:
+            whole = torch.from_numpy(batch.index.scalars("finish_reason") != "length")[:, None]
+            counted = torch.where(whole, mask, 0)
+        rows, firsts = _as_often_as_drawn(batch)
+        correction = correct(old[rows], rollout[rows], counted[rows], self._config)
+        if self.writes:
+            batch = attach(batch, {"rollout_weights": correction.weights[firsts]}, cluster)
+        rejected = (correction.mask[firsts] == 0) & (counted > 0)
+        if bool(rejected.any()):
+            left = (mask > 0) & ~rejected
+            new = {"response_mask": left.to(torch.uint8), "num_trained_tokens": left.sum(1).to(torch.int32)}
+            batch = attach(batch, new, cluster, replace=True)
+        return batch, correction.stats
+
+
+def _as_often_as_drawn(batch: BatchRef) -> tuple[torch.Tensor, torch.Tensor]:
+    """A row that was drawn k times (column sample_weight) stands k times in the first: positions in `batch`.
+    The second: positions in the first, of each row's first copy.
+    """
+    counts = np.ones(len(batch), np.int64)
+    if "sample_weight" in batch.index.columns:
+        counts = batch.index.scalars("sample_weight").astype(np.int64)
+    rows = np.repeat(np.arange(len(batch)), counts)
+    return torch.from_numpy(rows), torch.from_numpy(np.cumsum(counts) - counts)
+
+
+FROM_ENGINE = frozenset({"log_probs", "entropy", "topk_log_probs", "cu_seqlens"})
+
+
+class PreparationStage:
+    """The mini-batch statistics of a policy loss that has a `prepare` (Clip-Cov's selection, …).
+
+    columns: what `prepare` reads. writes: what the loss reads and nothing else makes, so that `prepare` must.
+    """
+
+    def __init__(self, algorithm: AlgorithmConfig, prepare: Callable[..., Any]) -> None:
+        self._name, self._prepare = algorithm.policy_loss.name, prepare
+        self._mask_truncated = algorithm.mask_truncated
+        self._takes_seed = "seed" in inspect.signature(prepare).parameters
+        self.columns: tuple[str, ...] = tuple(name for name in columns_read(prepare) if name != "seed")
+        elsewhere = {column for producer in PRODUCERS for column in producer.columns}
+        elsewhere |= FROM_EPISODES | FROM_CONTROLLER | FROM_ENGINE
+        read = columns_read(bind("policy_loss", algorithm.policy_loss))
+        self.writes: tuple[str, ...] = tuple(name for name in read if name not in elsewhere)
+
+    @classmethod
+    def of(cls, algorithm: AlgorithmConfig) -> PreparationStage | None:
+        """The stage of the configured policy loss, None where it needs none."""
+        prepare = bind_preparation(algorithm.policy_loss)
+        return None if prepare is None else cls(algorithm, prepare)
+
+    async def __call__(self, batch: BatchRef, cluster: Cluster, seed: int) -> BatchRef:
+        """batch with what `prepare` makes of each mini-batch (index column `mini_batch`). seed: of the step.
+
+        Raises TrainError when `prepare` returns another shape, or not what the loss reads.
+        """
+        inputs = await self._inputs(batch)
+        mini_batch = batch.index.scalars("mini_batch")
+        made: dict[str, Tensor] = {}
+        for number in np.unique(mini_batch):
+            rows = torch.from_numpy(np.flatnonzero(mini_batch == number))
+            given = {name: inputs[name][rows] for name in self.columns}
+            option = {"seed": request_seed(seed, "prepare", int(number))} if self._takes_seed else {}
+            for name, column in self._prepare(**given, **option).items():
+                whole = made.setdefault(name, column.new_zeros(inputs["response_mask"].shape))
+                if column.shape != (len(rows), whole.shape[1]):
+                    raise TrainError(
+                        f"the preparation of the policy loss {self._name!r} made {name!r} of shape "
+                        f"{list(column.shape)}; it must be {[len(rows), whole.shape[1]]}, as response_mask"
+                    )
+                whole[rows] = column
+        missing = sorted(set(self.writes) - set(made))
+        if missing:
+            raise TrainError(
+                f"the policy loss {self._name!r} reads {missing[0]!r}, which its preparation did not make; "
+                f"it made {sorted(made)}"
+            )
+        return attach(batch, made, cluster)
+
+    async def _inputs(self, batch: BatchRef) -> dict[str, Tensor]:
+        """Every column [B, T], 0 where a token carries no loss; per-row columns are repeated over the row."""
+        in_index = [name for name in self.columns if name in batch.index.columns]
+        inputs = await padded_columns(batch, {*self.columns, "response_mask"} - set(in_index))
+        counted = inputs["response_mask"] > 0
+        if self._mask_truncated:
+            counted &= torch.from_numpy(batch.index.scalars("finish_reason") != "length")[:, None]
+        inputs |= {name: numbers(batch.index, name)[:, None].expand_as(counted) for name in in_index}
+        return {name: torch.where(counted, column, 0) for name, column in inputs.items()}
+
+
+async def model_scores(group: WorkerGroup, batch: BatchRef) -> np.ndarray:
+    """float32 [B]. group: of a RewardModelWorker, its role the model's name. Raises TrainError for a score
+    that is not finite: the model's fault, or a row without a response token, which is a failure of the
+    rollout and not to be scored.
+    """
+    column = SCORE_PREFIX + group.role
+    judged = await group.call(RewardModelWorker.compute_reward, batch)
+    scores: np.ndarray = (await judged.fetch([column])).scalars(column)
+    if not np.isfinite(scores).all():
+        row = int(np.flatnonzero(~np.isfinite(scores))[0])
+        names = ("sample_index", "prompt_id", "response_length")
+        sample, prompt, length = (batch.index.scalars(name)[row] for name in names)
+        raise TrainError(
+            f"reward.models: {group.role} gave the score {scores[row]} to row {row} of {len(batch)}, sample "
+            f"{sample} of prompt {prompt}, a response of {length} tokens. The model's weights are broken, or "
+            "its compute_dtype overflows: try reward.models.compute_dtype=float32, or train the model again"
+        )
+    return scores
+
+
+async def with_model_reward(group: WorkerGroup, model: RewardModelConfig, batch: BatchRef) -> BatchRef:
+    """batch with score/<name>, and with weight times that in the reward."""
+    scores = await model_scores(group, batch)
+    reward = batch.index.scalars("reward") + np.float32(model.weight) * scores
+    return batch.with_index({SCORE_PREFIX + model.name: scores, "reward": reward}, replace=True)
+
+
+def with_scores_of(everything: BatchRef, scored: BatchRef) -> BatchRef:
+    """everything with the reward and the models' scores of `scored`, some of its rows in the same order; the
+    others, failures, have NaN.
+    """
+    names = [n for n in scored.index.columns if n.startswith(SCORE_PREFIX) and n not in everything.columns]
+    if not names:
+        return everything
+    at = np.flatnonzero(np.isin(everything.row_ids, scored.row_ids))
+    columns = {name: np.full(len(everything), np.nan, np.float32) for name in ("reward", *names)}
+    for name, column in columns.items():
+        column[at] = scored.index.scalars(name)
+    return everything.with_index(columns, replace=True)

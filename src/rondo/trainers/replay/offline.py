@@ -1,0 +1,249 @@
+"""Training on recorded rollouts (rollout.recorded): the loop is the same, and in the place of engines there
+are the Parquet files of an earlier run.
+
+    files ──read one at a time──▶ RecordedEpisodes ──▶ feeder ──▶ RecordedBuffer ──▶ the loop
+    nothing is sampled, scored, published or evaluated; sequence number = ordinal of the prompt group
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rondo.batch import Batch, BatchRef
+from rondo.config import load
+from rondo.config.schema import Config
+from rondo.controller import Cluster
+from rondo.data.rollout_files import KEY, Limits, Recording, open_recording
+from rondo.data.rows import GREEDY_REWARD, INDEX_COLUMNS, SCORE_PREFIX
+from rondo.errors import ConfigError
+from rondo.models import load_model_config
+from rondo.planning.admission import OnUpdate
+from rondo.planning.residency import Phase
+from rondo.trainers.loop.buffer import Buffer, Group
+from rondo.trainers.loop.evaluation import EvaluationResult
+from rondo.trainers.loop.feeder import EpisodeFeeder, Episodes
+from rondo.trainers.loop.ledger import Ledger
+from rondo.trainers.loop.resume import differences
+from rondo.trainers.loop.routes import Route
+from rondo.trainers.program.inputs import Recorded
+from rondo.trainers.program.roles import engine_sections, model_source
+from rondo.types import Prompt, StepStats
+from rondo.weights.sync import SyncReport
+
+# Settings of what is not done again: they change no number.
+UNREAD = (
+    *(KEY, "data.train", "data.eval", "data.shuffle", "data.overlong_prompts", "reward.functions"),
+    *("reward.timeout_seconds", "reward.on_error", "reward.on_timeout", "reward.max_retries"),
+    "trainer.replay",
+)
+
+
+def recorded_rollouts(config: Config) -> Recorded | None:
+    """What rollout.recorded names; None where it is not set. Raises ConfigError or DataError for what cannot
+    be trained on as configured.
+    """
+    if config.rollout.recorded is None:
+        return None
+    recording, total = open_recording(config.rollout.recorded), config.trainer.total_steps
+    sizes = recording.step_sizes(config.data.batch_size)
+    if total is not None and total > len(sizes):
+        raise ConfigError(
+            f"trainer.total_steps={total}, but {KEY}={recording.path} has {recording.num_groups} prompt "
+            f"groups, enough for {len(sizes)} of data.batch_size={config.data.batch_size}; lower it, or set "
+            "it to null for all that is there"
+        )
+    changed = tuple(_changed(recording, config, total or len(sizes)))
+    return Recorded(recording, tuple(sizes[:total]), changed)
+
+
+def _changed(recording: Recording, config: Config, steps: int) -> Iterable[str]:
+    written = None if recording.run is None else recording.run / "config.yaml"
+    if written is None or not written.is_file():
+        yield f"there is no config.yaml that says what {recording.path} was recorded with"
+        return
+    try:
+        old = load([str(written)]).config
+    except ConfigError as error:
+        yield f"{written} cannot be read: {error}"
+        return
+    _check_rewards(recording, old, config)
+    if old.rollout.recorded is not None:
+        yield f"{recording.path} was trained on recorded rollouts itself"
+    yield from differences(old, config, free=UNREAD)
+    sections = (config.actor, config.critic)
+    length = old.trainer.total_steps or len(recording.files)
+    if steps != length and any(section.optimizer.schedule.name != "constant" for section in sections):
+        yield f"the learning rate's schedule is over {steps} steps, and was over {length}"
+
+
+def _check_rewards(recording: Recording, old: Config, new: Config) -> None:
+    """Rewards are as recorded: who asks for others would not get them."""
+    why = f"the rewards of {KEY}={recording.path} are used as they are"
+    if new.reward.functions and new.reward.functions != old.reward.functions:
+        raise ConfigError(
+            f"reward.functions are others than those that {recording.run} was scored with, and {why}; set "
+            "reward.functions=[], or generate again"
+        )
+    before = {model.name: model for model in old.reward.models}
+    for model in new.reward.models:
+        if model.name in recording.scores and model != before.get(model.name):
+            raise ConfigError(
+                f"reward.models: {model.name} is another one than {recording.run} was scored with, and "
+                f"{why}; set it back, or give the new one another name: then its score is added"
+            )
+
+
+def check_own_folder(recorded: Recorded | None, run_dir: str) -> None:
+    """ConfigError where the run would write into the folder that it reads."""
+    own = Path(run_dir).resolve()
+    if recorded and any(file.resolve().is_relative_to(own) for file in recorded.recording.files):
+        raise ConfigError(
+            f"{KEY}={recorded.recording.path} is in this run's own folder {run_dir}, where a step's rollouts "
+            "are written; choose another trainer.run_dir"
+        )
+
+
+class RecordedBuffer(Buffer):
+    """A buffer with the steps of a recording: a short one in the middle stays short. There is no bound on
+    staleness: it was kept when the rollouts were made, and means nothing to another program.
+    """
+
+    def __init__(self, sizes: Sequence[int], **options: Any) -> None:
+        super().__init__(**options | {"max_staleness": 0, "order": "prompt"})
+        self._sizes = sizes
+        self._leave_empty()
+
+    def restore(
+        self, ledger: Ledger, groups: Iterable[Group], version: int, rules: Mapping[str, Any]
+    ) -> None:
+        super().restore(ledger, groups, version, rules)
+        self._leave_empty()
+
+    async def advance(self, version: int) -> None:
+        self.version = version
+        self._leave_empty()
+        await super().advance(version)
+
+    def _leave_empty(self) -> None:
+        """The places of this step and of those before that have no group."""
+        places = (self.version + 1) * self.batch_size
+        self._unused = places - self.ledger.num_trained - self._size()
+
+    def _size(self) -> int:
+        return self._sizes[self.version] if self.version < len(self._sizes) else self.batch_size
+
+    def _want(self) -> int:
+        return min(super()._want(), self._size())
+
+    def _refuse_stale(self, groups: Sequence[Group]) -> None:
+        pass
+
+
+class RecordedEpisodes:
+    """`Episodes` whose prompt groups are read from files: the one that is read from now stays in memory."""
+
+    size = 1
+
+    def __init__(
+        self, recording: Recording, limits: Limits, cluster: Cluster, index_columns: tuple[str, ...]
+    ) -> None:
+        self._recording, self._limits, self._cluster = recording, limits, cluster
+        self._index_columns = index_columns
+        self._reading = asyncio.Lock()
+        self._file, self._rows = -1, Batch.of({})
+
+    def alive(self) -> Sequence[int]:
+        return (0,)
+
+    async def run_group(self, rank: int, seq: int) -> BatchRef:
+        file, group = self._recording.place(seq)
+        async with self._reading:
+            if file != self._file:
+                self._rows = await asyncio.to_thread(self._recording.read, file, self._limits)
+                self._file = file
+            rows = np.flatnonzero(self._rows.scalars("group_id") == group)
+            return self._cluster.put(self._rows.take(rows), self._index_columns)
+
+    async def pause(self) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def restarted(self) -> str:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+class NoRoute:
+    """`Route` to nobody."""
+
+    moves = False
+
+    async def load(self, version: int) -> SyncReport:
+        return SyncReport(version, 0, 0)
+
+    def describe(self) -> str:
+        return "weights: no engine wants them"
+
+
+class RecordedSide:
+    """`RolloutSide` of a recording. roles: those with a model beside the actor. reads_accuracy: the program
+    does. greedy_baseline: it reads that column.
+    """
+
+    on_update: OnUpdate = "finish"
+    enter: Callable[[Phase], Awaitable[None]] | None = None
+    canary: Callable[[int], Coroutine[Any, Any, float]] | None = None
+    eval: Sequence[Prompt] = ()
+
+    def __init__(
+        self,
+        recorded: Recorded,
+        config: Config,
+        roles: Sequence[str],
+        cluster: Cluster,
+        *,
+        reads_accuracy: bool,
+        greedy_baseline: bool,
+    ) -> None:
+        self._recorded = recorded
+        self.index_columns = (
+            *INDEX_COLUMNS,
+            *((GREEDY_REWARD,) if greedy_baseline else ()),
+            *(SCORE_PREFIX + name for name in recorded.recording.scores),
+        )
+        limits = _limits(config, roles, reads_accuracy)
+        self.episodes: Episodes = RecordedEpisodes(recorded.recording, limits, cluster, self.index_columns)
+        self.route: Route = NoRoute()
+
+    def describe(self) -> str:
+        return f"{self._recorded.describe()}; {self._recorded.describe_policy()}"
+
+    def buffer(self, **options: Any) -> Buffer:
+        return RecordedBuffer(self._recorded.sizes, **options)
+
+    def feeder(self, buffer: Buffer, **options: Any) -> EpisodeFeeder:
+        return EpisodeFeeder(buffer, self.episodes, on_update=self.on_update, **options)
+
+    def taken_at(self, seq: int, version: int) -> int:
+        recording = self._recorded.recording
+        return recording.version(recording.place(seq)[0])
+
+    async def statistics(self) -> StepStats:
+        return StepStats()
+
+    async def evaluate(self) -> EvaluationResult:
+        raise AssertionError("there are no prompts to evaluate on")
+
+
+def _limits(config: Config, roles: Sequence[str], reads_accuracy: bool) -> Limits:
+    """What every model of the run can take; the smallest token budget decides."""
+    sections = engine_sections(config)
+    budgets = {role: sections[role].token_budget for role in ("actor", *roles)}
+    role = min(budgets, key=budgets.__getitem__)
+    vocab_size = int(load_model_config(model_source(config)).get_text_config().vocab_size)
+    return Limits(vocab_size, budgets[role], f"{role}.token_budget", accuracy=reads_accuracy)

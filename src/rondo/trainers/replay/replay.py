@@ -1,0 +1,240 @@
+"""A replay: the buffer and the feeder of a run that follows another run's journal (`journal.py` says how, and
+why it never waits for ever).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, cast
+
+from rondo.agents.replay import ENDED, Entry, ended_of, entries_of, length_at, versions_of
+from rondo.batch import BatchRef
+from rondo.errors import TrainError
+from rondo.trainers.loop.buffer import Buffer
+from rondo.trainers.loop.engine_side import EngineSide
+from rondo.trainers.loop.feeder import EpisodeFeeder, Episodes
+from rondo.trainers.loop.waiting import attended, cancel
+from rondo.trainers.replay.journal import RunJournal
+
+
+class ReplayedBuffer(Buffer):
+    """A buffer in which the lines of a journal decide instead of time, credits and selection."""
+
+    def __init__(self, journal: RunJournal, **options: Any) -> None:
+        super().__init__(journal=journal, **options)
+        self._followed = journal
+
+    def _resumed(self) -> None:
+        """What is in flight goes on where it was: no line of the journal."""
+        ledger = self.ledger
+        ledger.open = dict(self._followed.open_groups())
+        ledger.reissue = [seq for seq in ledger.reissue if seq not in ledger.open]
+
+    def _may_start(self) -> bool:
+        return self._followed.turn("admit") and self._admission_version() <= self.version
+
+    def _admission_version(self) -> int:
+        return int(self._followed.upcoming["version"])
+
+    def _select(self) -> Sequence[int] | None:
+        return self._followed.upcoming["seqs"] if self._followed.turn("take") else None
+
+    async def _turn(self, kind: str, **what: Any) -> None:
+        await self._changed.wait_for(lambda: self._followed.turn(kind, **what))
+
+    def _note(self, kind: str, **what: Any) -> None:
+        super()._note(kind, **what)
+        if self._changed.locked():
+            self._changed.notify_all()
+
+    async def follow(self) -> None:
+        """What nobody here causes (an abort, a lost rank, a resume of the run that is followed)
+        happens when it is its turn, until cancelled.
+        """
+        turn = self._followed.turn
+        while True:
+            async with self._changed:
+                await self._changed.wait_for(lambda: turn("give_back") or turn("resume"))
+                line = self._followed.upcoming
+                if line["kind"] == "give_back":
+                    self._give_back(line["seqs"], aborted=line["aborted"])
+                    self._followed.note("give_back", seqs=line["seqs"], aborted=line["aborted"])
+                else:
+                    self._start_again(line["version"], line["reissue"])
+                    self._followed.note("resume", version=line["version"], reissue=line["reissue"])
+                self._changed.notify_all()
+
+    def _start_again(self, version: int, reissue: Sequence[int]) -> None:
+        """As `restore`, of the run that is followed: what was in flight starts again."""
+        self.ledger.open.clear()
+        self.ledger.reissue = list(reissue)
+        self.ready = {seq: group for seq, group in self.ready.items() if seq not in set(reissue)}
+        self._unused = version * self.batch_size - self.ledger.num_trained
+        self.num_aborted = self.num_given_back = 0
+
+
+class EpisodesInPieces(Episodes, Protocol):
+    """What a replay needs."""
+
+    async def continue_group(
+        self, rank: int, seq: int, lengths: Sequence[int], before: BatchRef | None
+    ) -> BatchRef:
+        """The responses of a prompt group, the greedy one last, up to lengths[i] tokens. before: what an
+        earlier call returned, to go on from.
+        """
+        ...
+
+    async def finish_group(self, rank: int, seq: int, made: BatchRef, entries: Sequence[Entry]) -> BatchRef:
+        """As `run_group`, of responses that are there, as they ended in the journal."""
+        ...
+
+
+class ReplayedFeeder(EpisodeFeeder):
+    """A feeder that makes each group in pieces, one per policy version that the journal has of it."""
+
+    def __init__(
+        self, journal: RunJournal, buffer: ReplayedBuffer, episodes: Episodes, **options: Any
+    ) -> None:
+        super().__init__(buffer, episodes, **options)
+        self._journal = journal
+        self._lines = buffer
+        self._pieces = cast(EpisodesInPieces, episodes)
+        # Of groups in flight: their responses so far, and the version of the next piece (inf: none is left).
+        self._partials: dict[int, BatchRef] = {}
+        self._next: dict[int, float] = {}
+        self._served = -1
+
+    async def run(self) -> None:
+        for seq in list(self._buffer.ledger.open):  # in flight in the checkpoint that this run goes on from
+            self._start(seq)
+        tasks = [asyncio.create_task(super().run()), asyncio.create_task(self._lines.follow())]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            await cancel(*tasks)
+
+    async def release(self) -> None:
+        await super().release()
+        self._served = self._buffer.version
+        await self._buffer.changed()
+
+    def partial(self) -> dict[int, BatchRef]:
+        """The responses so far of groups in flight."""
+        return dict(self._partials)
+
+    def restore_partial(self, partial: Mapping[int, BatchRef]) -> None:
+        self._partials = dict(partial)
+
+    def _start(self, seq: int) -> None:
+        if self._journal.fate(seq) is not None:  # else it was given back in the journal: nobody makes it
+            super()._start(seq)
+
+    async def _lost(self, seq: int) -> None:
+        self._start(seq)  # no line of the journal: as if it had not happened
+
+    async def _put(self, seq: int, version: int, ref: BatchRef) -> None:
+        await super()._put(seq, version, ref)
+        self._partials.pop(seq, None)
+        self._next.pop(seq, None)
+
+    async def hold(self) -> None:
+        """Waits until the publish has its turn, and every token of the version that is served is made. Raises
+        TrainError when an engine was started again meanwhile: its weights are gone.
+        """
+        ready = self._buffer.until(lambda: self._journal.turn("publish") and not self._missing())
+
+        async def lost(news: str) -> None:
+            raise TrainError(
+                f"{news}; a replay needs tokens of the weights that it had, and the trainer is beyond them. "
+                "Start the same command again: it goes on from the newest checkpoint"
+            )
+
+        await attended(ready, self._episodes.restarted, lost)
+        self._buffer.in_flight = self._journal.upcoming["in_flight"]
+        await self._episodes.pause()
+
+    def _missing(self) -> bool:
+        return any(self._next_piece(seq) <= self._buffer.version for seq in self._buffer.ledger.open)
+
+    def _next_piece(self, seq: int) -> float:
+        """The version of the next piece (-1: of a group without a token); inf: all are made, or none is to
+        be.
+        """
+        fate = self._journal.fate(seq)
+        if fate is None:  # this time; it may be admitted again
+            return math.inf
+        if seq not in self._next:
+            self._next[seq] = self._first_missing(seq, entries_of(fate))
+        return self._next[seq]
+
+    def _first_missing(self, seq: int, entries: Sequence[Entry]) -> float:
+        if seq not in self._partials:
+            return min(versions_of(entries), default=-1)
+        lengths = self._partials[seq].index.scalars("response_length").tolist()
+        for version in versions_of(entries):
+            if any(length_at(entry, version) > have for entry, have in zip(entries, lengths, strict=True)):
+                return version
+        return math.inf
+
+    async def _run_group(self, rank: int, seq: int) -> BatchRef:
+        """Raises TrainError where the group ends otherwise than in the journal."""
+        fate = self._journal.fate(seq)
+        assert fate is not None
+        entries = entries_of(fate)
+        while (version := self._next_piece(seq)) < math.inf:
+            await self._served_at_least(version)
+            if self._served > version >= 0:
+                raise self._journal.left(
+                    f"group {seq} has tokens of version {int(version)}, whose weights are gone: the "
+                    "checkpoint from which this run goes on does not hold what was in flight there"
+                )
+            lengths = [length_at(entry, int(version)) for entry in entries]
+            made = await self._pieces.continue_group(rank, seq, lengths, self._partials.get(seq))
+            self._check_lengths(seq, int(version), lengths, made)
+            self._partials[seq] = made
+            self._next[seq] = self._first_missing(seq, entries)
+            await self._buffer.changed()
+        ref = await self._pieces.finish_group(rank, seq, self._partials[seq], entries)
+        self._check_entries(seq, entries, entries_of(ended_of(list(ref.index.scalars(ENDED)))))
+        return ref
+
+    async def _served_at_least(self, version: float) -> None:
+        await self._buffer.until(lambda: self._served >= version)
+
+    def _check_lengths(self, seq: int, version: int, wanted: Sequence[int], made: BatchRef) -> None:
+        for sample, (length, want) in enumerate(
+            zip(made.index.scalars("response_length").tolist(), wanted, strict=True)
+        ):
+            if length != want:
+                raise self._journal.left(
+                    f"group {seq}, trajectory {sample}: its answer ends after {length} tokens, and there it "
+                    f"has {want} by version {version}"
+                )
+
+    def _check_entries(self, seq: int, there: Sequence[Entry], here: Sequence[Entry]) -> None:
+        names = {"digest": "the bits of its prompt, tokens or log-probs"}
+        for sample, (old, new) in enumerate(zip(there, here, strict=True)):
+            for key in ("spans", "finish", "digest", "outcome", "reward"):
+                if old[key] != new[key]:
+                    raise self._journal.left(
+                        f"group {seq}, trajectory {sample}: {names.get(key, key)}: {old[key]} there, "
+                        f"{new[key]} here"
+                    )
+
+
+class ReplayedSide(EngineSide):
+    """The engines of a run that follows `journal`."""
+
+    def __init__(self, journal: RunJournal, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._journal = journal
+
+    def buffer(self, **options: Any) -> Buffer:
+        options |= {"journal": self._journal, "max_staleness": self._config.trainer.max_staleness}
+        return ReplayedBuffer(**options)
+
+    def feeder(self, buffer: Buffer, **options: Any) -> EpisodeFeeder:
+        assert isinstance(buffer, ReplayedBuffer)
+        return ReplayedFeeder(self._journal, buffer, self.episodes, on_update=self.on_update, **options)

@@ -1,0 +1,1 @@
+"""RL algorithms as programs of the user: roles as handles."""

@@ -1,0 +1,1 @@
+"""Supervised fine-tuning, preference pairs and reward models: one loop, three tasks."""

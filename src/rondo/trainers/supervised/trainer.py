@@ -1,0 +1,192 @@
+"""Training on rows that are there from the start: conversations (SFT), pairs (DPO, a reward model).
+
+One loop for all of them: rows of the stream -> weights -> [log-probs of the frozen reference] -> one
+optimizer step -> held-out loss, checkpoint, report. What differs between them is a `Task`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from rondo.batch import Batch, BatchRef
+from rondo.checkpoint import ControllerState
+from rondo.config.schema import Config
+from rondo.controller import Cluster, WorkerGroup
+from rondo.errors import ConfigError
+from rondo.tracking import Timers
+from rondo.tracking.view import Kind
+from rondo.trainers.loop.checkpoints import Checkpoints
+from rondo.trainers.loop.report import Reporter
+from rondo.trainers.program.roles import create_model, placement_of, role_spec
+from rondo.training import Loss
+from rondo.types import StepStats
+from rondo.workers.models import ActorWorker, ReferenceWorker, update_columns
+
+PER_ROW = ("prompt_length", "response_length", "num_trained_tokens", "unit", "margin", "safe")
+
+
+class RowStream(Protocol):
+    """Source rows by sequence number, without end."""
+
+    @property
+    def rows_per_epoch(self) -> int: ...
+
+    def batch(self, seqs: Sequence[int]) -> Batch: ...
+
+
+@dataclass(frozen=True)
+class Task:
+    """A kind of supervised training. title: in messages and the console.
+
+    stream: of data.train, or of data.eval where its second argument (held out) is true. weights: the
+    loss_weight of each row of one optimizer step. value_head: the model gives a score instead of tokens.
+    """
+
+    kind: Kind
+    title: str
+    loss: Callable[[Config], Loss]
+    stream: Callable[[Config, bool], RowStream]
+    weights: Callable[[Batch], np.ndarray]
+    value_head: bool = False
+
+    def roles(self, config: Config) -> tuple[str, ...]:
+        """Its worker groups."""
+        return ("actor", "reference") if self.needs_reference(config) else ("actor",)
+
+    def needs_reference(self, config: Config) -> bool:
+        """Whether the loss compares with the model as it was at the start."""
+        return "ref_log_probs" in self.loss(config).columns
+
+
+def total_steps(config: Config, rows_per_epoch: int) -> int:
+    """Optimizer steps of the run: one per batch."""
+    if config.trainer.total_steps is not None:
+        return config.trainer.total_steps
+    steps = math.ceil((config.trainer.epochs or 0) * rows_per_epoch / config.data.batch_size)
+    if steps < 1:
+        raise ConfigError("trainer.epochs gives a run of 0 steps; ask for at least one")
+    return steps
+
+
+class SupervisedTrainer:
+    """data.batch_size source rows per optimizer step."""
+
+    def __init__(
+        self,
+        task: Task,
+        config: Config,
+        cluster: Cluster,
+        actor: WorkerGroup,
+        reference: WorkerGroup | None,
+        stream: RowStream,
+        held_out: RowStream | None,
+        steps: int,
+        reporter: Reporter,
+        checkpoints: Checkpoints,
+    ) -> None:
+        self.task, self.config, self.cluster = task, config, cluster
+        self.actor, self.reference, self.stream, self.held_out = actor, reference, stream, held_out
+        self.total_steps, self.reporter, self.checkpoints = steps, reporter, checkpoints
+        self.step = 0
+        self.timers = Timers()
+        reporter.watch(cluster, self.timers)
+        self._reads = update_columns(task.loss(config))
+        self._held_out_batch: BatchRef | None = None
+        self._stop = asyncio.Event()
+
+    @classmethod
+    async def create(
+        cls, task: Task, config: Config, cluster: Cluster, reporter: Reporter, checkpoints: Checkpoints
+    ) -> SupervisedTrainer:
+        """Load the data, then start the worker groups: the model, and its reference if the loss has one."""
+        stream = task.stream(config, False)
+        held_out = task.stream(config, True) if config.data.eval else None
+        steps = total_steps(config, stream.rows_per_epoch)
+        worker, kwargs = role_spec("actor", config, {task.kind: task.loss(config)}, steps)
+        kwargs |= {"head": "value"} if task.value_head else {}
+        devices = placement_of(config, task.roles(config)).devices("actor")
+        actor = await cluster.create_group("actor", worker, kwargs=kwargs, devices=devices)
+        reference = await create_model(cluster, "reference", config) if task.needs_reference(config) else None
+        return cls(task, config, cluster, actor, reference, stream, held_out, steps, reporter, checkpoints)
+
+    def request_stop(self) -> None:
+        """Stop after the step that is being done; the state is saved and resumable."""
+        self._stop.set()
+
+    async def start(self) -> None:
+        """Resume if there is something to resume."""
+        await self.checkpoints.restore(self)
+
+    async def run(self) -> bool:
+        """Train. Returns False when stopped on request before the end."""
+        parameters = await self.actor.call(ActorWorker.num_parameters)
+        with self.reporter.running(self.total_steps, self.step, parameters):
+            self.timers.start_step()
+            while self.step < self.total_steps and not self._stop.is_set():
+                await self._train_step()
+            finished = self.step >= self.total_steps
+            self.reporter.stopped = not finished
+        if not finished:
+            await self.checkpoints.save_now(self)
+        return finished
+
+    def saved_roles(self) -> Mapping[str, WorkerGroup]:
+        """The reference never changes: it is made anew from where it came from."""
+        return {"actor": self.actor}
+
+    async def state(self) -> ControllerState:
+        """The stream is a function of the step: there is nothing else to keep."""
+        return ControllerState(step=self.step, version=self.step, timers=self.timers.state())
+
+    async def load_state(self, state: ControllerState) -> None:
+        """Go on where `state` was cut."""
+        self.step = state.step
+        self.timers.load_state(state.timers)
+
+    async def _train_step(self) -> None:
+        size = self.config.data.batch_size
+        with self.timers.phase("data"):
+            rows = self.stream.batch(range(self.step * size, (self.step + 1) * size))
+        batch = await self._prepared(rows)
+        with self.timers.phase("update_actor"):
+            stats: StepStats = await self.actor.call(
+                ActorWorker.update_actor, batch, [[0]], self.task.kind, reads=self._reads
+            )
+        self.step += 1
+        stats.add_sum("perf/trained_tokens", float(rows.scalars("num_trained_tokens").sum()))
+        extra: dict[str, Any] = {}
+        every, last = self.config.trainer.evaluation.every, self.step == self.total_steps
+        if self.held_out and (last or (every and self.step % every == 0)):
+            with self.timers.phase("evaluate"):
+                extra |= await self._evaluate(self.held_out)
+        for peak in await self.actor.call(ActorWorker.peak_memory_bytes):
+            stats.add_max("perf/peak_memory_bytes", float(peak))
+        self.reporter.step(self.step, stats, extra, self.timers)
+        with self.timers.phase("checkpoint"):
+            await self.checkpoints.snapshot_if_due(self)
+            await self.checkpoints.write_if_due(self)
+
+    async def _prepared(self, rows: Batch) -> BatchRef:
+        """The rows of one optimizer step with everything that the loss reads."""
+        batch = self.cluster.put(rows, [name for name in PER_ROW if name in rows.columns]).with_index(
+            {"mini_batch": np.zeros(len(rows), np.int64), "loss_weight": self.task.weights(rows)}
+        )
+        if self.reference is not None:
+            with self.timers.phase("reference"):
+                batch = await self.reference.call(ReferenceWorker.compute_ref_log_prob, batch)
+        return batch
+
+    async def _evaluate(self, stream: RowStream) -> dict[str, float]:
+        """Every held-out row once. They are prepared once: the reference's log-probs stay what they are."""
+        if self._held_out_batch is None:
+            self._held_out_batch = await self._prepared(stream.batch(range(stream.rows_per_epoch)))
+        stats: StepStats = await self.actor.call(
+            ActorWorker.evaluate_loss, self._held_out_batch, self.task.kind, reads=self._reads
+        )
+        return {f"eval/{name}": value for name, value in stats.values().items()}
