@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 from rondo.controller import together
-from rondo.trainers.loop.constraint import ConstraintController
 from rondo.trainers.sessions.session import open_session
 
 HERE = Path(__file__).parent
@@ -24,7 +23,6 @@ async def main(overrides: list[str]) -> None:
         actor, reference = await session.actor(), await session.reference()
         critic, cost_critic = await session.critic(), await session.critic("cost_critic")
         reward, cost = await session.reward(), await session.cost()
-        constraint = ConstraintController(session.config.algorithm.constraint)
         pretraining = session.pretraining()
 
         async for prompts in session.prompts():
@@ -37,15 +35,12 @@ async def main(overrides: list[str]) -> None:
             batch = await actor.compute_log_prob(batch)
             forward = (reference.compute_log_prob, critic.compute_values, cost_critic.compute_values)
             batch = await together(batch, *forward)
-            batch = await session.compute_advantages(
-                batch, "safe_rlhf", lam=0.95, whiten=True, multiplier=constraint.multiplier
-            )
+            batch = await session.compute_advantages(batch, "safe_rlhf", lam=0.95, whiten=True)
 
             # Stage 3: train
             metrics = [await critic.update_critic(batch), await cost_critic.update_critic(batch)]
             if session.step >= session.config.critic.warmup_steps:
                 metrics.append(await actor.update_actor(batch, pretrain=pretraining))
-                constraint.update(batch, metrics[0])
             await session.log(batch, *metrics)
 
 

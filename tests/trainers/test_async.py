@@ -335,7 +335,7 @@ def test_republishing_keeps_what_is_in_flight() -> None:
         await publisher.start(3)
         feeding = asyncio.create_task(feeder.run())
         await asyncio.sleep(0.05)
-        await publisher.republish(3)
+        await publisher.mender.give_weights("an engine was started again")
         groups = await buffer.take()
         feeding.cancel()
         await feeder.close()
@@ -351,7 +351,7 @@ def test_the_default_of_on_update() -> None:
     assert effective_on_update("abort", 1) == "abort"
 
 
-def test_statistics_count_since_they_were_read() -> None:
+def test_statistics_count_by_step() -> None:
     done, _, _ = run(2, "abort", "prompt", n=2)
     sizes = functools.reduce(lambda total, s: total + s["buffer/aborted"], done.statistics, 0.0)
     assert sizes == sum(s["buffer/reissued"] for s in done.statistics) > 0

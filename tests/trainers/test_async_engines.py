@@ -25,21 +25,21 @@ def test_an_engine_that_is_killed_is_replaced_and_no_prompt_is_lost(
     the trainer waits for groups (and says so), or with the next publish.
     """
     workers: list[RolloutWorker] = []
-    made, taken = RolloutWorker.__init__, RLTrainer._take
+    made, taken = RolloutWorker.__init__, RLTrainer.take
 
     def remember(self: RolloutWorker, *args: Any, **kwargs: Any) -> None:
         made(self, *args, **kwargs)
         workers.append(self)
 
-    async def take(self: RLTrainer, feeding: Any) -> Any:
+    async def take(self: RLTrainer) -> Any:
         if self.step == 1:
             (engine,) = workers[0].replicas.router.engines().values()
             assert isinstance(engine, EngineProcess)
             os.kill(engine.pid, signal.SIGKILL)
-        return await taken(self, feeding)
+        return await taken(self)
 
     monkeypatch.setattr(RolloutWorker, "__init__", remember)
-    monkeypatch.setattr(RLTrainer, "_take", take)
+    monkeypatch.setattr(RLTrainer, "take", take)
     run = tmp_path / "run"
     arguments = (*RESUME[1:], f"trainer.max_staleness={k}", f"trainer.on_update={mode}")
     own = ("rollout.process=own", "trainer.total_steps=3")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -27,14 +27,18 @@ from rondo.config.schema import (
 )
 from rondo.controller import Cluster, start_cluster
 from rondo.errors import ConfigError, DataError, TrainError
+from rondo.trainers.program.roles import Roles
 from rondo.trainers.program.stages import (
     AdvantageStage,
     CorrectionStage,
     PreparationStage,
+    Stage,
+    Step,
     describe_correction,
     effective_correction,
 )
 from rondo.trainers.program.tensors import attach, numbers, padded_columns
+from rondo.types import StepStats
 
 # Four responses of lengths 2, 3, 1, 2; row 1 has a hole, row 3 no trained token.
 MASK = [[1, 1], [1, 0, 1], [1], [0, 0]]
@@ -66,6 +70,18 @@ def batch_of(cluster: Cluster, **per_row: Sequence[Any]) -> BatchRef:
     whole = Batch.of({**columns, "response_mask": ragged_rows(MASK, np.uint8)})
     parts = [cluster.put(whole.take(rows), index) for rows in ([2, 0], [3, 1])]
     return BatchRef.concat(parts).take([1, 3, 0, 2])
+
+
+def stepped(
+    stage: Stage, batch: BatchRef, cluster: Cluster, *, seed: int = 0, **shared: Any
+) -> tuple[BatchRef, StepStats]:
+    """What a stage makes of the batch in a first step, and its metrics."""
+    step = Step(0, seed, cluster, cast(Roles, None), **shared)
+    return asyncio.run(_awaited(stage(batch, step))), step.stats
+
+
+async def _awaited(call: Awaitable[BatchRef]) -> BatchRef:
+    return await call
 
 
 def result(call: Awaitable[Any]) -> Any:
@@ -102,7 +118,7 @@ def test_correction_attaches_weights_and_shrinks_the_mask(cluster: Cluster) -> N
         importance=ImportanceConfig(upper=3.0), reject=(RejectionConfig("k1", 5.0, lower=0.1),)
     )
     stage = CorrectionStage(config)
-    batch, stats = result(stage(batch_of(cluster), cluster))
+    batch, stats = stepped(stage, batch_of(cluster), cluster)
     assert stage.writes == ("rollout_weights",)
     weights = fetched(batch, "rollout_weights")
     np.testing.assert_allclose(np.concatenate(weights), [2, 0.5, 1, 0, 0, 3, 0, 0], rtol=1e-5)
@@ -121,7 +137,7 @@ def test_truncated_rows_that_carry_no_loss_are_in_no_mean(cluster: Cluster) -> N
     """Row 1 is truncated: what remains has the ratios 2, 0.5 and 4."""
     reasons = np.array(["stop", "length", "stop", "stop"], object)
     stage = CorrectionStage(NORMALIZED, mask_truncated=True)
-    batch, stats = result(stage(batch_of(cluster, finish_reason=reasons), cluster))
+    batch, stats = stepped(stage, batch_of(cluster, finish_reason=reasons), cluster)
     mean = (2 + 0.5 + 4) / 3
     weights = np.concatenate(fetched(batch, "rollout_weights"))
     np.testing.assert_allclose(weights, np.array([2, 0.5, 0, 0, 0, 4, 0, 0]) / mean, rtol=1e-5)
@@ -129,13 +145,13 @@ def test_truncated_rows_that_carry_no_loss_are_in_no_mean(cluster: Cluster) -> N
     values = stats.values()
     assert values["rollout_correction/rejected_token_share"] == 0
     assert values["rollout_correction/kl"] == pytest.approx(-np.log([2, 0.5, 4]).mean(), rel=1e-5)
-    unmasked, _ = result(CorrectionStage(NORMALIZED)(batch_of(cluster, finish_reason=reasons), cluster))
+    unmasked, _ = stepped(CorrectionStage(NORMALIZED), batch_of(cluster, finish_reason=reasons), cluster)
     assert fetched(unmasked, "response_mask") == [[1, 1], [1, 0, 0], [1], [0, 0]]
 
 
 def test_rows_that_were_drawn_repeatedly_are_in_the_means_as_often(cluster: Cluster) -> None:
     counts = np.array([2, 1, 3, 1], np.float32)
-    batch, stats = result(CorrectionStage(NORMALIZED)(batch_of(cluster, sample_weight=counts), cluster))
+    batch, stats = stepped(CorrectionStage(NORMALIZED), batch_of(cluster, sample_weight=counts), cluster)
     mean = (2 * (2 + 0.5) + 1 + 3 * 4) / 8
     weights = np.concatenate(fetched(batch, "rollout_weights"))
     np.testing.assert_allclose(weights, np.array([2, 0.5, 1, 0, 0, 4, 0, 0]) / mean, rtol=1e-5)
@@ -145,7 +161,7 @@ def test_rows_that_were_drawn_repeatedly_are_in_the_means_as_often(cluster: Clus
 
 def test_correction_that_only_measures(cluster: Cluster) -> None:
     before = batch_of(cluster)
-    after, stats = result(CorrectionStage(RolloutCorrectionConfig())(before, cluster))
+    after, stats = stepped(CorrectionStage(RolloutCorrectionConfig()), before, cluster)
     assert after is before
     assert "rollout_correction/chi2_token" in stats.values()
 
@@ -244,10 +260,10 @@ def test_preparation_sees_one_mini_batch_at_a_time(cluster: Cluster) -> None:
     assert stage.columns == ("advantages", "old_log_probs", "response_mask")
     assert stage.writes == ("rank", "drawn")
     batch = batch_of(cluster, advantages=np.array([0.5, 2.0, -1.0, 9.0], np.float32))
-    prepared = result(stage(batch, cluster, seed=3))
+    prepared, _ = stepped(stage, batch, cluster, seed=3)
     # mini-batch 0: rows 0 and 2, of 2 and 1 tokens; mini-batch 1: row 1 alone, since row 3 is masked
     assert fetched(prepared, "rank") == [[10, 10], [0, 0, 0], [0], [0, 0]]
-    again, other = (fetched(result(stage(batch, cluster, seed=seed)), "drawn") for seed in (3, 4))
+    again, other = (fetched(stepped(stage, batch, cluster, seed=seed)[0], "drawn") for seed in (3, 4))
     assert fetched(prepared, "drawn") == again != other
     assert actor_loss(config).columns.count("rank") == 1
     assert PreparationStage.of(AlgorithmConfig()) is None
@@ -293,7 +309,8 @@ HARM = {
 
 def advantages_of(cluster: Cluster, stage: AdvantageStage, answer: Any = None, **per_row: Any) -> BatchRef:
     ANSWER[:] = [] if answer is None else [answer]
-    return result(stage(batch_of(cluster, **{**HARM, **per_row}), cluster, 0.5, multiplier=2.0))[0]
+    rows = batch_of(cluster, **{**HARM, **per_row})
+    return stepped(stage, rows, cluster, kl_coef=0.5, multiplier=2.0)[0]
 
 
 def test_costs_scores_and_multiplier(cluster: Cluster) -> None:
@@ -328,7 +345,8 @@ def test_resampled_rows_count_as_often_as_they_were_drawn(cluster: Cluster) -> N
     assert SEEN["mask"].tolist() == [[2, 2, 0], [1, 0, 1], [3, 0, 0], [0, 0, 0]]
     # a whitened estimator sees the batch that has the rows k times
     stage = AdvantageStage(AlgorithmConfig(advantage=FunctionConfig("reinforce_pp_baseline")))
-    once = result(stage(batch_of(cluster, sample_weight=weight), cluster, 0.0))[0].index.scalars("advantages")
+    rows, _ = stepped(stage, batch_of(cluster, sample_weight=weight), cluster)
+    once = rows.index.scalars("advantages")
     centred, tokens = np.array([0.5, -0.5, 0.25, -0.25]), np.array([4, 2, 3, 0])
     mean = (tokens * centred).sum() / 9
     std = np.sqrt((tokens * (centred - mean) ** 2).sum() / 8)
@@ -337,7 +355,7 @@ def test_resampled_rows_count_as_often_as_they_were_drawn(cluster: Cluster) -> N
 
 def test_a_row_without_trained_tokens_keeps_its_reward_under_a_kl(cluster: Cluster) -> None:
     config = AlgorithmConfig(advantage=FunctionConfig("dr_grpo"), kl=KlConfig("k1", "reward", 0.0))
-    batch, _ = result(AdvantageStage(config)(batch_of(cluster), cluster, 0.0))
+    batch, _ = stepped(AdvantageStage(config), batch_of(cluster), cluster)
     np.testing.assert_allclose(batch.index.scalars("advantages"), [0.5, -0.5, 0.25, -0.25])
 
 
@@ -348,9 +366,9 @@ def values_read(values: Tensor) -> Tensor:
 def test_what_an_estimator_must_return(cluster: Cluster) -> None:
     critic = AdvantageStage(AlgorithmConfig(advantage=FunctionConfig(f"{__name__}.values_read")))
     assert critic.writes == ("advantages", "returns")
-    assert critic.writes_returns
+    assert "returns" in critic.writes
     with pytest.raises(TrainError, match=r"'values' is missing|must return returns"):
-        result(critic(attach(batch_of(cluster), {"values": torch.zeros(4, 3)}, cluster), cluster, 0.0))
+        stepped(critic, attach(batch_of(cluster), {"values": torch.zeros(4, 3)}, cluster), cluster)
     check: Callable[[Any], BatchRef] = lambda answer: advantages_of(cluster, stage_of(), answer)  # noqa: E731
     with pytest.raises(TrainError, match=r"must return advantages; it returned \['returns'\]"):
         check({"returns": torch.zeros(4)})

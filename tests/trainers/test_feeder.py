@@ -25,7 +25,7 @@ from rondo.trainers.loop.publish import WeightPublisher
 from rondo.trainers.loop.routes import SharedRoute
 from rondo.trainers.program.inputs import Prompts, complete_model, load_prompts
 from rondo.trainers.program.roles import create_model, create_rollout
-from rondo.types import SamplingParams
+from rondo.types import SamplingParams, StepStats
 from rondo.workers.rollout import RolloutWorker
 
 SCORERS = """
@@ -83,8 +83,9 @@ async def take(
             batches = [await group.ref.fetch() for group in groups]
             taken += [{"seq": [g.seq for g in groups], "rows": [b.table.to_pydict() for b in batches]}]
             taken[-1]["index"] = [group.ref.index for group in groups]
-            async with publisher.publishing(step + 1):
-                pass  # the same weights, under a new version
+            await publisher.hold_if_shared()
+            await publisher.publish(step + 1, StepStats())  # the same weights, under a new version
+            await publisher.release(step + 1, StepStats())
         return taken
     finally:
         feeding.cancel()

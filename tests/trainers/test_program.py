@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -26,10 +27,13 @@ from rondo.config.schema import (
     RewardModelConfig,
     RolloutCorrectionConfig,
 )
+from rondo.controller import Cluster
 from rondo.errors import ConfigError
 from rondo.trainers.program.plan import plan_program
 from rondo.trainers.program.producers import stages
-from rondo.trainers.program.update import lm_weights, resampled, with_actor_weights, without_idle
+from rondo.trainers.program.roles import Roles
+from rondo.trainers.program.stages import Stage, Step
+from rondo.trainers.program.update import ActorWeights, Resampling, lm_weights, without_idle
 from tests.trainers.conftest import RECIPE, inline, metrics, weights
 
 
@@ -79,6 +83,15 @@ def index(**columns: Any) -> BatchRef:
     return BatchRef(Batch.of({ROW_ID: np.arange(rows), **{k: np.asarray(v) for k, v in columns.items()}}))
 
 
+def stepped(stage: Stage, batch: BatchRef) -> BatchRef:
+    """What a stage that asks no worker makes of the batch in the fourth step."""
+
+    async def main() -> BatchRef:
+        return await stage(batch, Step(3, 0, cast(Cluster, None), cast(Roles, None)))
+
+    return asyncio.run(main())
+
+
 def test_resampled_rows_weigh_as_if_they_stood_there_repeatedly() -> None:
     config = algorithm(resample=FunctionConfig("pf_ppo", {"strategy": "best"}))
     batch = index(
@@ -87,10 +100,11 @@ def test_resampled_rows_weigh_as_if_they_stood_there_repeatedly() -> None:
         num_trained_tokens=[2, 5, 4, 3],
         mini_batch=[0, 0, 0, 0],
     )
-    batch = resampled(batch, config, step=3)
+    assert config.algorithm.resample is not None
+    batch = stepped(Resampling(config.algorithm.resample), batch)
     assert batch.row_ids.tolist() == [0, 3]  # the best of each prompt, twice
     assert batch.index.scalars("sample_weight").tolist() == [2.0, 2.0]
-    weight = with_actor_weights(batch, config, 0.0).index.scalars("loss_weight")
+    weight = stepped(ActorWeights(config), batch).index.scalars("loss_weight")
     assert weight == pytest.approx([2 / 10, 2 / 10])
 
 
@@ -98,8 +112,8 @@ def test_truncated_rows_carry_no_loss_where_asked() -> None:
     batch = index(
         num_trained_tokens=[2, 3], mini_batch=[0, 0], finish_reason=np.array(["length", "stop"], object)
     )
-    plain = with_actor_weights(batch, algorithm(), 0.0).index.scalars("loss_weight")
-    masked = with_actor_weights(batch, algorithm(mask_truncated=True), 0.0).index.scalars("loss_weight")
+    plain = stepped(ActorWeights(algorithm()), batch).index.scalars("loss_weight")
+    masked = stepped(ActorWeights(algorithm(mask_truncated=True)), batch).index.scalars("loss_weight")
     assert plain == pytest.approx([1 / 5, 1 / 5])
     assert masked == pytest.approx([0.0, 1 / 3])
 
@@ -341,6 +355,7 @@ def test_a_step_is_described_in_the_order_in_which_it_runs() -> None:
     lines = plan_program(config).describe(config)
     steps = (
         "take complete prompt groups from the buffer; mixed_accuracy (algorithm.filter)",
+        "mini_batch, prm_mini_batch <- controller, by prompt groups",
         "score/judge, reward <- judge.compute_reward",
         "sample_weight <- controller (algorithm.resample=pf_ppo)",
         "old_log_probs <- actor",
@@ -350,13 +365,14 @@ def test_a_step_is_described_in_the_order_in_which_it_runs() -> None:
         "advantages <- controller (prime)",
         "rollout_weights, response_mask <- rollout correction",
         "covariance_selected <- controller, per mini-batch (kl_cov)",
+        "loss_weight <- controller (token-mean)",
         "actor.update_actor reads",
         "adapt the KL coefficient",
         "every 3 steps: reference <- actor",
         "publish weights to the rollout engines",
     )
     assert [line[: len(step)] for line, step in zip(lines, steps, strict=True)] == list(steps)
-    assert lines[10].endswith("with rows of data.pretrain in every mini-batch")
+    assert lines[12].endswith("with rows of data.pretrain in every mini-batch")
     assert lines[-1].endswith("(native, in the host's process), in place: one storage for both")
     greedy = algorithm(advantage=FunctionConfig("remax"))
     assert "each with the reward of a greedy answer" in plan_program(greedy).describe(greedy)[0]

@@ -1,4 +1,4 @@
-"""Who waits for engines while one of them is started again: `WeightPublisher.served`, on a virtual clock."""
+"""Who waits for engines while one of them is started again: the mender, on a virtual clock."""
 
 from __future__ import annotations
 
@@ -63,8 +63,12 @@ def publisher(engines: Restarts, told: list[str], **options: Any) -> WeightPubli
     return WeightPublisher(engines, engines, feeder, buffer, shared=False, warn=told.append, **options)
 
 
-def served(engines: Restarts, work: Coroutine[Any, Any, Any], told: list[str], **options: Any) -> Any:
-    return publisher(engines, told, **options).served(work, 3)
+async def served(engines: Restarts, work: Coroutine[Any, Any, Any], told: list[str], **options: Any) -> Any:
+    weights = publisher(engines, told, **options)
+    await weights.start(3)
+    engines.loads.clear()
+    async with weights.mender as mender:
+        return await mender.served(work)
 
 
 async def left_over() -> set[asyncio.Task[Any]]:

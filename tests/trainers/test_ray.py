@@ -52,13 +52,13 @@ def test_a_killed_worker_is_an_error_that_names_it(
     """While the groups of the second step are generated; however late Ray sees it, its peer's "connection
     closed" is no cause.
     """
-    take, killed = RLTrainer._take, []
+    take, killed = RLTrainer.take, []
 
-    async def kill_and_take(self: RLTrainer, feeding: Any) -> Any:
+    async def kill_and_take(self: RLTrainer) -> Any:
         if self.step == 1:
             killed.append((await self.roles.actor.call(ActorWorker.process_id))[1])
             os.kill(killed[0], signal.SIGKILL)
-        return await take(self, feeding)
+        return await take(self)
 
     loaded = load(
         [str(recipe)],
@@ -69,7 +69,7 @@ def test_a_killed_worker_is_an_error_that_names_it(
             "trainer.evaluation.every=null",
         ],
     )
-    monkeypatch.setattr(RLTrainer, "_take", kill_and_take)
+    monkeypatch.setattr(RLTrainer, "take", kill_and_take)
     monkeypatch.setattr("rondo.controller.group.ECHO_GRACE_SECONDS", 300.0)
     with pytest.raises(WorkerError, match=r"(actor|rollout)\[1\].* died"):
         train(loaded)

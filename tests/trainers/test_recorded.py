@@ -19,6 +19,7 @@ from rondo.data.rows import rows_from_trajectories
 from rondo.errors import ConfigError, DataError
 from rondo.trainers.loop.rl import RLTrainer
 from rondo.trainers.program.plan import plan_program
+from rondo.trainers.program.stages import CorrectionStage
 from rondo.trainers.replay.offline import RecordedBuffer, recorded_rollouts
 from rondo.trainers.sessions.session import open_session
 from rondo.workers.rollout import RolloutWorker
@@ -111,7 +112,7 @@ def test_interrupted_and_resumed_equals_undisturbed(
     live: Path, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = ("train", str(tiny), *RICH, f"rollout.recorded={live}", f"trainer.run_dir={tmp_path / 'run'}")
-    report = RLTrainer._report
+    report = RLTrainer.report
 
     async def stop_after_two(self: RLTrainer, *args: Any) -> None:
         await report(self, *args)
@@ -119,7 +120,7 @@ def test_interrupted_and_resumed_equals_undisturbed(
             self.request_stop()
 
     with monkeypatch.context() as patched:
-        patched.setattr(RLTrainer, "_report", stop_after_two)
+        patched.setattr(RLTrainer, "report", stop_after_two)
         assert inline(*arguments, check=False).returncode == 130
     assert len(rollouts(tmp_path / "run")) == 2
     elsewhere = inline(*arguments, f"rollout.recorded={live / 'rollouts'}", check=False)
@@ -172,7 +173,7 @@ def test_whose_samples_they_are(live: Path, tiny: Path, tmp_path: Path) -> None:
     assert recorded.sizes == (4,)
     assert recorded.recording.version(0) == 1
     program = plan_program(config, recorded)
-    assert program.correction is not None
+    assert any(isinstance(stage, CorrectionStage) for stage in program.stages)
     assert "rollout" not in program.all_roles
 
 

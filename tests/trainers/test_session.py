@@ -4,6 +4,7 @@ verbs compute what the built-in loop computes is in test_examples.py."""
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import signal
 from collections.abc import Awaitable, Callable
@@ -15,14 +16,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from rondo.errors import ConfigError, DataError, TrainError
+from rondo.errors import ConfigError, DataError, TrainError, WorkerError
 from rondo.trainers.loop.report import Reporter
 from rondo.trainers.sessions.handles import per_group
 from rondo.trainers.sessions.session import Session, open_session
 from rondo.types import Prompt, Trajectory
+from rondo.workers.models import ActorWorker
+from tests.trainers.conftest import inline, metrics, weights
 from tests.trainers.test_engine_process import engines_of
 
 QUIET = ("trainer.evaluation={before: false, after: false, every: null}", "checkpoint.export=false")
+KL = ("algorithm.kl={name: k3, where: loss, coef: 0.1}", "actor.mini_batch_size=2")
+FIRST = "reward.functions=[{name: 'tests/trainers/scorers.py:first_is_even'}]"
+RESAMPLED = (
+    "algorithm.advantage={name: reinforce_pp}",
+    "algorithm.resample={name: pf_ppo, strategy: best}",
+    "actor.mini_batch_size=2",
+)
 TWO_SCORES = (
     "reward.functions=[{name: 'tests/trainers/scorers.py:even_share'}, "
     "{name: rondo.recipes.quickstart.longer_than, tokens: 7, weight: 0}]",
@@ -47,7 +57,7 @@ def run(recipe: Path, tmp_path: Path) -> Callable[..., None]:
 
 
 def first(session: Session, number: int = 4) -> list[Prompt]:
-    return [session.run.data.train.prompt(seq) for seq in range(number)]
+    return [session.data.train.prompt(seq) for seq in range(number)]
 
 
 def short(prompt: Prompt, trajectory: Trajectory) -> float:
@@ -79,14 +89,11 @@ def test_reward_and_cost_are_columns_of_their_own(run: Any) -> None:
     async def program(session: Session) -> None:
         actor, reward, cost = await session.actor(), await session.reward(), await session.cost()
         batch = await reward.compute_reward(await actor.generate_sequences(first(session)))
-        assert "score/longer_than" not in batch.columns
         np.testing.assert_array_equal(batch.index.scalars("reward"), batch.index.scalars("accuracy"))
         judged = await cost.compute_cost(batch)
         lengths = judged.index.scalars("response_length")
         np.testing.assert_array_equal(judged.index.scalars("score/longer_than"), lengths > 7)
         np.testing.assert_array_equal(judged.index.scalars("reward"), batch.index.scalars("reward"))
-        with pytest.raises(ConfigError, match=r"reads the multiplier: pass multiplier"):
-            await session.compute_advantages(judged, "safe_rlhf")
 
     run(program, *TWO_SCORES)
 
@@ -96,7 +103,7 @@ def test_rows_whose_scoring_failed_are_gone(run: Any) -> None:
         actor, reward = await session.actor(), await session.reward()
         batch = await reward.compute_reward(await actor.generate_sequences(first(session)))
         assert batch.index.scalars("sample_index").tolist() == [0, 2, 3] * 4
-        assert session.run.stats.values()["reward/failed_share"] == 0.25
+        assert session.step_state.stats.values()["reward/failed_share"] == 0.25
 
     run(program, "reward.functions=[tests/trainers/scorers.py:raises]", "reward.on_error=drop")
 
@@ -122,7 +129,7 @@ def test_functions_from_python(run: Any) -> None:
             metrics = await actor.update_actor(batch)
             assert metrics.values()["actor/tokens"] == 1
             await session.log(batch, metrics)
-        assert session.step == session.run.version == 2
+        assert session.step == 2
 
     run(program, "trainer.total_steps=2", reward=short)
 
@@ -134,9 +141,9 @@ def test_old_log_probs_are_asked_for_where_they_are_needed(run: Any) -> None:
         with pytest.raises(DataError, match="values"):
             await session.compute_advantages(batch, "gae")
         batch = await session.compute_advantages(batch, "grpo")
-        before = session.run.version
+        before = session.step
         await actor.update_actor(batch)  # one optimizer step on fresh rows: old = current
-        assert session.run.version == before + 1
+        assert session.step == before + 1
         with pytest.raises(TrainError, match=r"call actor.compute_log_prob\(batch\) before the first update"):
             await actor.update_actor(batch)
         fresh = await actor.generate_sequences(first(session))
@@ -162,7 +169,7 @@ def test_samples_of_another_policy_are_corrected_for(run: Any) -> None:
         tokens = await batch.fetch(names)
         weights, old, sampled = (tokens.ragged(name)[0] for name in names)
         torch.testing.assert_close(weights, (old - sampled).exp().clamp(max=2.0))
-        assert session.run.stats.values()["rollout_correction/clipped_share"] == 0
+        assert session.step_state.stats.values()["rollout_correction/clipped_share"] == 0
         await actor.update_actor(await session.compute_correction(own))
 
     run(program, "trainer.max_staleness=1")
@@ -188,13 +195,8 @@ def test_the_reference_follows_the_actor(run: Any) -> None:
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("algorithm.filter=mixed_accuracy", r"algorithm.filter is for the built-in loop.*batch.take"),
         ("algorithm.rollout_correction={mode: bypass}", r"mode=bypass is for the built-in loop.*decoupled"),
         ("reference.refresh_every=1", r"await reference.follow\(actor\)"),
-        (
-            "algorithm.kl={name: k3, where: loss, coef: 0.1, controller: adaptive}",
-            r"compute_advantages\(…, kl_coef=…\)",
-        ),
     ],
 )
 def test_what_a_program_does_itself_is_refused_in_the_recipe(run: Any, override: str, said: str) -> None:
@@ -216,10 +218,104 @@ def test_an_engine_that_is_killed_gets_its_weights_again(run: Any, monkeypatch: 
         before = (await (await actor.generate_sequences(prompts)).fetch()).rows("response_ids")
         (engine,) = engines_of(os.getpid())
         os.kill(engine, signal.SIGKILL)
-        again = await asyncio.wait_for(actor.generate_sequences(prompts), 120)
+        async with session.run.weights.mender:  # as inside of the loop
+            again = await asyncio.wait_for(actor.generate_sequences(prompts), 120)
         for one, other in zip(before, (await again.fetch()).rows("response_ids"), strict=True):
             assert one.tolist() == other.tolist()
         assert len(warned) == 1
         assert "it was started again and wants weights" in warned[0]
 
     run(program, "rollout.process=own")
+
+
+async def grpo(session: Session) -> None:
+    """GRPO with a KL to the reference, spelled out."""
+    actor, reference, reward = await session.actor(), await session.reference(), await session.reward()
+    async for prompts in session.prompts():
+        batch = await reward.compute_reward(await actor.generate_sequences(prompts))
+        batch = await reference.compute_log_prob(await actor.compute_log_prob(batch))
+        batch = await session.compute_advantages(batch)
+        await session.log(batch, await actor.update_actor(batch))
+
+
+ADAPTIVE = (
+    "algorithm.kl={name: k3, where: loss, coef: 0.1, controller: adaptive, target: 0.001, horizon: 100}"
+)
+POWERS = {
+    "filter": (
+        "reward.accuracy=first_is_even",
+        FIRST,
+        "algorithm.filter=mixed_accuracy",
+        "algorithm.max_refills=50",
+    ),
+    "adaptive": (ADAPTIVE,),
+    "stale": ("trainer.max_staleness=2", "trainer.on_update=finish"),
+}
+
+
+@pytest.mark.parametrize("power", POWERS)
+def test_a_program_has_the_powers_of_the_loop(run: Any, recipe: Path, tmp_path: Path, power: str) -> None:
+    """Filters, adaptive coefficients, staleness: the same bits as `rondo train` with the same settings."""
+    settings = (*KL, *POWERS[power], "trainer.total_steps=3", "checkpoint.export=true")
+    run(grpo, *settings)
+    inline("train", str(recipe), *QUIET, *settings, f"trainer.run_dir={tmp_path / 'built-in'}")
+    ours, theirs = metrics(tmp_path / "run"), metrics(tmp_path / "built-in")
+    kept = ("actor/", "reward/mean", "buffer/staleness", "buffer/filtered", "rollout_correction/")
+    for mine, its in zip(ours, theirs, strict=True):
+        same = [key for key in its if key.startswith(kept)]
+        assert {key: mine.get(key) for key in same} == {key: its[key] for key in same}
+    if power == "filter":
+        assert sum(line["buffer/filtered"] for line in ours) > 0
+    if power == "stale":
+        assert max(line["buffer/staleness_max"] for line in ours) == 2
+    assert weights(tmp_path / "run") == weights(tmp_path / "built-in")
+
+
+def test_resampling_is_a_line_of_the_program(run: Any, recipe: Path, tmp_path: Path) -> None:
+    async def program(session: Session) -> None:
+        actor, reward = await session.actor(), await session.reward()
+        async for prompts in session.prompts():
+            batch = await reward.compute_reward(await actor.generate_sequences(prompts))
+            batch = await actor.compute_log_prob(batch)
+            with pytest.raises(ConfigError, match=r"call session.resample\(batch\) after the rewards"):
+                await session.compute_advantages(batch)
+            batch = await session.compute_advantages(await session.resample(batch))
+            await session.log(batch, await actor.update_actor(batch))
+
+    settings = (*RESAMPLED, "trainer.total_steps=2", "checkpoint.export=true")
+    run(program, *settings)
+    inline("train", str(recipe), *QUIET, *settings, f"trainer.run_dir={tmp_path / 'built-in'}")
+    assert weights(tmp_path / "run") == weights(tmp_path / "built-in")
+
+
+class BrokenError(Exception):
+    """In the program, at a step of the test's choice."""
+
+
+@pytest.mark.parametrize("power", ["adaptive", "stale"])
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_a_program_that_breaks_off_goes_on_where_it_was(
+    run: Any, tmp_path: Path, power: str, at: int
+) -> None:
+    """In the middle of any step; the same bits as undisturbed."""
+    settings = (*KL, *POWERS[power], "trainer.total_steps=4", "checkpoint.every=1", "checkpoint.export=true")
+
+    async def breaks(session: Session) -> None:
+        update = ActorWorker.update_actor
+
+        def broken(self: ActorWorker, *arguments: Any, **options: Any) -> Any:
+            if session.step == at:
+                raise BrokenError
+            return update(self, *arguments, **options)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ActorWorker, "update_actor", functools.wraps(update)(broken))
+            await grpo(session)
+
+    with pytest.raises(WorkerError, match="BrokenError"):
+        run(breaks, *settings)
+    assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, at + 1))
+    run(grpo, *settings)
+    run(grpo, *settings, f"trainer.run_dir={tmp_path / 'undisturbed'}")
+    assert weights(tmp_path / "run") == weights(tmp_path / "undisturbed")
+    assert metrics(tmp_path / "run") == metrics(tmp_path / "undisturbed")

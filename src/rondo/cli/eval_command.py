@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from pathlib import Path
 
@@ -27,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
 
     result = evaluate_model(loaded)
     if args.output:
-        lines = [json.dumps(record, ensure_ascii=False) for record in result.records]
+        lines = [json.dumps(record, ensure_ascii=False) for record in map(dataclasses.asdict, result.samples)]
         Path(args.output).write_text("\n".join(lines) + "\n", encoding="utf-8")
     print(json.dumps(result.metrics, indent=2))
     return 0

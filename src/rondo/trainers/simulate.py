@@ -25,7 +25,7 @@ from rondo.errors import TrainError
 from rondo.trainers.loop.buffer import Buffer, Group
 from rondo.trainers.loop.feeder import EpisodeFeeder
 from rondo.trainers.loop.publish import WeightPublisher
-from rondo.types import SCORED
+from rondo.types import SCORED, StepStats
 from rondo.weights.sync import SyncReport
 
 T = TypeVar("T")
@@ -276,19 +276,22 @@ async def simulate(
     await publisher.start(buffer.version)
     feeding = asyncio.create_task(feeder.run())
     try:
-        while groups := await buffer.take():
-            done.steps.append([group.seq for group in groups])
-            done.staleness += [buffer.version - group.oldest_version for group in groups]
-            done.trained_lengths += [n for group in groups for n in group.lengths().tolist()]
-            if on_step is not None:
-                await on_step(groups)
+        async with publisher.mender:
+            while groups := await buffer.take():
+                done.steps.append([group.seq for group in groups])
+                done.staleness += [buffer.version - group.oldest_version for group in groups]
+                done.trained_lengths += [n for group in groups for n in group.lengths().tolist()]
+                if on_step is not None:
+                    await on_step(groups)
 
-            async def read_statistics(version: int) -> None:
-                done.statistics.append(dict(buffer.statistics()))
-
-            async with publisher.publishing(buffer.version + 1, before_release=read_statistics) as stats:
+                stats, version = StepStats(), buffer.version + 1
+                await publisher.hold_if_shared()
                 await asyncio.sleep(update_seconds)
-            done.statistics[-1] |= stats.values()
+                await publisher.publish(version, stats)
+                done.statistics.append(dict(buffer.statistics()))
+                buffer.end_step()
+                await publisher.release(version, stats)
+                done.statistics[-1] |= stats.values()
     finally:
         feeding.cancel()
         await asyncio.gather(feeding, return_exceptions=True)

@@ -213,17 +213,19 @@ class RolloutWorker(ReceivesWeights, Worker):
         n: int,
         deadline_seconds: float | None = None,
         *,
+        purpose: str = "train",
         greedy_baseline: bool = False,
         ended: bool = False,
     ) -> Batch:
-        """All rows of one prompt group, failed trajectories included (column outcome).
+        """All rows of one prompt group, failed trajectories included (column outcome). purpose: seeds the
+        samples' noise, beside prompt and sample index.
 
         greedy_baseline: with the column greedy_reward, the reward of one greedy answer to the same prompt
         (NaN where that was not scored). ended: with the column ENDED, for the journal. Raises ConfigError
         with a reward function that compares a group's answers: it cannot score that one.
         """
         self._refuse_group_functions(greedy_baseline)
-        made = await _run(self._runner, prompt, sampling, n, greedy_baseline, deadline_seconds)
+        made = await _run(self._runner, prompt, sampling, n, greedy_baseline, deadline_seconds, purpose)
         return self._group(made, ended=ended)
 
     async def continue_group(
@@ -312,10 +314,15 @@ class RolloutWorker(ReceivesWeights, Worker):
         )
 
     @dispatch("per_rank")
-    async def statistics(self) -> StepStats:
-        """Counters of engines, router and scorer since the last call."""
+    async def end_step(self) -> StepStats:
+        """Counters of engines, router and scorer for the step that ends here; the next begins at 0."""
         stats = await self.replicas.statistics()
         return stats.merge(self.scorer.stats()) if self.scorer else stats
+
+    @dispatch("per_rank")
+    async def start_counting(self) -> None:
+        """A step begins here: what was counted until now belongs to none."""
+        await self.end_step()
 
     def close(self) -> None:
         """End the agents' endpoint, the engines, their processes and the scorers; called when the cluster
@@ -349,11 +356,12 @@ async def _run(
     n: int,
     greedy_baseline: bool,
     deadline_seconds: float | None = None,
+    purpose: str = "train",
 ) -> tuple[list[Trajectory], Trajectory | None]:
     """The samples, and the greedy answer where one is asked for."""
-    if greedy_baseline:
-        return await runner.run_group_with_baseline(prompt, sampling, n, deadline_seconds=deadline_seconds)
-    return await runner.run_group(prompt, sampling, n, deadline_seconds=deadline_seconds), None
+    make = runner.run_group_with_baseline if greedy_baseline else runner.run_group
+    made = await make(prompt, sampling, n, purpose=purpose, deadline_seconds=deadline_seconds)
+    return made if greedy_baseline else (made, None)  # type: ignore[return-value]
 
 
 def _completions(rows: Batch) -> list[Completion]:

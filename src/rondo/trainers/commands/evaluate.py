@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,8 @@ from rondo.errors import CheckpointError, ConfigError
 from rondo.models import load_tokenizer
 from rondo.trainers.commands.check import check_rl
 from rondo.trainers.loop.engine_side import restarted
-from rondo.trainers.loop.evaluation import evaluate
-from rondo.trainers.loop.waiting import attended
+from rondo.trainers.loop.evaluation import EvaluationResult, evaluate
+from rondo.trainers.loop.mender import Mender
 from rondo.trainers.program.inputs import complete_model, load_prompts, open_tokenizer
 from rondo.trainers.program.roles import create_rollout, model_source, on_one_pool, one_storage
 from rondo.types import Prompt, SamplingParams
@@ -29,15 +28,7 @@ from rondo.workers.models import ActorWorker
 from rondo.workers.rollout import RolloutWorker
 
 
-@dataclass(frozen=True)
-class EvaluationOutput:
-    """metrics: eval/… by name. records: every answer as a mapping."""
-
-    metrics: dict[str, float]
-    records: list[dict[str, Any]]
-
-
-def evaluate_model(loaded: LoadedConfig) -> EvaluationOutput:
+def evaluate_model(loaded: LoadedConfig) -> EvaluationResult:
     """Answers of model.path to data.eval, as trainer.evaluation says, on all devices whatever cluster.pools
     says. Raises ConfigError when there are no prompts.
     """
@@ -50,7 +41,7 @@ def evaluate_model(loaded: LoadedConfig) -> EvaluationOutput:
     return asyncio.run(_evaluate(config))
 
 
-async def _evaluate(config: Config) -> EvaluationOutput:
+async def _evaluate(config: Config) -> EvaluationResult:
     prompts = load_prompts(config)
     cluster = await start_cluster(config.cluster)
     try:
@@ -59,16 +50,16 @@ async def _evaluate(config: Config) -> EvaluationOutput:
             cluster, config, prompts.max_context, share=one_storage(config), threads=cluster.threads
         )
 
-        async def load(why: str = "") -> None:
+        async def load() -> None:
             """At the start, and for an engine that was started again."""
             await rollout.call(RolloutWorker.pause)
             await rollout.call(RolloutWorker.load_weights, 0)
             await rollout.call(RolloutWorker.resume)
 
         await load()
-        work = evaluate(rollout, prompts.eval, config.trainer.evaluation, prompts.sampling)
-        result = await attended(work, lambda: restarted(rollout), load)
-        return EvaluationOutput(result.metrics, [dataclasses.asdict(record) for record in result.samples])
+        async with Mender(lambda: restarted(rollout), load) as mender:
+            work = evaluate(rollout, prompts.eval, config.trainer.evaluation, prompts.sampling)
+            return await mender.served(work)
     finally:
         await cluster.shutdown()
 

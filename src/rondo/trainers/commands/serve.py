@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ipaddress
 import os
 import signal
@@ -22,6 +21,7 @@ from rondo.rollout.build import check_engine
 from rondo.serving import Endpoint, Sessions
 from rondo.serving.http import HttpServer, check_installed
 from rondo.trainers.commands.check import changed_keys
+from rondo.trainers.loop.mender import Mender
 from rondo.trainers.program.inputs import complete_model, open_tokenizer, sampling_params
 from rondo.trainers.program.roles import model_source
 from rondo.workers.replicas import Replicas
@@ -214,25 +214,16 @@ async def _until_stopped(replicas: Replicas, spec: EngineSpec, started: Callable
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    stopping = asyncio.create_task(stop.wait())
-    mending = asyncio.create_task(_mend(replicas, spec))
-    try:
-        started()
-        await asyncio.wait({stopping, mending}, return_when=asyncio.FIRST_COMPLETED)
-        if mending.done():
-            mending.result()  # it ends by an error only
-    finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
-        mending.cancel()
-        stopping.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await mending
 
-
-async def _mend(replicas: Replicas, spec: EngineSpec) -> None:
-    while True:
-        await replicas.restarted()
+    async def reload() -> None:
         await replicas.router.pause()
         await asyncio.to_thread(_load, replicas, spec)
         await replicas.router.resume()
+
+    try:
+        async with Mender(replicas.restarted, reload) as mender:
+            started()
+            await mender.served(stop.wait())
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)

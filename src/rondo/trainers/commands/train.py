@@ -19,17 +19,16 @@ from rondo.config import LoadedConfig, load, to_yaml
 from rondo.config.schema import Config
 from rondo.controller import Cluster, start_cluster
 from rondo.errors import ConfigError
-from rondo.rewards import Scorer
 from rondo.tracking import Console, RunFolder
 from rondo.trainers.commands.check import beside_recipe, check_rl, located
 from rondo.trainers.commands.check_supervised import check_supervised
-from rondo.trainers.loop.checkpoints import Checkpoints, WayOn
+from rondo.trainers.loop.checkpoints import Checkpoints
 from rondo.trainers.loop.engine_side import EngineSide, RolloutSide
 from rondo.trainers.loop.report import Reporter, show_finished
 from rondo.trainers.loop.resume import already_finished
 from rondo.trainers.loop.rl import RLTrainer
 from rondo.trainers.loop.routes import remove_files
-from rondo.trainers.program.inputs import complete_model, load_prompts, open_tokenizer
+from rondo.trainers.program.inputs import complete_model, load_prompts, open_tokenizer, score_names
 from rondo.trainers.program.plan import Program, Schedule, plan_schedule, schedule_of
 from rondo.trainers.program.roles import Roles, create_model, create_rollout, placement_of, shares_weights
 from rondo.trainers.replay.journal import RunJournal, followed_journal, open_journal
@@ -116,14 +115,14 @@ async def _train(loaded: LoadedConfig, program: Program, console: Console) -> Su
             reporter.device = f"{cluster.num_devices} x {cluster.device} ({config.cluster.backend})"
             side = make_side(cluster, roles)
             trainer = RLTrainer(
-                config, cluster, roles, program, schedule, side, reporter, checkpoints, journal
+                program, config, cluster, roles, schedule, side, reporter, checkpoints, journal=journal
             )
             if roles.rollout is not None:
                 for line in dict.fromkeys(await roles.rollout.call(RolloutWorker.decode_path)):
                     reporter.note(line)
             await trainer.start()
             folder.write_config(to_yaml(loaded.config))
-            with _stop_on_interrupt(trainer, console), WayOn(checkpoints):
+            with _stop_on_interrupt(trainer, console), checkpoints.way_on_noted():
                 finished = await trainer.run()
             if finished and config.checkpoint.export:
                 with console.phase("exporting the model"):
@@ -150,17 +149,14 @@ def _source_of_groups(
         return schedule_of(config, steps, groups, program.learners), lambda cluster, roles: side(cluster)
     with console.phase("reading prompts"):
         prompts = load_prompts(config)
-    scorer = Scorer(config.reward)
-    scorer.check_sources(prompts.train.source_names, reads_accuracy=program.reads_accuracy)
-    score_names = scorer.names
-    scorer.close()
+    names = score_names(config, prompts, reads_accuracy=program.reads_accuracy)
 
     def engines(cluster: Cluster, roles: Roles) -> RolloutSide:
-        arguments = (config, roles, program, prompts, score_names, folder.path)
+        arguments = (config, roles, prompts, names, folder.path)
         if config.trainer.replay is None:
-            return EngineSide(*arguments)
+            return EngineSide(*arguments, greedy_baseline=program.greedy_baseline)
         assert journal is not None
-        return ReplayedSide(journal, *arguments)
+        return ReplayedSide(journal, *arguments, greedy_baseline=program.greedy_baseline)
 
     return plan_schedule(config, prompts.train.prompts_per_epoch, program.learners), engines
 
@@ -197,7 +193,7 @@ async def _run_supervised(
         trainer = await SupervisedTrainer.create(task, config, cluster, reporter, checkpoints)
     await trainer.start()
     folder.write_config(to_yaml(written))
-    with _stop_on_interrupt(trainer, console), WayOn(checkpoints):
+    with _stop_on_interrupt(trainer, console), checkpoints.way_on_noted():
         finished = await trainer.run()
     if finished and config.checkpoint.export:
         await trainer.actor.call(ActorWorker.export, str(folder.export_dir))

@@ -382,14 +382,13 @@ class Buffer:
             self._changed.notify_all()
 
     def statistics(self) -> Mapping[str, float]:
-        """For the metrics: what is here now; what came in, was aborted or given back since the last call;
+        """For the metrics: what is here now; what came in, was aborted or given back since `end_step`;
         and, with a filter, what it did for the batch taken last. reward/generated_mean is over all scored
         rows, those of filtered groups too: the mean over what is trained on says more about the filter than
         about the policy. Lengths of what came in beside those of what was trained: over a while they are the
-        same, unless short answers are favoured. Call it once per publish, before `advance`.
+        same, unless short answers are favoured.
         """
-        self._note("publish", version=self.version + 1, in_flight=self.in_flight)
-        statistics = {
+        return {
             **self._filter_statistics,
             "buffer/ready": float(len(self.ready)),
             "buffer/open": float(len(self.ledger.open)),
@@ -399,9 +398,12 @@ class Buffer:
             **_length_statistics("buffer/produced_length", self.ledger.produced),
             **_length_statistics("buffer/trained_length", self.trained),
         }
+
+    def end_step(self) -> None:
+        """The next version was published: a line of the journal, and the step's counts begin anew."""
+        self._note("publish", version=self.version + 1, in_flight=self.in_flight)
         self.num_aborted = self.num_given_back = 0
         self.ledger.produced = []
-        return statistics
 
 
 def _length_statistics(name: str, lengths: Sequence[int]) -> dict[str, float]:

@@ -4,8 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import TracebackType
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Protocol
 
 from rondo.checkpoint import (
@@ -35,23 +35,6 @@ class Resumable(Protocol):
     async def state(self) -> ControllerState: ...
 
     async def load_state(self, state: ControllerState) -> None: ...
-
-
-class WayOn:
-    """`with WayOn(checkpoints):` around training: an error that ends it says how the run can go on."""
-
-    def __init__(self, checkpoints: Checkpoints) -> None:
-        self._checkpoints = checkpoints
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        way_on = self._checkpoints.way_on() if isinstance(error, Exception) else None
-        if error is not None and way_on is not None:
-            error.add_note(way_on)
 
 
 class Checkpoints:
@@ -97,6 +80,17 @@ class Checkpoints:
             f"all up to step {steps[-1]} is saved ({self._store.path_of(steps[-1])}): the same command"
             f"{setting} goes on from there"
         )
+
+    @contextmanager
+    def way_on_noted(self) -> Iterator[None]:
+        """Around training: an error that ends it says how the run can go on."""
+        try:
+            yield
+        except Exception as error:
+            way_on = self.way_on()
+            if way_on is not None:
+                error.add_note(way_on)
+            raise
 
     def due(self, trainer: Resumable) -> bool:
         """Every `checkpoint.every` steps and at the end."""

@@ -24,11 +24,10 @@ from rondo.rollout.protocol import WASTED_TOKENS
 from rondo.trainers.loop.buffer import Buffer
 from rondo.trainers.loop.evaluation import EvaluationResult, evaluate
 from rondo.trainers.loop.feeder import EpisodeFeeder, Episodes
+from rondo.trainers.loop.mender import cancel
 from rondo.trainers.loop.publish import Canary
 from rondo.trainers.loop.routes import Route, make_route
-from rondo.trainers.loop.waiting import cancel
 from rondo.trainers.program.inputs import Prompts
-from rondo.trainers.program.plan import Program
 from rondo.trainers.program.roles import Roles
 from rondo.types import Prompt, SamplingParams, StepStats
 from rondo.workers.rollout import PIECE, PIECE_INDEX, RolloutWorker, runs_in_own_process
@@ -66,8 +65,12 @@ class RolloutSide(Protocol):
         """
         ...
 
-    async def statistics(self) -> StepStats:
-        """Counters of all engines since the last call."""
+    async def end_step(self) -> StepStats:
+        """Counters of all engines for the step that ends here; those of the next begin at 0."""
+        ...
+
+    async def start_counting(self) -> None:
+        """A step begins here: what the engines counted until now belongs to none."""
         ...
 
     async def evaluate(self) -> EvaluationResult:
@@ -82,10 +85,11 @@ class EngineSide:
         self,
         config: Config,
         roles: Roles,
-        program: Program,
         prompts: Prompts,
         score_names: Sequence[str],
         folder: Path,
+        *,
+        greedy_baseline: bool = False,
     ) -> None:
         self._config, self._prompts, self._rollout = config, prompts, roles.engines
         workers = WorkerEpisodes(
@@ -95,7 +99,7 @@ class EngineSide:
             n=config.rollout.n,
             score_names=score_names,
             deadline_seconds=config.rollout.deadline_seconds,
-            greedy_baseline=program.greedy_baseline,
+            greedy_baseline=greedy_baseline,
             may_lose=roles.rollout_stands_alone(),
             own_processes=runs_in_own_process(config.rollout),
         )
@@ -122,13 +126,16 @@ class EngineSide:
     def taken_at(self, seq: int, version: int) -> int:
         return version
 
-    async def statistics(self) -> StepStats:
+    async def end_step(self) -> StepStats:
         stats = StepStats()
-        parts: Mapping[int, StepStats] = await self._rollout.call_each(RolloutWorker.statistics)
+        parts: Mapping[int, StepStats] = await self._rollout.call_each(RolloutWorker.end_step)
         for part in parts.values():
             stats.merge(part)
         stats.add_sum("buffer/wasted_tokens", stats.sums.pop(WASTED_TOKENS, 0.0))
         return stats
+
+    async def start_counting(self) -> None:
+        await self._rollout.call_each(RolloutWorker.start_counting)
 
     async def evaluate(self) -> EvaluationResult:
         evaluation, sampling = self._config.trainer.evaluation, self._prompts.sampling

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -22,7 +22,7 @@ from rondo.data.rows import GREEDY_REWARD, is_scored
 from rondo.errors import RolloutError, WorkerError
 from rondo.planning.admission import OnUpdate
 from rondo.trainers.loop.buffer import Buffer, Group, failures
-from rondo.trainers.loop.waiting import cancel
+from rondo.trainers.loop.mender import cancel
 
 
 class Episodes(Protocol):
@@ -72,12 +72,14 @@ class EpisodeFeeder:
     ) -> None:
         self._buffer, self._episodes, self._n = buffer, episodes, n
         self.on_update, self._max_aborts, self._warn = on_update, max_aborts, warn
+        self._running = False
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._load = np.zeros(episodes.size, np.int64)  # groups in flight per rank
         self._seen_alive = set(range(episodes.size))
 
     async def run(self) -> None:
         """Starts a group for every credit, until cancelled."""
+        self._running = True
         while True:
             self._start(await self._buffer.ticket())
 
@@ -90,15 +92,15 @@ class EpisodeFeeder:
         if self._tasks.get(seq) is task:
             del self._tasks[seq]
 
-    async def hold(self) -> None:
-        """When this returns nothing decodes.
+    async def hold(self, stranded: Callable[[], Coroutine[Any, Any, str]]) -> None:
+        """When this returns nothing decodes. stranded: `Mender.stranded`.
 
         finish: drain what is in flight, scoring and refills included. resume: stop at a token boundary; what
         is in flight goes on after `release` under whatever weights are there then. abort: what is in flight
         is cancelled and given back, unless it was aborted max_aborts times.
         """
-        if self.on_update == "finish":
-            await self._drain()
+        if self.on_update == "finish" and self._running:  # else nobody uses the credits that it waits for
+            await self._drain(stranded)
         else:
             await self._buffer.admit(False)
         self._buffer.in_flight = len(self._tasks)
@@ -109,12 +111,12 @@ class EpisodeFeeder:
             )
         await self._episodes.pause()
 
-    async def _drain(self) -> None:
+    async def _drain(self, stranded: Callable[[], Coroutine[Any, Any, str]]) -> None:
         """Until nothing is in flight; or until an engine was started again, whose requests wait for weights
         that only the publish after this brings: then what is left is given back.
         """
         settled = asyncio.create_task(self._buffer.settled())
-        restarted = asyncio.create_task(self._episodes.restarted())
+        restarted = asyncio.create_task(stranded())
         try:
             await asyncio.wait({settled, restarted}, return_when=asyncio.FIRST_COMPLETED)
             if settled.done():

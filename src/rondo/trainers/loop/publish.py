@@ -1,6 +1,5 @@
-"""The order of a publish: hold, (update,) load, confirm, snapshot if due, advance the buffer, release.
-
-The canary: after each sync, the engines' log-probs of a few tokens must be the trainer's.
+"""Weights on their way to the engines: hold, load, confirm, release; and the canary that proves that they
+arrived.
 """
 
 from __future__ import annotations
@@ -8,8 +7,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
-from typing import Any, TypeVar
+from contextlib import asynccontextmanager
+from typing import Any
 
 import numpy as np
 
@@ -19,26 +18,23 @@ from rondo.errors import WeightSyncError
 from rondo.planning.residency import Phase
 from rondo.trainers.loop.buffer import Buffer
 from rondo.trainers.loop.feeder import EpisodeFeeder, Episodes
+from rondo.trainers.loop.mender import Mender
 from rondo.trainers.loop.routes import Route, wire_dtype
-from rondo.trainers.loop.waiting import attended
 from rondo.trainers.program.inputs import Prompts
 from rondo.trainers.program.roles import Roles
 from rondo.types import StepStats, request_seed
+from rondo.weights.sync import SyncReport
 from rondo.workers.models import ActorWorker
 from rondo.workers.rollout import RolloutWorker
 from rondo.workers.transfer import probed
 
-T = TypeVar("T")
-
-
-async def _nothing(version: int) -> None: ...
-
 
 class WeightPublisher:
-    """shared: trainer and sampler use one storage, so episodes must be held before the first optimizer
-    step. enter: tells the engines which phase begins (rollout.sleep); None: they never rest. phase: counts
-    the time inside to a name (`Timers.phase`). canary: compares engines and trainer after each sync, and
-    returns the gap (`Canary.check`).
+    """Serves the trainer's versions: hold, load, confirm, release. Every engine has the one that is served.
+
+    shared: trainer and sampler use one storage, so episodes are held before the first optimizer step. enter:
+    tells the engines which phase begins (rollout.sleep); None: they never rest. canary: compares engines and
+    trainer after each sync, and returns the gap (`Canary.check`).
     """
 
     def __init__(
@@ -51,84 +47,93 @@ class WeightPublisher:
         shared: bool,
         enter: Callable[[Phase], Awaitable[None]] | None = None,
         canary: Callable[[int], Coroutine[Any, Any, float]] | None = None,
-        phase: Callable[[str], AbstractContextManager[Any]] = nullcontext,
         warn: Callable[[str], None] = lambda message: None,
     ) -> None:
-        self._route, self._episodes, self._feeder = route, episodes, feeder
-        self._buffer, self._shared, self._enter = buffer, shared, enter
-        self._phase, self._canary, self._warn = phase, canary, warn
-
-    async def train_phase(
-        self, version: int, *, before_hold: Callable[[int], Awaitable[None]] = _nothing
-    ) -> None:
-        """The trainer begins to compute on the way to `version`. Engines that rest meanwhile are held from
-        here until `publishing` has loaded it.
-        """
-        if self._enter is not None:
-            await before_hold(version)
-            await self._feeder.hold()
-            await self._enter("train")
-
-    @asynccontextmanager
-    async def publishing(
-        self,
-        version: int,
-        *,
-        before_hold: Callable[[int], Awaitable[None]] = _nothing,
-        before_release: Callable[[int], Awaitable[None]] = _nothing,
-    ) -> AsyncIterator[StepStats]:
-        """The update runs inside. before_hold(version) waits for what must end under the old weights.
-        before_release(version) runs while nothing decodes: the snapshot, and an evaluation of its own.
-
-        An error inside leaves the episodes held and the version old. Yields statistics that are full
-        afterwards.
-        """
-        stats = StepStats()
-        if self._shared:
-            await before_hold(version)
-            await self._feeder.hold()
-        yield stats
-        with self._phase("publish"):
-            if not self._shared:
-                await before_hold(version)
-                await self._feeder.hold()
-            report = await self._route.load(version)
-            if self._enter is not None:
-                await self._enter("generate")
-            report.count(stats)
-            stats.add_sum("buffer/in_flight", float(self._buffer.in_flight))
-            await before_release(version)
-            await self._buffer.advance(version)
-            await self._feeder.release()
-            if self._canary is not None:  # the engines run, and the trainer holds what they serve
-                gap = await self.served(self._canary(version), version)
-                stats.add_max("weights/canary_gap", gap)
+        self._route = route
+        self._episodes = episodes
+        self._feeder = feeder
+        self._buffer = buffer
+        self._shared = shared
+        self._enter = enter
+        self._canary = canary
+        self._version = -1  # that the engines serve
+        self._held = False  # the episodes
+        self._changes = False  # the weights: `mender.changing` is ours
+        self.mender = Mender(episodes.restarted, self._reload, check=self._check, warn=warn)
 
     async def start(self, version: int) -> None:
-        """The first weights, before the first episode."""
+        """Serves the first weights, before the first episode."""
         await self._episodes.pause()
-        await self._route.load(version)
+        await self._load(version)
         await self._buffer.advance(version)
         await self._feeder.release()
 
-    async def served(self, work: Coroutine[Any, Any, T], version: int) -> T:
-        """The result of `work`, which waits for engines. One that is started again meanwhile has no weights,
-        and whoever waits for it would wait for ever: it gets `version`. Only while the trainer holds that.
+    async def hold_if_resting(self) -> None:
+        """Engines that rest while the trainer computes (rollout.sleep) are held from here to `release`."""
+        if self._enter is not None:
+            await self._hold()
+            await self._enter("train")
+
+    async def hold_if_shared(self) -> None:
+        """Comes before the first optimizer step: from here to `publish` the trainer's weights are no version
+        that anybody is served. Engines with the trainer's storage are held.
         """
+        await self._begin_change()
+        if self._shared:
+            await self._hold()
 
-        async def mend(news: str) -> None:
-            self._warn(news)
-            await self.republish(version)
+    async def publish(self, version: int, stats: StepStats) -> None:
+        """Holds the episodes, if nobody has; every engine loads `version` and confirms it."""
+        await self._hold()
+        (await self._load(version)).count(stats)
+        if self._enter is not None:
+            await self._enter("generate")
+        stats.add_sum("buffer/in_flight", float(self._buffer.in_flight))
 
-        return await attended(work, self._episodes.restarted, mend)
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Between `publish` and `release`: the engines run inside, for an evaluation."""
+        self.mender.changing.release()
+        await self._episodes.resume()
+        yield
+        await self.mender.changing.acquire()
+        await self._episodes.pause()
 
-    async def republish(self, version: int) -> None:
+    async def release(self, version: int, stats: StepStats) -> None:
+        """Prompts start on the credits of `version`, and episodes go on under its weights."""
+        await self._buffer.advance(version)
+        self._held = self._changes = False
+        self.mender.changing.release()
+        await self._feeder.release()
+        if self._canary is not None:  # the engines run, and the trainer holds what they serve
+            gap = await self.mender.served(self._canary(version))
+            stats.add_max("weights/canary_gap", gap)
+
+    async def _begin_change(self) -> None:
+        if not self._changes:
+            await self.mender.changing.acquire()
+            self._changes = True
+
+    async def _hold(self) -> None:
+        await self._begin_change()
+        if not self._held:
+            await self._feeder.hold(self.mender.stranded)
+            self._held = True
+
+    async def _load(self, version: int) -> SyncReport:
+        report = await self._route.load(version)
+        self._version = version
+        return report
+
+    async def _reload(self) -> None:
         """The weights once more, for an engine that has none. What is in flight keeps its place."""
         await self._episodes.pause()
-        await self._route.load(version)
+        await self._load(self._version)
         await self._episodes.resume()
+
+    async def _check(self) -> None:
         if self._canary is not None:
-            await self.served(self._canary(version), version)
+            await self._canary(self._version)
 
 
 # Largest believable difference of one log-prob between two correct implementations, by the sampler's dtype.

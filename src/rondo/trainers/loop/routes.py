@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from rondo.config.schema import Config
 from rondo.controller import WorkerGroup
 from rondo.errors import ConfigError, WeightSyncError, WorkerError
-from rondo.trainers.loop.waiting import cancel
+from rondo.trainers.loop.mender import cancel
 from rondo.trainers.program.roles import Roles, shares_weights
 from rondo.weights.disk import remove_weights
 from rondo.weights.exchange import SendReport, Transfer

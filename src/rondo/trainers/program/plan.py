@@ -7,13 +7,12 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rondo.algorithms import actor_loss, critic_loss
 from rondo.algorithms.objective import ActorLoss
 from rondo.algorithms.prm_objective import PrmLoss
 from rondo.algorithms.registry import Kind, columns_read, lookup
-from rondo.config.schema import ActorConfig, Config, CriticConfig, FunctionConfig
+from rondo.config.schema import Config, FunctionConfig, RewardModelConfig
 from rondo.data.rows import GREEDY_REWARD, INDEX_COLUMNS
 from rondo.errors import ConfigError
 from rondo.planning.admission import effective_on_update
@@ -27,10 +26,13 @@ from rondo.trainers.program.stages import (
     AdvantageStage,
     CorrectionStage,
     PreparationStage,
+    Production,
+    RewardModelScores,
+    Stage,
     describe_correction,
     effective_correction,
 )
-from rondo.training import Loss
+from rondo.trainers.program.update import ActorWeights, Learner, LearnerUpdate, MiniBatches, Resampling
 from rondo.workers.models import CriticWorker, update_columns
 from rondo.workers.scoring import PrmWorker
 
@@ -48,46 +50,26 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class Learner:
-    """A role beside the actor that is trained in every step: `method` reads `columns`.
-
-    first: before the columns that it produces are computed, and so before the advantages; otherwise after
-    them.
-    """
-
-    role: str
-    method: Any
-    loss: Loss
-    loss_name: str
-    section: ActorConfig | CriticConfig
-    aggregation: FunctionConfig
-    first: bool = False
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return update_columns(self.loss, self.role)
-
-    def describe(self) -> str:
-        """A line of `Program.describe`."""
-        return f"{self.role}.{self.method.__name__} reads {', '.join(self.columns)}"
-
-
-@dataclass(frozen=True)
 class Program:
-    """What a configuration asks for, as pure decisions. reward_models: those that score in this run.
-    recorded: what is trained on where nothing is generated.
+    """What a configuration asks for, as pure decisions. scoring: the stages after which rewards are final and
+    rows are written down; stages: those that follow, up to the actor's update. producers, learners,
+    advantage: what is in them. recorded: what is trained on where nothing is generated.
     """
 
-    reward_models: tuple[str, ...]
+    scoring: tuple[Stage, ...]
+    stages: tuple[Stage, ...]
     producers: tuple[Producer, ...]
     learners: tuple[Learner, ...]
     advantage: AdvantageStage
-    preparation: PreparationStage | None
-    correction: CorrectionStage | None
     actor_loss: ActorLoss
     greedy_baseline: bool
     reads_accuracy: bool
     recorded: Recorded | None = None
+
+    @property
+    def reward_models(self) -> tuple[str, ...]:
+        """Those that score in this run."""
+        return tuple(stage.model.name for stage in self.scoring if isinstance(stage, RewardModelScores))
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -109,25 +91,13 @@ class Program:
         """The dataflow of one step in the order in which it runs, for `config show`. config: what the program
         was planned from.
         """
-        algorithm = config.algorithm
-        changed = () if self.recorded is None else self.recorded.changed
         lines = [_taken(config, self.greedy_baseline)]
         if self.recorded is not None:
             lines = [f"{lines[0]}, filled by {self.recorded.describe()}", self.recorded.describe_policy()]
-        lines += [f"score/{name}, reward <- {name}.compute_reward" for name in self.reward_models]
-        if algorithm.resample is not None:
-            lines.append(f"sample_weight <- controller (algorithm.resample={algorithm.resample.name})")
-        for producer in self.producers:
-            lines += [x.describe() for x in self.learners if x.first and x.role == producer.role]
-            lines.append(f"{', '.join(producer.columns)} <- {producer.role}.{producer.method.__name__}")
-        lines.append(f"{', '.join(self.advantage.writes)} <- controller ({algorithm.advantage.name})")
-        corrected = (*self.correction.writes, "response_mask <- ") if self.correction is not None else ()
-        lines.append(", ".join(corrected) + describe_correction(config, changed))
-        if self.preparation is not None:
-            written = ", ".join(self.preparation.writes)
-            lines.append(f"{written} <- controller, per mini-batch ({algorithm.policy_loss.name})")
-        lines += [x.describe() for x in self.learners if not x.first]
-        joined = ", with rows of data.pretrain in every mini-batch" if algorithm.pretrain_coef else ""
+        if not any(isinstance(stage, CorrectionStage) for stage in self.stages):
+            lines.append(describe_correction(config, _changed(self.recorded)))
+        lines += [stage.describe() for stage in (*self.scoring, *self.stages)]
+        joined = ", with rows of data.pretrain in every mini-batch" if config.algorithm.pretrain_coef else ""
         lines.append("actor.update_actor reads " + ", ".join(update_columns(self.actor_loss)) + joined)
         lines += _adapted(config)
         if self.recorded is not None:
@@ -164,23 +134,23 @@ def plan_program(config: Config, recorded: Recorded | None = None) -> Program:
     """Derive the stages of a step from the functions chosen in the config. recorded: what is trained on
     where rollout.recorded is set. Raises ConfigError for a column that is read and not made.
     """
-    correction_config = effective_correction(config, recorded.changed if recorded else ())
+    correction_config = effective_correction(config, _changed(recorded))
     algorithm = dataclasses.replace(config.algorithm, rollout_correction=correction_config)
     bypass = correction_config is not None and correction_config.mode == "bypass"
     advantage = AdvantageStage(algorithm)
     loss = actor_loss(algorithm, on_policy=_one_update(config) and not bypass)
     correction = None
     if correction_config is not None and not bypass:
-        correction = CorrectionStage(correction_config, mask_truncated=algorithm.mask_truncated)
+        said = describe_correction(config, _changed(recorded))
+        correction = CorrectionStage(correction_config, mask_truncated=algorithm.mask_truncated, said=said)
     preparation = PreparationStage.of(algorithm)
-    read = {*advantage.columns, *loss.columns, *_columns_of_hooks(config)}
+    read = {*advantage.columns, *loss.columns, *columns_of_hooks(config)}
     for stage in (correction, preparation):
         read |= set(stage.columns) if stage is not None else set()
     read -= set(preparation.writes) if preparation is not None else set()
     learners = _learners(config, read, advantage)
     for learner in learners:
-        made = {f"{learner.role}_loss_weight", f"{learner.role}_mini_batch"}
-        read |= set(learner.loss.columns) - made
+        read |= set(learner.loss.columns) - {learner.loss_weight, learner.mini_batch}
     if "accuracy" in read and accuracy_score(config.reward) is None and recorded is None:
         raise ConfigError(
             "the configured algorithm reads whether an answer is right (the column accuracy): set "
@@ -190,14 +160,27 @@ def plan_program(config: Config, recorded: Recorded | None = None) -> Program:
         raise ConfigError(
             f"algorithm.advantage={algorithm.advantage.name} has a constraint: set algorithm.constraint.cost"
         )
-    models = tuple(model.name for model in config.reward.models)
+    producers = stages(read, "the configured algorithm", bypass=bypass)
+    scoring: list[Stage] = [MiniBatches(config, learners)]
+    scoring += [RewardModelScores(model) for model in _scoring_models(config, recorded)]
+    later: list[Stage] = []
+    if algorithm.resample is not None:
+        later.append(Resampling(algorithm.resample))
+    waiting = [learner for learner in learners if learner.first]
+    for producer in producers:
+        later += [LearnerUpdate(learner, config) for learner in waiting if learner.role == producer.role]
+        waiting = [learner for learner in waiting if learner.role != producer.role]
+        later.append(Production(producer))
+    # The correction may reject rows or tokens: what counts what is left comes after it.
+    later += [stage for stage in (advantage, correction, preparation) if stage is not None]
+    later += [LearnerUpdate(learner, config) for learner in learners if not learner.first]
+    later.append(ActorWeights(config))
     return Program(
-        reward_models=models if recorded is None else recorded.scored_by(config),
-        producers=stages(read, "the configured algorithm", bypass=bypass),
+        scoring=tuple(scoring),
+        stages=tuple(later),
+        producers=producers,
         learners=learners,
         advantage=advantage,
-        preparation=preparation,
-        correction=correction,
         actor_loss=loss,
         greedy_baseline=GREEDY_REWARD in read,
         reads_accuracy="accuracy" in read,
@@ -205,12 +188,22 @@ def plan_program(config: Config, recorded: Recorded | None = None) -> Program:
     )
 
 
+def _changed(recorded: Recorded | None) -> tuple[str, ...]:
+    return () if recorded is None else recorded.changed
+
+
+def _scoring_models(config: Config, recorded: Recorded | None) -> list[RewardModelConfig]:
+    """The reward models that score in this run: not those whose scores were recorded."""
+    names = None if recorded is None else recorded.scored_by(config)
+    return [model for model in config.reward.models if names is None or model.name in names]
+
+
 def _one_update(config: Config) -> bool:
     mini = config.actor.mini_batch_size or config.data.batch_size
     return mini == config.data.batch_size and config.actor.epochs == 1
 
 
-def _columns_of_hooks(config: Config) -> set[str]:
+def columns_of_hooks(config: Config) -> set[str]:
     """What the filter, the resampling and the positive-example loss read: all of it per-row columns."""
     algorithm, columns = config.algorithm, set()
     hooks: tuple[tuple[Kind, FunctionConfig | None], ...] = (

@@ -1,15 +1,10 @@
-"""The advantage stage: fetch the columns that the chosen estimator reads, call it, put the result back.
+"""The stages of a step: what is done with its rows on the way to the update, all with one signature.
 
-Estimators that read per-row numbers only never touch tokens on the controller; their result is a per-row
-column.
+    scored rows ──▶ mini-batches, reward models ──▶ resampling, columns from the roles, advantages,
+      correction, preparation of the loss, learners beside the actor, weights of the loss ──▶ update_actor
 
-Rollout correction: what the configuration asks for, and the stage that does it, on the controller, before
-the weights of the loss are planned.
-
-The preparation stage, on the controller, after the advantages: what a policy loss wants to know of a whole
-mini-batch before it is cut into micro-batches.
-
-The scores of reward and cost models, as per-row numbers.
+Which stages a run has, and in which order, is planned once (`plan.py`). Those that make their columns on the
+controller fetch what they read; estimators that read per-row numbers only never touch tokens here.
 """
 
 from __future__ import annotations
@@ -17,7 +12,8 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -37,12 +33,84 @@ from rondo.config.schema import (
 from rondo.controller import Cluster, WorkerGroup
 from rondo.data.rows import SCORE_PREFIX
 from rondo.errors import ConfigError, DataError, TrainError
-from rondo.trainers.program.producers import FROM_CONTROLLER, FROM_EPISODES, PRODUCERS
+from rondo.trainers.program.producers import FROM_CONTROLLER, FROM_EPISODES, PRODUCERS, Producer
+from rondo.trainers.program.roles import Roles
 from rondo.trainers.program.tensors import attach, numbers, padded_columns
 from rondo.types import StepStats, request_seed
 from rondo.workers.scoring import RewardModelWorker
 
-# What this stage makes of other columns, and what those are.
+
+@dataclass
+class Step:
+    """What the stages of one trainer step share."""
+
+    number: int
+    """Trainer steps that were done before this one."""
+    seed: int
+    """Of the run (trainer.seed); with `number` it seeds whatever a stage draws."""
+    cluster: Cluster
+    roles: Roles
+    kl_coef: float = 0.0
+    """The coefficient of algorithm.kl in this step."""
+    multiplier: float | None = None
+    """λ of algorithm.constraint in this step."""
+    stats: StepStats = field(default_factory=StepStats)
+    """The step's metrics so far; stages add to them."""
+
+
+class Stage(Protocol):
+    """One thing that a step does with its rows."""
+
+    @property
+    def phase(self) -> str:
+        """Its time counts to timing/<phase>_s."""
+        ...
+
+    def describe(self) -> str:
+        """One line for `config show`."""
+        ...
+
+    async def __call__(self, batch: BatchRef, step: Step) -> BatchRef:
+        """The batch with more columns, or with fewer rows."""
+        ...
+
+
+@dataclass(frozen=True)
+class Production:
+    """The columns of one producer, computed by its role."""
+
+    producer: Producer
+    phase = "prepare"
+
+    def describe(self) -> str:
+        producer = self.producer
+        return f"{', '.join(producer.columns)} <- {producer.role}.{producer.method.__name__}"
+
+    async def __call__(self, batch: BatchRef, step: Step) -> BatchRef:
+        producer = self.producer
+        group = step.roles.group(producer.role)
+        made: BatchRef = await group.call(producer.method, batch, **producer.options)
+        return made
+
+
+@dataclass(frozen=True)
+class RewardModelScores:
+    """The score of one of reward.models, and weight times that in the reward."""
+
+    model: RewardModelConfig
+    phase = "prepare"
+
+    def describe(self) -> str:
+        return f"score/{self.model.name}, reward <- {self.model.name}.compute_reward"
+
+    async def __call__(self, batch: BatchRef, step: Step) -> BatchRef:
+        model = self.model
+        scores = await model_scores(step.roles.group(model.name), batch)
+        reward = batch.index.scalars("reward") + np.float32(model.weight) * scores
+        return batch.with_index({SCORE_PREFIX + model.name: scores, "reward": reward}, replace=True)
+
+
+# What the advantage stage makes of other columns, and what those are.
 MADE_HERE: Mapping[str, tuple[str, ...]] = {
     "token_rewards": ("reward", "response_mask"),
     "token_costs": ("response_mask",),  # and the score that algorithm.constraint names
@@ -53,8 +121,10 @@ MADE_HERE: Mapping[str, tuple[str, ...]] = {
 
 class AdvantageStage:
     """reads: what the estimator names. columns: what it (and a KL in the reward) needs from producers.
-    writes: what it adds to the batch at least; writes_returns: whether returns are among it.
+    writes: what it adds to the batch at least.
     """
+
+    phase = "advantages"
 
     def __init__(self, algorithm: AlgorithmConfig) -> None:
         self._name = algorithm.advantage.name
@@ -76,27 +146,25 @@ class AdvantageStage:
         self.columns: tuple[str, ...] = tuple(dict.fromkeys(needed))
         targets = (("values", "returns"), ("cost_values", "cost_returns"))
         self.writes: tuple[str, ...] = ("advantages", *(made for read, made in targets if read in self.reads))
-        self.writes_returns = "returns" in self.writes
 
-    async def __call__(
-        self, batch: BatchRef, cluster: Cluster, kl_coef: float, multiplier: float | None = None
-    ) -> tuple[BatchRef, StepStats]:
-        """batch with advantages (and returns). kl_coef: the controller's current coefficient; multiplier: of
-        the constraint.
+    def describe(self) -> str:
+        return f"{', '.join(self.writes)} <- controller ({self._name})"
+
+    async def __call__(self, batch: BatchRef, step: Step) -> BatchRef:
+        """The batch with advantages (and returns).
 
         A row that counts k times (index column sample_weight) counts so in the estimator's mask and number of
         trained tokens. Raises TrainError when the estimator returns something else than it should.
         """
-        stats = StepStats()
-        inputs = await self._inputs(batch, kl_coef, stats)
-        if multiplier is not None:
-            inputs["multiplier"] = torch.tensor(multiplier, dtype=torch.float32)
+        inputs = await self._inputs(batch, step.kl_coef, step.stats)
+        if step.multiplier is not None:
+            inputs["multiplier"] = torch.tensor(step.multiplier, dtype=torch.float32)
         counted = inputs["response_mask"] > 0 if "response_mask" in inputs else None
         self._count_samples(batch, inputs)
         result = self._estimator(**{name: inputs[name] for name in self.reads}, **self._options)
         named = self._named(result, counted)
-        self._describe(named["advantages"], counted, stats)
-        return attach(batch, named, cluster), stats
+        _count_advantages(named["advantages"], counted, step.stats)
+        return attach(batch, named, step.cluster)
 
     async def _inputs(self, batch: BatchRef, kl_coef: float, stats: StepStats) -> dict[str, Tensor]:
         """The estimator's arguments by name: per-row [B], per-token [B, T] float32, response_mask [B, T]
@@ -171,15 +239,16 @@ class AdvantageStage:
             for name, value in named.items()
         }
 
-    def _describe(self, advantages: Tensor, counted: Tensor | None, stats: StepStats) -> None:
-        values = advantages if counted is None or advantages.ndim == 1 else advantages[counted]
-        if values.numel():
-            stats.add_mean("actor/advantage", float(values.sum()), values.numel())
-            stats.add_mean("actor/advantage_abs", float(values.abs().sum()), values.numel())
-            stats.add_max("actor/advantage_max", float(values.max()))
-            stats.add_min("actor/advantage_min", float(values.min()))
-        rows = advantages if advantages.ndim == 1 else advantages.abs().sum(dim=1)
-        stats.add_mean("actor/zero_advantage_share", float((rows == 0).sum()), max(len(rows), 1))
+
+def _count_advantages(advantages: Tensor, counted: Tensor | None, stats: StepStats) -> None:
+    values = advantages if counted is None or advantages.ndim == 1 else advantages[counted]
+    if values.numel():
+        stats.add_mean("actor/advantage", float(values.sum()), values.numel())
+        stats.add_mean("actor/advantage_abs", float(values.abs().sum()), values.numel())
+        stats.add_max("actor/advantage_max", float(values.max()))
+        stats.add_min("actor/advantage_min", float(values.min()))
+    rows = advantages if advantages.ndim == 1 else advantages.abs().sum(dim=1)
+    stats.add_mean("actor/zero_advantage_share", float((rows == 0).sum()), max(len(rows), 1))
 
 
 def effective_correction(config: Config, foreign: Sequence[str] = ()) -> RolloutCorrectionConfig | None:
@@ -232,19 +301,27 @@ class CorrectionStage:
     sampler's policy for π_old, and leaves nothing to correct).
 
     mask_truncated: as algorithm.mask_truncated; truncated rows weigh nothing in the loss, so they are in no
-    mean here and stay as they are. columns: what it reads. writes: the columns that it adds.
+    mean here and stay as they are. columns: what it reads. writes: the columns that it adds. said: what it
+    does, and why (`describe_correction`).
     """
 
+    phase = "advantages"
     columns: tuple[str, ...] = ("old_log_probs", "rollout_log_probs", "response_mask")
 
-    def __init__(self, config: RolloutCorrectionConfig, *, mask_truncated: bool = False) -> None:
+    def __init__(
+        self, config: RolloutCorrectionConfig, *, mask_truncated: bool = False, said: str = ""
+    ) -> None:
         assert config.mode != "bypass", "π_old is π_rollout in bypass mode; there is nothing to correct"
-        self._config, self._mask_truncated = config, mask_truncated
+        self._config, self._mask_truncated, self._said = config, mask_truncated, said
         self.writes: tuple[str, ...] = ("rollout_weights",) if config.importance is not None else ()
 
-    async def __call__(self, batch: BatchRef, cluster: Cluster) -> tuple[BatchRef, StepStats]:
-        """batch with `rollout_weights` (where importance is set); where something is rejected, with a smaller
-        `response_mask` and its `num_trained_tokens`, so that loss weights count what is left (D15, D16).
+    def describe(self) -> str:
+        return f"{', '.join((*self.writes, 'response_mask'))} <- {self._said}"
+
+    async def __call__(self, batch: BatchRef, step: Step) -> BatchRef:
+        """The batch with `rollout_weights` (where importance is set); where something is rejected, with a
+        smaller `response_mask` and its `num_trained_tokens`, so that loss weights count what is left (D15,
+        D16).
         """
         tokens = await padded_columns(batch, self.columns)
         old, rollout, mask = (tokens[name] for name in self.columns)
@@ -255,13 +332,14 @@ class CorrectionStage:
         rows, firsts = _as_often_as_drawn(batch)
         correction = correct(old[rows], rollout[rows], counted[rows], self._config)
         if self.writes:
-            batch = attach(batch, {"rollout_weights": correction.weights[firsts]}, cluster)
+            batch = attach(batch, {"rollout_weights": correction.weights[firsts]}, step.cluster)
         rejected = (correction.mask[firsts] == 0) & (counted > 0)
         if bool(rejected.any()):
             left = (mask > 0) & ~rejected
             new = {"response_mask": left.to(torch.uint8), "num_trained_tokens": left.sum(1).to(torch.int32)}
-            batch = attach(batch, new, cluster, replace=True)
-        return batch, correction.stats
+            batch = attach(batch, new, step.cluster, replace=True)
+        step.stats.merge(correction.stats)
+        return batch
 
 
 def _as_often_as_drawn(batch: BatchRef) -> tuple[torch.Tensor, torch.Tensor]:
@@ -284,6 +362,8 @@ class PreparationStage:
     columns: what `prepare` reads. writes: what the loss reads and nothing else makes, so that `prepare` must.
     """
 
+    phase = "advantages"
+
     def __init__(self, algorithm: AlgorithmConfig, prepare: Callable[..., Any]) -> None:
         self._name, self._prepare = algorithm.policy_loss.name, prepare
         self._mask_truncated = algorithm.mask_truncated
@@ -300,11 +380,15 @@ class PreparationStage:
         prepare = bind_preparation(algorithm.policy_loss)
         return None if prepare is None else cls(algorithm, prepare)
 
-    async def __call__(self, batch: BatchRef, cluster: Cluster, seed: int) -> BatchRef:
-        """batch with what `prepare` makes of each mini-batch (index column `mini_batch`). seed: of the step.
+    def describe(self) -> str:
+        return f"{', '.join(self.writes)} <- controller, per mini-batch ({self._name})"
+
+    async def __call__(self, batch: BatchRef, step: Step) -> BatchRef:
+        """The batch with what `prepare` makes of each mini-batch (index column `mini_batch`).
 
         Raises TrainError when `prepare` returns another shape, or not what the loss reads.
         """
+        seed = request_seed(step.seed, "prepare", step.number)
         inputs = await self._inputs(batch)
         mini_batch = batch.index.scalars("mini_batch")
         made: dict[str, Tensor] = {}
@@ -326,7 +410,7 @@ class PreparationStage:
                 f"the policy loss {self._name!r} reads {missing[0]!r}, which its preparation did not make; "
                 f"it made {sorted(made)}"
             )
-        return attach(batch, made, cluster)
+        return attach(batch, made, step.cluster)
 
     async def _inputs(self, batch: BatchRef) -> dict[str, Tensor]:
         """Every column [B, T], 0 where a token carries no loss; per-row columns are repeated over the row."""
@@ -357,13 +441,6 @@ async def model_scores(group: WorkerGroup, batch: BatchRef) -> np.ndarray:
             "its compute_dtype overflows: try reward.models.compute_dtype=float32, or train the model again"
         )
     return scores
-
-
-async def with_model_reward(group: WorkerGroup, model: RewardModelConfig, batch: BatchRef) -> BatchRef:
-    """batch with score/<name>, and with weight times that in the reward."""
-    scores = await model_scores(group, batch)
-    reward = batch.index.scalars("reward") + np.float32(model.weight) * scores
-    return batch.with_index({SCORE_PREFIX + model.name: scores, "reward": reward}, replace=True)
 
 
 def with_scores_of(everything: BatchRef, scored: BatchRef) -> BatchRef:

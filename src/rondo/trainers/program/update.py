@@ -1,16 +1,12 @@
-"""The columns that plan an update: which rows make up a mini-batch, and what each row's tokens weigh. Made on
-the controller from per-row numbers.
-
-One trainer step's update of a role: the order of its mini-batches, the rows and columns that travel, the
-call. For the loop and for hand-written programs alike.
-
-PPO-ptx: conversations learned by language modelling in the same optimizer steps as the policy loss
-(InstructGPT, 2203.02155).
+"""The update of a step: which rows make up a mini-batch, what each row's tokens weigh, and the calls of the
+workers that learn. All of the plan is made on the controller from per-row numbers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,23 +16,70 @@ from rondo.algorithms.registry import bind, columns_read
 from rondo.algorithms.resampling import draw
 from rondo.batch import ROW_ID, BatchRef, ragged_array
 from rondo.columns import wide_array
-from rondo.config.schema import Config, FunctionConfig
+from rondo.config.schema import ActorConfig, Config, CriticConfig, FunctionConfig
 from rondo.controller import Cluster, WorkerGroup
 from rondo.planning.update import loss_weights, mini_batch_order, plan_mini_batches
 from rondo.trainers.program.inputs import conversations
-from rondo.trainers.program.plan import Learner, Program
+from rondo.trainers.program.stages import Step
 from rondo.trainers.program.tensors import numbers
+from rondo.training import Loss
 from rondo.types import StepStats, request_seed
 from rondo.workers.models import ActorWorker, update_columns
 
 
-def with_mini_batches(batch: BatchRef, config: Config, program: Program, step: int) -> BatchRef:
+@dataclass(frozen=True)
+class Learner:
+    """A role beside the actor that is trained in every step: `method` reads `columns`.
+
+    first: before the columns that it produces are computed, and so before the advantages; otherwise after
+    them.
+    """
+
+    role: str
+    method: Any
+    loss: Loss
+    loss_name: str
+    section: ActorConfig | CriticConfig
+    aggregation: FunctionConfig
+    first: bool = False
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return update_columns(self.loss, self.role)
+
+    @property
+    def mini_batch(self) -> str:
+        """The column that says which of its mini-batches a row is in."""
+        return f"{self.role}_mini_batch"
+
+    @property
+    def loss_weight(self) -> str:
+        """The column with the weight of a row's tokens in its loss."""
+        return f"{self.role}_loss_weight"
+
+
+@dataclass(frozen=True)
+class MiniBatches:
     """Which mini-batch each row is in, for every role that learns: by prompt groups, right after take, so
     that shards are fixed for the step.
     """
-    sizes = {"mini_batch": config.actor.mini_batch_size}
-    sizes |= {f"{x.role}_mini_batch": x.section.mini_batch_size for x in program.learners}
-    return batch.with_index({name: mini_batches(batch, size, config, step) for name, size in sizes.items()})
+
+    config: Config
+    learners: tuple[Learner, ...]
+    phase = "prepare"
+
+    def _sizes(self) -> dict[str, int | None]:
+        sizes = {"mini_batch": self.config.actor.mini_batch_size}
+        return sizes | {learner.mini_batch: learner.section.mini_batch_size for learner in self.learners}
+
+    def describe(self) -> str:
+        return f"{', '.join(self._sizes())} <- controller, by prompt groups"
+
+    async def __call__(self, batch: BatchRef, step: Step) -> BatchRef:
+        made = {
+            name: mini_batches(batch, size, self.config, step.number) for name, size in self._sizes().items()
+        }
+        return batch.with_index(made)
 
 
 def mini_batches(batch: BatchRef, size: int | None, config: Config, step: int) -> np.ndarray:
@@ -45,43 +88,85 @@ def mini_batches(batch: BatchRef, size: int | None, config: Config, step: int) -
     return plan_mini_batches(groups, size or full, seed=config.trainer.seed, step=step)
 
 
-def resampled(batch: BatchRef, config: Config, step: int) -> BatchRef:
+@dataclass(frozen=True)
+class Resampling:
     """How often each sample of a prompt counts (column sample_weight), drawn by algorithm.resample from the
     step's seed; rows that were not drawn are gone, before any statistic is taken.
     """
-    resample = config.algorithm.resample
-    if resample is None:
+
+    chosen: FunctionConfig
+    phase = "prepare"
+
+    def describe(self) -> str:
+        return f"sample_weight <- controller (algorithm.resample={self.chosen.name})"
+
+    async def __call__(self, batch: BatchRef, step: Step) -> BatchRef:
+        function = bind("resample", self.chosen)
+        probabilities = function(**{name: numbers(batch.index, name) for name in columns_read(function)})
+        seed = request_seed(step.seed, "resample", step.number)
+        counts = draw(probabilities, numbers(batch.index, "group_id"), seed=seed).numpy()
+        return batch.with_index({"sample_weight": counts.astype(np.float32)}).take(np.flatnonzero(counts))
+
+
+@dataclass(frozen=True)
+class LearnerUpdate:
+    """All optimizer steps of a role beside the actor; plans its loss weights, too."""
+
+    learner: Learner
+    config: Config
+
+    @property
+    def phase(self) -> str:
+        return f"update_{self.learner.role}"
+
+    def describe(self) -> str:
+        learner = self.learner
+        return f"{learner.role}.{learner.method.__name__} reads {', '.join(learner.columns)}"
+
+    async def __call__(self, batch: BatchRef, step: Step) -> BatchRef:
+        learner = self.learner
+        weighted = with_learner_weights(batch, learner, self.config)
+        order = orders(batch, learner.mini_batch, learner.section.epochs, seed=step.seed, step=step.number)
+        order, _ = without_idle(order, weighted, learner.mini_batch, learner.loss_weight)
+        group = step.roles.group(learner.role)
+        step.stats.merge(await group.call(learner.method, weighted, order, reads=learner.columns))
         return batch
-    function = bind("resample", resample)
-    probabilities = function(**{name: numbers(batch.index, name) for name in columns_read(function)})
-    seed = request_seed(config.trainer.seed, "resample", step)
-    counts = draw(probabilities, numbers(batch.index, "group_id"), seed=seed).numpy()
-    return batch.with_index({"sample_weight": counts.astype(np.float32)}).take(np.flatnonzero(counts))
 
 
 def with_learner_weights(batch: BatchRef, learner: Learner, config: Config) -> BatchRef:
-    """The weight of each row's tokens in the loss of a role beside the actor."""
-    rows = batch.index.scalars(f"{learner.role}_mini_batch")
+    """The batch with the weight of each row's tokens in the loss of a role beside the actor."""
+    rows = batch.index.scalars(learner.mini_batch)
     weights = _weights(batch, learner.aggregation, rows, _tokens(batch, config))
-    return batch.with_index({f"{learner.role}_loss_weight": weights})
+    return batch.with_index({learner.loss_weight: weights})
 
 
-def with_actor_weights(batch: BatchRef, config: Config, kl_coef: float) -> BatchRef:
+@dataclass(frozen=True)
+class ActorWeights:
     """The weight of each row's tokens in the actor's loss: computed once, globally, over its mini-batch."""
-    algorithm = config.algorithm
-    rows = batch.index.scalars("mini_batch")
-    tokens = _tokens(batch, config)
-    columns = {"loss_weight": _weights(batch, algorithm.aggregation, rows, tokens)}
-    if algorithm.kl is not None:
-        columns["kl_coef"] = np.full(len(batch), kl_coef, np.float32)  # read where adaptive and in the loss
-    if algorithm.positive_lm_coef or algorithm.pretrain_coef:
-        right = np.zeros(len(batch), bool)
-        if algorithm.positive_lm_coef:
-            right = batch.index.scalars("accuracy") > 0
-        counts = batch.index.scalars("sample_weight") if "sample_weight" in batch.index.columns else 1
-        per_token = lm_weights(tokens * right * counts, rows, algorithm.positive_lm_coef)
-        columns["lm_weight"] = per_token * counts
-    return batch.with_index(columns)
+
+    config: Config
+    phase = "prepare"
+
+    def describe(self) -> str:
+        return f"loss_weight <- controller ({self.config.algorithm.aggregation.name})"
+
+    async def __call__(self, batch: BatchRef, step: Step) -> BatchRef:
+        config, algorithm = self.config, self.config.algorithm
+        rows = batch.index.scalars("mini_batch")
+        tokens = _tokens(batch, config)
+        columns = {"loss_weight": _weights(batch, algorithm.aggregation, rows, tokens)}
+        if algorithm.kl is not None:
+            columns["kl_coef"] = np.full(
+                len(batch), step.kl_coef, np.float32
+            )  # read where adaptive and in the loss
+        if algorithm.positive_lm_coef or algorithm.pretrain_coef:
+            right = np.zeros(len(batch), bool)
+            if algorithm.positive_lm_coef:
+                right = batch.index.scalars("accuracy") > 0
+            counts = batch.index.scalars("sample_weight") if "sample_weight" in batch.index.columns else 1
+            per_token = lm_weights(tokens * right * counts, rows, algorithm.positive_lm_coef)
+            columns["lm_weight"] = per_token * counts
+        return batch.with_index(columns)
 
 
 def lm_weights(tokens: np.ndarray, mini_batch: np.ndarray, coef: float) -> np.ndarray:
@@ -135,39 +220,26 @@ async def update_actor(
     actor: WorkerGroup,
     batch: BatchRef,
     loss: ActorLoss,
-    config: Config,
-    step: int,
-    cluster: Cluster,
-    pretraining: Pretraining | None,
+    epochs: int,
+    step: Step,
+    pretraining: Pretraining | None = None,
     name: str = "policy",
 ) -> StepStats:
-    """All optimizer steps of the policy on a batch whose mini-batches and loss weights are planned. loss: the
-    worker's loss called `name`. pretraining: joins every mini-batch.
+    """Takes all optimizer steps of the policy on a batch whose mini-batches and loss weights are planned.
+    loss: the worker's loss called `name`. epochs: over the mini-batches. pretraining: joins each of them.
     """
-    order = orders(batch, "mini_batch", config.actor.epochs, seed=config.trainer.seed, step=step)
+    order = orders(batch, "mini_batch", epochs, seed=step.seed, step=step.number)
     if loss.zero_where_advantage_is_zero and "advantages" in batch.index.columns:
         batch = batch.take(np.flatnonzero(batch.index.scalars("advantages") != 0))
     stats = StepStats()
     stats.add_sum("perf/trained_tokens", float(batch.index.scalars("num_trained_tokens").sum()))
     columns = update_columns(loss)
     if pretraining is not None:
-        batch = await pretraining.join(batch, columns, step, cluster)
+        batch = await pretraining.join(batch, columns, step.number, step.cluster)
     weights = [column for column in ("loss_weight", "lm_weight") if column in batch.index.columns]
     order, idle = without_idle(order, batch, "mini_batch", *weights)
     stats.add_sum("actor/idle_mini_batches", float(idle))
     return stats.merge(await actor.call(ActorWorker.update_actor, batch, order, loss=name, reads=columns))
-
-
-async def update_learner(
-    group: WorkerGroup, learner: Learner, batch: BatchRef, config: Config, step: int
-) -> StepStats:
-    """All optimizer steps of a role beside the actor; plans its loss weights, too."""
-    batch = with_learner_weights(batch, learner, config)
-    column, epochs = f"{learner.role}_mini_batch", learner.section.epochs
-    order = orders(batch, column, epochs, seed=config.trainer.seed, step=step)
-    order, _ = without_idle(order, batch, column, f"{learner.role}_loss_weight")
-    stats: StepStats = await group.call(learner.method, batch, order, reads=learner.columns)
-    return stats
 
 
 TOKENS = ("prompt_ids", "response_ids", "response_mask")

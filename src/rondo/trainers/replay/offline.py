@@ -233,8 +233,10 @@ class RecordedSide:
         recording = self._recorded.recording
         return recording.version(recording.place(seq)[0])
 
-    async def statistics(self) -> StepStats:
+    async def end_step(self) -> StepStats:
         return StepStats()
+
+    async def start_counting(self) -> None: ...
 
     async def evaluate(self) -> EvaluationResult:
         raise AssertionError("there are no prompts to evaluate on")

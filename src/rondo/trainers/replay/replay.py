@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 from rondo.agents.replay import ENDED, Entry, ended_of, entries_of, length_at, versions_of
@@ -15,7 +15,7 @@ from rondo.errors import TrainError
 from rondo.trainers.loop.buffer import Buffer
 from rondo.trainers.loop.engine_side import EngineSide
 from rondo.trainers.loop.feeder import EpisodeFeeder, Episodes
-from rondo.trainers.loop.waiting import attended, cancel
+from rondo.trainers.loop.mender import cancel
 from rondo.trainers.replay.journal import RunJournal
 
 
@@ -139,19 +139,22 @@ class ReplayedFeeder(EpisodeFeeder):
         self._partials.pop(seq, None)
         self._next.pop(seq, None)
 
-    async def hold(self) -> None:
+    async def hold(self, stranded: Callable[[], Coroutine[Any, Any, str]]) -> None:
         """Waits until the publish has its turn, and every token of the version that is served is made. Raises
         TrainError when an engine was started again meanwhile: its weights are gone.
         """
-        ready = self._buffer.until(lambda: self._journal.turn("publish") and not self._missing())
-
-        async def lost(news: str) -> None:
-            raise TrainError(
-                f"{news}; a replay needs tokens of the weights that it had, and the trainer is beyond them. "
-                "Start the same command again: it goes on from the newest checkpoint"
-            )
-
-        await attended(ready, self._episodes.restarted, lost)
+        turn = self._buffer.until(lambda: self._journal.turn("publish") and not self._missing())
+        ready, lost = asyncio.create_task(turn), asyncio.create_task(stranded())
+        try:
+            await asyncio.wait({ready, lost}, return_when=asyncio.FIRST_COMPLETED)
+            if not ready.done():
+                raise TrainError(
+                    f"{lost.result()}; a replay needs tokens of the weights that it had, and the trainer is "
+                    "beyond them. Start the same command again: it goes on from the newest checkpoint"
+                )
+            ready.result()
+        finally:
+            await cancel(ready, lost)
         self._buffer.in_flight = self._journal.upcoming["in_flight"]
         await self._episodes.pause()
 
@@ -227,8 +230,8 @@ class ReplayedFeeder(EpisodeFeeder):
 class ReplayedSide(EngineSide):
     """The engines of a run that follows `journal`."""
 
-    def __init__(self, journal: RunJournal, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, journal: RunJournal, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self._journal = journal
 
     def buffer(self, **options: Any) -> Buffer:

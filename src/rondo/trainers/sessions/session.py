@@ -6,57 +6,53 @@
             batch = await actor.generate_sequences(prompts)
             ...
 
-The recipe has the numbers, the program the algorithm. docs/programming_guide.md explains it line by line.
+The recipe has the numbers, the program the algorithm. Episodes, asynchrony, filters, evaluation, checkpoints
+and resume are the built-in loop's (`loop/run.py`). docs/programming_guide.md explains a program line by line.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rondo.algorithms import explained_variance
+import numpy as np
+
 from rondo.batch import BatchRef
 from rondo.config import LoadedConfig, load, to_yaml
-from rondo.config.schema import (
-    FunctionConfig,
-    RewardConfig,
-    RewardFunctionConfig,
-)
-from rondo.controller import WorkerGroup, start_cluster
+from rondo.config.schema import Config, FunctionConfig, RewardConfig, RewardFunctionConfig
+from rondo.controller import Cluster, WorkerGroup, start_cluster
 from rondo.errors import ConfigError, TrainError
 from rondo.rewards import BUILTINS, load_functions
 from rondo.tracking import Console, RunFolder
 from rondo.trainers.commands.check import check_backend, check_files, check_names, located
 from rondo.trainers.commands.train import warm_start
-from rondo.trainers.loop.evaluation import evaluate
-from rondo.trainers.loop.publish import Canary
-from rondo.trainers.loop.report import HostClock, Reporter, describe_rows
-from rondo.trainers.loop.routes import make_route, remove_files
-from rondo.trainers.program.inputs import complete_model, load_prompts, open_tokenizer
-from rondo.trainers.program.plan import critic_learner, plan_schedule
+from rondo.trainers.loop.checkpoints import Checkpoints
+from rondo.trainers.loop.engine_side import EngineSide
+from rondo.trainers.loop.report import Reporter
+from rondo.trainers.loop.routes import remove_files
+from rondo.trainers.loop.run import RLRun
+from rondo.trainers.program.inputs import Prompts, complete_model, load_prompts, open_tokenizer, score_names
+from rondo.trainers.program.plan import columns_of_hooks, critic_learner, plan_schedule
 from rondo.trainers.program.roles import Roles, create_model, create_rollout, placement_of, shares_weights
 from rondo.trainers.program.stages import (
     AdvantageStage,
     CorrectionStage,
+    Step,
     describe_correction,
     effective_correction,
 )
-from rondo.trainers.program.update import Pretraining
-from rondo.trainers.sessions.handles import Actor, Cost, Critic, Reference, Reward, Run, actor_losses
+from rondo.trainers.program.update import Pretraining, Resampling
+from rondo.trainers.sessions.handles import Actor, Cost, Critic, Reference, Reward, actor_losses
 from rondo.types import Prompt, StepStats
 from rondo.workers.models import ActorWorker
-from rondo.workers.reward import RewardWorker
-from rondo.workers.rollout import RolloutWorker
 
 Function = str | Callable[..., Any]
 
 # What the built-in loop does by configuration, and a program by a line of its own.
 YOURS: Mapping[str, str] = {
-    "algorithm.filter": "take the rows that you want: batch.take(rows)",
-    "algorithm.resample": "take the rows that you want: batch.take(rows)",
     "trainer.replay": "nothing depends on time but what you make so",
     "reference.refresh_every": "await reference.follow(actor)",
     "rollout.recorded": "read the rows: cluster.put(Batch.read_parquet(file), INDEX_COLUMNS)",
@@ -67,13 +63,14 @@ YOURS: Mapping[str, str] = {
 async def open_session(
     recipes: Sequence[str | Path], overrides: Sequence[str] = (), *, reward: Function | None = None
 ) -> AsyncIterator[Session]:
-    """Start a cluster and a run folder for the program inside.
+    """Starts a cluster and a run folder for the program inside.
 
-    recipes (files, merged in order) and overrides (`key.sub=value`) as for `rondo train`. reward: replaces
-    reward.functions by one, which may be a Python function of (prompt, trajectory). The folder is
-    trainer.run_dir (default runs/session; what an earlier program wrote there moves to discarded/); a warm
-    start is kept beside it, for all programs that run next to each other. When the program ends without an
-    error, the last evaluation, curves, summary and (checkpoint.export) the model are written. Raises
+    recipes (files or shipped names, merged in order) and overrides (`key.sub=value`) as for `rondo train`.
+    reward: replaces reward.functions by one, which may be a Python function of (prompt, trajectory). The
+    folder is trainer.run_dir (default runs/session). With checkpoint.every a program that was killed or
+    stopped goes on where it was when it is started again; without, what an earlier program wrote there moves
+    to discarded/. A warm start is kept beside the folder, for all programs that run next to each other. When
+    the program ends without an error, curves, summary and (checkpoint.export) the model are written. Raises
     ConfigError for what cannot work.
     """
     loaded = load([str(recipe) for recipe in recipes], overrides)
@@ -83,16 +80,13 @@ async def open_session(
     console = Console(config.tracking.console, samples=config.tracking.samples)
     for note in loaded.notes:
         console.note(note)
-    if config.checkpoint.every is not None:
-        console.note("checkpoint.every has no meaning here: a program of your own writes no checkpoints")
     if effective_correction(config) is not None:
         console.note(describe_correction(config))
     run_dir = Path(config.trainer.run_dir or "runs/session")
-    if (run_dir / "checkpoints").is_dir() and any((run_dir / "checkpoints").iterdir()):
-        raise ConfigError(
-            f"trainer.run_dir={run_dir} holds the checkpoints of a training run; choose another"
-        )
-    with RunFolder(run_dir, resume=config.checkpoint.resume) as folder, contextlib.ExitStack() as stack:
+    with RunFolder(run_dir, resume=config.checkpoint.resume) as folder, contextlib.ExitStack() as at_end:
+        at_end.callback(remove_files, folder.path)
+        checkpoints = Checkpoints(config, folder)
+        checkpoints.check()
         started = complete_model(await warm_start(loaded, run_dir.parent, console))
         if reward is not None:
             own = RewardConfig(functions=(RewardFunctionConfig(reward),))  # type: ignore[arg-type]
@@ -101,13 +95,17 @@ async def open_session(
             data = load_prompts(started)
         reporter = Reporter(started, folder, console, title=run_dir.name)
         folder.write_config(to_yaml(config))
-        stack.callback(remove_files, folder.path)
         async with await start_cluster(started.cluster) as cluster:
             reporter.device = f"{cluster.num_devices} x {cluster.device} ({started.cluster.backend})"
-            session = Session(Run(started, cluster, data), reporter, stack)
-            yield session
+            session = Session(started, cluster, data, reporter, checkpoints)
+            with checkpoints.way_on_noted():
+                try:
+                    yield session
+                except BaseException as error:
+                    await session.close(error)
+                    raise
+                await session.close()
             await session.finish()
-        stack.close()
         if session.step:
             reporter.finish(session.run.timers, session.step, finished=True)
 
@@ -126,35 +124,60 @@ def _check(loaded: LoadedConfig) -> None:
             "algorithm.rollout_correction.mode=bypass is for the built-in loop: here compute_log_prob gives "
             "old_log_probs; use mode=decoupled, or `rondo train`"
         )
-    if config.algorithm.kl is not None and config.algorithm.kl.controller == "adaptive":
-        raise ConfigError(
-            "algorithm.kl.controller=adaptive is for the built-in loop; in a program of your own, hand "
-            "compute_advantages(…, kl_coef=…) the coefficient that you want"
-        )
     check_backend(loaded)
     check_files(loaded)
 
 
 class Session:
     """Hands out roles, prompts and pure functions; made by `open_session`. config: of the run. cluster: for
-    worker groups of your own.
+    worker groups of your own. data: prompts, and how responses are sampled. corrected: the program has made a
+    rollout correction.
     """
 
-    def __init__(self, run: Run, reporter: Reporter, stack: contextlib.ExitStack) -> None:
-        self.run, self.config, self.cluster = run, run.config, run.cluster
-        self._reporter, self._stack = reporter, stack
-        self._actor: Actor | None = None
-        reporter.watch(run.cluster, run.timers)
-        self._hosts = HostClock(self.config.cluster)
-        self._groups: list[WorkerGroup] = []
-        critics = [critic_learner(self.config, role) for role in ("critic", "cost_critic")]
+    def __init__(
+        self, config: Config, cluster: Cluster, data: Prompts, reporter: Reporter, checkpoints: Checkpoints
+    ) -> None:
+        self.config = config
+        self.cluster = cluster
+        self.data = data
+        self.corrected = False
+        self._reporter = reporter
+        self._checkpoints = checkpoints
+        self._run: RLRun | None = None
+        self._models: dict[str, WorkerGroup] = {}
+        self._trained: list[str] = []  # roles beside the actor that learn
+        critics = [critic_learner(config, role) for role in ("critic", "cost_critic")]
         self._learners = {learner.role: learner for learner in critics}
-        self._schedule = plan_schedule(self.config, run.data.train.prompts_per_epoch, critics)
+        self._schedule = plan_schedule(config, data.train.prompts_per_epoch, critics)
+        self._steps: AsyncGenerator[list[Prompt], None] | None = None
+        self._step: Step | None = None  # of the program's loop; None outside of it
+        self._outside: Step | None = None
+        self._generated: tuple[BatchRef, dict[str, int]] | None = None  # rows, and group ids by prompt
+        self._logged: BatchRef | None = None
+        self._has_updated = False
+
+    @property
+    def run(self) -> RLRun:
+        """The run behind the program. Raises ConfigError before there is an actor."""
+        if self._run is None:
+            raise ConfigError(
+                "the session has no actor yet: `actor = await session.actor()` comes before the loop"
+            )
+        return self._run
 
     @property
     def step(self) -> int:
-        """Steps that are done."""
-        return self.run.step
+        """Trainer steps that are done: the version of the policy that is served."""
+        return 0 if self._run is None else self._run.step
+
+    @property
+    def step_state(self) -> Step:
+        """What the stages of this step share; outside of the loop, of the step that the next update makes."""
+        if self._step is not None:
+            return self._step
+        if self._outside is None or self._outside.number != self.step:
+            self._outside = self.run.new_step()
+        return self._outside
 
     async def actor(
         self, policy_loss: Function | None = None, *, devices: Sequence[int] | None = None, **options: Any
@@ -170,52 +193,60 @@ class Session:
         )
         config = dataclasses.replace(self.config, algorithm=algorithm)
         check_names(config)
-        model = await self.model("actor", losses=actor_losses(config), devices=devices)
-        shared = shares_weights(config) and model.size == 1
-        context, threads = self.run.data.max_context, self.cluster.threads
+        model = await self._create("actor", actor_losses(config), devices)
         rollout = await create_rollout(
-            self.cluster, config, context, share=shared, threads=threads, devices=devices
+            self.cluster,
+            config,
+            self.data.max_context,
+            share=shares_weights(config) and model.size == 1,
+            threads=self.cluster.threads,
+            devices=devices,
         )
-        self._groups.append(rollout)
-        await rollout.call(RolloutWorker.pause)
-        roles = Roles(model, rollout)
-        route = make_route(config, roles, self._reporter.folder.path)
-        canary = Canary(roles, self.run.data, config)
-        await route.load(self.run.version)
-        await rollout.call(RolloutWorker.resume)
-        await canary.check(self.run.version)
-        self._actor = Actor(self.run, config, model, rollout, route, canary, warn=self._reporter.warn)
-        return self._actor
+        roles = Roles(model, rollout, self._models)
+        reads_accuracy = "accuracy" in columns_of_hooks(config)
+        names = score_names(config, self.data, reads_accuracy=reads_accuracy)
+        side = EngineSide(config, roles, self.data, names, self._reporter.folder.path)
+        self._run = RLRun(
+            config,
+            self.cluster,
+            roles,
+            self._schedule,
+            side,
+            self._reporter,
+            self._checkpoints,
+            learners=self._trained,
+        )
+        await self._run.weights.start(0)
+        return Actor(self, config, model, rollout)
 
     async def critic(self, role: str = "critic", *, devices: Sequence[int] | None = None) -> Critic:
         """A value function of the reward; with role="cost_critic" of the cost. `critic.…` configures both."""
         learner = self._learners[role]
-        return Critic(self.run, learner, await self.model(role, {"critic": learner.loss}, devices=devices))
+        model = await self.model(role, {"critic": learner.loss}, devices=devices)
+        self._trained.append(role)
+        return Critic(self, learner, model)
 
     async def reference(self, *, devices: Sequence[int] | None = None) -> Reference:
         """The initial policy, frozen."""
-        return Reference(self.run, await self.model("reference", devices=devices))
+        return Reference(self, await self.model("reference", devices=devices))
 
     async def reward(self) -> Reward:
-        """reward.functions and reward.models, but for the one that is the cost."""
-        config = self.config.reward
-        cost, spared = self._cost_name(), self._cost_function()
-        functions = tuple(f for f in config.functions if f is not spared)
-        scorers = await self._scorers("reward", dataclasses.replace(config, functions=functions))
-        models = [(model, await self.model(model.name)) for model in config.models if model.name != cost]
-        return Reward(self.run, scorers, models)
+        """reward.functions and reward.models, but for the model that is the cost."""
+        models = [model for model in self.config.reward.models if model.name != self._cost_name()]
+        for model in models:
+            await self.model(model.name)
+        return Reward(self, models)
 
     async def cost(self) -> Cost:
-        """The reward function or reward model that algorithm.constraint.cost names."""
-        name, function = self._cost_name(), self._cost_function()
+        """The reward function (of weight 0, so that it is no part of the reward) or reward model that
+        algorithm.constraint.cost names.
+        """
+        name = self._cost_name()
         if name is None:
             raise ConfigError("algorithm.constraint is not set: it names the score that is the cost")
-        if function is None:
-            return Cost(self.run, name, await self.model(name))
-        own = dataclasses.replace(self.config.reward, functions=(function,), models=(), accuracy=None)
-        group = await self._scorers("cost", own)
-        assert group is not None
-        return Cost(self.run, name, group)
+        functions = load_functions(self.config.reward.functions, BUILTINS)
+        is_function = any(name in function.names for function in functions)
+        return Cost(self, name, None if is_function else await self.model(name))
 
     def pretraining(self) -> Pretraining:
         """The conversations of data.pretrain, for update_actor(…, pretrain=…)."""
@@ -225,44 +256,93 @@ class Session:
         self, role: str, losses: Mapping[str, Any] = {}, *, devices: Sequence[int] | None = None
     ) -> WorkerGroup:
         """The worker group of any role with a model (teacher, prm, …), to `call` its methods yourself."""
+        self._models[role] = await self._create(role, losses, devices)
+        return self._models[role]
+
+    async def _create(
+        self, role: str, losses: Mapping[str, Any], devices: Sequence[int] | None
+    ) -> WorkerGroup:
         section = getattr(self.config, "critic" if role == "cost_critic" else role, None)
         budget = getattr(section, "token_budget", self.config.actor.token_budget)
-        if budget < self.run.data.max_context:
+        if budget < self.data.max_context:
             raise ConfigError(
                 f"{role}.token_budget={budget} is less than data.max_prompt_tokens + "
-                f"rollout.max_tokens={self.run.data.max_context}; raise it"
+                f"rollout.max_tokens={self.data.max_context}; raise it"
             )
         steps = self._schedule.optimizer_steps.get(role)
-        group = await create_model(self.cluster, role, self.config, losses, steps, devices=devices)
-        self._groups.append(group)
-        return group
+        return await create_model(self.cluster, role, self.config, losses, steps, devices=devices)
+
+    # ---- the loop ----
 
     async def prompts(self) -> AsyncIterator[list[Prompt]]:
-        """data.batch_size prompts for each of trainer.total_steps steps (or trainer.epochs), evaluating in
-        between as trainer.evaluation says.
+        """The prompts of each step: data.batch_size of them, for trainer.total_steps steps (or
+        trainer.epochs), evaluating in between as trainer.evaluation says. Their responses are there, or on
+        their way, when a step begins; algorithm.filter has dropped what it drops. When the program asks for
+        the next ones, the step ends: new weights are served, a due checkpoint is written. A run that goes on
+        from a checkpoint yields what is left.
         """
-        run, size = self.run, self.config.data.batch_size
-        evaluation, total = self.config.trainer.evaluation, self._schedule.total_steps
-        if self._actor is None:
-            raise ConfigError(
-                "the session has no actor yet: `actor = await session.actor()` comes before the loop"
-            )
         for pool in self._idle_pools():
             self._reporter.warn(
                 f"cluster.pools.{pool}: no role of this program is in that pool, and its devices stand idle; "
                 "name it for a role that the program makes in cluster.placement, or remove it"
             )
-        parameters = await self._actor.model.call(ActorWorker.num_parameters)
-        self._stack.enter_context(self._reporter.running(total, 0, parameters))
-        await self._hosts.start(self._groups, run.timers)
-        run.timers.start_step()
-        for step in range(total):
-            if evaluation.before if step == 0 else evaluation.every and step % evaluation.every == 0:
-                await self.evaluate()
-            last = min((step + 1) * size, self._schedule.total_groups)
-            run.stats = StepStats()
-            yield [run.data.train.prompt(seq) for seq in range(step * size, last)]
-            run.step = step + 1
+        self._steps = self._each_step(self.run)
+        async for prompts in self._steps:
+            yield prompts
+
+    async def _each_step(self, run: RLRun) -> AsyncGenerator[list[Prompt], None]:
+        await run.start()
+        async with run.serving():
+            async with run.feeding():
+                while groups := await run.take():
+                    everything, self._step = run.begin_step(groups)
+                    prompts = [self.data.train.prompt(group.seq) for group in groups]
+                    ids = {prompt.prompt_id: group.seq for prompt, group in zip(prompts, groups, strict=True)}
+                    self._generated = (everything, ids)
+                    yield prompts
+                    await self._end_step(run, self._step)
+            await run.ended()
+
+    async def _end_step(self, run: RLRun, step: Step) -> None:
+        logged, self._logged, self._generated = self._logged, None, None
+        await run.weights.hold_if_shared()  # as in a step that updates: where nothing was, versions count on
+        if self._has_updated and logged is not None:
+            run.coefficients.adapt(logged, step.stats)
+        self._has_updated = False
+        await run.publish(step.stats)
+        self._step = None
+        if logged is not None:
+            await run.report(logged, step.stats)
+        with run.timers.phase("checkpoint"):
+            await run.checkpoints.write_if_due(run)
+
+    def generated(self, prompts: Sequence[Prompt]) -> BatchRef | None:
+        """The rows that the run generated for `prompts` in this step, failures included, in their order; None
+        where it did not.
+        """
+        if self._generated is None:
+            return None
+        rows, seqs = self._generated
+        if not all(prompt.prompt_id in seqs for prompt in prompts):
+            return None
+        groups = rows.index.scalars("group_id")
+        wanted = [np.flatnonzero(groups == seqs[prompt.prompt_id]) for prompt in prompts]
+        return rows.take(np.concatenate(wanted))
+
+    def check_published(self, verb: str) -> None:
+        """Raises TrainError where the engines stand still for weights that this step still changes."""
+        if self._has_updated:
+            raise TrainError(
+                f"{verb} after update_actor in one step: the new weights are served when the step ends; "
+                "generate before the update, or in the next step"
+            )
+
+    async def updated(self) -> None:
+        """The actor was; outside of the loop its weights are served at once, as a step of its own."""
+        if self._step is not None:
+            self._has_updated = True
+            return
+        await self.run.publish(StepStats())
 
     async def compute_advantages(
         self,
@@ -277,19 +357,36 @@ class Session:
 
         estimator: a name or a function (see docs/algorithms.md) with its options; default
         algorithm.advantage. A KL in the reward is that of algorithm.kl, with another coefficient where
-        kl_coef is given. multiplier: of the constraint, for estimators that read it. Where the samples are
-        another policy's (algorithm.rollout_correction), compute_correction follows.
+        kl_coef is given. multiplier: of the constraint, for estimators that read it; default: the one that
+        algorithm.constraint adapts. Where the samples are another policy's (algorithm.rollout_correction),
+        compute_correction follows.
         """
         chosen = _chosen(self.config.algorithm.advantage, estimator, options)
         stage = AdvantageStage(dataclasses.replace(self.config.algorithm, advantage=chosen))
-        if "multiplier" in stage.reads and multiplier is None:
+        step = self.step_state
+        if kl_coef is not None:
+            step = dataclasses.replace(step, kl_coef=kl_coef)
+        if multiplier is not None:
+            step = dataclasses.replace(step, multiplier=multiplier)
+        if "multiplier" in stage.reads and step.multiplier is None:
             raise ConfigError(f"the estimator {chosen.name} reads the multiplier: pass multiplier=…")
-        if kl_coef is None:
-            kl_coef = self.config.algorithm.kl.coef if self.config.algorithm.kl else 0.0
-        with self.run.timers.phase("advantages"):
-            batch, stats = await stage(batch, self.cluster, kl_coef, multiplier=multiplier)
-        self.run.stats.merge(stats)
+        resample = self.config.algorithm.resample
+        if resample is not None and "sample_weight" not in batch.index.columns:
+            raise ConfigError(
+                f"algorithm.resample={resample.name} is set: call session.resample(batch) after the rewards"
+            )
+        with self.run.timers.phase(stage.phase):
+            batch = await stage(batch, step)
         return batch if "rollout_weights" in batch.columns else await self.compute_correction(batch)
+
+    async def resample(self, batch: BatchRef) -> BatchRef:
+        """sample_weight: how often each row counts, drawn by algorithm.resample; rows that were not drawn are
+        gone.
+        """
+        chosen = self.config.algorithm.resample
+        if chosen is None:
+            raise ConfigError("algorithm.resample is not set: it names the function that draws the rows")
+        return await Resampling(chosen)(batch, self.step_state)
 
     async def compute_correction(self, batch: BatchRef) -> BatchRef:
         """rollout_weights, and a smaller response_mask where something is rejected: what
@@ -305,71 +402,59 @@ class Session:
                 "not have; call actor.compute_log_prob(batch) first, or set algorithm.rollout_correction=null"
             )
         stage = CorrectionStage(config, mask_truncated=self.config.algorithm.mask_truncated)
-        with self.run.timers.phase("advantages"):
-            batch, stats = await stage(batch, self.cluster)
-        self.run.stats.merge(stats)
-        self.run.corrected = True
+        with self.run.timers.phase(stage.phase):
+            batch = await stage(batch, self.step_state)
+        self.corrected = True
         return batch
 
     async def evaluate(self) -> dict[str, float]:
         """Scored answers to the held-out prompts, as trainer.evaluation says, shown and logged."""
-        if self._actor is None or not self.run.data.eval:
+        if not self.data.eval:
             return {}
-        with self.run.timers.phase("evaluate"):
-            evaluating = evaluate(
-                self._actor.rollout,
-                self.run.data.eval,
-                self.config.trainer.evaluation,
-                self.run.data.sampling,
-            )
-            result = await self._actor.served(evaluating)
+        self.check_published("evaluate")
+        result = await self.run.evaluate()
         self._reporter.evaluation(self.step, result)
         return result.metrics
 
     async def log(self, batch: BatchRef, *metrics: StepStats) -> None:
-        """A step's metrics to console, metrics.jsonl and trackers, its rows to rollouts/."""
-        step, stats = self.step + 1, StepStats.merged([self.run.stats, *metrics])
-        describe_rows(batch, stats)
-        explained = explained_variance(stats.values())
-        extra = {} if explained is None else {"critic/explained_variance": explained}
-        await self._reporter.rollouts(step, batch)
-        await self._hosts.count(self._groups, self.run.timers)
-        self._reporter.step(step, stats, extra, self.run.timers)
+        """This step's rows to rollouts/; its metrics to console, metrics.jsonl and trackers when it ends. An
+        adaptive KL coefficient and a constraint's multiplier follow these metrics and rows.
+        """
+        step = self.step_state
+        for part in metrics:
+            step.stats.merge(part)
+        await self._reporter.rollouts(step.number + 1, batch)
+        self._logged = batch
+
+    # ---- the end ----
+
+    async def close(self, error: BaseException | None = None) -> None:
+        """Ends what runs; `open_session` calls it. error: what ended the program."""
+        if self._steps is None:
+            return
+        if error is None:
+            await self._steps.aclose()
+        else:
+            with contextlib.suppress(StopAsyncIteration):
+                await self._steps.athrow(error)
 
     async def finish(self) -> None:
-        """The last evaluation and the export; `open_session` calls it."""
-        if self._actor is None or not self.step:
+        """The export; `open_session` calls it."""
+        if self._run is None or not self.step:
             return
-        if self.config.trainer.evaluation.after:
-            await self.evaluate()
-        await self._hosts.count(self._groups, self.run.timers)
         if self.config.checkpoint.export:
             folder = self._reporter.folder.export_dir
-            await self._actor.model.call(ActorWorker.export, str(folder))
+            await self._run.roles.actor.call(ActorWorker.export, str(folder))
             open_tokenizer(self.config).save_pretrained(folder)
 
     def _idle_pools(self) -> list[str]:
-        """Those without a model or an engine. Reward functions are on all devices."""
-        groups = [group for group in self._groups if group.worker_class is not RewardWorker]
-        return placement_of(self.config).idle([device for group in groups for device in group.devices])
-
-    async def _scorers(self, role: str, reward: RewardConfig) -> WorkerGroup | None:
-        if not reward.functions:
-            return None
-        kwargs = {"reward": dataclasses.replace(reward, models=()), "run_seed": self.config.trainer.seed}
-        group = await self.cluster.create_group(role, RewardWorker, kwargs=kwargs)
-        self._groups.append(group)
-        return group
+        """Those without a model or an engine."""
+        devices = [device for group in self.run.roles.all() for device in group.devices]
+        return placement_of(self.config).idle(devices)
 
     def _cost_name(self) -> str | None:
         constraint = self.config.algorithm.constraint
         return None if constraint is None else constraint.cost
-
-    def _cost_function(self) -> RewardFunctionConfig | None:
-        """The one that algorithm.constraint.cost names, if it is a function."""
-        functions = self.config.reward.functions
-        names = [function.name for function in load_functions(functions, BUILTINS)]
-        return functions[names.index(self._cost_name())] if self._cost_name() in names else None  # type: ignore[arg-type]
 
 
 def _chosen(default: FunctionConfig, function: Function | None, options: Mapping[str, Any]) -> FunctionConfig:
