@@ -8,16 +8,15 @@ stands where the mask is 0 (NaN included) reaches neither loss nor gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rondo.algorithms.objective import Columns, clean, detached
-from rondo.algorithms.policy_losses.ratio import Metrics
 from rondo.algorithms.registry import bind, columns_read, names
-from rondo.algorithms.statistics import row_index
+from rondo.algorithms.statistics import Metrics, row_index
 from rondo.config.schema import AlgorithmConfig, FunctionConfig
 from rondo.errors import ConfigError, TrainError, about
 
@@ -47,10 +46,7 @@ class _PairLoss:
     def __init__(self, function: FunctionConfig) -> None:
         self._config = function
         with about(self._key):
-            try:
-                self._function: Callable[..., Any] = bind("pair_loss", function)
-            except ConfigError as error:
-                raise ConfigError(str(error).replace("algorithm.pair_loss", self._key)) from error
+            self._function = bind("pair_loss", function, key=self._key)
         self._reads = columns_read(self._function)
         sources = [source for name in self._reads for source in self._sources(name)]
         self.columns: tuple[str, ...] = tuple(

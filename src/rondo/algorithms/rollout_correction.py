@@ -14,11 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rondo.algorithms.policy_losses.ratio import LOG_RATIO_LIMIT
 from rondo.algorithms.registry import require
 from rondo.config.schema import ImportanceConfig, RejectionConfig, RolloutCorrectionConfig
 from rondo.types import StepStats
-
-LOG_RATIO_LIMIT = 20.0
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+# What a loss reports: (numerator, denominator), which add up over any split, or a 0-dim tensor, a maximum.
+Metrics = dict[str, tuple[Tensor, Tensor] | Tensor]
+
 
 @dataclass(frozen=True)
 class Groups:
@@ -23,6 +26,7 @@ class Groups:
     @classmethod
     def of(cls, group_id: Tensor) -> Groups:
         """group_id: integers [B], any values in any order."""
+        assert group_id.ndim == 1
         _, index, size = torch.unique(group_id, return_inverse=True, return_counts=True)
         return cls(index, size.to(torch.float64))
 
@@ -59,6 +63,7 @@ def whiten(values: Tensor, weights: Tensor, *, eps: float = 1e-8) -> Tensor:
     values, weights: any equal shape; weights are a mask or numbers of tokens. Returns float64:
     (x - mean) / sqrt(var + eps), var with Bessel's correction over N = Σ weights (N <= 1 gives 0).
     """
+    assert values.shape == weights.shape
     counted = weights > 0
     wide = torch.where(counted, values.to(torch.float64), 0.0)
     share = torch.where(counted, weights.to(torch.float64), 0.0)
@@ -76,8 +81,14 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(counted, values, 0.0).sum(-1) / counted.sum(-1).clamp(min=1)
 
 
+def share(condition: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The share of trained tokens for which `condition` holds, as (numerator, denominator)."""
+    return (condition * mask).sum(), mask.sum()
+
+
 def row_index(cu_seqlens: Tensor) -> Tensor:
     """The row of each entry of a packed [N]: int64, from cu_seqlens [B+1]."""
+    assert cu_seqlens.ndim == 1
     lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).to(torch.int64)
     return torch.repeat_interleave(torch.arange(len(lengths), device=cu_seqlens.device), lengths)
 
@@ -86,6 +97,7 @@ def row_means(values: Tensor, mask: Tensor, rows: Tensor, num_rows: int) -> Tens
     """Masked mean of each packed row: values, mask [N] -> [B]; 0 for a row without trained tokens.
     Differentiable.
     """
+    assert values.ndim == mask.ndim == rows.ndim == 1
     sums = values.new_zeros(num_rows).index_add(0, rows, values * mask)
     counts = mask.new_zeros(num_rows).index_add(0, rows, mask)
     return sums / counts.clamp(min=1)

@@ -13,13 +13,15 @@ import math
 import torch
 from torch import Tensor
 
-from rondo.algorithms.policy_losses.ppo import ppo_clip
-from rondo.algorithms.policy_losses.ratio import Metrics, log_ratio, ratio_metrics, share
+from rondo.algorithms.policy_losses.clipped import ppo_clip
+from rondo.algorithms.policy_losses.ratio import log_ratio, ratio_metrics
 from rondo.algorithms.registry import policy_loss, require
+from rondo.algorithms.statistics import Metrics, share
 
 
 def covariances(advantages: Tensor, old_log_probs: Tensor, response_mask: Tensor) -> Tensor:
     """(A - mean A)(ℓ_old - mean ℓ_old) of the N trained tokens of columns [B, T], row by row: float64 [N]."""
+    assert advantages.ndim == old_log_probs.ndim == response_mask.ndim == 2
     counted = response_mask > 0
     advantage, log_prob = (column[counted].to(torch.float64) for column in (advantages, old_log_probs))
     return (advantage - advantage.mean()) * (log_prob - log_prob.mean())

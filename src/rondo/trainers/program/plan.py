@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rondo.algorithms import actor_loss, critic_loss
-from rondo.algorithms.objective import ActorLoss
-from rondo.algorithms.prm_objective import PrmLoss
+from rondo.algorithms.objective import ActorLoss, PrmLoss
 from rondo.algorithms.registry import Kind, columns_read, lookup
 from rondo.config.schema import ActorConfig, Config, CriticConfig, FunctionConfig
 from rondo.data.rows import GREEDY_REWARD, INDEX_COLUMNS
