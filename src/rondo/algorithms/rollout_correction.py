@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from rondo.algorithms.policy_losses.ratio import LOG_RATIO_LIMIT
-from rondo.algorithms.registry import require
 from rondo.config.schema import ImportanceConfig, RejectionConfig, RolloutCorrectionConfig
 from rondo.types import StepStats
 
@@ -84,10 +83,7 @@ def importance_ratio(gap: Tensor, counted: Tensor, level: str) -> Tensor:
 def _bounded(ratio: Tensor, keep: Tensor, config: ImportanceConfig) -> tuple[Tensor, Tensor]:
     """(weights [B, T], 0 where not `keep`; bool [B, T]: the ratio was out of the bounds)."""
     lower = 0.0 if config.lower is None else config.lower
-    require(
-        0.0 <= lower <= config.upper,
-        f"algorithm.rollout_correction.importance needs 0 <= lower <= upper, got {lower} and {config.upper}",
-    )
+    assert 0.0 <= lower <= config.upper
     outside = (ratio < lower) | (ratio > config.upper)
     inside = (
         torch.where(outside, 0.0, ratio) if config.outside == "mask" else ratio.clamp(lower, config.upper)
@@ -109,19 +105,19 @@ def accepted(gap: Tensor, counted: Tensor, rule: RejectionConfig) -> Tensor:
     judges each for itself; sum, mean and max judge the row by that of its trained tokens. k2 and k3 are
     accepted up to `upper`; k1 is bounded by ratios: lower <= π_old/π_roll <= upper (that of the whole
     response for sum, its geometric mean for mean), lower 1/upper by default. A row without trained tokens is
-    accepted. Raises ConfigError for combinations that mean nothing.
+    accepted. Which combinations mean something is checked when a configuration is loaded.
     """
-    where = "algorithm.rollout_correction.reject"
-    require(rule.upper > 0, f"{where}: upper must be above 0, got {rule.upper}")
+    assert gap.ndim == counted.ndim == 2
+    assert rule.upper > 0
     if rule.statistic == "k1":
-        require(rule.level != "max", f"{where}: k1 has a sign, so level max is for k2 and k3 only")
+        assert rule.level != "max"  # k1 has a sign
         lower = 1.0 / rule.upper if rule.lower is None else rule.lower
-        require(0 < lower <= rule.upper, f"{where}: k1 needs 0 < lower <= upper, got {lower}, {rule.upper}")
+        assert 0 < lower <= rule.upper
         # the bounds are those of the ratio, so they are compared with λ = -k1, not with k1 (D2)
         value = _by_level(gap, counted, rule.level)
         good = (value >= math.log(lower)) & (value <= math.log(rule.upper))
     else:
-        require(rule.lower is None, f"{where}: lower is for k1, {rule.statistic} is bounded by upper alone")
+        assert rule.lower is None
         divergence = gap.square() / 2 if rule.statistic == "k2" else gap.expm1() - gap
         good = _by_level(divergence, counted, rule.level) <= rule.upper
     return good | ~counted.any(1, keepdim=True)
