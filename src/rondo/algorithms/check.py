@@ -31,7 +31,7 @@ def example_columns(
     num_scores: int = 1,
     fill: Callable[[tuple[int, ...]], Tensor] = torch.zeros,
 ) -> dict[str, Tensor]:
-    """One column of each name that a built-in function may read, all but ids and masks made by `fill`.
+    """Makes a column of each name that a built-in function may read, all but ids and mask by `fill`.
 
     response_mask: [B, T], or flat [N], where a column that is per row stands on each of its tokens. fill:
     shape -> floating-point tensor. Each row is a trajectory of one step, and all are samples of one prompt.
@@ -49,7 +49,7 @@ def example_columns(
 
 
 def check_algorithm(algorithm: AlgorithmConfig) -> None:
-    """Raise ConfigError for a function, option, value or combination that cannot work.
+    """Raises ConfigError for a function, option, value or combination that cannot work.
 
     Built-in functions are also called once on two made-up rows, so that a value out of range fails at start
     and not after the first rollouts; functions of the user's are not called.

@@ -29,7 +29,7 @@ Columns = Mapping[str, Tensor]
 
 
 def clean(columns: Columns, counted: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Columns [N] or [N, K] with 0 where the mask is 0; floating ones in `dtype`."""
+    """Sets columns [N] or [N, K] to 0 where the mask is 0, and floating ones to `dtype`."""
     out = {}
     for name, column in columns.items():
         wanted = column.to(dtype) if column.is_floating_point() else column
@@ -56,7 +56,7 @@ def _call_loss(
 
 
 def detached(metrics: Metrics) -> Metrics:
-    """The metrics of a loss, without its graph."""
+    """Returns the metrics of a loss without its graph."""
     return {
         name: value.detach() if isinstance(value, Tensor) else (value[0].detach(), value[1].detach())
         for name, value in metrics.items()
@@ -77,7 +77,7 @@ def _kl_in_loss(kl: KlConfig) -> Callable[..., Any]:
 
 
 def rollout_gap(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Metrics:
-    """How far the sampler's log-probs [N] are from the trainer's (0 where masked); named in `ActorLoss`."""
+    """Measures how far log-probs [N] (0 where masked) of sampler and trainer are apart; see `ActorLoss`."""
     difference = (old_log_probs - rollout_log_probs).detach()
     gap = difference.abs() * mask
     bounded = difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
@@ -170,7 +170,7 @@ class ActorLoss:
         return loss, detached(metrics)
 
     def _inputs(self, outputs: Columns, columns: Columns) -> dict[str, Tensor]:
-        """All that the functions may read; where a name is both, the current policy's output wins."""
+        """Returns all that the functions may read; where a name is both, the current policy's output wins."""
         dtype = outputs["log_probs"].dtype
         counted = (columns["response_mask"] > 0) & (columns["loss_weight"] > 0)
         read = {name: columns[name] for name in self.columns}
@@ -193,7 +193,7 @@ def _rebuild_actor_loss(algorithm: AlgorithmConfig, on_policy: bool) -> ActorLos
 
 
 def actor_loss(algorithm: AlgorithmConfig, *, on_policy: bool = False) -> ActorLoss:
-    """The actor's loss for the configured algorithm; see `ActorLoss`."""
+    """Makes the actor's loss for the configured algorithm; see `ActorLoss`."""
     return ActorLoss(algorithm, on_policy=on_policy)
 
 
@@ -238,7 +238,7 @@ class CriticLoss:
 
 
 def critic_loss(algorithm: AlgorithmConfig, role: str = "critic") -> CriticLoss:
-    """The value loss of the configured algorithm for the critic or the cost_critic; see `CriticLoss`."""
+    """Makes the configured value loss for the critic or the cost_critic; see `CriticLoss`."""
     return CriticLoss(algorithm.value_loss, role)
 
 
@@ -299,5 +299,5 @@ class SftLoss:
 
 
 def sft_loss() -> SftLoss:
-    """The loss of supervised fine-tuning; see `SftLoss`."""
+    """Makes the loss of supervised fine-tuning; see `SftLoss`."""
     return SftLoss()

@@ -40,13 +40,13 @@ def _register(kind: Kind, name: str) -> Callable[[AnyFunction], AnyFunction]:
 
 
 def _origin(function: Callable[..., Any]) -> tuple[str, str]:
-    """Where a function was written: a file that is run twice (imported, and named as path.py:name) is one."""
+    """Says where a function was written: a file that runs twice (imported, and as path.py:name) is one."""
     code = inspect.unwrap(function).__code__
     return code.co_filename, function.__qualname__
 
 
 def advantage(name: str) -> Callable[[AnyFunction], AnyFunction]:
-    """Register an advantage estimator: columns -> advantages [B] or [B, T], or (advantages, returns), or a
+    """Registers an advantage estimator: columns -> advantages [B] or [B, T], or (advantages, returns), or a
     mapping from column names ("advantages" and others) to such tensors.
     """
     return _register("advantage", name)
@@ -55,7 +55,7 @@ def advantage(name: str) -> Callable[[AnyFunction], AnyFunction]:
 def policy_loss(
     name: str, *, zero_at_zero_advantage: bool = False, prepare: Callable[..., Any] | None = None
 ) -> Callable[[AnyFunction], AnyFunction]:
-    """Register a policy loss: columns [N] -> (token loss [N], metrics).
+    """Registers a policy loss: columns [N] -> (token loss [N], metrics).
 
     zero_at_zero_advantage: loss and gradient of a row are exactly 0 where its advantage is, so its compute
     may be skipped; claim it only when it is true. prepare: statistics over the whole mini-batch, made before
@@ -75,41 +75,41 @@ def policy_loss(
 
 
 def group_filter(name: str) -> Callable[[AnyFunction], AnyFunction]:
-    """Register a filter of prompt groups: per-row columns of ONE group (numpy [n]) -> why it is dropped, or
+    """Registers a filter of prompt groups: per-row columns of ONE group (numpy [n]) -> why it is dropped, or
     None.
     """
     return _register("filter", name)
 
 
 def resampler(name: str) -> Callable[[AnyFunction], AnyFunction]:
-    """Register a resampling of a prompt's samples: columns [B] -> each row's probability in its group [B]."""
+    """Registers a resampling of a prompt's samples: columns [B] -> its probability in the group [B]."""
     return _register("resample", name)
 
 
 def pair_loss(name: str) -> Callable[[AnyFunction], AnyFunction]:
-    """Register a loss of preference pairs: columns [P] (see `pair_objective.py`) -> (loss [P], metrics)."""
+    """Registers a loss of preference pairs: columns [P] (see `pair_objective.py`) -> (loss [P], metrics)."""
     return _register("pair_loss", name)
 
 
 def value_loss(name: str) -> Callable[[AnyFunction], AnyFunction]:
-    """Register a value loss: (values, old_values, returns, … [N]) -> (token loss [N], metrics)."""
+    """Registers a value loss: (values, old_values, returns, … [N]) -> (token loss [N], metrics)."""
     return _register("value_loss", name)
 
 
 def kl_estimator(name: str) -> Callable[[AnyFunction], AnyFunction]:
-    """Register an estimator of KL(policy || reference) per token: columns -> [...] of the same shape."""
+    """Registers an estimator of KL(policy || reference) per token: columns -> [...] of the same shape."""
     return _register("kl", name)
 
 
 def aggregation(name: str) -> Callable[[AnyFunction], AnyFunction]:
-    """Register an aggregation mode: trained tokens per row of ONE mini-batch (numpy [B]) -> loss weight per
+    """Registers an aggregation mode: trained tokens per row of ONE mini-batch (numpy [B]) -> loss weight per
     row [B].
     """
     return _register("aggregation", name)
 
 
 def names(kind: Kind) -> tuple[str, ...]:
-    """The names of a kind's built-in functions, sorted."""
+    """Returns the names of a kind's built-in functions, sorted."""
     return tuple(sorted(name for name in _FUNCTIONS[kind] if registered_by_user(kind, name) is None))
 
 
@@ -124,7 +124,7 @@ def registered_by_user(kind: Kind, name: str | Callable[..., Any]) -> str | None
 
 
 def lookup(kind: Kind, name: str, *, key: str | None = None) -> Callable[..., Any]:
-    """The function behind `name`. key: what chose it, where that is not `algorithm.<kind>`.
+    """Returns the function behind `name`. key: what chose it, where that is not `algorithm.<kind>`.
 
     Raises ConfigError with the nearest name that exists.
     """
@@ -137,7 +137,7 @@ def lookup(kind: Kind, name: str, *, key: str | None = None) -> Callable[..., An
 
 
 def bind(kind: Kind, config: FunctionConfig, *, key: str | None = None) -> functools.partial[Any]:
-    """The function with its options filled in. key: as in `lookup`.
+    """Returns the function with its options filled in. key: as in `lookup`.
 
     A policy loss and its `prepare` declare their options separately, and a recipe sets them side by side:
     each is handed those that it declares. Raises ConfigError for an unknown name or an option that does not
@@ -152,7 +152,7 @@ def bind(kind: Kind, config: FunctionConfig, *, key: str | None = None) -> funct
 
 
 def bind_preparation(config: FunctionConfig) -> functools.partial[Any] | None:
-    """The `prepare` of a policy loss with the options that it declares; None where the loss has none."""
+    """Returns the `prepare` of a policy loss with the options that it declares; None where it has none."""
     prepare = _PREPARE.get(bind("policy_loss", config).func)
     if prepare is None:
         return None
@@ -175,7 +175,7 @@ def _declared(by: Mapping[str, inspect.Parameter], options: Mapping[str, Any]) -
 
 
 def columns_read(function: Callable[..., Any]) -> tuple[str, ...]:
-    """The columns that `function` reads: its parameters before `*`.
+    """Returns the columns that `function` reads: its parameters before `*`.
 
     Raises ConfigError when the signature does not say: `*args`, or a default before the `*`.
     """
@@ -206,8 +206,6 @@ def is_zero_at_zero_advantage(function: Callable[..., Any]) -> bool:
 
 
 def require(condition: bool, message: str) -> None:
-    """Raise ConfigError(message) unless `condition`: the range check of an option, made by the function that
-    owns it.
-    """
+    """Raises ConfigError unless `condition`: the range check of an option, by the function that owns it."""
     if not condition:
         raise ConfigError(message)

@@ -21,13 +21,11 @@ from rondo.types import StepStats
 
 @dataclass(frozen=True)
 class Correction:
-    """weights: float32 [B, T], 0 where `mask` is 0, no gradient. mask: [B, T], the response mask without what
-    was rejected, in its own type. stats: the diagnostics of `correct`.
-    """
+    """What `correct` makes of a batch."""
 
-    weights: Tensor
-    mask: Tensor
-    stats: StepStats
+    weights: Tensor  # float32 [B, T], 0 where `mask` is 0, no gradient
+    mask: Tensor  # [B, T], the response mask without what was rejected, in its own type
+    stats: StepStats  # the diagnostics
 
 
 def correct(
@@ -36,7 +34,7 @@ def correct(
     response_mask: Tensor,
     config: RolloutCorrectionConfig,
 ) -> Correction:
-    """Weights and mask of a whole batch, all [B, T]; what stands where the mask is 0 may be anything.
+    """Makes weights and mask of a whole batch, all [B, T]; what stands where the mask is 0 may be anything.
 
     importance: see `importance_ratio`; truncated to the bounds (TIS) or 0 outside them (IcePop, Ring-1T
     2510.18855). None: all weights are 1. normalize divides by the mean weight of what is still trained on:
@@ -67,7 +65,7 @@ def correct(
 
 
 def importance_ratio(gap: Tensor, counted: Tensor, level: str) -> Tensor:
-    """π_old/π_roll of each token's unit, [B, T], from λ [B, T] (0 where not `counted`).
+    """Returns π_old/π_roll of each token's unit, [B, T], from λ [B, T] (0 where not `counted`).
 
     token: exp λ_t. sequence: exp Σ_t λ_t on every token of the row, the exponent clamped to ±20. geometric:
     exp of the row's mean λ.
@@ -81,7 +79,7 @@ def importance_ratio(gap: Tensor, counted: Tensor, level: str) -> Tensor:
 
 
 def _bounded(ratio: Tensor, keep: Tensor, config: ImportanceConfig) -> tuple[Tensor, Tensor]:
-    """(weights [B, T], 0 where not `keep`; bool [B, T]: the ratio was out of the bounds)."""
+    """Returns (weights [B, T], 0 where not `keep`; bool [B, T]: whether the ratio was out of the bounds)."""
     lower = 0.0 if config.lower is None else config.lower
     assert 0.0 <= lower <= config.upper
     outside = (ratio < lower) | (ratio > config.upper)
@@ -99,7 +97,7 @@ def _bounded(ratio: Tensor, keep: Tensor, config: ImportanceConfig) -> tuple[Ten
 
 
 def accepted(gap: Tensor, counted: Tensor, rule: RejectionConfig) -> Tensor:
-    """What one rule lets through, bool [B, T] (level token) or [B, 1], from λ [B, T] (0 where not `counted`).
+    """Returns what one rule lets through: bool [B, T] (level token) or [B, 1]. gap: λ, 0 where not `counted`.
 
     Statistics of a token, estimates of KL(π_roll ‖ π_old): k1 = -λ, k2 = λ²/2, k3 = e^λ - 1 - λ. Level token
     judges each for itself; sum, mean and max judge the row by that of its trained tokens. k2 and k3 are
@@ -124,7 +122,7 @@ def accepted(gap: Tensor, counted: Tensor, rule: RejectionConfig) -> Tensor:
 
 
 def _by_level(values: Tensor, counted: Tensor, level: str) -> Tensor:
-    """The token values [B, T], or one value per row [B, 1]."""
+    """Returns the token values [B, T], or one value per row [B, 1]."""
     if level == "token":
         return values
     if level == "max":  # of k2 and k3, which are at least 0
@@ -134,7 +132,7 @@ def _by_level(values: Tensor, counted: Tensor, level: str) -> Tensor:
 
 
 def _describe_policies(gap: Tensor, counted: Tensor, stats: StepStats) -> None:
-    """The distance between π_roll and π_old."""
+    """Measures the distance between π_roll and π_old."""
     name = "rollout_correction/"
     tokens, rows = float(counted.sum()), float(counted.any(1).sum())
     total = gap.sum(1)
@@ -151,7 +149,7 @@ def _describe_policies(gap: Tensor, counted: Tensor, stats: StepStats) -> None:
 def _describe_correction(
     weights: Tensor, outside: Tensor, keep: Tensor, counted: Tensor, stats: StepStats
 ) -> None:
-    """What was done about it."""
+    """Measures how much was cut off, rejected and reweighted."""
     name = "rollout_correction/"
     tokens, rows = float(counted.sum()), float(counted.any(1).sum())
     kept = weights[keep]

@@ -39,6 +39,7 @@ def gae(
     for name, value in (("gamma", gamma), ("lam", lam), ("lam_critic", lam_critic)):
         fits = value is None or 0.0 <= value <= 1.0
         require(fits, f"algorithm.advantage: gae needs {name} between 0 and 1, got {value}")
+    assert token_rewards.ndim == values.ndim == response_mask.ndim == 2
     counted = response_mask > 0
     rewards = torch.where(counted, token_rewards, 0.0).to(torch.float64)
     before = torch.where(counted, values, 0.0).to(torch.float64)
@@ -57,7 +58,7 @@ def gae(
 
 
 def _accumulate(rewards: Tensor, values: Tensor, counted: Tensor, gamma: float, lam: Tensor) -> Tensor:
-    """Â [B, T], backwards over trained tokens; 0 where the mask is 0. lam: [B]."""
+    """Accumulates Â [B, T] backwards over trained tokens; it is 0 where the mask is 0. lam: [B]."""
     decay = gamma * lam
     next_value = rewards.new_zeros(len(rewards))
     next_advantage = rewards.new_zeros(len(rewards))

@@ -176,7 +176,7 @@ def passk_analytic(reward: Tensor, group_id: Tensor, *, k: int, threshold: float
 
 
 def _binary_passk(size: int, wrong: int, k: int) -> tuple[float, float]:
-    """(advantage of a wrong response, of a right one) in a group of `size`."""
+    """Returns (advantage of a wrong response, of a right one) in a group of `size`, `wrong` of them wrong."""
     if size < k or wrong == 0:
         return 0.0, 0.0
     mean = 1.0 - math.comb(wrong, k) / math.comb(size, k)

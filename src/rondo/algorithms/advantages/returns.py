@@ -23,6 +23,7 @@ def returns_to_go(token_rewards: Tensor, response_mask: Tensor, gamma: float = 1
     """G_t = r_t + γ G_next over trained tokens, [B, T] float64; passes through holes of the mask, where it is
     0.
     """
+    assert token_rewards.ndim == response_mask.ndim == 2
     counted = response_mask > 0
     rewards = torch.where(counted, token_rewards, 0.0).to(torch.float64)
     out = torch.zeros_like(rewards)
@@ -97,7 +98,7 @@ def otb(
 
 
 def _realised_energy(sum_p_squared: Tensor, old_log_probs: Tensor, counted: Tensor) -> Tensor:
-    """W [B, T], float64, positive where counted (1 - 2π + Σp² is the square (1-π)² and more)."""
+    """Sums w up to each token: W [B, T], float64, positive where counted (w is (1-π)² and more)."""
     squares = torch.where(counted, sum_p_squared, 0.0).to(torch.float64)
     chosen = torch.where(counted, old_log_probs, 0.0).to(torch.float64).exp()
     token = (1.0 - 2.0 * chosen + squares).clamp(min=_SMALLEST_WEIGHT)

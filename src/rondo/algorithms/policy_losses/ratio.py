@@ -16,13 +16,13 @@ LOG_RATIO_LIMIT = 20.0
 
 
 def log_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
-    """δ = ℓ - ℓ_old, clamped to ±20 (no inf; beyond it the gradient is 0): [N]."""
+    """Returns δ = ℓ - ℓ_old, clamped to ±20 (no inf; beyond it the gradient is 0): [N]."""
     assert log_probs.ndim == old_log_probs.ndim == 1
     return (log_probs - old_log_probs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def clip_range(clip: float, clip_low: float | None, clip_high: float | None) -> tuple[float, float]:
-    """(ε_l, ε_h): `clip` sets both unless one is given (D10). Raises ConfigError for a negative one."""
+    """Returns (ε_l, ε_h): `clip` sets both unless one is given (D10). Raises ConfigError where one is < 0."""
     low = clip if clip_low is None else clip_low
     high = clip if clip_high is None else clip_high
     require(
@@ -33,7 +33,7 @@ def clip_range(clip: float, clip_low: float | None, clip_high: float | None) -> 
 
 
 def clip_fractions(is_clipped: Tensor, advantages: Tensor, mask: Tensor) -> Metrics:
-    """The shares of trained tokens [N] that a loss clipped: all, those with A < 0 and those with A > 0."""
+    """Counts the trained tokens [N] that a loss clipped: all of them, those with A < 0, those with A > 0."""
     return {
         "actor/clip_fraction": share(is_clipped, mask),
         "actor/clip_fraction_low": share(is_clipped & (advantages < 0), mask),
@@ -42,7 +42,7 @@ def clip_fractions(is_clipped: Tensor, advantages: Tensor, mask: Tensor) -> Metr
 
 
 def ratio_metrics(delta: Tensor, mask: Tensor) -> Metrics:
-    """actor/ppo_kl (masked mean of -δ) and actor/ratio (its mean and maximum) from log-ratios [N]."""
+    """Makes actor/ppo_kl (masked mean of -δ) and actor/ratio (mean and maximum) of log-ratios [N]."""
     delta = delta.detach()
     ratio = delta.exp() * mask
     return {
