@@ -15,6 +15,7 @@ from rondo.algorithms import (
     columns_read,
     lookup,
     names,
+    registry,
 )
 from rondo.algorithms.advantages.group import grpo
 from rondo.algorithms.registry import advantage, is_zero_at_zero_advantage
@@ -111,6 +112,18 @@ def test_functions_from_a_file(custom: str) -> None:
     check_algorithm(config)
     with pytest.raises(ConfigError, match="power"):
         actor_loss(AlgorithmConfig(policy_loss=FunctionConfig(f"{custom}:weighted_loss")))
+
+
+def test_a_registered_function_of_the_users_is_neither_built_in_nor_called_by_the_check(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def mine(my_column: Tensor) -> Tensor:
+        raise AssertionError("called")
+
+    monkeypatch.setitem(registry._FUNCTIONS["advantage"], "mine", mine)
+    assert "mine" not in names("advantage")
+    assert lookup("advantage", "mine") is mine
+    check_algorithm(AlgorithmConfig(advantage=FunctionConfig("mine")))
 
 
 @pytest.mark.parametrize("name", names("advantage"))
