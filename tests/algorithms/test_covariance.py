@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rondo.algorithms import check_algorithm, lookup
 from rondo.algorithms.policy_losses.covariance import covariances, select_between, select_largest
-from rondo.algorithms.registry import bind_preparation, preparation
+from rondo.algorithms.registry import bind_preparation
 from rondo.config.schema import AlgorithmConfig, FunctionConfig
 from rondo.errors import ConfigError
 
@@ -135,11 +135,11 @@ def test_at_ratio_1_the_unselected_follow_the_policy_gradient(name: str) -> None
 
 
 def test_options_of_loss_and_selection_are_one_set_and_checked_at_start() -> None:
-    assert preparation(lookup("policy_loss", "kl_cov")) is select_largest
     config = FunctionConfig("clip_cov", {"fraction": 0.5, "low": 5.0, "high": 7.0, "clip": 0.2})
     check_algorithm(AlgorithmConfig(policy_loss=config))
     prepare = bind_preparation(config)
     assert prepare is not None
+    assert prepare.func is select_between
     assert sum(map(sum, selected(prepare(ADVANTAGES, OLD, MASK, 3)))) == 2
     for name, options, message in (
         ("kl_cov", {"fraction": 0.0}, "fraction"),

@@ -9,9 +9,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rondo.algorithms import columns_read, lookup_advantage
-from rondo.algorithms.advantages.group import dr_grpo, gdpo, gpg, grpo, opo, reinforce_pp_baseline, rloo
-from rondo.algorithms.advantages.pass_at_k import passk, passk_analytic
+from rondo.algorithms import columns_read, lookup
+from rondo.algorithms.advantages.group import (
+    dr_grpo,
+    gdpo,
+    gpg,
+    grpo,
+    opo,
+    passk,
+    passk_analytic,
+    reinforce_pp_baseline,
+    rloo,
+    win_rate,
+)
 from rondo.algorithms.statistics import whiten
 
 T = torch.tensor
@@ -20,7 +30,7 @@ GROUP_ESTIMATORS = ["grpo", "dr_grpo", "rloo", "opo", "gpg", "reinforce_pp_basel
 
 def estimate(name: str, reward: torch.Tensor, group_id: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     columns = {"reward": reward, "group_id": group_id, "num_trained_tokens": lengths}
-    function = lookup_advantage(name)
+    function = lookup("advantage", name)
     return function(**{column: columns[column] for column in columns_read(function)})
 
 
@@ -188,3 +198,29 @@ def test_advantages_of_a_group_sum_to_zero(name: str) -> None:
     )
     sums = torch.zeros(3).index_add(0, T([0, 1, 2] * 4), out)
     torch.testing.assert_close(sums, torch.zeros(3), rtol=0, atol=1e-5)
+
+
+def test_win_rate_table() -> None:
+    """Group 7 = {1, 0, 0, 1}: ones beat two of three, tie with one: 2.5/3; 3 = {2, 5}; 9 is alone."""
+    reward, group = T([1.0, 2.0, 0.0, 4.0, -0.0, 5.0, 1.0]), T([7, 3, 7, 9, 7, 3, 7])
+    third = 1 / 3
+    torch.testing.assert_close(win_rate(reward, group), T([third, -0.5, -third, 0.0, -third, 0.5, third]))
+    assert lookup("advantage", "win_rate") is win_rate
+
+
+def test_win_rate_by_pairs() -> None:
+    generator = torch.Generator().manual_seed(2)
+    reward, group = (
+        torch.randint(0, 4, (30,), generator=generator) / 7,
+        torch.randint(0, 5, (30,), generator=generator),
+    )
+    wins = (reward[:, None] > reward) + 0.5 * (reward[:, None] == reward)
+    others = (group[:, None] == group) & ~torch.eye(30, dtype=torch.bool)
+    expected = ((wins * others).sum(1) / others.sum(1)).nan_to_num(0.5) - 0.5  # alone: 0 / 0
+    torch.testing.assert_close(win_rate(reward, group), expected)
+
+
+def test_win_rate_of_equal_rewards_is_exactly_zero_and_huge_ones_are_ranks() -> None:
+    assert torch.equal(win_rate(torch.full((9,), 0.9), T([0] * 7 + [1, 2])), torch.zeros(9))
+    assert win_rate(T([1e38, -1e38, 3.0]), T([0, 0, 0])).tolist() == [0.5, -0.5, 0.0]
+    assert win_rate(T([]), T([], dtype=torch.long)).shape == (0,)

@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 
-from rondo.algorithms.advantages.returns import returns_to_go
-from rondo.algorithms.advantages.token_baseline import otb
+from rondo.algorithms.advantages.returns import otb, returns_to_go
 from rondo.errors import ConfigError
 
 T = torch.tensor

@@ -9,7 +9,6 @@ import torch
 
 from rondo.algorithms.rollout_correction import Correction, correct
 from rondo.config.schema import ImportanceConfig, RejectionConfig, RolloutCorrectionConfig
-from rondo.errors import ConfigError
 
 T = torch.tensor
 LOG2 = math.log(2.0)
@@ -160,17 +159,3 @@ def test_no_nan_whatever_the_gap_and_the_padding(level: str, outside: str) -> No
             assert not result.weights[result.mask == 0].any()
             assert all(math.isfinite(value) for value in result.stats.values().values())
     assert not correct(old.requires_grad_(), rollout, mask, config).weights.requires_grad
-
-
-@pytest.mark.parametrize(
-    ("rule", "message"),
-    [
-        (RejectionConfig("k1", 2.0, "max"), "k2 and k3 only"),
-        (RejectionConfig("k1", 0.5), "lower <= upper"),
-        (RejectionConfig("k3", 2.0, lower=0.1), "bounded by upper alone"),
-        (RejectionConfig("k2", 0.0), "above 0"),
-    ],
-)
-def test_rules_that_mean_nothing(rule: RejectionConfig, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        run(None, rule)

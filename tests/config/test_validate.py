@@ -151,6 +151,11 @@ def message(*overrides: str) -> str:
             "data.train=[{type: jsonl, path: x, weight: 0}]",
             "data.train.0.weight must be above 0 (leave a source out to switch it off), got 0.0",
         ),
+        ("data.train=[{type: jsonl, path: x, size: 0}]", "data.train.0.size must be at least 1, got 0"),
+        (
+            "data.train=[{type: parquet, path: x, seed: 3}]",
+            "data.train.0.seed has no meaning for a source of type parquet; remove it",
+        ),
     ],
 )
 def test_one_key(argument: str, expected: str) -> None:
@@ -192,29 +197,6 @@ def test_one_length() -> None:
         "trainer.total_steps = 10 "
         "(argument 'trainer.total_steps=10') both say how long to train; keep one, set the other to null"
     )
-
-
-def test_longest_sequence_fits_the_budget() -> None:
-    tight = ("data.max_prompt_tokens=60", "rollout.max_tokens=40", SCORER)
-    assert load([], [MODEL, LENGTH, *tight, "actor.token_budget=100"]).config.actor.token_budget == 100
-    assert message(MODEL, LENGTH, *tight, "actor.token_budget=99") == (
-        "argument 'actor.token_budget=99': actor.token_budget = 99 is less than the longest sequence of "
-        "100 tokens: "
-        "data.max_prompt_tokens = 60 (argument 'data.max_prompt_tokens=60') + rollout.max_tokens = 40 "
-        "(argument "
-        "'rollout.max_tokens=40'). Raise the budget, or lower one of the two"
-    )
-    models = "reward.models=[{path: x}]"
-    assert "is less than the longest" in message(
-        MODEL, LENGTH, *tight[:2], models, "actor.token_budget=99"
-    )  # a model is a reward, too
-    # without scorers it is an SFT recipe, which generates nothing
-    assert load([], [MODEL, LENGTH, "data.max_prompt_tokens=60", "actor.token_budget=99"])
-    kl = "algorithm.kl={name: k3, where: loss, coef: 0.1}"
-    assert "reference.token_budget = 50" in message(MODEL, LENGTH, *tight, "reference.token_budget=50", kl)
-    assert load(
-        [], [MODEL, LENGTH, *tight, "reference.token_budget=50"]
-    )  # not used: nothing reads ref_log_probs
 
 
 def test_pretraining_rows_are_at_temperature_one() -> None:

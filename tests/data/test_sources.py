@@ -204,22 +204,6 @@ def test_function_errors(functions, name, keys, error, wrong):
         functions(name, **keys)
 
 
-@pytest.mark.parametrize(
-    ("keys", "wrong"),
-    [
-        ({"type": "jsonl"}, "needs the key 'path'"),
-        ({"type": "function"}, "needs the key 'task'"),
-        ({"type": "jsonl", "path": "x", "task": "y"}, "key 'task' means nothing for type jsonl"),
-        ({"type": "parquet", "path": "x", "seed": 3}, "key 'seed' means nothing"),
-        ({"type": "jsonl", "path": "x", "weight": 0.0}, "weight must be above 0"),
-        ({"type": "jsonl", "path": "x", "size": 0}, "size must be at least 1"),
-    ],
-)
-def test_keys_that_do_not_fit_the_type(keys, wrong):
-    with pytest.raises(ConfigError, match=wrong):
-        open_source(SourceConfig(**keys))
-
-
 def test_names():
     assert source_name(SourceConfig(type="jsonl", path="a/b.jsonl")) == "b"
     assert source_name(SourceConfig(type="huggingface", path="openai/gsm8k")) == "gsm8k"

@@ -59,10 +59,7 @@ def test_an_engine_of_several_devices_is_one_rank() -> None:
 @pytest.mark.parametrize(
     ("config", "tensor_parallel", "message"),
     [
-        (cluster(4, {"a": 2, "b": 3}, rollout="b"), 1, r"\{a: 2, b: 3\} have 5 devices.*cluster.devices=4"),
-        (cluster(4, {"a": 2}), 1, r"have 2 devices together.*cluster.devices=4: make them equal"),
         (cluster(3, {"a": 2, "b": 1}), 1, r"cluster.pools.b=1: no role.*name it for one of actor, critic"),
-        (cluster(2, {"a": 1, "b": 1}, rollout="c"), 1, r"cluster.placement.rollout=c: there is no such pool"),
         (cluster(2, {"a": 1, "b": 1}, teacher="b"), 1, r"placement.teacher=b: this run has no teacher, only"),
         (ClusterConfig(devices=3), 2, r"tensor_parallel=2 does not divide the 3 devices.*pool all"),
         (

@@ -270,6 +270,14 @@ ERRORS = (
         "teacher={path: t, top_k: 4, token_budget: 512} algorithm.advantage=teacher_gap",
         "teacher.top_k is set, but no chosen function reads teacher_topk_*",
     ),
+    (
+        "actor.token_budget=1",
+        "argument 'actor.token_budget=1': actor.token_budget=1 is less than the longest sequence, data.max",
+    ),
+    (
+        "reference.token_budget=1 algorithm.kl={name: k3, where: loss, coef: 0.1}",
+        "argument 'reference.token_budget=1': reference.token_budget=1 is less than the longest sequence",
+    ),
     ("reference.refresh_every=2", "reference.refresh_every is set, but no chosen function reads"),
     (
         "algorithm.value_loss={name: clipped_value, clip: 0.1}",

@@ -165,7 +165,7 @@ def test_a_finished_run_with_another_algorithm_is_refused(undisturbed: Path, rec
         check=False,
     )
     assert done.returncode == 2
-    assert "algorithm.advantage.name: grpo before, rloo now" in done.stderr
+    assert 'algorithm.advantage.name: "grpo" before, "rloo" now' in done.stderr
     assert (undisturbed / "config.yaml").read_text() == before
 
 

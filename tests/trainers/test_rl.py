@@ -263,7 +263,7 @@ def test_requests_that_expire_in_the_queue_are_failures_not_trajectories(run: An
 def test_sections_of_roles_that_the_run_does_not_have_are_refused(run: Any) -> None:
     with pytest.raises(ConfigError, match=r"critic.optimizer.lr is set, but no chosen function reads values"):
         run("unused", "critic.optimizer.lr=1e-3")
-    with pytest.raises(ConfigError, match=r"critic.token_budget=16384 is less than .*=20008"):
+    with pytest.raises(ConfigError, match=r"critic.token_budget=16384 is less than .* budget to 20008"):
         run("small", "algorithm.advantage=gae", "data.max_prompt_tokens=20000", "actor.token_budget=32768")
 
 

@@ -9,7 +9,7 @@ _LARGEST_STEP = 1.0  # of ln λ: the step grows with λ itself, and would else l
 
 
 def update_multiplier(multiplier: float, average_cost: float, limit: float, lr: float) -> float:
-    """The next λ: ln λ += lr · λ · J_C with J_C = average_cost - limit, up while the constraint is violated.
+    """Returns the next λ: ln λ += lr · λ · J_C, J_C = average_cost - limit, up while it is violated.
 
     average_cost: a moving average of the steps' mean costs, finite. The step of ln λ is held in ±1 and ln λ
     in ±10 (the paper bounds neither), so that λ neither overflows nor vanishes.
@@ -22,7 +22,7 @@ def update_multiplier(multiplier: float, average_cost: float, limit: float, lr: 
 
 
 def smooth_cost(average: float | None, step_mean: float, smoothing: float) -> float:
-    """The moving average after a step: smoothing · average + (1 - smoothing) · step_mean; at first (None) the
-    step's mean.
+    """Returns the moving average after a step, smoothing · average + (1 - smoothing) · step_mean; at first
+    (None) the step's mean.
     """
     return step_mean if average is None else smoothing * average + (1.0 - smoothing) * step_mean

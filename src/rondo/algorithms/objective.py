@@ -17,9 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from rondo.algorithms.policy_losses.ratio import LOG_RATIO_LIMIT, Metrics
+from rondo.algorithms.policy_losses.ratio import LOG_RATIO_LIMIT
 from rondo.algorithms.registry import bind, columns_read, is_zero_at_zero_advantage, lookup
+from rondo.algorithms.statistics import Metrics, row_index
 from rondo.config.schema import AlgorithmConfig, FunctionConfig, KlConfig
 from rondo.errors import ConfigError, TrainError
 
@@ -27,7 +29,7 @@ Columns = Mapping[str, Tensor]
 
 
 def clean(columns: Columns, counted: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Columns [N] or [N, K] with 0 where the mask is 0; floating ones in `dtype`."""
+    """Sets columns [N] or [N, K] to 0 where the mask is 0, and floating ones to `dtype`."""
     out = {}
     for name, column in columns.items():
         wanted = column.to(dtype) if column.is_floating_point() else column
@@ -54,7 +56,7 @@ def _call_loss(
 
 
 def detached(metrics: Metrics) -> Metrics:
-    """The metrics of a loss, without its graph."""
+    """Returns the metrics of a loss without its graph."""
     return {
         name: value.detach() if isinstance(value, Tensor) else (value[0].detach(), value[1].detach())
         for name, value in metrics.items()
@@ -75,7 +77,7 @@ def _kl_in_loss(kl: KlConfig) -> Callable[..., Any]:
 
 
 def rollout_gap(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Metrics:
-    """How far the sampler's log-probs [N] are from the trainer's (0 where masked); named in `ActorLoss`."""
+    """Measures how far log-probs [N] (0 where masked) of sampler and trainer are apart; see `ActorLoss`."""
     difference = (old_log_probs - rollout_log_probs).detach()
     gap = difference.abs() * mask
     bounded = difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
@@ -168,7 +170,7 @@ class ActorLoss:
         return loss, detached(metrics)
 
     def _inputs(self, outputs: Columns, columns: Columns) -> dict[str, Tensor]:
-        """All that the functions may read; where a name is both, the current policy's output wins."""
+        """Returns all that the functions may read; where a name is both, the current policy's output wins."""
         dtype = outputs["log_probs"].dtype
         counted = (columns["response_mask"] > 0) & (columns["loss_weight"] > 0)
         read = {name: columns[name] for name in self.columns}
@@ -191,7 +193,7 @@ def _rebuild_actor_loss(algorithm: AlgorithmConfig, on_policy: bool) -> ActorLos
 
 
 def actor_loss(algorithm: AlgorithmConfig, *, on_policy: bool = False) -> ActorLoss:
-    """The actor's loss for the configured algorithm; see `ActorLoss`."""
+    """Makes the actor's loss for the configured algorithm; see `ActorLoss`."""
     return ActorLoss(algorithm, on_policy=on_policy)
 
 
@@ -236,8 +238,47 @@ class CriticLoss:
 
 
 def critic_loss(algorithm: AlgorithmConfig, role: str = "critic") -> CriticLoss:
-    """The value loss of the configured algorithm for the critic or the cost_critic; see `CriticLoss`."""
+    """Makes the configured value loss for the critic or the cost_critic; see `CriticLoss`."""
     return CriticLoss(algorithm.value_loss, role)
+
+
+class PrmLoss:
+    """Cross-entropy of p = σ(β Σ_t m (ℓ - ℓ_ref)) with the outcome: -[o log p + (1-o) log(1-p)], 2502.01456.
+
+    o is 1 where accuracy > 0. The row's value stands on every token of the row, so that with
+    `prm_loss_weight` planned as seq-mean-token-mean the loss is the mean over rows. β ℓ-ratios become the
+    process rewards r_t = β (ℓ - ℓ_ref). Picklable. Metrics: prm/loss (weighted as the loss), prm/accuracy
+    (share of rows with p > ½ exactly where o = 1), prm/reward (mean r_t over trained tokens).
+    """
+
+    outputs: tuple[str, ...] = ("log_probs",)
+    columns: tuple[str, ...] = ("response_mask", "ref_log_probs", "accuracy", "prm_loss_weight")
+
+    def __init__(self, beta: float) -> None:
+        self._beta = beta
+
+    def __call__(self, outputs: Columns, columns: Columns, cu_seqlens: Tensor) -> tuple[Tensor, Metrics]:
+        """outputs and columns: [N]; accuracy arrives expanded; cu_seqlens: int32 [B+1] of the responses."""
+        log_probs = outputs["log_probs"]
+        counted = columns["response_mask"] > 0
+        read = {name: columns[name] for name in self.columns if name != "response_mask"}
+        inputs = clean({**read, "log_probs": log_probs}, counted, log_probs.dtype)
+        weight, mask = inputs["prm_loss_weight"], counted.to(log_probs.dtype)
+        reward = self._beta * (inputs["log_probs"] - inputs["ref_log_probs"])
+        rows, num_rows = row_index(cu_seqlens), len(cu_seqlens) - 1
+        logit = reward.new_zeros(num_rows).index_add(0, rows, reward)[rows]
+        right = inputs["accuracy"] > 0
+        token_loss = -functional.logsigmoid(torch.where(right, logit, -logit))
+        loss = (weight * token_loss).sum()
+        lengths = mask.new_zeros(num_rows).index_add(0, rows, mask)
+        share_of_row = mask / lengths[rows].clamp(min=1)
+        agrees = ((logit > 0) == right).to(mask.dtype)
+        metrics: Metrics = {
+            "prm/loss": (loss, weight.sum()),
+            "prm/accuracy": ((agrees * share_of_row).sum(), share_of_row.sum()),
+            "prm/reward": (reward.sum(), mask.sum()),
+        }
+        return loss, detached(metrics)
 
 
 class SftLoss:
@@ -258,5 +299,5 @@ class SftLoss:
 
 
 def sft_loss() -> SftLoss:
-    """The loss of supervised fine-tuning; see `SftLoss`."""
+    """Makes the loss of supervised fine-tuning; see `SftLoss`."""
     return SftLoss()

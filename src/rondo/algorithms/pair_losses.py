@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rondo.algorithms.policy_losses.ratio import Metrics
 from rondo.algorithms.registry import pair_loss, require
+from rondo.algorithms.statistics import Metrics
 
 
 def _comparison(chosen: Tensor, rejected: Tensor) -> Metrics:

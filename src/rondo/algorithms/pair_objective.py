@@ -8,16 +8,15 @@ stands where the mask is 0 (NaN included) reaches neither loss nor gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rondo.algorithms.objective import Columns, clean, detached
-from rondo.algorithms.policy_losses.ratio import Metrics
 from rondo.algorithms.registry import bind, columns_read, names
-from rondo.algorithms.statistics import row_index
+from rondo.algorithms.statistics import Metrics, row_index
 from rondo.config.schema import AlgorithmConfig, FunctionConfig
 from rondo.errors import ConfigError, TrainError, about
 
@@ -47,10 +46,7 @@ class _PairLoss:
     def __init__(self, function: FunctionConfig) -> None:
         self._config = function
         with about(self._key):
-            try:
-                self._function: Callable[..., Any] = bind("pair_loss", function)
-            except ConfigError as error:
-                raise ConfigError(str(error).replace("algorithm.pair_loss", self._key)) from error
+            self._function = bind("pair_loss", function, key=self._key)
         self._reads = columns_read(self._function)
         sources = [source for name in self._reads for source in self._sources(name)]
         self.columns: tuple[str, ...] = tuple(
@@ -74,7 +70,7 @@ class _PairLoss:
         return self._quantities[quantity]
 
     def _per_row(self, outputs: Columns, columns: Columns, cu_seqlens: Tensor) -> dict[str, Tensor]:
-        """The quantities that the rows' tokens add up to, each [B]; differentiable."""
+        """Returns the quantities that the rows' tokens add up to, each [B]; differentiable."""
         raise NotImplementedError
 
     def __call__(self, outputs: Columns, columns: Columns, cu_seqlens: Tensor) -> tuple[Tensor, Metrics]:
@@ -106,13 +102,13 @@ class _PairLoss:
 
 
 def _split(name: str) -> tuple[str | None, str]:
-    """("chosen" | "rejected" | None, the quantity)."""
+    """Splits a parameter's name into its side ("chosen", "rejected" or None) and the quantity."""
     side, _, quantity = name.partition("_")
     return (side, quantity) if side in ("chosen", "rejected") else (None, name)
 
 
 def _first_tokens(unit: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """The position of each row's first token [2P]. Raises TrainError where rows are not pairs."""
+    """Returns the position of each row's first token, [2P]. Raises TrainError where rows are not pairs."""
     first = cu_seqlens[:-1].to(torch.int64)
     if bool((cu_seqlens[1:] == cu_seqlens[:-1]).any()):
         raise TrainError("a row of a preference pair has no response tokens; each needs some")
@@ -177,10 +173,10 @@ class RewardModelLoss(_PairLoss):
 
 
 def preference_loss(algorithm: AlgorithmConfig) -> PreferenceLoss:
-    """The loss of preference training for the configured algorithm; see `PreferenceLoss`."""
+    """Makes the loss of preference training for the configured algorithm; see `PreferenceLoss`."""
     return PreferenceLoss(algorithm.preference_loss)
 
 
 def reward_model_loss(algorithm: AlgorithmConfig) -> RewardModelLoss:
-    """The loss of reward-model training for the configured algorithm; see `RewardModelLoss`."""
+    """Makes the loss of reward-model training for the configured algorithm; see `RewardModelLoss`."""
     return RewardModelLoss(algorithm.reward_model_loss)

@@ -40,13 +40,13 @@ def _register(kind: Kind, name: str) -> Callable[[AnyFunction], AnyFunction]:
 
 
 def _origin(function: Callable[..., Any]) -> tuple[str, str]:
-    """Where a function was written: a file that is run twice (imported, and named as path.py:name) is one."""
+    """Says where a function was written: a file that runs twice (imported, and as path.py:name) is one."""
     code = inspect.unwrap(function).__code__
     return code.co_filename, function.__qualname__
 
 
 def advantage(name: str) -> Callable[[AnyFunction], AnyFunction]:
-    """Register an advantage estimator: columns -> advantages [B] or [B, T], or (advantages, returns), or a
+    """Registers an advantage estimator: columns -> advantages [B] or [B, T], or (advantages, returns), or a
     mapping from column names ("advantages" and others) to such tensors.
     """
     return _register("advantage", name)
@@ -55,12 +55,12 @@ def advantage(name: str) -> Callable[[AnyFunction], AnyFunction]:
 def policy_loss(
     name: str, *, zero_at_zero_advantage: bool = False, prepare: Callable[..., Any] | None = None
 ) -> Callable[[AnyFunction], AnyFunction]:
-    """Register a policy loss: columns [N] -> (token loss [N], metrics).
+    """Registers a policy loss: columns [N] -> (token loss [N], metrics).
 
     zero_at_zero_advantage: loss and gradient of a row are exactly 0 where its advantage is, so its compute
     may be skipped; claim it only when it is true. prepare: statistics over the whole mini-batch, made before
     it is cut into micro-batches: columns [B, T] (and `seed`, an int) -> {name: column [B, T]}, which the loss
-    may read. Its options and the loss's are one set; it is handed those that it names.
+    may read. A recipe sets its options beside those of the loss (`bind`).
     """
 
     def add(function: AnyFunction) -> AnyFunction:
@@ -74,49 +74,43 @@ def policy_loss(
     return add
 
 
-def preparation(function: Callable[..., Any]) -> Callable[..., Any] | None:
-    """The function that makes a policy loss's mini-batch columns, or None."""
-    inner = function.func if isinstance(function, functools.partial) else function
-    return _PREPARE.get(inner)
-
-
 def group_filter(name: str) -> Callable[[AnyFunction], AnyFunction]:
-    """Register a filter of prompt groups: per-row columns of ONE group (numpy [n]) -> why it is dropped, or
+    """Registers a filter of prompt groups: per-row columns of ONE group (numpy [n]) -> why it is dropped, or
     None.
     """
     return _register("filter", name)
 
 
 def resampler(name: str) -> Callable[[AnyFunction], AnyFunction]:
-    """Register a resampling of a prompt's samples: columns [B] -> each row's probability in its group [B]."""
+    """Registers a resampling of a prompt's samples: columns [B] -> its probability in the group [B]."""
     return _register("resample", name)
 
 
 def pair_loss(name: str) -> Callable[[AnyFunction], AnyFunction]:
-    """Register a loss of preference pairs: columns [P] (see `pair_objective.py`) -> (loss [P], metrics)."""
+    """Registers a loss of preference pairs: columns [P] (see `pair_objective.py`) -> (loss [P], metrics)."""
     return _register("pair_loss", name)
 
 
 def value_loss(name: str) -> Callable[[AnyFunction], AnyFunction]:
-    """Register a value loss: (values, old_values, returns, … [N]) -> (token loss [N], metrics)."""
+    """Registers a value loss: (values, old_values, returns, … [N]) -> (token loss [N], metrics)."""
     return _register("value_loss", name)
 
 
 def kl_estimator(name: str) -> Callable[[AnyFunction], AnyFunction]:
-    """Register an estimator of KL(policy || reference) per token: columns -> [...] of the same shape."""
+    """Registers an estimator of KL(policy || reference) per token: columns -> [...] of the same shape."""
     return _register("kl", name)
 
 
 def aggregation(name: str) -> Callable[[AnyFunction], AnyFunction]:
-    """Register an aggregation mode: trained tokens per row of ONE mini-batch (numpy [B]) -> loss weight per
+    """Registers an aggregation mode: trained tokens per row of ONE mini-batch (numpy [B]) -> loss weight per
     row [B].
     """
     return _register("aggregation", name)
 
 
 def names(kind: Kind) -> tuple[str, ...]:
-    """The built-in names of a kind, sorted."""
-    return tuple(sorted(_FUNCTIONS[kind]))
+    """Returns the names of a kind's built-in functions, sorted."""
+    return tuple(sorted(name for name in _FUNCTIONS[kind] if registered_by_user(kind, name) is None))
 
 
 def registered_by_user(kind: Kind, name: str | Callable[..., Any]) -> str | None:
@@ -129,54 +123,59 @@ def registered_by_user(kind: Kind, name: str | Callable[..., Any]) -> str | None
     return ":".join(_origin(function))
 
 
-def lookup(kind: Kind, name: str) -> Callable[..., Any]:
-    """The function behind `name`. Raises ConfigError with the nearest name that exists."""
+def lookup(kind: Kind, name: str, *, key: str | None = None) -> Callable[..., Any]:
+    """Returns the function behind `name`. key: what chose it, where that is not `algorithm.<kind>`.
+
+    Raises ConfigError with the nearest name that exists.
+    """
     try:
         function = functions.resolve_function(name, _FUNCTIONS[kind])
     except ConfigError as error:
-        raise ConfigError(f"algorithm.{kind}: {error}") from error
+        raise ConfigError(f"{key or f'algorithm.{kind}'}: {error}") from error
     columns_read(function)
     return function
 
 
-def bind(kind: Kind, config: FunctionConfig) -> Callable[..., Any]:
-    """The function with its options filled in. Raises ConfigError for an unknown name or an option that does
-    not fit. A policy loss and its preparation share one set of options: each gets those that it names.
+def bind(kind: Kind, config: FunctionConfig, *, key: str | None = None) -> functools.partial[Any]:
+    """Returns the function with its options filled in. key: as in `lookup`.
+
+    A policy loss and its `prepare` declare their options separately, and a recipe sets them side by side:
+    each is handed those that it declares. Raises ConfigError for an unknown name or an option that does not
+    fit.
     """
-    function = lookup(kind, config.name)
-    prepare = preparation(function)
-    check_options(_of_both(function, prepare) if prepare else function, config.options, f"algorithm.{kind}")
-    return functools.partial(function, **(_named_by(function, config.options) if prepare else config.options))
+    function = lookup(kind, config.name, key=key)
+    own, prepare = _options(function), _PREPARE.get(function)
+    declared = own if prepare is None else _options_of_prepare(prepare) | own
+    title = getattr(function, "__name__", str(function))
+    functions.check_declared(declared.values(), config.options, key or f"algorithm.{kind}", title)
+    return functools.partial(function, **_declared(own, config.options))
 
 
-def bind_preparation(config: FunctionConfig) -> Callable[..., Any] | None:
-    """What `bind` is for a policy loss, for its preparation; None where it has none."""
-    prepare = preparation(bind("policy_loss", config))
-    return functools.partial(prepare, **_named_by(prepare, config.options)) if prepare else None
+def bind_preparation(config: FunctionConfig) -> functools.partial[Any] | None:
+    """Returns the `prepare` of a policy loss with the options that it declares; None where it has none."""
+    prepare = _PREPARE.get(bind("policy_loss", config).func)
+    if prepare is None:
+        return None
+    return functools.partial(prepare, **_declared(_options_of_prepare(prepare), config.options))
 
 
-def _options_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
+def _options(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     parameters = inspect.signature(function).parameters.values()
-    return [p for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY and p.name != "seed"]
+    return {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
-def _named_by(function: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    return {p.name: options[p.name] for p in _options_of(function) if p.name in options}
+def _options_of_prepare(prepare: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    options = _options(prepare)
+    options.pop("seed", None)  # the run gives it, a recipe does not
+    return options
 
 
-def _of_both(loss: Callable[..., Any], prepare: Callable[..., Any]) -> Callable[..., Any]:
-    """Something whose options are those of a policy loss and of its preparation, for `check_options`."""
-
-    def both() -> None: ...
-
-    options = {p.name: p for function in (prepare, loss) for p in _options_of(function)}
-    both.__name__ = getattr(loss, "__name__", str(loss))
-    both.__signature__ = inspect.Signature(list(options.values()))  # type: ignore[attr-defined]
-    return both
+def _declared(by: Mapping[str, inspect.Parameter], options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name in by}
 
 
 def columns_read(function: Callable[..., Any]) -> tuple[str, ...]:
-    """The columns that `function` reads: its parameters before `*`.
+    """Returns the columns that `function` reads: its parameters before `*`.
 
     Raises ConfigError when the signature does not say: `*args`, or a default before the `*`.
     """
@@ -198,15 +197,6 @@ def columns_read(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(columns)
 
 
-def check_options(function: Callable[..., Any], options: Mapping[str, Any], where: str) -> None:
-    """Check `options` against the keyword-only parameters of `function`.
-
-    where: the configuration key, for the message. Raises ConfigError naming the nearest option, a missing or
-    a mistyped one.
-    """
-    functions.check_options(function, options, where, given=len(columns_read(function)))
-
-
 def is_zero_at_zero_advantage(function: Callable[..., Any]) -> bool:
     """Whether a row whose advantage is 0 has no part in this policy loss (False for functions that do not say
     so).
@@ -216,13 +206,6 @@ def is_zero_at_zero_advantage(function: Callable[..., Any]) -> bool:
 
 
 def require(condition: bool, message: str) -> None:
-    """Raise ConfigError(message) unless `condition`: the range check of an option, made by the function that
-    owns it.
-    """
+    """Raises ConfigError unless `condition`: the range check of an option, by the function that owns it."""
     if not condition:
         raise ConfigError(message)
-
-
-def lookup_advantage(name: str) -> Callable[..., Any]:
-    """The advantage estimator behind `name`; see `lookup`."""
-    return lookup("advantage", name)

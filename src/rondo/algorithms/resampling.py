@@ -46,19 +46,19 @@ def pf_ppo(
 
 
 def _share(groups: Groups, weights: Tensor) -> Tensor:
-    """weights [B] over their group's sum, which is positive: float64 [B]."""
+    """Divides weights [B] by their group's sum, which is positive: float64 [B]."""
     return weights.to(torch.float64) / groups.sums(weights)[groups.index]
 
 
 def _relative_size(groups: Groups, reward: Tensor) -> Tensor:
-    """|R| over the largest of the group, so that no power overflows: float64 [B]; 1 where all are 0."""
+    """Divides |R| by the largest of its group, so that no power overflows: float64 [B]; 1 where all are 0."""
     size = reward.to(torch.float64).abs()
     largest = size.new_zeros(len(groups.size)).scatter_reduce(0, groups.index, size, "amax")[groups.index]
     return torch.where(largest > 0, size / largest, 1.0)
 
 
 def draw(probabilities: Tensor, group_id: Tensor, *, seed: int) -> Tensor:
-    """How often each row counts: int64 [B]; as many draws with replacement per group as the group has rows.
+    """Draws how often each row counts: int64 [B]; with replacement, as often per group as the group has rows.
 
     probabilities: [B], summing to 1 in each group. The draws are a function of the seed, the group's id and
     the group's probabilities alone: neither other groups nor the order of rows matter (rows of one group that

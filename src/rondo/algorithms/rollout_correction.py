@@ -14,22 +14,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rondo.algorithms.registry import require
+from rondo.algorithms.policy_losses.ratio import LOG_RATIO_LIMIT
 from rondo.config.schema import ImportanceConfig, RejectionConfig, RolloutCorrectionConfig
 from rondo.types import StepStats
-
-LOG_RATIO_LIMIT = 20.0
 
 
 @dataclass(frozen=True)
 class Correction:
-    """weights: float32 [B, T], 0 where `mask` is 0, no gradient. mask: [B, T], the response mask without what
-    was rejected, in its own type. stats: the diagnostics of `correct`.
-    """
+    """What `correct` makes of a batch."""
 
-    weights: Tensor
-    mask: Tensor
-    stats: StepStats
+    weights: Tensor  # float32 [B, T], 0 where `mask` is 0, no gradient
+    mask: Tensor  # [B, T], the response mask without what was rejected, in its own type
+    stats: StepStats  # the diagnostics
 
 
 def correct(
@@ -38,7 +34,7 @@ def correct(
     response_mask: Tensor,
     config: RolloutCorrectionConfig,
 ) -> Correction:
-    """Weights and mask of a whole batch, all [B, T]; what stands where the mask is 0 may be anything.
+    """Makes weights and mask of a whole batch, all [B, T]; what stands where the mask is 0 may be anything.
 
     importance: see `importance_ratio`; truncated to the bounds (TIS) or 0 outside them (IcePop, Ring-1T
     2510.18855). None: all weights are 1. normalize divides by the mean weight of what is still trained on:
@@ -69,7 +65,7 @@ def correct(
 
 
 def importance_ratio(gap: Tensor, counted: Tensor, level: str) -> Tensor:
-    """π_old/π_roll of each token's unit, [B, T], from λ [B, T] (0 where not `counted`).
+    """Returns π_old/π_roll of each token's unit, [B, T], from λ [B, T] (0 where not `counted`).
 
     token: exp λ_t. sequence: exp Σ_t λ_t on every token of the row, the exponent clamped to ±20. geometric:
     exp of the row's mean λ.
@@ -83,12 +79,9 @@ def importance_ratio(gap: Tensor, counted: Tensor, level: str) -> Tensor:
 
 
 def _bounded(ratio: Tensor, keep: Tensor, config: ImportanceConfig) -> tuple[Tensor, Tensor]:
-    """(weights [B, T], 0 where not `keep`; bool [B, T]: the ratio was out of the bounds)."""
+    """Returns (weights [B, T], 0 where not `keep`; bool [B, T]: whether the ratio was out of the bounds)."""
     lower = 0.0 if config.lower is None else config.lower
-    require(
-        0.0 <= lower <= config.upper,
-        f"algorithm.rollout_correction.importance needs 0 <= lower <= upper, got {lower} and {config.upper}",
-    )
+    assert 0.0 <= lower <= config.upper
     outside = (ratio < lower) | (ratio > config.upper)
     inside = (
         torch.where(outside, 0.0, ratio) if config.outside == "mask" else ratio.clamp(lower, config.upper)
@@ -104,32 +97,32 @@ def _bounded(ratio: Tensor, keep: Tensor, config: ImportanceConfig) -> tuple[Ten
 
 
 def accepted(gap: Tensor, counted: Tensor, rule: RejectionConfig) -> Tensor:
-    """What one rule lets through, bool [B, T] (level token) or [B, 1], from λ [B, T] (0 where not `counted`).
+    """Returns what one rule lets through: bool [B, T] (level token) or [B, 1]. gap: λ, 0 where not `counted`.
 
     Statistics of a token, estimates of KL(π_roll ‖ π_old): k1 = -λ, k2 = λ²/2, k3 = e^λ - 1 - λ. Level token
     judges each for itself; sum, mean and max judge the row by that of its trained tokens. k2 and k3 are
     accepted up to `upper`; k1 is bounded by ratios: lower <= π_old/π_roll <= upper (that of the whole
     response for sum, its geometric mean for mean), lower 1/upper by default. A row without trained tokens is
-    accepted. Raises ConfigError for combinations that mean nothing.
+    accepted. Which combinations mean something is checked when a configuration is loaded.
     """
-    where = "algorithm.rollout_correction.reject"
-    require(rule.upper > 0, f"{where}: upper must be above 0, got {rule.upper}")
+    assert gap.ndim == counted.ndim == 2
+    assert rule.upper > 0
     if rule.statistic == "k1":
-        require(rule.level != "max", f"{where}: k1 has a sign, so level max is for k2 and k3 only")
+        assert rule.level != "max"  # k1 has a sign
         lower = 1.0 / rule.upper if rule.lower is None else rule.lower
-        require(0 < lower <= rule.upper, f"{where}: k1 needs 0 < lower <= upper, got {lower}, {rule.upper}")
+        assert 0 < lower <= rule.upper
         # the bounds are those of the ratio, so they are compared with λ = -k1, not with k1 (D2)
         value = _by_level(gap, counted, rule.level)
         good = (value >= math.log(lower)) & (value <= math.log(rule.upper))
     else:
-        require(rule.lower is None, f"{where}: lower is for k1, {rule.statistic} is bounded by upper alone")
+        assert rule.lower is None
         divergence = gap.square() / 2 if rule.statistic == "k2" else gap.expm1() - gap
         good = _by_level(divergence, counted, rule.level) <= rule.upper
     return good | ~counted.any(1, keepdim=True)
 
 
 def _by_level(values: Tensor, counted: Tensor, level: str) -> Tensor:
-    """The token values [B, T], or one value per row [B, 1]."""
+    """Returns the token values [B, T], or one value per row [B, 1]."""
     if level == "token":
         return values
     if level == "max":  # of k2 and k3, which are at least 0
@@ -139,7 +132,7 @@ def _by_level(values: Tensor, counted: Tensor, level: str) -> Tensor:
 
 
 def _describe_policies(gap: Tensor, counted: Tensor, stats: StepStats) -> None:
-    """The distance between π_roll and π_old."""
+    """Measures the distance between π_roll and π_old."""
     name = "rollout_correction/"
     tokens, rows = float(counted.sum()), float(counted.any(1).sum())
     total = gap.sum(1)
@@ -156,7 +149,7 @@ def _describe_policies(gap: Tensor, counted: Tensor, stats: StepStats) -> None:
 def _describe_correction(
     weights: Tensor, outside: Tensor, keep: Tensor, counted: Tensor, stats: StepStats
 ) -> None:
-    """What was done about it."""
+    """Measures how much was cut off, rejected and reweighted."""
     name = "rollout_correction/"
     tokens, rows = float(counted.sum()), float(counted.any(1).sum())
     kept = weights[keep]

@@ -12,53 +12,58 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+# What a loss reports: (numerator, denominator), which add up over any split, or a 0-dim tensor, a maximum.
+Metrics = dict[str, tuple[Tensor, Tensor] | Tensor]
+
 
 @dataclass(frozen=True)
 class Groups:
-    """Rows by group. index: [B], the group 0..G-1 of each row. size: float64 [G], rows per group."""
+    """Knows which rows are a group, and makes statistics of each group."""
 
-    index: Tensor
-    size: Tensor
+    index: Tensor  # [B], the group 0..G-1 of each row
+    size: Tensor  # float64 [G], rows per group
 
     @classmethod
     def of(cls, group_id: Tensor) -> Groups:
-        """group_id: integers [B], any values in any order."""
+        """Numbers the groups of `group_id`, integers [B] of any values in any order."""
+        assert group_id.ndim == 1
         _, index, size = torch.unique(group_id, return_inverse=True, return_counts=True)
         return cls(index, size.to(torch.float64))
 
     def sums(self, values: Tensor) -> Tensor:
-        """Sum per group: [B] -> float64 [G]."""
+        """Sums values [B] per group: float64 [G]."""
         return values.new_zeros(len(self.size), dtype=torch.float64).index_add(
             0, self.index, values.to(torch.float64)
         )
 
     def above_minimum(self, values: Tensor) -> Tensor:
-        """Each value minus the smallest of its group: float64 [B], exactly 0 in a group of equal values."""
+        """Subtracts the smallest of its group: float64 [B], exactly 0 in a group of equal values."""
         wide = values.to(torch.float64)
         lowest = wide.new_full((len(self.size),), torch.inf).scatter_reduce(0, self.index, wide, "amin")
         return wide - lowest[self.index]
 
     def centred(self, values: Tensor) -> Tensor:
-        """Each value minus its group's mean: float64 [B]; exactly 0 in a group of one or of equal values."""
+        """Subtracts the group's mean: float64 [B]; exactly 0 in a group of one or of equal values."""
         raised = self.above_minimum(values)
         return raised - (self.sums(raised) / self.size)[self.index]
 
     def sample_std(self, values: Tensor) -> Tensor:
-        """Sample standard deviation (n - 1) of each row's group: float64 [B]; 0 in a group of one."""
+        """Returns the group's sample standard deviation (n - 1): float64 [B]; 0 in a group of one."""
         squares = self.sums(self.centred(values).square())
         return (squares / (self.size - 1).clamp(min=1)).sqrt()[self.index]
 
     def is_constant(self, values: Tensor) -> Tensor:
-        """bool [G]: all values of the group are equal."""
+        """Says of each group whether all its values are equal: bool [G]."""
         return self.sums(self.above_minimum(values)) == 0
 
 
 def whiten(values: Tensor, weights: Tensor, *, eps: float = 1e-8) -> Tensor:
-    """Zero mean and unit variance over entries counted `weights` times; 0 where the weight is 0.
+    """Gives zero mean and unit variance over entries counted `weights` times; 0 where the weight is 0.
 
     values, weights: any equal shape; weights are a mask or numbers of tokens. Returns float64:
     (x - mean) / sqrt(var + eps), var with Bessel's correction over N = Σ weights (N <= 1 gives 0).
     """
+    assert values.shape == weights.shape
     counted = weights > 0
     wide = torch.where(counted, values.to(torch.float64), 0.0)
     share = torch.where(counted, weights.to(torch.float64), 0.0)
@@ -71,21 +76,28 @@ def whiten(values: Tensor, weights: Tensor, *, eps: float = 1e-8) -> Tensor:
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean over the last dimension's masked entries, 0 where there are none; the others may be NaN."""
+    """Averages the last dimension's masked entries, 0 where there are none; the others may be NaN."""
     counted = mask > 0
     return torch.where(counted, values, 0.0).sum(-1) / counted.sum(-1).clamp(min=1)
 
 
+def share(condition: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Counts the trained tokens for which `condition` holds, as (numerator, denominator)."""
+    return (condition * mask).sum(), mask.sum()
+
+
 def row_index(cu_seqlens: Tensor) -> Tensor:
-    """The row of each entry of a packed [N]: int64, from cu_seqlens [B+1]."""
+    """Returns the row of each entry of a packed [N]: int64, from cu_seqlens [B+1]."""
+    assert cu_seqlens.ndim == 1
     lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).to(torch.int64)
     return torch.repeat_interleave(torch.arange(len(lengths), device=cu_seqlens.device), lengths)
 
 
 def row_means(values: Tensor, mask: Tensor, rows: Tensor, num_rows: int) -> Tensor:
-    """Masked mean of each packed row: values, mask [N] -> [B]; 0 for a row without trained tokens.
+    """Returns the masked mean of each packed row, [N] -> [B]; 0 for a row without trained tokens.
     Differentiable.
     """
+    assert values.ndim == mask.ndim == rows.ndim == 1
     sums = values.new_zeros(num_rows).index_add(0, rows, values * mask)
     counts = mask.new_zeros(num_rows).index_add(0, rows, mask)
     return sums / counts.clamp(min=1)

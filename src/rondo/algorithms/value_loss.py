@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from rondo.algorithms.policy_losses.ratio import Metrics, share
 from rondo.algorithms.registry import require, value_loss
+from rondo.algorithms.statistics import Metrics, share
 
 
 @value_loss("clipped_value")

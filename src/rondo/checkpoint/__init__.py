@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from rondo.checkpoint.controller_state import (
     ControllerState,
-    changed_settings,
     check_compatible,
     compatibility_record,
     load_controller_state,
@@ -23,7 +22,6 @@ __all__ = [
     "CheckpointStore",
     "ControllerState",
     "capture_random_state",
-    "changed_settings",
     "check_compatible",
     "compatibility_record",
     "generator_state",

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rondo.batch import Batch
+from rondo.config.compare import changes, leaves_of
 from rondo.config.schema import Config
 from rondo.errors import CheckpointError
 
@@ -38,7 +39,8 @@ FIXED_KEYS = (
     "critic.path",
     "reference.path",
 )
-FREE_KEYS = ("model.attention", "model.trust_remote_code")  # below a fixed key, but without effect on numbers
+# Below a fixed key, but without effect on numbers.
+FREE_KEYS = ("model.attention", "model.trust_remote_code")
 
 
 @dataclass(frozen=True)
@@ -96,47 +98,19 @@ def compatibility_record(config: Config) -> dict[str, Any]:
 
     Take it from the configuration as the user wrote it, before a warm start sets `model.path`.
     """
-    record: dict[str, Any] = {}
-    for key in FIXED_KEYS:
-        value: Any = config
-        for part in key.split("."):
-            value = getattr(value, part)
-        _flatten(key, value, record)
-    return {key: value for key, value in record.items() if key not in FREE_KEYS}
+    record = leaves_of(config, only=FIXED_KEYS, free=FREE_KEYS)
+    # A key that a later version of rondo adds, unset, must not make an older checkpoint another run's.
+    return {key: value for key, value in record.items() if value not in (None, [], {})}
 
 
 def check_compatible(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
     """Raises CheckpointError that lists every key whose value changed, with the old and the new value."""
-    lines = changed_settings(old, new, "checkpoint")
+    lines = "\n".join(f"  {line}" for line in changes(old, new, "in the checkpoint"))
     if lines:
         raise CheckpointError(
             f"the checkpoint was made with other settings, which a resumed run must share:\n{lines}\n"
             "Set them back, or begin another run in a folder of its own: trainer.run_dir=…"
         )
-
-
-def changed_settings(old: Mapping[str, Any], new: Mapping[str, Any], place: str) -> str:
-    """A line for every key with another value, with both; "" where there is none. place: where `old` is."""
-    changed = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
-    return "\n".join(f"  {key}: {_show(old, key)} in the {place}, {_show(new, key)} now" for key in changed)
-
-
-def _flatten(key: str, value: Any, out: dict[str, Any]) -> None:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for entry in dataclasses.fields(value):
-            _flatten(f"{key}.{entry.name}", getattr(value, entry.name), out)
-    elif isinstance(value, Mapping):
-        for name, item in value.items():
-            _flatten(f"{key}.{name}", item, out)
-    elif isinstance(value, list | tuple):
-        for number, item in enumerate(value):
-            _flatten(f"{key}.{number}", item, out)
-    elif value is not None:
-        out[key] = value
-
-
-def _show(record: Mapping[str, Any], key: str) -> str:
-    return json.dumps(record[key]) if key in record else "not set"
 
 
 def _dump(value: Any, path: Path) -> str:

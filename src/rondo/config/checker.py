@@ -23,10 +23,6 @@ class Check:
             found = found[int(part)] if part.isdigit() else getattr(found, part)
         return found
 
-    def is_set(self, key: str) -> bool:
-        """Whether a file or argument set the key, or anything below it."""
-        return key in self._origins or any(known.startswith(key + ".") for known in self._origins)
-
     def fail(self, key: str, message: str) -> NoReturn:
         """ConfigError at the place where `key` was set: `recipe.yaml:3: <message>`."""
         where = self._where(key)

@@ -71,15 +71,32 @@ def check_options(
     annotations (int, float, bool, str and unions of them); everything else is the function's own business.
     where: the key (and its origin) for the message. Raises ConfigError.
     """
-    parameters = inspect.signature(function).parameters.values()
+    parameters = list(inspect.signature(function).parameters.values())
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if given is None:
         candidates = [p for p in positional if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is not p.empty]
     else:
         candidates = [p for p in positional[given:] if p.kind is p.POSITIONAL_OR_KEYWORD]
-    known = {p.name: p for p in [*candidates, *(p for p in parameters if p.kind is p.KEYWORD_ONLY)]}
+    candidates += [p for p in parameters if p.kind is p.KEYWORD_ONLY]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     title = getattr(function, "__name__", str(function))
+    check_declared(candidates, options, where, title, takes_any=takes_any)
+
+
+def check_declared(
+    declared: Iterable[inspect.Parameter],
+    options: Mapping[str, Any],
+    where: str,
+    title: str,
+    *,
+    takes_any: bool = False,
+) -> None:
+    """Check `options` against the parameters that declare them, which may be those of several functions.
+
+    title: what the options belong to, for the message. takes_any: names that are not declared are fine too.
+    Raises ConfigError.
+    """
+    known = {p.name: p for p in declared}
     listing = f"Its options: {', '.join(known) or 'none'}"
     for key, value in options.items():
         with about(f"{where}.{key}"):

@@ -26,31 +26,34 @@ _Dumper.add_implicit_resolver("tag:yaml.org,2002:int", INT, None)
 
 def to_yaml(config: Config) -> str:
     """Every key with its value; loads back to an equal configuration."""
-    return yaml.dump(_plain(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
+    return yaml.dump(plain(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
 
 
 def show(loaded: LoadedConfig) -> str:
     """Every leaf as `key: value   # origin`; one that nothing has set has the origin `default`."""
     rows = [
         (f"{key}: {_flow(value)}", _origin(key, loaded.origins))
-        for key, value in _leaves(_plain(loaded.config), "")
+        for key, value in _leaves(plain(loaded.config), "")
     ]
     width = min(60, max(len(text) for text, _ in rows))
     return "\n".join(f"{text:<{width}}  # {origin}" for text, origin in rows)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """A configuration or a part of it as mappings and lists, spelt as in a recipe: the options of a function
+    stand beside its name.
+    """
     if isinstance(value, FLATTENED):
         fields = {
-            f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value) if f.name != "options"
+            f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value) if f.name != "options"
         }
-        return {**fields, **_plain(value.options)}
+        return {**fields, **plain(value.options)}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        return {key: _plain(child) for key, child in value.items()}
+        return {key: plain(child) for key, child in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(child) for child in value]
+        return [plain(child) for child in value]
     return value
 
 

@@ -11,9 +11,7 @@ from rondo.config.checker import Check
 from rondo.config.schema import (
     AlgorithmConfig,
     Config,
-    CriticConfig,
     DataConfig,
-    FrozenEngineConfig,
     KlConfig,
     OptimizerConfig,
     SourceConfig,
@@ -112,27 +110,10 @@ def _engines(check: Check) -> None:
                 f"Choose one of {', '.join(map(str, _divisors(config.data.batch_size)))}",
             )
     check.at_least("critic.warmup_steps", 0)
-    trains_by_rl = bool(config.reward.functions or config.reward.models or config.rollout.recorded)
-    used = {
-        "actor": trains_by_rl,
-        "critic": trains_by_rl and config.critic != CriticConfig(),
-        "reference": trains_by_rl and config.algorithm.kl is not None,
-    }
-    longest = config.data.max_prompt_tokens + config.rollout.max_tokens
     models = (f"reward.models.{index}" for index in range(len(config.reward.models)))
     for role in ("actor", "critic", "reference", "teacher", *models):
-        engine: FrozenEngineConfig = check.value(role)
         check.at_least(f"{role}.token_budget", 1)
         check.at_least(f"{role}.logits_chunk", 1)
-        if used.get(role) and engine.token_budget < longest:
-            key = f"{role}.token_budget"
-            check.fail(
-                key if check.is_set(key) else "rollout.max_tokens",
-                f"{key} = {engine.token_budget} is less than the longest sequence of {longest} tokens: "
-                f"{check.named('data.max_prompt_tokens')} + {check.named('rollout.max_tokens')}. Raise the "
-                "budget, "
-                "or lower one of the two",
-            )
 
 
 def _divisors(number: int) -> list[int]:

@@ -70,11 +70,11 @@ def source_name(config: SourceConfig) -> str:
 def open_source(config: SourceConfig) -> Source:
     """Read or make the rows of one source.
 
-    Raises ConfigError for keys that do not fit the type, missing files, packages and functions; DataError for
-    content: broken lines, rows that are no objects, no rows at all.
+    Raises ConfigError for missing files, packages and functions; DataError for content: broken lines, rows
+    that are no objects, no rows at all. Which keys a type has is checked when a configuration is loaded.
     """
     name = source_name(config)
-    _check_keys(config, name)
+    _assert_valid(config)
     source = _OPENERS[config.type](config, name)
     if not len(source):
         raise DataError(f"source {name!r} ({source.origin}) has no rows")
@@ -82,11 +82,11 @@ def open_source(config: SourceConfig) -> Source:
 
 
 def check_source(config: SourceConfig) -> None:
-    """Raises ConfigError, as `open_source` would, without reading rows: keys, the file, the function and its
+    """Raises ConfigError, as `open_source` would, without reading rows: for the file, or the function and its
     options.
     """
     name = source_name(config)
-    _check_keys(config, name)
+    _assert_valid(config)
     if config.type in ("parquet", "jsonl"):
         _existing_file(config, name)
     elif config.type == "function":
@@ -112,31 +112,11 @@ def open_sources(configs: Sequence[SourceConfig]) -> tuple[Source, ...]:
     return tuple(open_source(config) for config in configs)
 
 
-def _check_keys(config: SourceConfig, name: str) -> None:
-    """Keys that the type needs, and keys that it would ignore."""
-    needs = "path" if config.type in ("parquet", "jsonl", "huggingface") else "task"
-    if not getattr(config, needs):
-        raise ConfigError(f"source {name!r} (type {config.type}) needs the key {needs!r}")
-    defaults = SourceConfig(type=config.type)
-    read: Mapping[str, tuple[str, ...]] = {
-        "parquet": ("path",),
-        "jsonl": ("path",),
-        "huggingface": ("path", "split", "options"),
-        "reasoning_gym": ("task", "options", "seed"),
-        "function": ("task", "options", "seed"),
-    }
-    for key in ("path", "split", "task", "options", "seed"):
-        if key not in read[config.type] and getattr(config, key) != getattr(defaults, key):
-            raise ConfigError(
-                f"source {name!r}: key {key!r} means nothing for type {config.type}; take it out"
-            )
-    if config.size is not None and config.size < 1:
-        raise ConfigError(f"source {name!r}: size must be at least 1, got {config.size}")
-    if not config.weight > 0:
-        raise ConfigError(
-            f"source {name!r}: weight must be above 0, got {config.weight}; leave a source out to switch it "
-            "off"
-        )
+def _assert_valid(config: SourceConfig) -> None:
+    """What `rondo.config` checked."""
+    assert config.path or config.task
+    assert config.weight > 0
+    assert config.size is None or config.size > 0
 
 
 def _existing_file(config: SourceConfig, name: str) -> Path:

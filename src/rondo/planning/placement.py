@@ -79,22 +79,17 @@ def plan_placement(
     """Pools take consecutive device numbers in the order in which they are written.
 
     roles: all of the run; None: not known (a program of your own), then no pool counts as unused. together:
-    roles that must share a pool. Raises ConfigError: pools of more or fewer devices than there are, a role
-    that the run does not have, a pool without a role, a rollout pool that does not divide into engines, and
-    roles that must share a pool and do not.
+    roles that must share a pool. Raises ConfigError: a role that the run does not have, a pool without a
+    role, a rollout pool that does not divide into engines, and roles that must share a pool and do not.
     """
     sizes = dict(cluster.pools) or {ALL: cluster.devices}
-    if sum(sizes.values()) != cluster.devices:
-        raise ConfigError(
-            f"cluster.pools={_shown(sizes)} have {sum(sizes.values())} devices together, and "
-            f"cluster.devices={cluster.devices}: make them equal"
-        )
+    assert sum(sizes.values()) == cluster.devices, cluster  # the configuration was checked when it was loaded
     pools, first = {}, 0
     for name, size in sizes.items():
         pools[name] = tuple(range(first, first + size))
         first += size
     placement = Placement(pools, dict(cluster.placement), tensor_parallel)
-    _check_names(placement)
+    assert set(cluster.placement.values()) <= set(pools), cluster
     if roles is not None:
         _check_roles(placement, roles)
     _check_engines(placement)
@@ -106,15 +101,6 @@ def plan_placement(
                 f"{placement.pool(pair.other)}: name one pool for both, or remove {pair.because}"
             )
     return placement
-
-
-def _check_names(placement: Placement) -> None:
-    for role, pool in placement.pool_of.items():
-        if pool not in placement.pools:
-            raise ConfigError(
-                f"cluster.placement.{role}={pool}: there is no such pool; cluster.pools has "
-                f"{', '.join(placement.pools)}"
-            )
 
 
 def _check_roles(placement: Placement, roles: Sequence[str]) -> None:
@@ -144,7 +130,3 @@ def _check_engines(placement: Placement) -> None:
             f"rollout.tensor_parallel={size} does not divide the {len(placement.pools[name])} devices of the "
             f"rollout's pool {name}: some would stand idle; change either"
         )
-
-
-def _shown(sizes: Mapping[str, int]) -> str:
-    return "{" + ", ".join(f"{name}: {size}" for name, size in sizes.items()) + "}"

@@ -86,16 +86,9 @@ def check_engine(
         return
     if engine != "native":
         raise ConfigError(f"there is no rollout engine {engine!r}; there are native, {', '.join(CLASSES)}")
-    if options:
-        raise ConfigError(
-            f"rollout.engine_options ({', '.join(options)}) are for other engines; the native one is "
-            "governed by the keys of rollout"
-        )
-    if tensor_parallel > 1:
-        raise ConfigError(
-            f"rollout.tensor_parallel={tensor_parallel}, but the native engine runs on one device; use "
-            "rollout.engine=vllm or sglang"
-        )
+    # The native engine has neither: `rondo.config` refuses them.
+    assert not options
+    assert tensor_parallel == 1
 
 
 def visible_devices(spec: EngineSpec, visible: str | None) -> tuple[EngineSpec, dict[str, str]]:

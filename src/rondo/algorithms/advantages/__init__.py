@@ -1,31 +1,9 @@
-"""Advantage estimators: pure functions of rewards, groups, masks and values. Importing registers the built-in
-ones.
+"""Advantage estimators: pure functions of rewards, groups, masks and values.
 
 An estimator returns advantages [B] (one per row) or [B, T] (0 where the mask is 0), or (advantages, returns),
-or a mapping of column names.
-Rewards are finite: failed trajectories are taken out before, so that they are in no baseline.
+or a mapping of column names. Rewards are finite: failed trajectories are taken out before, so that they are
+in no baseline. Importing the package registers the built-in ones; a new file is named here.
 """
 
-from rondo.algorithms.advantages import (
-    agentic,
-    constrained,
-    distill,
-    gae,
-    group,
-    pass_at_k,
-    process,
-    returns,
-    token_baseline,
-)
-
-__all__ = [
-    "agentic",
-    "constrained",
-    "distill",
-    "gae",
-    "group",
-    "pass_at_k",
-    "process",
-    "returns",
-    "token_baseline",
-]
+# ruff: noqa: F401
+from rondo.algorithms.advantages import agentic, dense, gae, group, returns

@@ -95,22 +95,24 @@ def hgpo(
 
 
 def _pairs(first: Tensor, second: Tensor) -> Tensor:
-    """int64 [B]: equal numbers for rows that agree in both."""
+    """Numbers the rows so that those that agree in both have one number: int64 [B]."""
     return torch.unique(torch.stack([first.long(), second.long()], 1), dim=0, return_inverse=True)[1]
 
 
 @dataclass(frozen=True)
 class _Steps:
-    """Where each row stands. trajectory: [B], 0..N-1; position: [B], its place in its trajectory."""
+    """Says where each row of a batch stands."""
 
-    trajectory: Tensor
-    position: Tensor
-    shape: tuple[int, int]
+    trajectory: Tensor  # [B], the row's trajectory, 0..N-1
+    position: Tensor  # [B], the row's place in its trajectory, 0 first
+    shape: tuple[int, int]  # (N, steps of the longest trajectory)
 
     @classmethod
     def of(cls, trajectory_id: Tensor, step_index: Tensor) -> _Steps:
         groups = Groups.of(trajectory_id)
         size = groups.size.long()
+        # Rows come in any order. Sorted by step, then stably by trajectory, a row's place in its trajectory
+        # is its place in that order less the place where its trajectory begins.
         order = torch.argsort(step_index, stable=True)
         order = order[torch.argsort(groups.index[order], stable=True)]
         position = torch.empty_like(order)
@@ -120,12 +122,12 @@ class _Steps:
         return cls(groups.index, position, (len(size), int(size.max()) if len(size) else 0))
 
     def padded(self, values: Tensor) -> Tensor:
-        """[B] -> [N, steps], 0 where there is no step."""
+        """Lays values [B] out as [N, steps], 0 where there is no step."""
         out = values.new_zeros(self.shape)
         out[self.trajectory, self.position] = values
         return out
 
     def returns(self, step_reward: Tensor, gamma: float) -> Tensor:
-        """G_t of each row: float64 [B]."""
+        """Returns G_t of each row: float64 [B]."""
         there = self.padded(torch.ones_like(step_reward))
         return returns_to_go(self.padded(step_reward), there, gamma)[self.trajectory, self.position]

@@ -1,4 +1,6 @@
-"""Generalized advantage estimation (1506.02438), also decoupled and length-adaptive (VAPO, 2504.05118)."""
+"""Estimators with a critic: generalized advantage estimation (1506.02438), also decoupled and length-adaptive
+(VAPO, 2504.05118), and under a constraint on a cost, whose multiplier is in `rondo.algorithms.constraint`.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +39,7 @@ def gae(
     for name, value in (("gamma", gamma), ("lam", lam), ("lam_critic", lam_critic)):
         fits = value is None or 0.0 <= value <= 1.0
         require(fits, f"algorithm.advantage: gae needs {name} between 0 and 1, got {value}")
+    assert token_rewards.ndim == values.ndim == response_mask.ndim == 2
     counted = response_mask > 0
     rewards = torch.where(counted, token_rewards, 0.0).to(torch.float64)
     before = torch.where(counted, values, 0.0).to(torch.float64)
@@ -55,7 +58,7 @@ def gae(
 
 
 def _accumulate(rewards: Tensor, values: Tensor, counted: Tensor, gamma: float, lam: Tensor) -> Tensor:
-    """Â [B, T], backwards over trained tokens; 0 where the mask is 0. lam: [B]."""
+    """Accumulates Â [B, T] backwards over trained tokens; it is 0 where the mask is 0. lam: [B]."""
     decay = gamma * lam
     next_value = rewards.new_zeros(len(rewards))
     next_advantage = rewards.new_zeros(len(rewards))
@@ -67,3 +70,36 @@ def _accumulate(rewards: Tensor, values: Tensor, counted: Tensor, gamma: float, 
         next_value = torch.where(here, value, next_value)
         row.copy_(next_advantage)
     return torch.where(counted, out.t(), 0.0)
+
+
+@advantage("safe_rlhf")
+def safe_rlhf(
+    token_rewards: Tensor,
+    values: Tensor,
+    token_costs: Tensor,
+    cost_values: Tensor,
+    response_mask: Tensor,
+    multiplier: Tensor,
+    *,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    whiten: bool = False,
+) -> dict[str, Tensor]:
+    """(A_r - λ A_c) / (1 + λ) from two GAEs, and the targets of both critics (Safe-RLHF, 2310.12773).
+
+    token_rewards, token_costs, values and cost_values (before each token), response_mask: [B, T]; multiplier:
+    0-dim, λ >= 0. Returns advantages, returns, cost_returns: [B, T], 0 where the mask is 0. See `gae` for
+    gamma and lam. whiten: normalise the *sum* over the batch's tokens; the paper does not, hence the default,
+    and normalising A_r and A_c each by its own spread would change the trade that λ stands for.
+    """
+    both = [
+        gae(given, estimate.to(torch.float64), response_mask, gamma=gamma, lam=lam, whiten=False)
+        for given, estimate in ((token_rewards, values), (token_costs, cost_values))
+    ]
+    (reward_advantages, returns), (cost_advantages, cost_returns) = both
+    scale = multiplier.to(torch.float64)
+    advantages = reward_advantages / (1.0 + scale) - cost_advantages * (scale / (1.0 + scale))
+    if whiten:
+        advantages = statistics.whiten(advantages, response_mask)
+    out = {"advantages": advantages, "returns": returns, "cost_returns": cost_returns}
+    return {name: column.to(values.dtype) for name, column in out.items()}

@@ -13,28 +13,30 @@ import math
 import torch
 from torch import Tensor
 
-from rondo.algorithms.policy_losses.ppo import ppo_clip
-from rondo.algorithms.policy_losses.ratio import Metrics, log_ratio, ratio_metrics, share
+from rondo.algorithms.policy_losses.clipped import ppo_clip
+from rondo.algorithms.policy_losses.ratio import log_ratio, ratio_metrics
 from rondo.algorithms.registry import policy_loss, require
+from rondo.algorithms.statistics import Metrics, share
 
 
 def covariances(advantages: Tensor, old_log_probs: Tensor, response_mask: Tensor) -> Tensor:
     """(A - mean A)(ℓ_old - mean ℓ_old) of the N trained tokens of columns [B, T], row by row: float64 [N]."""
+    assert advantages.ndim == old_log_probs.ndim == response_mask.ndim == 2
     counted = response_mask > 0
     advantage, log_prob = (column[counted].to(torch.float64) for column in (advantages, old_log_probs))
     return (advantage - advantage.mean()) * (log_prob - log_prob.mean())
 
 
 def _number(fraction: float, num_tokens: int) -> int:
-    """max(1, ⌊fraction · N⌋); the 1e-9 keeps 0.29 · 100 from being 28."""
+    """Returns max(1, ⌊fraction · N⌋), how many tokens are selected of N."""
     require(
         0 < fraction <= 1, f"algorithm.policy_loss: fraction must be above 0 and at most 1, got {fraction}"
     )
-    return max(1, math.floor(fraction * num_tokens + 1e-9))
+    return max(1, math.floor(fraction * num_tokens + 1e-9))  # in floating point, 0.29 · 100 is just below 29
 
 
 def _column(chosen: Tensor, response_mask: Tensor) -> dict[str, Tensor]:
-    """The column that is 1 at the trained tokens whose numbers are `chosen`, 0 elsewhere: float32 [B, T]."""
+    """Makes the column that is 1 at the trained tokens numbered `chosen`, 0 elsewhere: float32 [B, T]."""
     counted = response_mask > 0
     flat = torch.zeros(int(counted.sum()), device=counted.device)
     flat[chosen] = 1

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rondo.algorithms.policy_losses.ratio import Metrics
 from rondo.algorithms.registry import policy_loss, require
+from rondo.algorithms.statistics import Metrics
 
 
 @policy_loss("forward_kl_topk")

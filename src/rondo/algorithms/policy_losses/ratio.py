@@ -1,4 +1,7 @@
-"""What the losses on a probability ratio share: the clamped ratio, the clip range and the metrics."""
+"""What the losses on a probability ratio share: the clamped ratio, the clip range and the metrics.
+
+Columns are flat here, [N]: one entry per response token of a micro-batch.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,20 @@ import torch
 from torch import Tensor
 
 from rondo.algorithms.registry import require
+from rondo.algorithms.statistics import Metrics, share
 
+# Of a token's log-ratio, and of a response's: e^20 is far beyond any clip range, and finite when squared.
 LOG_RATIO_LIMIT = 20.0
-Metrics = dict[str, tuple[Tensor, Tensor] | Tensor]
 
 
 def log_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
-    """δ = ℓ - ℓ_old, clamped to ±20 (no inf; beyond it the gradient is 0): [N]."""
+    """Returns δ = ℓ - ℓ_old, clamped to ±20 (no inf; beyond it the gradient is 0): [N]."""
+    assert log_probs.ndim == old_log_probs.ndim == 1
     return (log_probs - old_log_probs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def clip_range(clip: float, clip_low: float | None, clip_high: float | None) -> tuple[float, float]:
-    """(ε_l, ε_h): `clip` sets both unless one is given (D10). Raises ConfigError for a negative one."""
+    """Returns (ε_l, ε_h): `clip` sets both unless one is given (D10). Raises ConfigError where one is < 0."""
     low = clip if clip_low is None else clip_low
     high = clip if clip_high is None else clip_high
     require(
@@ -27,13 +32,17 @@ def clip_range(clip: float, clip_low: float | None, clip_high: float | None) -> 
     return low, high
 
 
-def share(condition: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """The share of trained tokens for which `condition` holds, as (numerator, denominator)."""
-    return (condition * mask).sum(), mask.sum()
+def clip_fractions(is_clipped: Tensor, advantages: Tensor, mask: Tensor) -> Metrics:
+    """Counts the trained tokens [N] that a loss clipped: all of them, those with A < 0, those with A > 0."""
+    return {
+        "actor/clip_fraction": share(is_clipped, mask),
+        "actor/clip_fraction_low": share(is_clipped & (advantages < 0), mask),
+        "actor/clip_fraction_high": share(is_clipped & (advantages > 0), mask),
+    }
 
 
 def ratio_metrics(delta: Tensor, mask: Tensor) -> Metrics:
-    """actor/ppo_kl (masked mean of -δ) and actor/ratio (its mean and maximum) from log-ratios [N]."""
+    """Makes actor/ppo_kl (masked mean of -δ) and actor/ratio (mean and maximum) of log-ratios [N]."""
     delta = delta.detach()
     ratio = delta.exp() * mask
     return {

@@ -245,14 +245,7 @@ def _check_roles(loaded: LoadedConfig, program: Program) -> None:
     ):
         if not needed:
             _check_unset(loaded, key, columns)
-    longest = config.data.max_prompt_tokens + config.rollout.max_tokens
-    budgets = engine_sections(config)
-    for role in program.roles:
-        if budgets[role].token_budget < longest:
-            raise ConfigError(
-                f"{role}.token_budget={budgets[role].token_budget} is less than data.max_prompt_tokens + "
-                f"rollout.max_tokens={longest}; raise it"
-            )
+    _check_token_budgets(loaded, program)
     if program.recorded is not None:
         _check_recorded(loaded, program, program.recorded)
     placement_of(config, program.all_roles)
@@ -263,6 +256,21 @@ def _check_roles(loaded: LoadedConfig, program: Program) -> None:
             "teacher.path is not set, but the configured algorithm reads the teacher's log-probs; name the "
             "teacher's folder or hub id"
         )
+
+
+def _check_token_budgets(loaded: LoadedConfig, program: Program) -> None:
+    """A sequence is computed whole, so that the longest must fit into every role's micro-batches."""
+    config, sections = loaded.config, engine_sections(loaded.config)
+    prompt, response = config.data.max_prompt_tokens, config.rollout.max_tokens
+    for role in ("actor", *program.roles):
+        budget, key = sections[role].token_budget, f"{role}.token_budget"
+        if budget < prompt + response:
+            where = _where(loaded, key) or _where(loaded, "rollout.max_tokens")
+            raise ConfigError(
+                f"{where}{key}={budget} is less than the longest sequence, data.max_prompt_tokens={prompt} + "
+                f"rollout.max_tokens={response} tokens; raise the budget to {prompt + response}, or lower "
+                "one of the two"
+            )
 
 
 def _check_unset(loaded: LoadedConfig, key: str, columns: str) -> None:

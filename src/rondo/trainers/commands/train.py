@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rondo.config import LoadedConfig, load, to_yaml
+from rondo.config.compare import changes, leaves_of
 from rondo.config.schema import Config
 from rondo.controller import Cluster, start_cluster
 from rondo.errors import ConfigError
@@ -39,6 +40,9 @@ from rondo.trainers.supervised.trainer import SupervisedTrainer, Task
 from rondo.workers.models import ActorWorker
 from rondo.workers.rollout import RolloutWorker
 
+# What a warm start's export depends on: one that is there is used only where these are the same. Where it
+# ran, and what it told, makes no difference.
+OF_WARM_STARTS = ("model", "data", "actor", "trainer")
 Summary = dict[str, Any]
 
 
@@ -263,17 +267,15 @@ def _warm_start_config(sft_config: Config, config: Config) -> Config:
 
 
 def _check_same_warm_start(path: Path, wanted: Config) -> None:
-    """A warm start that is there already is used only if it was made with the same model, data, actor and
-    trainer.
-    """
-    made = load([str(path / "config.yaml")]).config
-    for section in ("model", "data", "actor", "trainer"):
-        if getattr(made, section) != getattr(wanted, section):
-            raise ConfigError(
-                f"{path}: this warm start was made with other settings ({section}.* differ from "
-                "trainer.warm_start's recipe, or the seed is another); remove that folder, or choose "
-                "another trainer.run_dir"
-            )
+    """Raises ConfigError where a warm start that is there already was made with other settings."""
+    made = leaves_of(load([str(path / "config.yaml")]).config, only=OF_WARM_STARTS)
+    changed = changes(made, leaves_of(wanted, only=OF_WARM_STARTS), "before")
+    lines = "\n".join(f"  {line}" for line in changed)
+    if lines:
+        raise ConfigError(
+            f"{path}: this warm start was made with other settings than those of trainer.warm_start's recipe "
+            f"with this run's seed:\n{lines}\nRemove that folder, or choose another trainer.run_dir"
+        )
 
 
 @asynccontextmanager

@@ -4,19 +4,21 @@ mistake?
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rondo.config import load
+from rondo.config.compare import changes, leaves_of
 from rondo.config.schema import Config
 from rondo.errors import ConfigError
 from rondo.tracking import Console, RunFolder
 
 # Where and how a run runs, and what it tells, may change at will; so may its length.
-FREE = ("trainer.run_dir", "trainer.total_steps", "trainer.epochs", "trainer.evaluation")
-FREE_SECTIONS = ("cluster", "tracking", "checkpoint")
+FREE = (
+    *("trainer.run_dir", "trainer.total_steps", "trainer.epochs", "trainer.evaluation"),
+    *("cluster", "tracking", "checkpoint"),
+)
 
 
 def already_finished(folder: RunFolder, config: Config, console: Console) -> dict[str, Any] | None:
@@ -32,7 +34,7 @@ def already_finished(folder: RunFolder, config: Config, console: Console) -> dic
     if not folder.resuming or not written.exists():
         return None
     old = load([str(written)]).config
-    changed = list(differences(old, config))
+    changed = differences(old, config)
     summary = folder.path / "summary.json"
     same_length = (old.trainer.total_steps, old.trainer.epochs) == (
         config.trainer.total_steps,
@@ -51,18 +53,6 @@ def already_finished(folder: RunFolder, config: Config, console: Console) -> dic
     return None
 
 
-def differences(old: Any, new: Any, *, free: Sequence[str] = (), key: str = "") -> Iterator[str]:
-    """The settings with which two runs are not the same. free: keys that may differ besides. key: of both."""
-    if key in FREE or key in FREE_SECTIONS or key in free:
-        return
-    if dataclasses.is_dataclass(old) and type(old) is type(new):
-        for field in dataclasses.fields(old):
-            name = f"{key}.{field.name}" if key else field.name
-            values = getattr(old, field.name), getattr(new, field.name)
-            yield from differences(*values, free=free, key=name)
-    elif old != new:
-        yield f"{key}: {_shown(old)} before, {_shown(new)} now"
-
-
-def _shown(value: Any) -> str:
-    return getattr(value, "name", None) or str(value)
+def differences(old: Config, new: Config, *, free: Sequence[str] = ()) -> list[str]:
+    """A line for every setting with which two runs are not the same. free: keys that may differ besides."""
+    return changes(leaves_of(old), leaves_of(new), "before", free=(*FREE, *free))

@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rondo.algorithms import actor_loss, critic_loss
-from rondo.algorithms.objective import ActorLoss
-from rondo.algorithms.prm_objective import PrmLoss
+from rondo.algorithms.objective import ActorLoss, PrmLoss
 from rondo.algorithms.registry import Kind, columns_read, lookup
 from rondo.config.schema import Config, FunctionConfig, RewardModelConfig
 from rondo.data.rows import GREEDY_REWARD, INDEX_COLUMNS

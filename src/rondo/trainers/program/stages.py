@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rondo.algorithms import kl_reward, lookup_advantage
-from rondo.algorithms.registry import bind, bind_preparation, check_options, columns_read
+from rondo.algorithms import kl_reward
+from rondo.algorithms.registry import bind, bind_preparation, columns_read
 from rondo.algorithms.rollout_correction import correct
 from rondo.batch import BatchRef
 from rondo.config.schema import (
@@ -128,9 +128,7 @@ class AdvantageStage:
 
     def __init__(self, algorithm: AlgorithmConfig) -> None:
         self._name = algorithm.advantage.name
-        self._estimator = lookup_advantage(self._name)
-        self._options = dict(algorithm.advantage.options)
-        check_options(self._estimator, self._options, "algorithm.advantage")
+        self._estimator = bind("advantage", algorithm.advantage)
         self.reads: tuple[str, ...] = columns_read(self._estimator)
         self._kl = algorithm.kl if algorithm.kl is not None and algorithm.kl.where == "reward" else None
         cost = algorithm.constraint.cost if algorithm.constraint is not None else None
@@ -161,7 +159,7 @@ class AdvantageStage:
             inputs["multiplier"] = torch.tensor(step.multiplier, dtype=torch.float32)
         counted = inputs["response_mask"] > 0 if "response_mask" in inputs else None
         self._count_samples(batch, inputs)
-        result = self._estimator(**{name: inputs[name] for name in self.reads}, **self._options)
+        result = self._estimator(**{name: inputs[name] for name in self.reads})
         named = self._named(result, counted)
         _count_advantages(named["advantages"], counted, step.stats)
         return attach(batch, named, step.cluster)

@@ -30,12 +30,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-import yaml
-
 from rondo.agents.replay import entries_of, length_at
-from rondo.checkpoint import changed_settings
 from rondo.checkpoint.durable import free_name, write_atomic
-from rondo.config import to_yaml
+from rondo.config.compare import changes, leaves_of
 from rondo.config.schema import Config
 from rondo.errors import CheckpointError, ConfigError, TrainError
 from rondo.tracking import RunFolder
@@ -67,21 +64,8 @@ FREE = (
 
 
 def settings_of(config: Config) -> dict[str, Any]:
-    """What a replay must share, one entry per leaf, as JSON has it."""
-    out: dict[str, Any] = {}
-
-    def add(key: str, value: Any) -> None:
-        if key in FREE:
-            return
-        if isinstance(value, dict | list) and value:
-            pairs = value.items() if isinstance(value, dict) else enumerate(value)
-            for name, child in pairs:
-                add(f"{key}.{name}" if key else str(name), child)
-        else:
-            out[key] = value
-
-    add("", yaml.safe_load(to_yaml(config)))
-    return json.loads(json.dumps(out, default=str))  # type: ignore[no-any-return]
+    """What a replay must share."""
+    return leaves_of(config, free=FREE)
 
 
 class JournalFile:
@@ -155,7 +139,7 @@ class JournalFile:
     def check_settings(self, settings: Mapping[str, Any]) -> None:
         """Raises ConfigError that lists every key with another value."""
         for number, old in self.settings:
-            rows = changed_settings(old, settings, "journal")
+            rows = "\n".join(f"  {row}" for row in changes(old, settings, "in the journal"))
             if rows:
                 raise ConfigError(
                     f"trainer.replay: {self.path} (line {number}) was written with other settings, which a "

@@ -1,12 +1,16 @@
-"""The plain policy gradient, and the same for samples of another policy."""
+"""Policy losses without a clip: the policy gradient, its importance-weighted form, and two regressions.
+
+REINFORCE (GPG) needs no ratio; `reinforce_is` weighs samples of another policy; DRO and SPPO hold the policy
+near another one by a square.
+"""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from rondo.algorithms.policy_losses.ratio import LOG_RATIO_LIMIT, Metrics, log_ratio, ratio_metrics, share
+from rondo.algorithms.policy_losses.ratio import LOG_RATIO_LIMIT, log_ratio, ratio_metrics
 from rondo.algorithms.registry import policy_loss, require
-from rondo.algorithms.statistics import row_index, row_means
+from rondo.algorithms.statistics import Metrics, row_index, row_means, share
 
 LEVELS = ("token", "sequence", "geometric")
 
@@ -67,3 +71,53 @@ def reinforce_is(
     weight = ratio.masked_fill(beyond, 0.0) if outside == "mask" else ratio.clamp(lowest, upper)
     metrics = ratio_metrics(delta, response_mask) | {"actor/clip_fraction": share(beyond, response_mask)}
     return -weight * advantages * log_probs, metrics
+
+
+@policy_loss("dro")
+def dro(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    beta: float = 0.1,
+) -> tuple[Tensor, Metrics]:
+    """-(A·ℓ - (β/2)·δ²), [N]; gradient -(A - β δ), also where A is 0.
+
+    This is the form that verl calls `dro`, per token and on the policy's own samples. The paper (2405.19107)
+    is offline and regresses whole responses: ½(r - V(x) - β log(π/π_ref))² with a learned V; neither it nor
+    verl has a default β for this form. δ is not clamped: far from π_old the pull must not vanish.
+    """
+    require(beta >= 0, f"algorithm.policy_loss: dro's beta must not be negative, got {beta}")
+    delta = log_probs - old_log_probs
+    metrics = ratio_metrics(log_ratio(log_probs, old_log_probs), response_mask)
+    return -(advantages * log_probs - beta / 2 * delta.square()), metrics
+
+
+@policy_loss("sppo")
+def sppo(
+    log_probs: Tensor,
+    ref_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    eta: float = 1e3,
+) -> tuple[Tensor, Metrics]:
+    """(Σ_t m (ℓ - ℓ_ref) - η a)² on every token of the response, [N] (SPPO, 2405.00675; η = 1e3).
+
+    a = P(y ≻ π_t | x) - ½ of the response (advantage: win_rate; the mean over its tokens is taken), per
+    prompt, not over the batch (D17). ref_log_probs are those of π_t, the policy at the start of the iteration
+    (reference.refresh_every). Aggregation seq-mean-token-mean gives the paper's mean over responses. A
+    response with a = 0 is pulled back to π_t. Metric actor/sequence_log_ratio: the mean over responses of
+    what is regressed.
+    """
+    require(eta > 0, f"algorithm.policy_loss: sppo's eta must be positive, got {eta}")
+    rows, num_rows = row_index(cu_seqlens), len(cu_seqlens) - 1
+    per_token = (log_probs - ref_log_probs) * response_mask
+    sequence_log_ratio = per_token.new_zeros(num_rows).index_add(0, rows, per_token)
+    residual = sequence_log_ratio - eta * row_means(advantages, response_mask, rows, num_rows)
+    counted = response_mask.new_zeros(num_rows).index_add(0, rows, response_mask) > 0
+    number = counted.to(sequence_log_ratio.dtype).sum()
+    metrics: Metrics = {"actor/sequence_log_ratio": (sequence_log_ratio.detach().sum(), number)}
+    return residual.square()[rows], metrics

@@ -1,4 +1,4 @@
-"""PRIME: the advantage of Eq. 5 and the loss of the implicit process reward model."""
+"""PRIME (the advantage of Eq. 5, the loss of the implicit process reward model) and the teacher's gap."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import pickle
 import pytest
 import torch
 
+from rondo.algorithms.advantages.dense import prime, teacher_gap
 from rondo.algorithms.advantages.group import rloo
-from rondo.algorithms.advantages.process import prime
-from rondo.algorithms.prm_objective import PrmLoss
+from rondo.algorithms.objective import PrmLoss
+from rondo.errors import ConfigError
 
 T = torch.tensor
-NAN = float("nan")
+NAN, INF = float("nan"), float("inf")
 
 
 def test_prime_table() -> None:
@@ -113,3 +114,23 @@ def test_prm_loss_of_huge_ratios_is_finite() -> None:
     assert loss.isfinite()
     assert far.grad is not None
     assert far.grad.isfinite().all()
+
+
+def test_teacher_gap_is_per_token_bounded_and_masked() -> None:
+    teacher = T([[-1.0, NAN, -0.5], [-100.0, -INF, 0.0]])
+    student = T([[-3.0, NAN, -0.25], [-1.0, -2.0, -1e9]])
+    mask = T([[1.0, 0.0, 1.0], [1.0, 1.0, 1.0]])
+    assert teacher_gap(teacher, student, mask).tolist() == [[2.0, 0.0, -0.25], [-20.0, -20.0, 20.0]]
+    assert teacher_gap(teacher, student, mask, clamp=0.5).tolist() == [[0.5, 0.0, -0.25], [-0.5, -0.5, 0.5]]
+    assert (teacher_gap(student, student, mask) == 0).all()  # the student's own judgement
+    with pytest.raises(ConfigError, match="teacher_gap needs clamp"):
+        teacher_gap(teacher, student, mask, clamp=0.0)
+
+
+def test_teacher_gap_expects_minus_the_reverse_kl() -> None:
+    """Σ_y π(y) A(y) = -KL(π || π_teacher)."""
+    generator = torch.Generator().manual_seed(0)
+    student, teacher = torch.randn(2, 9, generator=generator, dtype=torch.float64).log_softmax(1)
+    gap = teacher_gap(teacher[None], student[None], torch.ones(1, 9))[0]
+    reverse = torch.nn.functional.kl_div(teacher, student, log_target=True, reduction="sum")
+    torch.testing.assert_close((student.exp() * gap).sum(), -reverse)

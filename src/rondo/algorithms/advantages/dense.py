@@ -1,4 +1,6 @@
-"""Advantages from rewards of single tokens (process rewards) beside the outcome."""
+"""Estimators from a signal on every token: process rewards beside the outcome (PRIME), and a teacher that
+judges what the student sampled (on-policy distillation).
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from torch import Tensor
 
 from rondo.algorithms.advantages.group import rloo
 from rondo.algorithms.advantages.returns import require_gamma, returns_to_go
-from rondo.algorithms.registry import advantage
+from rondo.algorithms.registry import advantage, require
 from rondo.algorithms.statistics import Groups, masked_mean
 
 
@@ -44,3 +46,18 @@ def prime(
     outcome = rloo(reward.to(torch.float64), group_id).unsqueeze(1)
     advantages = process_coef * returns_to_go(process, response_mask, gamma) + outcome
     return torch.where(counted, advantages, 0.0).to(process_rewards.dtype)
+
+
+@advantage("teacher_gap")
+def teacher_gap(
+    teacher_log_probs: Tensor, old_log_probs: Tensor, response_mask: Tensor, *, clamp: float = 20.0
+) -> Tensor:
+    """A_t = ℓ_teacher - ℓ_old of the sampled token, [B, T]: minus the one-sample reverse KL (on-policy
+    distillation, Thinking Machines 2025; 2306.13649 §3 with λ = 1).
+
+    Per token: no discount (a token is not credited with later ones), no baseline, no whitening. clamp: bounds
+    |A_t|, so that one token that the teacher all but excludes cannot rule the batch. 0 where the mask is 0.
+    """
+    require(clamp > 0, f"algorithm.advantage: teacher_gap needs clamp > 0, got {clamp}")
+    gap = (teacher_log_probs - old_log_probs).clamp(-clamp, clamp)
+    return torch.where(response_mask > 0, gap, 0.0).to(old_log_probs.dtype)

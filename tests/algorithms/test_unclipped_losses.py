@@ -1,0 +1,136 @@
+"""The losses without a clip: truncated importance sampling, DRO and SPPO by hand, identities, extremes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from tests.algorithms.policy_losses import D, evaluate
+
+OLD = D([0.5, 0.5, 0.01, 0.5, 0.5]).log()
+NEW = D([0.7, 0.3, 0.05, 0.6, 0.4]).log()
+
+
+def test_reinforce_is_per_token_is_cispo_without_lower_bound() -> None:
+    loss, gradient, metrics = evaluate("reinforce_is", NEW, {"upper": 1.3}, old_log_probs=OLD)
+    torch.testing.assert_close(gradient, -D([1.3, 0.6, 1.3, 1.2, 0.8]))
+    cispo = evaluate("cispo", NEW, {"clip_high": 0.3}, old_log_probs=OLD)
+    torch.testing.assert_close((loss, gradient), cispo[:2])
+    assert metrics["actor/clip_fraction"] == (2, 5)
+
+
+# Row 0: ratios 2, (masked 9), 8: product 16, geometric mean 4; row 1: 1/2, 1/8: 1/16, 1/4.
+IS_OLD = D([-3.0] * 5)
+
+
+IS_ROWS: dict[str, Any] = {
+    "old_log_probs": IS_OLD,
+    "response_mask": D([1, 0, 1, 1, 1]),
+    "cu_seqlens": torch.tensor([0, 3, 5], dtype=torch.int32),
+}
+
+
+IS_NEW = IS_OLD + D([2, 9, 8, 0.5, 0.125]).log()
+
+
+WIDE = {"upper": 100.0}
+
+
+@pytest.mark.parametrize(
+    ("options", "weights", "num_outside"),
+    [
+        (WIDE, [2, 8, 0.5, 0.125], 0),
+        ({}, [2, 2, 0.5, 0.125], 1),
+        ({"lower": 0.3, "upper": 5.0}, [2, 5, 0.5, 0.3], 2),
+        ({"lower": 0.3, "upper": 5.0, "outside": "mask"}, [2, 0, 0.5, 0], 2),
+        ({"level": "sequence"} | WIDE, [16, 16, 1 / 16, 1 / 16], 0),
+        ({"level": "sequence", "upper": 5.0}, [5, 5, 1 / 16, 1 / 16], 2),
+        ({"level": "sequence", "upper": 5.0, "outside": "mask"}, [0, 0, 1 / 16, 1 / 16], 2),
+        ({"level": "sequence", "lower": 0.1, "upper": 20.0, "outside": "mask"}, [16, 16, 0, 0], 2),
+        ({"level": "geometric"} | WIDE, [4, 4, 0.25, 0.25], 0),
+        ({"level": "geometric", "lower": 0.3, "upper": 3.0}, [3, 3, 0.3, 0.3], 4),
+    ],
+)
+def test_reinforce_is_table(options: dict[str, Any], weights: list[float], num_outside: int) -> None:
+    advantages = D([1.0, 5.0, 1.0, -2.0, -2.0])
+    loss, gradient, metrics = evaluate("reinforce_is", IS_NEW, options, advantages=advantages, **IS_ROWS)
+    trained = IS_ROWS["response_mask"] > 0
+    torch.testing.assert_close(gradient[trained], -D(weights) * advantages[trained])
+    torch.testing.assert_close(loss[trained], -D(weights) * advantages[trained] * IS_NEW[trained])
+    assert metrics["actor/clip_fraction"] == (num_outside, 4)
+
+
+@pytest.mark.parametrize("outside", ["truncate", "mask"])
+def test_reinforce_is_on_rows_of_one_token_is_the_same_at_every_level(outside: str) -> None:
+    rows = {"old_log_probs": OLD, "cu_seqlens": torch.arange(6, dtype=torch.int32)}
+    bounds = {"lower": 0.7, "upper": 1.3, "outside": outside}
+    token, *others = (
+        evaluate("reinforce_is", NEW, {"level": level, **bounds}, **rows)[:2]
+        for level in ("token", "sequence", "geometric")
+    )
+    for other in others:
+        torch.testing.assert_close(other, token)
+
+
+def test_reinforce_is_weighs_a_long_response_with_a_finite_product() -> None:
+    old = torch.full((4000,), -2.0)
+    for gap, weight in ((1.0, 3.0), (-1.0, math.exp(-20.0))):
+        _, gradient, metrics = evaluate(
+            "reinforce_is", old + gap, {"level": "sequence", "upper": 3.0}, old_log_probs=old
+        )
+        torch.testing.assert_close(gradient, torch.full_like(old, -weight))
+        assert metrics["actor/ratio_max"].isfinite()
+
+
+def test_dro_pulls_towards_the_old_policy_also_without_an_advantage() -> None:
+    advantages, delta = D([2.0, -1.5, 0.0]), D([0.2, -0.2, 0.1])
+    old = D([-1.0, -0.7, -0.2])
+    columns = {"old_log_probs": old, "advantages": advantages}
+    loss, gradient, _ = evaluate("dro", old + delta, {"beta": 0.5}, **columns)
+    torch.testing.assert_close(loss, D([1.6 + 0.01, -1.35 + 0.01, 0.0025]))
+    torch.testing.assert_close(gradient, -(advantages - 0.5 * delta))
+    plain = evaluate("reinforce", old + delta, **columns)
+    torch.testing.assert_close(evaluate("dro", old + delta, {"beta": 0.0}, **columns)[:2], plain[:2])
+
+
+def test_sppo_by_hand() -> None:
+    """Row 0: log-ratios .3, (masked 9), -.1: Σ = .2, target 4 · .25; row 1: Σ = .5, target -2."""
+    ref = D([-1.0, -1.0, -2.0, -1.0])
+    loss, gradient, metrics = evaluate(
+        "sppo",
+        ref + D([0.3, 9.0, -0.1, 0.5]),
+        {"eta": 4.0},
+        ref_log_probs=ref,
+        advantages=D([0.25, 0.0, 0.25, -0.5]),
+        response_mask=D([1.0, 0.0, 1.0, 1.0]),
+        cu_seqlens=torch.tensor([0, 3, 4], dtype=torch.int32),
+    )
+    torch.testing.assert_close(loss, D([0.64, 0.64, 0.64, 6.25]))
+    # the sum here runs over all three entries of row 0; in training only its L = 2 trained ones, over L
+    torch.testing.assert_close(gradient, D([3 * 2 * -0.8, 0.0, 3 * 2 * -0.8, 2 * 2.5]))
+    assert metrics["actor/sequence_log_ratio"][0].item() == pytest.approx(0.7)
+    assert metrics["actor/sequence_log_ratio"][1] == 2
+
+
+def test_sppo_on_the_previous_policy_is_the_policy_gradient_times_2_eta() -> None:
+    """At ℓ = ℓ_ref the gradient of a row's value is -2 η a on each of its tokens."""
+    ref, size = D([-1.0, -2.0, -0.5]), 3
+    _, gradient, _ = evaluate(
+        "sppo", ref, {"eta": 10.0}, ref_log_probs=ref, advantages=torch.full_like(ref, 0.3)
+    )
+    torch.testing.assert_close(gradient / size, torch.full_like(ref, -2 * 10.0 * 0.3))
+    _, back, _ = evaluate("sppo", ref + 0.1, ref_log_probs=ref, advantages=0 * ref)
+    torch.testing.assert_close(
+        back / size, torch.full_like(ref, 2 * 0.3)
+    )  # without an advantage: pulled back
+
+
+def test_sppo_of_a_long_response_far_away_is_finite_in_float32() -> None:
+    ref = torch.full((20_000,), -1.0)
+    for gap in (1e4, -1e4):
+        loss, gradient, _ = evaluate("sppo", ref + gap, ref_log_probs=ref)
+        assert loss.isfinite().all()
+        assert gradient.isfinite().all()
