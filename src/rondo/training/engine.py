@@ -34,10 +34,11 @@ from rondo.planning.packing import UNIT_COLUMN, micro_batches, rows_of_units
 from rondo.training import checkpoint
 from rondo.training.head import TokenModel
 from rondo.training.loss import Loss, Metrics
+from rondo.training.memory import release_memory
 from rondo.training.optimizer import OptimizerStats, ShardedAdamW
 from rondo.training.packed import Layout as PackedLayout
 from rondo.training.packed import PackedRows, document_lengths, dummy, expand_columns, pack
-from rondo.training.sharding import checksums_of, gather_buckets, layout_of, shard_model
+from rondo.training.sharding import as_shard, checksums_of, gather_buckets, layout_of, shard_model
 from rondo.types import StepStats
 from rondo.weights.layout import Layout
 
@@ -96,6 +97,7 @@ class FsdpEngine:
         if optimizer is not None:
             self.optimizer = ShardedAdamW(self._shards, optimizer, total_optimizer_steps, self._group)
         self._rest()
+        release_memory(self.device)
 
     # ---- verbs
 
@@ -270,10 +272,12 @@ class FsdpEngine:
         every rank must run through all of it.
 
         At most `bucket_bytes` (or one tensor) exist beside the shards; on one rank, in their own dtype, the
-        tensors are the storage itself.
+        tensors are the storage itself. Afterwards all memory that is not in use goes back to the device:
+        who gathers has a generation engine beside, which may be about to wake.
         """
         with self._awake():
             yield from gather_buckets(self._shards, self._group, bucket_bytes, dtype)
+        release_memory(self.device)
 
     def layout(self, dtype: str | None = None) -> Layout:
         """Which rank of the world holds which rows of which parameter (frozen ones too, tied ones once).
@@ -301,7 +305,10 @@ class FsdpEngine:
         """All state (parameters, moments, counters) as tensors that share storage; for
         torch.distributed.checkpoint.
         """
-        state: checkpoint.State = {f"model.{name}": shard.detach() for name, shard in self._shards.items()}
+        state: checkpoint.State = {
+            f"model.{name}": as_shard(shard, shard.to_local().detach())
+            for name, shard in self._shards.items()
+        }
         if self.optimizer is not None:
             state |= {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state().items()}
             state["optimizer.steps"] = self._common(state["optimizer.steps"])
@@ -322,7 +329,7 @@ class FsdpEngine:
             raise TrainError(f"the state to load has other entries: {sorted(own.keys() ^ state.keys())[:4]}")
         with torch.no_grad():
             for name, tensor in own.items():
-                tensor.copy_(state[name])
+                _local(tensor).copy_(_local(state[name]))
         if self.optimizer is not None:
             self.optimizer.load_steps(state["optimizer.steps"])
 
@@ -357,6 +364,7 @@ class FsdpEngine:
     def offload(self) -> None:
         """Move parameters and moments to host memory (nothing to do on a CPU)."""
         self._move(torch.device("cpu"), params=True, optimizer=True)
+        release_memory(self.device)
 
     def onload(self) -> None:
         """Move parameters and moments to the device."""
@@ -372,8 +380,10 @@ class FsdpEngine:
     def _awake(self, optimizer: bool = False) -> Iterator[None]:
         """Parameters (and moments) are on the device inside; afterwards they rest where the config says."""
         self._move(self.device, params=True, optimizer=optimizer)
-        yield
-        self._rest()
+        try:
+            yield
+        finally:
+            self._rest()
 
     def _rest(self) -> None:
         config = self.config
@@ -389,6 +399,10 @@ class FsdpEngine:
                 self.optimizer.rebind()
         if optimizer and self.optimizer is not None:
             self.optimizer.move_state(device)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _data_parallel(mesh: DeviceMesh) -> DeviceMesh:
