@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from rondo.batch import ROW_ID, Batch, ragged_array
 from rondo.config.schema import EngineConfig, FrozenEngineConfig, OptimizerConfig
 from rondo.errors import ConfigError, TrainError
+from rondo.models.attention import fitting
 from rondo.models.experts import separate
 from rondo.models.family import family_of
 from rondo.models.loading import build_model
@@ -78,7 +79,8 @@ class FsdpEngine:
             replace_lm_head(lm, source.path, _at_least_float32(param_dtype)) if head == "value" else None
         )
         self.hf_config = lm.config
-        self._packing = PackedLayout(family, _heads(lm.config), self.device, compute_dtype, source.attention)
+        attention = fitting(source.attention, lm.config)
+        self._packing = PackedLayout(family, _heads(lm.config), self.device, compute_dtype, attention)
         self._model = TokenModel(lm, value_head, temperature=temperature, logits_chunk=engine.logits_chunk)
         self._model.train(optimizer is not None)
         self._model.requires_grad_(optimizer is not None)

@@ -29,7 +29,7 @@ def gmpo(
     paper's mean over responses, over the whole mini-batch (D8). The exponent is clamped to ±20.
     """
     low, high = clip_range(clip, clip_low, clip_high)
-    rows, num_rows = row_index(cu_seqlens), len(cu_seqlens) - 1
+    rows, num_rows = row_index(cu_seqlens, len(log_probs)), len(cu_seqlens) - 1
     delta = log_probs - old_log_probs
     sign = advantages.sign()
     bounded = delta.clamp(-low, high)

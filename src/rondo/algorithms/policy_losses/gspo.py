@@ -31,7 +31,7 @@ def gspo(
     config, not forced, D13).
     """
     low, high = clip_range(0.0, clip_low, clip_high)
-    rows = row_index(cu_seqlens)
+    rows = row_index(cu_seqlens, len(log_probs))
     mean = row_means((log_probs - old_log_probs).detach(), response_mask, rows, len(cu_seqlens) - 1)[rows]
     delta = (mean + (log_probs - log_probs.detach())).clamp(max=LOG_LIMIT)  # the bracket is exactly 0
     ratio = delta.exp()

@@ -56,7 +56,7 @@ def reinforce_is(
     )
     delta = log_ratio(log_probs, old_log_probs).detach()
     if level != "token":
-        rows, num_rows = row_index(cu_seqlens), len(cu_seqlens) - 1
+        rows, num_rows = row_index(cu_seqlens, len(delta)), len(cu_seqlens) - 1
         if level == "sequence":
             of_row = delta.new_zeros(num_rows).index_add(0, rows, delta * response_mask)
         else:
