@@ -91,7 +91,7 @@ class FrozenEngineConfig:
     param_dtype: Dtype = "float32"
     compute_dtype: Dtype = "float32"
     offload_params: bool = False  # parameters rest in host memory between calls
-    logits_chunk: int = 4096  # response positions whose logits exist at one time
+    logits_chunk: int = 4096  # response positions whose logits exist at one time, at most: 512 MiB of them
 
 
 @dataclass(frozen=True)

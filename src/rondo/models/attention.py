@@ -296,8 +296,8 @@ def _flash(
 ) -> torch.Tensor:
     kernel = flash_kernel()
     assert kernel is not None
-    rows = [tensor[0].transpose(0, 1) for tensor in (q, k, v)]  # [N, heads, D]
-    return kernel[1](*rows, documents.cu_seqlens, documents.max_length, scale)[None]
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (q, k, v))  # [N, heads, D]
+    return kernel[1](q, k, v, documents.cu_seqlens, documents.max_length, scale)[None]
 
 
 def _sdpa(
