@@ -6,13 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rondo.config.schema import OptimizerConfig
+from rondo.models.attention import plan_documents, varlen_attention
 from rondo.training import FsdpEngine
+from rondo.training.head import token_log_probs
 from tests.training.helpers import PolicyLoss, make_batch, make_engine, source
 
 pytestmark = [
@@ -101,3 +104,42 @@ def test_positions_do_not_depend_on_the_dtype_of_parameters(cuda_mesh: DeviceMes
     batch = make_batch(((1, 4096),))
     x, y = (one.forward(batch, {"log_probs": "x"}).ragged("x")[0] for one in (half, wide))
     assert torch.equal(x, y)
+
+
+def test_the_head_of_a_large_vocabulary_needs_little_memory() -> None:
+    """8192 positions of 151,936 logits: chunks of 512 MiB, and the same gradient as with smaller ones."""
+    torch.manual_seed(0)
+    hidden = torch.randn(8192, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = (torch.randn(151_936, 512, device="cuda") / 512**0.5).bfloat16().requires_grad_()
+    targets = torch.randint(0, len(weight), (len(hidden),), device="cuda")
+    results = []
+    for chunk in (8192, 100):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        log_probs = token_log_probs(hidden, weight, None, targets, chunk=chunk)["log_probs"]
+        gradients = torch.autograd.grad(log_probs.sum(), (hidden, weight))
+        assert torch.cuda.max_memory_allocated() - before < 3 << 30
+        results.append((log_probs.detach(), *gradients))
+    expected = torch.log_softmax(hidden[:64].float() @ weight.float().T, -1)
+    expected = expected.gather(1, targets[:64, None]).squeeze(1)
+    torch.testing.assert_close(results[0][0][:64], expected.detach(), rtol=1e-3, atol=1e-3)
+    for ours, theirs in zip(*results, strict=True):
+        assert (ours - theirs).float().norm() <= 1e-2 * theirs.float().norm()
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2)])
+def test_flash_equals_sdpa(heads: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    lengths, (H, K) = np.array([700, 3, 260]), heads
+    n, device = int(lengths.sum()), torch.device("cuda:0")
+    q = torch.randn(1, H, n, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
+    k, v = (torch.randn(1, K, n, 64, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in "kv")
+    weight = torch.randn(1, n, H, 64, device=device, dtype=torch.bfloat16)
+    results = []
+    for attention, kernel in (("auto", "flash"), ("sdpa", "sdpa")):
+        documents = plan_documents(lengths, heads=heads, device=device, dtype=q.dtype, attention=attention)
+        assert documents.kernel == kernel
+        out, _ = varlen_attention(torch.nn.Identity(), q, k, v, documents=documents)
+        results.append((out.detach(), *torch.autograd.grad((out * weight).sum(), (q, k, v))))
+    for ours, theirs in zip(*results, strict=True):
+        assert (ours - theirs).float().norm() <= 1e-2 * theirs.float().norm()
