@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from rondo.config.auto import has_defaults
 from rondo.config.checker import Check
 from rondo.config.schema import (
     AlgorithmConfig,
     Config,
-    CriticConfig,
     DataConfig,
     FrozenEngineConfig,
     KlConfig,
@@ -115,7 +115,7 @@ def _engines(check: Check) -> None:
     trains_by_rl = bool(config.reward.functions or config.reward.models or config.rollout.recorded)
     used = {
         "actor": trains_by_rl,
-        "critic": trains_by_rl and config.critic != CriticConfig(),
+        "critic": trains_by_rl and not has_defaults(config.critic),
         "reference": trains_by_rl and config.algorithm.kl is not None,
     }
     longest = config.data.max_prompt_tokens + config.rollout.max_tokens

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from rondo.batch import ROW_ID, Batch, ragged_array
+from rondo.config.auto import engine_for
 from rondo.config.schema import EngineConfig, FrozenEngineConfig, OptimizerConfig
 from rondo.errors import ConfigError, TrainError
 from rondo.models.attention import fitting
@@ -69,7 +70,9 @@ class FsdpEngine:
     ) -> None:
         if temperature <= 0:
             raise ConfigError(f"temperature={temperature}: log-probs need a temperature above 0")
-        self.source, self.config, self.device = source, engine, torch.device(device)
+        self.device = torch.device(device)
+        engine = engine_for(engine, self.device.type)
+        self.source, self.config = source, engine
         self.mesh = _data_parallel(mesh)
         self._group, self._world = self.mesh.get_group(), self.mesh.size()
         param_dtype, compute_dtype = getattr(torch, engine.param_dtype), getattr(torch, engine.compute_dtype)
@@ -88,7 +91,7 @@ class FsdpEngine:
             self._model,
             self.mesh,
             compute_dtype,
-            gradient_checkpointing=isinstance(engine, EngineConfig) and engine.gradient_checkpointing,
+            gradient_checkpointing=isinstance(engine, EngineConfig) and engine.gradient_checkpointing is True,
         )
         self._shards: dict[str, DTensor] = {
             family.checkpoint_name(name.removeprefix("lm.")): parameter

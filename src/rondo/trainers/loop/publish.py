@@ -19,10 +19,10 @@ from rondo.errors import WeightSyncError
 from rondo.planning.residency import Phase
 from rondo.trainers.loop.buffer import Buffer
 from rondo.trainers.loop.feeder import EpisodeFeeder, Episodes
-from rondo.trainers.loop.routes import Route, wire_dtype
+from rondo.trainers.loop.routes import Route
 from rondo.trainers.loop.waiting import attended
 from rondo.trainers.program.inputs import Prompts
-from rondo.trainers.program.roles import Roles
+from rondo.trainers.program.roles import Roles, rollout_dtype
 from rondo.types import StepStats, request_seed
 from rondo.workers.models import ActorWorker
 from rondo.workers.rollout import RolloutWorker
@@ -144,7 +144,7 @@ class Canary:
     """
 
     def __init__(self, roles: Roles, prompts: Prompts, config: Config) -> None:
-        self._actor, self._rollout, self._dtype = roles.actor, roles.engines, wire_dtype(config)
+        self._actor, self._rollout, self._dtype = roles.actor, roles.engines, rollout_dtype(config)
         self._prompt = [int(token) for token in prompts.train.prompt(0).token_ids[:NUM_PROMPT_TOKENS]]
         count = min(NUM_TOKENS, prompts.sampling.max_tokens)
         self._sampling = dataclasses.replace(prompts.sampling, max_tokens=count)

@@ -35,7 +35,7 @@ from rondo.trainers.loop.evaluation import evaluate
 from rondo.trainers.loop.publish import Canary
 from rondo.trainers.loop.report import HostClock, Reporter, describe_rows
 from rondo.trainers.loop.routes import make_route, remove_files
-from rondo.trainers.program.inputs import complete_model, load_prompts, open_tokenizer
+from rondo.trainers.program.inputs import complete_model, load_prompts, open_tokenizer, settled
 from rondo.trainers.program.plan import critic_learner, plan_schedule
 from rondo.trainers.program.roles import Roles, create_model, create_rollout, placement_of, shares_weights
 from rondo.trainers.program.stages import (
@@ -77,6 +77,7 @@ async def open_session(
     ConfigError for what cannot work.
     """
     loaded = load([str(recipe) for recipe in recipes], overrides)
+    loaded = dataclasses.replace(loaded, config=settled(loaded.config))
     with located(loaded):
         _check(loaded)
     config = loaded.config
