@@ -23,7 +23,7 @@ from rondo.rollout.protocol import Capabilities
 from rondo.rollout.router import Router
 from rondo.trainers.loop.publish import Canary
 from rondo.trainers.loop.routes import GatheredRoute, SharedRoute, make_route
-from rondo.trainers.program.inputs import Prompts, complete_model, load_prompts
+from rondo.trainers.program.inputs import Prompts, complete_model, load_prompts, settled
 from rondo.trainers.program.roles import Roles, create_model, create_rollout
 from rondo.types import Completion, GenerateRequest, SamplingParams
 from rondo.weights.checksum import checksum
@@ -66,7 +66,7 @@ def with_roles(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     def start(
         use: Callable[[Roles, Canary, Config, Prompts], Awaitable[Any]], *overrides: str, share: bool = False
     ) -> Any:
-        config = complete_model(load([str(recipe)], [*overrides]).config)
+        config = complete_model(settled(load([str(recipe)], [*overrides]).config))
 
         async def main() -> Any:
             cluster = await start_cluster(config.cluster)
