@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from transformers import AttentionInterface
 
 from rondo.errors import ConfigError, TrainError
+from rondo.models.family import head_widths
 from rondo.models.flash import flash_kernel, why_not_flash
 from rondo.models.source import Attention
 
@@ -90,11 +91,7 @@ def fitting(attention: Attention, config: Any) -> Attention:
     """`attention` for a model of this transformers config: sdpa in the place of auto where the flash kernels
     do not take its heads (latent attention). Raises ConfigError where flash is asked for.
     """
-    heads = int(config.num_attention_heads)
-    plain = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-    latent = getattr(config, "qk_nope_head_dim", None)
-    query_width = plain if latent is None else int(latent) + int(config.qk_rope_head_dim)
-    why_not = why_not_flash(query_width, int(getattr(config, "v_head_dim", None) or plain))
+    why_not = why_not_flash(*head_widths(config))
     if why_not and attention == "flash":
         raise ConfigError(
             f"model.attention=flash: a {config.model_type} model has {why_not}, which no flash kernel takes; "

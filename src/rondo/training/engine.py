@@ -224,7 +224,7 @@ class FsdpEngine:
                 if len(rows) > 1 and not family.packable:
                     raise TrainError(
                         f"unit {units[rows[0]]} has {len(rows)} rows, which need one pass, and a "
-                        f"{family.model_type} model takes one row at a time: {family.why_not_packable}"
+                        f"{family.model_type} model takes one row at a time: {family.not_packable}"
                     )
                 if len(rows) > 1 and not lengths[rows].all():
                     raise TrainError(
