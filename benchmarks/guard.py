@@ -146,7 +146,8 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "abort": (*ASYNC, "trainer.on_update=abort"),
     "ranks": ("cluster.backend=ray", "cluster.devices=2"),
 }
-CLOCKS = ("timing/", "perf/", *(f"rollout/{x}" for x in ("tokens_per_second", "queue_length", "in_flight")))
+ENGINES = ("tokens_per_second", "queue_length", "in_flight", "cache_hit_rate")
+CLOCKS = ("timing/", "perf/", *(f"rollout/{name}" for name in ENGINES))
 
 
 def run(name: str, folder: Path, out: Path, replay: Path | None) -> None:

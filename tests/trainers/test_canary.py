@@ -148,6 +148,27 @@ def test_a_tensor_that_differs_is_named(with_roles: Callable[..., Any]) -> None:
     assert message.endswith(f"the first tensor that differs is {LAYER!r}")
 
 
+def test_the_first_check_also_looks_at_high_positions(
+    with_roles: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths: list[int] = []
+    generate = NativeEngine.generate
+
+    async def asked_for(self: NativeEngine, request: GenerateRequest, *rest: Any) -> Completion:
+        lengths.append(len(request.token_ids))
+        return await generate(self, request, *rest)
+
+    monkeypatch.setattr(NativeEngine, "generate", asked_for)
+
+    async def use(roles: Roles, canary: Canary, config: Config, prompts: Prompts) -> int:
+        await canary.check(3)
+        await canary.check(3)
+        return min(32, len(prompts.train.prompt(0).token_ids))
+
+    short = with_roles(use, ASYNCHRONOUS)
+    assert lengths == [64, short, short]  # data.max_prompt_tokens is 64
+
+
 def test_an_engine_that_cannot_read_back_says_so(
     with_roles: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
