@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rondo.errors import ConfigError, TrainError
-from rondo.models.attention import SHORT, Documents, choose_kernel, plan_documents, varlen_attention
+from rondo.models.attention import (
+    SHORT,
+    Documents,
+    choose_kernel,
+    fitting,
+    plan_documents,
+    varlen_attention,
+)
+from rondo.models.flash import flash_kernel
 
 CPU = torch.device("cpu")
 
@@ -118,3 +128,34 @@ def test_flash_needs_a_gpu() -> None:
     with pytest.raises(ConfigError, match="attention=flash needs a CUDA device"):
         choose_kernel("flash", CPU, torch.bfloat16, 10)
     assert choose_kernel("auto", CPU, torch.bfloat16, 10) == "short"
+
+
+def test_flash_is_chosen_by_the_widths_of_heads() -> None:
+    """Latent attention (192 and 128), wide and odd heads go through SDPA; asking for flash is an error."""
+    latent = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    for changes in (latent, {"head_dim": 512}, {"head_dim": 12}):
+        config = SimpleNamespace(model_type="x", hidden_size=64, num_attention_heads=4, **changes)
+        assert fitting("auto", config) == "sdpa"
+        assert fitting("sdpa", config) == "sdpa"
+        with pytest.raises(ConfigError, match="attention=flash: a x model has"):
+            fitting("flash", config)
+    plain = SimpleNamespace(model_type="x", hidden_size=512, num_attention_heads=4)
+    assert [fitting(one, plain) for one in ("auto", "sdpa", "flash")] == ["auto", "sdpa", "flash"]
+
+
+def test_flash_attn_4_alone_is_no_flash_attn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It installs the folder flash_attn without the function: torch's kernel is used then."""
+    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability, expected in (((9, 0), "torch"), ((7, 5), None)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda found=capability: found)
+        kernel = flash_kernel.__wrapped__()
+        assert (kernel and kernel[0]) == expected
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_only_a_cpu_cuts_buckets_for_its_cache(device: str) -> None:
+    lengths = np.full(64, 100)
+    documents = plan_documents(lengths, heads=(4, 2), device=torch.device(device), dtype=torch.float32)
+    assert (len(documents.buckets) == 1) == (device == "meta")

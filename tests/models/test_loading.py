@@ -146,7 +146,7 @@ def test_families() -> None:
     with pytest.raises(ConfigError, match=r"final_logit_softcapping=30\.0"):
         family_of(load_model_config(ModelSource(config=capped)))
     gemma = family_of(load_model_config(ModelSource(config={**capped, "final_logit_softcapping": None})))
-    assert (gemma.packable, gemma.why_not_packable) == (False, "its attention scores have a soft-cap")
+    assert (gemma.packable, gemma.not_packable) == (False, "its attention scores have a soft-cap")
     assert not family_of(load_model_config(ModelSource(config={"model_type": "gpt_oss"}))).packable
 
 

@@ -23,7 +23,7 @@ from rondo.rollout.protocol import Capabilities
 from rondo.rollout.router import Router
 from rondo.trainers.loop.publish import Canary
 from rondo.trainers.loop.routes import GatheredRoute, SharedRoute, make_route
-from rondo.trainers.program.inputs import Prompts, complete_model, load_prompts
+from rondo.trainers.program.inputs import Prompts, complete_model, load_prompts, settled
 from rondo.trainers.program.roles import Roles, create_model, create_rollout
 from rondo.types import Completion, GenerateRequest, SamplingParams
 from rondo.weights.checksum import checksum
@@ -66,7 +66,7 @@ def with_roles(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     def start(
         use: Callable[[Roles, Canary, Config, Prompts], Awaitable[Any]], *overrides: str, share: bool = False
     ) -> Any:
-        config = complete_model(load([str(recipe)], [*overrides]).config)
+        config = complete_model(settled(load([str(recipe)], [*overrides]).config))
 
         async def main() -> Any:
             cluster = await start_cluster(config.cluster)
@@ -146,6 +146,27 @@ def test_a_tensor_that_differs_is_named(with_roles: Callable[..., Any]) -> None:
     )
     assert "(tolerance 0.001 for float32)" in message
     assert message.endswith(f"the first tensor that differs is {LAYER!r}")
+
+
+def test_the_first_check_also_looks_at_high_positions(
+    with_roles: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths: list[int] = []
+    generate = NativeEngine.generate
+
+    async def asked_for(self: NativeEngine, request: GenerateRequest, *rest: Any) -> Completion:
+        lengths.append(len(request.token_ids))
+        return await generate(self, request, *rest)
+
+    monkeypatch.setattr(NativeEngine, "generate", asked_for)
+
+    async def use(roles: Roles, canary: Canary, config: Config, prompts: Prompts) -> int:
+        await canary.check(3)
+        await canary.check(3)
+        return min(32, len(prompts.train.prompt(0).token_ids))
+
+    short = with_roles(use, ASYNCHRONOUS)
+    assert lengths == [64, short, short]  # data.max_prompt_tokens is 64
 
 
 def test_an_engine_that_cannot_read_back_says_so(

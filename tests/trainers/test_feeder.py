@@ -23,7 +23,7 @@ from rondo.trainers.loop.feeder import EpisodeFeeder
 from rondo.trainers.loop.filtering import GroupFilter
 from rondo.trainers.loop.publish import WeightPublisher
 from rondo.trainers.loop.routes import SharedRoute
-from rondo.trainers.program.inputs import Prompts, complete_model, load_prompts
+from rondo.trainers.program.inputs import Prompts, complete_model, load_prompts, settled
 from rondo.trainers.program.roles import create_model, create_rollout
 from rondo.types import SamplingParams, StepStats
 from rondo.workers.rollout import RolloutWorker
@@ -50,7 +50,7 @@ def with_rollout(recipe: Path) -> Callable[..., Any]:
     """with_rollout(use, *overrides): `use(rollout, prompts, config)` on a running engine."""
 
     def start(use: Callable[[WorkerGroup, Prompts, Config], Awaitable[Any]], *overrides: str) -> Any:
-        config = complete_model(load([str(recipe)], [*overrides]).config)
+        config = complete_model(settled(load([str(recipe)], [*overrides]).config))
 
         async def main() -> Any:
             cluster = await start_cluster(config.cluster)

@@ -26,6 +26,7 @@ SPLIT = (
     "cluster.pools={train: 1, serve: 1}",
     "cluster.placement={rollout: serve}",
     "trainer.evaluation.every=null",
+    "cluster.device=cpu",
 )
 
 

@@ -15,6 +15,7 @@ import yaml
 
 from rondo.algorithms import actor_loss
 from rondo.batch import ROW_ID, Batch, BatchRef
+from rondo.config.auto import config_for
 from rondo.config.schema import (
     AlgorithmConfig,
     Config,
@@ -360,7 +361,7 @@ def test_a_step_is_described_in_the_order_in_which_it_runs() -> None:
         ),
         reference=ReferenceConfig(refresh_every=3),
     )
-    lines = plan_program(config).describe(config)
+    lines = plan_program(config).describe(config_for(config, "cpu"))
     steps = (
         "take complete prompt groups from the buffer; mixed_accuracy (algorithm.filter)",
         "mini_batch, prm_mini_batch <- controller, by prompt groups",
@@ -383,4 +384,7 @@ def test_a_step_is_described_in_the_order_in_which_it_runs() -> None:
     assert lines[12].endswith("with rows of data.pretrain in every mini-batch")
     assert lines[-1].endswith("(native, in the host's process), in place: one storage for both")
     greedy = algorithm(advantage=FunctionConfig("remax"))
-    assert "each with the reward of a greedy answer" in plan_program(greedy).describe(greedy)[0]
+    assert (
+        "each with the reward of a greedy answer"
+        in plan_program(greedy).describe(config_for(greedy, "cpu"))[0]
+    )

@@ -18,6 +18,7 @@ from rondo.data.rollout_files import TYPES, Limits, open_recording
 from rondo.data.rows import rows_from_trajectories
 from rondo.errors import ConfigError, DataError
 from rondo.trainers.loop.rl import RLTrainer
+from rondo.trainers.program.inputs import settled
 from rondo.trainers.program.plan import plan_program
 from rondo.trainers.program.stages import CorrectionStage
 from rondo.trainers.replay.offline import RecordedBuffer, recorded_rollouts
@@ -149,7 +150,7 @@ def test_another_recipe_is_off_policy_and_says_so(live: Path, tiny: Path, tmp_pa
 
 def planned(live: Path, tiny: Path, *overrides: str) -> Any:
     """rollout.recorded: `live`, or another in `overrides`."""
-    config = load([str(tiny)], [*RICH, f"rollout.recorded={live}", *overrides]).config
+    config = settled(load([str(tiny)], [*RICH, f"rollout.recorded={live}", *overrides]).config)
     return recorded_rollouts(config), config
 
 

@@ -14,6 +14,7 @@ from rondo.config.schema import Config
 from rondo.errors import ConfigError, WeightSyncError, WorkerError
 from rondo.trainers.commands.train import train
 from rondo.trainers.loop.routes import CollectiveRoute, DiskRoute, GatheredRoute, SharedRoute, make_route
+from rondo.trainers.program.inputs import settled
 from rondo.trainers.program.roles import Roles, create_rollout
 from rondo.weights.exchange import SendReport, Transfer
 from rondo.weights.layout import Layout, Parameter
@@ -75,7 +76,7 @@ def error(message: str, *, died: bool = False) -> WorkerError:
 
 @pytest.fixture
 def config(recipe: Path) -> Callable[..., Config]:
-    return lambda *overrides: load([str(recipe)], list(overrides)).config
+    return lambda *overrides: settled(load([str(recipe)], list(overrides)).config)
 
 
 def groups(sent: Any, received: Callable[[int], Any]) -> tuple[Group, Group]:

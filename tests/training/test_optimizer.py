@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from rondo.config.schema import OptimizerConfig, ScheduleConfig
 from rondo.errors import ConfigError, TrainError
 from rondo.models import ModelSource
 from rondo.training import lr_ratio
+from rondo.training.sharding import as_shard
 from tests.training.helpers import PolicyLoss, ValueLoss, make_batch, make_engine
 
 SCHEDULES = [
@@ -141,3 +143,23 @@ def test_a_frozen_engine_refuses_to_train(mesh: DeviceMesh) -> None:
     with pytest.raises(TrainError, match="frozen model"):
         engine.optimizer_step()
     assert not any(shard.requires_grad for shard in engine._shards.values())
+
+
+def test_what_rests_elsewhere_than_its_mesh_is_no_copy(mesh: DeviceMesh) -> None:
+    """As moments in host memory under a mesh of CUDA devices: loading fills the storage itself."""
+    elsewhere = DeviceMesh.from_group(mesh.get_group(), "meta", mesh_dim_names=("dp",))
+    shard = DTensor.from_local(torch.empty(6, 4, device="meta"), elsewhere, [Shard(0)])
+    resting = torch.zeros(6, 4)
+    tensor = as_shard(shard, resting)
+    assert (tensor.device_mesh.device_type, tensor.shape) == ("cpu", shard.shape)
+    assert tensor.to_local().data_ptr() == resting.data_ptr()
+    tensor.to_local().fill_(3.0)
+    assert torch.equal(resting, torch.full((6, 4), 3.0))
+
+
+def test_an_error_leaves_the_model_at_rest(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, rested = make_engine(mesh, config={"offload_params": True}), []
+    monkeypatch.setattr(engine, "_rest", lambda: rested.append(True))
+    with pytest.raises(TrainError, match="token"):
+        engine.forward(make_batch(((9000, 9000),)), {"log_probs": "x"})
+    assert rested == [True]

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from rondo.batch import Batch, ragged_rows
 from rondo.errors import DataError, TrainError
 from rondo.models import load_model_config
+from rondo.training import head
 from rondo.training.head import token_log_probs
 from tests.training.helpers import (
     ARCHITECTURES,
@@ -188,6 +189,26 @@ def test_log_prob_head_against_autograd(chunk: int) -> None:
     (expected[0] @ factors[0] + expected[1] @ factors[1]).backward()
     for a, b in zip(mine, theirs, strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-13)
+
+
+def test_chunks_are_cut_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The logits of one chunk take at most CHUNK_BYTES, in both passes; one position always fits."""
+    torch.manual_seed(0)
+    seen: list[int] = []
+    inner = head._log_softmax
+
+    def recorded(hidden: torch.Tensor, *rest: Any) -> torch.Tensor:
+        seen.append(len(hidden))
+        return inner(hidden, *rest)
+
+    monkeypatch.setattr(head, "_log_softmax", recorded)
+    hidden, weight = torch.randn(10, 6, requires_grad=True), torch.randn(VOCAB, 6)
+    targets = torch.randint(0, VOCAB, (10,))
+    for budget, chunk, sizes in ((VOCAB * 16 + 3, 9, [4, 4, 2]), (1 << 20, 9, [9, 1]), (1, 9, [1] * 10)):
+        monkeypatch.setattr(head, "CHUNK_BYTES", budget)
+        seen.clear()
+        token_log_probs(hidden, weight, None, targets, chunk=chunk)["log_probs"].sum().backward()
+        assert seen == [*sizes, *sizes]
 
 
 def test_rows_without_response_and_empty_batches(mesh: DeviceMesh) -> None:

@@ -265,7 +265,7 @@ class PrmLoss:
         inputs = clean({**read, "log_probs": log_probs}, counted, log_probs.dtype)
         weight, mask = inputs["prm_loss_weight"], counted.to(log_probs.dtype)
         reward = self._beta * (inputs["log_probs"] - inputs["ref_log_probs"])
-        rows, num_rows = row_index(cu_seqlens), len(cu_seqlens) - 1
+        rows, num_rows = row_index(cu_seqlens, len(reward)), len(cu_seqlens) - 1
         logit = reward.new_zeros(num_rows).index_add(0, rows, reward)[rows]
         right = inputs["accuracy"] > 0
         token_loss = -functional.logsigmoid(torch.where(right, logit, -logit))

@@ -122,7 +122,8 @@ def _first_tokens(unit: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def _row_sums(values: Tensor, cu_seqlens: Tensor) -> Tensor:
-    return values.new_zeros(len(cu_seqlens) - 1).index_add(0, row_index(cu_seqlens), values)
+    rows = row_index(cu_seqlens, len(values))
+    return values.new_zeros(len(cu_seqlens) - 1).index_add(0, rows, values)
 
 
 class PreferenceLoss(_PairLoss):

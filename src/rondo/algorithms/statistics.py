@@ -86,11 +86,14 @@ def share(condition: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     return (condition * mask).sum(), mask.sum()
 
 
-def row_index(cu_seqlens: Tensor) -> Tensor:
-    """Returns the row of each entry of a packed [N]: int64, from cu_seqlens [B+1]."""
+def row_index(cu_seqlens: Tensor, num_entries: int) -> Tensor:
+    """Returns the row of each of the `num_entries` entries of a packed [N]: int64, from cu_seqlens [B+1].
+    (Their number is not read from the tensor: on a GPU that would wait for it.)
+    """
     assert cu_seqlens.ndim == 1
     lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).to(torch.int64)
-    return torch.repeat_interleave(torch.arange(len(lengths), device=cu_seqlens.device), lengths)
+    rows = torch.arange(len(lengths), device=cu_seqlens.device)
+    return torch.repeat_interleave(rows, lengths, output_size=num_entries)
 
 
 def row_means(values: Tensor, mask: Tensor, rows: Tensor, num_rows: int) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 
 HELP = "show the resolved configuration and where every value comes from"
 
@@ -37,8 +38,10 @@ def run(args: argparse.Namespace) -> int:
     if args.no_stages or not scored:  # it is no RL recipe
         return 0
     from rondo.trainers.commands.check import check_rl
+    from rondo.trainers.program.inputs import settled
     from rondo.trainers.program.roles import placement_of
 
+    loaded = dataclasses.replace(loaded, config=settled(loaded.config))
     program = check_rl(loaded)
     print("\nOne step:")
     for number, line in enumerate(program.describe(loaded.config), 1):

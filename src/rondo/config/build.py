@@ -85,10 +85,9 @@ def _value(kind: Any, node: Node, key: str, origins: dict[str, Origin], default:
     origins[key] = node.origin
     if shape is Literal:
         choices = typing.get_args(kind)
-        if node.value not in choices or isinstance(node.value, bool):
-            raise _wrong(
-                node, key, "one of " + ", ".join(map(str, choices)), optional, _near(node.value, choices)
-            )
+        if not any(type(node.value) is type(choice) and node.value == choice for choice in choices):
+            names = tuple(str(choice).lower() if isinstance(choice, bool) else choice for choice in choices)
+            raise _wrong(node, key, "one of " + ", ".join(names), optional, _near(node.value, names))
         return node.value
     if getattr(shape, "__name__", "") == "Mapping":
         del origins[key]

@@ -89,16 +89,17 @@ class FrozenEngineConfig:
 
     token_budget: int = 16384  # tokens per micro-batch and rank; never exceeded
     param_dtype: Dtype = "float32"
-    compute_dtype: Dtype = "float32"
+    compute_dtype: Literal["auto", Dtype] = "auto"  # auto: bfloat16 on CUDA, float32 elsewhere
     offload_params: bool = False  # parameters rest in host memory between calls
-    logits_chunk: int = 4096  # response positions whose logits exist at one time
+    logits_chunk: int = 4096  # response positions whose logits exist at one time, at most: 512 MiB of them
 
 
 @dataclass(frozen=True)
 class EngineConfig(FrozenEngineConfig):
     """A training engine. Master weights and optimizer state are in `param_dtype`."""
 
-    gradient_checkpointing: bool = False
+    # Compute transformer blocks again in the backward pass; auto: on CUDA.
+    gradient_checkpointing: Literal["auto", True, False] = "auto"
     offload_optimizer: bool = False
 
 

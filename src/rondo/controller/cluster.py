@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+import torch
+
 from rondo.batch import Batch, BatchRef
 from rondo.config.schema import ClusterConfig
 from rondo.controller.group import WorkerGroup
@@ -64,6 +66,13 @@ class Cluster(Protocol):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
+
+
+def planned_device(config: ClusterConfig) -> str:
+    """ "cpu" or "cuda": what the devices of a cluster on this machine will be."""
+    if config.device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return config.device
 
 
 async def start_cluster(config: ClusterConfig) -> Cluster:

@@ -11,6 +11,7 @@ import torch
 
 from rondo.batch import Batch, BatchRef
 from rondo.config.schema import ClusterConfig
+from rondo.controller.cluster import planned_device
 from rondo.controller.group import Answer, WorkerGroup, create_group, pool
 from rondo.controller.handle import ByteCounter, HandleBase
 from rondo.controller.host import Call, Host
@@ -111,12 +112,12 @@ async def start_local(config: ClusterConfig, threads: int) -> LocalCluster:
             f"cluster.devices={config.devices} with cluster.backend=local, which has one device: "
             "set cluster.backend=ray or cluster.devices=1"
         )
-    has_cuda = torch.cuda.is_available()
-    if config.device == "cuda" and not has_cuda:
+    planned = planned_device(config)
+    if planned == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
             "cluster.device=cuda, but torch sees no CUDA device here: set cluster.device=cpu or auto"
         )
-    device = "cuda:0" if has_cuda and config.device != "cpu" else "cpu"
+    device = "cuda:0" if planned == "cuda" else "cpu"
     host = Host(0, 1, device, threads, inline=config.inline)
     try:
         await host.start()

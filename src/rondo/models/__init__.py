@@ -2,8 +2,8 @@
 ranks.
 """
 
-from rondo.models.family import ModelFamily, family_of
+from rondo.models.family import Family, family_of
 from rondo.models.loading import build_model, load_model_config, load_tokenizer
 from rondo.models.source import ModelSource
 
-__all__ = ["ModelFamily", "ModelSource", "build_model", "family_of", "load_model_config", "load_tokenizer"]
+__all__ = ["Family", "ModelSource", "build_model", "family_of", "load_model_config", "load_tokenizer"]

@@ -13,8 +13,6 @@ document).
 from __future__ import annotations
 
 import functools
-import importlib.util
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -25,11 +23,13 @@ import torch.nn.functional as F
 from transformers import AttentionInterface
 
 from rondo.errors import ConfigError, TrainError
+from rondo.models.family import head_widths
+from rondo.models.flash import flash_kernel, why_not_flash
 from rondo.models.source import Attention
 
 IMPLEMENTATION = "rondo_varlen"
 SHORT = 128  # up to this many tokens the scores of a document are kept for the backward pass
-_CACHE_ELEMENTS = 1 << 17  # scores per bucket and head: what stays in a CPU core's own cache
+_CACHE_ELEMENTS = 1 << 17  # scores per bucket on a CPU: what stays in a core's own cache
 
 Heads = tuple[int, int]  # query heads, key/value heads
 Kernel = Literal["flash", "short", "sdpa"]
@@ -87,18 +87,17 @@ def register_varlen() -> None:
     AttentionInterface.register(IMPLEMENTATION, varlen_attention)
 
 
-@functools.cache
-def flash_kernel() -> str | None:
-    """Which half-precision varlen kernel this installation has for CUDA: "flash_attn", "torch" or None."""
-    if not torch.cuda.is_available():
-        return None
-    if importlib.util.find_spec("flash_attn") is not None:
-        return "flash_attn"
-    if importlib.util.find_spec(
-        "torch.nn.attention.varlen"
-    ) is not None and torch.cuda.get_device_capability() >= (8, 0):
-        return "torch"
-    return None
+def fitting(attention: Attention, config: Any) -> Attention:
+    """`attention` for a model of this transformers config: sdpa in the place of auto where the flash kernels
+    do not take its heads (latent attention). Raises ConfigError where flash is asked for.
+    """
+    why_not = why_not_flash(*head_widths(config))
+    if why_not and attention == "flash":
+        raise ConfigError(
+            f"model.attention=flash: a {config.model_type} model has {why_not}, which no flash kernel takes; "
+            "use model.attention=auto"
+        )
+    return "sdpa" if why_not else attention
 
 
 def choose_kernel(attention: Attention, device: torch.device, dtype: torch.dtype, max_length: int) -> Kernel:
@@ -110,12 +109,17 @@ def choose_kernel(attention: Attention, device: torch.device, dtype: torch.dtype
     if attention == "flash" and not flash:
         raise ConfigError(
             "model.attention=flash needs a CUDA device, compute_dtype bfloat16 or float16, and a kernel "
-            f"(flash-attn, or torch's varlen_attn); here: {device}, {dtype}, kernel {flash_kernel()}. "
+            f"(flash-attn, or torch's varlen_attn); here: {device}, {dtype}, {_kernel_name()}. "
             "Use model.attention=auto"
         )
     if flash and attention != "sdpa":
         return "flash"
     return "short" if max_length <= SHORT else "sdpa"
+
+
+def _kernel_name() -> str:
+    kernel = flash_kernel()
+    return "no kernel" if kernel is None else f"kernel of {kernel[0]}"
 
 
 def shares_prefixes(attention: Attention, device: torch.device, dtype: torch.dtype, max_length: int) -> bool:
@@ -163,7 +167,8 @@ def _plan_buckets(
     unpad_queries, unpad_keys = np.empty((total, H), np.int64), np.empty((total, K), np.int64)
     shared_from, shared_to, buckets = [], [], []
     query_base = key_base = 0
-    for docs in _similar_lengths(lengths, prefix_lengths, H):
+    most = _CACHE_ELEMENTS if device.type == "cpu" else None
+    for docs in _similar_lengths(lengths, prefix_lengths, H, most):
         n, width, prefix = len(docs), int(lengths[docs[0]]), int(prefix_lengths[docs[0]])
         inside = np.arange(width)
         real = inside < lengths[docs][:, None]
@@ -191,15 +196,19 @@ def _plan_buckets(
     return tuple(buckets), Unpadding(*(torch.from_numpy(part).to(device) for part in parts))
 
 
-def _similar_lengths(lengths: np.ndarray, prefix_lengths: np.ndarray, num_heads: int) -> list[np.ndarray]:
-    """Documents with equal prefix length, longest first, cut where a bucket's scores outgrow the cache or its
-    padding
-    a quarter of it."""
+def _similar_lengths(
+    lengths: np.ndarray, prefix_lengths: np.ndarray, num_heads: int, most_scores: int | None
+) -> list[np.ndarray]:
+    """Documents with equal prefix length, longest first, cut where a bucket has more scores than
+    `most_scores` (None: as many as there are), or its padding is more than a quarter of it.
+    """
     order = np.lexsort((-lengths, prefix_lengths))
     buckets, start = [], 0
     while start < len(order):
         width, prefix = int(lengths[order[start]]), prefix_lengths[order[start]]
-        most = max(1, _CACHE_ELEMENTS // (num_heads * width * (width + int(prefix))))
+        most = len(order)
+        if most_scores is not None:
+            most = max(1, most_scores // (num_heads * width * (width + int(prefix))))
         stop = start + 1
         while (
             stop < min(len(order), start + most)
@@ -282,27 +291,10 @@ def _short(
 def _flash(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents, scale: float
 ) -> torch.Tensor:
-    rows = [tensor[0].transpose(0, 1) for tensor in (q, k, v)]  # [N, heads, D]
-    cu, longest = documents.cu_seqlens, documents.max_length
-    if flash_kernel() == "flash_attn":
-        from flash_attn import flash_attn_varlen_func
-
-        out = flash_attn_varlen_func(*rows, cu, cu, longest, longest, softmax_scale=scale, causal=True)
-    else:
-        from torch.nn.attention.varlen import varlen_attn
-
-        known = inspect.signature(varlen_attn).parameters
-        options: dict[str, Any] = {"scale": scale} if "scale" in known else {}
-        options |= {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
-        if k.shape[1] != q.shape[1]:
-            if "enable_gqa" in known:
-                options["enable_gqa"] = True
-            else:
-                rows[1:] = [row.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for row in rows[1:]]
-        if "scale" not in known:
-            rows[0] = rows[0] * (scale * q.shape[-1] ** 0.5)
-        out = varlen_attn(*rows, cu, cu, longest, longest, **options)
-    return out[None]
+    kernel = flash_kernel()
+    assert kernel is not None
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (q, k, v))  # [N, heads, D]
+    return kernel[1](q, k, v, documents.cu_seqlens, documents.max_length, scale)[None]
 
 
 def _sdpa(

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-# Model types whose checkpoints call the matrices of expert E `….mlp.experts.E.{gate,up,down}_proj.weight`.
-SEPARATE = frozenset({"olmoe", "qwen2_moe", "qwen3_moe"})
+from rondo.models.family import FAMILIES, record_of
+
 _GATE_UP, _DOWN = ".mlp.experts.gate_up_proj", ".mlp.experts.down_proj"
 
 
@@ -21,13 +21,13 @@ def why_not_separate(config: Any, shapes: Iterable[tuple[str, tuple[int, ...]]])
     parameters.
     """
     fused = [name for name, shape in shapes if len(shape) > 2 and ".experts." in name]
-    if not fused or (
-        config.model_type in SEPARATE and all(name.endswith((_GATE_UP, _DOWN)) for name in fused)
-    ):
+    known = record_of(config.model_type).separate_experts
+    if not fused or (known and all(name.endswith((_GATE_UP, _DOWN)) for name in fused)):
         return ""
+    others = sorted(family.model_type for family in FAMILIES.values() if family.separate_experts)
     return (
         f"how checkpoints of {config.model_type} name the matrices of {fused[0]!r} is not known to rondo "
-        f"(it is for {', '.join(sorted(SEPARATE))})"
+        f"(it is for {', '.join(others)})"
     )
 
 

@@ -1,9 +1,11 @@
-"""Everything that differs between model families, in one small record."""
+"""Everything that differs between model families: one record each, in one table."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,7 +13,6 @@ from transformers import PreTrainedConfig
 
 from rondo.errors import ConfigError
 
-_FULL_ATTENTION = {"full_attention", "sliding_attention"}
 # Settings that change what the output head computes; the chunked log-prob head multiplies by the matrix only.
 _HEAD_SETTINGS = {
     "final_logit_softcapping": None,
@@ -37,24 +38,65 @@ def same_name(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class ModelFamily:
-    """positions: (document lengths, first positions) -> position ids [N]; always passed to the model.
+class Family:
+    """What a transformers config does not say about its model type. A new family is one record in FAMILIES; a
+    type without one has the defaults.
 
-    packable: documents may share a forward pass, kept apart by the variable-length attention function. If
-    not, each pass holds one document and transformers' own eager attention. checkpoint_name: parameter name
-    -> name in a Hugging Face checkpoint.
+    not_packable: why documents must not share a forward pass; each has one of its own then, with
+    transformers' eager attention. "": they may, kept apart by the variable-length attention function.
+    llama_class: the class whose modules are Llama's (perhaps with biases or norms of queries and keys), so
+    that the lean and compiled decode paths can run it. "": none.
+    separate_experts: checkpoints call the matrices of expert E `….mlp.experts.E.{gate,up,down}_proj.weight`.
+    undeclared: keys that the model reads although its config class does not declare them.
+    positions: (document lengths, first positions) -> position ids [N]; always passed to the model.
+    checkpoint_name: parameter name -> name in a Hugging Face checkpoint.
     """
 
     model_type: str
-    packable: bool
-    why_not_packable: str = ""
+    not_packable: str = ""
+    llama_class: str = ""
+    separate_experts: bool = False
+    undeclared: frozenset[str] = frozenset()
     positions: Callable[[np.ndarray, np.ndarray], torch.Tensor] = packed_positions
     checkpoint_name: Callable[[str], str] = same_name
 
+    @property
+    def packable(self) -> bool:
+        return not self.not_packable
 
-def family_of(config: PreTrainedConfig) -> ModelFamily:
-    """The family of a causal language model. Raises ConfigError for a head whose log-probs would be silently
-    wrong.
+
+_ELSEWHERE = "its state or positions do not go through the attention interface"
+FAMILIES = {
+    family.model_type: family
+    for family in (
+        Family("llama", llama_class="LlamaForCausalLM"),
+        Family("qwen2", llama_class="Qwen2ForCausalLM"),
+        Family("qwen3", llama_class="Qwen3ForCausalLM"),
+        Family("olmoe", separate_experts=True),
+        Family("qwen2_moe", separate_experts=True),
+        Family("qwen3_moe", separate_experts=True, undeclared=frozenset({"head_dim"})),
+        Family("gpt_oss", not_packable="its attention has sinks"),
+        Family("gpt2", not_packable=_ELSEWHERE),
+        Family("bloom", not_packable=_ELSEWHERE),
+        Family("mpt", not_packable=_ELSEWHERE),
+        Family("falcon", not_packable=_ELSEWHERE),
+        Family("mamba", not_packable=_ELSEWHERE),
+        Family("mamba2", not_packable=_ELSEWHERE),
+        Family("rwkv", not_packable=_ELSEWHERE),
+        Family("jamba", not_packable=_ELSEWHERE),
+        Family("bamba", not_packable=_ELSEWHERE),
+    )
+}
+
+
+def record_of(model_type: str) -> Family:
+    """What is known of a model type, whatever its config says."""
+    return FAMILIES.get(model_type, Family(model_type))
+
+
+def family_of(config: PreTrainedConfig) -> Family:
+    """The family of a causal language model with this config, which may forbid packing by itself. Raises
+    ConfigError for a head whose log-probs would be silently wrong.
     """
     model_type = str(config.model_type)
     for name, neutral in _HEAD_SETTINGS.items():
@@ -68,19 +110,29 @@ def family_of(config: PreTrainedConfig) -> ModelFamily:
         raise ConfigError(
             f"{model_type} is an encoder-decoder model; rondo trains causal (decoder-only) models"
         )
-    reason = _not_packable(config)
-    return ModelFamily(model_type, packable=not reason, why_not_packable=reason)
-
-
-def _not_packable(config: PreTrainedConfig) -> str:
-    """Why documents must not share a pass ("" if they may)."""
-    other = sorted(set(getattr(config, "layer_types", None) or ()) - _FULL_ATTENTION)
+    family, other = record_of(model_type), layers_beside_attention(config)
     if other:
-        return f"it has layers of type {', '.join(other)}"
+        return dataclasses.replace(family, not_packable=f"it has layers of type {', '.join(other)}")
     if getattr(config, "attn_logit_softcapping", None):
-        return "its attention scores have a soft-cap"
-    if config.model_type in ("gpt_oss",):
-        return "its attention has sinks"
-    if config.model_type in ("gpt2", "bloom", "mpt", "falcon", "mamba", "mamba2", "rwkv", "jamba", "bamba"):
-        return "its state or positions do not go through the attention interface"
-    return ""
+        return dataclasses.replace(family, not_packable="its attention scores have a soft-cap")
+    return family
+
+
+def layers_beside_attention(config: Any) -> list[str]:
+    """The types of a config's layers that are no plain attention: they keep states that no mask shows."""
+    return sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
+
+
+def window_of(config: Any) -> int | None:
+    """The shortest window of any layer's attention, which no mask shows; None: all layers see everything."""
+    kinds = set(getattr(config, "layer_types", None) or ())
+    windowed = "sliding_attention" in kinds if kinds else getattr(config, "use_sliding_window", True)
+    return getattr(config, "sliding_window", None) if windowed else None
+
+
+def head_widths(config: Any) -> tuple[int, int]:
+    """Of queries and keys, and of values, in one head. (Latent attention: after expansion.)"""
+    if getattr(config, "qk_nope_head_dim", None):
+        return config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return width, width

@@ -18,14 +18,14 @@ from transformers.utils import logging as hf_logging
 from rondo.config.functions import did_you_mean, resolve_function
 from rondo.errors import ConfigError, DataError, about
 from rondo.models.attention import IMPLEMENTATION, register_varlen
-from rondo.models.family import family_of
+from rondo.models.family import family_of, record_of
 from rondo.models.lean import use_lean_modules
+from rondo.models.precision import cast_model
 from rondo.models.source import ModelSource
 
 _WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin", "*.safetensors.index.json")
-# Keys that every config takes, and those that a model reads although its config class does not declare them.
+# Keys that every config takes although its class does not declare them.
 _UNDECLARED = frozenset({"rope_theta", "rope_scaling", "dtype"})
-_UNDECLARED_OF = {"qwen3_moe": frozenset({"head_dim"})}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json", "vocab.txt")
 
 
@@ -57,7 +57,7 @@ def _config_from_mapping(mapping: Mapping[str, Any]) -> PreTrainedConfig:
         )
     default = AutoConfig.for_model(model_type)
     known = {*vars(default), *default.attribute_map}  # with the other names that a key has
-    passed = _UNDECLARED | _UNDECLARED_OF.get(model_type, frozenset())
+    passed = _UNDECLARED | record_of(model_type).undeclared
     unknown = [name for name in fields if name not in known and name not in passed]
     if unknown:
         near = did_you_mean(unknown[0], known)
@@ -72,8 +72,8 @@ def _config_from_mapping(mapping: Mapping[str, Any]) -> PreTrainedConfig:
 def build_model(
     source: ModelSource, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> PreTrainedModel:
-    """A causal LM with parameters in `dtype` on `device`, dropout off, whose attention reads packed
-    documents.
+    """A causal LM with parameters in `dtype` (`cast_model`) on `device`, dropout off, whose attention reads
+    packed documents.
 
     Random weights depend on `source.seed` only; the global generator is left as it was. Models that cannot be
     packed (`family_of(config).packable`) keep transformers' own attention. Raises DataError or ConfigError.
@@ -91,7 +91,8 @@ def build_model(
             module.p = 0.0
         if hasattr(module, "attention_dropout"):
             module.attention_dropout = 0.0
-    model = model.to(device=device, dtype=dtype)
+    cast_model(model, dtype)
+    model = model.to(device)
     if dtype is torch.float64:
         model.set_experts_implementation("eager")  # torch's grouped product of matrices has no float64
     if family.packable:
@@ -104,6 +105,7 @@ def _random_model(config: PreTrainedConfig, source: ModelSource) -> PreTrainedMo
         torch.manual_seed(source.seed)
         return AutoModelForCausalLM.from_config(
             config,
+            dtype=torch.float32,
             trust_remote_code=source.trust_remote_code,
             attn_implementation=config._attn_implementation,
         )

@@ -23,8 +23,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from rondo.batch import ROW_ID, Batch, ragged_array
+from rondo.config.auto import engine_for
 from rondo.config.schema import EngineConfig, FrozenEngineConfig, OptimizerConfig
 from rondo.errors import ConfigError, TrainError
+from rondo.models.attention import fitting
 from rondo.models.experts import separate
 from rondo.models.family import family_of
 from rondo.models.loading import build_model
@@ -34,10 +36,11 @@ from rondo.planning.packing import UNIT_COLUMN, micro_batches, rows_of_units
 from rondo.training import checkpoint
 from rondo.training.head import TokenModel
 from rondo.training.loss import Loss, Metrics
+from rondo.training.memory import release_memory
 from rondo.training.optimizer import OptimizerStats, ShardedAdamW
 from rondo.training.packed import Layout as PackedLayout
 from rondo.training.packed import PackedRows, document_lengths, dummy, expand_columns, pack
-from rondo.training.sharding import checksums_of, gather_buckets, layout_of, shard_model
+from rondo.training.sharding import as_shard, checksums_of, gather_buckets, layout_of, shard_model
 from rondo.types import StepStats
 from rondo.weights.layout import Layout
 
@@ -67,7 +70,9 @@ class FsdpEngine:
     ) -> None:
         if temperature <= 0:
             raise ConfigError(f"temperature={temperature}: log-probs need a temperature above 0")
-        self.source, self.config, self.device = source, engine, torch.device(device)
+        self.device = torch.device(device)
+        engine = engine_for(engine, self.device.type)
+        self.source, self.config = source, engine
         self.mesh = _data_parallel(mesh)
         self._group, self._world = self.mesh.get_group(), self.mesh.size()
         param_dtype, compute_dtype = getattr(torch, engine.param_dtype), getattr(torch, engine.compute_dtype)
@@ -77,7 +82,8 @@ class FsdpEngine:
             replace_lm_head(lm, source.path, _at_least_float32(param_dtype)) if head == "value" else None
         )
         self.hf_config = lm.config
-        self._packing = PackedLayout(family, _heads(lm.config), self.device, compute_dtype, source.attention)
+        attention = fitting(source.attention, lm.config)
+        self._packing = PackedLayout(family, _heads(lm.config), self.device, compute_dtype, attention)
         self._model = TokenModel(lm, value_head, temperature=temperature, logits_chunk=engine.logits_chunk)
         self._model.train(optimizer is not None)
         self._model.requires_grad_(optimizer is not None)
@@ -85,7 +91,7 @@ class FsdpEngine:
             self._model,
             self.mesh,
             compute_dtype,
-            gradient_checkpointing=isinstance(engine, EngineConfig) and engine.gradient_checkpointing,
+            gradient_checkpointing=isinstance(engine, EngineConfig) and engine.gradient_checkpointing is True,
         )
         self._shards: dict[str, DTensor] = {
             family.checkpoint_name(name.removeprefix("lm.")): parameter
@@ -96,6 +102,7 @@ class FsdpEngine:
         if optimizer is not None:
             self.optimizer = ShardedAdamW(self._shards, optimizer, total_optimizer_steps, self._group)
         self._rest()
+        release_memory(self.device)
 
     # ---- verbs
 
@@ -217,7 +224,7 @@ class FsdpEngine:
                 if len(rows) > 1 and not family.packable:
                     raise TrainError(
                         f"unit {units[rows[0]]} has {len(rows)} rows, which need one pass, and a "
-                        f"{family.model_type} model takes one row at a time: {family.why_not_packable}"
+                        f"{family.model_type} model takes one row at a time: {family.not_packable}"
                     )
                 if len(rows) > 1 and not lengths[rows].all():
                     raise TrainError(
@@ -270,10 +277,12 @@ class FsdpEngine:
         every rank must run through all of it.
 
         At most `bucket_bytes` (or one tensor) exist beside the shards; on one rank, in their own dtype, the
-        tensors are the storage itself.
+        tensors are the storage itself. Afterwards all memory that is not in use goes back to the device:
+        who gathers has a generation engine beside, which may be about to wake.
         """
         with self._awake():
             yield from gather_buckets(self._shards, self._group, bucket_bytes, dtype)
+        release_memory(self.device)
 
     def layout(self, dtype: str | None = None) -> Layout:
         """Which rank of the world holds which rows of which parameter (frozen ones too, tied ones once).
@@ -301,7 +310,10 @@ class FsdpEngine:
         """All state (parameters, moments, counters) as tensors that share storage; for
         torch.distributed.checkpoint.
         """
-        state: checkpoint.State = {f"model.{name}": shard.detach() for name, shard in self._shards.items()}
+        state: checkpoint.State = {
+            f"model.{name}": as_shard(shard, shard.to_local().detach())
+            for name, shard in self._shards.items()
+        }
         if self.optimizer is not None:
             state |= {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state().items()}
             state["optimizer.steps"] = self._common(state["optimizer.steps"])
@@ -322,7 +334,7 @@ class FsdpEngine:
             raise TrainError(f"the state to load has other entries: {sorted(own.keys() ^ state.keys())[:4]}")
         with torch.no_grad():
             for name, tensor in own.items():
-                tensor.copy_(state[name])
+                _local(tensor).copy_(_local(state[name]))
         if self.optimizer is not None:
             self.optimizer.load_steps(state["optimizer.steps"])
 
@@ -357,6 +369,7 @@ class FsdpEngine:
     def offload(self) -> None:
         """Move parameters and moments to host memory (nothing to do on a CPU)."""
         self._move(torch.device("cpu"), params=True, optimizer=True)
+        release_memory(self.device)
 
     def onload(self) -> None:
         """Move parameters and moments to the device."""
@@ -372,8 +385,10 @@ class FsdpEngine:
     def _awake(self, optimizer: bool = False) -> Iterator[None]:
         """Parameters (and moments) are on the device inside; afterwards they rest where the config says."""
         self._move(self.device, params=True, optimizer=optimizer)
-        yield
-        self._rest()
+        try:
+            yield
+        finally:
+            self._rest()
 
     def _rest(self) -> None:
         config = self.config
@@ -389,6 +404,10 @@ class FsdpEngine:
                 self.optimizer.rebind()
         if optimizer and self.optimizer is not None:
             self.optimizer.move_state(device)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _data_parallel(mesh: DeviceMesh) -> DeviceMesh:

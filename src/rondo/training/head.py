@@ -16,6 +16,7 @@ from rondo.training.packed import PackedRows
 
 LM_OUTPUTS = ("log_probs", "entropy", "sum_p_squared", "topk_log_probs", "topk_ids")
 VALUE_OUTPUTS = ("values", "scores")
+CHUNK_BYTES = 512 << 20  # of one chunk's logits; the backward pass needs up to three times as much
 
 
 class TokenModel(torch.nn.Module):
@@ -26,7 +27,12 @@ class TokenModel(torch.nn.Module):
     """
 
     def __init__(
-        self, lm: PreTrainedModel, value_head: ValueHead | None, *, temperature: float, logits_chunk: int
+        self,
+        lm: PreTrainedModel,
+        value_head: ValueHead | None,
+        *,
+        temperature: float,
+        logits_chunk: int,
     ) -> None:
         super().__init__()
         self.lm, self.value_head = lm, value_head
@@ -88,8 +94,9 @@ def token_log_probs(
     hidden [M, H], weight [V, H], targets int64 [M]. log_probs [M]: log p[target]. entropy [M].
     sum_p_squared [M]: Σ p², not differentiable. topk_log_probs [M, K]: log p[topk]; topk_ids [M, K]: those
     ids, int32; topk: ids [M, K], or how many of the likeliest (falling). All but ids in float32 (float64 for
-    float64 inputs). Logits of at most `chunk` positions exist at one time, in the backward pass
-    too, where they are computed again; when all positions fit in one chunk they are kept instead.
+    float64 inputs). Logits of at most `chunk` positions, and of at most CHUNK_BYTES, exist at one time, in
+    the backward pass too, where they are computed again; when all positions fit in one chunk they are kept
+    instead.
     """
     if topk is None and {"topk_log_probs", "topk_ids"} & set(outputs):
         raise TrainError(
@@ -97,6 +104,7 @@ def token_log_probs(
         )
     wanted = "entropy" in outputs, "sum_p_squared" in outputs
     given = targets.new_empty(len(targets), 0) if topk is None else topk
+    chunk = max(1, min(chunk, CHUNK_BYTES // (len(weight) * _wide(hidden.dtype).itemsize)))
     results = _TokenLogProbs.apply(hidden, weight, bias, targets, given, temperature, chunk, wanted)
     named: dict[str, torch.Tensor] = dict(zip(LM_OUTPUTS, results, strict=True))
     return {name: named[name] for name in outputs}
@@ -105,19 +113,27 @@ def token_log_probs(
 def _log_softmax(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, temperature: float
 ) -> torch.Tensor:
-    """[M, V] in at least float32; half-precision products are accumulated and kept in float32."""
-    wide = torch.promote_types(hidden.dtype, torch.float32)
-    if hidden.dtype == wide:
-        logits = hidden @ weight.mT
-    elif hidden.is_cuda:
-        logits = torch.mm(hidden, weight.mT, out_dtype=wide)
-    else:
-        logits = hidden.to(wide) @ weight.to(wide).mT
+    """[M, V] in at least float32."""
+    logits = _product(hidden, weight.mT)
     if bias is not None:
         logits += bias
     if temperature != 1.0:
         logits /= temperature
     return torch.log_softmax(logits, -1)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """left · right in at least float32; half-precision products are accumulated and kept in float32."""
+    wide = _wide(left.dtype)
+    if left.dtype == wide:
+        return left @ right
+    if left.is_cuda:
+        return torch.mm(left, right, out_dtype=wide)
+    return left.to(wide) @ right.to(wide)
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -177,26 +193,27 @@ class _TokenLogProbs(torch.autograd.Function):
             log_softmax = kept
             if log_softmax is None:
                 log_softmax = _log_softmax(hidden[part], weight, bias, ctx.temperature)
-            grad = log_softmax.exp()
+            ours = log_softmax if kept is None else None  # to write into; autograd's is not
             onto_all = grad_picked[part, None] + grad_wide[part].sum(1, keepdim=True)
             if ctx.want_entropy:
-                factor = (log_softmax + entropy[part, None]).mul_(grad_entropy[part, None])
+                grad = log_softmax.exp()
+                factor = torch.add(log_softmax, entropy[part, None], out=ours).mul_(grad_entropy[part, None])
                 grad.mul_(factor.add_(onto_all).neg_())
             else:
-                grad.mul_(-onto_all)
+                grad = torch.exp(log_softmax, out=ours).mul_(-onto_all)
             grad.scatter_add_(1, targets[part, None], grad_picked[part, None])
             grad.scatter_add_(1, topk_ids[part], grad_wide[part])
             if ctx.temperature != 1.0:
                 grad.div_(ctx.temperature)
             narrow = grad.to(weight.dtype)
             torch.mm(narrow, weight, out=grad_hidden[part])
-            grad_weight = _add(grad_weight, narrow.mT @ hidden[part], grad.dtype)
+            grad_weight = _add(grad_weight, _product(narrow.mT, hidden[part]))
             if bias is not None:
-                grad_bias = _add(grad_bias, grad.sum(0), grad.dtype)
+                grad_bias = _add(grad_bias, grad.sum(0))
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         grad_bias = None if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
 
 
-def _add(total: torch.Tensor | None, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return part.to(dtype) if total is None else total.add_(part)
+def _add(total: torch.Tensor | None, part: torch.Tensor) -> torch.Tensor:
+    return part if total is None else total.add_(part)

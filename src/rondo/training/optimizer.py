@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from rondo.config.schema import OptimizerConfig
 from rondo.training.schedule import lr_ratio
+from rondo.training.sharding import as_shard
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -108,7 +109,7 @@ class ShardedAdamW:
         for name, shard in self._shards.items():
             for moment in MOMENTS:
                 local = self._adamw.state[self._locals[name]][moment]
-                out[f"{moment}.{name}"] = like_shard(shard, local)
+                out[f"{moment}.{name}"] = as_shard(shard, local)
         steps = [self._adamw.state[local]["step"].cpu() for local in self._locals.values()]
         out["steps"] = torch.stack([torch.tensor(float(self.num_steps)), *steps])
         return out
@@ -118,13 +119,6 @@ class ShardedAdamW:
         self.num_steps = int(steps[0])
         for local, step in zip(self._locals.values(), steps[1:], strict=True):
             self._adamw.state[local]["step"].fill_(float(step))
-
-
-def like_shard(shard: DTensor, local: torch.Tensor) -> DTensor:
-    """`local` as the local part of a tensor that is sharded as `shard` is."""
-    return DTensor.from_local(
-        local, shard.device_mesh, shard.placements, run_check=False, shape=shard.shape, stride=shard.stride()
-    )
 
 
 def global_norm(

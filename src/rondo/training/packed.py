@@ -19,7 +19,7 @@ import torch
 from rondo.batch import Batch
 from rondo.errors import DataError
 from rondo.models.attention import Documents, Heads, plan_documents, shares_prefixes
-from rondo.models.family import ModelFamily
+from rondo.models.family import Family
 from rondo.models.source import Attention
 
 
@@ -27,7 +27,7 @@ from rondo.models.source import Attention
 class Layout:
     """What a model needs in order to lay out documents."""
 
-    family: ModelFamily
+    family: Family
     heads: Heads
     device: torch.device
     dtype: torch.dtype

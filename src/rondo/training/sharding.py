@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from rondo.models.precision import kept_in_float32
 from rondo.training.head import TokenModel
 from rondo.weights.checksum import box_checksum, combine, signed
 from rondo.weights.layout import Layout, Parameter
@@ -24,8 +25,8 @@ def shard_model(
     """Shard over the mesh's one axis, block by block; gradients are summed over ranks, not averaged.
 
     Parameters are cast to compute_dtype for the forward and backward pass; gradients are reduced in the
-    parameters' own dtype. The value head keeps its own dtype. On one rank there is nothing to gather, so the
-    whole model is one unit.
+    parameters' own dtype. The value head, and what transformers keeps in float32 (`kept_in_float32`), are not
+    cast. On one rank there is nothing to gather, so the rest of the model is one unit.
     """
     param_dtype = next(model.parameters()).dtype
     cast = compute_dtype if compute_dtype != param_dtype else None
@@ -37,8 +38,8 @@ def shard_model(
             block.forward = functools.partial(
                 checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False
             )
-    if model.value_head is not None:
-        fully_shard(model.value_head, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
+    for module in _precise_modules(model, {param_dtype, compute_dtype}):
+        fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
     if mesh.size() > 1:
         for block in blocks:
             fully_shard(block, mesh=mesh, mp_policy=policy)
@@ -49,10 +50,37 @@ def shard_model(
             module.set_force_sum_reduction_for_comms(True)
 
 
+def _precise_modules(model: TokenModel, dtypes: Iterable[torch.dtype]) -> list[torch.nn.Module]:
+    """The modules whose parameters compute in their own dtype, inner ones first. dtypes: of the others, at
+    rest and in the forward pass (a unit of FSDP has parameters of one dtype).
+    """
+    kept = frozenset().union(*(kept_in_float32(model.lm, dtype) for dtype in dtypes))
+    owners = {name.rpartition(".")[0] for name in kept}
+    inner_first = sorted(owners, key=lambda name: -name.count("."))
+    modules = [model.lm.get_submodule(name) for name in inner_first]
+    return modules if model.value_head is None else [*modules, model.value_head]
+
+
 def _blocks(model: TokenModel) -> list[torch.nn.Module]:
     """The transformer blocks, by the class names that transformers must not split."""
     names = set(getattr(model.lm, "_no_split_modules", None) or ())
     return [module for module in model.lm.modules() if type(module).__name__ in names]
+
+
+def as_shard(shard: DTensor, local: torch.Tensor) -> DTensor:
+    """`local`, wherever it rests, as this rank's part of a tensor that is sharded as `shard` is; shares its
+    storage.
+    """
+    mesh = shard.device_mesh
+    if mesh.device_type != local.device.type:
+        # from_local would copy to the mesh's device: what rests in host memory gets a mesh there.
+        names = mesh.mesh_dim_names
+        mesh = DeviceMesh.from_group(mesh.get_group(), local.device.type, mesh_dim_names=names)
+    tensor = DTensor.from_local(
+        local, mesh, shard.placements, run_check=False, shape=shard.shape, stride=shard.stride()
+    )
+    assert tensor.to_local().data_ptr() == local.data_ptr()
+    return tensor
 
 
 def layout_of(shards: Mapping[str, DTensor], group: dist.ProcessGroup, dtype: str | None) -> Layout:

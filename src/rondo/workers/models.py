@@ -15,6 +15,7 @@ from rondo.controller import Worker, WorkerContext, dispatch
 from rondo.errors import TrainError
 from rondo.models.source import ModelSource
 from rondo.training import FsdpEngine, Loss
+from rondo.training.memory import memory_in_use
 from rondo.types import StepStats
 from rondo.workers.transfer import SendsWeights
 
@@ -120,6 +121,9 @@ class ModelWorker(Worker):
                     stats.add_mean(f"{prefix}/grad_norm", step.grad_norm)
                 stats.add_max(f"{prefix}/lr", step.lr)
                 stats.add_mean(f"{prefix}/skipped_steps", float(step.skipped))
+        in_use = memory_in_use(self.engine.device)
+        if in_use is not None:
+            stats.add_max("perf/device_bytes_in_use", float(in_use))
         return stats
 
 

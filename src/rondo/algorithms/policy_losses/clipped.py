@@ -212,7 +212,7 @@ def gspo(
     config, not forced, D13).
     """
     low, high = clip_range(0.0, clip_low, clip_high)
-    rows = row_index(cu_seqlens)
+    rows = row_index(cu_seqlens, len(log_probs))
     mean = row_means((log_probs - old_log_probs).detach(), response_mask, rows, len(cu_seqlens) - 1)[rows]
     delta = (mean + (log_probs - log_probs.detach())).clamp(max=GSPO_LOG_LIMIT)  # the bracket is exactly 0
     ratio = delta.exp()
@@ -243,7 +243,7 @@ def gmpo(
     paper's mean over responses, over the whole mini-batch (D8). The exponent is clamped to ±20.
     """
     low, high = clip_range(clip, clip_low, clip_high)
-    rows, num_rows = row_index(cu_seqlens), len(cu_seqlens) - 1
+    rows, num_rows = row_index(cu_seqlens, len(log_probs)), len(cu_seqlens) - 1
     delta = log_probs - old_log_probs
     sign = advantages.sign()
     bounded = delta.clamp(-low, high)

@@ -60,7 +60,7 @@ def reinforce_is(
     )
     delta = log_ratio(log_probs, old_log_probs).detach()
     if level != "token":
-        rows, num_rows = row_index(cu_seqlens), len(cu_seqlens) - 1
+        rows, num_rows = row_index(cu_seqlens, len(delta)), len(cu_seqlens) - 1
         if level == "sequence":
             of_row = delta.new_zeros(num_rows).index_add(0, rows, delta * response_mask)
         else:
@@ -113,7 +113,7 @@ def sppo(
     what is regressed.
     """
     require(eta > 0, f"algorithm.policy_loss: sppo's eta must be positive, got {eta}")
-    rows, num_rows = row_index(cu_seqlens), len(cu_seqlens) - 1
+    rows, num_rows = row_index(cu_seqlens, len(log_probs)), len(cu_seqlens) - 1
     per_token = (log_probs - ref_log_probs) * response_mask
     sequence_log_ratio = per_token.new_zeros(num_rows).index_add(0, rows, per_token)
     residual = sequence_log_ratio - eta * row_means(advantages, response_mask, rows, num_rows)

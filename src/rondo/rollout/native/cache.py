@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from rondo.models.family import head_widths
+
 WIDTH_STEP = (
     64  # the cache is looked at in steps of this many positions, so that bits do not depend on batch mates
 )
@@ -35,12 +37,9 @@ def layer_shapes(model_config: Any) -> list[LayerShape]:
     """What the config says; the generic path asks the model itself."""
     config = model_config.get_text_config()
     heads = config.num_attention_heads
-    if getattr(config, "qk_nope_head_dim", None):  # multi-head latent attention, cached after expansion
-        shape = LayerShape(heads, config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)
-    else:
-        dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        shape = LayerShape(getattr(config, "num_key_value_heads", None) or heads, dim, dim)
-    return [shape] * int(config.num_hidden_layers)
+    latent = getattr(config, "qk_nope_head_dim", None)  # keys of every head are cached, after expansion
+    kv_heads = heads if latent else getattr(config, "num_key_value_heads", None) or heads
+    return [LayerShape(kv_heads, *head_widths(config))] * int(config.num_hidden_layers)
 
 
 def cache_bytes(model_config: Any, max_concurrent: int, max_context: int, dtype: torch.dtype | str) -> int:

@@ -27,6 +27,7 @@ import torch
 
 from rondo import __version__
 from rondo.errors import ConfigError, RolloutError, WeightSyncError
+from rondo.models.family import layers_beside_attention, window_of
 from rondo.rollout.native import generic
 from rondo.rollout.native.cache import capacity_of
 from rondo.rollout.native.choose import Decode, choose_path
@@ -414,15 +415,12 @@ def _prepare_thread(threads: int, device: torch.device) -> None:
 def _refuse_what_masks_hide(model_config: Any, max_context: int) -> None:
     """Some models keep windows or states out of the attention call; their config gives them away."""
     config = model_config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ())
-    other = kinds - {"full_attention", "sliding_attention"}
+    other, window = layers_beside_attention(config), window_of(config)
     if other:
         raise ConfigError(
             f"the native engine cannot decode {config.model_type} models "
-            f"(layers: {', '.join(sorted(other))}); set rollout.engine=vllm"
+            f"(layers: {', '.join(other)}); set rollout.engine=vllm"
         )
-    windowed = "sliding_attention" in kinds if kinds else getattr(config, "use_sliding_window", True)
-    window = getattr(config, "sliding_window", None) if windowed else None
     if window is not None and window < max_context:
         raise ConfigError(
             f"the native engine has no sliding-window attention: {config.model_type} has a window "

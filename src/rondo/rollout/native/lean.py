@@ -12,16 +12,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from rondo.models.family import FAMILIES
 from rondo.rollout.native.generic import GenericPath, Step, grouped_attention
-
-FAMILIES = {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 
 
 def why_not_lean(module: torch.nn.Module, max_context: int) -> str:
     """The reason why the lean path cannot run this model; "" if it can."""
     config: Any = module.config
-    if type(module).__name__ not in FAMILIES:
-        return f"{type(module).__name__} is not one of {', '.join(sorted(FAMILIES))}"
+    classes = sorted(family.llama_class for family in FAMILIES.values() if family.llama_class)
+    if type(module).__name__ not in classes:
+        return f"{type(module).__name__} is not one of {', '.join(classes)}"
     if config.hidden_act != "silu":
         return f"its activation is {config.hidden_act}, not silu"
     window = config.sliding_window if getattr(config, "use_sliding_window", False) else None

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rondo.errors import ConfigError, WeightSyncError
+from rondo.models.precision import kept_in_float32
 from rondo.weights.checksum import checksum
 
 
@@ -27,7 +28,7 @@ class _ParametersOnMeta(TorchFunctionMode):
 
 def build_module(
     model_config: Any, attention: str, dtype: torch.dtype, device: torch.device, *, trust_remote_code: bool
-) -> torch.nn.Module:
+) -> PreTrainedModel:
     """The causal LM of a transformers config with real buffers, and parameters that await a storage."""
     with torch.random.fork_rng(devices=[]), _ParametersOnMeta():
         module = AutoModelForCausalLM.from_config(  # a copy: it writes the attention's name into the config
@@ -57,7 +58,7 @@ class WeightStore:
 
     def __init__(
         self,
-        module: torch.nn.Module,
+        module: PreTrainedModel,
         shared: Mapping[str, torch.Tensor] | None,
         dtype: torch.dtype,
         device: torch.device,
@@ -72,18 +73,20 @@ class WeightStore:
         tensors: Mapping[str, torch.Tensor] = shared or {}
         for name in tensors:
             self._canonical(name)
+        kept = kept_in_float32(module, dtype)
         for canonical, names in self._groups().items():
-            slot = module.get_parameter(canonical)
+            slot, own_dtype = module.get_parameter(canonical), torch.float32 if canonical in kept else dtype
             given = next((tensors[name] for name in names if name in tensors), None)
             if shared is None:
-                given = torch.empty(slot.shape, dtype=dtype, device=device)
+                given = torch.empty(slot.shape, dtype=own_dtype, device=device)
             elif given is None:
                 raise WeightSyncError(f"the parameters to share lack {canonical!r}")
             self._check_shape(canonical, given, slot.shape)
-            if given.dtype != dtype or given.device.type != device.type:
+            if given.dtype != own_dtype or given.device.type != device.type:
                 raise WeightSyncError(
-                    f"{canonical!r} is {given.dtype} on {given.device}, but the rollout engine wants {dtype} "
-                    f"on {device}: storage can be shared only as it is; set rollout.dtype to match"
+                    f"{canonical!r} is {given.dtype} on {given.device}, but the rollout engine wants "
+                    f"{own_dtype} on {device}: storage can be shared only as it is; set rollout.dtype to "
+                    "match"
                 )
             self._assign(module, canonical, names, given)
 

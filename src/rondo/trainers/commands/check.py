@@ -12,15 +12,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from rondo.agents.external import load_agent
 from rondo.algorithms import check_algorithm
 from rondo.algorithms.registry import Kind, columns_read, lookup, registered_by_user
 from rondo.config import LoadedConfig
+from rondo.config.auto import DEVICES, config_for
 from rondo.config.functions import did_you_mean
 from rondo.config.load import recipe_path
 from rondo.config.schema import Config, FunctionConfig, KlConfig
+from rondo.controller.cluster import planned_device
 from rondo.data.rows import GREEDY_REWARD
 from rondo.data.sources import check_source
 from rondo.errors import ConfigError, DataError, about
@@ -284,9 +284,10 @@ def _check_unset(loaded: LoadedConfig, key: str, columns: str) -> None:
 
 
 def changed_keys(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
-    """(key, where it was set) of every key with another value than its default."""
+    """(key, where it was set) of every key with another value than its default, whatever `auto` became."""
+    defaults = (Config(), *(config_for(Config(), device) for device in DEVICES))
     for key, origin in loaded.origins.items():
-        if _leaf(loaded.config, key) != _leaf(Config(), key):
+        if all(_leaf(loaded.config, key) != _leaf(default, key) for default in defaults):
             yield key, origin.where
 
 
@@ -344,13 +345,12 @@ def check_rollout_engine(loaded: LoadedConfig) -> None:
     rollout, cluster = loaded.config.rollout, loaded.config.cluster
     if cluster.ray_address is not None:
         return
-    on_gpu = cluster.device == "cuda" or (cluster.device == "auto" and torch.cuda.is_available())
     try:
         check_engine(
             rollout.engine,
             rollout.engine_options,
             tensor_parallel=rollout.tensor_parallel,
-            device="cuda:0" if on_gpu else "cpu",
+            device="cuda:0" if planned_device(cluster) == "cuda" else "cpu",
             sleep=rollout.sleep,
             min_p=rollout.min_p > 0,
         )

@@ -21,7 +21,7 @@ from rondo.trainers.commands.check import check_rl
 from rondo.trainers.loop.engine_side import restarted
 from rondo.trainers.loop.evaluation import EvaluationResult, evaluate
 from rondo.trainers.loop.mender import Mender
-from rondo.trainers.program.inputs import complete_model, load_prompts, open_tokenizer
+from rondo.trainers.program.inputs import complete_model, load_prompts, open_tokenizer, settled
 from rondo.trainers.program.roles import create_rollout, model_source, on_one_pool, one_storage
 from rondo.types import Prompt, SamplingParams
 from rondo.workers.models import ActorWorker
@@ -34,6 +34,7 @@ def evaluate_model(loaded: LoadedConfig) -> EvaluationResult:
     """
     if loaded.config.rollout.recorded is not None:
         raise ConfigError("rollout.recorded is for `rondo train`; an evaluation generates: set it to null")
+    loaded = dataclasses.replace(loaded, config=settled(loaded.config))
     check_rl(loaded)
     config = on_one_pool(complete_model(loaded.config))
     if not config.data.eval:
@@ -103,7 +104,7 @@ def generate(
         max_tokens, temperature=temperature, top_p=top_p, stop_token_ids=stop_token_ids(tokenizer, ())
     )
     rows = [Prompt(i, f"prompt/0/{i}", "prompt", ids) for i, ids in enumerate(encoded)]
-    return asyncio.run(_generate(config, rows, prompts, sampling, n))
+    return asyncio.run(_generate(settled(config), rows, prompts, sampling, n))
 
 
 async def _generate(

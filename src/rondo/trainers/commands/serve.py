@@ -13,6 +13,7 @@ import torch
 
 from rondo.config import LoadedConfig
 from rondo.config.schema import Config
+from rondo.controller.cluster import planned_device
 from rondo.errors import ConfigError
 from rondo.models.family import family_of
 from rondo.models.loading import build_model, load_model_config
@@ -22,8 +23,8 @@ from rondo.serving import Endpoint, Sessions
 from rondo.serving.http import HttpServer, check_installed
 from rondo.trainers.commands.check import changed_keys
 from rondo.trainers.loop.mender import Mender
-from rondo.trainers.program.inputs import complete_model, open_tokenizer, sampling_params
-from rondo.trainers.program.roles import model_source
+from rondo.trainers.program.inputs import complete_model, open_tokenizer, sampling_params, settled
+from rondo.trainers.program.roles import model_source, rollout_dtype
 from rondo.workers.replicas import Replicas
 from rondo.workers.rollout import runs_in_own_process
 
@@ -84,7 +85,7 @@ def serve(
         raise ConfigError(
             f"--max-context {max_context} leaves no room for a prompt and an answer; at least 2"
         )
-    asyncio.run(_serve(complete_model(config), address, model, max_context, ready))
+    asyncio.run(_serve(complete_model(settled(config)), address, model, max_context, ready))
 
 
 def unread(loaded: LoadedConfig) -> list[str]:
@@ -137,17 +138,17 @@ def _is_loopback(host: str) -> bool:
 
 def _spec(config: Config, max_context: int) -> EngineSpec:
     rollout, cluster = config.rollout, config.cluster
-    has_cuda = torch.cuda.is_available()
-    if cluster.device == "cuda" and not has_cuda:
+    planned = planned_device(cluster)
+    if planned == "cuda" and not torch.cuda.is_available():
         raise ConfigError("cluster.device=cuda, but torch sees no CUDA device here: set cluster.device=cpu")
-    device = "cuda:0" if has_cuda and cluster.device != "cpu" else "cpu"
+    device = "cuda:0" if planned == "cuda" else "cpu"
     check_engine(
         rollout.engine, rollout.engine_options, tensor_parallel=rollout.tensor_parallel, device=device
     )
     return EngineSpec(
         engine=rollout.engine,
         source=model_source(config),
-        dtype=rollout.dtype or config.actor.compute_dtype,
+        dtype=rollout_dtype(config),
         device=device,
         max_context=max_context,
         max_concurrent=rollout.max_concurrent,

@@ -29,7 +29,7 @@ from rondo.trainers.loop.report import Reporter, show_finished
 from rondo.trainers.loop.resume import already_finished
 from rondo.trainers.loop.rl import RLTrainer
 from rondo.trainers.loop.routes import remove_files
-from rondo.trainers.program.inputs import complete_model, load_prompts, open_tokenizer, score_names
+from rondo.trainers.program.inputs import complete_model, load_prompts, open_tokenizer, score_names, settled
 from rondo.trainers.program.plan import Program, Schedule, plan_schedule, schedule_of
 from rondo.trainers.program.roles import Roles, create_model, create_rollout, placement_of, shares_weights
 from rondo.trainers.replay.journal import RunJournal, followed_journal, open_journal
@@ -65,6 +65,7 @@ def train(loaded: LoadedConfig) -> Summary:
     """RL from a configuration; blocks until the end. Raises RondoError; KeyboardInterrupt when stopped by
     Ctrl-C.
     """
+    loaded = dataclasses.replace(loaded, config=settled(loaded.config))
     program = check_rl(loaded)
     console = Console(loaded.config.tracking.console, samples=loaded.config.tracking.samples)
     with located(loaded):
@@ -89,6 +90,7 @@ def reward_model(loaded: LoadedConfig) -> Summary:
 
 
 def _supervised(loaded: LoadedConfig, task: Task) -> Summary:
+    loaded = dataclasses.replace(loaded, config=settled(loaded.config))
     console = Console(loaded.config.tracking.console, samples=loaded.config.tracking.samples)
     with located(loaded):
         check_supervised(loaded, task)
@@ -236,7 +238,7 @@ async def warm_start(loaded: LoadedConfig, folder: Path, console: Console) -> Co
     export = path / "export"
     recipe = beside_recipe(loaded, "trainer.warm_start", config.trainer.warm_start)
     written = load([str(recipe)])
-    sft_config = _warm_start_config(written.config, config)
+    sft_config = settled(_warm_start_config(written.config, config))
     if (export / "config.json").exists() and (path / "summary.json").exists():
         _check_same_warm_start(path, sft_config)
     else:

@@ -19,9 +19,9 @@ from rondo.planning.residency import Phase
 from rondo.trainers.loop.buffer import Buffer
 from rondo.trainers.loop.feeder import EpisodeFeeder, Episodes
 from rondo.trainers.loop.mender import Mender
-from rondo.trainers.loop.routes import Route, wire_dtype
+from rondo.trainers.loop.routes import Route
 from rondo.trainers.program.inputs import Prompts
-from rondo.trainers.program.roles import Roles
+from rondo.trainers.program.roles import Roles, rollout_dtype
 from rondo.types import StepStats, request_seed
 from rondo.weights.sync import SyncReport
 from rondo.workers.models import ActorWorker
@@ -145,12 +145,16 @@ class Canary:
     """A few tokens after the first tokens of the first prompt, from every engine, past the router and before
     all that waits in an engine (a publish waits for it): no statistics of requests change, and no other
     request's noise does. The trainer computes them again in one
-    small pass, so it must hold the version that the engines serve.
+    small pass, so it must hold the version that the engines serve. The first check of a run also asks behind
+    a prompt of data.max_prompt_tokens: what is wrong at high positions only is wrong from the start.
     """
 
     def __init__(self, roles: Roles, prompts: Prompts, config: Config) -> None:
-        self._actor, self._rollout, self._dtype = roles.actor, roles.engines, wire_dtype(config)
-        self._prompt = [int(token) for token in prompts.train.prompt(0).token_ids[:NUM_PROMPT_TOKENS]]
+        self._actor, self._rollout, self._dtype = roles.actor, roles.engines, rollout_dtype(config)
+        prompt = [int(token) for token in prompts.train.prompt(0).token_ids]
+        self._prompt = prompt[:NUM_PROMPT_TOKENS]
+        longest = config.data.max_prompt_tokens
+        self._long_prompt: list[int] | None = list(itertools.islice(itertools.cycle(prompt), longest))
         count = min(NUM_TOKENS, prompts.sampling.max_tokens)
         self._sampling = dataclasses.replace(prompts.sampling, max_tokens=count)
         self._seed = request_seed(config.trainer.seed, "canary")
@@ -163,7 +167,13 @@ class Canary:
         Raises WeightSyncError where it is over the tolerance, naming engine and, where that engine can read
         its weights back, the first tensor that differs.
         """
-        asked = (self._prompt, self._sampling, self._seed, version)
+        if self._long_prompt is not None:
+            await self._gap(self._long_prompt, version)
+            self._long_prompt = None
+        return await self._gap(self._prompt, version)
+
+    async def _gap(self, prompt: list[int], version: int) -> float:
+        asked = (prompt, self._sampling, self._seed, version)
         parts = list((await self._rollout.call_each(RolloutWorker.probe, *asked, keep=())).values())
         rows = BatchRef.concat([part for part in parts if len(part)] or parts[:1])
         if not len(rows):
@@ -176,15 +186,16 @@ class Canary:
         gaps = [float(difference[a:b].max(initial=0.0)) for a, b in itertools.pairwise(bounds.tolist())]
         worst = int(np.argmax(gaps))
         if not gaps[worst] <= self.tolerance:
-            await self._fail(version, gaps[worst], int(batch.scalars("row_id")[worst]))
+            await self._fail(version, gaps[worst], int(batch.scalars("row_id")[worst]), len(prompt))
         return gaps[worst]
 
-    async def _fail(self, version: int, gap: float, row_id: int) -> None:
+    async def _fail(self, version: int, gap: float, row_id: int, length: int) -> None:
         rank, number = probed(row_id)
         checksums = await self._actor.call(ActorWorker.parameter_checksums, self._dtype)
         found = await self._rollout.call_rank(rank, RolloutWorker.differing_tensor, number, checksums)
         raise WeightSyncError(
             f"version {version}: the log-probs of engine {number} of rollout[{rank}] differ from the "
-            f"trainer's by {gap:.3g} (tolerance {self.tolerance:g} for {', '.join(self._dtypes)}): it does "
-            f"not hold the trainer's weights, or computes another model; {found}"
+            f"trainer's by {gap:.3g} (tolerance {self.tolerance:g} for {', '.join(self._dtypes)}) behind a "
+            f"prompt of {length} tokens: it does not hold the trainer's weights, or computes another model; "
+            f"{found}"
         )

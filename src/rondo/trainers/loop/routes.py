@@ -20,7 +20,7 @@ from rondo.config.schema import Config
 from rondo.controller import WorkerGroup
 from rondo.errors import ConfigError, WeightSyncError, WorkerError
 from rondo.trainers.loop.mender import cancel
-from rondo.trainers.program.roles import Roles, shares_weights
+from rondo.trainers.program.roles import Roles, rollout_dtype, shares_weights
 from rondo.weights.disk import remove_weights
 from rondo.weights.exchange import SendReport, Transfer
 from rondo.weights.layout import Layout
@@ -67,11 +67,6 @@ def make_route(config: Config, roles: Roles, folder: Path) -> Route:
     return GatheredRoute(actor, rollout, config)
 
 
-def wire_dtype(config: Config) -> str:
-    """What weights travel in: the engines' own dtype, so that no byte is sent to be thrown away."""
-    return config.rollout.dtype or config.actor.compute_dtype
-
-
 def remove_files(folder: Path) -> None:
     """What a disk route left in a run's folder: nobody reads it after the run."""
     remove_weights(folder / FOLDER)
@@ -103,7 +98,7 @@ class GatheredRoute:
 
     def __init__(self, actor: WorkerGroup, rollout: WorkerGroup, config: Config) -> None:
         self._actor, self._rollout = actor, rollout
-        self._dtype, self._bucket_bytes = wire_dtype(config), config.rollout.bucket_bytes
+        self._dtype, self._bucket_bytes = rollout_dtype(config), config.rollout.bucket_bytes
         # of an engine on several devices, only the first has the worker: the others' shards are needed too
         devices = set(rollout.devices)
         self._others = [rank for rank, device in enumerate(actor.devices) if device not in devices]
@@ -129,7 +124,7 @@ class CollectiveRoute:
 
     def __init__(self, actor: WorkerGroup, rollout: WorkerGroup, config: Config) -> None:
         self._actor, self._rollout = actor, rollout
-        self._dtype, self._bucket_bytes = wire_dtype(config), config.rollout.bucket_bytes
+        self._dtype, self._bucket_bytes = rollout_dtype(config), config.rollout.bucket_bytes
         self._layout: Layout | None = None
         self._ranks: tuple[int, ...] = ()
 
@@ -230,7 +225,7 @@ class DiskRoute:
 
     def __init__(self, actor: WorkerGroup, rollout: WorkerGroup, folder: Path, config: Config) -> None:
         self._actor, self._rollout, self._folder = actor, rollout, folder
-        self._dtype, self._bucket_bytes = wire_dtype(config), config.rollout.bucket_bytes
+        self._dtype, self._bucket_bytes = rollout_dtype(config), config.rollout.bucket_bytes
 
     async def load(self, version: int) -> SyncReport:
         started, folder = time.perf_counter(), str(self._folder.resolve())

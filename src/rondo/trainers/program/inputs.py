@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from rondo.chat import stop_token_ids
+from rondo.config.auto import config_for
 from rondo.config.schema import Config, SourceConfig
+from rondo.controller.cluster import planned_device
 from rondo.data import ConversationStream, PromptStream, eval_prompts
 from rondo.data.rollout_files import Recording
 from rondo.errors import ConfigError
@@ -34,6 +36,20 @@ def open_tokenizer(config: Config) -> Any:
     model = config.model
     name = tokenizer_name(config)
     return load_tokenizer(name, model.chat_template, trust_remote_code=model.trust_remote_code)
+
+
+def settled(config: Config) -> Config:
+    """The configuration with what it leaves to the device (`auto`). Everything that starts something, or
+    compares settings with those of an earlier run, does so with this one.
+    """
+    device = planned_device(config.cluster)
+    found = config_for(config, device)
+    if found != config and config.cluster.ray_address is not None and config.cluster.device == "auto":
+        raise ConfigError(
+            "cluster.device=auto: what the nodes at cluster.ray_address have is not known here, and settings "
+            "of the engines depend on it (compute_dtype=auto); set cluster.device=cuda or cluster.device=cpu"
+        )
+    return found
 
 
 def complete_model(config: Config) -> Config:

@@ -195,7 +195,7 @@ async def create_rollout(
             "chat_template": config.model.chat_template,
             "rollout": config.rollout,
             "reward": config.reward,
-            "dtype": config.rollout.dtype or config.actor.compute_dtype,
+            "dtype": rollout_dtype(config),
             "max_context": max_context,
             "run_seed": config.trainer.seed,
             "threads": threads,
@@ -204,13 +204,22 @@ async def create_rollout(
     )
 
 
+def rollout_dtype(config: Config) -> str:
+    """Of the generation engines, and of the weights on their way to them, so that no byte is sent to be
+    thrown away. The configuration is `settled`.
+    """
+    dtype = config.rollout.dtype or config.actor.compute_dtype
+    assert dtype != "auto"
+    return dtype
+
+
 def one_storage(config: Config) -> bool:
     """Trainer and sampler can use the same tensors: one rank each, in one process, the same dtype, parameters
     that stay where they are.
     """
     placement, rollout = placement_of(config), config.rollout
     same_process = rollout.engine == "native" and rollout.process != "own" and rollout.replicas == 1
-    same_dtype = (rollout.dtype or config.actor.compute_dtype) == config.actor.param_dtype
+    same_dtype = rollout_dtype(config) == config.actor.param_dtype
     one_device = len(placement.devices("actor")) == 1 and placement.colocated("actor", "rollout")
     return one_device and same_process and same_dtype and not config.actor.offload_params
 

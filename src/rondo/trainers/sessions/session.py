@@ -34,7 +34,14 @@ from rondo.trainers.loop.engine_side import EngineSide
 from rondo.trainers.loop.report import Reporter
 from rondo.trainers.loop.routes import remove_files
 from rondo.trainers.loop.run import RLRun
-from rondo.trainers.program.inputs import Prompts, complete_model, load_prompts, open_tokenizer, score_names
+from rondo.trainers.program.inputs import (
+    Prompts,
+    complete_model,
+    load_prompts,
+    open_tokenizer,
+    score_names,
+    settled,
+)
 from rondo.trainers.program.plan import columns_of_hooks, critic_learner, plan_schedule
 from rondo.trainers.program.roles import Roles, create_model, create_rollout, placement_of, shares_weights
 from rondo.trainers.program.stages import (
@@ -74,6 +81,7 @@ async def open_session(
     ConfigError for what cannot work.
     """
     loaded = load([str(recipe) for recipe in recipes], overrides)
+    loaded = dataclasses.replace(loaded, config=settled(loaded.config))
     with located(loaded):
         _check(loaded)
     config = loaded.config

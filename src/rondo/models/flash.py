@@ -1,0 +1,72 @@
+"""Variable-length attention kernels for half precision on CUDA: which one there is, and how it is called."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+WIDEST = 256  # of a head, in every kernel here
+
+# q [N, H, D], k and v [N, K, D], cu_seqlens, longest document, scale -> [N, H, D]; causal within documents.
+Flash = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, float], torch.Tensor]
+
+
+@functools.cache
+def flash_kernel() -> tuple[str, Flash] | None:
+    """flash-attn 2 where it can be imported, else torch's own on a device that can run it, else None."""
+    if not torch.cuda.is_available():
+        return None
+    try:
+        return "flash-attn", _flash_attn()
+    except ImportError:  # also where flash-attn 4 is alone: it has the package, and not this function
+        if torch.cuda.get_device_capability() < (8, 0):
+            return None
+        return "torch", _torch()
+
+
+def why_not_flash(query_width: int, value_width: int) -> str:
+    """Why no kernel takes heads of these widths; "" if they all do."""
+    if query_width != value_width:
+        return f"queries of width {query_width} and values of width {value_width}"
+    if query_width > WIDEST or query_width % 8:
+        return f"heads of width {query_width} (a multiple of 8 up to {WIDEST} is needed)"
+    return ""
+
+
+def _flash_attn() -> Flash:
+    from flash_attn import flash_attn_varlen_func
+
+    def call(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu: torch.Tensor, longest: int, scale: float
+    ) -> torch.Tensor:
+        out: torch.Tensor = flash_attn_varlen_func(
+            q, k, v, cu, cu, longest, longest, softmax_scale=scale, causal=True
+        )
+        return out
+
+    return call
+
+
+def _torch() -> Flash:
+    from torch.nn.attention.varlen import varlen_attn
+
+    takes_groups = "enable_gqa" in inspect.signature(varlen_attn).parameters  # from torch 2.13 on
+
+    def call(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu: torch.Tensor, longest: int, scale: float
+    ) -> torch.Tensor:
+        group, options = q.shape[1] // k.shape[1], dict[str, Any]()
+        if group > 1 and takes_groups:
+            options["enable_gqa"] = True
+        elif group > 1:
+            k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+        out: torch.Tensor = varlen_attn(
+            q, k, v, cu, cu, longest, longest, scale=scale, window_size=(-1, 0), **options
+        )
+        return out
+
+    return call

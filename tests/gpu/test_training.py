@@ -1,0 +1,145 @@
+"""The training engine on a CUDA device: what rests in host memory comes back, and memory is given back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from rondo.config.schema import OptimizerConfig
+from rondo.models.attention import plan_documents, varlen_attention
+from rondo.training import FsdpEngine
+from rondo.training.head import token_log_probs
+from tests.training.helpers import PolicyLoss, make_batch, make_engine, source
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+LONG = ((4, 3000), (4, 2000))
+
+
+@pytest.fixture(scope="module")
+def cuda_mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cuda", (1,), mesh_dim_names=("dp",))
+    dist.destroy_process_group()
+
+
+def engine(mesh: DeviceMesh, config: dict[str, Any], **changes: Any) -> FsdpEngine:
+    model = source(max_position_embeddings=8192, **changes)
+    return make_engine(mesh, model, OptimizerConfig(lr=1e-2), config, device="cuda:0")
+
+
+def train(trained: FsdpEngine, steps: int) -> None:
+    for seed in range(steps):
+        trained.forward_backward(make_batch(seed=seed), PolicyLoss())
+        trained.optimizer_step()
+
+
+def moments(trained: FsdpEngine) -> dict[str, torch.Tensor]:
+    return {name: tensor.to_local().cpu() for name, tensor in trained.state().items() if "exp_avg" in name}
+
+
+OFFLOAD: list[dict[str, Any]] = [
+    {},
+    {"offload_optimizer": True},
+    {"offload_optimizer": True, "offload_params": True},
+]
+
+
+@pytest.mark.parametrize("config", OFFLOAD, ids=["none", "optimizer", "both"])
+def test_a_checkpoint_restores_what_rests_anywhere(
+    cuda_mesh: DeviceMesh, tmp_path: Path, config: dict[str, Any]
+) -> None:
+    first, second = engine(cuda_mesh, config), engine(cuda_mesh, config)
+    train(first, 2)
+    first.save(str(tmp_path))
+    second.load(str(tmp_path))
+    saved, loaded = moments(first), moments(second)
+    assert all(tensor.any() for tensor in saved.values())
+    assert all(torch.equal(loaded[name], saved[name]) for name in saved)
+    train(first, 1)
+    train(second, 1)
+    after, resumed = first.snapshot(), second.snapshot()
+    assert all(torch.equal(after[name].cpu(), resumed[name].cpu()) for name in after if "steps" in name)
+    for name in (name for name in after if "steps" not in name):
+        torch.testing.assert_close(resumed[name].to_local(), after[name].to_local(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("config", OFFLOAD, ids=["none", "optimizer", "both"])
+def test_a_snapshot_is_taken_over_again(cuda_mesh: DeviceMesh, config: dict[str, Any]) -> None:
+    trained = engine(cuda_mesh, config)
+    train(trained, 1)
+    snapshot, before = trained.snapshot(), moments(trained)
+    train(trained, 2)
+    trained.load_state(snapshot)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in moments(trained).items())
+
+
+def test_gathering_and_offloading_give_memory_back(cuda_mesh: DeviceMesh) -> None:
+    trained = engine(cuda_mesh, {"logits_chunk": 4096}, hidden_size=256, vocab_size=8000)
+    for leave in (lambda: [None for _ in trained.gathered_parameters(1 << 20)], trained.offload):
+        trained.onload()
+        trained.forward_backward(make_batch(LONG), PolicyLoss())
+        trained.optimizer_step()
+        kept = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        assert kept > 100 << 20
+        leave()
+        assert torch.cuda.memory_reserved() - torch.cuda.memory_allocated() < kept / 4
+
+
+def test_positions_do_not_depend_on_the_dtype_of_parameters(cuda_mesh: DeviceMesh) -> None:
+    """As tests/training/test_precision.py, through the kernels for CUDA."""
+    half = engine(cuda_mesh, {"param_dtype": "bfloat16", "compute_dtype": "bfloat16"})
+    wide = engine(cuda_mesh, {"compute_dtype": "bfloat16"})
+    wide.copy_parameters_from(half)
+    batch = make_batch(((1, 4096),))
+    x, y = (one.forward(batch, {"log_probs": "x"}).ragged("x")[0] for one in (half, wide))
+    assert torch.equal(x, y)
+
+
+def test_the_head_of_a_large_vocabulary_needs_little_memory() -> None:
+    """8192 positions of 151,936 logits: chunks of 512 MiB, and the same gradient as with smaller ones."""
+    torch.manual_seed(0)
+    hidden = torch.randn(8192, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = (torch.randn(151_936, 512, device="cuda") / 512**0.5).bfloat16().requires_grad_()
+    targets = torch.randint(0, len(weight), (len(hidden),), device="cuda")
+    results = []
+    for chunk in (8192, 100):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        log_probs = token_log_probs(hidden, weight, None, targets, chunk=chunk)["log_probs"]
+        gradients = torch.autograd.grad(log_probs.sum(), (hidden, weight))
+        assert torch.cuda.max_memory_allocated() - before < 3 << 30
+        results.append((log_probs.detach(), *gradients))
+    expected = torch.log_softmax(hidden[:64].float() @ weight.float().T, -1)
+    expected = expected.gather(1, targets[:64, None]).squeeze(1)
+    torch.testing.assert_close(results[0][0][:64], expected.detach(), rtol=1e-3, atol=1e-3)
+    for ours, theirs in zip(*results, strict=True):
+        assert (ours - theirs).float().norm() <= 1e-2 * theirs.float().norm()
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2)])
+def test_flash_equals_sdpa(heads: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    lengths, (H, K) = np.array([700, 3, 260]), heads
+    n, device = int(lengths.sum()), torch.device("cuda:0")
+    q = torch.randn(1, H, n, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
+    k, v = (torch.randn(1, K, n, 64, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in "kv")
+    weight = torch.randn(1, n, H, 64, device=device, dtype=torch.bfloat16)
+    results = []
+    for attention, kernel in (("auto", "flash"), ("sdpa", "sdpa")):
+        documents = plan_documents(lengths, heads=heads, device=device, dtype=q.dtype, attention=attention)
+        assert documents.kernel == kernel
+        out, _ = varlen_attention(torch.nn.Identity(), q, k, v, documents=documents)
+        results.append((out.detach(), *torch.autograd.grad((out * weight).sum(), (q, k, v))))
+    for ours, theirs in zip(*results, strict=True):
+        assert (ours - theirs).float().norm() <= 1e-2 * theirs.float().norm()
