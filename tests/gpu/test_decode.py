@@ -1,4 +1,4 @@
-"""The lean path on a CUDA device, with and without graphs. Skipped where there is none."""
+"""The native engine's log-probs on a CUDA device, by the generic path and by the lean one."""
 
 from __future__ import annotations
 
