@@ -12,13 +12,11 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-import torch
 
 from rondo.errors import ConfigError, ReplicaLostError
 from rondo.models.source import ModelSource
 from rondo.rollout.build import check_engine, start_engine
-from rondo.rollout.native.noise import uniforms
-from rondo.rollout.sglang import capabilities, check, environment, noise
+from rondo.rollout.sglang import capabilities, check, environment
 from rondo.rollout.sglang.options import argument_names, model_module
 from rondo.types import Completion
 from tests.engines.conftest import (
@@ -52,15 +50,6 @@ needs_sglang = pytest.mark.skipif(not INSTALLED, reason="needs SGLang: make test
 def test_what_to_install() -> None:
     with pytest.raises(ConfigError, match=r"needs SGLang.*make test-engines"):
         check_engine("sglang", {}, tensor_parallel=1, device="cpu")
-
-
-def test_noise_is_the_native_engines() -> None:
-    random = np.random.default_rng(0)
-    seeds, indices = random.integers(0, 1 << 63, 400), random.integers(0, 5000, 400)
-    prompts = random.integers(1, 4000, 400)
-    shifted = [noise.seed_at(int(seed), int(length)) for seed, length in zip(seeds, prompts, strict=True)]
-    ours = noise.uniforms(torch.tensor(shifted), torch.from_numpy(prompts + indices - 1))
-    np.testing.assert_array_equal(ours.numpy(), uniforms(seeds, indices))
 
 
 def test_environment_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
