@@ -156,9 +156,11 @@ class Core:
     # ---- life ----
 
     def sleep(self) -> None:
-        """Level 1: the cache is given back, the weights go to the host. Requests stay in the queue."""
+        """Level 2: cache and weights are given up, because the trainer sends weights before anything goes on.
+        Requests stay in the queue.
+        """
         self.forget()
-        self._engine.sleep(level=1, mode="keep")
+        self._engine.sleep(level=2, mode="keep")
 
     def wake(self, *tags: str) -> None:
         """tags: "weights", "kv_cache"; none: both."""
