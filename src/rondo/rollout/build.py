@@ -63,9 +63,8 @@ def start_engine(
     if accelerators:  # the first of them is its first, whatever number that one has in this process
         spec = dataclasses.replace(spec, device=spec.device.partition(":")[0])
     spec, devices = visible_devices(spec, ",".join(accelerators) or os.environ.get("CUDA_VISIBLE_DEVICES"))
-    environment = {**os.environ, "PYTHONPATH": "", **_environment(spec), **devices}
-    paths = [*filter(None, environment["PYTHONPATH"].split(os.pathsep)), *sys.path]  # the engine's own first
-    environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(entry or os.getcwd() for entry in paths))
+    path = os.pathsep.join(dict.fromkeys(entry or os.getcwd() for entry in sys.path))
+    environment = {**os.environ, "PYTHONPATH": path, **_environment(spec), **devices}
     return EngineProcess(spec, environment, name=name, bucket_bytes=bucket_bytes)
 
 

@@ -90,8 +90,8 @@ class RolloutEngine(Protocol):
     async def resume(self) -> None: ...
 
     async def sleep(self) -> None:
-        """Give the key/value cache back; paused or idle. An engine may give its weights up, too: then it serves
-        nothing until the next update. Raises RolloutError where `capabilities` says no.
+        """Give the key/value cache back; paused or idle. An engine may give up its weights as well, and then
+        serves nothing until the next update. Raises RolloutError where `capabilities` says no.
         """
         ...
 

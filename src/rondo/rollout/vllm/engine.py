@@ -152,9 +152,7 @@ class VllmEngine:
     def begin(self, version: int) -> None:
         """Start to receive `version`. Until `commit` nothing is generated. Raises WeightSyncError."""
         if self._keys and not self._paused:
-            raise WeightSyncError(
-                f"begin: {len(self._keys)} requests are in flight; await pause() first, or wait"
-            )
+            raise WeightSyncError(f"begin: {len(self._keys)} requests are in flight; await pause() first")
 
         def start() -> None:
             self._ready, self._failure = False, ""
@@ -224,9 +222,7 @@ class VllmEngine:
                 "rollout.engine_options.enable_sleep_mode=true"
             )
         if self._keys and not self._paused:
-            raise RolloutError(
-                f"sleep: {len(self._keys)} requests are in flight; await pause() first, or wait"
-            )
+            raise RolloutError(f"sleep: {len(self._keys)} requests are in flight; await pause() first")
 
         def change() -> None:
             if not self._asleep:
