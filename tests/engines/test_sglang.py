@@ -12,13 +12,11 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-import torch
 
 from rondo.errors import ConfigError, ReplicaLostError
 from rondo.models.source import ModelSource
 from rondo.rollout.build import check_engine, start_engine
-from rondo.rollout.native.noise import uniforms
-from rondo.rollout.sglang import capabilities, check, environment, noise
+from rondo.rollout.sglang import capabilities, check, environment, options
 from rondo.rollout.sglang.options import argument_names, model_module
 from rondo.types import Completion
 from tests.engines.conftest import (
@@ -54,27 +52,24 @@ def test_what_to_install() -> None:
         check_engine("sglang", {}, tensor_parallel=1, device="cpu")
 
 
-def test_noise_is_the_native_engines() -> None:
-    random = np.random.default_rng(0)
-    seeds, indices = random.integers(0, 1 << 63, 400), random.integers(0, 5000, 400)
-    prompts = random.integers(1, 4000, 400)
-    shifted = [noise.seed_at(int(seed), int(length)) for seed, length in zip(seeds, prompts, strict=True)]
-    ours = noise.uniforms(torch.tensor(shifted), torch.from_numpy(prompts + indices - 1))
-    np.testing.assert_array_equal(ours.numpy(), uniforms(seeds, indices))
+def test_on_a_cpu_it_needs_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without them its process would die in an import."""
+    monkeypatch.setattr(options, "installed_version", lambda: "0.5.23")
+    monkeypatch.setattr(options, "argument_names", lambda: frozenset({"max_total_tokens"}))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"sgl_kernel\) are built for GPUs only; `make test-engines`"):
+        check({}, 1, "cpu")
+    check({}, 1, "cuda:0")
 
 
-def test_environment_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", "somewhere")
+def test_environment_of_the_process() -> None:
     here = environment(engine_spec("sglang"))
-    folder, *others = here["PYTHONPATH"].split(os.pathsep)
-    assert (Path(folder) / "sitecustomize.py").is_file()
-    assert others == ["somewhere"]
     assert here["OMP_NUM_THREADS"] == "1"
     assert "SGLANG_CPU_OMP_THREADS_BIND" not in here
     two = environment(engine_spec("sglang", tensor_parallel=2))["SGLANG_CPU_OMP_THREADS_BIND"].split("|")
     assert len(two) == 2
     assert {int(core) for core in two} <= os.sched_getaffinity(0)
-    assert "PYTHONPATH" not in environment(engine_spec("sglang", device="cuda:0"))
+    assert "SGLANG_USE_CPU_ENGINE" not in environment(engine_spec("sglang", device="cuda:0"))
 
 
 def test_stand_ins(tmp_path: Path) -> None:
@@ -99,8 +94,8 @@ try:
 except ModuleNotFoundError:
     print("as expected")
 """
-    paths = [environment(engine_spec("sglang"))["PYTHONPATH"], str(tmp_path)]
-    variables = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    folder = Path(__file__).with_name("cpu")
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(tmp_path)])}
     done = subprocess.run(
         [sys.executable, "-c", program], env=variables, capture_output=True, text=True, check=False
     )
@@ -140,8 +135,6 @@ def test_options_that_pass_and_what_they_give() -> None:
 
 @needs_sglang
 def test_every_argument_that_rondo_names_exists() -> None:
-    from rondo.rollout.sglang import options
-
     assert {*options._GOVERNED, *options._REFUSED} <= argument_names()
 
 
@@ -177,7 +170,7 @@ assert torch.equal(model.weight, weight)
 print(_carried_out(Delivery("inspect", ""), model))
 """
     variables = os.environ | environment(engine_spec("sglang"))
-    variables["PYTHONPATH"] = os.pathsep.join([variables["PYTHONPATH"], *filter(None, sys.path)])
+    variables["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     done = subprocess.run(
         [sys.executable, "-c", program], env=variables, capture_output=True, text=True, check=False
     )

@@ -7,7 +7,11 @@ import contextlib
 import dataclasses
 import importlib.util
 import itertools
+import os
+import subprocess
+import sys
 from collections.abc import Coroutine, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +26,8 @@ from rondo.models.source import ModelSource
 from rondo.rollout.build import check_engine, start_engine
 from rondo.rollout.protocol import EngineSpec
 from rondo.rollout.vllm import capabilities, environment
+from rondo.rollout.vllm.arguments import engine_arguments
+from rondo.rollout.vllm.options import argument_names
 from rondo.types import Completion, GenerateRequest, SamplingParams
 from rondo.weights.checksum import checksum
 from tests.engines.conftest import paused_in_flight
@@ -309,3 +315,26 @@ def test_unknown_architecture_is_named() -> None:
 def test_a_bad_value_of_an_option_carries_vllms_message() -> None:
     with pytest.raises(RolloutError, match=r"vLLM did not start: .*max_num_batched_tokens"):
         start_engine(spec_of(TIED, max_num_batched_tokens=1))
+
+
+def test_vllm_starts_beside_a_trainer_and_knows_every_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own check of the device's memory, on a card of which the trainer has left 9 of 80 GiB."""
+    gib = 1 << 30
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (9 * gib, 80 * gib))
+    arguments = engine_arguments(dataclasses.replace(spec_of(TIED), device="cuda:0"), Path("folder"))
+    assert arguments.keys() <= argument_names()
+    program = f"""
+from types import SimpleNamespace
+from vllm.v1.worker.utils import request_memory
+
+card = SimpleNamespace(total_memory=80 << 30, free_memory=9 << 30, device_="cuda:0")
+print(request_memory(card, SimpleNamespace(gpu_memory_utilization={arguments["gpu_memory_utilization"]})))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | environment(spec_of(TIED)),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.split()[-1:] == [str(4 * gib)], done.stderr

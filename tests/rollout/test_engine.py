@@ -369,3 +369,13 @@ def test_the_callers_config_and_generator_stay_as_they_were() -> None:
     NativeEngine(config, max_concurrent=2, max_context=32).close()
     assert config.to_dict() == before
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_device_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    number_of = torch.cuda._utils._get_device_index  # what torch.cuda.set_device does with its argument
+    with pytest.raises(ValueError, match="specified index"):
+        number_of(torch.device("cuda"))
+    assert number_of(engine_module.indexed(torch.device("cuda"))) == 3
+    assert number_of(engine_module.indexed(torch.device("cuda:1"))) == 1
+    assert engine_module.indexed(torch.device("cpu")) == torch.device("cpu")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rondo.rollout.native.noise import uniforms
+from rondo.rollout.native.noise import seed_ahead, uniforms, uniforms_on_device
 from rondo.rollout.native.sampling import sample, truncate
 from tests.rollout.conftest import build, make_engine, prompt, request, run
 
@@ -28,6 +28,19 @@ def test_uniforms_are_splitmix64() -> None:
     many = uniforms(np.repeat(np.arange(300), 300), np.tile(np.arange(300), 300))
     counts = np.histogram(many, bins=64, range=(0, 1))[0]
     assert ((counts - len(many) / 64) ** 2).sum() / (len(many) / 64) < 110  # chi-square, 63 degrees: p ≈ 2e-4
+
+
+def test_noise_on_a_device_is_the_same_from_wherever_it_is_counted() -> None:
+    random = np.random.default_rng(0)
+    seeds, indices = random.integers(-(1 << 63), 1 << 63, 400), random.integers(0, 5000, 400)
+    expected = uniforms(seeds, indices)
+    on_device = uniforms_on_device(torch.from_numpy(seeds), torch.from_numpy(indices))
+    np.testing.assert_array_equal(on_device.numpy(), expected)
+    counts = random.integers(-4000, 4000, 400)
+    ahead = [seed_ahead(int(seed), int(count)) for seed, count in zip(seeds, counts, strict=True)]
+    np.testing.assert_array_equal(
+        uniforms_on_device(torch.tensor(ahead), torch.from_numpy(indices - counts)).numpy(), expected
+    )
 
 
 def row(value: float, n: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -344,6 +344,17 @@ class TestCheck:
             ConfigError, match="tensor_parallel=2 from cuda:2 on, but this process sees 3 GPUs"
         ):
             visible_devices(on_gpus, "4,5,6")
+
+    def test_given_gpus_count_from_their_first(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The host's own device is cuda:2 of all that it sees, and the engine gets GPUs 6 and 7."""
+        started: list[tuple[EngineSpec, Mapping[str, str]]] = []
+        monkeypatch.setattr(
+            client, "EngineProcess", lambda spec, variables, **_: started.append((spec, variables))
+        )
+        start_engine(spec(device="cuda:2", tensor_parallel=2), accelerators=("6", "7"))
+        [(own, variables)] = started
+        assert own.device == "cuda:0"
+        assert variables["CUDA_VISIBLE_DEVICES"] == "6,7"
 
 
 # A process that starts another, says so, and waits for ever, or ends as it is told.

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rondo.errors import ConfigError, WeightSyncError
 from rondo.models.source import ModelSource
@@ -19,6 +20,7 @@ from rondo.rollout.expected import ExpectedWeights
 from rondo.rollout.folder import model_folder
 from rondo.rollout.protocol import EngineSpec
 from rondo.rollout.vllm import options as vllm_options
+from rondo.rollout.vllm.arguments import CACHE_SHARE, STARTING_SHARE, engine_arguments
 
 ARGUMENTS = """
 @dataclass
@@ -136,3 +138,65 @@ def test_expected_weights_know_names_shapes_and_ties(tiny_qwen_config: Any) -> N
         WeightSyncError, match=r"no parameter 'model.norms.weight'; the nearest is 'model.norm"
     ):
         expected.arrived("model.norms.weight", (64,))
+
+
+GIB = 1 << 30
+# 36 layers, 8 key/value heads of 128: in bfloat16 147,456 bytes per token.
+QWEN3_8B = ModelSource(
+    config={
+        "model_type": "qwen3",
+        "hidden_size": 4096,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    }
+)
+
+
+def on_card(tensor_parallel: int = 1, max_concurrent: int = 256, **options: Any) -> EngineSpec:
+    return EngineSpec(
+        *("vllm", QWEN3_8B, "bfloat16", "cuda:0", 5120, max_concurrent, 1),
+        tensor_parallel=tensor_parallel,
+        options=options,
+    )
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device of 80 GiB, 60 of them free."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 * GIB, 80 * GIB))
+
+
+@pytest.mark.usefixtures("card")
+def test_the_cache_is_what_requests_can_fill_or_a_share_of_what_is_free(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    full = 147_456 * (256 * 5120 + 16)  # 180 GiB: no card has that
+    with caplog.at_level("INFO", "rondo.rollout.vllm.arguments"):
+        assert engine_arguments(on_card(), tmp_path)["kv_cache_memory_bytes"] == int(CACHE_SHARE * 60 * GIB)
+    assert f"{full / GIB:.1f} GiB for 256 requests" in caplog.text
+    assert f"{CACHE_SHARE * 60:.1f} GiB, 40% of what is free" in caplog.text
+    few = engine_arguments(on_card(max_concurrent=16), tmp_path)
+    assert few["kv_cache_memory_bytes"] == 147_456 * (16 * 5120 + 16)
+    halves = engine_arguments(on_card(2, max_concurrent=16), tmp_path)
+    assert halves["kv_cache_memory_bytes"] == 147_456 * (16 * 5120 + 16) // 2
+
+
+@pytest.mark.usefixtures("card")
+def test_a_card_that_others_use_needs_no_large_share_free(tmp_path: Path) -> None:
+    assert engine_arguments(on_card(), tmp_path)["gpu_memory_utilization"] == STARTING_SHARE
+    sized = engine_arguments(on_card(kv_cache_memory_bytes=GIB), tmp_path)
+    assert sized["gpu_memory_utilization"] == STARTING_SHARE
+    assert sized["kv_cache_memory_bytes"] == GIB
+    share = engine_arguments(on_card(gpu_memory_utilization=0.35), tmp_path)
+    assert share["gpu_memory_utilization"] == 0.35
+    assert "kv_cache_memory_bytes" not in share  # vLLM measures, and takes what is left of its share
+
+
+def test_without_a_device_the_cache_is_for_all_requests(tmp_path: Path) -> None:
+    spec = EngineSpec("vllm", QWEN3_8B, "bfloat16", "cpu", 1000, 4, 1)
+    arguments = engine_arguments(spec, tmp_path)
+    assert arguments["kv_cache_memory_bytes"] == 147_456 * (4 * 1024 + 128)  # blocks of 128 tokens
+    assert arguments["enforce_eager"] is True
+    assert arguments["distributed_executor_backend"] == "uni"

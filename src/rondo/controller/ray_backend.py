@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Literal, Self
 
+import torch
 import torch.distributed as dist
 
 from rondo.batch import Batch, BatchRef, Shard
@@ -38,7 +39,7 @@ try:
     from ray import cloudpickle
     from ray.exceptions import RayError
 
-    from rondo.controller.ray_pools import RayPools, check_room, pool_sizes
+    from rondo.controller.ray_pools import RayPools, assigned_device, check_room, pool_sizes
 except ImportError as error:
     raise ConfigError('cluster.backend=ray, but Ray is not installed: pip install "rondo-rl[ray]"') from error
 
@@ -82,7 +83,10 @@ class Whereabouts:
 
 
 class HostActor:
-    """The process of one device; all its methods run on one event loop. See Host for what runs where."""
+    """The process of one device; all its methods run on one event loop. See Host for what runs where.
+
+    device: "cpu", or "cuda" for the GPU that Ray assigned to this process.
+    """
 
     def __init__(self, device: str, threads: int, directory: str) -> None:
         if os.path.isdir(directory):
@@ -104,7 +108,11 @@ class HostActor:
     async def join(self, rank: int, world_size: int, address: str, port: int) -> None:
         """Start torch.distributed; returns when all ranks have joined."""
         store = self._store or dist.TCPStore(address, port, world_size, is_master=False)
-        self._host = Host(rank, world_size, self._device, self._threads)
+        device = self._device
+        if device == "cuda":
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+            device = assigned_device(ray.get_gpu_ids(), visible, torch.cuda.device_count())
+        self._host = Host(rank, world_size, device, self._threads)
         await self._host.start(store)
 
     async def run(self, ticket: int | None, payload: bytes, *blocks: Batch) -> tuple[bytes, Batch | None]:
@@ -249,11 +257,10 @@ class RayCluster:
         }
         if self.device == "cuda":
             options["num_gpus"] = 1
-        device = "cuda:0" if self.device == "cuda" else "cpu"  # Ray shows each actor its own GPU only
         host, started = ray.remote(HostActor), []
         for strategies in await self._pools.reserve():
             made = [host.options(**options, scheduling_strategy=strategy) for strategy in strategies]
-            started.append([actor.remote(device, self.threads, os.getcwd()) for actor in made])
+            started.append([actor.remote(self.device, self.threads, os.getcwd()) for actor in made])
         self._actors = [actor for pool in started for actor in pool]
         try:
             found = await asyncio.wait_for(_all(a.whereabouts.remote() for a in self._actors), START_SECONDS)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
@@ -43,6 +43,26 @@ def check_room(config: ClusterConfig, device: str) -> None:
             f"cluster.devices={config.devices}{pools}, but the Ray cluster has {sum(slots.values())} {kind}s "
             f"({has}): lower cluster.devices, add nodes, or set cluster.device"
         )
+
+
+def assigned_device(assigned: Sequence[int | str], visible: str | None, count: int) -> str:
+    """torch's name of the one GPU that Ray assigned to a process that sees `count` of them.
+
+    assigned: ids as CUDA_VISIBLE_DEVICES has them. visible: that variable. Ray narrows it to the assigned
+    GPU, unless RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES is set: then the process sees all GPUs of its
+    node. Raises ConfigError.
+    """
+    if count == 1:
+        return "cuda:0"
+    seen = [gpu.strip() for gpu in visible.split(",")] if visible else [str(i) for i in range(count)]
+    ids = [str(gpu) for gpu in assigned]
+    if len(ids) != 1 or ids[0] not in seen:
+        raise ConfigError(
+            f"cluster.device=cuda: Ray assigned GPU {', '.join(ids) or 'none'} to a host process that sees "
+            f"{count} GPUs (CUDA_VISIBLE_DEVICES={visible}): start Ray on that node with the GPUs that torch "
+            "sees there"
+        )
+    return f"cuda:{seen.index(ids[0])}"
 
 
 class RayPools:

@@ -55,14 +55,16 @@ def start_engine(
     """The engine of `spec` in a process of its own; returns when it is ready. Raises ConfigError or
     RolloutError with the engine's own message.
 
-    accelerators: the GPUs that it may use, as CUDA_VISIBLE_DEVICES has them; (): those of this process.
+    accelerators: the GPUs that it may use, as CUDA_VISIBLE_DEVICES has them; (): those of this process from
+    spec.device on.
     """
     from rondo.rollout.server.client import EngineProcess  # it starts processes: nothing for who has none
 
+    if accelerators:  # the first of them is its first, whatever number that one has in this process
+        spec = dataclasses.replace(spec, device=spec.device.partition(":")[0])
     spec, devices = visible_devices(spec, ",".join(accelerators) or os.environ.get("CUDA_VISIBLE_DEVICES"))
-    environment = {**os.environ, "PYTHONPATH": "", **_environment(spec), **devices}
-    paths = [*filter(None, environment["PYTHONPATH"].split(os.pathsep)), *sys.path]  # the engine's own first
-    environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(entry or os.getcwd() for entry in paths))
+    path = os.pathsep.join(dict.fromkeys(entry or os.getcwd() for entry in sys.path))
+    environment = {**os.environ, "PYTHONPATH": path, **_environment(spec), **devices}
     return EngineProcess(spec, environment, name=name, bucket_bytes=bucket_bytes)
 
 

@@ -90,7 +90,9 @@ class RolloutEngine(Protocol):
     async def resume(self) -> None: ...
 
     async def sleep(self) -> None:
-        """Give the key/value cache back; paused or idle. Raises RolloutError where `capabilities` says no."""
+        """Give the key/value cache back; paused or idle. An engine may give up its weights as well, and then
+        serves nothing until the next update. Raises RolloutError where `capabilities` says no.
+        """
         ...
 
     async def wake(self) -> None: ...

@@ -108,7 +108,7 @@ class NativeEngine:
         if min(max_concurrent, max_context, threads) < 1:
             raise ConfigError("max_concurrent, max_context and threads must be at least 1")
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-        device = torch.device(device)
+        device = indexed(torch.device(device))
         _refuse_what_masks_hide(model_config, max_context)
         generic.register()
         module = build_module(
@@ -404,6 +404,13 @@ class NativeEngine:
                 f"{what}: {len(self._in_flight)} requests are in flight; await pause() first, or wait"
             )
         self._executor.submit(change).result()
+
+
+def indexed(device: torch.device) -> torch.device:
+    """Returns the device with its number: `torch.cuda.set_device` does not take "cuda" alone."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 def _prepare_thread(threads: int, device: torch.device) -> None:

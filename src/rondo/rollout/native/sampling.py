@@ -29,13 +29,18 @@ def sample(
     weights = log_probs.exp()
     if bool(((top_k > 0) | (top_p < 1) | (min_p > 0)).any()):
         weights = truncate(weights, top_k, top_p, min_p)
+    tokens = torch.where(greedy, scores.argmax(-1), draw(weights, uniforms))
+    return tokens, log_probs.gather(1, tokens[:, None])[:, 0]
+
+
+def draw(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """Tokens int64 [R]: the inverse of the cumulative distribution at uniforms float64 [R] in [0, 1). weights
+    [R, V] need not add up to 1.
+    """
     cumulative = weights.double().cumsum(-1)
     total = cumulative[:, -1]
-    below_total = torch.nextafter(total, torch.zeros_like(total))
-    target = torch.minimum(uniforms * total, below_total)
-    drawn = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
-    tokens = torch.where(greedy, scores.argmax(-1), drawn.clamp_(max=logits.shape[1] - 1))
-    return tokens, log_probs.gather(1, tokens[:, None])[:, 0]
+    target = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, target[:, None], right=True)[:, 0].clamp_(max=weights.shape[1] - 1)
 
 
 def truncate(

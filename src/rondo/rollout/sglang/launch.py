@@ -37,8 +37,8 @@ from sglang.srt.utils.hf_transformers_utils import get_context_length
 from rondo.errors import ConfigError, WeightSyncError
 from rondo.models.loading import load_model_config
 from rondo.rollout.folder import model_folder
+from rondo.rollout.native.noise import seed_ahead
 from rondo.rollout.protocol import EngineSpec
-from rondo.rollout.sglang.noise import seed_at
 from rondo.rollout.sglang.worker import LOADER, SAMPLER, Delivery, Task, register_model, run
 from rondo.types import GenerateRequest
 from rondo.weights.bucket import SharedBucket
@@ -120,7 +120,8 @@ class Core:
             "min_p": sampling.min_p,
             "max_new_tokens": sampling.max_tokens - len(prefix),
             "stop_token_ids": [int(token) for token in sampling.stop_token_ids],
-            "sampling_seed": seed_at(request.seed, len(prompt)),
+            # SGLang counts by the position of the token before, which for the first is len(prompt) - 1.
+            "sampling_seed": seed_ahead(request.seed, 1 - len(prompt)),
         }
         message = GenerateReqInput(
             priority=_URGENT if request.urgent else 0,

@@ -119,6 +119,11 @@ def check(
         governed=_GOVERNED,
         refused=_refused,
     )
+    if not device.startswith("cuda") and importlib.util.find_spec("sgl_kernel") is None:
+        raise ConfigError(
+            "rollout.engine=sglang on a CPU: its kernels (sgl_kernel) are built for GPUs only; `make "
+            "test-engines` builds .venv-engines, which has stand-ins for those that it imports"
+        )
     why_not = (
         "add rollout.engine_options.enable_memory_saver=true"
         if device.startswith("cuda")
@@ -147,10 +152,7 @@ def capabilities(options: Mapping[str, Any], tensor_parallel: int = 1, device: s
 
 
 def environment(spec: EngineSpec) -> dict[str, str]:
-    """Variables of the process that the engine runs in, and of its children; to be set before it starts.
-
-    PYTHONPATH, on a CPU: the folder with what SGLang wants to import there (cpu/sitecustomize.py) first.
-    """
+    """Variables of the process that the engine runs in, and of its children; to be set before it starts."""
     variables = {
         "OMP_NUM_THREADS": str(spec.threads),
         "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",  # log-probs after temperature
@@ -159,13 +161,7 @@ def environment(spec: EngineSpec) -> dict[str, str]:
     }
     if spec.device.startswith("cuda"):
         return variables
-    paths = [str(Path(__file__).with_name("cpu")), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return variables | {
-        "PYTHONPATH": os.pathsep.join(paths),
-        "SGLANG_USE_CPU_ENGINE": "1",
-        "TORCHDYNAMO_DISABLE": "1",
-        **_cores(spec),
-    }
+    return variables | {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1", **_cores(spec)}
 
 
 def _cores(spec: EngineSpec) -> dict[str, str]:

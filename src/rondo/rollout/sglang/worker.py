@@ -23,8 +23,8 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 from rondo.models.experts import separate
-from rondo.rollout.native.sampling import truncate
-from rondo.rollout.sglang.noise import uniforms
+from rondo.rollout.native.noise import uniforms_on_device
+from rondo.rollout.native.sampling import draw, truncate
 from rondo.rollout.sglang.options import model_module
 from rondo.weights.bucket import BucketEntry, SharedBucket
 from rondo.weights.checksum import checksum
@@ -91,12 +91,8 @@ class CountedSampler(Sampler):
         weights = probs
         if not simple_sampling_case:
             weights = truncate(probs, sampling_info.top_ks, sampling_info.top_ps, sampling_info.min_ps)
-        cumulative = weights.double().cumsum(-1)
-        total = cumulative[:, -1]
-        target = uniforms(sampling_info.sampling_seed, positions) * total
-        target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
-        drawn = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
-        return drawn.clamp_(max=probs.shape[1] - 1).to(torch.int32), None
+        uniforms = uniforms_on_device(sampling_info.sampling_seed, positions)
+        return draw(weights, uniforms).to(torch.int32), None
 
 
 # ---- weights ----

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from vllm import EngineArgs, SamplingParams
 from vllm.model_executor.models import ModelRegistry
 from vllm.sampling_params import RequestOutputKind
@@ -25,8 +24,8 @@ from rondo.config.functions import did_you_mean
 from rondo.errors import ConfigError
 from rondo.models.loading import load_model_config
 from rondo.rollout.folder import model_folder
-from rondo.rollout.native.cache import layer_shapes
 from rondo.rollout.protocol import EngineSpec
+from rondo.rollout.vllm.arguments import check_head_size, engine_arguments
 from rondo.rollout.vllm.options import installed_version
 from rondo.rollout.vllm.worker import FIRST, SEED
 from rondo.types import GenerateRequest
@@ -74,42 +73,10 @@ class Core:
         self.num_blocks = int(self._scheduler.kv_cache_config.num_blocks)
 
     def _build(self, spec: EngineSpec) -> LLMEngine:
-        on_cpu = not spec.device.startswith("cuda")
         _check_architecture(self._folder, spec)
-        if on_cpu:
-            _check_head_size(spec)
-        arguments: dict[str, Any] = {
-            "gpu_memory_utilization": 0.9
-            if not on_cpu
-            else 0.05,  # on a CPU only where the cache has no size
-            "enable_prefix_caching": True,
-            "enforce_eager": on_cpu,
-            **spec.options,
-        }
-        if "gpu_memory_utilization" not in spec.options and "kv_cache_memory_bytes" not in spec.options:
-            arguments["kv_cache_memory_bytes"] = _cache_bytes(spec)
-        return LLMEngine.from_engine_args(
-            EngineArgs(
-                model=str(self._folder),
-                skip_tokenizer_init=True,
-                load_format="dummy",
-                trust_remote_code=spec.source.trust_remote_code,
-                dtype=spec.dtype,
-                seed=spec.seed,
-                max_model_len=spec.max_context,
-                max_num_seqs=spec.max_concurrent,
-                tensor_parallel_size=spec.tensor_parallel,
-                distributed_executor_backend=arguments.pop(
-                    "distributed_executor_backend", "mp" if spec.tensor_parallel > 1 else "uni"
-                ),
-                worker_extension_cls="rondo.rollout.vllm.worker.WorkerExtension",
-                async_scheduling=False,
-                scheduling_policy="priority",
-                disable_log_stats=True,
-                generation_config="vllm",
-                **arguments,
-            )
-        )
+        if not spec.device.startswith("cuda"):
+            check_head_size(spec)
+        return LLMEngine.from_engine_args(EngineArgs(**engine_arguments(spec, self._folder)))
 
     # ---- requests ----
 
@@ -189,9 +156,11 @@ class Core:
     # ---- life ----
 
     def sleep(self) -> None:
-        """Level 1: the cache is given back, the weights go to the host. Requests stay in the queue."""
+        """Level 2: cache and weights are given up, because the trainer sends weights before anything goes on.
+        Requests stay in the queue.
+        """
         self.forget()
-        self._engine.sleep(level=1, mode="keep")
+        self._engine.sleep(level=2, mode="keep")
 
     def wake(self, *tags: str) -> None:
         """tags: "weights", "kv_cache"; none: both."""
@@ -223,26 +192,4 @@ def _check_architecture(folder: Path, spec: EngineSpec) -> None:
     raise ConfigError(
         f"vLLM {installed_version()} does not know the architecture {name}{did_you_mean(name, known)} Use "
         "rollout.engine=native, or try rollout.engine_options.model_impl=transformers"
-    )
-
-
-def _check_head_size(spec: EngineSpec) -> None:
-    """0.32 says it can, builds the engine, and fails in the first step."""
-    for shape in layer_shapes(load_model_config(spec.source)):
-        if shape.key_dim % 32:
-            raise ConfigError(
-                f"vLLM's attention on a CPU wants heads whose size is a multiple of 32; this model's are "
-                f"{shape.key_dim}: use rollout.engine=native"
-            )
-
-
-def _cache_bytes(spec: EngineSpec) -> int:
-    """Keys and values of max_concurrent requests of max_context tokens, in whole blocks, of one worker."""
-    on_cpu = not spec.device.startswith("cuda")
-    block = int(spec.options.get("block_size") or (128 if on_cpu else 16))
-    tokens = spec.max_concurrent * -(-spec.max_context // block) * block + block  # one block is vLLM's own
-    itemsize = getattr(torch, spec.dtype).itemsize
-    return tokens * sum(
-        max(1, shape.kv_heads // spec.tensor_parallel) * (shape.key_dim + shape.value_dim) * itemsize
-        for shape in layer_shapes(load_model_config(spec.source))
     )

@@ -152,9 +152,7 @@ class VllmEngine:
     def begin(self, version: int) -> None:
         """Start to receive `version`. Until `commit` nothing is generated. Raises WeightSyncError."""
         if self._keys and not self._paused:
-            raise WeightSyncError(
-                f"begin: {len(self._keys)} requests are in flight; await pause() first, or wait"
-            )
+            raise WeightSyncError(f"begin: {len(self._keys)} requests are in flight; await pause() first")
 
         def start() -> None:
             self._ready, self._failure = False, ""
@@ -217,31 +215,34 @@ class VllmEngine:
     # ---- life ----
 
     async def sleep(self) -> None:
-        """The cache is given back and the weights go to the host's memory, until `wake`; paused or idle."""
+        """The cache and the weights are given up; paused or idle. It serves nothing until the next update."""
         if not self._capabilities.sleep:
             raise RolloutError(
                 "vLLM cannot sleep here: on a CPU its sleep does nothing, and on a GPU it needs "
                 "rollout.engine_options.enable_sleep_mode=true"
             )
         if self._keys and not self._paused:
-            raise RolloutError(
-                f"sleep: {len(self._keys)} requests are in flight; await pause() first, or wait"
-            )
+            raise RolloutError(f"sleep: {len(self._keys)} requests are in flight; await pause() first")
 
         def change() -> None:
             if not self._asleep:
                 self._core.sleep()
-                self._asleep, self._weights_awake = True, False
+                self._asleep, self._weights_awake, self._ready = True, False, False
 
         await self._on_thread(change)
 
     async def wake(self) -> None:
-        """What is in flight goes on when the engine is resumed."""
+        """What is in flight goes on when the engine is resumed, if weights have come since it slept."""
 
         def change() -> None:
-            if self._asleep:
-                self._core.wake(*(["kv_cache"] if self._weights_awake else []))
-                self._asleep = False
+            if not self._asleep:
+                return
+            if self._weights_awake:
+                self._core.wake("kv_cache")
+            else:
+                self._core.wake()
+                self._failure = "vLLM gave its weights up when it went to sleep, and nobody has sent others"
+            self._asleep = False
 
         await self._on_thread(change)
 

@@ -5,8 +5,8 @@ vLLM mixes `WorkerExtension` into its worker class; `core.py` calls its methods 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.v1.sample.sampler import Sampler
 
 from rondo.models.experts import separate
+from rondo.rollout.native.noise import seed_ahead, uniforms_on_device
+from rondo.rollout.native.sampling import draw, truncate
 from rondo.weights.bucket import SharedBucket
 from rondo.weights.checksum import checksum
 
@@ -98,19 +100,32 @@ def _abandon(model: torch.nn.Module) -> None:
     layerwise.LOADING_LAYERS.clear()
 
 
+@dataclass(frozen=True)
+class _Rows:
+    """What the sampler has to know of a batch's requests, in the order of their rows; the same until another
+    request is among them. seeds: int64 [R], for the tokens as vLLM counts them. cuts: top-k, top-p and min-p
+    [R] each, or None where none of them cuts anything.
+    """
+
+    request_ids: list[str]
+    seeds: torch.Tensor
+    cuts: tuple[torch.Tensor, ...] | None
+
+
 class CountedSampler(Sampler):
     """vLLM's sampler, with two differences.
 
     Log-probs are those of log_softmax(logits / temperature), before top-k, top-p and min-p; greedy rows at
     temperature 1. vLLM has them before temperature or after truncation only.
-    Noise is a function of the request's seed and the index of the token, never of the row, the batch or what
-    was sampled before; so a request that goes on elsewhere gives the same tokens.
+    Truncation and noise are the native engine's: one uniform number per token, a function of the request's
+    seed and the index of the token, never of the row, the batch or what was sampled before. So a request that
+    goes on elsewhere gives the same tokens.
     """
 
     def __init__(self, runner: Any) -> None:
         super().__init__("raw_logprobs", runner.sampler.use_fp64_gumbel)
         self._runner = [runner]  # in a list: the runner must not become a submodule of its own sampler
-        self._generators: list[torch.Generator] = []
+        self._last_rows: _Rows | None = None
 
     def forward(
         self,
@@ -124,40 +139,38 @@ class CountedSampler(Sampler):
 
     def sample(
         self, logits: torch.Tensor, sampling_metadata: Any, logprobs_mode_override: Any = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(token ids [B], log-probs [B, V] float32; None where no request wants any)."""
-        wanted = sampling_metadata.max_num_logprobs is not None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(token ids [B], log-probs [B, V] float32)."""
         if sampling_metadata.all_greedy:
-            log_probs = self.compute_logprobs(logits) if wanted else None
-            return self.greedy_sample(logits), log_probs
+            return self.greedy_sample(logits), self.compute_logprobs(logits)
         temperature = sampling_metadata.temperature
         logits = self.apply_temperature(logits, temperature, sampling_metadata.all_random)
-        log_probs = self.compute_logprobs(logits) if wanted else None
-        divided = dataclasses.replace(
-            sampling_metadata,
-            temperature=torch.where(temperature < _EPSILON, temperature, torch.ones_like(temperature)),
-            generators=self._seeded(logits.shape[0], logits.device),
-        )
-        tokens, _ = super().sample(logits, divided, "raw_logprobs")
+        log_probs = self.compute_logprobs(logits)
+        rows, uniforms = self._noise(logits.shape[0], logits.device)
+        weights = log_probs.exp()
+        if rows.cuts is not None:
+            weights = truncate(weights, *rows.cuts)
+        tokens = draw(weights, uniforms)
+        if not sampling_metadata.all_random:
+            tokens = torch.where(temperature < _EPSILON, self.greedy_sample(logits), tokens)
         return tokens, log_probs
 
-    def _seeded(self, num_rows: int, device: torch.device) -> dict[int, torch.Generator]:
-        while len(self._generators) < num_rows:
-            self._generators.append(torch.Generator(device))
-        runner, seeded = self._runner[0], {}
-        for row, request_id in enumerate(runner.input_batch.req_ids[:num_rows]):
-            request = runner.requests[request_id]
-            extra = request.sampling_params.extra_args or {}
-            if SEED in extra:
-                index = extra[FIRST] + len(request.output_token_ids)
-                seeded[row] = self._generators[row].manual_seed(mixed(extra[SEED], index))
-        return seeded
+    def _noise(self, num_rows: int, device: torch.device) -> tuple[_Rows, torch.Tensor]:
+        """The batch's rows, and float64 [num_rows] in [0, 1) of each row's next token."""
+        runner = self._runner[0]
+        request_ids = list(runner.input_batch.req_ids[:num_rows])
+        requests = [runner.requests[request_id] for request_id in request_ids]
+        rows = self._last_rows
+        if rows is None or rows.request_ids != request_ids:
+            rows = self._last_rows = _rows_of(request_ids, [one.sampling_params for one in requests], device)
+        indices = torch.tensor([len(request.output_token_ids) for request in requests])
+        return rows, uniforms_on_device(rows.seeds, indices.to(device, non_blocking=True))
 
 
-def mixed(seed: int, index: int) -> int:
-    """A 63-bit hash of both (splitmix64's finaliser: Steele, Lea, Flood 2014)."""
-    mask = (1 << 64) - 1
-    word = (seed + (index + 1) * 0x9E3779B97F4A7C15) & mask
-    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & mask
-    return (word ^ (word >> 31)) >> 1
+def _rows_of(request_ids: list[str], parameters: list[Any], device: torch.device) -> _Rows:
+    """vLLM counts the tokens that it made itself: those of a prefix come before."""
+    seeds = [seed_ahead(one.extra_args[SEED], one.extra_args[FIRST]) for one in parameters]
+    cuts = [(one.top_k, one.top_p, one.min_p) for one in parameters]
+    cut = any(top_k > 0 or top_p < 1 or min_p > 0 for top_k, top_p, min_p in cuts)
+    columns = torch.tensor(cuts, dtype=torch.float32).to(device).unbind(1) if cut else None
+    return _Rows(request_ids, torch.tensor(seeds).to(device), columns)

@@ -1,4 +1,4 @@
-"""The lean path on a CUDA device, with and without graphs. Skipped where there is none."""
+"""The native engine's log-probs on a CUDA device, by the generic path and by the lean one."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from rondo.rollout.native.noise import uniforms, uniforms_on_device
 from tests.rollout.conftest import build, make_engine, prompt, request, run, true_log_probs
 
 pytestmark = pytest.mark.gpu
@@ -23,3 +24,11 @@ def test_log_probs_on_cuda(path: str, dtype: str) -> None:
         gap = np.abs(completion.log_probs - true_log_probs(model, completion))
         assert gap.max() < (1e-4 if dtype == "float32" else 0.3)
         assert gap.mean() < (1e-5 if dtype == "float32" else 0.03)
+
+
+def test_noise_of_the_device_is_the_hosts() -> None:
+    """Integers that wrap are exact everywhere, so a sampler on the device draws the same tokens."""
+    random = np.random.default_rng(0)
+    seeds, indices = random.integers(-(1 << 63), 1 << 63, 4000), random.integers(0, 100_000, 4000)
+    on_device = uniforms_on_device(torch.tensor(seeds, device="cuda"), torch.tensor(indices, device="cuda"))
+    np.testing.assert_array_equal(on_device.cpu().numpy(), uniforms(seeds, indices))

@@ -1,6 +1,6 @@
-"""Python imports this at its start, in the engine's process and in its children, because the folder is on
-their PYTHONPATH. Two things that SGLang imports and that are not there on a machine without a GPU are filled
-in when they are asked for:
+"""Python imports this at its start, in every process of .venv-engines: a .pth file there has this folder
+(`make test-engines` writes it). Two things that SGLang imports and that are not there on a machine without a
+GPU are filled in when they are asked for:
 
 - `sgl_kernel` (compiled for CUDA), where none is installed: a stand-in whose functions raise when called,
   but for one small copy;

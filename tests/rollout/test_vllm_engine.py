@@ -1,0 +1,128 @@
+"""What vLLM's engine does around vLLM, with a stand-in for vLLM itself: sleep and the weights after it."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rondo.errors import WeightSyncError
+from rondo.models.source import ModelSource
+from rondo.rollout.protocol import Capabilities, EngineSpec
+from rondo.rollout.vllm import engine as engine_module
+from rondo.rollout.vllm.engine import VllmEngine
+from rondo.types import GenerateRequest, SamplingParams
+
+MODEL = ModelSource(
+    config={"model_type": "qwen3", "hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 16, "head_dim": 8}
+    | {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 16}
+)
+
+
+class FakeCore:
+    """Says token 7 to whoever asks, and writes down what it was told."""
+
+    vocab_size, cache_bytes = 16, 0
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self.told: list[str] = []
+        self._keys: list[tuple[str, GenerateRequest]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments: self.told.append(" ".join([name, *map(str, arguments)]))
+
+    def add(self, key: str, request: GenerateRequest) -> None:
+        self._keys.append((key, request))
+
+    def step(self) -> list[Any]:
+        steps = [Token(key, request.token_ids) for key, request in self._keys]
+        self._keys.clear()
+        return steps
+
+    def receive(self, bucket: Any) -> list[dict[str, int]]:
+        return [{entry.name: 0 for entry in bucket.entries}]
+
+    def worker_lost(self) -> bool:
+        return False
+
+
+class Token:
+    """A `Step` that ends its request."""
+
+    token_ids, log_probs, finished, cached = (7,), (-1.0,), "length", 0
+
+    def __init__(self, key: str, prompt_ids: np.ndarray) -> None:
+        self.key, self.prompt_ids = key, prompt_ids
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[VllmEngine]:
+    can = Capabilities(
+        "vllm", "0", sleep=True, seeded=True, min_p=True, tensor_parallel=True, reads_back=False
+    )
+    module = ModuleType("rondo.rollout.vllm.core")
+    module.Core = FakeCore  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "rondo.rollout.vllm.core", module)
+    monkeypatch.setattr(engine_module, "check", lambda *_: None)
+    monkeypatch.setattr(engine_module, "capabilities", lambda *_: can)
+    engine = VllmEngine(EngineSpec("vllm", MODEL, "float32", "cpu", 32, 4, 1))
+    yield engine
+    engine.close()
+
+
+def send(engine: VllmEngine, version: int) -> None:
+    engine.begin(version)
+    for name in engine._expected.missing():
+        engine.receive(name, torch.zeros(engine._expected._shapes[name]))
+    engine.commit(version)
+
+
+def ask(name: str) -> GenerateRequest:
+    return GenerateRequest(name, np.arange(3, dtype=np.int32), SamplingParams(max_tokens=1))
+
+
+def test_weights_come_from_the_trainer_while_it_sleeps(engine: VllmEngine) -> None:
+    """The order of a publish with rollout.sleep: a request that waits goes on under the new version."""
+
+    async def publish() -> int:
+        await engine.pause()
+        waiting = asyncio.create_task(engine.generate(ask("waits")))
+        await asyncio.sleep(0.05)
+        await engine.sleep()
+        await asyncio.to_thread(send, engine, 1)
+        await engine.wake()
+        await engine.resume()
+        return int((await waiting).policy_versions[0])
+
+    send(engine, 0)
+    told = engine._core.told
+    told.clear()
+    assert asyncio.run(publish()) == 1
+    assert told == ["sleep", "wake weights", "begin", "commit", "wake kv_cache"]
+
+
+def test_without_new_weights_it_serves_nothing(engine: VllmEngine) -> None:
+    """It has none after it slept: neither a request that waited nor a new one gets an answer."""
+
+    async def wake_empty() -> None:
+        await engine.pause()
+        waiting = asyncio.create_task(engine.generate(ask("waits")))
+        await asyncio.sleep(0.05)
+        await engine.sleep()
+        await engine.wake()
+        await engine.resume()
+        with pytest.raises(WeightSyncError, match="gave its weights up"):
+            await waiting
+        with pytest.raises(WeightSyncError, match="gave its weights up"):
+            await engine.generate(ask("new"))
+
+    send(engine, 0)
+    asyncio.run(wake_empty())
+    send(engine, 1)
+    assert asyncio.run(engine.generate(ask("again"))).policy_versions.tolist() == [1]
