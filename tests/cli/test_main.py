@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -57,8 +58,9 @@ def test_help_of_a_command_says_what_it_does_and_names_the_recipes(
 def test_every_training_command_runs_its_own_program(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[str] = []
     for program in ("train", "sft", "preference", "reward_model"):
+        record = functools.partial(called.append, program)
         monkeypatch.setattr(
-            f"rondo.trainers.commands.train.{program}", lambda loaded, name=program: called.append(name)
+            f"rondo.trainers.commands.train.{program}", lambda loaded, record=record: record()
         )
     for command in ("train", "sft", "preference", "reward-model"):
         assert cli.main([command, "quickstart"]) == 0

@@ -149,7 +149,7 @@ class Session:
         self._groups: list[WorkerGroup] = []
         critics = [critic_learner(self.config, role) for role in ("critic", "cost_critic")]
         self._learners = {learner.role: learner for learner in critics}
-        self._schedule = plan_schedule(self.config, run.data.train.prompts_per_epoch, critics)
+        self._schedule = plan_schedule(self.config, run.data.train.rows_per_epoch, critics)
 
     @property
     def step(self) -> int:
