@@ -1,4 +1,4 @@
-"""The endpoint without its wire: bodies in, OpenAI's objects out, every call recorded in its session.
+"""The endpoint without its wire: bodies in, OpenAI's objects out, every call kept in its session.
 
 body ── read_request ─▶ prompt tokens: the session's own where a call goes on, the template's otherwise
                          └─ GenerateRequest × n ─▶ generate ─▶ record ─▶ answer, or chunks as tokens come
@@ -23,7 +23,7 @@ from rondo.serving.answers import Frame, Piece, call_ids, tool_calls
 from rondo.serving.messages import Conversation, message_key, read_messages
 from rondo.serving.problems import ApiError, refuse
 from rondo.serving.requests import ApiRequest, Kind, read_request
-from rondo.serving.sessions import InsertedKind, Key, RecordedCall, Session, Sessions
+from rondo.serving.sessions import InsertedKind, Key, ModelCall, Session, Sessions
 from rondo.serving.text import TextStream, answer_text
 from rondo.types import Completion, GenerateRequest, Prompt, SamplingParams, request_seed
 
@@ -226,7 +226,7 @@ class Endpoint:
             key = ("text", key[1] + (piece.text or ""))
         else:
             key = ("ids", *map(str, made.prompt_ids.tolist()), *map(str, made.token_ids.tolist()))
-        prepared.session.record(RecordedCall(prepared.parent, prepared.inserted, made, key))
+        prepared.session.add(ModelCall(prepared.parent, prepared.inserted, made, key))
 
     # ---- what to send to the engine ----
 
