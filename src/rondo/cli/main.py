@@ -102,7 +102,7 @@ def _parser(modules: Iterable[ModuleType]) -> argparse.ArgumentParser:
 
 
 def _parse(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Namespace:
-    """As parse_args; overrides may also stand after options: `rondo eval a.yaml --model m rollout.n=4`."""
+    """Parses; overrides may also stand after options: `rondo eval a.yaml --model m rollout.n=4`."""
     args, extra = parser.parse_known_args(arguments)
     if extra:
         if not hasattr(args, "config") or any(argument.startswith("-") for argument in extra):

@@ -30,7 +30,7 @@ ECHO_GRACE_SECONDS = 5.0
 
 
 class CallWatcher(Protocol):
-    """Is told of every call of a worker group's ranks, on the controller's event loop.
+    """Hears of every call of a worker group's ranks, on the controller's event loop.
 
     device: the device (= host process) that the rank stands on. Each `call_sent` is followed by one
     `call_ended`.

@@ -71,12 +71,12 @@ class _Packed:
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """Where a host process runs. accelerators: ids of its GPUs on that node, as CUDA_VISIBLE_DEVICES has
-    them."""
+    """Where a host process runs."""
 
     node: str
     address: str
     pid: int
+    # Ids of its GPUs on that node, as CUDA_VISIBLE_DEVICES has them.
     accelerators: tuple[str, ...]
 
 
@@ -91,7 +91,7 @@ class HostActor:
         self._store: dist.TCPStore | None = None
 
     async def whereabouts(self) -> Whereabouts:
-        """Of this process."""
+        """Says where this process runs."""
         node, address = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
         return Whereabouts(node, address, os.getpid(), tuple(str(i) for i in ray.get_gpu_ids()))
 
@@ -224,7 +224,9 @@ class RayCluster:
         environment_before: Mapping[str, str],
     ) -> None:
         self._environment_before = environment_before
-        self.num_devices, self.device, self.threads = sum(pools.values()), device, threads
+        self.num_devices = sum(pools.values())
+        self.device = device
+        self.threads = threads
         self._pools = RayPools(pools, device)
         self._owns_ray = origin != "found"
         self._inline_bytes = INLINE_BYTES if origin == "started" else RAY_DEFAULT_INLINE_BYTES
@@ -233,11 +235,6 @@ class RayCluster:
         self._handles: list[RayHandle] = []
         self._actors: list[Any] = []
         self._closed = False
-
-    @property
-    def pids(self) -> tuple[int, ...]:
-        """Process ids of the hosts, by device number."""
-        return tuple(handle.place.pid for handle in self._handles)
 
     async def start_hosts(self, env: Mapping[str, str]) -> None:
         """Start the actors of each pool, number them node by node, and let them join one torch.distributed

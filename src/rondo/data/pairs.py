@@ -170,7 +170,7 @@ class PairStream(TrainingStream[Pair]):
 
     @functools.cached_property
     def has_safe(self) -> bool:
-        """Whether every row says which of its answers are harmless."""
+        """Says whether every row tells which of its answers are harmless."""
         return all(pair.safe is not None for kept in self._kept for pair in kept.items)
 
     def pair(self, seq: int) -> Pair:

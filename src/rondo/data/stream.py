@@ -39,7 +39,10 @@ class Kept(Sequence[T]):
     """What is left of one source: `items[i]` belongs to row `rows[i]`; `dropped` rows were too long."""
 
     def __init__(self, source: Source, rows: np.ndarray, items: Sequence[T], dropped: int) -> None:
-        self.source, self.rows, self.items, self.dropped = source, rows, items, dropped
+        self.source = source
+        self.rows = rows
+        self.items = items
+        self.dropped = dropped
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -83,7 +83,9 @@ class Endpoint:
         max_pending: int | None = None,
         deadline_seconds: float | None = None,
     ) -> None:
-        self.model, self.sessions, self.max_context = model, sessions, max_context
+        self.model = model
+        self.sessions = sessions
+        self.max_context = max_context
         self._tokenizer, self._generate = tokenizer, generate
         self._max_pending, self._deadline = max_pending, deadline_seconds
         self._defaults = defaults or SamplingParams(max_context, stop_token_ids=stop_token_ids(tokenizer))

@@ -81,7 +81,7 @@ class Session:
         return None if found is None else (found, self.calls[found])
 
     def extended_text(self, text: str) -> tuple[int, ModelCall, str] | None:
-        """As `extended_call`, for a text completion's prompt, and the new text behind it."""
+        """Does as `extended_call` for a text completion's prompt, and returns the new text behind it, too."""
         heads = [
             k for k in self._answers if k[0] == "text" and text.startswith(k[1]) and len(text) > len(k[1])
         ]
@@ -192,7 +192,7 @@ def _ended() -> ApiError:
 
 
 def describe_call(call: ModelCall) -> dict[str, Any]:
-    """For JSON."""
+    """Writes a call as JSON has it."""
     made = call.completion
     return {
         "parent": call.parent,

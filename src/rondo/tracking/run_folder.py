@@ -204,7 +204,7 @@ class RunFolder:
 
     @property
     def resuming(self) -> bool:
-        """Whether there is a checkpoint to go on from."""
+        """Says whether there is a checkpoint to go on from."""
         return self.resume_step is not None
 
     @property
@@ -303,7 +303,7 @@ class RunFolder:
         return Timeline(self.timeline_path)
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """As the module's `read_metrics`; empty when nothing was logged yet."""
+        """Reads as the module's `read_metrics`; returns nothing when nothing was logged yet."""
         return read_metrics(self.path) if (self.path / "metrics.jsonl").exists() else []
 
     def write_summary(self, summary: Mapping[str, Any]) -> Path:
