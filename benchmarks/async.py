@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from algorithms import machine
 from virtual_cluster import Accelerator, Outcome, Rates, Setup, rates_of, run
 

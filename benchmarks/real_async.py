@@ -21,13 +21,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pyarrow.parquet as pq
-from algorithms import ROOT, Task, run_all
-from virtual_cluster import Rates, Setup, run
 
+from algorithms import ROOT, Task, run_all
 from rondo.config import load
 from rondo.planning.admission import OnUpdate
 from rondo.tracking.run_folder import read_metrics
 from rondo.trainers.commands import train as runs
+from virtual_cluster import Rates, Setup, run
 
 # Where the second process comes from.
 PLACES: Mapping[str, tuple[str, ...]] = {

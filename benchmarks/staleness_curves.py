@@ -24,7 +24,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from algorithms import ROOT, SETTINGS, Task, machine, result_of, run_all, warm_start
-
 from rondo.config import load
 from rondo.tracking.run_folder import read_metrics
 from rondo.trainers.commands import train as runs

@@ -2,7 +2,7 @@
 
 A rollout device decodes all its sequences together; a decode step takes as long as memory and arithmetic need
 for as many sequences as there are. Training, weight transfer and recomputed caches take their seconds.
-Nothing is computed, on a virtual clock (rondo/trainers/simulate.py).
+Nothing is computed, on a virtual clock (benchmarks/simulation.py).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from rondo.batch import BatchRef
 from rondo.planning.admission import OnUpdate
 from rondo.trainers.loop.buffer import Buffer, Group
 from rondo.trainers.loop.feeder import EpisodeFeeder
-from rondo.trainers.simulate import SimulatedEngines, run_virtual, simulate
 from rondo.types import SCORED
 from rondo.weights.sync import SyncReport
+from simulation import SimulatedEngines, run_virtual, simulate
 
 Length = Callable[[int, int], int]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import subprocess
 import sys
@@ -11,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.virtual_cluster import Accelerator, Rates, Setup, VirtualDevices, rates_of, run
-from rondo.trainers.simulate import run_virtual
+import real_async
+from simulation import run_virtual
+from virtual_cluster import Accelerator, Rates, Setup, VirtualDevices, rates_of, run
 
 ROOT = Path(__file__).parents[2]
 # A decode step takes a second and another for each sequence; a trainer device trains 10 tokens per second.
@@ -130,11 +130,9 @@ def test_equal_work_and_the_bound_whatever_happens_on_an_update(on_update: str) 
         assert baseline.seconds / made.seconds > 1.5  # the tail no longer stops everybody
 
 
-def test_the_simulation_of_a_real_run_takes_as_long_as_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_simulation_of_a_real_run_takes_as_long_as_that_run() -> None:
     """At max_staleness 0: 20 s of episodes, 4 s of publishes, 16 s of what is left, whatever the lengths."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    real = importlib.import_module("real_async")
-    base = real.Measured(
+    base = real_async.Measured(
         max_staleness=0,
         on_update="finish",
         seconds=40.0,
@@ -153,9 +151,9 @@ def test_the_simulation_of_a_real_run_takes_as_long_as_that_run(monkeypatch: pyt
         def mean(self) -> float:
             return float(np.mean([self(seq, sample) for seq in range(64) for sample in range(8)]))
 
-    at_once = real.measured_rates(base, 4, Lengths(), "compiled", overlap=False)
+    at_once = real_async.measured_rates(base, 4, Lengths(), "compiled", overlap=False)
     assert run(Setup(1, 1, 0, "finish", 16, 8, 4), at_once, Lengths()).seconds == pytest.approx(40.0)
-    beside = real.measured_rates(base, 4, Lengths(), "compiled", overlap=True)
+    beside = real_async.measured_rates(base, 4, Lengths(), "compiled", overlap=True)
     assert base.trainer == 18.0
     assert at_once.train_rate * 16.0 == pytest.approx(beside.train_rate * 18.0)
 

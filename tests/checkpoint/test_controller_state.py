@@ -1,27 +1,21 @@
-"""The controller's state and random generators come back exactly; incompatible settings are listed."""
+"""The controller's state comes back exactly; incompatible settings are listed."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import random
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from rondo.batch import Batch, ragged_rows
 from rondo.checkpoint import (
     ControllerState,
-    capture_random_state,
     check_compatible,
     compatibility_record,
-    generator_state,
     load_controller_state,
-    restore_generator,
-    restore_random_state,
     save_controller_state,
 )
 from rondo.config.schema import Config, DataConfig, ModelConfig, RolloutConfig, SourceConfig
@@ -39,10 +33,8 @@ def test_the_state_comes_back_exactly(tmp_path: Path) -> None:
     state = ControllerState(
         step=12,
         version=12,
-        random={"process": capture_random_state(), "shuffle": generator_state(np.random.default_rng(3))},
-        feeder={"next_seq": 2**62 + 1},
         timers={"wall_seconds": 0.1 + 0.2},
-        extra={"kl_coef": 1e-300},
+        extra={"kl_coef": 1e-300, "next_seq": 2**62 + 1},
         ledger=[{"kind": "watermark", "next_seq": 40}, {"kind": "dropped", "seq": 3, "reason": "π"}],
         groups={7: group(7), 5: group(5)},
     )
@@ -80,58 +72,6 @@ def test_a_damaged_state_names_the_file(tmp_path: Path) -> None:
     (tmp_path / "controller.json").write_text('{"step": 1, "version": 1, "later": 2}')
     with pytest.raises(CheckpointError, match="later"):
         load_controller_state(tmp_path)
-
-
-def draws() -> list[Any]:
-    global_numbers = [
-        random.random(),
-        random.gauss(0, 1),
-        np.random.rand(),
-        np.random.randn(),
-        torch.randn(3).tolist(),
-    ]
-    return global_numbers
-
-
-def test_global_generators_repeat_after_a_restore() -> None:
-    outside = capture_random_state()
-    try:
-        random.gauss(0, 1), np.random.randn()  # leave each with a number in store
-        state = json.loads(json.dumps(capture_random_state(), allow_nan=False))
-        expected = draws()
-        assert draws() != expected
-        restore_random_state(state)
-        assert draws() == expected
-    finally:
-        restore_random_state(outside)
-
-
-@pytest.mark.parametrize("bits", [np.random.PCG64, np.random.MT19937, np.random.Philox])
-def test_numpy_generators_repeat(bits: Any) -> None:
-    generator = np.random.Generator(bits(5))
-    generator.standard_normal(3)
-    state = json.loads(json.dumps(generator_state(generator)))
-    expected = generator.standard_normal(7).tolist()
-    other = np.random.Generator(bits(6))
-    restore_generator(other, state)
-    assert other.standard_normal(7).tolist() == expected
-
-
-def test_python_and_torch_generators_repeat() -> None:
-    one, two = random.Random(1), torch.Generator().manual_seed(2)
-    one.gauss(0, 1)
-    states = json.loads(json.dumps([generator_state(one), generator_state(two)]))
-    expected = [one.gauss(0, 1), torch.rand(4, generator=two).tolist()]
-    other, another = random.Random(3), torch.Generator()
-    restore_generator(other, states[0])
-    restore_generator(another, states[1])
-    assert [other.gauss(0, 1), torch.rand(4, generator=another).tolist()] == expected
-    with pytest.raises(CheckpointError, match="'python' generator where the run has a 'torch' one"):
-        restore_generator(another, states[0])
-    with pytest.raises(CheckpointError, match="cannot be restored"):
-        restore_generator(another, {"kind": "torch", "state": "AAAA"})
-    with pytest.raises(CheckpointError, match="cannot be restored"):
-        restore_random_state({"python": [1]})
 
 
 CONFIG = Config(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from rondo import __version__
 from rondo.cli import main as cli
+from rondo.config.load import RECIPES
 from rondo.errors import ConfigError, WorkerError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,6 +40,31 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     for command in cli.COMMANDS:
         assert f"\n    {command}" in text
+
+
+@pytest.mark.parametrize("command", ["train", "sft", "preference", "reward-model", "eval"])
+def test_help_of_a_command_says_what_it_does_and_names_the_recipes(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main([command, "-h"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert text.startswith(f"usage: rondo {command} [-h]")
+    assert "a YAML file, or the name of a recipe that rondo ships" in text
+    shipped = {path.stem for path in RECIPES.glob("*.yaml")}
+    assert set(text.partition("Recipes that rondo ships: ")[2].rstrip(".").split(", ")) == shipped
+
+
+def test_every_training_command_runs_its_own_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+    for program in ("train", "sft", "preference", "reward_model"):
+        record = functools.partial(called.append, program)
+        monkeypatch.setattr(
+            f"rondo.trainers.commands.train.{program}", lambda loaded, record=record: record()
+        )
+    for command in ("train", "sft", "preference", "reward-model"):
+        assert cli.main([command, "quickstart"]) == 0
+    assert called == ["train", "sft", "preference", "reward_model"]
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from rondo.batch import ROW_ID, Batch, BatchRef, ragged_rows
 from rondo.controller import Mesh, WorkerContext, WorkerGroup
 from rondo.controller.dispatch import cut
-from rondo.controller.handle import ByteCounter
 from rondo.controller.host import Host
 from rondo.controller.local import LocalHandle
 from tests.controller.sample_workers import Calculator
@@ -68,7 +67,7 @@ def group_in_this_process(mesh: Mesh) -> WorkerGroup:
             groups=(),
         )
         host.workers["calculator"] = Calculator(context)
-        handles.append(LocalHandle(host, ByteCounter()))
+        handles.append(LocalHandle(host))
 
     async def resolve(blocks: object) -> list[Batch]:
         return list(blocks)  # type: ignore[call-overload]

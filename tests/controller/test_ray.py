@@ -17,7 +17,7 @@ import pytest
 
 from rondo.batch import ROW_ID, Batch, ragged_rows
 from rondo.config.schema import ClusterConfig
-from rondo.controller import Cluster, Mesh, WorkerGroup, start_cluster
+from rondo.controller import Cluster, Mesh, Worker, WorkerGroup, start_cluster
 from rondo.errors import ConfigError, DataError, WorkerError
 from tests.controller.conftest import SPARE_DEVICES, Run
 from tests.controller.sample_workers import Calculator
@@ -32,9 +32,11 @@ RAY = ClusterConfig(backend="ray", device="cpu", threads=1)
 @pytest.fixture(scope="module")
 def shared(ray_instance: None, run: Run) -> Iterator[Cluster]:
     cluster = run(start_cluster(ClusterConfig(backend="ray", devices=SPARE_DEVICES, device="cpu", threads=1)))
+    every = run(cluster.create_group("every host", Worker))
+    pids = run(every.call(Worker.process_id))
     yield cluster
     run(cluster.shutdown())
-    assert not any(os.path.exists(f"/proc/{pid}") for pid in cluster.pids)
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
     run(cluster.shutdown())  # a second time: nothing happens
 
 

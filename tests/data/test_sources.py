@@ -113,7 +113,7 @@ def test_missing_column_names_the_columns_there_are(tmp_path):
     with pytest.raises(
         DataError, match=r"line 1\): no column 'prompt'; did you mean 'promt'\? Columns: promt, answer"
     ):
-        source.value(0, "prompt")
+        source.prompt(0)
 
 
 def test_huggingface_folder_and_file(tmp_path):

@@ -102,7 +102,7 @@ def test_stream_is_a_function_of_seq(tok, jsonl):
 
     def ids(seed, seqs):
         stream = PromptStream(configs, tok, max_prompt_tokens=50, seed=seed)
-        assert stream.prompts_per_epoch == 12
+        assert stream.rows_per_epoch == 12
         return [stream.prompt(seq).prompt_id for seq in seqs]
 
     straight = ids(3, range(60))
@@ -130,7 +130,7 @@ def mixed_lengths(jsonl):
 def test_overlong_dropped_and_counted(tok, mixed_lengths, caplog):
     with caplog.at_level(logging.WARNING):
         stream = PromptStream((mixed_lengths,), tok, max_prompt_tokens=20)
-    assert stream.prompts_per_epoch == 3
+    assert stream.rows_per_epoch == 3
     assert stream.dropped == {"p": 2}
     assert "dropped 2 of 5 rows" in caplog.text
     assert all(len(stream.prompt(seq).token_ids) <= 20 for seq in range(9))
@@ -280,7 +280,6 @@ def test_batch_has_the_columns_of_training(tok, jsonl):
     assert batch.scalars("num_trained_tokens").tolist() == [4, 5, 6]
     assert np.array_equal(batch.lengths("prompt_ids"), batch.scalars("prompt_length"))
     assert stream.rows_per_epoch == 5
-    assert stream.longest == 8 + 2 + 6
 
 
 def test_conversation_overlong(tok, jsonl):

@@ -414,7 +414,7 @@ def test_without_group_functions_score_group_changes_nothing(scorer):
         ),
         (RewardFunctionConfig("countdown", options={"format_score": "x"}), "format_score.*must be float"),
         (RewardFunctionConfig("format"), "needs the option 'tags'"),
-        (RewardFunctionConfig("rondo.rewards.scorers.nothing"), "has no 'nothing'"),
+        (RewardFunctionConfig("rondo.rewards.builtin.nothing"), "has no 'nothing'"),
     ],
 )
 def test_wrong_config_is_told_before_the_start(config, wrong):

@@ -1,4 +1,4 @@
-"""The session recorder: exact tokens in, exact tokens out, whatever the text of them would tokenise to."""
+"""Sessions: exact tokens in, exact tokens out, whatever the text of them would tokenise to."""
 
 from __future__ import annotations
 

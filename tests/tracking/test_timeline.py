@@ -1,9 +1,9 @@
-"""timeline.json: what is written, read back; rows, steps, kills and resumes."""
+"""The timeline: what is written, read back; spans, steps, kills and resumes."""
 
 from __future__ import annotations
 
-import itertools
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 
 from rondo.errors import DataError
 from rondo.tracking.run_folder import RunFolder
-from rondo.tracking.timeline import Timeline, append_events, read_timeline, split_events, step_of
+from rondo.tracking.timeline import Timeline, read_timeline
 from rondo.tracking.timers import Timers
 
 
@@ -23,75 +23,84 @@ class Clock:
         return self.now
 
 
-def timeline(path: Path, **options: Any) -> tuple[Timeline, Clock]:
+def timeline(path: Path) -> tuple[Timeline, Clock]:
     """On a wall clock that is 1000 s ahead of the ticks, which stand still."""
     clock = Clock(1000.0)
-    return Timeline(path, clock=clock, ticks=lambda: 0.0, **options), clock
+    return Timeline(path, clock=clock, ticks=lambda: 0.0), clock
+
+
+def call(line: Timeline, role: str, rank: int, device: int, method: str, start: float, end: float) -> None:
+    line.call_sent(role, rank, device, method)
+    line.call_ended(role, rank, device, method, start, end, died=False)
 
 
 def spans(path: Path) -> list[dict[str, Any]]:
-    return [event for event in read_timeline(path) if event["ph"] == "X"]
-
-
-def names(path: Path, kind: str) -> dict[int, str]:
-    events = [e for e in read_timeline(path) if e["name"] == kind]
-    return {e["tid"] if kind == "thread_name" else e["pid"]: e["args"]["name"] for e in events}
+    """The begins, each with the `dur` that its end gives it and the name of its process."""
+    events = read_timeline(path)
+    ends = {event["id"]: event for event in events if event["ph"] == "e"}
+    begins = [event for event in events if event["ph"] == "b"]
+    processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert len(begins) == len(ends)
+    for begin in begins:
+        end = ends[begin["id"]]
+        assert all(begin[key] == end[key] for key in ("name", "cat", "pid", "tid"))
+    return [b | {"dur": ends[b["id"]]["ts"] - b["ts"], "process": processes[b["pid"]]} for b in begins]
 
 
 def test_spans_marks_and_counters_are_what_was_told(tmp_path: Path) -> None:
-    path = tmp_path / "timeline.json"
+    path = tmp_path / "timeline" / "attempt-1.json"
     line, clock = timeline(path)
     line.gauges = lambda: {"in flight": 2, "ready": 1}
-    line.record("actor", 1, 3, "update_actor", 1001.0, 1001.5)
+    call(line, "actor", 1, 3, "update_actor", 1001.0, 1001.5)
     line.phase("update_actor", 0.9, 1.6)  # of the ticks: 1000.9 to 1001.6
     clock.now = 1002.0
     line.mark("publish", version=7)
     line.count("staleness", {"mean": 0.5, "max": 1})
     line.end_step(7)
-    whole = json.loads(path.read_text())
-    assert whole == read_timeline(path)
-    assert [(e["name"], e["ts"], e["dur"], e["args"]) for e in spans(path)] == [
-        ("update_actor", 1000_900_000, 700_000, {"step": 7}),
-        ("update_actor", 1001_000_000, 500_000, {"rank": 1, "step": 7}),
+    assert [(e["process"], e["cat"], e["name"], e["ts"], e["dur"], e["args"]) for e in spans(path)] == [
+        ("device 3: actor", "actor", "update_actor", 1001_000_000, 500_000, {"rank": 1, "step": 7}),
+        ("controller", "loop", "update_actor", 1000_900_000, 700_000, {"step": 7}),
     ]
-    loop, device = spans(path)
-    assert names(path, "process_name") == {loop["pid"]: "controller", device["pid"]: "device 3"}
-    assert names(path, "thread_name") == {loop["tid"]: "loop", device["tid"]: "actor"}
-    (mark,) = [e for e in whole if e["ph"] == "i"]
+    events = read_timeline(path)
+    (mark,) = [e for e in events if e["ph"] == "i"]
     assert (mark["name"], mark["ts"], mark["args"]) == ("publish", 1002_000_000, {"version": 7, "step": 7})
-    counters = {e["name"]: e for e in whole if e["ph"] == "C"}
-    assert counters["prompt groups"]["args"] == {"in flight": 2, "ready": 1}  # once: it did not change
-    assert counters["staleness"]["args"] == {"mean": 0.5, "max": 1}
-    assert {step_of(e) for e in whole if e["ph"] != "M"} == {7}
+    counters = [(e["name"], e["args"]) for e in events if e["ph"] == "C"]
+    assert counters == [  # the first once: it did not change
+        ("prompt groups", {"in flight": 2, "ready": 1}),
+        ("staleness", {"mean": 0.5, "max": 1}),
+    ]
+    places = {e["pid"]: e["args"]["sort_index"] for e in events if e["name"] == "process_sort_index"}
+    assert [places[e["pid"]] for e in spans(path)] == [4, 0]  # the controller on top, then by device
 
 
-def test_calls_that_overlap_lie_on_different_rows_and_phases_nest(tmp_path: Path) -> None:
+def test_every_event_has_what_the_format_asks_for(tmp_path: Path) -> None:
     path = tmp_path / "timeline.json"
     line, _ = timeline(path)
-    for start, end in ((0, 4), (1, 2), (2, 3), (3, 6), (4, 5)):
-        line.record("rollout", 0, 0, "run_group", 1000 + start, 1000 + end)
+    for start, end in ((0, 4), (1, 2), (2, 3), (3, 6), (5, 4)):  # they overlap; the last would be negative
+        call(line, "rollout", 0, 0, "run_group", 1000 + start, 1000 + end)
     line.end_step(1)
-    line.record("rollout", 0, 0, "run_group", 1000.5, 1007)  # began a step ago
+    call(line, "rollout", 0, 0, "run_group", 1000.5, 1007)  # began a step ago
     line.phase("outer", 0.0, 9.0)
     line.phase("inner", 1.0, 2.0)
-    line.phase("other task", 8.0, 10.0)
+    line.mark("publish", version=1)
     line.end_step(2)
-    rows = names(path, "thread_name")
-    on: dict[str, list[tuple[float, float]]] = {}
-    for event in spans(path):
-        row = rows[event["tid"]]
-        on.setdefault(row, []).append((event["ts"] / 1e6 - 1000, (event["ts"] + event["dur"]) / 1e6 - 1000))
-    assert on["rollout"] == [(0, 4), (4, 5)]
-    assert on["rollout (2)"] == [(1, 2), (2, 3), (3, 6)]
-    assert on["rollout (3)"] == [(0.5, 7)]
-    assert on["loop"] == [(0, 9), (1, 2)]
-    assert on["loop (2)"] == [(8, 10)]
-    for intervals in (on["rollout"], on["rollout (2)"]):
-        assert all(a[1] <= b[0] for a, b in itertools.pairwise(sorted(intervals)))
+    whole = json.loads(path.read_text() + "]")  # but for the bracket, which may be left out
+    assert whole == read_timeline(path)
+    for event in whole:
+        assert {"name", "ph", "pid", "tid"} <= event.keys()
+        assert ("ts" in event) == (event["ph"] != "M")
+        assert ("id" in event) == ("cat" in event) == (event["ph"] in "be")
+    named = [event["pid"] for event in whole if event["name"] == "process_name"]
+    assert sorted(named) == sorted({event["pid"] for event in whole})  # once each
+    order = [(event["id"], event["ph"]) for event in whole if event["ph"] in "be"]
+    assert order == [(number, ph) for number in range(1, 9) for ph in "be"]  # an id of its own for every span
+    assert [event["dur"] for event in spans(path)] == [
+        seconds * 1_000_000 for seconds in (4, 1, 1, 3, 0, 6.5, 9, 1)
+    ]
 
 
 def test_phases_of_the_timers_add_up_to_their_metrics(tmp_path: Path) -> None:
-    path = tmp_path / "timeline.json"
+    path = tmp_path / "attempt-1.json"
     ticks = Clock()
     line = Timeline(path, clock=lambda: 1000.0 + ticks.now, ticks=ticks)
     timers = Timers(ticks, Clock())
@@ -115,64 +124,52 @@ def test_phases_of_the_timers_add_up_to_their_metrics(tmp_path: Path) -> None:
     assert (first["name"], first["args"]["step"]) == ("evaluate", 0)
 
 
-def test_whole_after_every_step_and_readable_when_cut_off(tmp_path: Path) -> None:
-    path = tmp_path / "timeline.json"
+def test_a_file_that_a_kill_cut_off_is_read_less_its_last_line(tmp_path: Path) -> None:
+    path = tmp_path / "attempt-1.json"
     line, _ = timeline(path)
     for step in range(1, 4):
-        line.record("actor", 0, 0, "update_actor", 1000.0 + step, 1000.5 + step)
+        line.phase("update_actor", step, step + 0.5)
         line.end_step(step)
-        assert len([e for e in json.loads(path.read_text()) if e["ph"] == "X"]) == step
-    text = path.read_text()
-    for kept in range(len(text) - 40, len(text)):  # wherever a kill cuts it
+        assert len(json.loads(path.read_text() + "]")) == 2 + 2 * step  # whole after every step
+    text, events = path.read_text(), read_timeline(path)
+    for kept in range(text.rindex("\n") + 1, len(text)):  # anywhere in the last line
         path.write_text(text[:kept])
-        found = spans(path)
-        assert len(found) in (2, 3)
-        append_events(path, [{"name": "later", "ph": "X", "ts": 0, "dur": 1, "pid": 1, "tid": 1, "args": {}}])
-        assert [e["name"] for e in json.loads(path.read_text())][-1] == "later"
-        assert len(spans(path)) == len(found) + 1
+        assert read_timeline(path) == events[:-1]
     path.write_text("{}")
     with pytest.raises(DataError, match="no timeline"):
         read_timeline(path)
     path.write_text('[\n{"name":"a"},\nbroken\n{"name":"b"}\n]\n')
-    with pytest.raises(DataError, match=r"timeline.json:3"):
+    with pytest.raises(DataError, match=r"attempt-1.json:3"):
         read_timeline(path)
 
 
-def test_a_resumed_run_goes_on_in_the_same_rows_and_what_lay_beyond_moves(tmp_path: Path) -> None:
+def test_every_attempt_has_a_file_of_its_own_and_keeps_it(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with RunFolder(run) as folder:
         (run / "checkpoints" / "step-00000002").mkdir()
         line = folder.open_timeline()
         for step in (1, 2, 3):
-            line.record("actor", 0, 0, "update_actor", 1000.0 + step, 1000.5 + step)
-            line.record("rollout", 0, 1, "run_group", 1000.0 + step, 1000.5 + step)
+            line.phase("generate", step, step + 0.5)
             folder.append_metrics(step, {"reward": 0.5})
             line.end_step(step)
+    first = (run / "timeline" / "attempt-1.json").read_text()
     with RunFolder(run) as folder:
         assert (folder.attempt, folder.resume_step) == (2, 2)
         line = folder.open_timeline()
-        line.record("actor", 0, 0, "load", 2000.0, 2001.0)  # set-up, before the metrics are cut
+        line.phase("load", 0.0, 1.0)  # set-up, before the metrics are cut
         assert folder.discard_beyond(2) == 1
         line.step = 2
         line.step_started()
-        line.record("rollout", 0, 1, "run_group", 2003.0, 2004.0)
+        line.phase("generate", 3.0, 4.0)
         line.end_step(3)
-    path = run / "timeline.json"
-    assert [(e["name"], e["args"]["step"], e["args"].get("attempt")) for e in spans(path)] == [
-        *[(name, step, None) for step in (1, 2) for name in ("update_actor", "run_group")],
-        ("load", 2, 2),
-        ("run_group", 3, 2),
-    ]
-    (mark,) = [e for e in read_timeline(path) if e["ph"] == "i"]
-    assert mark["name"] == "attempt 2"
-    threads = {
-        (e["pid"], e["args"]["name"]): e["tid"] for e in read_timeline(path) if e["name"] == "thread_name"
-    }
-    assert len(threads) == len({e["tid"] for e in spans(path)}) == 2  # no second row for a role
-    gone = run / "discarded" / "1" / "timeline.json"
-    assert [(e["name"], e["args"]["step"]) for e in spans(gone)] == [("update_actor", 3), ("run_group", 3)]
-    assert set(names(gone, "thread_name").values()) == {"actor", "rollout"}
-    assert split_events(path, 3)[1] == []
+        folder.sync()
+    assert (run / "timeline" / "attempt-1.json").read_text() == first  # with the step that was done again
+    again = spans(run / "timeline" / "attempt-2.json")
+    assert [(e["name"], e["args"]["step"]) for e in again] == [("load", 2), ("generate", 3)]
+    (run / "run.lock").unlink()  # and with it the count of attempts
+    shutil.rmtree(run / "discarded")
+    with RunFolder(run) as folder:
+        assert folder.open_timeline().path == run / "timeline" / "attempt-1-2.json"
 
 
 def test_a_run_that_starts_anew_takes_the_old_timeline_away(tmp_path: Path) -> None:
@@ -182,5 +179,5 @@ def test_a_run_that_starts_anew_takes_the_old_timeline_away(tmp_path: Path) -> N
         line.phase("generate", 0.0, 1.0)
         line.end_step(1)
     with RunFolder(run):
-        assert not (run / "timeline.json").exists()
-        assert (run / "discarded" / "1" / "timeline.json").exists()
+        assert not (run / "timeline").exists()
+        assert (run / "discarded" / "1" / "timeline" / "attempt-1.json").exists()

@@ -17,7 +17,7 @@ from rondo.trainers.loop.buffer import Buffer, Group
 from rondo.trainers.loop.feeder import EpisodeFeeder
 from rondo.trainers.loop.ledger import Ledger
 from rondo.trainers.loop.publish import WeightPublisher
-from rondo.trainers.simulate import Lengths, SimulatedEngines, Simulation, run_virtual, simulate
+from simulation import Lengths, SimulatedEngines, Simulation, run_virtual, simulate
 
 BATCH, STEPS = 4, 8
 SHORT = Lengths(mean=120, sigma=1.0, longest=900)

@@ -27,9 +27,9 @@ from rondo.trainers.loop.buffer import Buffer, Group
 from rondo.trainers.loop.feeder import EpisodeFeeder
 from rondo.trainers.replay.journal import JournalFile, RunJournal, check_replay, followed_journal
 from rondo.trainers.replay.replay import ReplayedBuffer, ReplayedFeeder
-from rondo.trainers.simulate import Lengths, SimulatedEngines, Simulation, run_virtual, simulate
 from rondo.types import Completion, GenerateRequest, Trajectory
 from rondo.workers.models import ActorWorker
+from simulation import Lengths, SimulatedEngines, Simulation, run_virtual, simulate
 from tests.trainers.conftest import hold_an_answer, inline, metrics, weights
 from tests.trainers.test_async import unlucky
 from tests.trainers.test_partial import RESUME

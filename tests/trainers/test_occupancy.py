@@ -14,9 +14,9 @@ def test_shares_of_a_step_by_hand() -> None:
     def at(seconds: float, what: str, role: str, device: int, method: str) -> None:
         now[0] = seconds
         if what == "begin":
-            watch.submitted(role, 0, device, method)
+            watch.call_sent(role, 0, device, method)
         else:
-            watch.record(role, 0, device, method, 0.0, 0.0)
+            watch.call_ended(role, 0, device, method, 0.0, 0.0, died=False)
 
     at(0, "begin", "rollout", 1, "run_group")  # two overlap: 0-6 busy
     at(1, "begin", "rollout", 1, "run_group")
@@ -40,32 +40,29 @@ def test_mean_over_devices_and_nothing_before_the_first_step() -> None:
     now = [0.0]
     watch = Occupancy(clock=lambda: now[0])
     for device in (0, 1):
-        watch.submitted("actor", device, device, "num_parameters")
-        watch.record("actor", device, device, "num_parameters", 0.0, 0.0)
+        watch.call_sent("actor", device, device, "num_parameters")
+        watch.call_ended("actor", device, device, "num_parameters", 0.0, 0.0, died=False)
     now[0] = 100.0
     watch.step_started()
-    watch.submitted("actor", 0, 0, "update_actor")
+    watch.call_sent("actor", 0, 0, "update_actor")
     now[0] = 104.0
     assert watch.shares() == {"perf/trainer_busy_share": 0.5}
 
 
 def test_a_device_counts_while_its_host_lives() -> None:
-    now, lost = [0.0], set()
+    now = [0.0]
     watch = Occupancy(clock=lambda: now[0])
-    watch.lost = lost
     for device in (0, 1):
-        watch.submitted("rollout", device, device, "run_group")
+        watch.call_sent("rollout", device, device, "run_group")
     now[0] = 4.0
-    lost.add(1)  # whoever waits for it is told then
-    watch.record("rollout", 1, 1, "run_group", 0.0, 0.0)
+    watch.call_ended("rollout", 1, 1, "run_group", 0.0, 0.0, died=True)
     now[0] = 5.0
-    watch.record("rollout", 0, 0, "run_group", 0.0, 0.0)
+    watch.call_ended("rollout", 0, 0, "run_group", 0.0, 0.0, died=False)
     now[0] = 12.0
     assert watch.shares() == {"perf/rollout_busy_share": (5 + 4) / (12 + 4)}
-    watch.submitted("rollout", 0, 0, "run_group")
+    watch.call_sent("rollout", 0, 0, "run_group")
     now[0] = 16.0
     assert watch.shares() == {"perf/rollout_busy_share": 1.0}
-    lost.add(0)
-    watch.record("rollout", 0, 0, "run_group", 0.0, 0.0)
+    watch.call_ended("rollout", 0, 0, "run_group", 0.0, 0.0, died=True)
     now[0] = 17.0
     assert watch.shares() == {}

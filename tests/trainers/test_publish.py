@@ -12,8 +12,8 @@ from rondo.errors import WeightSyncError
 from rondo.trainers.loop.buffer import Buffer
 from rondo.trainers.loop.feeder import EpisodeFeeder
 from rondo.trainers.loop.publish import WeightPublisher
-from rondo.trainers.simulate import SimulatedEngines, run_virtual
 from rondo.weights.sync import SyncReport
+from simulation import SimulatedEngines, run_virtual
 
 
 class Restarts(SimulatedEngines):

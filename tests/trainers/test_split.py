@@ -22,6 +22,21 @@ from tests.trainers.test_placement import PPO, SPLIT, learned
 pytest.importorskip("ray")
 
 
+class Deaths:
+    """The devices whose host was found dead."""
+
+    def __init__(self) -> None:
+        self.devices: set[int] = set()
+
+    def call_sent(self, role: str, rank: int, device: int, method: str) -> None: ...
+
+    def call_ended(
+        self, role: str, rank: int, device: int, method: str, start: float, end: float, *, died: bool
+    ) -> None:
+        if died:
+            self.devices.add(device)
+
+
 def test_split_goes_on_without_a_host_of_engines(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -33,11 +48,13 @@ def test_split_goes_on_without_a_host_of_engines(
         return tmp_path / name
 
     whole = run("whole")
-    original, warned, lost = Checkpoints.write_if_due, [], []
+    original, warned, lost, deaths = Checkpoints.write_if_due, [], [], Deaths()
 
     async def kill_after_the_second_step(checkpoints: Checkpoints, trainer: RLTrainer) -> None:
         await original(checkpoints, trainer)
-        lost.append(set(trainer.cluster.timeline.lost))
+        if deaths not in trainer.cluster.call_watchers:
+            trainer.cluster.call_watchers.append(deaths)
+        lost.append(set(deaths.devices))
         if trainer.step == 2:
             os.kill((await trainer.roles.rollout.call(Worker.process_id))[1], signal.SIGKILL)
 

@@ -1,8 +1,7 @@
-"""timeline.json and the busy shares of real runs, against what metrics.jsonl says of the same steps."""
+"""The timeline and the busy shares of real runs, against what metrics.jsonl says of the same steps."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import shutil
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rondo.tracking.timeline import read_timeline, step_of
+from rondo.tracking.timeline import read_timeline
 from rondo.trainers.loop.busy import Occupancy
 from tests.trainers.conftest import inline
 
@@ -21,37 +20,24 @@ SETTINGS = (
 )
 
 
-def events_of(run: Path, kind: str) -> list[dict[str, Any]]:
-    return [event for event in read_timeline(run / "timeline.json") if event["ph"] == kind]
+def events_of(run: Path, kind: str, attempt: int = 1) -> list[dict[str, Any]]:
+    events = read_timeline(run / "timeline" / f"attempt-{attempt}.json")
+    return [event for event in events if event["ph"] == kind]
 
 
-def threads(run: Path) -> dict[int, str]:
-    """tid → `process/thread`."""
-    named = events_of(run, "M")
-    processes = {e["pid"]: e["args"]["name"] for e in named if e["name"] == "process_name"}
-    return {
-        e["tid"]: f"{processes[e['pid']]}/{e['args']['name']}" for e in named if e["name"] == "thread_name"
-    }
+def spans_of(run: Path, attempt: int = 1) -> list[dict[str, Any]]:
+    """The begins, each with its `dur`, which is not negative, and the name of its process."""
+    ends = {event["id"]: event["ts"] for event in events_of(run, "e", attempt)}
+    named = {e["pid"]: e["args"] for e in events_of(run, "M", attempt) if e["name"] == "process_name"}
+    begins = events_of(run, "b", attempt)
+    assert len(begins) == len(ends)
+    spans = [b | {"dur": ends[b["id"]] - b["ts"], "process": named[b["pid"]]["name"]} for b in begins]
+    assert all(span["dur"] >= 0 for span in spans)
+    return spans
 
 
 def logged(run: Path) -> dict[int, dict[str, Any]]:
     return {line["step"]: line for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())}
-
-
-def check_rows(run: Path) -> None:
-    """Spans are not negative; on a device's row they do not overlap, on the loop's they nest."""
-    rows: dict[int, list[tuple[int, int]]] = {}
-    for event in events_of(run, "X"):
-        assert event["dur"] >= 0
-        rows.setdefault(event["tid"], []).append((event["ts"], event["ts"] + event["dur"]))
-    names = threads(run)
-    assert set(rows) == set(names)
-    for tid, spans in rows.items():
-        spans.sort(key=lambda span: (span[0], -span[1]))
-        for (start, end), (later, ends) in itertools.combinations(spans, 2):
-            nested = names[tid].startswith("controller") and ends <= end
-            assert start <= later
-            assert later >= end or nested, names[tid]
 
 
 def test_a_run_and_what_it_goes_on_with(
@@ -69,12 +55,10 @@ def test_a_run_and_what_it_goes_on_with(
 
     monkeypatch.setattr(Occupancy, "shares", shares)
     inline("train", str(recipe), *SETTINGS, f"trainer.run_dir={run}")
-    json.loads((run / "timeline.json").read_text())
-    check_rows(run)
-    assert {"controller/loop", "device 0/actor", "device 0/rollout"} <= set(threads(run).values())
-    spans, lines = events_of(run, "X"), logged(run)
+    spans, lines = spans_of(run), logged(run)
+    assert {"controller", "device 0: actor", "device 0: rollout"} <= {e["process"] for e in spans}
     for step in (1, 2, 3):
-        mine = [e for e in spans if step_of(e) == step]
+        mine = [e for e in spans if e["args"]["step"] == step]
         for phase in ("update_actor", "publish", "advantages"):
             seconds = sum(e["dur"] for e in mine if e["name"] == phase and "rank" not in e["args"]) / 1e6
             assert seconds == pytest.approx(lines[step][f"timing/{phase}_s"], abs=1e-5), (step, phase)
@@ -96,19 +80,15 @@ def test_a_run_and_what_it_goes_on_with(
     stale = [e["args"]["max"] for e in events_of(run, "C") if e["name"] == "staleness"]
     assert stale == [lines[step]["buffer/staleness_max"] for step in (1, 2, 3)]
 
-    before = read_timeline(run / "timeline.json")
+    first = (run / "timeline" / "attempt-1.json").read_text()
     shutil.rmtree(run / "checkpoints" / "step-00000003")
     (run / "summary.json").unlink()
     inline("train", str(recipe), *SETTINGS, f"trainer.run_dir={run}")  # the last step once more
-    check_rows(run)
-    after = read_timeline(run / "timeline.json")
-    kept = [e for e in before if step_of(e) is None or step_of(e) <= 2]
-    assert after[: len(kept)] == kept
-    fresh = [e for e in after[len(kept) :] if e["ph"] == "X"]
-    assert {e["args"]["attempt"] for e in fresh} == {2}
-    assert {step_of(e) for e in fresh} == {2, 3}  # set-up carries the step that is done
-    gone = read_timeline(run / "discarded" / "1" / "timeline.json")
-    assert [e for e in gone if e["ph"] != "M"] == [e for e in before if step_of(e) == 3]
+    assert (run / "timeline" / "attempt-1.json").read_text() == first
+    again = spans_of(run, attempt=2)
+    assert {e["args"]["step"] for e in again} == {2, 3}  # set-up carries the step that is done
+    (phase_span,) = [e for e in again if e["name"] == "update_actor" and "rank" not in e["args"]]
+    assert phase_span["dur"] / 1e6 == pytest.approx(logged(run)[3]["timing/update_actor_s"], abs=1e-5)
 
 
 def test_a_supervised_run_has_a_timeline_too(recipe: Path, tmp_path: Path) -> None:
@@ -117,6 +97,5 @@ def test_a_supervised_run_has_a_timeline_too(recipe: Path, tmp_path: Path) -> No
     tiny = ("data.train.0.options.size=4", "data.batch_size=4", "actor.optimizer.schedule.warmup_steps=0")
     quiet = ("tracking={console: 'off', plot: false, trackers: []}", "cluster.threads=1")
     inline("sft", sft, *tiny, *quiet, "trainer.total_steps=2", f"trainer.run_dir={run}")
-    check_rows(run)
-    updates = [e for e in events_of(run, "X") if e["name"] == "update_actor" and "rank" in e["args"]]
-    assert [step_of(e) for e in updates] == [1, 2]
+    updates = [e for e in spans_of(run) if e["name"] == "update_actor" and "rank" in e["args"]]
+    assert [e["args"]["step"] for e in updates] == [1, 2]

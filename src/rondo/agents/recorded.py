@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from rondo.serving import RecordedCall, Session
+from rondo.serving import ModelCall, Session
 from rondo.types import FinishReason, Prompt, Trajectory, Turn
 
 
@@ -67,7 +67,7 @@ def _not_one_context(session: Session, ends: list[int]) -> str:
     )
 
 
-def _chain(calls: list[RecordedCall], end: int) -> list[RecordedCall]:
+def _chain(calls: list[ModelCall], end: int) -> list[ModelCall]:
     """From the first call of the context to `end`."""
     chain = [calls[end]]
     while chain[-1].parent is not None:
@@ -92,7 +92,7 @@ class _Response:
         self._extend(ids, np.zeros(n), np.zeros(n), np.full(n, -1))
         self._turn(kind, n)
 
-    def add(self, call: RecordedCall) -> None:
+    def add(self, call: ModelCall) -> None:
         made = call.completion
         n = len(made.token_ids)
         self._extend(made.token_ids, np.ones(n), made.log_probs, made.policy_versions)

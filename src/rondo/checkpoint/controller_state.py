@@ -1,6 +1,6 @@
-"""The controller's part of a checkpoint: counters, random state, the ledger, and the buffer's groups.
+"""The controller's part of a checkpoint: counters, the ledger, and the buffer's groups.
 
-controller.json        step, version, random state, feeder, timers, and whatever else is small
+controller.json        step, version, timers, and whatever else is small
 compatibility.json     the settings that a resumed run must share
 buffer/ledger.jsonl    the account of every prompt
 buffer/group-*.parquet the complete groups that were waiting
@@ -45,20 +45,20 @@ FREE_KEYS = ("model.attention", "model.trust_remote_code")
 
 @dataclass(frozen=True)
 class ControllerState:
-    """All JSON but `groups`. groups: complete groups by prompt sequence number, every column fetched.
+    """What the controller of a run goes on from. Everything but `groups` is JSON.
 
-    feeder: the position in the prompt stream and what else the feeder keeps. random:
-    `capture_random_state()` and the components' own generators by name. extra: anything small (KL
-    coefficient, per-group versions, …).
+    No generator has a state to save: every draw is seeded by what it is for (`rondo.types.request_seed`).
     """
 
     step: int
     version: int
-    random: Mapping[str, Any] = field(default_factory=dict)
-    feeder: Mapping[str, Any] = field(default_factory=dict)
+    # Totals of the run's clocks (`Timers.state`).
     timers: Mapping[str, Any] = field(default_factory=dict)
+    # Anything small: the KL coefficient, the position in the journal, …
     extra: Mapping[str, Any] = field(default_factory=dict)
+    # The buffer's account of every prompt (`Ledger.records`).
     ledger: Sequence[Mapping[str, Any]] = ()
+    # Complete groups by prompt sequence number, every column fetched.
     groups: Mapping[int, Batch] = field(default_factory=dict)
 
 

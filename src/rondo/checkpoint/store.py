@@ -149,7 +149,9 @@ class _Writing(AbstractContextManager[Path]):
     """One checkpoint under way (see CheckpointStore.writing)."""
 
     def __init__(self, store: CheckpointStore, step: int, expected_bytes: int | None) -> None:
-        self._store, self._step, self._expected = store, step, expected_bytes
+        self._store = store
+        self._step = step
+        self._expected = expected_bytes
         self._target = store.path_of(step)
         self._folder = store.directory / f"{_WRITING}{self._target.name}"
 

@@ -1,4 +1,4 @@
-"""What the subcommands share: recipe files and overrides on one command line."""
+"""What the subcommands share: recipes and overrides on one command line."""
 
 from __future__ import annotations
 
@@ -7,21 +7,33 @@ import sys
 from collections.abc import Sequence
 
 from rondo.config import LoadedConfig, load
+from rondo.config.load import RECIPES
 
 
 def recipe_parser(
     subparsers: argparse._SubParsersAction[argparse.ArgumentParser], command: str, about: str
 ) -> argparse.ArgumentParser:
-    """The parser of a subcommand that takes recipe files and overrides."""
+    """The parser of a subcommand that takes recipes and overrides."""
     parser = subparsers.add_parser(command, help=about, description=about)
-    parser.add_argument(
-        "config", nargs="+", help="recipe files, merged in order, then key.sub=value overrides"
-    )
+    add_recipes(parser, nargs="+")
     return parser
 
 
+def add_recipes(parser: argparse.ArgumentParser, *, nargs: str) -> None:
+    """Let a parser take recipes and overrides, and list the recipes that rondo ships below its help."""
+    parser.add_argument(
+        "config",
+        nargs=nargs,
+        metavar="RECIPE",
+        help="a YAML file, or the name of a recipe that rondo ships; several are merged in order, then "
+        "key.sub=value overrides",
+    )
+    names = sorted(path.stem for path in RECIPES.glob("*.yaml"))
+    parser.epilog = f"Recipes that rondo ships: {', '.join(names)}."
+
+
 def load_arguments(arguments: Sequence[str], extra: Sequence[str] = ()) -> LoadedConfig:
-    """Arguments with `=` before any `/` are overrides, the others recipe files. Raises ConfigError."""
+    """Arguments with `=` before any `/` are overrides, the others recipes. Raises ConfigError."""
     overrides = [a for a in arguments if "=" in a and "/" not in a.split("=", 1)[0]]
     files = [a for a in arguments if a not in overrides]
     loaded = load(files, [*overrides, *extra])

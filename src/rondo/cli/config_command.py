@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
+from rondo.cli.arguments import add_recipes, load_arguments
+
 HELP = "show the resolved configuration and where every value comes from"
 
 
@@ -13,7 +15,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser("config", help=HELP, description=HELP)
     actions = parser.add_subparsers(dest="action", metavar="show", required=True)
     show = actions.add_parser("show", help=HELP, description=HELP)
-    show.add_argument("config", nargs="*", help="recipe files, merged in order, then key.sub=value overrides")
+    add_recipes(show, nargs="*")
     show.add_argument(
         "--yaml", action="store_true", help="one YAML file with everything (can be trained from)"
     )
@@ -25,7 +27,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Print the keys, then (for an RL recipe) the stages of one step, and which role is on which devices."""
-    from rondo.cli.arguments import load_arguments
     from rondo.config import show, to_yaml
 
     loaded = load_arguments(args.config)

@@ -1,7 +1,7 @@
 """The console command `rondo`: finds the subcommand, runs it, turns errors into one clear block.
 
-Each subcommand is a module with `HELP`, `add_parser(subparsers)` and `run(args) -> exit code`, which imports
-what is heavy in `run` only, so that `rondo --help` and errors in a recipe are instant.
+The module of a subcommand has `add_parser(subparsers)` and `run(args) -> exit code`, and imports what is
+heavy in `run` only, so that `rondo --help` and errors in a recipe are instant.
 Exit codes: 0 done, 2 a problem that the message explains, 130 interrupted, 1 a bug (with its traceback).
 """
 
@@ -12,17 +12,17 @@ import importlib
 import os
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import ModuleType
 
 from rondo import __version__
 from rondo.errors import RondoError, WorkerError
 
 COMMANDS = {
-    "train": "rondo.cli.train_command",
-    "sft": "rondo.cli.sft_command",
-    "preference": "rondo.cli.preference_command",
-    "reward-model": "rondo.cli.reward_model_command",
+    "train": "rondo.cli.training",
+    "sft": "rondo.cli.training",
+    "preference": "rondo.cli.training",
+    "reward-model": "rondo.cli.training",
     "eval": "rondo.cli.eval_command",
     "generate": "rondo.cli.generate_command",
     "serve": "rondo.cli.serve_command",
@@ -47,15 +47,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     show_traceback = "--traceback" in arguments or os.environ.get("RONDO_TRACEBACK", "0") not in ("", "0")
     arguments = [argument for argument in arguments if argument != "--traceback"]
     command = next((argument for argument in arguments if not argument.startswith("-")), None)
-    names = [command] if command in COMMANDS else list(COMMANDS)
-    modules = {name: importlib.import_module(COMMANDS[name]) for name in names}
-    parser = _parser(modules)
+    # Only what is asked for; a module may have several subcommands.
+    needed = {COMMANDS[command]} if command in COMMANDS else dict.fromkeys(COMMANDS.values())
+    modules = {name: importlib.import_module(name) for name in needed}
+    parser = _parser(modules.values())
     args = _parse(parser, arguments)
     if args.command is None:
         parser.print_help()
         return 0
     try:
-        code: int = modules[args.command].run(args)
+        code: int = modules[COMMANDS[args.command]].run(args)
         sys.stdout.flush()
         return code
     except RondoError as error:
@@ -86,7 +87,7 @@ def error_block(command: str, error: RondoError) -> str:
     return "\n".join(lines)
 
 
-def _parser(modules: dict[str, ModuleType]) -> argparse.ArgumentParser:
+def _parser(modules: Iterable[ModuleType]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="rondo",
         description=DESCRIPTION,
@@ -95,13 +96,13 @@ def _parser(modules: dict[str, ModuleType]) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"rondo {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for module in modules.values():
+    for module in modules:
         module.add_parser(subparsers)
     return parser
 
 
 def _parse(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Namespace:
-    """As parse_args; overrides may also stand after options: `rondo eval a.yaml --model m rollout.n=4`."""
+    """Parses; overrides may also stand after options: `rondo eval a.yaml --model m rollout.n=4`."""
     args, extra = parser.parse_known_args(arguments)
     if extra:
         if not hasattr(args, "config") or any(argument.startswith("-") for argument in extra):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from rondo.cli.arguments import load_arguments, recipe_parser
 from rondo.config import LoadedConfig
+from rondo.config.load import recipe_path
 from rondo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,7 +25,9 @@ TOKEN_VARIABLE = "RONDO_TOKEN"
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
     """Register the subcommand."""
     parser = recipe_parser(subparsers, "serve", HELP)
-    parser.epilog = "The first argument is a model folder, a hub id, or a recipe with model.path."
+    parser.epilog = (
+        f"The first argument is a model folder, a hub id, or a recipe with model.path. {parser.epilog}"
+    )
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen on (default: this machine only)"
     )
@@ -67,7 +70,7 @@ def load_served(arguments: Sequence[str], replicas: int | None = None) -> Loaded
     if replicas is not None and replicas > 1:
         extra.append("rollout.process=own")
     first = arguments[0]
-    if first.endswith((".yaml", ".yml")) or "=" in first:
+    if recipe_path(first).endswith((".yaml", ".yml")) or "=" in first:
         return load_arguments(arguments, extra)
     # what a recipe must say for a run, and no server reads
     model = [f"model.path={first}", "trainer.total_steps=1"]

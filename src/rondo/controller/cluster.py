@@ -12,21 +12,23 @@ import torch
 
 from rondo.batch import Batch, BatchRef
 from rondo.config.schema import ClusterConfig
-from rondo.controller.group import WorkerGroup
+from rondo.controller.group import CallWatcher, WorkerGroup
 from rondo.controller.mesh import Mesh
-from rondo.controller.recording import CallRecorders
 from rondo.controller.worker import Worker
 from rondo.errors import ConfigError
 
 
 class Cluster(Protocol):
-    """num_devices: host processes. device: "cpu" or "cuda". threads: torch threads of each host. timeline: is
-    told of every worker call."""
+    """Devices with a host process each, and the worker groups on them."""
 
+    # Number of host processes.
     num_devices: int
+    # "cpu" or "cuda".
     device: str
+    # Torch threads of each host.
     threads: int
-    timeline: CallRecorders
+    # Are told of every worker call; add to it.
+    call_watchers: list[CallWatcher]
 
     async def create_group(
         self,

@@ -72,7 +72,7 @@ def device_mesh_of(
 
 
 def is_echo(error: BaseException) -> bool:
-    """Whether an error only says that a peer went away during a collective."""
+    """Says whether an error only reports that a peer went away during a collective."""
     if not isinstance(error, RuntimeError):  # torch.distributed's errors are RuntimeErrors
         return False
     text = f"{type(error).__name__}: {error}".lower()

@@ -16,9 +16,9 @@ import numpy as np
 
 from rondo.batch import ROW_ID, BatchRef, Block, Resolver
 from rondo.controller.dispatch import Dispatch, cut, dispatch_of
+from rondo.controller.handle import Answer, HostHandle
 from rondo.controller.host import CREATE, JOIN, Call, Failure, NewMesh, NewWorker, Reply
 from rondo.controller.mesh import Mesh
-from rondo.controller.recording import CallRecorders
 from rondo.controller.worker import Worker
 from rondo.errors import ConfigError, DataError, WorkerError
 from rondo.types import StepStats
@@ -28,26 +28,25 @@ from rondo.types import StepStats
 GRACE_SECONDS = 0.2
 ECHO_GRACE_SECONDS = 5.0
 
-Answer = tuple[Reply, Any]
 
+class CallWatcher(Protocol):
+    """Hears of every call of a worker group's ranks, on the controller's event loop.
 
-class HostHandle(Protocol):
-    """The controller's end of a host process."""
+    device: the device (= host process) that the rank stands on. Each `call_sent` is followed by one
+    `call_ended`.
+    """
 
-    broken: Failure | None  # why this host can take no more calls
-    roles: set[str]  # of the workers that live there
+    def call_sent(self, role: str, rank: int, device: int, method: str) -> None:
+        """The call leaves the controller. Sync calls may wait for others on the host."""
 
-    def pack(self, call: Call) -> Any:
-        """What travels; may be submitted to several hosts."""
+    def call_ended(
+        self, role: str, rank: int, device: int, method: str, start: float, end: float, *, died: bool
+    ) -> None:
+        """The call ran from `start` to `end`: seconds since the epoch on the host's clock.
 
-    def submit(self, packed: Any, is_async: bool) -> asyncio.Task[Answer]:
-        """Send now (calls keep this order). The task ends with the reply and the handle of what was kept."""
-
-    def condemn(self, failure: Failure) -> None:
-        """Mark the host broken; everything that waits for it fails."""
-
-    def on_broken(self) -> asyncio.Future[Failure]:
-        """Done when the host is broken."""
+        Of a call that was cancelled, or whose host died, they are the controller's: sent, and given up.
+        died: the host takes no more calls, of any role.
+        """
 
 
 class WorkerGroup:
@@ -61,12 +60,15 @@ class WorkerGroup:
         hosts: Sequence[HostHandle],
         resolve: Resolver,
         devices: Sequence[int] | None = None,
-        recorders: CallRecorders | None = None,
+        watchers: Sequence[CallWatcher] = (),
     ) -> None:
-        self.role, self.worker_class, self.mesh = role, worker_class, mesh
-        self._hosts, self._resolve = tuple(hosts), resolve
+        self.role = role
+        self.worker_class = worker_class
+        self.mesh = mesh
+        self._hosts = tuple(hosts)
+        self._resolve = resolve
         self.devices = tuple(range(mesh.size)) if devices is None else tuple(devices)
-        self._recorders = recorders or CallRecorders()
+        self._watchers = watchers  # the cluster's own list: it may grow
 
     @property
     def size(self) -> int:
@@ -262,19 +264,22 @@ class WorkerGroup:
         return Call(self.role, method.__name__, args, kwargs, is_async=is_async, **options)
 
     async def _invoke(self, method: Callable[..., Any], calls: Mapping[int, Call]) -> dict[int, Answer]:
-        name, devices = method.__name__, {rank: self.devices[rank] for rank in calls}
+        name = method.__name__
         sent = time.time()
-        self._recorders.submitted(self.role, devices, name)
+        for watcher in self._watchers:
+            for rank in calls:
+                watcher.call_sent(self.role, rank, self.devices[rank], name)
         spans: Mapping[int, tuple[float, float]] = {}
         try:
             answers = await _invoke(self.role, name, {rank: self._hosts[rank] for rank in calls}, calls)
             spans = {rank: reply.span for rank, (reply, _) in answers.items()}
             return answers
         finally:
-            given_up = (sent, max(sent, time.time()))
-            spans = spans or dict.fromkeys(calls, given_up)
-            self._recorders.lost.update(devices[rank] for rank in calls if self._hosts[rank].broken)
-            self._recorders.record(self.role, devices, name, spans)
+            spans = spans or dict.fromkeys(calls, (sent, max(sent, time.time())))
+            for watcher in self._watchers:
+                for rank in calls:
+                    died = self._hosts[rank].broken is not None
+                    watcher.call_ended(self.role, rank, self.devices[rank], name, *spans[rank], died=died)
 
 
 async def create_group(
@@ -285,7 +290,7 @@ async def create_group(
     hosts: Sequence[HostHandle],
     kwargs: Mapping[str, Any],
     resolve: Resolver,
-    recorders: CallRecorders,
+    watchers: Sequence[CallWatcher],
     accelerators: Sequence[tuple[str, ...]] = (),
 ) -> WorkerGroup:
     """Build one worker on each of `devices`. All hosts of the world take part in making the process
@@ -306,7 +311,7 @@ async def create_group(
     await _invoke(role, CREATE, dict(enumerate(chosen)), calls)
     for host in chosen:
         host.roles.add(role)
-    return WorkerGroup(role, worker_class, mesh, chosen, resolve, devices, recorders)
+    return WorkerGroup(role, worker_class, mesh, chosen, resolve, devices, watchers)
 
 
 def pool(

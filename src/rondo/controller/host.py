@@ -37,21 +37,20 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Call:
-    """One method on one rank.
-
-    shard: assembled on the worker's side, it becomes the first argument. keep: None if a returned Batch shall
-    travel to the controller; else it stays with the host and only `row_id` and these columns travel. collect:
-    False drops the result (another rank of the data-parallel group returns it). is_async: the method is a
-    coroutine function.
-    """
+    """One method on one rank."""
 
     role: str
     method: str
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    # Assembled on the worker's side, it becomes the first argument.
     shard: Shard | None = None
+    # None: a returned Batch travels to the controller. Else it stays with the host, and only `row_id` and
+    # these columns travel.
     keep: tuple[str, ...] | None = None
+    # False drops the result: another rank of the data-parallel group returns it.
     collect: bool = True
+    # The method is a coroutine function.
     is_async: bool = False
 
 
@@ -74,14 +73,17 @@ class NewMesh:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a call has no result. at: host clock, seconds. echo: it only reports a peer's failure. cause: the
-    exception itself, or None where it could not travel."""
+    """Why a call has no result."""
 
     message: str
     traceback: str = ""
+    # Seconds since the epoch on the host's clock.
     at: float = 0.0
+    # It only reports a peer's failure.
     echo: bool = False
+    # The host process is gone.
     died: bool = False
+    # The exception itself, or None where it could not travel.
     cause: BaseException | None = None
 
 
@@ -97,12 +99,13 @@ class Kept:
 
 @dataclass(frozen=True)
 class Reply:
-    """What travels back. value: the result, less the Batch if that was kept. span: when it ran, start and
-    end in seconds since the epoch on the host's clock; (0, 0) if it never did."""
+    """What travels back."""
 
+    # The result, less the Batch if that was kept.
     value: Any = None
     kept: Kept | None = None
     failure: Failure | None = None
+    # When it ran: start and end in seconds since the epoch on the host's clock; (0, 0) if it never did.
     span: tuple[float, float] = (0.0, 0.0)
 
 
@@ -158,7 +161,10 @@ class Host:
     def __init__(
         self, rank: int, world_size: int, device: str, threads: int, *, inline: bool = False
     ) -> None:
-        self.rank, self.world_size, self.device, self.threads = rank, world_size, device, threads
+        self.rank = rank
+        self.world_size = world_size
+        self.device = device
+        self.threads = threads
         self.workers: dict[str, Worker] = {}
         self._meshes: dict[str, tuple[NewMesh, tuple[dist.ProcessGroup, ...]]] = {}
         self._started_distributed = False

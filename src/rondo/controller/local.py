@@ -12,21 +12,20 @@ import torch
 from rondo.batch import Batch, BatchRef
 from rondo.config.schema import ClusterConfig
 from rondo.controller.cluster import planned_device
-from rondo.controller.group import Answer, WorkerGroup, create_group, pool
-from rondo.controller.handle import ByteCounter, HandleBase
+from rondo.controller.group import CallWatcher, WorkerGroup, create_group, pool
+from rondo.controller.handle import Answer, HostHandle
 from rondo.controller.host import Call, Host
 from rondo.controller.mesh import Mesh
-from rondo.controller.recording import CallRecorders
 from rondo.controller.worker import Worker
 from rondo.errors import ConfigError
 
 
-class LocalHandle(HandleBase):
+class LocalHandle(HostHandle):
     """Calls the host directly."""
 
-    def __init__(self, host: Host, counter: ByteCounter) -> None:
+    def __init__(self, host: Host) -> None:
         super().__init__()
-        self._host, self._counter = host, counter
+        self._host = host
 
     def pack(self, call: Call) -> Call:
         """Nothing to pack: one process."""
@@ -39,12 +38,11 @@ class LocalHandle(HandleBase):
     async def _run(self, call: Call, ticket: int | None) -> Answer:
         pieces = call.shard.pieces if call.shard else ()
         if call.shard is not None:
-            self._counter.add(
-                call.shard.index.num_bytes + sum(p.source.nbytes + p.target.nbytes for p in pieces)
-            )
+            self.num_bytes += call.shard.index.num_bytes
+            self.num_bytes += sum(piece.source.nbytes + piece.target.nbytes for piece in pieces)
         reply, kept = await self._host.run(call, [piece.handle for piece in pieces], ticket)
         if reply.kept is not None:
-            self._counter.add(reply.kept.index.num_bytes)
+            self.num_bytes += reply.kept.index.num_bytes
         return reply, kept
 
 
@@ -55,9 +53,10 @@ class LocalCluster:
 
     def __init__(self, host: Host) -> None:
         self.device, self.threads = host.device.partition(":")[0], host.threads
-        self._host, self._counter = host, ByteCounter()
-        self._handle = LocalHandle(host, self._counter)
-        self.timeline = CallRecorders()
+        self.call_watchers: list[CallWatcher] = []
+        self._host = host
+        self._handle = LocalHandle(host)
+        self._put_bytes = 0
         self._closed = False
 
     async def create_group(
@@ -73,7 +72,7 @@ class LocalCluster:
         """See Cluster.create_group; the local backend has one device."""
         mesh, chosen = pool(1, mesh, devices, devices_per_rank)
         return await create_group(
-            role, worker_class, mesh, chosen, [self._handle], kwargs, self.resolve, self.timeline
+            role, worker_class, mesh, chosen, [self._handle], kwargs, self.resolve, self.call_watchers
         )
 
     async def resolve(self, handles: Sequence[Any]) -> list[Batch]:
@@ -83,12 +82,12 @@ class LocalCluster:
     def put(self, batch: Batch, index_columns: Sequence[str] = ()) -> BatchRef:
         """See Cluster.put."""
         ref = BatchRef.of(batch, index_columns, self.resolve)
-        self._counter.add(ref.index.num_bytes)
+        self._put_bytes += ref.index.num_bytes
         return ref
 
     def driver_bytes(self) -> int:
         """See Cluster.driver_bytes: index bytes only, token data is in this very process."""
-        return self._counter.total
+        return self._put_bytes + self._handle.num_bytes
 
     async def shutdown(self) -> None:
         """See Cluster.shutdown; waits for the sync call that is running."""

@@ -66,14 +66,14 @@ class Mesh:
 
     @cached_property
     def dp_shards(self) -> tuple[int, ...]:
-        """For each rank the index of the shard that it works on; ranks with one index form a data-parallel
-        group."""
+        """Returns for each rank the index of the shard that it works on; ranks with one index form a
+        data-parallel group."""
         return tuple(self.coords(rank).get("dp", 0) for rank in range(self.size))
 
     @cached_property
     def collect_ranks(self) -> tuple[int, ...]:
-        """For each shard the rank whose result counts: of the last pipeline stage, first in its cp and tp
-        groups."""
+        """Returns for each shard the rank whose result counts: of the last pipeline stage, first in its cp
+        and tp groups."""
         wanted = {"pp": self.axis_size("pp") - 1, "cp": 0, "tp": 0}
         chosen = (
             rank

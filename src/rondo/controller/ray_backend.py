@@ -26,11 +26,10 @@ import torch.distributed as dist
 
 from rondo.batch import Batch, BatchRef, Shard
 from rondo.config.schema import ClusterConfig
-from rondo.controller.group import Answer, WorkerGroup, create_group, pool
-from rondo.controller.handle import ByteCounter, HandleBase
+from rondo.controller.group import CallWatcher, WorkerGroup, create_group, pool
+from rondo.controller.handle import Answer, HostHandle
 from rondo.controller.host import Call, Failure, Host, Reply, failure_of
 from rondo.controller.mesh import Mesh
-from rondo.controller.recording import CallRecorders
 from rondo.controller.worker import Worker
 from rondo.errors import ConfigError, DataError
 
@@ -73,12 +72,12 @@ class _Packed:
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """Where a host process runs. accelerators: ids of its GPUs on that node, as CUDA_VISIBLE_DEVICES has
-    them."""
+    """Where a host process runs."""
 
     node: str
     address: str
     pid: int
+    # Ids of its GPUs on that node, as CUDA_VISIBLE_DEVICES has them.
     accelerators: tuple[str, ...]
 
 
@@ -96,7 +95,7 @@ class HostActor:
         self._store: dist.TCPStore | None = None
 
     async def whereabouts(self) -> Whereabouts:
-        """Of this process."""
+        """Says where this process runs."""
         node, address = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
         return Whereabouts(node, address, os.getpid(), tuple(str(i) for i in ray.get_gpu_ids()))
 
@@ -168,13 +167,14 @@ def _unpack_reply(raw: bytes) -> Reply:
         return reply
 
 
-class RayHandle(HandleBase):
+class RayHandle(HostHandle):
     """Sends calls to one host actor."""
 
-    def __init__(self, actor: Any, place: Whereabouts, counter: ByteCounter, inline_bytes: int) -> None:
+    def __init__(self, actor: Any, place: Whereabouts, inline_bytes: int) -> None:
         super().__init__()
-        self.actor, self.place, self.pid = actor, place, place.pid
-        self._counter, self._inline_bytes = counter, inline_bytes
+        self.actor = actor
+        self.place = place
+        self._inline_bytes = inline_bytes
 
     def pack(self, call: Call) -> _Packed:
         """Pickle the call; block references are taken out of the shard and become top-level arguments."""
@@ -193,7 +193,7 @@ class RayHandle(HandleBase):
 
     def submit(self, packed: _Packed, is_async: bool) -> asyncio.Task[Answer]:
         """Send to the actor; a dead process becomes a Failure."""
-        self._counter.add(len(packed.payload) + packed.inline_bytes)
+        self.num_bytes += len(packed.payload) + packed.inline_bytes
         method = self.actor.run.options(num_returns=2)
         reply, kept = method.remote(self._ticket(is_async), packed.payload, *packed.refs)
         return self._task(self._answer(reply, kept, is_async))
@@ -204,19 +204,19 @@ class RayHandle(HandleBase):
         except RayError as error:
             first = str(error).strip().partition("\n")[0]
             kind = type(error).__name__
-            where = f"pid {self.pid} on {self.place.address}"
+            where = f"pid {self.place.pid} on {self.place.address}"
             message = f"its host process ({where}) died or cannot be reached: {kind}: {first}"
             return Reply(failure=Failure(message, str(error), time.time(), died=True)), None
         except asyncio.CancelledError:
             if is_async:
                 ray.cancel(reply_ref)
             raise
-        self._counter.add(len(raw))
+        self.num_bytes += len(raw)
         reply = _unpack_reply(raw)
         if reply.kept is None:
             return reply, None
         if reply.kept.num_bytes <= self._inline_bytes:
-            self._counter.add(reply.kept.num_bytes)
+            self.num_bytes += reply.kept.num_bytes
         return reply, StoredBlock(kept_ref, reply.kept.num_bytes)
 
 
@@ -232,20 +232,17 @@ class RayCluster:
         environment_before: Mapping[str, str],
     ) -> None:
         self._environment_before = environment_before
-        self.num_devices, self.device, self.threads = sum(pools.values()), device, threads
+        self.num_devices = sum(pools.values())
+        self.device = device
+        self.threads = threads
         self._pools = RayPools(pools, device)
         self._owns_ray = origin != "found"
         self._inline_bytes = INLINE_BYTES if origin == "started" else RAY_DEFAULT_INLINE_BYTES
-        self._counter = ByteCounter()
-        self.timeline = CallRecorders()
+        self.call_watchers: list[CallWatcher] = []
+        self._moved_bytes = 0  # what was put and fetched; the handles count their calls and replies
         self._handles: list[RayHandle] = []
         self._actors: list[Any] = []
         self._closed = False
-
-    @property
-    def pids(self) -> tuple[int, ...]:
-        """Process ids of the hosts, by device number."""
-        return tuple(handle.pid for handle in self._handles)
 
     async def start_hosts(self, env: Mapping[str, str]) -> None:
         """Start the actors of each pool, number them node by node, and let them join one torch.distributed
@@ -273,7 +270,7 @@ class RayCluster:
         self._actors = [self._actors[i] for i in order]
         places = [found[i] for i in order]
         self._handles = [
-            RayHandle(actor, place, self._counter, self._inline_bytes)
+            RayHandle(actor, place, self._inline_bytes)
             for actor, place in zip(self._actors, places, strict=True)
         ]
         one_node = len({place.node for place in places}) == 1
@@ -298,7 +295,7 @@ class RayCluster:
         places = [handle.place for handle in self._handles]
         given = [_accelerators(role, places[at : at + devices_per_rank]) for at in chosen]
         return await create_group(
-            role, worker_class, mesh, chosen, self._handles, kwargs, self.resolve, self.timeline, given
+            role, worker_class, mesh, chosen, self._handles, kwargs, self.resolve, self.call_watchers, given
         )
 
     async def resolve(self, handles: Sequence[Any]) -> list[Batch]:
@@ -309,23 +306,23 @@ class RayCluster:
             raise DataError(
                 f"a block of this batch is lost, its host process or node is gone: {error}"
             ) from error
-        self._counter.add(sum({id(handle): handle.num_bytes for handle in handles}.values()))
+        self._moved_bytes += sum({id(handle): handle.num_bytes for handle in handles}.values())
         return blocks
 
     def put(self, batch: Batch, index_columns: Sequence[str] = ()) -> BatchRef:
         """See Cluster.put."""
         whole = BatchRef.of(batch, index_columns, self.resolve)
-        self._counter.add(whole.index.num_bytes)
+        self._moved_bytes += whole.index.num_bytes
         if not whole.blocks:
             return whole
         data: Batch = whole.blocks[0].handle
-        self._counter.add(data.num_bytes)
+        self._moved_bytes += data.num_bytes
         return BatchRef.of(batch, index_columns, self.resolve, StoredBlock(ray.put(data), data.num_bytes))
 
     def driver_bytes(self) -> int:
         """See Cluster.driver_bytes: pickled calls and replies, what is put and fetched, and inlined
         blocks."""
-        return self._counter.total
+        return self._moved_bytes + sum(handle.num_bytes for handle in self._handles)
 
     async def shutdown(self) -> None:
         """See Cluster.shutdown. Hosts that are broken or do not close within CLOSE_SECONDS are killed."""
@@ -343,8 +340,9 @@ class RayCluster:
                 for actor in self._actors:
                     ray.kill(actor, no_restart=True)
                 here = ray.util.get_node_ip_address()
+                places = [handle.place for handle in self._handles]
                 try:
-                    await _gone([handle.pid for handle in self._handles if handle.place.address == here])
+                    await _gone([place.pid for place in places if place.address == here])
                 finally:  # also when a second Ctrl-C comes now
                     self._pools.remove()
                     if self._owns_ray:

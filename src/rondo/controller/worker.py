@@ -29,14 +29,14 @@ class Worker:
 
     @dispatch("per_rank")
     def cpu_seconds(self) -> float:
-        """Of the host process so far, all roles and threads, and of the processes below it (engines, their
-        workers, scorers), ended ones included.
+        """Returns the CPU time of the host process so far, all roles and threads, and of the processes below
+        it (engines, their workers, scorers), ended ones included.
         """
         return time.process_time() + children_cpu_seconds()
 
     @dispatch("per_rank")
     def process_id(self) -> int:
-        """Of the host process."""
+        """Returns the process id of the host; tests kill it."""
         return os.getpid()
 
     def close(self) -> None:
@@ -45,23 +45,24 @@ class Worker:
 
 @dataclass
 class WorkerContext:
-    """Where a worker stands, and with whom.
-
-    device: "cpu" or "cuda:i". threads: torch threads of this host. peers: the workers of other roles in this
-    process, by role; a live view. ranks: the group's ranks in the world of hosts. groups: one process group
-    per mesh axis. accelerators: what CUDA_VISIBLE_DEVICES must name for a child process that computes on all
-    devices of this rank; () on a CPU, and where they are one's own already.
-    """
+    """Where a worker stands, and with whom."""
 
     role: str
     rank: int
     world_size: int
+    # "cpu" or "cuda:i".
     device: str
+    # Torch threads of this host.
     threads: int
+    # The workers of other roles in this process, by role; a live view.
     peers: Mapping[str, Worker]
     mesh: Mesh
+    # The group's ranks in the world of hosts.
     ranks: tuple[int, ...]
+    # One process group per mesh axis.
     groups: tuple[ProcessGroup, ...]
+    # What CUDA_VISIBLE_DEVICES must name for a child process that computes on all devices of this rank; () on
+    # a CPU, and where they are one's own already.
     accelerators: tuple[str, ...] = ()
     _device_mesh: DeviceMesh | None = field(default=None, repr=False)
 

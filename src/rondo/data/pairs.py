@@ -6,6 +6,7 @@ template opens the assistant's turn, then the answer with its end-of-turn token.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,19 +16,17 @@ import numpy as np
 
 from rondo.batch import Batch
 from rondo.chat import Messages, as_messages
-from rondo.config.schema import SourceConfig
 from rondo.data.sources import Source
 from rondo.data.stream import (
     Conversation,
     ConversationEncoder,
-    Overlong,
-    SourceStream,
+    TrainingStream,
     about,
     token_rows,
 )
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    pass
 
 CHOSEN, REJECTED = "chosen", "rejected"
 SAFE = ("chosen_safe", "rejected_safe")  # of a cost model's data: is the answer harmless?
@@ -35,17 +34,22 @@ SAFE = ("chosen_safe", "rejected_safe")  # of a cost model's data: is the answer
 
 @dataclass(frozen=True)
 class Pair:
-    """One source row. safe: ±1 of chosen and rejected, or None where the row does not say."""
+    """One source row."""
 
     chosen: Conversation
     rejected: Conversation
+    # How much better the chosen answer is.
     margin: float
+    # Is the answer harmless? ±1 of chosen and rejected; None where the row does not say.
     safe: tuple[float, float] | None
 
 
 class _PairEncoder:
+    """Makes rows of a source into pairs, and drops those of which a side is too long."""
+
     def __init__(self, conversations: ConversationEncoder) -> None:
         self._conversations = conversations
+        self.limit = conversations.limit
 
     def __call__(self, source: Source, rows: range) -> list[Pair | None]:
         """Each row's pair; None drops it."""
@@ -81,16 +85,14 @@ class _PairEncoder:
 
 
 def _prompt(source: Source, row: int) -> Messages:
-    key = source.config.prompt_key
-    prompt = source.value(row, key)
-    if prompt is None or prompt == [] or (isinstance(prompt, str) and not prompt.strip()):
-        raise source.error(row, f"the prompt (column {key!r}) is empty; take the row out")
+    prompt = source.prompt(row)
     with about(source, row):
         messages = as_messages(prompt, source.config.system_prompt)
     if messages[-1]["role"] == "assistant":
         raise source.error(
             row,
-            f"the prompt (column {key!r}) ends with an answer; answers go into {CHOSEN!r} and {REJECTED!r}",
+            f"the prompt (column {source.config.prompt_key!r}) ends with an answer; answers go into "
+            f"{CHOSEN!r} and {REJECTED!r}",
         )
     return messages
 
@@ -154,7 +156,7 @@ def _last_turn(mask: np.ndarray) -> np.ndarray:
     return last
 
 
-class PairStream(SourceStream[Pair]):
+class PairStream(TrainingStream[Pair]):
     """The endless stream of preference pairs; order, weights and epochs as in `PromptStream`.
 
     A source row has a prompt (a string or messages), `chosen` and `rejected` (a string, or a message of the
@@ -163,22 +165,13 @@ class PairStream(SourceStream[Pair]):
     in `ConversationStream`, and a pair is dropped as a whole. Raises DataError naming source, row and column.
     """
 
-    def __init__(
-        self,
-        sources: tuple[SourceConfig, ...],
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        max_prompt_tokens: int,
-        max_tokens: int | None = None,
-        overlong: Overlong = "drop",
-        shuffle: bool = True,
-        seed: int = 0,
-    ) -> None:
-        conversations = ConversationEncoder(tokenizer, max_prompt_tokens, max_tokens, overlong)
-        encoder = _PairEncoder(conversations)
-        super().__init__(sources, encoder, conversations.limit, shuffle=shuffle, seed=seed)
-        self.rows_per_epoch: int = self._mixture.epoch_length  # pairs
-        self.has_safe: bool = all(pair.safe is not None for kept in self._kept for pair in kept.items)
+    def _encoder(self, conversations: ConversationEncoder) -> _PairEncoder:
+        return _PairEncoder(conversations)
+
+    @functools.cached_property
+    def has_safe(self) -> bool:
+        """Says whether every row tells which of its answers are harmless."""
+        return all(pair.safe is not None for kept in self._kept for pair in kept.items)
 
     def pair(self, seq: int) -> Pair:
         """The pair at sequence number `seq` (from 0, without end)."""

@@ -161,7 +161,7 @@ def _find(path: str) -> tuple[Path | None, list[Path]]:
 
 
 def _sorted(files: Iterator[Path]) -> list[Path]:
-    """By step number; other names after those, by name."""
+    """Sorts files by step number; other names come after those, by name."""
 
     def key(file: Path) -> tuple[bool, int, str]:
         step = _STEP.fullmatch(file.name)

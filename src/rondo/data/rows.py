@@ -95,8 +95,8 @@ def prompt_text(prompt: Prompt) -> str:
 
 
 def is_scored(batch: Batch) -> np.ndarray:
-    """bool [B]: rows whose trajectory has a reward; the others are typed failures and are trained on by
-    nobody.
+    """bool [B]: rows whose trajectory has a reward; the others are typed failures, on which nothing
+    is trained.
     """
     return np.asarray(batch.scalars("outcome") == SCORED)
 
@@ -106,7 +106,7 @@ def _scores(trajectories: Sequence[Trajectory], name: str | None) -> np.ndarray:
 
 
 def _step_reward(t: Trajectory) -> float:
-    """Of the last policy turn, where the agent loop gave it one; otherwise the trajectory's."""
+    """Returns the reward of the last policy turn, where the agent loop gave it one; else the trajectory's."""
     rewards = [turn.reward for turn in t.turns if turn.kind == "policy"]
     return t.reward if not rewards or rewards[-1] is None else rewards[-1]
 

@@ -24,14 +24,14 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Source:
-    """The rows of one configured source. places: of a row, where it is not `row <position>` (line
-    numbers).
-    """
+    """The rows of one configured source."""
 
     name: str
     config: SourceConfig
     rows: Sequence[Row]
+    # What the rows came from, for messages.
     origin: str
+    # Where each row stands there (line numbers), if not at `row <position>`.
     places: Sequence[str] | None = None
 
     def __len__(self) -> int:
@@ -45,16 +45,19 @@ class Source:
         """A DataError that says which row of which source it is about."""
         return DataError(f"source {self.name!r} ({self.where(row)}): {message}")
 
-    def value(self, row: int, key: str) -> Any:
-        """A column of a row; DataError naming the columns there are when it is absent."""
-        found = self.rows[row]
+    def prompt(self, row: int) -> Any:
+        """Returns the prompt of a row as it was written. Raises DataError for an absent or empty one."""
+        found, key = self.rows[row], self.config.prompt_key
         if key not in found:
             raise self.error(
                 row,
                 f"no column {key!r}{did_you_mean(key, found)} "
                 f"Columns: {', '.join(found)}. Set prompt_key to the column that holds the prompt",
             )
-        return found[key]
+        prompt = found[key]
+        if prompt is None or prompt == [] or (isinstance(prompt, str) and not prompt.strip()):
+            raise self.error(row, f"the prompt (column {key!r}) is empty; take the row out")
+        return prompt
 
 
 def source_name(config: SourceConfig) -> str:

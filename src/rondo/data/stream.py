@@ -10,8 +10,8 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
 import numpy as np
 
@@ -39,7 +39,10 @@ class Kept(Sequence[T]):
     """What is left of one source: `items[i]` belongs to row `rows[i]`; `dropped` rows were too long."""
 
     def __init__(self, source: Source, rows: np.ndarray, items: Sequence[T], dropped: int) -> None:
-        self.source, self.rows, self.items, self.dropped = source, rows, items, dropped
+        self.source = source
+        self.rows = rows
+        self.items = items
+        self.dropped = dropped
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -48,10 +51,18 @@ class Kept(Sequence[T]):
         return self.items[position]
 
 
-def encode_source(source: Source, encode: Callable[[Source, range], list[T | None]], limit: str) -> Kept[T]:
-    """Encode all rows in chunks, with progress in the log; None stands for a row to drop. limit: for the
-    messages.
-    """
+class Encoder(Protocol[T]):
+    """Makes the rows of a source into what a stream hands out."""
+
+    # What a row may have at most, for messages.
+    limit: str
+
+    def __call__(self, source: Source, rows: range) -> list[T | None]:
+        """Encodes these rows; None stands for one to drop."""
+
+
+def encode_source(source: Source, encode: Encoder[T]) -> Kept[T]:
+    """Encodes all rows in chunks, with progress in the log."""
     rows: list[int] = []
     items: list[T] = []
     noted = time.monotonic()
@@ -67,7 +78,8 @@ def encode_source(source: Source, encode: Callable[[Source, range], list[T | Non
     dropped = len(source) - len(rows)
     if not rows:
         raise DataError(
-            f"source {source.name!r}: every one of its {dropped} rows is longer than {limit}; raise the limit"
+            f"source {source.name!r}: every one of its {dropped} rows is longer than {encode.limit}; "
+            "raise the limit"
         )
     if dropped:
         logger.warning(
@@ -75,7 +87,7 @@ def encode_source(source: Source, encode: Callable[[Source, range], list[T | Non
             source.name,
             dropped,
             len(source),
-            limit,
+            encode.limit,
         )
     return Kept(source, np.array(rows, np.int64), items, dropped)
 
@@ -104,12 +116,17 @@ def tools_of(source: Source, row: int) -> Any:
 
 
 class _PromptEncoder:
+    """Makes prompts of a source into token ids, and cuts or drops those that are too long."""
+
     def __init__(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int, overlong: Overlong) -> None:
-        self.tokenizer, self.max_tokens, self.overlong = tokenizer, max_tokens, overlong
+        self.tokenizer = tokenizer
+        self.max_tokens = max_tokens
+        self.overlong = overlong
+        self.limit = f"data.max_prompt_tokens={max_tokens}"
 
     def __call__(self, source: Source, rows: range) -> list[tuple[np.ndarray, Messages | None] | None]:
         """(token ids, messages if they were cut) of each row; None drops it."""
-        prompts = [self._prompt(source, row) for row in rows]
+        prompts = [source.prompt(row) for row in rows]
         system = source.config.system_prompt
         tools = [tools_of(source, row) for row in rows]
         try:
@@ -123,13 +140,6 @@ class _PromptEncoder:
             (ids, None) if len(ids) <= self.max_tokens else self._too_long(source, row, prompt, ids, tool)
             for row, prompt, ids, tool in zip(rows, prompts, encoded, tools, strict=True)
         ]
-
-    def _prompt(self, source: Source, row: int) -> Any:
-        key = source.config.prompt_key
-        prompt = source.value(row, key)
-        if prompt is None or prompt == [] or (isinstance(prompt, str) and not prompt.strip()):
-            raise source.error(row, f"the prompt (column {key!r}) is empty; take the row out")
-        return prompt
 
     def _too_long(
         self, source: Source, row: int, prompt: Any, ids: np.ndarray, tools: Any
@@ -179,27 +189,21 @@ class _PromptEncoder:
 
 
 class SourceStream(Generic[T]):
-    """The rows of several sources, encoded once, in the endless order of a `Mixture`.
-
-    dropped: source → rows that `encode` took out. limit: what it allows, for messages.
-    """
+    """The rows of several sources, encoded once, in the endless order of a `Mixture`."""
 
     def __init__(
-        self,
-        sources: tuple[SourceConfig, ...],
-        encode: Callable[[Source, range], list[T | None]],
-        limit: str,
-        *,
-        shuffle: bool,
-        seed: int,
+        self, sources: tuple[SourceConfig, ...], encode: Encoder[T], *, shuffle: bool, seed: int
     ) -> None:
-        self._kept: list[Kept[T]] = [encode_source(source, encode, limit) for source in open_sources(sources)]
+        self._kept: list[Kept[T]] = [encode_source(source, encode) for source in open_sources(sources)]
         names = [kept.source.name for kept in self._kept]
         weights = [kept.source.config.weight for kept in self._kept]
         lengths = [len(kept) for kept in self._kept]
         self._mixture = Mixture(names, lengths, weights, shuffle=shuffle, seed=seed)
+        # Source → rows that `encode` took out.
         self.dropped: Mapping[str, int] = {kept.source.name: kept.dropped for kept in self._kept}
         self.source_names: tuple[str, ...] = self._mixture.names
+        # Of all sources, less what was dropped.
+        self.rows_per_epoch: int = self._mixture.epoch_length
 
     def _item(self, seq: int) -> T:
         """The encoded row at sequence number `seq` (from 0, without end)."""
@@ -212,9 +216,7 @@ class PromptStream(SourceStream[tuple[np.ndarray, "Messages | None"]]):
     arguments.
 
     Sources are interleaved by weight and each is shuffled anew in every pass over it (see `Mixture`); batches
-    may straddle epochs. prompts_per_epoch: rows of all sources that are left after the over-long filter.
-    dropped: source → rows that the filter took out. Raises ConfigError and DataError (file, line, remedy) for
-    anything wrong in any row.
+    may straddle epochs. Raises ConfigError and DataError (file, line, remedy) for anything wrong in any row.
     """
 
     def __init__(
@@ -228,11 +230,8 @@ class PromptStream(SourceStream[tuple[np.ndarray, "Messages | None"]]):
         seed: int = 0,
     ) -> None:
         encoder = _PromptEncoder(tokenizer, max_prompt_tokens, overlong)
-        super().__init__(
-            sources, encoder, f"data.max_prompt_tokens={max_prompt_tokens}", shuffle=shuffle, seed=seed
-        )
+        super().__init__(sources, encoder, shuffle=shuffle, seed=seed)
         self._chat = tokenizer.chat_template is not None
-        self.prompts_per_epoch: int = self._mixture.epoch_length
 
     def prompt(self, seq: int) -> Prompt:
         """The prompt at sequence number `seq` (from 0, without end)."""
@@ -256,10 +255,7 @@ def eval_prompts(
     if not sources:
         return []
     encoder = _PromptEncoder(tokenizer, max_prompt_tokens, overlong)
-    kept = [
-        encode_source(source, encoder, f"data.max_prompt_tokens={max_prompt_tokens}")
-        for source in open_sources(sources)
-    ]
+    kept = [encode_source(source, encoder) for source in open_sources(sources)]
     in_turn = sorted((position, i) for i, part in enumerate(kept) for position in range(len(part)))[:limit]
     chosen = sorted((i, position) for position, i in in_turn)
     chat = tokenizer.chat_template is not None
@@ -297,14 +293,12 @@ class ConversationEncoder:
         max_tokens: int | None,
         overlong: Overlong,
     ) -> None:
-        self.tokenizer, self.overlong = tokenizer, overlong
-        self.max_prompt_tokens, self.max_tokens = max_prompt_tokens, max_tokens
-
-    @property
-    def limit(self) -> str:
-        """What a row may have at most, for messages."""
-        in_all = f" or {self.max_tokens} tokens in all" if self.max_tokens else ""
-        return f"{self.max_prompt_tokens} prompt tokens{in_all}"
+        self.tokenizer = tokenizer
+        self.max_prompt_tokens = max_prompt_tokens
+        self.max_tokens = max_tokens
+        self.overlong = overlong
+        in_all = f" or {max_tokens} tokens in all" if max_tokens else ""
+        self.limit = f"{max_prompt_tokens} prompt tokens{in_all}"
 
     def __call__(self, source: Source, rows: range) -> list[Conversation | None]:
         """Each row's messages; None drops it."""
@@ -361,14 +355,8 @@ def _conversation(source: Source, row: int) -> Messages:
         return (*as_messages(columns[key], system), {"role": "assistant", "content": columns["response"]})
 
 
-class ConversationStream(SourceStream[Conversation]):
-    """The endless stream of conversations for SFT; order, weights and epochs as in `PromptStream`.
-
-    A row is (prompt_ids: tokens up to the first assistant turn, response_ids: the rest, response_mask: 1 on
-    assistant turns with their end-of-turn token). overlong is applied when the prompt is longer than
-    `max_prompt_tokens` or all of it longer than `max_tokens`: truncation cuts the prompt at the side named
-    and the response at its end.
-    """
+class TrainingStream(SourceStream[T]):
+    """A stream of what is trained on as it stands in the data."""
 
     def __init__(
         self,
@@ -381,13 +369,25 @@ class ConversationStream(SourceStream[Conversation]):
         shuffle: bool = True,
         seed: int = 0,
     ) -> None:
-        encoder = ConversationEncoder(tokenizer, max_prompt_tokens, max_tokens, overlong)
-        super().__init__(sources, encoder, encoder.limit, shuffle=shuffle, seed=seed)
-        self.rows_per_epoch: int = self._mixture.epoch_length
-        self.longest: int = max(len(p) + len(r) for p, r, _ in self._items())
+        conversations = ConversationEncoder(tokenizer, max_prompt_tokens, max_tokens, overlong)
+        super().__init__(sources, self._encoder(conversations), shuffle=shuffle, seed=seed)
 
-    def _items(self) -> Iterator[Conversation]:
-        return (item for kept in self._kept for item in kept.items)
+    def _encoder(self, conversations: ConversationEncoder) -> Encoder[T]:
+        """Returns the encoder of this stream's rows, which consist of conversations."""
+        raise NotImplementedError
+
+
+class ConversationStream(TrainingStream[Conversation]):
+    """The endless stream of conversations for SFT; order, weights and epochs as in `PromptStream`.
+
+    A row is (prompt_ids: tokens up to the first assistant turn, response_ids: the rest, response_mask: 1 on
+    assistant turns with their end-of-turn token). overlong is applied when the prompt is longer than
+    `max_prompt_tokens` or all of it longer than `max_tokens`: truncation cuts the prompt at the side named
+    and the response at its end.
+    """
+
+    def _encoder(self, conversations: ConversationEncoder) -> ConversationEncoder:
+        return conversations
 
     def row(self, seq: int) -> Conversation:
         """(prompt_ids int32 [P], response_ids int32 [T], response_mask uint8 [T]) at sequence number

@@ -26,9 +26,9 @@ from typing import Any
 from rondo.config.functions import did_you_mean
 from rondo.config.schema import RewardConfig
 from rondo.errors import ConfigError, DataError, RewardError, users_frames
+from rondo.rewards.builtin import BUILTINS
 from rondo.rewards.execution import DaemonThreads, ProcessPool, ScorerCrashError
 from rondo.rewards.functions import RewardFunction, load_functions
-from rondo.rewards.scorers import BUILTINS
 from rondo.types import SCORED, Outcome, StepStats, Trajectory, request_seed
 
 logger = logging.getLogger(__name__)

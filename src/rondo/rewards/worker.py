@@ -18,8 +18,8 @@ from typing import Any
 
 from rondo.config.functions import resolve_function
 from rondo.errors import ConfigError, DataError
+from rondo.rewards.builtin import BUILTINS
 from rondo.rewards.execution import receive, send
-from rondo.rewards.scorers import BUILTINS
 
 
 def main(spec: str) -> None:

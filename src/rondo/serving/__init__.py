@@ -1,4 +1,4 @@
-"""The OpenAI-compatible endpoint and its session recorder, in front of a `generate` callable. Knows chat
+"""The OpenAI-compatible endpoint and its sessions, in front of a `generate` callable. Knows chat
 templates, nothing of engines, rewards or training. `serving.http` alone needs aiohttp.
 """
 
@@ -6,6 +6,6 @@ from __future__ import annotations
 
 from rondo.serving.endpoint import Endpoint, prompt_key
 from rondo.serving.problems import ApiError
-from rondo.serving.sessions import RecordedCall, Session, SessionRules, Sessions
+from rondo.serving.sessions import ModelCall, Session, SessionRules, Sessions
 
-__all__ = ["ApiError", "Endpoint", "RecordedCall", "Session", "SessionRules", "Sessions", "prompt_key"]
+__all__ = ["ApiError", "Endpoint", "ModelCall", "Session", "SessionRules", "Sessions", "prompt_key"]

@@ -124,12 +124,12 @@ class Frame:
 
 
 def finish_reason(made: Completion, calls: Sequence[ToolCall]) -> str:
-    """In OpenAI's words."""
+    """Says it in OpenAI's words."""
     return "tool_calls" if calls else "stop" if made.finish_reason == "stop" else "length"
 
 
 def tool_calls(piece: Piece) -> list[dict[str, Any]]:
-    """As in a message."""
+    """Writes tool calls as a message has them."""
     return [
         {"id": name, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
         for name, call in zip(piece.call_ids, piece.tool_calls, strict=True)

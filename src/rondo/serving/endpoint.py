@@ -1,4 +1,4 @@
-"""The endpoint without its wire: bodies in, OpenAI's objects out, every call recorded in its session.
+"""The endpoint without its wire: bodies in, OpenAI's objects out, every call kept in its session.
 
 body ── read_request ─▶ prompt tokens: the session's own where a call goes on, the template's otherwise
                          └─ GenerateRequest × n ─▶ generate ─▶ record ─▶ answer, or chunks as tokens come
@@ -23,7 +23,7 @@ from rondo.serving.answers import Frame, Piece, call_ids, tool_calls
 from rondo.serving.messages import Conversation, message_key, read_messages
 from rondo.serving.problems import ApiError, refuse
 from rondo.serving.requests import ApiRequest, Kind, read_request
-from rondo.serving.sessions import InsertedKind, Key, RecordedCall, Session, Sessions
+from rondo.serving.sessions import InsertedKind, Key, ModelCall, Session, Sessions
 from rondo.serving.text import TextStream, answer_text
 from rondo.types import Completion, GenerateRequest, Prompt, SamplingParams, request_seed
 
@@ -83,7 +83,9 @@ class Endpoint:
         max_pending: int | None = None,
         deadline_seconds: float | None = None,
     ) -> None:
-        self.model, self.sessions, self.max_context = model, sessions, max_context
+        self.model = model
+        self.sessions = sessions
+        self.max_context = max_context
         self._tokenizer, self._generate = tokenizer, generate
         self._max_pending, self._deadline = max_pending, deadline_seconds
         self._defaults = defaults or SamplingParams(max_context, stop_token_ids=stop_token_ids(tokenizer))
@@ -226,7 +228,7 @@ class Endpoint:
             key = ("text", key[1] + (piece.text or ""))
         else:
             key = ("ids", *map(str, made.prompt_ids.tolist()), *map(str, made.token_ids.tolist()))
-        prepared.session.record(RecordedCall(prepared.parent, prepared.inserted, made, key))
+        prepared.session.add(ModelCall(prepared.parent, prepared.inserted, made, key))
 
     # ---- what to send to the engine ----
 

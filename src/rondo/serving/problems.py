@@ -14,7 +14,9 @@ class ApiError(RondoError):
 
     def __init__(self, message: str, *, param: str | None = None, code: str = "", status: int = 400) -> None:
         super().__init__(message)
-        self.status, self.param, self.code = status, param, code or None
+        self.status = status
+        self.param = param
+        self.code = code or None
 
     def body(self) -> dict[str, Any]:
         """`{"error": {message, type, param, code}}`."""

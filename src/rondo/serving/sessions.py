@@ -1,4 +1,4 @@
-"""The session recorder: what the model was given and what it made, call by call, as exact tokens.
+"""Sessions: what the model was given and what it made, call by call, as exact tokens.
 
 A call that sends an earlier call's conversation back, with its answer as it was returned and something new
 behind it, goes on from that call's own tokens; any other starts a context of its own. A session's calls are
@@ -23,15 +23,16 @@ Key = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class RecordedCall:
-    """parent: the call that this one goes on from (its index), None: a context of its own. inserted: who
-    wrote the tokens between the parent's answer and this one. completion: prompt ids, token ids, log-probs
-    and policy versions as the engine gave them. key: of the conversation, the answer included.
-    """
+class ModelCall:
+    """One call of the model, and where it stands in its session."""
 
+    # The index of the call that this one goes on from; None: a context of its own.
     parent: int | None
+    # Who wrote the tokens between the parent's answer and this one.
     inserted: InsertedKind
+    # Prompt ids, token ids, log-probs and policy versions as the engine gave them.
     completion: Completion
+    # The conversation, the answer included.
     key: Key
 
     @property
@@ -42,19 +43,18 @@ class RecordedCall:
 
 @dataclass(frozen=True)
 class SessionRules:
-    """What a training run fixes for a session, which then is one trajectory.
+    """What a training run fixes for a session, which then is one trajectory."""
 
-    sampling: how to sample; max_tokens is for the whole response, inserted tokens included. seed: the first
-    call's, where its prompt is `prompt_ids`; all others' follow from it and their own prompt. key: of the
-    conversation that `prompt_ids` are the tokens of. generate: where its calls go.
-    """
-
+    # Where its calls go.
     generate: Callable[..., Awaitable[Completion]]
+    # How to sample; max_tokens is for the whole response, inserted tokens included.
     sampling: SamplingParams
+    # The first call's, where its prompt is `prompt_ids`; all others' follow from it and their own prompt.
     seed: int
     name: str
     affinity: str
     prompt_ids: np.ndarray
+    # The conversation that `prompt_ids` are the tokens of.
     key: Key
 
 
@@ -66,7 +66,7 @@ class Session:
 
     name: str = ""
     rules: SessionRules | None = None
-    calls: list[RecordedCall] = field(default_factory=list)
+    calls: list[ModelCall] = field(default_factory=list)
     error: Exception | None = None
     broken_streams: int = 0
     exhausted: bool = False
@@ -75,13 +75,13 @@ class Session:
     _asked: dict[bytes, int] = field(default_factory=dict)
     _running: set[asyncio.Future[Any]] = field(default_factory=set)
 
-    def extended_call(self, heads: Iterable[Key]) -> tuple[int, RecordedCall] | None:
+    def extended_call(self, heads: Iterable[Key]) -> tuple[int, ModelCall] | None:
         """The latest call whose conversation, answer included, is the first of `heads` that there is."""
         found = next((self._answers[head] for head in heads if head in self._answers), None)
         return None if found is None else (found, self.calls[found])
 
-    def extended_text(self, text: str) -> tuple[int, RecordedCall, str] | None:
-        """As `extended_call`, for a text completion's prompt, and the new text behind it."""
+    def extended_text(self, text: str) -> tuple[int, ModelCall, str] | None:
+        """Does as `extended_call` for a text completion's prompt, and returns the new text behind it, too."""
         heads = [
             k for k in self._answers if k[0] == "text" and text.startswith(k[1]) and len(text) > len(k[1])
         ]
@@ -116,8 +116,8 @@ class Session:
             return self.rules.seed
         return request_seed(self.rules.seed, asked, before)
 
-    def record(self, call: RecordedCall) -> None:
-        """Keep a finished call."""
+    def add(self, call: ModelCall) -> None:
+        """Keeps a finished call."""
         self._answers[call.key] = len(self.calls)
         self.calls.append(call)
 
@@ -191,8 +191,8 @@ def _ended() -> ApiError:
     return ApiError("the session has ended", code="session_ended", status=410)
 
 
-def describe_call(call: RecordedCall) -> dict[str, Any]:
-    """For JSON."""
+def describe_call(call: ModelCall) -> dict[str, Any]:
+    """Writes a call as JSON has it."""
     made = call.completion
     return {
         "parent": call.parent,

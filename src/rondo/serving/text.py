@@ -24,7 +24,9 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Any, stop_ids: Sequence[int], *, with_tools: bool) -> None:
-        self._tokenizer, self._stop_ids, self._with_tools = tokenizer, frozenset(stop_ids), with_tools
+        self._tokenizer = tokenizer
+        self._stop_ids = frozenset(stop_ids)
+        self._with_tools = with_tools
         self._ids: list[int] = []
         self._window = self._read = 0  # tokens before `_read` are in `_text`; decoding starts at `_window`
         self._text, self._sent = "", 0

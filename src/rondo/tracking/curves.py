@@ -38,7 +38,7 @@ _MARKS = ("#c2571a", "#2e7d4f")
 
 
 def matplotlib_available() -> bool:
-    """Whether `plot_curves` can draw; the caller skips the picture when it was not asked for by name."""
+    """Says whether `plot_curves` can draw; the caller skips the picture when it was not asked for by name."""
     return importlib.util.find_spec("matplotlib") is not None
 
 

@@ -3,7 +3,7 @@
 config.yaml      the resolved configuration
 metrics.jsonl    one JSON object per logged step, only ever appended to
 journal.jsonl    what time decided (rondo.trainers.replay.journal), only ever appended to
-timeline.json    what ran when (rondo.tracking.timeline), only ever appended to
+timeline/        attempt-1.json: what ran when in each process of the run (rondo.tracking.timeline)
 summary.json     written at the end
 curves.png       written at the end
 rollouts/        step-000012.parquet: the rows of each step
@@ -21,7 +21,7 @@ import math
 import numbers
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,14 +29,14 @@ from rondo.batch import Batch
 from rondo.checkpoint.durable import free_name, sync_path, write_atomic
 from rondo.errors import CheckpointError, ConfigError, DataError
 from rondo.tracking.lock import RunLock
-from rondo.tracking.timeline import Timeline, append_events, split_events
+from rondo.tracking.timeline import Timeline
 
 Resume = Literal["auto", "never", "must"]
 
 OURS = (
     "config.yaml",
     "metrics.jsonl",
-    "timeline.json",
+    "timeline",
     "journal.jsonl",
     "summary.json",
     "curves.png",
@@ -45,9 +45,8 @@ OURS = (
     "export",
     "trackers",
 )
-NOT_FINITE = (
-    "not_finite"  # key of a metrics line: {metric: "nan" | "inf" | "-inf"} for values that are null in it
-)
+# Key of a metrics line: {metric: "nan" | "inf" | "-inf"} for values that are null in it.
+NOT_FINITE = "not_finite"
 
 _CHECKPOINT = re.compile(r"step-(\d{8})")
 _STEP_FILE = re.compile(r"step-(\d{6,})\.(parquet|jsonl)")
@@ -119,9 +118,6 @@ class RunFolder:
              and start anew
       never  refuse: ConfigError
       must   go on from its newest checkpoint; without one CheckpointError
-    Attributes: path; attempt (1 for the first process that ran here, then 2, …); resume_step (of the newest
-    checkpoint when there is one to go on from, not verified; else None); moved_to (where an earlier run that
-    has none is now; else None).
     """
 
     def __init__(self, path: str | os.PathLike[str], *, resume: Resume = "auto") -> None:
@@ -138,10 +134,15 @@ class RunFolder:
         previous = self._lock.acquire()
         self._unsynced: set[Path] = set()
         self._file: Any = None
+        # Where an earlier run that had no checkpoint is now.
         self.moved_to: Path | None = None
         try:
+            # 1 for the first process that ran here, then 2, …
             self.attempt = 1 + max(_attempt(previous), _attempts_discarded(self.path))
+            # The step of the newest checkpoint where there is one to go on from; not verified.
             self.resume_step = self._prepare(resume)
+            # A name of its own, so that nothing is ever appended to what a killed process left.
+            self.timeline_path = free_name(self.path / "timeline" / f"attempt-{self.attempt}.json")
             self._lock.write_holder(self.attempt)
             for name in ("rollouts", "checkpoints"):
                 (self.path / name).mkdir(exist_ok=True)
@@ -177,13 +178,33 @@ class RunFolder:
         return None
 
     def _discard(self, path: Path, attempt: int) -> None:
+        path.rename(self._discarded(path, attempt))
+
+    def _discarded(self, path: Path, attempt: int) -> Path:
+        """The free place in discarded/<attempt>/ for what is, or was, at `path`."""
         target = self.path / "discarded" / str(max(attempt, 1)) / path.relative_to(self.path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        path.rename(free_name(target))
+        return free_name(target)
+
+    def discard_lines(
+        self, name: str, kept: Sequence[str], late: Sequence[str], attempt: int | None = None
+    ) -> None:
+        """Leaves the lines `kept` in the file `name` and moves `late` to discarded/<attempt>/.
+
+        attempt: whose they are (default: the one before this). Nothing happens where nothing is late.
+        """
+        if not late:
+            return
+        path = self.path / name
+        write_atomic(self._discarded(path, self.attempt - 1 if attempt is None else attempt), "".join(late))
+        if kept:
+            write_atomic(path, "".join(kept))
+        else:
+            path.unlink()
 
     @property
     def resuming(self) -> bool:
-        """Whether there is a checkpoint to go on from."""
+        """Says whether there is a checkpoint to go on from."""
         return self.resume_step is not None
 
     @property
@@ -238,7 +259,7 @@ class RunFolder:
 
     def sync(self) -> None:
         """Force everything written so far to disk. Call before a checkpoint is renamed into place."""
-        others = {self.path / name for name in ("timeline.json", "journal.jsonl")}
+        others = {self.timeline_path, self.timeline_path.parent, self.path / "journal.jsonl"}
         for path in sorted(self._unsynced | {path for path in others if path.exists()}):
             sync_path(path)
         if self._unsynced:
@@ -246,16 +267,15 @@ class RunFolder:
         self._unsynced.clear()
 
     def discard_beyond(self, step: int, attempt: int | None = None) -> int:
-        """Move metrics lines, events of the timeline, rollouts and evaluations of steps > `step` to
-        discarded/<attempt>/; returns the number of metrics lines.
+        """Move metrics lines, rollouts and evaluations of steps > `step` to discarded/<attempt>/; returns the
+        number of metrics lines. The timeline stays: it says what each process did, whatever became of it.
 
         attempt: whose they are (default: the one before this). Lines that a kill cut off move too. A
         summary, curves and export of the earlier attempt move when anything else does. Call on resume,
         before anything is logged.
         """
         whose = self.attempt - 1 if attempt is None else attempt
-        moved = self._discard_lines(step, whose)
-        self._discard_events(step, whose)
+        moved = self._discard_metrics(step, whose)
         folders = [self.path / name for name in ("rollouts", "evaluations") if (self.path / name).is_dir()]
         late = [path for folder in folders for path in sorted(folder.iterdir()) if _step_of(path) > step]
         for path in late:
@@ -266,7 +286,7 @@ class RunFolder:
                     self._discard(self.path / name, whose)
         return moved
 
-    def _discard_lines(self, step: int, attempt: int) -> int:
+    def _discard_metrics(self, step: int, attempt: int) -> int:
         assert self._file is None, "discard_beyond comes before the first append_metrics of this process"
         path = self.path / "metrics.jsonl"
         if not path.exists():
@@ -275,31 +295,15 @@ class RunFolder:
         late: list[str] = []
         for line, record in parse_metrics(path):
             (kept if record is not None and record["step"] <= step else late).append(line)
-        if late:
-            target = self.path / "discarded" / str(max(attempt, 1)) / "metrics.jsonl"
-            target.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(free_name(target), "".join(late))
-            write_atomic(path, "".join(kept))
+        self.discard_lines(path.name, kept, late, attempt)
         return len(late)
 
-    def _discard_events(self, step: int, attempt: int) -> None:
-        path = self.path / "timeline.json"
-        kept, late = split_events(path, step) if path.exists() else ([], [])
-        if late:
-            target = self.path / "discarded" / str(max(attempt, 1)) / "timeline.json"
-            target.parent.mkdir(parents=True, exist_ok=True)
-            append_events(free_name(target), late)
-            temporary = path.with_name(".timeline.json")
-            temporary.unlink(missing_ok=True)
-            append_events(temporary, kept)
-            temporary.replace(path)
-
     def open_timeline(self) -> Timeline:
-        """The run's timeline; nothing is written before its first step begins."""
-        return Timeline(self.path / "timeline.json", attempt=self.attempt)
+        """The timeline of this process; nothing is written before its first step begins."""
+        return Timeline(self.timeline_path)
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """As the module's `read_metrics`; empty when nothing was logged yet."""
+        """Reads as the module's `read_metrics`; returns nothing when nothing was logged yet."""
         return read_metrics(self.path) if (self.path / "metrics.jsonl").exists() else []
 
     def write_summary(self, summary: Mapping[str, Any]) -> Path:

@@ -10,7 +10,7 @@ _ASCII_BARS = "_.-:=+*#"
 
 
 def format_number(value: float | None) -> str:
-    """At most six characters: 0.412, 34.5, 1.2e-03, 3.2k, 12.3M; `-` for None."""
+    """Writes a number in at most six characters: 0.412, 34.5, 1.2e-03, 3.2k, 12.3M; `-` for None."""
     if value is None:
         return "-"
     size = abs(value)
@@ -71,7 +71,7 @@ def clean_text(text: str, encoding: str = "utf-8") -> str:
 
 
 def shorten(text: str, limit: int, ellipsis: str = " … ") -> str:
-    """At most `limit` characters; what is too long loses its middle, for answers stand at the end."""
+    """Cuts a text to `limit` characters; what is too long loses its middle, for answers stand at the end."""
     if len(text) <= limit:
         return text
     keep = max(2, limit - len(ellipsis))

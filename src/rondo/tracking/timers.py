@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 
 class PhaseWatcher(Protocol):
-    """Is told of the phases as they end, in seconds of the timers' clock."""
+    """Hears of the phases as they end, in seconds of the timers' clock."""
 
     def phase(self, name: str, started: float, ended: float) -> None: ...
 

@@ -377,6 +377,6 @@ def _mlflow_name(name: str) -> str:
 
 
 def _as_code(value: Mapping[str, Any]) -> str:
-    """As a Markdown code block, so that a model's text cannot be taken for markup."""
+    """Puts a text into a Markdown code block, so that a model's text cannot be taken for markup."""
     text = json.dumps(value, indent=2, default=str, ensure_ascii=False)
     return "\n".join("    " + line for line in text.splitlines())

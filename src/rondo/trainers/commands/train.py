@@ -164,7 +164,7 @@ def _source_of_groups(
         assert journal is not None
         return ReplayedSide(journal, *arguments, greedy_baseline=program.greedy_baseline)
 
-    return plan_schedule(config, prompts.train.prompts_per_epoch, program.learners), engines
+    return plan_schedule(config, prompts.train.rows_per_epoch, program.learners), engines
 
 
 async def _supervise(loaded: LoadedConfig, task: Task, console: Console) -> Summary:

@@ -7,26 +7,25 @@ counts to the one before it, and the way there and back (about a millisecond) to
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 GENERATING = ("run_group", "continue_group", "run_unscored", "evaluate")
 PAUSE, RESUME = "pause", "resume"
 
 
 class Occupancy:
-    """A CallRecorder of a run's cluster and a PhaseWatcher of its timers. rollout: the role that generates;
-    all others train, or serve those that do. lost: devices whose host is dead (`CallRecorders.lost`).
+    """A CallWatcher of a run's cluster and a PhaseWatcher of its timers. rollout: the role that generates;
+    all others train, or serve those that do.
     """
 
     def __init__(self, rollout: str = "rollout", clock: Callable[[], float] = time.perf_counter) -> None:
         self._rollout, self._clock = rollout, clock
         self._since = clock()
-        self.lost: Collection[int] = ()
         self._trainers: dict[int, _Busy] = {}
         self._generators: dict[int, _Busy] = {}
 
-    def submitted(self, role: str, rank: int, device: int, method: str) -> None:
-        """See CallRecorder."""
+    def call_sent(self, role: str, rank: int, device: int, method: str) -> None:
+        """See CallWatcher."""
         now = self._clock()
         if role != self._rollout:
             self._trainers.setdefault(device, _Busy()).begin(now)
@@ -35,8 +34,10 @@ class Occupancy:
         elif method == RESUME:
             self._generators.setdefault(device, _Busy()).let_go(now)
 
-    def record(self, role: str, rank: int, device: int, method: str, start: float, end: float) -> None:
-        """See CallRecorder."""
+    def call_ended(
+        self, role: str, rank: int, device: int, method: str, start: float, end: float, *, died: bool
+    ) -> None:
+        """See CallWatcher."""
         now = self._clock()
         if role != self._rollout:
             self._trainers[device].end(now)
@@ -44,7 +45,7 @@ class Occupancy:
             self._generators[device].end(now)
         elif method == PAUSE:
             self._generators.setdefault(device, _Busy()).hold(now)
-        if device in self.lost:
+        if died:
             for busy in (self._trainers.get(device), self._generators.get(device)):
                 if busy is not None:
                     busy.leave(now)

@@ -77,9 +77,8 @@ class Reporter:
 
         gauges: for the timeline's counter of prompt groups.
         """
-        cluster.timeline.recorders += [self.timeline, self._occupancy]
+        cluster.call_watchers += [self.timeline, self._occupancy]
         timers.watchers += [self.timeline, self._occupancy]
-        self._occupancy.lost = cluster.timeline.lost
         self.timeline.gauges, self.timeline.ignored = gauges, LONG_POLLS
 
     @contextmanager

@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import IO, Any
 
 from rondo.agents.replay import entries_of, length_at
-from rondo.checkpoint.durable import free_name, write_atomic
 from rondo.config.compare import changes, leaves_of
 from rondo.config.schema import Config
 from rondo.errors import CheckpointError, ConfigError, TrainError
@@ -175,7 +174,7 @@ class RunJournal:
         recorded: JournalFile | None = None,
         say: Callable[[str], None] = lambda message: None,
     ) -> None:
-        self.path, self._attempt = folder.path / FILE, folder.attempt
+        self._folder, self.path = folder, folder.path / FILE
         self._settings, self._recorded, self._say = settings, recorded, say
         self.replaying = recorded is not None
         self.position = 0  # lines written
@@ -259,7 +258,8 @@ class RunJournal:
         """Go on from a checkpoint that was cut at `position` (`mark`; None: there was no journal). What was
         written beyond it moves to discarded/. Raises CheckpointError.
         """
-        lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
+        text = self.path.read_bytes().decode(errors="replace") if self.path.exists() else ""
+        lines = text.splitlines(keepends=True)
         if position is None or len(lines) < position:
             why = f"{self.path} does not reach back to the start of this run"
             if self._recorded is not None:
@@ -267,21 +267,14 @@ class RunJournal:
             self._say(f"{why}: no journal is written, and this run cannot be replayed")
             position, self._off = 0, True
         kept, late = lines[:position], lines[position:]
-        if late:
-            target = self.path.parent / "discarded" / str(max(self._attempt - 1, 1)) / FILE
-            target.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(free_name(target), b"".join(late).decode())
-            if kept:
-                write_atomic(self.path, b"".join(kept).decode())
-            else:
-                self.path.unlink()
+        self._folder.discard_lines(FILE, kept, late)
         self.position = position
         last = json.loads(kept[-1]) if kept else {}
         self._step = last.get("step", 1) + (last.get("kind") == "publish")
         if last.get("kind") == "resume":
             self._step = last["version"] + 1
         if self._recorded is not None:
-            if [line.decode().rstrip("\n") for line in kept] != list(self._recorded.lines[:position]):
+            if [line.rstrip("\n") for line in kept] != list(self._recorded.lines[:position]):
                 raise CheckpointError(
                     f"trainer.replay: {self.path} is not the beginning of {self._recorded.path}, so this "
                     "run cannot follow it from here; begin another one: trainer.run_dir=…"

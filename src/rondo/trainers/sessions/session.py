@@ -156,7 +156,7 @@ class Session:
         self._trained: list[str] = []  # roles beside the actor that learn
         critics = [critic_learner(config, role) for role in ("critic", "cost_critic")]
         self._learners = {learner.role: learner for learner in critics}
-        self._schedule = plan_schedule(config, data.train.prompts_per_epoch, critics)
+        self._schedule = plan_schedule(config, data.train.rows_per_epoch, critics)
         self._steps: AsyncGenerator[list[Prompt], None] | None = None
         self._step: Step | None = None  # of the program's loop; None outside of it
         self._outside: Step | None = None

@@ -1,5 +1,5 @@
 """The asynchronous loop without a model and without waiting: the real feeder, buffer and publisher on a
-virtual clock, against engines that only sleep. For tests of the guarantees, and for `benchmarks/async.py`.
+virtual clock, against engines that only sleep. Tests of the guarantees and `benchmarks/async.py` run on it.
 
     run_virtual(main())                a coroutine on a clock that jumps to whatever is scheduled next
     SimulatedEngines                   `Episodes` and `Route` in one: slots, lengths by seed, token versions

@@ -1,9 +1,9 @@
-"""The built-in scorers. Each is deterministic, draws from no random stream, and gives 1.0 or 0.0 unless it
-says otherwise.
+"""The built-in reward functions. Each is deterministic, draws from no random stream, and gives 1.0 or 0.0
+unless it says otherwise.
 
-A scorer is `fn(prompt, trajectory, *, options…) -> float`. `trajectory.text` is the decoded response; the
-prompt's other columns (`answer`, …) are `prompt.fields`. Those that always take short, bounded time run on
-the event loop itself.
+A reward function is `fn(prompt, trajectory, *, options…) -> float`. `trajectory.text` is the decoded
+response; the prompt's other columns (`answer`, …) are `prompt.fields`. Those that always take short, bounded
+time run on the event loop itself.
 """
 
 from __future__ import annotations

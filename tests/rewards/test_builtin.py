@@ -1,4 +1,4 @@
-"""Hand-made tables for the built-in scorers, the pitfalls of ALGORITHMS §12.1 among them."""
+"""Hand-made tables for the built-in reward functions, the pitfalls of ALGORITHMS §12.1 among them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rondo.config.schema import RewardConfig, RewardFunctionConfig
 from rondo.errors import ConfigError, DataError
 from rondo.rewards import Scorer
 from rondo.rewards.answers import extract_answer, hash_number, last_number, parse_number
+from rondo.rewards.builtin import countdown, evaluate_expression, exact_match, format_tags, gsm8k, overlong
 from rondo.rewards.math_equivalence import last_boxed
-from rondo.rewards.scorers import countdown, evaluate_expression, exact_match, format_tags, gsm8k, overlong
 
 
 def score(function, t, **options):

@@ -1,4 +1,4 @@
-"""Every worker call is told to the cluster's recorders, with the time that it took on its host."""
+"""Every worker call is told to the cluster's watchers, with the time that it took on its host."""
 
 from __future__ import annotations
 
@@ -34,19 +34,22 @@ class Notebook:
         self.sent: list[tuple[str, int, int, str]] = []
         self.spans: list[tuple[str, int, int, str, float, float]] = []
 
-    def submitted(self, role: str, rank: int, device: int, method: str) -> None:
+    def call_sent(self, role: str, rank: int, device: int, method: str) -> None:
         self.sent.append((role, rank, device, method))
 
-    def record(self, role: str, rank: int, device: int, method: str, start: float, end: float) -> None:
+    def call_ended(
+        self, role: str, rank: int, device: int, method: str, start: float, end: float, *, died: bool
+    ) -> None:
+        assert not died
         self.spans.append((role, rank, device, method, start, end))
 
 
 @pytest.fixture
 def notebook(cluster: Cluster) -> Iterator[Notebook]:
     book = Notebook()
-    cluster.timeline.recorders.append(book)
+    cluster.call_watchers.append(book)
     yield book
-    cluster.timeline.recorders.remove(book)
+    cluster.call_watchers.remove(book)
 
 
 def test_spans_are_of_the_host_and_of_every_rank(

@@ -1,0 +1,30 @@
+"""`rondo train`, `sft`, `preference` and `reward-model`: training from a recipe."""
+
+from __future__ import annotations
+
+import argparse
+
+from rondo.cli.arguments import load_arguments, recipe_parser
+
+HELP = {
+    "train": "train by reinforcement learning",
+    "sft": "fine-tune on conversations",
+    "preference": "train on preference pairs (DPO, IPO, SPIN)",
+    "reward-model": "train a reward model on preference pairs",
+}
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the four subcommands."""
+    for command, about in HELP.items():
+        recipe_parser(subparsers, command, about)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train; the console shows progress and the final table. Returns the exit code."""
+    loaded = load_arguments(args.config)
+    from rondo.trainers.commands.train import preference, reward_model, sft, train
+
+    programs = {"train": train, "sft": sft, "preference": preference, "reward-model": reward_model}
+    programs[args.command](loaded)
+    return 0
