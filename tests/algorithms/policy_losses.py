@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rondo.algorithms import columns_read, lookup
-from rondo.algorithms.check import example_columns
+from rondo.algorithms.trial import example_columns
 
 D = functools.partial(torch.tensor, dtype=torch.float64)
 

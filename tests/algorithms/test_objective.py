@@ -12,7 +12,7 @@ import torch
 from rondo.algorithms import actor_loss, critic_loss, lookup, names, sft_loss
 from rondo.config.schema import AlgorithmConfig, FunctionConfig, KlConfig
 from rondo.errors import ConfigError, TrainError
-from rondo.planning.update import loss_weights
+from rondo.planning.mini_batches import loss_weights
 
 T = torch.tensor
 LENGTHS = [3, 1, 4, 2, 5, 3]

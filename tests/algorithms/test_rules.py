@@ -1,6 +1,6 @@
 """The rules that every built-in function keeps, whatever is added: exact zeros, masks, finiteness, no order,
 and gradients that no split of the mini-batch changes. A new function is covered as soon as it is registered,
-with a new column as soon as it is in the table of `rondo.algorithms.check`.
+with a new column as soon as it is in the table of `rondo.algorithms.trial`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rondo.algorithms import actor_loss, critic_loss, kl_reward, names
-from rondo.algorithms.check import PER_TOKEN, example_columns
 from rondo.algorithms.registry import (
     Kind,
     bind,
@@ -26,8 +25,9 @@ from rondo.algorithms.registry import (
     is_zero_at_zero_advantage,
     lookup,
 )
+from rondo.algorithms.trial import PER_TOKEN, example_columns
 from rondo.config.schema import AlgorithmConfig, FunctionConfig, KlConfig
-from rondo.planning.update import loss_weights
+from rondo.planning.mini_batches import loss_weights
 
 # Options that a function needs and has no default for.
 OPTIONS: Mapping[str, Mapping[str, Any]] = {

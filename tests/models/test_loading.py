@@ -13,7 +13,7 @@ import torch
 from rondo.errors import ConfigError, DataError
 from rondo.models import ModelSource, build_model, family_of, load_model_config, load_tokenizer
 from rondo.models.family import packed_positions
-from rondo.models.lean import use_lean_modules
+from rondo.models.fused import use_fused_modules
 
 TINY = {
     "model_type": "qwen3",
@@ -154,10 +154,10 @@ def test_lean_modules_replace_only_what_computes_the_same() -> None:
     model = build_model(
         ModelSource(config=TINY), torch.float32
     )  # already lean: replacing again changes nothing
-    assert use_lean_modules(model) == {"rms_norm": 9, "attention": 2}
-    assert use_lean_modules(build_model(ModelSource(config=TINY), torch.bfloat16)) == {
+    assert use_fused_modules(model) == {"rms_norm": 9, "attention": 2}
+    assert use_fused_modules(build_model(ModelSource(config=TINY), torch.bfloat16)) == {
         "rms_norm": 0,
         "attention": 0,
     }
     gemma = {**TINY, "model_type": "gemma"}  # its norms multiply by 1 + weight
-    assert use_lean_modules(build_model(ModelSource(config=gemma), torch.float32))["rms_norm"] == 0
+    assert use_fused_modules(build_model(ModelSource(config=gemma), torch.float32))["rms_norm"] == 0

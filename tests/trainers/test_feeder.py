@@ -17,10 +17,9 @@ from rondo.controller import WorkerGroup, start_cluster
 from rondo.data.rows import GREEDY_REWARD
 from rondo.errors import ConfigError, RewardError, WorkerError
 from rondo.rewards import check_dropped_share
-from rondo.trainers.loop.buffer import Buffer
+from rondo.trainers.loop.buffer import Buffer, group_filter
 from rondo.trainers.loop.engine_side import WorkerEpisodes
 from rondo.trainers.loop.feeder import EpisodeFeeder
-from rondo.trainers.loop.filtering import GroupFilter
 from rondo.trainers.loop.publish import WeightPublisher
 from rondo.trainers.loop.routes import SharedRoute
 from rondo.trainers.program.inputs import Prompts, complete_model, load_prompts, settled
@@ -163,7 +162,7 @@ def test_groups_of_one_accuracy_are_replaced(with_rollout: Callable[..., Any], m
 
     async def use(rollout: WorkerGroup, prompts: Prompts, config: Config) -> Any:
         everything = await take(make_buffer(batch_size=12), rollout, prompts)
-        keep = GroupFilter(FunctionConfig("mixed_accuracy"))
+        keep = group_filter(FunctionConfig("mixed_accuracy"))
         buffer = make_buffer(keep=keep, max_staleness=max_staleness, total_steps=2, total_groups=12)
         return everything[0], await take(buffer, rollout, prompts, steps=2), buffer
 
@@ -185,10 +184,10 @@ def test_a_filter_without_an_accuracy_and_one_that_returns_no_reason(
     functions = ["tests/trainers/scorers.py:first_is_even", "tests/trainers/scorers.py:even_share"]
 
     async def use(rollout: WorkerGroup, prompts: Prompts, config: Config) -> None:
-        keep = GroupFilter(FunctionConfig("mixed_accuracy"))
+        keep = group_filter(FunctionConfig("mixed_accuracy"))
         with pytest.raises(ConfigError, match=r"name one in reward\.accuracy that every source has"):
             await take(make_buffer(keep=keep), rollout, prompts)
-        keep = GroupFilter(FunctionConfig(f"{tmp_path}/mine.py:truth"))
+        keep = group_filter(FunctionConfig(f"{tmp_path}/mine.py:truth"))
         with pytest.raises(Exception, match="returned True; a filter returns None to keep"):
             await take(make_buffer(keep=keep), rollout, prompts)
 

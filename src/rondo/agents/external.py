@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rondo.agents.recorded import trajectory_of
+from rondo.agents.trajectories import trajectory_of
 from rondo.chat import decode
 from rondo.config.functions import check_options, did_you_mean, resolve_function
 from rondo.config.schema import FunctionConfig

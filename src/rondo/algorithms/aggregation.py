@@ -2,8 +2,8 @@
 
 With x[i,t] the token losses, m the response mask, L_i = Σ_t m[i,t] and B* the rows with L_i > 0, the
 aggregate of a mini-batch is Σ_i weight_i Σ_t m[i,t] x[i,t]. The weights need the whole mini-batch, so they
-are computed once, by `planning.update.loss_weights`, and no split of the mini-batch changes the gradient.
-Rows without trained tokens do not count (D16) and have weight 0. Numpy only.
+are computed once, by `planning.mini_batches.loss_weights`, and no split of the mini-batch changes the
+gradient. Rows without trained tokens do not count (D16) and have weight 0. Numpy only.
 """
 
 from __future__ import annotations

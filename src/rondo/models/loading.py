@@ -19,7 +19,7 @@ from rondo.config.functions import did_you_mean, resolve_function
 from rondo.errors import ConfigError, DataError, about
 from rondo.models.attention import IMPLEMENTATION, register_varlen
 from rondo.models.family import family_of, record_of
-from rondo.models.lean import use_lean_modules
+from rondo.models.fused import use_fused_modules
 from rondo.models.precision import cast_model
 from rondo.models.source import ModelSource
 
@@ -96,7 +96,7 @@ def build_model(
     if dtype is torch.float64:
         model.set_experts_implementation("eager")  # torch's grouped product of matrices has no float64
     if family.packable:
-        use_lean_modules(model)
+        use_fused_modules(model)
     return model
 
 

@@ -38,8 +38,7 @@ from rondo.training.head import TokenModel
 from rondo.training.loss import Loss, Metrics
 from rondo.training.memory import release_memory
 from rondo.training.optimizer import OptimizerStats, ShardedAdamW
-from rondo.training.packed import Layout as PackedLayout
-from rondo.training.packed import PackedRows, document_lengths, dummy, expand_columns, pack
+from rondo.training.packed import PackedLayout, PackedRows, document_lengths, dummy, expand_columns, pack
 from rondo.training.sharding import as_shard, checksums_of, gather_buckets, layout_of, shard_model
 from rondo.types import StepStats
 from rondo.weights.layout import Layout

@@ -24,7 +24,7 @@ from rondo.models.source import Attention
 
 
 @dataclass(frozen=True)
-class Layout:
+class PackedLayout:
     """What a model needs in order to lay out documents."""
 
     family: Family
@@ -71,7 +71,7 @@ def document_lengths(batch: Batch, full: bool = False) -> np.ndarray:
     return np.where(responses > 0, prompts + responses - (not full), 0)
 
 
-def pack(batch: Batch, rows: np.ndarray, layout: Layout, full: bool = False) -> PackedRows:
+def pack(batch: Batch, rows: np.ndarray, layout: PackedLayout, full: bool = False) -> PackedRows:
     """Lay out `rows` (positions in the batch, each with at least one response token).
 
     Where attention can share prefixes, a prompt that several rows have is laid out (and computed) once, in
@@ -82,7 +82,7 @@ def pack(batch: Batch, rows: np.ndarray, layout: Layout, full: bool = False) -> 
     return _lay_out(rows, rows_prompts, rows_responses, layout, full)
 
 
-def dummy(layout: Layout, full: bool = False) -> PackedRows:
+def dummy(layout: PackedLayout, full: bool = False) -> PackedRows:
     """One document with a response of one token: what a rank without rows computes, so that all run the same
     passes."""
     token = np.zeros(1, np.int64)
@@ -90,7 +90,7 @@ def dummy(layout: Layout, full: bool = False) -> PackedRows:
 
 
 def _lay_out(
-    rows: np.ndarray, prompts: list[np.ndarray], responses: list[np.ndarray], layout: Layout, full: bool
+    rows: np.ndarray, prompts: list[np.ndarray], responses: list[np.ndarray], layout: PackedLayout, full: bool
 ) -> PackedRows:
     prompt_lengths = np.array([len(prompt) for prompt in prompts], np.int64)
     response_lengths = np.array([len(response) for response in responses], np.int64)
@@ -142,7 +142,7 @@ def _lay_out(
     )
 
 
-def _plan(lengths: np.ndarray, prefixes: np.ndarray, layout: Layout) -> Documents:
+def _plan(lengths: np.ndarray, prefixes: np.ndarray, layout: PackedLayout) -> Documents:
     return plan_documents(
         lengths,
         prefixes=prefixes,
@@ -153,7 +153,7 @@ def _plan(lengths: np.ndarray, prefixes: np.ndarray, layout: Layout) -> Document
     )
 
 
-def _on(array: np.ndarray, layout: Layout) -> torch.Tensor:
+def _on(array: np.ndarray, layout: PackedLayout) -> torch.Tensor:
     return torch.from_numpy(array).to(layout.device)
 
 

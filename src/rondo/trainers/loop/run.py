@@ -21,12 +21,11 @@ from rondo.data.rows import is_scored
 from rondo.errors import TrainError
 from rondo.rewards import check_dropped_share
 from rondo.tracking import Timers
-from rondo.trainers.loop.buffer import Group, Journal
+from rondo.trainers.loop.buffer import Group, Journal, group_filter
 from rondo.trainers.loop.checkpoints import Checkpoints
 from rondo.trainers.loop.coefficients import Coefficients
 from rondo.trainers.loop.engine_side import RolloutSide
 from rondo.trainers.loop.evaluation import EvaluationResult
-from rondo.trainers.loop.filtering import GroupFilter
 from rondo.trainers.loop.ledger import Ledger
 from rondo.trainers.loop.mender import cancel
 from rondo.trainers.loop.publish import WeightPublisher
@@ -75,7 +74,7 @@ class RLRun:
             total_steps=schedule.total_steps,
             total_groups=schedule.total_groups,
             order=config.trainer.order,
-            keep=GroupFilter(config.algorithm.filter) if config.algorithm.filter else None,
+            keep=group_filter(config.algorithm.filter) if config.algorithm.filter else None,
             max_refills=config.algorithm.max_refills,
             check_failures=functools.partial(
                 check_dropped_share,

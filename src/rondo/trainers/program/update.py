@@ -18,7 +18,7 @@ from rondo.batch import ROW_ID, BatchRef, ragged_array
 from rondo.columns import wide_array
 from rondo.config.schema import ActorConfig, Config, CriticConfig, FunctionConfig
 from rondo.controller import Cluster, WorkerGroup
-from rondo.planning.update import loss_weights, mini_batch_order, plan_mini_batches
+from rondo.planning.mini_batches import loss_weights, mini_batch_order, plan_mini_batches
 from rondo.trainers.program.inputs import conversations
 from rondo.trainers.program.stages import Step
 from rondo.trainers.program.tensors import numbers

@@ -162,7 +162,7 @@ class JournalFile:
 
 
 class RunJournal:
-    """`Journal` in the folder of a run. recorded: the one to follow; None: this run decides.
+    """`Journal` in the folder of a run. followed: the one to follow; None: this run decides.
 
     settings: `settings_of` the configuration as the user wrote it. say: for the log.
     """
@@ -171,12 +171,12 @@ class RunJournal:
         self,
         folder: RunFolder,
         settings: Mapping[str, Any],
-        recorded: JournalFile | None = None,
+        followed: JournalFile | None = None,
         say: Callable[[str], None] = lambda message: None,
     ) -> None:
         self._folder, self.path = folder, folder.path / FILE
-        self._settings, self._recorded, self._say = settings, recorded, say
-        self.replaying = recorded is not None
+        self._settings, self._followed, self._say = settings, followed, say
+        self.replaying = followed is not None
         self.position = 0  # lines written
         self._step = 1  # in progress
         self._fates: dict[int, Mapping[str, Any] | None] = {}  # of groups in flight: see `fate`
@@ -193,11 +193,11 @@ class RunJournal:
             what["settings"] = self._settings
         line = {"step": self._step, "kind": kind, **what}
         at = self.position
-        if self._recorded is not None and json.loads(json.dumps(line)) != self.upcoming:
+        if self._followed is not None and json.loads(json.dumps(line)) != self.upcoming:
             raise self.left(_difference(line, self.upcoming))
         self._write(line)
-        if kind == "admit" and self._recorded is not None:
-            self._fates[what["seq"]] = self._recorded.fate(at)
+        if kind == "admit" and self._followed is not None:
+            self._fates[what["seq"]] = self._followed.fate(at)
         if kind in ("publish", "resume"):
             self._step = what["version"] + 1
 
@@ -210,10 +210,10 @@ class RunJournal:
 
     @property
     def upcoming(self) -> Mapping[str, Any]:
-        assert self._recorded is not None
+        assert self._followed is not None
         at = max(self.position, 1)  # the head is nobody's turn
         if self._upcoming[0] != at:
-            self._upcoming = (at, self._recorded.line(at))
+            self._upcoming = (at, self._followed.line(at))
         return self._upcoming[1]
 
     def turn(self, kind: str, **what: Any) -> bool:
@@ -226,25 +226,25 @@ class RunJournal:
         return line.get("kind") == kind and all(line.get(key) == value for key, value in what.items())
 
     def open_groups(self) -> Mapping[int, int]:
-        assert self._recorded is not None
-        lines = [self._recorded.line(at) for at in self._recorded.open_at(self.position)]
+        assert self._followed is not None
+        lines = [self._followed.line(at) for at in self._followed.open_at(self.position)]
         return {line["seq"]: line["version"] for line in lines}
 
     def fate(self, seq: int) -> Mapping[str, Any] | None:
         return self._fates[seq]
 
     def left(self, what: str) -> TrainError:
-        assert self._recorded is not None
+        assert self._followed is not None
         return TrainError(
-            f"the replay left the journal {self._recorded.path} in step {self._step}, line "
+            f"the replay left the journal {self._followed.path} in step {self._step}, line "
             f"{self.position + 1}: {what}. Something gives other bits here: a data file or a reward function "
             "that has changed, another machine, library or number of threads (docs/async.md)"
         )
 
     def _ended(self) -> TrainError:
-        assert self._recorded is not None
+        assert self._followed is not None
         return TrainError(
-            f"the replay is at the end of the journal {self._recorded.path}, in step {self._step}: there "
+            f"the replay is at the end of the journal {self._followed.path}, in step {self._step}: there "
             "that run was stopped, and nothing says how it goes on. To go on without it, remove "
             "trainer.replay and start the same command again"
         )
@@ -262,7 +262,7 @@ class RunJournal:
         lines = text.splitlines(keepends=True)
         if position is None or len(lines) < position:
             why = f"{self.path} does not reach back to the start of this run"
-            if self._recorded is not None:
+            if self._followed is not None:
                 raise CheckpointError(f"trainer.replay: {why}; begin another run: trainer.run_dir=…")
             self._say(f"{why}: no journal is written, and this run cannot be replayed")
             position, self._off = 0, True
@@ -273,14 +273,14 @@ class RunJournal:
         self._step = last.get("step", 1) + (last.get("kind") == "publish")
         if last.get("kind") == "resume":
             self._step = last["version"] + 1
-        if self._recorded is not None:
-            if [line.rstrip("\n") for line in kept] != list(self._recorded.lines[:position]):
+        if self._followed is not None:
+            if [line.rstrip("\n") for line in kept] != list(self._followed.lines[:position]):
                 raise CheckpointError(
-                    f"trainer.replay: {self.path} is not the beginning of {self._recorded.path}, so this "
+                    f"trainer.replay: {self.path} is not the beginning of {self._followed.path}, so this "
                     "run cannot follow it from here; begin another one: trainer.run_dir=…"
                 )
-            opened = self._recorded.open_at(position)
-            self._fates = {self._recorded.line(at)["seq"]: self._recorded.fate(at) for at in opened}
+            opened = self._followed.open_at(position)
+            self._fates = {self._followed.line(at)["seq"]: self._followed.fate(at) for at in opened}
 
     def close(self) -> None:
         if self._file is not None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rondo.config.schema import FunctionConfig
 from rondo.errors import ConfigError, TrainError
-from rondo.planning.update import loss_weights, mini_batch_order, plan_mini_batches
+from rondo.planning.mini_batches import loss_weights, mini_batch_order, plan_mini_batches
 
 
 @settings(max_examples=60, deadline=None)

@@ -24,7 +24,7 @@ _TOLERANCE = 1e-5
 _PROBE = np.array([3, 2, 4])  # lengths of the documents that a replaced attention is tried on
 
 
-def use_lean_modules(model: PreTrainedModel) -> dict[str, int]:
+def use_fused_modules(model: PreTrainedModel) -> dict[str, int]:
     """Replace `forward` of norms and attention modules that compute what ours do; returns how many of each
     kind.
 
