@@ -8,12 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from rondo.config.schema import ClusterConfig
 from rondo.errors import ConfigError
 
 ALL = "all"  # the name of the one pool where cluster.pools names none
 ROLLOUT = "rollout"
+
+# Of a step: "train" from its batch until the next version is loaded. A model at rest is on its device or in
+# host memory (<role>.offload_*) whatever the phase; the engines' key/value cache is given back in "train"
+# with rollout.sleep.
+Phase = Literal["generate", "train"]
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ no sampler.
 
 from rondo.training.engine import FsdpEngine
 from rondo.training.loss import Loss
-from rondo.training.optimizer import OptimizerStats
-from rondo.training.schedule import lr_ratio
+from rondo.training.optimizer import OptimizerStats, lr_ratio
 
 __all__ = ["FsdpEngine", "Loss", "OptimizerStats", "lr_ratio"]

@@ -1,9 +1,10 @@
-"""AdamW on the local shards: clipping by the global norm, skipping of non-finite gradients, the learning
-rate.
+"""AdamW on the local shards: clipping by the global norm, skipping of non-finite gradients, schedules of the
+learning rate.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -11,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from rondo.config.schema import OptimizerConfig
-from rondo.training.schedule import lr_ratio
+from rondo.config.schema import OptimizerConfig, ScheduleConfig
+from rondo.errors import ConfigError
 from rondo.training.sharding import as_shard
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -132,3 +133,29 @@ def global_norm(
     if dist.get_world_size(group) > 1:
         dist.all_reduce(squares, group=group)
     return squares.sqrt()
+
+
+def lr_ratio(step: int, schedule: ScheduleConfig, total_steps: int | None) -> float:
+    """Learning rate of optimizer step `step` (from 0) as a share of `lr`.
+
+    Warm-up is linear: step s of w gives (s + 1) / w. Then `constant` is 1; `linear` and `cosine` fall from 1
+    towards min_ratio, which they reach after total_steps; `wsd` stays at 1 and falls linearly to min_ratio
+    over the last decay_steps (default: a tenth of the run). Raises ConfigError when a falling schedule has no
+    total_steps.
+    """
+    warmup, floor = schedule.warmup_steps, schedule.min_ratio
+    if step < warmup:
+        return (step + 1) / warmup
+    if schedule.name == "constant":
+        return 1.0
+    if total_steps is None:
+        raise ConfigError(
+            f"optimizer.schedule.name={schedule.name} needs the number of optimizer steps in advance"
+        )
+    start = warmup
+    if schedule.name == "wsd":
+        decay = max(1, total_steps // 10) if schedule.decay_steps is None else schedule.decay_steps
+        start = max(warmup, total_steps - decay)
+    done = min(1.0, max(0.0, (step - start) / max(1, total_steps - start)))
+    fall = 0.5 * (1 - math.cos(math.pi * done)) if schedule.name == "cosine" else done
+    return 1.0 - (1.0 - floor) * fall

@@ -24,7 +24,7 @@ from rondo.data.rows import GREEDY_REWARD, prompt_text, rows_from_trajectories
 from rondo.errors import ConfigError
 from rondo.models import load_tokenizer
 from rondo.models.source import ModelSource
-from rondo.planning.residency import Phase, keeps_cache
+from rondo.planning.placement import Phase
 from rondo.rewards import Scorer
 from rondo.rewards.answers import final_answer
 from rondo.rollout import EngineSpec, NativeEngine
@@ -196,10 +196,10 @@ class RolloutWorker(ReceivesWeights, Worker):
         """Give the key/value cache back, or make it again, as rollout.sleep asks in this phase. The engine
         must be paused; nothing is lost of what it holds.
         """
-        if keeps_cache(phase, sleep=self._sleep):
-            await self.replicas.router.wake()
-        else:
+        if self._sleep and phase == "train":
             await self.replicas.router.sleep()
+        else:
+            await self.replicas.router.wake()
 
     @dispatch("per_rank")
     def decode_path(self) -> str:

@@ -19,7 +19,7 @@ from rondo.controller import WorkerGroup
 from rondo.data.rows import GREEDY_REWARD, INDEX_COLUMNS, SCORE_PREFIX
 from rondo.errors import WorkerError
 from rondo.planning.admission import OnUpdate, effective_on_update
-from rondo.planning.residency import Phase
+from rondo.planning.placement import Phase
 from rondo.rollout.protocol import WASTED_TOKENS
 from rondo.trainers.loop.buffer import Buffer
 from rondo.trainers.loop.evaluation import EvaluationResult, evaluate

@@ -15,7 +15,7 @@ import numpy as np
 from rondo.batch import BatchRef
 from rondo.config.schema import Config
 from rondo.errors import WeightSyncError
-from rondo.planning.residency import Phase
+from rondo.planning.placement import Phase
 from rondo.trainers.loop.buffer import Buffer
 from rondo.trainers.loop.feeder import EpisodeFeeder, Episodes
 from rondo.trainers.loop.mender import Mender

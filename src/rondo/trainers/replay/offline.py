@@ -23,7 +23,7 @@ from rondo.data.rows import GREEDY_REWARD, INDEX_COLUMNS, SCORE_PREFIX
 from rondo.errors import ConfigError
 from rondo.models import load_model_config
 from rondo.planning.admission import OnUpdate
-from rondo.planning.residency import Phase
+from rondo.planning.placement import Phase
 from rondo.trainers.loop.buffer import Buffer, Group
 from rondo.trainers.loop.evaluation import EvaluationResult
 from rondo.trainers.loop.feeder import EpisodeFeeder, Episodes
