@@ -112,11 +112,10 @@ BOUNDARIES = {
     "rondo/rewards/scorer.py": "a scorer's exception is judged by reward.on_error",
     "rondo/rewards/worker.py": "a scorer's exception travels from its process as text",
     "rondo/rollout/vllm/engine.py": "vLLM's exceptions travel from the step thread to all who wait",
-    "rondo/rollout/vllm/requests.py": "what a caller's on_tokens raises travels to that caller",
+    "rondo/rollout/pending.py": "what a caller's on_tokens raises travels to that caller",
     "rondo/rollout/native/engine.py": "a decoder's exception travels from its thread to all who wait",
     "rondo/rollout/sglang/worker.py": "what loading weights raises travels to the engine as text",
     "rondo/rollout/server/child.py": "an engine's exception travels to its host as a record",
-    "rondo/rollout/server/client.py": "what on_tokens raises travels to the generate call that it belongs to",
     "rondo/serving/http.py": "whatever a request's handler raises is answered as a 500, and logged",
     "rondo/trainers/loop/feeder.py": "an episode's exception travels to the trainer, which waits in take()",
 }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -97,6 +97,41 @@ class Completion:
     policy_versions: np.ndarray
     finish_reason: FinishReason
     extras: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+    @staticmethod
+    def empty(request: GenerateRequest, finish_reason: FinishReason) -> Completion:
+        """Returns the completion of a request for which nothing was made; its prefix is not in it."""
+        ids = np.empty(0, np.int32)
+        prompt_ids = np.array(request.token_ids, np.int32)
+        return Completion(request.request_id, prompt_ids, ids, np.empty(0, np.float32), ids, finish_reason)
+
+    def part(self, start: int, stop: int | None = None) -> Completion:
+        """Returns the tokens [start, stop) alone, without a copy."""
+        cut = slice(start, stop)
+        return replace(
+            self,
+            token_ids=self.token_ids[cut],
+            log_probs=self.log_probs[cut],
+            policy_versions=self.policy_versions[cut],
+            extras={name: values[cut] for name, values in self.extras.items()},
+        )
+
+    def after(self, *earlier: Completion | None) -> Completion:
+        """Returns the whole response of which this is the end: the tokens of `earlier`, then its own.
+
+        Everything else is this one's. Extras that some part with tokens does not have are left out.
+        """
+        parts = [part for part in (*earlier, self) if part is not None and len(part.token_ids)]
+        if not parts:
+            return self
+        names = set.intersection(*(set(part.extras) for part in parts))
+        return replace(
+            self,
+            token_ids=np.concatenate([part.token_ids for part in parts], dtype=np.int32),
+            log_probs=np.concatenate([part.log_probs for part in parts], dtype=np.float32),
+            policy_versions=np.concatenate([part.policy_versions for part in parts], dtype=np.int32),
+            extras={name: np.concatenate([part.extras[name] for part in parts]) for name in sorted(names)},
+        )
 
 
 @dataclass(frozen=True)

@@ -214,6 +214,17 @@ def test_samples_what_the_native_engine_samples(served: Bench) -> None:
 # ---- ends that are no ends ----
 
 
+def test_what_on_tokens_raises_is_the_calls_error(served: Bench) -> None:
+    def refuse(part: Completion) -> None:
+        raise KeyError("not these")
+
+    async def generate() -> None:
+        with pytest.raises(KeyError, match="not these"):
+            await served.engine.generate(request(prompt(5), 60), refuse)
+
+    asyncio.run(generate())
+
+
 def test_cancel_returns_what_there_is(served: Bench) -> None:
     """While it runs, while paused, and before it was begun."""
     engine = served.engine

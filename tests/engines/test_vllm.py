@@ -174,7 +174,7 @@ def broken(policy: Policy, fault: str) -> dict[str, torch.Tensor]:
         ("shape", r"k_proj.weight' has shape \(16, 128\), the model wants \(64, 128\)"),
         ("name", r"no parameter 'model.layers.9.self_attn.k_proj.weight'; the nearest is"),
         ("missing", r"1 of \d+ tensors did not arrive: model.layers.1.self_attn.k_proj.weight"),
-        ("bytes", r"'model.layers.1.self_attn.k_proj.weight' arrived with checksum \d+"),
+        ("bytes", r"'model.layers.1.self_attn.k_proj.weight' is not what was sent \(checksum 0x"),
     ],
 )
 def test_a_failed_update_stops_serving_until_the_next(

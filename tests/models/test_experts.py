@@ -14,7 +14,7 @@ from rondo.errors import ConfigError
 from rondo.models import ModelSource, build_model, load_model_config
 from rondo.models.experts import separate
 from rondo.models.family import FAMILIES
-from rondo.rollout.expected import ExpectedWeights
+from rondo.rollout.expected import expected_weights
 from rondo.training.checkpoint import export_folder
 
 SHAPE: dict[str, Any] = {
@@ -68,7 +68,7 @@ def test_dense_tensors_pass_as_they_are() -> None:
 def test_experts_under_unknown_names_are_refused_before_an_engine_starts() -> None:
     config = MixtralConfig(**SHAPE, num_local_experts=2)
     with pytest.raises(ConfigError, match=r"checkpoints of mixtral .*'model\.layers\.0\..*engine=native"):
-        ExpectedWeights(config)
+        expected_weights(config)
 
 
 def test_keys_of_a_mixture_that_its_config_class_does_not_declare() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import os
 import pickle
 import signal
@@ -211,7 +210,7 @@ class TestOneProcess:
             for record in records:
                 if isinstance(record, Tokens) and not begun:
                     begun = True
-                    taken([Tokens.of({call: [first(3, part)] for call, part in client._parts(record)})])
+                    taken([Tokens.of({call: [part.part(0, 3)] for call, part in record.parts()})])
 
         async def main() -> Completion:
             loop, timers = asyncio.get_running_loop(), []
@@ -263,7 +262,7 @@ def test_a_killed_engines_requests_end_as_if_nothing_had_happened(
     def take(records: list[object]) -> None:
         for record in records:
             if isinstance(record, Tokens):
-                taken([Tokens.of({call: [first(3, part)] for call, part in client._parts(record)})])
+                taken([Tokens.of({call: [part.part(0, 3)] for call, part in record.parts()})])
                 os.kill(victim.pid, signal.SIGKILL)
                 raise EOFError
         taken(records)
@@ -305,15 +304,6 @@ def test_what_cannot_be_read_ends_the_engine_and_nobody_waits() -> None:
         with pytest.raises(pickle.UnpicklingError):
             engine._read()
     assert ended == [True]
-
-
-def first(count: int, part: Completion) -> Completion:
-    return dataclasses.replace(
-        part,
-        token_ids=part.token_ids[:count],
-        log_probs=part.log_probs[:count],
-        policy_versions=part.policy_versions[:count],
-    )
 
 
 def test_what_cannot_be_built_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -78,8 +78,8 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[VllmEngine]:
 
 def send(engine: VllmEngine, version: int) -> None:
     engine.begin(version)
-    for name in engine._expected.missing():
-        engine.receive(name, torch.zeros(engine._expected._shapes[name]))
+    for name in engine._weights.missing():
+        engine.receive(name, torch.zeros(engine._weights.shapes[name]))
     engine.commit(version)
 
 

@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from rondo.errors import ConfigError, WeightSyncError
+from rondo.errors import ConfigError
 from rondo.models.source import ModelSource
 from rondo.rollout.build import check_engine
-from rondo.rollout.expected import ExpectedWeights
 from rondo.rollout.folder import model_folder
 from rondo.rollout.protocol import EngineSpec
 from rondo.rollout.vllm import options as vllm_options
@@ -116,28 +115,6 @@ def test_a_models_folder_names_its_architecture() -> None:
         assert [file.name for file in folder.iterdir()] == ["config.json"]
     finally:
         shutil.rmtree(folder)
-
-
-def test_expected_weights_know_names_shapes_and_ties(tiny_qwen_config: Any) -> None:
-    expected = ExpectedWeights(tiny_qwen_config)
-    every = expected.missing()
-    assert len(every) == len(expected) == 2 * 11 + 2  # two layers, the embedding (tied), the last norm
-    for name in every:
-        if name != "model.embed_tokens.weight":
-            expected.arrived(name, expected._shapes[name])
-    assert expected.missing() == ["model.embed_tokens.weight"]
-    expected.arrived("lm_head.weight", (128, 64))  # the same parameter under its other name
-    assert expected.missing() == []
-    expected.begin()
-    assert expected.missing() == every
-    with pytest.raises(
-        WeightSyncError, match=r"'model.norm.weight' has shape \(63,\), the model wants \(64,\)"
-    ):
-        expected.arrived("model.norm.weight", (63,))
-    with pytest.raises(
-        WeightSyncError, match=r"no parameter 'model.norms.weight'; the nearest is 'model.norm"
-    ):
-        expected.arrived("model.norms.weight", (64,))
 
 
 GIB = 1 << 30

@@ -97,7 +97,7 @@ def pieces(lengths: Sequence[int], so_far: Sequence[Completion | None]) -> Agent
         async def generate_piece(request: GenerateRequest) -> Completion:
             done = 0 if before is None else len(before.token_ids)
             if done >= length:
-                return nothing(request) if before is None else before
+                return Completion.empty(request, "length") if before is None else before
             sampling = dataclasses.replace(request.sampling, max_tokens=length)
             prefix = before if done else None
             return await generate(
@@ -107,12 +107,6 @@ def pieces(lengths: Sequence[int], so_far: Sequence[Completion | None]) -> Agent
         return await single_turn(prompt, generate_piece, sample_index=sample_index, **options)
 
     return run
-
-
-def nothing(request: GenerateRequest) -> Completion:
-    """A response without a token."""
-    empty = (np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32))
-    return Completion(request.request_id, request.token_ids, *empty, finish_reason="length")
 
 
 def whole(completions: Sequence[Completion], entries: Sequence[Entry]) -> AgentLoop:

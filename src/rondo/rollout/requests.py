@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 
 from rondo.errors import DeadlyRequestError, ReplicaLostError, RolloutError
@@ -14,13 +12,7 @@ LAST_LINES = 10  # of a dead engine's output, in the error of the request that i
 
 def so_far(request: GenerateRequest, reason: FinishReason) -> Completion:
     """The completion of a request on which nobody has worked: its prefix, or nothing."""
-    prompt_ids, prefix = np.array(request.token_ids, np.int32), request.prefix
-    if prefix is None:
-        nothing = (np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32))
-        return Completion(request.request_id, prompt_ids, *nothing, finish_reason=reason)
-    return dataclasses.replace(
-        prefix, request_id=request.request_id, prompt_ids=prompt_ids, finish_reason=reason
-    )
+    return Completion.empty(request, reason).after(request.prefix)
 
 
 def complete_as_it_is(request: GenerateRequest) -> Completion | None:

@@ -40,21 +40,18 @@ OnLost = Callable[[str, str], bool]
 
 @dataclass(eq=False)
 class _Replica:
-    """running: in flight here. dead: why; coming: dead, but another will take its place. drained: somebody
-    waits for it to be idle.
-    """
+    """running: in flight here. dead: why; coming: dead, but another will take its place."""
 
     name: str
     engine: RolloutEngine
     running: set[_Entry] = field(default_factory=set)
     dead: str | None = None
     coming: bool = False
-    drained: asyncio.Future[None] | None = None
     busy_seconds: float = 0.0
     counted_at: float = 0.0
 
     def serves(self) -> bool:
-        return self.dead is None and self.drained is None and self.engine.version >= 0
+        return self.dead is None and self.engine.version >= 0
 
     def admits(self, suspect: _Entry, limit: int) -> bool:
         """Suspects of one kind may run together."""
@@ -90,8 +87,8 @@ class _Counters:
 class Router:
     """Routes requests over named engines of one model; its `generate` is an engine's.
 
-    limit: requests in flight on one replica at most. max_queue: of the callers that ask to be refused rather
-    than wait (`bounded`). on_lost: told once for every replica that dies, from any thread.
+    limit: requests in flight on one replica at most. on_lost: told once for every replica that dies, from any
+    thread.
     """
 
     def __init__(
@@ -99,11 +96,10 @@ class Router:
         engines: Mapping[str, RolloutEngine],
         *,
         limit: int,
-        max_queue: int = 1024,
         on_lost: OnLost | None = None,
         remember: int = REMEMBER,
     ) -> None:
-        self._limit, self._max_queue, self._on_lost = limit, max_queue, on_lost
+        self._limit, self._on_lost = limit, on_lost
         self._lock = threading.RLock()
         self._replicas: dict[str, _Replica] = {}
         self._affinity, self._suspects = Affinity(remember), Suspects(remember)
@@ -143,7 +139,7 @@ class Router:
             if replica is None or replica.dead is not None or engine not in (None, replica.engine):
                 return
             replica.dead = why
-            replica.coming = self._on_lost is not None and replica.drained is None
+            replica.coming = self._on_lost is not None
             self._affinity.forget(name)
             if not self._paused:  # nothing runs in a pause: whatever it died of, it was no request
                 self._blame(replica.running)
@@ -199,36 +195,12 @@ class Router:
                     f"no replica left ({reasons or 'none was added'}); what they wrote last is in the log"
                 )
 
-    async def remove(self, name: str) -> RolloutEngine:
-        """Take a replica out when it has answered what it works on; the engine is the caller's to close."""
-        with self._lock:
-            replica = self._replicas[name]
-            if replica.drained is not None:
-                raise ValueError(f"replica {name!r} is being taken out already")
-            replica.drained = asyncio.get_running_loop().create_future()
-        self._pump()  # it may be the one that others wait for
-        try:
-            if replica.running:
-                await replica.drained
-        except asyncio.CancelledError:  # it stays
-            replica.drained = None
-            self._pump()
-            raise
-        with self._lock:
-            del self._replicas[name]
-            self._affinity.forget(name)
-        self._pump()
-        return replica.engine
-
     # ---- requests ----
 
-    async def generate(
-        self, request: GenerateRequest, on_tokens: OnTokens | None = None, *, bounded: bool = False
-    ) -> Completion:
+    async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> Completion:
         """As `RolloutEngine.generate`, on whichever replica; the deadline covers waiting and being re-issued.
 
-        bounded: RolloutError at once when the queue is full. RolloutError when no replica is left;
-        DeadlyRequestError when replicas die of it.
+        Raises RolloutError when no replica is left, DeadlyRequestError when replicas die of it.
         """
         self._loop = asyncio.get_running_loop()
         if request.request_id in self._active:
@@ -237,8 +209,6 @@ class Router:
         entry = _Entry(request, None if deadline is None else time.monotonic() + deadline)
         self._active[request.request_id] = entry
         try:
-            if bounded:
-                self._refuse_when_full(request)
             while True:
                 replica = await self._place(entry)
                 if replica is None:
@@ -262,13 +232,6 @@ class Router:
                 self.mark_dead(replica.name, str(error), replica.engine)
         elif entry.place is not None and not entry.place.done():
             entry.place.set_result(None)
-
-    def _refuse_when_full(self, request: GenerateRequest) -> None:
-        waiting = self._num_waiting()
-        if waiting >= self._max_queue:
-            raise RolloutError(
-                f"request {request.request_id!r} is refused: {waiting} requests wait already; try again later"
-            )
 
     async def _place(self, entry: _Entry) -> _Replica | None:
         """The replica that will run it, counted there; None: cancelled, or the deadline has come."""
@@ -365,9 +328,7 @@ class Router:
         parts = await self._everywhere("stats")
         total = StepStats.merged(parts.values())
         for name, part in parts.items():
-            replica = self._replicas.get(name)
-            if replica is None:  # taken out meanwhile
-                continue
+            replica = self._replicas[name]
             seconds, replica.busy_seconds = replica.busy_seconds, 0.0
             tokens = part.sums.get("perf/decoded_tokens", 0.0)
             if tokens and seconds:
@@ -445,8 +406,6 @@ class Router:
         self._clock()
         with self._lock:
             replica.running.discard(entry)
-        if replica.drained is not None and not replica.running and not replica.drained.done():
-            replica.drained.set_result(None)
         self._pump()
 
     def _choose(self, entry: _Entry) -> _Replica | None:

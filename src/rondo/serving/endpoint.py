@@ -178,7 +178,7 @@ class Endpoint:
                 elif len(new.token_ids):
                     sent[index] += len(new.token_ids)
                     text = texts[index].feed(new.token_ids)
-                    yield frame.chunk(index, _piece_of(new, 0, text), None)
+                    yield frame.chunk(index, _piece_of(new, text), None)
             completions = await running
             for made in completions:
                 self._record(prepared, self._piece(prepared, made), made)
@@ -335,13 +335,13 @@ class Endpoint:
         calls = ()
         if prepared.asked.tools:
             text, calls = parse_tool_calls(text)  # type: ignore[assignment]
-        return _piece_of(made, 0, text, calls, call_ids(made, len(calls)))
+        return _piece_of(made, text, calls, call_ids(made, len(calls)))
 
     @staticmethod
     def _last_piece(text: TextStream, made: Completion, sent: int) -> Piece:
         said = text.feed(made.token_ids[sent:])
         rest, calls = text.finish()
-        return _piece_of(made, sent, said + rest, calls, call_ids(made, len(calls)))
+        return _piece_of(made.part(sent), said + rest, calls, call_ids(made, len(calls)))
 
 
 def tool_calls_as_read(piece: Piece) -> list[dict[str, Any]]:
@@ -357,10 +357,8 @@ def tool_calls_as_read(piece: Piece) -> list[dict[str, Any]]:
     ]
 
 
-def _piece_of(
-    made: Completion, start: int, text: str, calls: tuple[Any, ...] = (), ids: tuple[str, ...] = ()
-) -> Piece:
-    arrays = (made.token_ids[start:], made.log_probs[start:], made.policy_versions[start:])
+def _piece_of(made: Completion, text: str, calls: tuple[Any, ...] = (), ids: tuple[str, ...] = ()) -> Piece:
+    arrays = (made.token_ids, made.log_probs, made.policy_versions)
     return Piece(text, *arrays, tool_calls=calls, call_ids=ids)
 
 

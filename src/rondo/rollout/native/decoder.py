@@ -19,11 +19,10 @@ from rondo.rollout.native.choose import DecodePath
 from rondo.rollout.native.scheduler import Scheduler, Sequence
 from rondo.rollout.native.slots import SlotTable
 from rondo.rollout.protocol import WASTED_TOKENS
+from rondo.rollout.requests import so_far
 from rondo.types import Completion, FinishReason, GenerateRequest, StepStats
 
 _PREFILLS = ("shared_prefill_tokens", "prefill_tokens")
-_NO_TOKENS = np.empty(0, np.int32)
-_NOTHING = (np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32))
 
 
 @dataclass(frozen=True)
@@ -38,8 +37,7 @@ class Finished:
         start, whole = self.sequence.num_streamed, self.completion
         if not self.sequence.streams or start == len(whole.token_ids):
             return None
-        arrays = (whole.token_ids[start:], whole.log_probs[start:], whole.policy_versions[start:])
-        return Completion(whole.request_id, whole.prompt_ids, *arrays, finish_reason=whole.finish_reason)
+        return whole.part(start)
 
 
 class Decoder:
@@ -76,9 +74,7 @@ class Decoder:
             new = self._table.response(slot, sequence.num_streamed)
             if len(new[0]):
                 sequence.num_streamed += len(new[0])
-                out.append(
-                    (sequence, Completion(sequence.request_id, _NO_TOKENS, *new, finish_reason="length"))
-                )
+                out.append((sequence, _completion(sequence.request, new, "length")))
         if not out and not self.scheduler.has_work():
             self.streams = False
         return out
@@ -195,10 +191,8 @@ class Decoder:
 
     def _seat(self, slot: int, sequence: Sequence) -> None:
         request = sequence.request
-        prefix = request.prefix
-        before = _NOTHING if prefix is None else (prefix.token_ids, prefix.log_probs, prefix.policy_versions)
         seed = (request.seed + 2**63) % 2**64 - 2**63
-        self._table.seat(slot, sequence.tokens, request.sampling, seed, before)
+        self._table.seat(slot, sequence.tokens, request.sampling, seed, request.prefix)
 
     def _cached_tokens(self, slot: int) -> np.ndarray:
         """All tokens whose keys and values the cache must hold: those before the one that is fed next."""
@@ -234,11 +228,7 @@ class Decoder:
         ]
         for sequence in [s for s in scheduler.waiting if who(s)]:
             scheduler.waiting.remove(sequence)
-            prefix = sequence.request.prefix
-            before = (
-                _NOTHING if prefix is None else (prefix.token_ids, prefix.log_probs, prefix.policy_versions)
-            )
-            out.append(Finished(sequence, _completion(sequence.request, before, reason)))
+            out.append(Finished(sequence, so_far(sequence.request, reason)))
         return out
 
 

@@ -17,9 +17,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -34,52 +33,13 @@ from rondo.rollout.native.choose import Decode, choose_path
 from rondo.rollout.native.decoder import Decoder, Finished
 from rondo.rollout.native.scheduler import Sequence
 from rondo.rollout.native.weights import WeightStore, build_module
+from rondo.rollout.pending import Pending, deliver
 from rondo.rollout.protocol import Capabilities, OnTokens
 from rondo.rollout.requests import check_request, complete_as_it_is
 from rondo.types import Completion, GenerateRequest, StepStats
 
 TOKENS_SECONDS, TOKENS_STEPS = 0.02, 8  # on_tokens is called after both, so that it costs little
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _Reply:
-    """Where an answer goes: the future of a generate call, on that call's event loop."""
-
-    future: asyncio.Future[Completion]
-    loop: asyncio.AbstractEventLoop
-    on_tokens: OnTokens | None = None
-
-    def send(self, result: Completion | BaseException, rest: Completion | None = None) -> None:
-        """From any thread. rest: the tokens that on_tokens has not had yet. A caller that has gone (loop
-        closed, task cancelled) is no error.
-        """
-        if not self.loop.is_closed():
-            self.loop.call_soon_threadsafe(self._set, result, rest)
-
-    def _set(self, result: Completion | BaseException, rest: Completion | None) -> None:
-        if rest is not None:
-            self.report(rest)
-        if self.future.done():
-            return
-        if isinstance(result, BaseException):
-            self.future.set_exception(result)
-        else:
-            self.future.set_result(result)
-
-    def report(self, part: Completion) -> None:
-        """On the caller's loop: what on_tokens raises is the error of the generate call."""
-        if self.future.done() or self.on_tokens is None:
-            return
-        try:
-            self.on_tokens(part)
-        except Exception as error:
-            self.future.set_exception(error)
-
-
-def _report_all(parts: list[tuple[_Reply, Completion]]) -> None:
-    for reply, part in parts:
-        reply.report(part)
 
 
 class NativeEngine:
@@ -129,7 +89,7 @@ class NativeEngine:
         self._decoder = Decoder(path, max_concurrent, capacity_of(max_context), lambda: self._weights.version)
         self._lock = threading.Lock()
         self._inbox: deque[Callable[[], None]] = deque()
-        self._in_flight: dict[str, _Reply] = {}
+        self._in_flight: dict[str, Pending] = {}
         self._serving = self._paused = self._closed = False
         self._next_report, self._steps_untold = 0.0, 0
         self._executor = ThreadPoolExecutor(1, "rondo-decode", _prepare_thread, (threads, device))
@@ -166,12 +126,11 @@ class NativeEngine:
         done = complete_as_it_is(request)
         if done is not None:
             return done
-        loop = asyncio.get_running_loop()
-        reply = _Reply(loop.create_future(), loop, on_tokens)
+        reply = Pending(request, on_tokens)
         sequence.reply, sequence.streams = reply, on_tokens is not None
         timer = None
         if request.deadline_seconds is not None:  # every step looks, but a paused engine makes none
-            timer = loop.call_later(request.deadline_seconds, self._post, self._expire)
+            timer = reply.loop.call_later(request.deadline_seconds, self._post, self._expire)
         self._in_flight[request.request_id] = reply
         try:
             if not self._post(lambda: self._decoder.add(sequence)):
@@ -224,7 +183,7 @@ class NativeEngine:
             raise WeightSyncError("this engine has its own storage: send weights with begin, receive, commit")
 
         def change() -> None:
-            self._weights.version = version
+            self._weights.set_version(version)
             self._decoder.weights_changed()
 
         self._between_bursts("set_version", change)
@@ -325,8 +284,7 @@ class NativeEngine:
         """One burst, on the decode thread."""
         try:
             while self._drain():
-                for finished in (*self._decoder.step(), *self._decoder.expire()):
-                    self._answer(finished)
+                _answer((*self._decoder.step(), *self._decoder.expire()))
                 if self._decoder.streams:
                     self._report_if_due()
             if self._decoder.streams:
@@ -363,11 +321,10 @@ class NativeEngine:
     def _take_out(self, request_id: str) -> None:
         finished = self._decoder.cancel(request_id)
         if finished is not None:
-            self._answer(finished)
+            _answer([finished])
 
     def _expire(self) -> None:
-        for finished in self._decoder.expire():
-            self._answer(finished)
+        _answer(self._decoder.expire())
 
     def _report_if_due(self) -> None:
         self._steps_untold += 1
@@ -377,25 +334,13 @@ class NativeEngine:
     def _report(self) -> None:
         """Hand the callers that want it the new tokens of what is running: one callback per event loop."""
         self._next_report, self._steps_untold = time.monotonic() + TOKENS_SECONDS, 0
-        parts: dict[asyncio.AbstractEventLoop, list[tuple[_Reply, Completion]]] = {}
-        for sequence, part in self._decoder.progress():
-            assert isinstance(sequence.reply, _Reply)
-            parts.setdefault(sequence.reply.loop, []).append((sequence.reply, part))
-        for loop, mine in parts.items():
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(_report_all, mine)
-
-    @staticmethod
-    def _answer(finished: Finished) -> None:
-        assert isinstance(finished.sequence.reply, _Reply)
-        finished.sequence.reply.send(finished.completion, finished.rest)
+        deliver((_reply(sequence), part, None) for sequence, part in self._decoder.progress())
 
     def _fail(self, failure: RolloutError, cause: BaseException | None = None) -> None:
         for sequence in self._decoder.drop_all():
-            assert isinstance(sequence.reply, _Reply)
             error = RolloutError(str(failure))  # one each: a traceback grows with every raise
             error.__cause__ = cause
-            sequence.reply.send(error)
+            deliver([(_reply(sequence), None, error)])
 
     def _between_bursts(self, what: str, change: Callable[[], None]) -> None:
         """Run `change` on the decode thread. Requests in flight are an error unless the engine is paused."""
@@ -404,6 +349,15 @@ class NativeEngine:
                 f"{what}: {len(self._in_flight)} requests are in flight; await pause() first, or wait"
             )
         self._executor.submit(change).result()
+
+
+def _reply(sequence: Sequence) -> Pending:
+    assert isinstance(sequence.reply, Pending)
+    return sequence.reply
+
+
+def _answer(finished: Iterable[Finished]) -> None:
+    deliver((_reply(one.sequence), one.rest, one.completion) for one in finished)
 
 
 def indexed(device: torch.device) -> torch.device:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rondo.types import SamplingParams
+from rondo.types import Completion, SamplingParams
 
 
 class SlotTable:
@@ -39,18 +39,21 @@ class SlotTable:
         tokens: np.ndarray,
         sampling: SamplingParams,
         seed: int,
-        prefix: tuple[np.ndarray, np.ndarray, np.ndarray],
+        prefix: Completion | None,
     ) -> None:
-        """Start a sequence. tokens: prompt and prefix. prefix: ids, log_probs, versions so far."""
+        """Start a sequence. tokens: prompt and prefix. prefix: the response so far."""
         self.tokens[slot], self.positions[slot] = tokens[-1], len(tokens) - 1
         self.seeds[slot] = seed
         self.max_tokens[slot] = sampling.max_tokens
         self.temperature[slot], self.top_p[slot] = sampling.temperature, sampling.top_p
         self.top_k[slot], self.min_p[slot] = sampling.top_k, sampling.min_p
         self._set_stops(slot, sampling.stop_token_ids)
-        done = len(prefix[0])
-        self.indices[slot] = done
-        self.ids[slot, :done], self.log_probs[slot, :done], self.versions[slot, :done] = prefix
+        self.indices[slot] = 0
+        if prefix is not None:
+            done = self.indices[slot] = len(prefix.token_ids)
+            self.ids[slot, :done] = prefix.token_ids
+            self.log_probs[slot, :done] = prefix.log_probs
+            self.versions[slot, :done] = prefix.policy_versions
 
     def _set_stops(self, slot: int, stops: tuple[int, ...]) -> None:
         if len(stops) > self.stops.shape[1]:

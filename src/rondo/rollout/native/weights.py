@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from rondo.errors import ConfigError, WeightSyncError
 from rondo.models.precision import kept_in_float32
 from rondo.weights.checksum import checksum
+from rondo.weights.intake import Intake
 
 
 class _ParametersOnMeta(TorchFunctionMode):
@@ -51,10 +51,7 @@ def build_module(
 
 
 class WeightStore:
-    """The parameters of `module` under their checkpoint names, with the version that they are.
-
-    ready: all weights of one version are there. Tied parameters may come under any one of their names.
-    """
+    """The parameters of `module` under their checkpoint names, with the version that they are."""
 
     def __init__(
         self,
@@ -64,24 +61,20 @@ class WeightStore:
         device: torch.device,
     ) -> None:
         self.shared = shared is not None
-        self.version = 0 if self.shared else -1
-        self.ready = self.shared
-        self._names = _tied_names(module)
-        self._pending: set[str] | None = None
-        self._received: dict[str, int] = {}  # checksums of what came in another dtype
+        self._intake = Intake(module.named_parameters(remove_duplicate=False))
         self._tensors: dict[str, torch.Tensor] = {}
         tensors: Mapping[str, torch.Tensor] = shared or {}
         for name in tensors:
-            self._canonical(name)
+            self._intake.canonical(name)
         kept = kept_in_float32(module, dtype)
-        for canonical, names in self._groups().items():
-            slot, own_dtype = module.get_parameter(canonical), torch.float32 if canonical in kept else dtype
+        for canonical, names in self._intake.names().items():
+            own_dtype = torch.float32 if canonical in kept else dtype
             given = next((tensors[name] for name in names if name in tensors), None)
             if shared is None:
-                given = torch.empty(slot.shape, dtype=own_dtype, device=device)
+                given = torch.empty(self._intake.shapes[canonical], dtype=own_dtype, device=device)
             elif given is None:
                 raise WeightSyncError(f"the parameters to share lack {canonical!r}")
-            self._check_shape(canonical, given, slot.shape)
+            self._intake.fit(canonical, given.shape)
             if given.dtype != own_dtype or given.device.type != device.type:
                 raise WeightSyncError(
                     f"{canonical!r} is {given.dtype} on {given.device}, but the rollout engine wants "
@@ -89,6 +82,8 @@ class WeightStore:
                     "match"
                 )
             self._assign(module, canonical, names, given)
+        if self.shared:
+            self._intake.finish(0)
 
     def _assign(
         self, module: torch.nn.Module, canonical: str, names: list[str], tensor: torch.Tensor
@@ -100,81 +95,45 @@ class WeightStore:
             setattr(module.get_submodule(owner), leaf, parameter)
         self._tensors[canonical] = parameter.data
 
+    @property
+    def version(self) -> int:
+        """-1: no complete set has come yet."""
+        return self._intake.version
+
+    @property
+    def ready(self) -> bool:
+        """Whether all weights of one version are there."""
+        return self._intake.complete
+
     def parameters(self) -> dict[str, torch.Tensor]:
         """Every name, tied ones included, to the storage that the decoder reads."""
-        return {name: self._tensors[canonical] for name, canonical in self._names.items()}
+        groups = self._intake.names().items()
+        return {name: self._tensors[canonical] for canonical, names in groups for name in names}
 
     def parameter(self, name: str) -> torch.Tensor:
         """The storage behind a checkpoint name."""
-        return self._tensors[self._canonical(name)]
+        return self._tensors[self._intake.canonical(name)]
+
+    def set_version(self, version: int) -> None:
+        """Shared storage: the trainer has written `version` into it."""
+        self._intake.finish(version)
 
     def begin(self, version: int) -> None:
         if self.shared:
             raise WeightSyncError(
                 "this engine uses the trainer's storage in place: nothing to receive; set_version says it"
             )
-        self.ready = False
-        self._pending = set(self._tensors)
-        self._received = {}
+        self._intake.begin(version)
 
     def receive(self, name: str, tensor: torch.Tensor) -> None:
-        if self._pending is None:
-            raise WeightSyncError(f"{name!r} arrived outside begin … commit")
-        canonical = self._canonical(name)
-        own = self._tensors[canonical]
-        self._check_shape(name, tensor, own.shape)
+        own = self._tensors[self._intake.take(name, tensor.shape)]
         own.copy_(tensor)
         if tensor.dtype != own.dtype:
-            self._received[canonical] = checksum(tensor)
-        self._pending.discard(canonical)
+            self._intake.note({name: checksum(tensor)})
 
     def commit(self, version: int, checksums: Mapping[str, int] | None = None) -> None:
         """Serve `version`. checksums: of what was sent, by name: compared with the storage itself, or, where
         the dtype of the wire is another, with what arrived.
         """
-        if self._pending is None:
-            raise WeightSyncError(f"commit({version}) without begin")
-        if self._pending:
-            missing = ", ".join(sorted(self._pending)[:4])
-            raise WeightSyncError(
-                f"commit({version}): {len(self._pending)} of {len(self._tensors)} tensors did not arrive: "
-                f"{missing}; the engine serves nothing until a complete set is committed"
-            )
-        for name, expected in (checksums or {}).items():
-            canonical = self._canonical(name)
-            found = self._received.get(canonical)
-            found = checksum(self._tensors[canonical]) if found is None else found
-            if found != expected:
-                raise WeightSyncError(
-                    f"commit({version}): {name!r} is not what was sent (checksum {found:#018x}, the "
-                    f"trainer's is {expected:#018x}); the engine serves nothing until a complete set is "
-                    "committed"
-                )
-        self._pending, self.version, self.ready = None, version, True
-
-    def _canonical(self, name: str) -> str:
-        if name not in self._names:
-            near = difflib.get_close_matches(name, self._names, n=1)
-            hint = f"; the nearest is {near[0]!r}" if near else ""
-            raise WeightSyncError(f"the model has no parameter {name!r}{hint}")
-        return self._names[name]
-
-    def _groups(self) -> dict[str, list[str]]:
-        groups: dict[str, list[str]] = {}
-        for name, canonical in self._names.items():
-            groups.setdefault(canonical, []).append(name)
-        return groups
-
-    @staticmethod
-    def _check_shape(name: str, tensor: torch.Tensor, shape: torch.Size) -> None:
-        if tuple(tensor.shape) != tuple(shape):
-            raise WeightSyncError(f"{name!r} has shape {tuple(tensor.shape)}, the model wants {tuple(shape)}")
-
-
-def _tied_names(module: torch.nn.Module) -> dict[str, str]:
-    """Every parameter name to the first name of the same parameter."""
-    first: dict[int, str] = {}
-    names = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names[name] = first.setdefault(id(parameter), name)
-    return names
+        self._intake.check(version, checksums, lambda canonical: checksum(self._tensors[canonical]))
+        self._intake.finish(version)

@@ -116,7 +116,7 @@ class Server:
             self._send(Answer(number, error=error_record(error)))
             return
         if len(whole.token_ids) > sent:
-            self._tokens.setdefault(number, []).append(_rest(whole, sent))
+            self._tokens.setdefault(number, []).append(whole.part(sent))
         done = Done(number, whole.prompt_ids, whole.finish_reason, len(whole.token_ids), whole.extras)
         self._send(done)
 
@@ -162,17 +162,6 @@ class Server:
         self._tokens, self._records = {}, []
         if records and not self._writer.is_closing():
             self._writer.write(frame(records))
-
-
-def _rest(whole: Completion, start: int) -> Completion:
-    return Completion(
-        whole.request_id,
-        whole.prompt_ids,
-        whole.token_ids[start:],
-        whole.log_probs[start:],
-        whole.policy_versions[start:],
-        whole.finish_reason,
-    )
 
 
 def main(descriptor: int) -> None:

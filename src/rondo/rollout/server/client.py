@@ -18,17 +18,17 @@ import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from rondo.errors import ReplicaLostError, RolloutError, WeightSyncError
+from rondo.rollout.pending import News, Pending, deliver
 from rondo.rollout.protocol import WASTED_TOKENS, Capabilities, EngineSpec, OnTokens
 from rondo.rollout.server.process import ChildProcess
 from rondo.rollout.server.wire import Answer, Call, Done, Ready, Tokens, error_of, frame, read
-from rondo.types import Completion, FinishReason, GenerateRequest, StepStats
+from rondo.types import Completion, GenerateRequest, StepStats
 from rondo.weights.bucket import BucketWriter, Confirmation, SharedBucket
 
 START_SECONDS = 900.0  # an engine may have to compile
@@ -38,64 +38,30 @@ CLOSE_SECONDS = 10.0
 _log = logging.getLogger(__name__)
 
 
-@dataclass(eq=False)
-class _Stream:
-    """A generate call that waits. Used on its event loop only."""
+class _Stream(Pending):
+    """A generate call that waits; its tokens are kept on its event loop."""
 
-    request: GenerateRequest
-    loop: asyncio.AbstractEventLoop
-    on_tokens: OnTokens | None
-    future: asyncio.Future[Completion]
-    parts: list[Completion] = field(default_factory=list)
+    def report(self, part: Completion) -> None:
+        self.append(part.token_ids.tolist(), part.log_probs.tolist(), part.policy_versions.tolist())
+        super().report(part)
 
-    def completion(
-        self,
-        reason: FinishReason,
-        prompt_ids: np.ndarray | None = None,
-        extras: Mapping[str, np.ndarray] | None = None,
-    ) -> Completion:
-        """The prefix and all tokens that have come. prompt_ids: the engine's own, once it has said them."""
-        prefix = self.request.prefix
-        pieces = self.parts if prefix is None else [prefix, *self.parts]
-        return Completion(
-            self.request.request_id,
-            np.array(self.request.token_ids, np.int32) if prompt_ids is None else prompt_ids,
-            np.concatenate([np.empty(0, np.int32), *(piece.token_ids for piece in pieces)]),
-            np.concatenate([np.empty(0, np.float32), *(piece.log_probs for piece in pieces)]),
-            np.concatenate([np.empty(0, np.int32), *(piece.policy_versions for piece in pieces)]),
-            reason,
-            extras or {},
+    def settle(self, result: Completion | Done | BaseException) -> None:
+        """A Done is checked against the tokens that have come; a lost engine's error gets them."""
+        if isinstance(result, Done):
+            result = self._whole(result)
+        elif isinstance(result, ReplicaLostError):
+            result = ReplicaLostError(str(result), self.completion("cancelled"), result.last_lines)
+        super().settle(result)
+
+    def _whole(self, done: Done) -> Completion | RolloutError:
+        self.prompt_ids = done.prompt_ids
+        whole = replace(self.completion(done.finish_reason), extras=done.extras)
+        if len(whole.token_ids) == done.num_tokens:
+            return whole
+        return RolloutError(
+            f"request {self.request.request_id!r}: {done.num_tokens} tokens were made, and "
+            f"{len(whole.token_ids)} arrived; this is an error in rondo: please report it"
         )
-
-    def take(self, event: Completion | Done | Exception) -> None:
-        """More tokens, the end, or an error; what on_tokens raises is the call's error, too."""
-        if self.future.done():
-            return
-        if isinstance(event, Completion):
-            self.parts.append(event)
-            if self.on_tokens is not None:
-                try:
-                    self.on_tokens(event)
-                except Exception as error:
-                    self.future.set_exception(error)
-        elif isinstance(event, Done):
-            whole = self.completion(event.finish_reason, event.prompt_ids, event.extras)
-            if len(whole.token_ids) == event.num_tokens:
-                self.future.set_result(whole)
-                return
-            self.future.set_exception(
-                RolloutError(
-                    f"request {self.request.request_id!r}: {event.num_tokens} tokens were made, and "
-                    f"{len(whole.token_ids)} arrived; this is an error in rondo: please report it"
-                )
-            )
-        else:
-            if isinstance(event, ReplicaLostError):
-                event = ReplicaLostError(str(event), self.completion("cancelled"), event.last_lines)
-            self.future.set_exception(event)
-
-
-_Event = tuple[_Stream, Completion | Done | Exception]
 
 
 class EngineProcess:
@@ -194,8 +160,7 @@ class EngineProcess:
         """See `RolloutEngine.generate`. A request that the engine leaves unanswered is ended here, a few
         seconds after its deadline.
         """
-        loop = asyncio.get_running_loop()
-        stream = _Stream(request, loop, on_tokens, loop.create_future())
+        stream = _Stream(request, on_tokens)
         number = next(self._numbers)
         with self._lock:
             if self._lost is not None:
@@ -204,7 +169,7 @@ class EngineProcess:
             self._post(number, "generate", request)
         timer = None
         if request.deadline_seconds is not None:
-            timer = loop.call_later(
+            timer = stream.loop.call_later(
                 request.deadline_seconds + GRACE_SECONDS, self._give_up, stream, request.request_id
             )
         try:
@@ -223,7 +188,7 @@ class EngineProcess:
         if not stream.future.done():
             _log.warning("%s does not end request %r, which is over its deadline", self._who(), request_id)
             self._post(next(self._numbers), "cancel", request_id)
-            stream.future.set_result(stream.completion("deadline"))
+            stream.settle(stream.completion("deadline"))
 
     async def cancel(self, request_id: str) -> None:
         if any(stream.request.request_id == request_id for stream in list(self._streams.values())):
@@ -353,13 +318,19 @@ class EngineProcess:
 
     def _take(self, records: Iterable[Any]) -> None:
         """One frame: calls are answered here, streams on their event loops."""
-        events: dict[asyncio.AbstractEventLoop, list[_Event]] = {}
+        news: list[News] = []
+
+        def note(number: int, part: Completion | None, end: Done | Exception | None) -> None:
+            stream = self._streams.get(number)
+            if stream is not None:  # else nobody waits any more
+                news.append((stream, part, end))
+
         for record in records:
             if isinstance(record, Tokens):
-                for number, part in _parts(record):
-                    self._note(events, number, part)
+                for number, part in record.parts():
+                    note(number, part, None)
             elif isinstance(record, Done):
-                self._note(events, record.number, record)
+                note(record.number, None, record)
             elif isinstance(record, Ready):
                 self._calls.pop(0).set_result(record)
             else:
@@ -367,22 +338,12 @@ class EngineProcess:
                 error = None if record.error is None else error_of(record.error)
                 call = self._calls.pop(record.number, None)
                 if call is None:  # of a generate call, or of one that nobody waits for
-                    self._note(events, record.number, error)
+                    note(record.number, None, error)
                 elif error is None:
                     call.set_result(record.value)
                 else:
                     call.set_exception(error)
-        _deliver(events)
-
-    def _note(
-        self,
-        events: dict[asyncio.AbstractEventLoop, list[_Event]],
-        number: int,
-        event: Completion | Done | Exception | None,
-    ) -> None:
-        stream = self._streams.get(number)
-        if stream is not None and event is not None:
-            events.setdefault(stream.loop, []).append((stream, event))
+        deliver(news)
 
     def _end(self) -> None:
         """The stream of records has ended: by `close`, or by death."""
@@ -403,43 +364,10 @@ class EngineProcess:
             tell = self._when_lost
         self._outbox.put(None)
         self._connection.close()
-        events: dict[asyncio.AbstractEventLoop, list[_Event]] = {}
-        for stream in streams:
-            events.setdefault(stream.loop, []).append((stream, error()))
-        _deliver(events)
+        deliver((stream, None, error()) for stream in streams)
         for call in calls:
             call.set_exception(error())
         if not closing and self._built:
             _log.warning("%s; its last lines:\n%s", why, tail)
             if tell is not None:
                 tell(why)
-
-
-def _parts(tokens: Tokens) -> Iterable[tuple[int, Completion]]:
-    start = 0
-    for number, length in zip(tokens.numbers, tokens.lengths.tolist(), strict=True):
-        stop = start + length
-        part = Completion(
-            "",
-            np.empty(0, np.int32),
-            tokens.token_ids[start:stop],
-            tokens.log_probs[start:stop],
-            tokens.policy_versions[start:stop],
-            "length",
-        )
-        yield number, part
-        start = stop
-
-
-def _deliver(events: Mapping[asyncio.AbstractEventLoop, list[_Event]]) -> None:
-    """Hand the streams of each event loop what is theirs, in order, in one callback."""
-
-    def take(mine: list[_Event]) -> None:
-        for stream, event in mine:
-            stream.take(event)
-
-    for loop, mine in events.items():
-        try:
-            loop.call_soon_threadsafe(take, mine)
-        except RuntimeError:  # the loop is closed: nobody waits
-            continue

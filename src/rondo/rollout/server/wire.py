@@ -11,7 +11,7 @@ from __future__ import annotations
 import pickle
 import socket
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,6 +76,15 @@ class Tokens:
             np.concatenate([part.log_probs for part in flat]),
             np.concatenate([part.policy_versions for part in flat]),
         )
+
+    def parts(self) -> Iterator[tuple[int, Completion]]:
+        """(number of the call, its new tokens; nothing else of the completions is said)."""
+        nothing = np.empty(0, np.int32)
+        every = Completion("", nothing, self.token_ids, self.log_probs, self.policy_versions, "length")
+        start = 0
+        for number, length in zip(self.numbers, self.lengths.tolist(), strict=True):
+            yield number, every.part(start, start + length)
+            start += length
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -24,7 +24,8 @@ import torch
 
 from rondo.errors import RolloutError, WeightSyncError
 from rondo.models.loading import load_model_config
-from rondo.rollout.expected import ExpectedWeights
+from rondo.rollout.expected import expected_weights
+from rondo.rollout.pending import Pending, deliver
 from rondo.rollout.protocol import Capabilities, EngineSpec, OnTokens
 from rondo.rollout.requests import check_request, complete_as_it_is
 from rondo.rollout.sglang.launch import Core, Step
@@ -39,58 +40,14 @@ _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
 
-class _Job:
-    """One request on its way: what has come of it, and who wants it ended."""
+@dataclass(eq=False)
+class _Job(Pending):
+    """A generate call here: its task, who wanted it ended ("cancelled", "deadline"), why it has ended."""
 
-    def __init__(self, key: str, request: GenerateRequest, tell: OnTokens | None) -> None:
-        self.key, self.request, self._tell = key, request, tell
-        self._caller = asyncio.get_running_loop()
-        self.task: asyncio.Task[None] | None = None
-        self.ended_by: FinishReason | None = None  # "cancelled" or "deadline"
-        self.finished: FinishReason | None = None
-        self.started = False
-        self.prompt_ids = np.array(request.token_ids, np.int32)
-        self._token_ids: list[int] = []
-        self._log_probs: list[float] = []
-        self._versions: list[int] = []
-
-    def take(self, step: Step, version: int) -> None:
-        """New tokens, computed with the weights of `version`."""
-        start = len(self._token_ids)
-        self._token_ids += step.token_ids
-        self._log_probs += step.log_probs
-        self._versions += [version] * len(step.token_ids)
-        if self._tell is not None and step.token_ids and not self._caller.is_closed():
-            self._caller.call_soon_threadsafe(self._tell, self._part(start, "length"))
-
-    def completion(self) -> Completion:
-        """The prefix and what has come since."""
-        assert self.finished is not None
-        new, prefix = self._part(0, self.finished), self.request.prefix
-        if prefix is None:
-            return new
-        return Completion(
-            new.request_id,
-            new.prompt_ids,
-            np.concatenate([prefix.token_ids, new.token_ids]).astype(np.int32),
-            np.concatenate([prefix.log_probs, new.log_probs]).astype(np.float32),
-            np.concatenate([prefix.policy_versions, new.policy_versions]).astype(np.int32),
-            self.finished,
-        )
-
-    @property
-    def num_new(self) -> int:
-        return len(self._token_ids)
-
-    def _part(self, start: int, reason: FinishReason) -> Completion:
-        return Completion(
-            self.request.request_id,
-            self.prompt_ids,
-            np.array(self._token_ids[start:], np.int32),
-            np.array(self._log_probs[start:], np.float32),
-            np.array(self._versions[start:], np.int32),
-            reason,
-        )
+    task: asyncio.Task[None] | None = None
+    ended_by: FinishReason | None = None
+    finished: FinishReason | None = None
+    started: bool = False
 
 
 class SglangEngine:
@@ -102,7 +59,7 @@ class SglangEngine:
     def __init__(self, spec: EngineSpec) -> None:
         check(spec.options, spec.tensor_parallel, spec.device)
         self._spec = spec
-        self._expected = ExpectedWeights(
+        self._weights = expected_weights(
             load_model_config(spec.source), trust_remote_code=spec.source.trust_remote_code
         )
         self._capabilities = capabilities(spec.options, spec.tensor_parallel, spec.device)
@@ -115,10 +72,7 @@ class SglangEngine:
         self._num_jobs = 0
         self._ahead: dict[bytes, asyncio.Event] = {}  # prompts that are not in the cache yet
         self._stats = StepStats()
-        self._version = -1
-        self._receiving = False
         self._writer: BucketWriter | None = None
-        self._checksums: dict[str, int] = {}
         self._closed = False
         self._thread = threading.Thread(target=self._loop.run_forever, name="rondo-sglang", daemon=True)
         self._thread.start()
@@ -130,7 +84,7 @@ class SglangEngine:
     @property
     def version(self) -> int:
         """Of the weights that it serves; -1: none yet."""
-        return self._version
+        return self._weights.version
 
     def capabilities(self) -> Capabilities:
         return self._capabilities
@@ -155,10 +109,12 @@ class SglangEngine:
         if done is not None:
             return done
         self._num_jobs += 1
-        job = _Job(f"{self._num_jobs:016x}", request, on_tokens)  # one length: SGLang aborts by beginnings
+        # Keys are of one length, because SGLang aborts by their beginnings.
+        job = _Job(request, on_tokens, key=f"{self._num_jobs:016x}")
         self._jobs[request.request_id] = job
         try:
-            return await self._on_loop(self._run(job))
+            job.settle(await self._on_loop(self._run(job)))
+            return await job.future
         finally:
             del self._jobs[request.request_id]
 
@@ -239,17 +195,15 @@ class SglangEngine:
         """Start to receive `version`. Until `commit` nothing decodes. Raises WeightSyncError."""
         self._refuse_in_flight(f"begin({version})", WeightSyncError)
         self._wait(self._hold("weights"))
-        self._wait(self._core.begin(first=self._version < 0))
+        self._wait(self._core.begin(first=self.version < 0))
         if self._writer is not None:
             self._writer.close()
         self._writer = None
-        self._checksums = {}
-        self._expected.begin()
-        self._receiving = True
+        self._weights.begin(version)
 
     def receive(self, name: str, tensor: torch.Tensor) -> None:
         """One tensor under its checkpoint name. Raises WeightSyncError."""
-        self._arrived(name, tuple(tensor.shape))
+        self._weights.take(name, tensor.shape)
         if self._writer is None:
             self._writer = BucketWriter(BUCKET_BYTES, self._load)
         self._writer.add(name, tensor)
@@ -257,32 +211,18 @@ class SglangEngine:
     def receive_bucket(self, bucket: SharedBucket) -> None:
         """Many tensors; SGLang's workers read them where they are. Raises WeightSyncError."""
         for entry in bucket.entries:
-            self._arrived(entry.name, entry.shape)
+            self._weights.take(entry.name, entry.shape)
         self._load(bucket)
 
     def commit(self, version: int, checksums: Mapping[str, int] | None = None) -> None:
         """All tensors are there: serve `version`. Raises WeightSyncError naming what is missing or
         differs.
         """
-        if not self._receiving:
-            raise WeightSyncError(f"commit({version}) without begin")
         if self._writer is not None:
             self._writer.finish()
             self._writer = None
-        nothing = "; the engine serves nothing until a complete set is committed"
-        missing = self._expected.missing()
-        if missing:
-            raise WeightSyncError(
-                f"commit({version}): {len(missing)} of {len(self._expected)} tensors did not arrive: "
-                f"{', '.join(missing[:4])}{nothing}"
-            )
-        for name, expected in (checksums or {}).items():
-            if self._checksums.get(name) != expected:
-                found = self._checksums.get(name, "none: it did not arrive")
-                raise WeightSyncError(
-                    f"commit({version}): {name!r} has checksum {found}, the sender's is {expected}{nothing}"
-                )
-        unset = self._wait(self._core.unset()) if self._version < 0 else []
+        self._weights.check(version, checksums)
+        unset = self._wait(self._core.unset()) if self.version < 0 else []
         if unset:
             raise WeightSyncError(
                 f"commit({version}): {len(unset)} parameters of SGLang's own got nothing from the model's "
@@ -290,21 +230,13 @@ class SglangEngine:
                 "rollout.engine=native or vllm"
             )
         self._wait(self._core.end())
-        self._receiving = False
-        self._version = version
+        self._weights.finish(version)
         self._wait(self._release("weights"))
-
-    def _arrived(self, name: str, shape: tuple[int, ...]) -> None:
-        if not self._receiving:
-            raise WeightSyncError(f"{name!r} arrived outside begin … commit")
-        self._expected.arrived(name, shape)
 
     def _load(self, bucket: SharedBucket) -> Callable[[], None]:
         """SGLang knows one of a tied parameter's names only."""
-        names = {self._expected.canonical(entry.name): entry.name for entry in bucket.entries}
-        entries = [replace(entry, name=self._expected.canonical(entry.name)) for entry in bucket.entries]
-        sums = self._wait(self._core.load(replace(bucket, entries=tuple(entries))))
-        self._checksums |= {names[name]: value for name, value in sums.items()}
+        entries = [replace(entry, name=self._weights.canonical(entry.name)) for entry in bucket.entries]
+        self._weights.note(self._wait(self._core.load(replace(bucket, entries=tuple(entries)))))
         return lambda: None  # it has been read
 
     def _refuse_in_flight(self, what: str, error: type[RolloutError] | type[WeightSyncError]) -> None:
@@ -329,7 +261,8 @@ class SglangEngine:
         finally:
             if timer is not None:
                 timer.cancel()
-        return job.completion()
+        assert job.finished is not None
+        return job.completion(job.finished)
 
     async def _consume(self, job: _Job) -> None:
         """Of requests with one prompt one goes ahead; the others follow when it is in the cache."""
@@ -341,8 +274,9 @@ class SglangEngine:
         try:
             async for step in self._core.generate(job.key, job.request):
                 self._count(job, step)
-                job.take(step, self._version)
                 job.prompt_ids = np.array(step.prompt_ids[: len(job.request.token_ids)], np.int32)
+                job.append(step.token_ids, step.log_probs, [self.version] * len(step.token_ids))
+                deliver([(job, job.news(), None)])
                 if step.finished:
                     job.finished = self._why(job, step)
                 self._let_follow(prompt, known)
@@ -368,10 +302,10 @@ class SglangEngine:
             return job.ended_by
         prefix = job.request.prefix
         wanted = job.request.sampling.max_tokens - (0 if prefix is None else len(prefix.token_ids))
-        if job.num_new != wanted:
+        if len(job.token_ids) != wanted:
             raise RolloutError(
-                f"request {job.request.request_id!r}: SGLang stopped after {job.num_new} of {wanted} tokens; "
-                "its cache is too small for the request (rollout.engine_options.max_total_tokens)"
+                f"request {job.request.request_id!r}: SGLang stopped after {len(job.token_ids)} of {wanted} "
+                "tokens; its cache is too small for the request (rollout.engine_options.max_total_tokens)"
             )
         return "length"
 
@@ -417,7 +351,7 @@ class SglangEngine:
             raise RolloutError(f"{who}: the rollout engine is closed")
         if "asleep" in self._holds:
             raise RolloutError(f"{who}: the rollout engine is asleep; call wake() first")
-        if self._version < 0:
+        if self.version < 0:
             raise RolloutError(
                 f"{who}: the rollout engine has no weights yet; send them with begin, receive, commit"
             )

@@ -26,11 +26,11 @@ import torch
 
 from rondo.errors import ReplicaLostError, RolloutError, RondoError, WeightSyncError
 from rondo.models.loading import load_model_config
-from rondo.rollout.expected import ExpectedWeights
+from rondo.rollout.expected import expected_weights
+from rondo.rollout.pending import News, Pending, deliver
 from rondo.rollout.protocol import Capabilities, EngineSpec, OnTokens
 from rondo.rollout.requests import check_request, complete_as_it_is
 from rondo.rollout.vllm.options import capabilities, check
-from rondo.rollout.vllm.requests import Pending
 from rondo.types import Completion, FinishReason, GenerateRequest, StepStats
 from rondo.weights.bucket import BucketWriter, SharedBucket
 
@@ -53,21 +53,17 @@ class VllmEngine:
         check(spec.options, spec.tensor_parallel, spec.device)
         self._spec = spec
         self._capabilities = capabilities(spec.options, spec.tensor_parallel, spec.device)
-        self._expected = ExpectedWeights(
+        self._weights = expected_weights(
             load_model_config(spec.source), trust_remote_code=spec.source.trust_remote_code
         )
-        self._version = -1
-        self._ready = self._paused = self._closed = self._asleep = self._weights_awake = False
-        self._failure = ""  # of the last update; "" while there is none
+        self._paused = self._closed = self._asleep = self._weights_awake = False
         self._lost = ""  # why the engine cannot go on at all; "" while it can
         self._condition = threading.Condition()
         self._inbox: deque[Callable[[], None]] = deque()
         self._pending: dict[str, Pending] = {}  # by key
         self._keys: dict[str, str] = {}  # request id → key
         self._numbers = itertools.count()
-        self._updating: int | None = None
         self._writer: BucketWriter | None = None
-        self._sums: dict[str, int] = {}
         self._stats = StepStats()
         self._core: Core
         started: Future[None] = Future()
@@ -79,7 +75,7 @@ class VllmEngine:
     @property
     def version(self) -> int:
         """Of the weights that it serves; -1: none yet."""
-        return self._version
+        return self._weights.version
 
     def capabilities(self) -> Capabilities:
         return self._capabilities
@@ -104,17 +100,7 @@ class VllmEngine:
         done = complete_as_it_is(request)
         if done is not None:
             return done
-        loop = asyncio.get_running_loop()
-        deadline = None if request.deadline_seconds is None else time.monotonic() + request.deadline_seconds
-        pending = Pending(
-            key=f"{next(self._numbers)}",
-            request=request,
-            future=loop.create_future(),
-            loop=loop,
-            deadline=deadline,
-            on_tokens=on_tokens,
-            prompt_ids=np.array(request.token_ids, np.int32),
-        )
+        pending = Pending(request, on_tokens, key=f"{next(self._numbers)}")
         if not self._post(lambda: self._add(pending)):
             self._check(request)
         self._keys[request.request_id] = pending.key
@@ -144,8 +130,8 @@ class VllmEngine:
         with self._condition:
             self._paused = False
             self._condition.notify()
-        if self._failure:
-            self._post(lambda: self._fail(lambda _: WeightSyncError(self._failure)))
+        if self._weights.failure:
+            self._post(lambda: self._fail(lambda _: WeightSyncError(self._weights.failure)))
 
     # ---- weights ----
 
@@ -155,9 +141,7 @@ class VllmEngine:
             raise WeightSyncError(f"begin: {len(self._keys)} requests are in flight; await pause() first")
 
         def start() -> None:
-            self._ready, self._failure = False, ""
-            self._updating, self._sums = version, {}
-            self._expected.begin()
+            self._weights.begin(version)
             if self._asleep and not self._weights_awake:
                 self._core.wake("weights")
                 self._weights_awake = True
@@ -175,40 +159,27 @@ class VllmEngine:
         """Tensors in shared memory, opened by every worker. Raises WeightSyncError."""
 
         def load() -> None:
-            if self._updating is None:
-                raise WeightSyncError(f"a bucket arrived outside begin … commit{self._because()}")
             for entry in bucket.entries:
-                self._expected.arrived(entry.name, entry.shape)
+                self._weights.take(entry.name, entry.shape)
             first, *others = self._core.receive(bucket)
             if any(other != first for other in others):
                 raise WeightSyncError("the tensor-parallel workers did not read the same bytes")
-            self._sums.update(first)
+            self._weights.note(first)
 
         self._update("receive", load)
 
     def commit(self, version: int, checksums: Mapping[str, int] | None = None) -> None:
         """Everything is there: serve `version`. Raises WeightSyncError naming what is missing or differs."""
-        if self._updating != version:  # no update of ours has failed: what was served is served on
-            raise WeightSyncError(f"commit({version}) without begin({version}){self._because()}")
+        if self._weights.arriving != version:
+            self._weights.check(version)  # raises, but no update has failed: what was served is served on
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.finish()
 
         def change() -> None:
-            missing = self._expected.missing()
-            if missing:
-                raise WeightSyncError(
-                    f"commit({version}): {len(missing)} of {len(self._expected)} tensors did not arrive: "
-                    f"{', '.join(missing[:4])}; the engine serves nothing until a complete set is committed"
-                )
-            for name, wanted in (checksums or {}).items():
-                if self._sums.get(name) != wanted:
-                    raise WeightSyncError(
-                        f"commit({version}): {name!r} arrived with checksum {self._sums.get(name)}, "
-                        f"the trainer sent {wanted}"
-                    )
+            self._weights.check(version, checksums)
             self._core.commit()
-            self._version, self._updating, self._ready = version, None, True
+            self._weights.finish(version)
 
         self._update("commit", change)
 
@@ -227,7 +198,7 @@ class VllmEngine:
         def change() -> None:
             if not self._asleep:
                 self._core.sleep()
-                self._asleep, self._weights_awake, self._ready = True, False, False
+                self._asleep, self._weights_awake = True, False
 
         await self._on_thread(change)
 
@@ -241,7 +212,7 @@ class VllmEngine:
                 self._core.wake("kv_cache")
             else:
                 self._core.wake()
-                self._failure = "vLLM gave its weights up when it went to sleep, and nobody has sent others"
+                self._weights.fail("vLLM gave its weights up when it went to sleep, and has got no others")
             self._asleep = False
 
         await self._on_thread(change)
@@ -276,11 +247,11 @@ class VllmEngine:
             raise ReplicaLostError(f"{who}: vLLM stopped: {self._lost}", request.prefix)
         if self._closed:
             raise RolloutError(f"{who}: the rollout engine is closed")
-        if self._failure:
-            raise WeightSyncError(f"{who}: {self._failure}")
+        if self._weights.failure:
+            raise WeightSyncError(f"{who}: {self._weights.failure}")
         if self._asleep:
             raise RolloutError(f"{who}: the rollout engine is asleep; call wake() first")
-        if self._version < 0 and self._updating is None:
+        if self._weights.version < 0 and self._weights.arriving is None:
             raise RolloutError(
                 f"{who}: the rollout engine has no weights yet; send them with begin, receive, commit"
             )
@@ -326,10 +297,8 @@ class VllmEngine:
             try:
                 function()
             except BaseException as error:
-                self._ready, self._updating = False, None
                 message = str(error) if isinstance(error, RondoError) else f"vLLM: {error!r}"
-                if not self._failure:  # what follows from the first failure says nothing new
-                    self._failure = f"the update of the weights failed in {what}: {message}"
+                self._weights.fail(f"the update of the weights failed in {what}: {message}")
                 raise
 
         try:
@@ -339,14 +308,11 @@ class VllmEngine:
         except Exception as error:
             if self._core.worker_lost():
                 raise ReplicaLostError(f"vLLM stopped in {what}: a worker process is gone") from error
-            raise WeightSyncError(self._failure or f"{what}: {error!r}") from error
+            raise WeightSyncError(self._weights.failure or f"{what}: {error!r}") from error
 
     def _ship(self, bucket: SharedBucket) -> Callable[[], None]:
         self.receive_bucket(bucket)
         return lambda: None
-
-    def _because(self) -> str:
-        return f" ({self._failure})" if self._failure else ""
 
     # ---- inside: the step thread ----
 
@@ -402,11 +368,10 @@ class VllmEngine:
                     return True
 
     def _may_step(self) -> bool:
-        return bool(self._pending) and self._ready and not (self._paused or self._asleep)
+        return bool(self._pending) and self._weights.complete and not (self._paused or self._asleep)
 
     def _step(self) -> None:
-        finished: list[tuple[Pending, FinishReason]] = []
-        news: dict[asyncio.AbstractEventLoop, list[tuple[Pending, Completion]]] = {}
+        news: list[News] = []
         steps = self._core.step()
         self._stats.add_sum("perf/decode_steps", 1)
         self._stats.add_mean("perf/batch_occupancy", len(steps))
@@ -420,19 +385,14 @@ class VllmEngine:
                 self._stats.add_mean("rollout/cache_hit_rate", step.cached, known)
                 self._stats.add_sum("perf/prefill_tokens", known - step.cached)
                 self._stats.add_sum("perf/shared_prefill_tokens", step.cached)
-            pending.append(step.token_ids, step.log_probs, self._version)
+            pending.append(step.token_ids, step.log_probs, [self.version] * len(step.token_ids))
             self._stats.add_sum("perf/decoded_tokens", len(step.token_ids))
+            whole = None
             if step.finished:
-                finished.append((pending, "stop" if step.finished == "stop" else "length"))
-            else:
-                part = pending.news()
-                if part is not None:
-                    news.setdefault(pending.loop, []).append((pending, part))
-        for loop, parts in news.items():
-            _send(loop, _report_all, parts)
-        for pending, reason in finished:
-            del self._pending[pending.key]
-            self._answer(pending, reason)
+                del self._pending[pending.key]
+                whole = pending.completion("stop" if step.finished == "stop" else "length")
+            news.append((pending, pending.news(), whole))
+        deliver(news)
 
     def _add(self, pending: Pending) -> None:
         if pending.future.cancelled():
@@ -446,14 +406,14 @@ class VllmEngine:
         except ValueError as error:  # vLLM refuses this request, and goes on
             del self._pending[pending.key]
             refusal = RolloutError(f"request {pending.request.request_id!r}: vLLM refuses it: {error}")
-            _send(pending.loop, pending.settle, refusal)
+            deliver([(pending, None, refusal)])
 
     def _take_out(self, key: str, reason: FinishReason) -> None:
         pending = self._pending.pop(key, None)
         if pending is not None:
             if not self._lost:
                 self._core.abort([key])
-            self._answer(pending, reason)
+            deliver([(pending, pending.news(), pending.completion(reason))])
 
     def _expire(self) -> None:
         now = time.monotonic()
@@ -469,28 +429,7 @@ class VllmEngine:
         pending, self._pending = list(self._pending.values()), {}
         if not self._lost and not self._closed:
             self._core.abort([one.key for one in pending])
-        for one in pending:
-            part = one.news()
-            if part is not None:
-                _send(one.loop, one.report, part)
-            _send(one.loop, one.settle, error_of(one))
-
-    def _answer(self, pending: Pending, reason: FinishReason) -> None:
-        part = pending.news()
-        if part is not None:
-            _send(pending.loop, pending.report, part)
-        _send(pending.loop, pending.settle, pending.completion(reason))
-
-
-def _report_all(parts: list[tuple[Pending, Completion]]) -> None:
-    for pending, part in parts:
-        pending.report(part)
-
-
-def _send(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: Any) -> None:
-    """To a caller's event loop; one that has gone is no error."""
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(function, *args)
+        deliver((one, one.news(), error_of(one)) for one in pending)
 
 
 def _innermost(error: BaseException) -> str:

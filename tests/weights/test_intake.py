@@ -1,0 +1,89 @@
+"""The books of an update: what belongs to a model, what has come, whether it is what was sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rondo.errors import WeightSyncError
+from rondo.rollout.expected import expected_weights
+from rondo.weights.intake import Intake
+
+
+@pytest.fixture
+def intake(tiny_qwen_config: Any) -> Intake:
+    """Two layers of 11 parameters, the embedding (tied to the head) and the last norm."""
+    return expected_weights(tiny_qwen_config)
+
+
+def take_all(intake: Intake, version: int) -> None:
+    intake.begin(version)
+    for name in intake.missing():
+        intake.take(name, intake.shapes[name])
+
+
+def test_names_shapes_and_ties(intake: Intake) -> None:
+    assert len(intake) == 2 * 11 + 2
+    intake.begin(3)
+    every = intake.missing()
+    assert len(every) == len(intake)
+    for name in every:
+        if name != "model.embed_tokens.weight":
+            intake.take(name, intake.shapes[name])
+    assert intake.missing() == ["model.embed_tokens.weight"]
+    with pytest.raises(WeightSyncError, match=r"1 of 24 tensors did not arrive: model.embed_tokens.weight"):
+        intake.check(3)
+    assert intake.take("lm_head.weight", (128, 64)) == "model.embed_tokens.weight"  # its other name
+    intake.check(3)
+    intake.finish(3)
+    assert (intake.version, intake.complete, intake.arriving) == (3, True, None)
+    with pytest.raises(
+        WeightSyncError, match=r"'model.norm.weight' has shape \(63,\), the model wants \(64,\)"
+    ):
+        intake.fit("model.norm.weight", (63,))
+    with pytest.raises(
+        WeightSyncError, match=r"no parameter 'model.norms.weight'; the nearest is 'model.norm"
+    ):
+        intake.fit("model.norms.weight", (63,))
+
+
+def test_checksums_of_either_name(intake: Intake) -> None:
+    take_all(intake, 1)
+    intake.note({"lm_head.weight": 7})
+    computed: list[str] = []
+
+    def compute(canonical: str) -> int:
+        computed.append(canonical)
+        return 8
+
+    intake.check(1, {"model.embed_tokens.weight": 7, "model.norm.weight": 8}, compute)
+    assert computed == ["model.norm.weight"]  # the other was noted
+    with pytest.raises(WeightSyncError, match=r"'model.norm.weight' is not what was sent \(checksum 0x0"):
+        intake.check(1, {"model.norm.weight": 9}, compute)
+    with pytest.raises(WeightSyncError, match=r"not what was sent \(checksum none"):
+        intake.check(1, {"model.norm.weight": 8})
+
+
+def test_outside_an_update_nothing_is_taken(intake: Intake) -> None:
+    with pytest.raises(WeightSyncError, match="arrived outside begin"):
+        intake.take("model.norm.weight", (64,))
+    intake.begin(1)
+    with pytest.raises(WeightSyncError, match=r"commit\(2\) without begin\(2\)"):
+        intake.check(2)
+    intake.take("model.norm.weight", (64,))
+    intake.begin(2)  # what came for 1 does not count
+    assert len(intake.missing()) == len(intake)
+
+
+def test_a_failure_is_kept_until_the_next_update(intake: Intake) -> None:
+    take_all(intake, 1)
+    intake.finish(1)
+    intake.fail("the first")
+    intake.fail("what followed from it")
+    assert (intake.complete, intake.version) == (False, 1)
+    with pytest.raises(WeightSyncError, match=r"outside begin … commit \(the first\)"):
+        intake.take("model.norm.weight", (64,))
+    take_all(intake, 2)
+    assert intake.failure == ""
+    intake.check(2)
