@@ -115,9 +115,9 @@ def test_equal_weights_have_no_gap_and_leave_no_trace(
 
         before = await sampled()
         assert urgent == [False] * 4
-        await roles.rollout.call(RolloutWorker.statistics)
+        await roles.rollout.call(RolloutWorker.end_step)
         assert await canary.check(3) < 1e-5
-        (stats,) = await roles.rollout.call(RolloutWorker.statistics)
+        (stats,) = await roles.rollout.call(RolloutWorker.end_step)
         values = stats.values()
         for name in ("rollout/in_flight", "rollout/queue_length", "rollout/reissued"):
             assert values.get(name, 0) == 0, name
