@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,6 @@ import torch
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rondo.checkpoint import capture_random_state, restore_random_state
 from rondo.config import load
 from rondo.rollout import NativeEngine
 from rondo.trainers.commands.train import train
@@ -81,16 +79,9 @@ def test_cuda_and_cpu_take_the_same_first_step(tmp_path: Path) -> None:
     for device in ("cpu", "cuda"):
         run = tmp_path / device
         overrides = [f"trainer.run_dir={run}", f"cluster.device={device}", "trainer.total_steps=1"]
+        overrides.append("actor.compute_dtype=float32")  # the default on CUDA is bfloat16
         overrides.append("actor.compute_dtype=float32")
         train(load([str(recipe)], overrides))
         lines[device] = metrics(run)[1]
     assert lines["cuda"]["reward/mean"] == pytest.approx(lines["cpu"]["reward/mean"], abs=0.05)
     assert lines["cuda"]["actor/grad_norm"] == pytest.approx(lines["cpu"]["actor/grad_norm"], rel=0.05)
-
-
-def test_cuda_generators_repeat() -> None:
-    torch.rand(1, device="cuda")
-    state = json.loads(json.dumps(capture_random_state()))
-    expected = torch.rand(5, device="cuda").tolist()
-    restore_random_state(state)
-    assert torch.rand(5, device="cuda").tolist() == expected
