@@ -52,7 +52,6 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
 
 def _forget() -> None:
     vllm_options.argument_names.cache_clear()
-    vllm_options._is_cpu_build.cache_clear()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")

