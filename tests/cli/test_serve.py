@@ -49,6 +49,7 @@ def ask(client: openai.OpenAI, model: str) -> list[int]:
     return answer.choices[0].token_ids  # type: ignore[attr-defined, no-any-return]
 
 
+@pytest.mark.slow
 def test_it_serves_a_folder_and_ends_with_all_it_started(folder: Path) -> None:
     """An engine in its own process, which dies once; a random token; Ctrl-C."""
     command = [

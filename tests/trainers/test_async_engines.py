@@ -17,6 +17,7 @@ from tests.trainers.test_journal import assert_equal
 from tests.trainers.test_partial import RESUME, groups_by_step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("k", "mode"), [(1, "finish"), (2, "resume")])
 def test_an_engine_that_is_killed_is_replaced_and_no_prompt_is_lost(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, k: int, mode: str

@@ -55,6 +55,7 @@ def start(recipe: Path, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 def test_the_same_bits_as_in_the_host_also_when_an_engine_is_killed(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,6 +82,7 @@ def test_the_same_bits_as_in_the_host_also_when_an_engine_is_killed(
     assert not any(map(command, pids))
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_no_process(recipe: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run = start(recipe, f"trainer.run_dir={folder}", "trainer.total_steps=100000", "rollout.process=own")

@@ -61,6 +61,7 @@ def colocated(run: Any, devices: dict[str, tuple[int, ...]]) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_mixed_equals_colocated_bit_for_bit(
     run: Any, colocated: Path, devices: dict[str, tuple[int, ...]]
 ) -> None:
@@ -75,6 +76,7 @@ def test_mixed_equals_colocated_bit_for_bit(
     assert weights(again) == weights(run("colocated", *PPO, "trainer.total_steps=3", "checkpoint.every=1"))
 
 
+@pytest.mark.slow
 def test_split_equals_colocated_bit_for_bit(
     run: Any, colocated: Path, devices: dict[str, tuple[int, ...]]
 ) -> None:

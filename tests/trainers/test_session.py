@@ -207,6 +207,7 @@ def test_what_a_program_does_itself_is_refused_in_the_recipe(run: Any, override:
         run(program, override)
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_killed_gets_its_weights_again(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its requests would wait for ever: nobody else loads weights in a program of one's own."""
     warned: list[str] = []

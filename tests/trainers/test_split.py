@@ -37,6 +37,7 @@ class Deaths:
             self.devices.add(device)
 
 
+@pytest.mark.slow
 def test_split_goes_on_without_a_host_of_engines(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,6 +68,7 @@ def test_split_goes_on_without_a_host_of_engines(
     assert lost[-4:] == [set(), set(), {2}, {2}]  # no part of the busy share any more
 
 
+@pytest.mark.slow
 def test_a_program_of_ones_own_is_placed_by_the_recipe(recipe: Path, tmp_path: Path) -> None:
     """One step by hand, mixed and split at once: the critic with the engines, the actor alone."""
 
