@@ -7,12 +7,14 @@ import signal
 from pathlib import Path
 
 import pyarrow.parquet as pq
+import pytest
 
 from tests.trainers.conftest import inline
 from tests.trainers.test_partial import RESUME, groups_by_step, rows_of
 from tests.trainers.test_resume import SIX_STEPS, start, wait_for_line
 
 
+@pytest.mark.slow
 def test_kill_nine_in_resume_mode_loses_no_prompt_and_no_buffered_group(recipe: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     arguments = (*SIX_STEPS, *RESUME)

@@ -23,6 +23,7 @@ ray = pytest.importorskip("ray")
 TWO = ("cluster.backend=ray", "cluster.devices=2")
 
 
+@pytest.mark.slow
 def test_two_ranks_equal_one_process(run: Any) -> None:
     settings = ("trainer.total_steps=2", "checkpoint.every=2", "trainer.evaluation.every=null")
     one = run("one", *settings)

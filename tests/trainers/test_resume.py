@@ -69,6 +69,7 @@ def test_kill_nine_and_resume_equals_undisturbed(recipe: Path, tmp_path: Path, u
     assert any((run / "discarded" / "1").iterdir())
 
 
+@pytest.mark.slow
 def test_interrupt_saves_at_once_and_resume_equals_undisturbed(
     recipe: Path, tmp_path: Path, undisturbed: Path
 ) -> None:
