@@ -93,8 +93,8 @@ class WeightPublisher:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Between `publish` and `release`: the engines run inside, for an evaluation."""
-        self.mender.changing.release()
         await self._episodes.resume()
+        self.mender.changing.release()  # only now: the mender pauses and resumes engines that run
         yield
         await self.mender.changing.acquire()
         await self._episodes.pause()
@@ -102,9 +102,9 @@ class WeightPublisher:
     async def release(self, version: int, stats: StepStats) -> None:
         """Prompts start on the credits of `version`, and episodes go on under its weights."""
         await self._buffer.advance(version)
+        await self._feeder.release()
         self._held = self._changes = False
         self.mender.changing.release()
-        await self._feeder.release()
         if self._canary is not None:  # the engines run, and the trainer holds what they serve
             gap = await self.mender.served(self._canary(version))
             stats.add_max("weights/canary_gap", gap)
