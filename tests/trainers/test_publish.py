@@ -11,6 +11,7 @@ import pytest
 from rondo.errors import WeightSyncError
 from rondo.trainers.loop.buffer import Buffer
 from rondo.trainers.loop.feeder import EpisodeFeeder
+from rondo.trainers.loop.mender import cancel
 from rondo.trainers.loop.publish import WeightPublisher
 from rondo.weights.sync import SyncReport
 from simulation import SimulatedEngines, run_virtual
@@ -58,17 +59,26 @@ class Restarts(SimulatedEngines):
 
 
 def publisher(engines: Restarts, told: list[str], **options: Any) -> WeightPublisher:
+    """Of engines that serve version 3."""
     buffer = Buffer(batch_size=1, max_staleness=0, total_steps=9, total_groups=9)
     feeder = EpisodeFeeder(buffer, engines, n=1)
-    return WeightPublisher(engines, engines, feeder, buffer, shared=False, warn=told.append, **options)
+    weights = WeightPublisher(engines, engines, feeder, buffer, shared=False, warn=told.append, **options)
+    weights._version = 3
+    return weights
 
 
 async def served(engines: Restarts, work: Coroutine[Any, Any, Any], told: list[str], **options: Any) -> Any:
     weights = publisher(engines, told, **options)
-    await weights.start(3)
-    engines.loads.clear()
     async with weights.mender as mender:
-        return await mender.served(work)
+        working = asyncio.create_task(work)
+        try:
+            return await mender.served(_result(working))
+        finally:
+            await cancel(working)
+
+
+async def _result(working: asyncio.Task[Any]) -> Any:
+    return await working
 
 
 async def left_over() -> set[asyncio.Task[Any]]:

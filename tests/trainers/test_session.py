@@ -289,6 +289,20 @@ def test_resampling_is_a_line_of_the_program(run: Any, recipe: Path, tmp_path: P
     assert weights(tmp_path / "run") == weights(tmp_path / "built-in")
 
 
+def test_a_coefficient_that_adapts_asks_for_what_it_follows(run: Any) -> None:
+    async def program(session: Session) -> None:
+        actor, reference = await session.actor(), await session.reference()
+        async for prompts in session.prompts():
+            batch = await actor.compute_log_prob(await actor.generate_sequences(prompts))
+            batch = await reference.compute_log_prob(batch)
+            await actor.update_actor(await session.compute_advantages(batch))
+            with pytest.raises(TrainError, match="generate_sequences after update_actor in one step"):
+                await actor.generate_sequences(prompts, do_sample=False)
+
+    with pytest.raises(TrainError, match=r"call session.log\(batch, metrics\)"):
+        run(program, *KL, ADAPTIVE)
+
+
 class BrokenError(Exception):
     """In the program, at a step of the test's choice."""
 

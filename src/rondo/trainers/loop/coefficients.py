@@ -25,6 +25,15 @@ class Coefficients:
         self.multiplier = algorithm.constraint.initial if algorithm.constraint else None
         self._average_cost: float | None = None
 
+    @property
+    def adapts(self) -> bool:
+        """Whether any of them changes in this run."""
+        return self._adapts_kl or self._constraint is not None
+
+    @property
+    def _adapts_kl(self) -> bool:
+        return self._kl is not None and self._kl.controller == "adaptive"
+
     def adapt(self, batch: BatchRef, stats: StepStats) -> None:
         """Comes after their use in a step. batch: all scored rows of the step; stats: its metrics."""
         kl = self._kl
@@ -49,14 +58,13 @@ class Coefficients:
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint; a coefficient that does not adapt is the configuration's."""
-        adapts = self._kl is not None and self._kl.controller == "adaptive"
         return {
-            "kl_coef": self.kl_coef if adapts else None,
+            "kl_coef": self.kl_coef if self._adapts_kl else None,
             "constraint": [self.multiplier, self._average_cost],
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Goes on where `state` was cut."""
-        if state["kl_coef"] is not None and self.state()["kl_coef"] is not None:
+        if state["kl_coef"] is not None and self._adapts_kl:
             self.kl_coef = float(state["kl_coef"])
         self.multiplier, self._average_cost = state["constraint"]

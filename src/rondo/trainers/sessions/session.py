@@ -316,6 +316,11 @@ class Session:
         await run.weights.hold_if_shared()  # as in a step that updates: where nothing was, versions count on
         if self._has_updated and logged is not None:
             run.coefficients.adapt(logged, step.stats)
+        elif self._has_updated and run.coefficients.adapts:
+            raise TrainError(
+                "an adaptive KL coefficient or a constraint follows what the program logs, and this step "
+                "logged nothing: call session.log(batch, metrics) in every step that updates the actor"
+            )
         self._has_updated = False
         await run.publish(step.stats)
         self._step = None
