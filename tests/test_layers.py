@@ -40,7 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     "agents": BASE | {"chat", "serving"},
     "controller": BASE | {"planning", "usage"},
     "recipes": BASE | {"data"},
-    "data": BASE | {"chat", "planning"},  # the buffer asks admission and selection
+    "data": BASE | {"chat"},
     "training": BASE | {"models", "planning", "weights"},
     "rollout": BASE | {"models", "weights"},
     "workers": BASE

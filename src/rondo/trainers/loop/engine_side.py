@@ -1,8 +1,7 @@
-"""Where a run's prompt groups come from, as the loop sees it: generation engines that get every version of
-the policy, or a recording (`trainers/replay/offline.py`).
+"""The side of a run where prompts become groups of rows, as the loop sees it (`RolloutSide`): generation
+engines that get every version of the policy (`EngineSide`), or a recording (`trainers/replay/offline.py`).
 
-Where prompt groups become rows: what feeder and publisher see of the rollout side, and the worker group
-behind it.
+Feeder and publisher reach the worker group behind it by `WorkerEpisodes`.
 """
 
 from __future__ import annotations

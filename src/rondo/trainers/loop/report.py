@@ -1,9 +1,6 @@
 """What a run tells: metrics to the trackers, steps to the console, rollouts and answers to the folder, the
-end to a table.
-
-Reward and length metrics of a step's rows.
-
-CPU time of a run's processes beside the controller's own: hosts, engines, scorers.
+end to a table. And two measurements for it: rewards and lengths of a step's rows, and the CPU time of the
+run's processes beside the controller's own (hosts, engines, scorers).
 """
 
 from __future__ import annotations

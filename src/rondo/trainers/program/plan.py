@@ -18,9 +18,7 @@ from rondo.planning.admission import effective_on_update
 from rondo.rewards import accuracy_score
 from rondo.trainers.program.inputs import Recorded
 from rondo.trainers.program.producers import Producer, stages
-from rondo.trainers.program.roles import (
-    describe_planned,
-)
+from rondo.trainers.program.roles import describe_planned
 from rondo.trainers.program.stages import (
     AdvantageStage,
     CorrectionStage,
@@ -303,8 +301,3 @@ def warmup_steps(config: Config, learners: Sequence[Learner], steps: int) -> int
 
 def _mini_batches(batch_size: int, mini_batch_size: int | None) -> int:
     return math.ceil(batch_size / (mini_batch_size or batch_size))
-
-
-# In bypass mode the policy that the ratio is taken against is the sampler's: nothing is computed again.
-
-# Columns that the episode side or the controller itself makes.

@@ -45,12 +45,12 @@ PRODUCERS: tuple[Producer, ...] = (
     Producer(("process_rewards",), "prm", PrmWorker.compute_process_reward, reads=("ref_log_probs",)),
 )
 
-
+# In bypass mode the policy that the ratio is taken against is the sampler's: nothing is computed again.
 ADOPT = Producer(
     ("old_log_probs",), "actor", ActorWorker.adopt_rollout_log_prob, reads=("rollout_log_probs",)
 )
 
-
+# Columns that the episode side or the controller itself makes.
 FROM_EPISODES = frozenset(INDEX_COLUMNS) | {
     "prompt_ids",
     "response_ids",
@@ -59,8 +59,6 @@ FROM_EPISODES = frozenset(INDEX_COLUMNS) | {
     "policy_versions",
     "greedy_reward",
 }
-
-
 FROM_CONTROLLER = frozenset(
     {"token_rewards", "token_costs", "scores", "multiplier", "advantages", "returns", "cost_returns"}
     | {"loss_weight", "mini_batch", "kl_coef", "rollout_weights", "sample_weight", "lm_weight"}

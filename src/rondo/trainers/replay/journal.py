@@ -1,7 +1,7 @@
 """The journal of a run: everything that time decided, in order; and its replay.
 
     recording   buffer ──admit, put, drop, give back, take, publish, resume──▶ journal.jsonl, as they happen
-    replaying   journal.jsonl of another run ──whose turn is it?──▶ buffer;  Replay ◀──pieces──▶ episodes
+    replaying   journal.jsonl of another run ──whose turn is it?──▶ buffer;  feeder ◀──pieces──▶ episodes
 
 Every line is one change of the buffer's ledger, and all of them together are what is trained when, and what
 `buffer/…` says of it. Lines of groups that ended say how each trajectory did (`agents/replay.py`: tokens per
@@ -15,7 +15,7 @@ Why a replay never waits for ever: look at the first line that is not done yet. 
 - put, drop: the group was admitted. Its tokens are of versions that were served when the line was written,
   whose publish lines are before it: the trainer loads them (after a publish line it waits for no line until
   it takes) and `hold` keeps each until the group has its piece. Scoring needs no engine.
-- give_back, resume: `Buffer.follow` waits for nothing else.
+- give_back, resume: `ReplayedBuffer.follow` waits for nothing else.
 - take: its groups were put. The trainer comes here from the publish before, without another line.
 - publish: the trainer comes here from its take; it waits in `hold` for the line's turn, which it has, and for
   the pieces of the version served: those of groups that were admitted, which engines make that nobody holds.

@@ -60,7 +60,7 @@ Function = str | Callable[..., Any]
 
 # What the built-in loop does by configuration, and a program by a line of its own.
 YOURS: Mapping[str, str] = {
-    "trainer.replay": "nothing depends on time but what you make so",
+    "trainer.replay": "nothing writes a journal, or follows one",
     "reference.refresh_every": "await reference.follow(actor)",
     "rollout.recorded": "read the rows: cluster.put(Batch.read_parquet(file), INDEX_COLUMNS)",
 }
@@ -284,10 +284,10 @@ class Session:
 
     async def prompts(self) -> AsyncIterator[list[Prompt]]:
         """The prompts of each step: data.batch_size of them, for trainer.total_steps steps (or
-        trainer.epochs), evaluating in between as trainer.evaluation says. Their responses are there, or on
-        their way, when a step begins; algorithm.filter has dropped what it drops. When the program asks for
-        the next ones, the step ends: new weights are served, a due checkpoint is written. A run that goes on
-        from a checkpoint yields what is left.
+        trainer.epochs), evaluating in between as trainer.evaluation says. A step begins when their responses
+        are there; algorithm.filter has replaced what it drops. When the program asks for the next ones, the
+        step ends: new weights are served, a due checkpoint is written. A program that goes on from a
+        checkpoint gets what is left; its state is restored here, not before.
         """
         for pool in self._idle_pools():
             self._reporter.warn(

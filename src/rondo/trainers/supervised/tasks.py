@@ -1,9 +1,8 @@
-"""Supervised fine-tuning: loss on the assistant's tokens of conversations.
+"""The three supervised tasks: rows, loss and its weights.
 
-Learning from preference pairs: the policy itself (DPO and its relatives), or a reward model.
-
-A step trains on data.batch_size pairs; the two sequences of a pair are computed together, so each may have
-half of actor.token_budget.
+SFT learns from the assistant's tokens of data.batch_size conversations a step. Preference learning (DPO and
+its relatives) and reward models learn from data.batch_size pairs a step; the two sequences of a pair are
+computed together, so each may have half of actor.token_budget.
 """
 
 from __future__ import annotations
