@@ -298,8 +298,12 @@ class TestBadFiles:
         assert message(["recipes/quick.yaml"]) == expected
         assert message(["recipes"]) == "configuration file recipes is a folder; recipes/ has: quickstart.yaml"
         assert message(["rollout.n"]) == (
-            "configuration file rollout.n does not exist; a setting is written key.sub=value, and the name "
-            "of a recipe ends in .yaml"
+            "configuration file rollout.n does not exist; rondo ships no such recipe. A setting is written "
+            "key.sub=value"
+        )
+        assert message(["quikstart"]) == (
+            "configuration file quikstart does not exist; did you mean the recipe quickstart, which rondo "
+            "ships? A setting is written key.sub=value"
         )
 
     def test_recipes_that_rondo_ships_have_names(self, in_tmp_path: Path) -> None:

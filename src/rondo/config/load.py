@@ -13,13 +13,12 @@ from typing import Any
 
 from rondo.config.build import FLATTENED, build, element_type, fields_of, is_section, unwrap
 from rondo.config.schema import Config
-from rondo.config.tree import Node, Origin, read_argument, read_file
+from rondo.config.tree import RECIPES, Node, Origin, read_argument, read_file
 from rondo.config.validate import validate
 from rondo.config.verl import Assignment, translate
 from rondo.errors import ConfigError
 
 INCLUDE = "include"
-RECIPES = Path(__file__).parent.parent / "recipes"  # that rondo ships
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,9 @@ class Node:
             yield prefix, self
 
 
+RECIPES = Path(__file__).parent.parent / "recipes"  # that rondo ships
+
+
 def read_file(path: str, layer: int) -> Node:
     """The tree of a YAML file; an empty file is an empty mapping. Raises ConfigError naming file and line."""
     file = Path(path).expanduser()
@@ -170,7 +173,9 @@ def _near_files(file: Path) -> str:
     """What may have been meant instead of a file that is not there."""
     folder = file if file.is_dir() else file.parent
     if folder == Path() and file.suffix not in (".yaml", ".yml"):
-        return "; a setting is written key.sub=value, and the name of a recipe ends in .yaml"
+        shipped = difflib.get_close_matches(file.name, [path.stem for path in RECIPES.glob("*.yaml")], n=1)
+        meant = f"; did you mean the recipe {shipped[0]}, which rondo ships?" if shipped else ""
+        return f"{meant or '; rondo ships no such recipe.'} A setting is written key.sub=value"
     names = sorted(p.name for p in folder.glob("*.yaml")) if folder.is_dir() else []
     near = difflib.get_close_matches(file.name, names, n=3)
     if near:
