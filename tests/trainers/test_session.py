@@ -303,6 +303,29 @@ def test_a_coefficient_that_adapts_asks_for_what_it_follows(run: Any) -> None:
         run(program, *KL, ADAPTIVE)
 
 
+def test_a_program_that_is_stopped_saves_and_goes_on(run: Any, tmp_path: Path) -> None:
+    settings = (*KL, "trainer.total_steps=3", "checkpoint.every=3", "checkpoint.export=true")
+
+    async def stopped(session: Session) -> None:
+        async def interrupt() -> None:
+            while session.step < 1:
+                await asyncio.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        interrupting = asyncio.create_task(interrupt())
+        await grpo(session)
+        await interrupting
+
+    with pytest.raises(KeyboardInterrupt, match="run the same program again to go on from there"):
+        run(stopped, *settings)
+    assert 1 <= len(metrics(tmp_path / "run")) < 3
+    run(grpo, *settings)
+    run(grpo, *settings, f"trainer.run_dir={tmp_path / 'undisturbed'}")
+    assert weights(tmp_path / "run") == weights(tmp_path / "undisturbed")
+    with pytest.raises(ConfigError, match="this run is finished, and these settings are others"):
+        run(grpo, *settings, "actor.optimizer.lr=2e-3")
+
+
 class BrokenError(Exception):
     """In the program, at a step of the test's choice."""
 

@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import functools
 import signal
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
@@ -128,7 +129,7 @@ async def _train(loaded: LoadedConfig, program: Program, console: Console) -> Su
                     reporter.note(line)
             await trainer.start()
             folder.write_config(to_yaml(loaded.config))
-            with _stop_on_interrupt(trainer, console), checkpoints.way_on_noted():
+            with stop_on_interrupt(trainer, console), checkpoints.way_on_noted():
                 finished = await trainer.run()
             if finished and config.checkpoint.export:
                 with console.phase("exporting the model"):
@@ -199,7 +200,7 @@ async def _run_supervised(
         trainer = await SupervisedTrainer.create(task, config, cluster, reporter, checkpoints)
     await trainer.start()
     folder.write_config(to_yaml(written))
-    with _stop_on_interrupt(trainer, console), checkpoints.way_on_noted():
+    with stop_on_interrupt(trainer, console), checkpoints.way_on_noted():
         finished = await trainer.run()
     if finished and config.checkpoint.export:
         await trainer.actor.call(ActorWorker.export, str(folder.export_dir))
@@ -291,8 +292,13 @@ async def _cluster(config: Config, console: Console) -> AsyncIterator[Cluster]:
 
 
 @contextmanager
-def _stop_on_interrupt(trainer: Stoppable, console: Console) -> Iterator[None]:
-    """First Ctrl-C: stop at the next safe point, save, and say how to go on. Second: stop at once."""
+def stop_on_interrupt(trainer: Stoppable, console: Console) -> Iterator[None]:
+    """First Ctrl-C: stop at the next safe point, save, and say how to go on. Second: stop at once. (Signals
+    reach the main thread only.)
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     loop = asyncio.get_running_loop()
 
     def stop() -> None:

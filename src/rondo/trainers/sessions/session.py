@@ -28,10 +28,11 @@ from rondo.errors import ConfigError, TrainError
 from rondo.rewards import BUILTINS, load_functions
 from rondo.tracking import Console, RunFolder
 from rondo.trainers.commands.check import check_backend, check_files, check_names, located
-from rondo.trainers.commands.train import warm_start
+from rondo.trainers.commands.train import stop_on_interrupt, warm_start
 from rondo.trainers.loop.checkpoints import Checkpoints
 from rondo.trainers.loop.engine_side import EngineSide
 from rondo.trainers.loop.report import Reporter
+from rondo.trainers.loop.resume import already_finished
 from rondo.trainers.loop.routes import remove_files
 from rondo.trainers.loop.run import RLRun
 from rondo.trainers.program.inputs import (
@@ -95,6 +96,8 @@ async def open_session(
         at_end.callback(remove_files, folder.path)
         checkpoints = Checkpoints(config, folder)
         checkpoints.check()
+        if already_finished(folder, config, console) is not None:
+            console.note(f"{folder.path}: this program is finished, and nothing is left to train")
         started = complete_model(await warm_start(loaded, run_dir.parent, console))
         if reward is not None:
             own = RewardConfig(functions=(RewardFunctionConfig(reward),))  # type: ignore[arg-type]
@@ -106,13 +109,18 @@ async def open_session(
         async with await start_cluster(started.cluster) as cluster:
             reporter.device = f"{cluster.num_devices} x {cluster.device} ({started.cluster.backend})"
             session = Session(started, cluster, data, reporter, checkpoints)
-            with checkpoints.way_on_noted():
+            with checkpoints.way_on_noted(), stop_on_interrupt(session, console):
                 try:
                     yield session
                 except BaseException as error:
                     await session.close(error)
                     raise
                 await session.close()
+            if session.stopped:
+                raise KeyboardInterrupt(
+                    f"stopped after step {session.step}; run the same program again to go on from there "
+                    f"({folder.path / 'checkpoints'})"
+                )
             await session.finish()
         if session.step:
             reporter.finish(session.run.timers, session.step, finished=True)
@@ -149,6 +157,8 @@ class Session:
         self.cluster = cluster
         self.data = data
         self.corrected = False
+        self.stopped = False  # by request, before the last step; the state is saved
+        self._stop_asked = False
         self._reporter = reporter
         self._checkpoints = checkpoints
         self._run: RLRun | None = None
@@ -224,6 +234,8 @@ class Session:
             self._checkpoints,
             learners=self._trained,
         )
+        if self._stop_asked:
+            self._run.request_stop()
         await self._run.weights.start(0)
         return Actor(self, config, model, rollout)
 
@@ -231,7 +243,6 @@ class Session:
         """A value function of the reward; with role="cost_critic" of the cost. `critic.…` configures both."""
         learner = self._learners[role]
         model = await self.model(role, {"critic": learner.loss}, devices=devices)
-        self._trained.append(role)
         return Critic(self, learner, model)
 
     async def reference(self, *, devices: Sequence[int] | None = None) -> Reference:
@@ -263,8 +274,12 @@ class Session:
     async def model(
         self, role: str, losses: Mapping[str, Any] = {}, *, devices: Sequence[int] | None = None
     ) -> WorkerGroup:
-        """The worker group of any role with a model (teacher, prm, …), to `call` its methods yourself."""
+        """The worker group of any role with a model (teacher, prm, …), to `call` its methods yourself.
+        losses: of a role that learns; its state is part of a checkpoint.
+        """
         self._models[role] = await self._create(role, losses, devices)
+        if losses:
+            self._trained.append(role)
         return self._models[role]
 
     async def _create(
@@ -309,7 +324,7 @@ class Session:
                     self._generated = (everything, ids)
                     yield prompts
                     await self._end_step(run, self._step)
-            await run.ended()
+            self.stopped = not await run.ended()
 
     async def _end_step(self, run: RLRun, step: Step) -> None:
         logged, self._logged, self._generated = self._logged, None, None
@@ -440,6 +455,12 @@ class Session:
         self._logged = batch
 
     # ---- the end ----
+
+    def request_stop(self) -> None:
+        """The loop over `prompts()` ends at the next step boundary, and the state is saved."""
+        self._stop_asked = True
+        if self._run is not None:
+            self._run.request_stop()
 
     async def close(self, error: BaseException | None = None) -> None:
         """Ends what runs; `open_session` calls it. error: what ended the program."""
