@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from rondo.batch import ROW_ID, Batch
+from rondo.columns import MINI_BATCH, declared
 from rondo.config.schema import FrozenEngineConfig, OptimizerConfig
 from rondo.controller import Worker, WorkerContext, dispatch
 from rondo.errors import TrainError
@@ -19,12 +20,12 @@ from rondo.training.memory import memory_in_use
 from rondo.types import StepStats
 from rondo.workers.transfer import SendsWeights
 
-TOKENS = ("prompt_ids", "response_ids")
+TOKENS = declared("prompt_ids", "response_ids")
 
 
 def update_columns(loss: Loss, role: str = "actor") -> tuple[str, ...]:
     """What an update with `loss` reads: the tokens, the loss's columns, and the role's mini-batches."""
-    mini_batch = "mini_batch" if role == "actor" else f"{role}_mini_batch"
+    mini_batch = "mini_batch" if role == "actor" else MINI_BATCH(role)
     return (*TOKENS, *loss.columns, mini_batch)
 
 
@@ -176,7 +177,7 @@ class CriticWorker(ModelWorker):
         """All optimizer steps of one trainer step: loss "critic", mini-batches in column
         `<role>_mini_batch`.
         """
-        return self._update(batch, "critic", f"{self.context.role}_mini_batch", orders)
+        return self._update(batch, "critic", MINI_BATCH(self.context.role), orders)
 
 
 class ReferenceWorker(ModelWorker):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rondo.batch import Batch, ragged_array
+from rondo.columns import MINI_BATCH, SCORE
 from rondo.controller import WorkerContext, dispatch
 from rondo.types import StepStats
 from rondo.workers.models import TOKENS, ModelWorker
@@ -39,7 +40,7 @@ class RewardModelWorker(ModelWorker):
 
     def __init__(self, context: WorkerContext, *, name: str, **model: Any) -> None:
         super().__init__(context, **model)
-        self._column = f"score/{name}"
+        self._column = SCORE(name)
 
     @dispatch("split", reads=TOKENS)
     def compute_reward(self, batch: Batch) -> Batch:
@@ -67,5 +68,5 @@ class PrmWorker(ModelWorker):
 
     @dispatch("split")
     def update_prm(self, batch: Batch, orders: Sequence[Sequence[int]]) -> StepStats:
-        """All optimizer steps of one trainer step: loss "prm", mini-batches in column prm_mini_batch."""
-        return self._update(batch, "prm", "prm_mini_batch", orders)
+        """All optimizer steps of one trainer step: loss "prm", mini-batches in column `prm_mini_batch`."""
+        return self._update(batch, "prm", MINI_BATCH(self.context.role), orders)

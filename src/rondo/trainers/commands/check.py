@@ -15,13 +15,13 @@ from typing import Any
 from rondo.agents.external import load_agent
 from rondo.algorithms import check_algorithm
 from rondo.algorithms.registry import Kind, columns_read, lookup, registered_by_user
+from rondo.columns import GREEDY_REWARD
 from rondo.config import LoadedConfig
 from rondo.config.auto import DEVICES, config_for
 from rondo.config.functions import did_you_mean
 from rondo.config.load import recipe_path
 from rondo.config.schema import Config, FunctionConfig, KlConfig
 from rondo.controller.cluster import planned_device
-from rondo.data.rows import GREEDY_REWARD
 from rondo.data.sources import check_source
 from rondo.errors import ConfigError, DataError, about
 from rondo.models.loading import check_model_folder, load_model_config

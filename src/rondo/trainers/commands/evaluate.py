@@ -14,7 +14,7 @@ from rondo.checkpoint import CheckpointStore
 from rondo.config import LoadedConfig, load
 from rondo.config.schema import Config, DataConfig, ModelConfig, RolloutConfig
 from rondo.controller import start_cluster
-from rondo.data.rows import INDEX_COLUMNS
+from rondo.data.rows import index_columns
 from rondo.errors import CheckpointError, ConfigError
 from rondo.models import load_tokenizer
 from rondo.trainers.commands.check import check_rl
@@ -122,7 +122,7 @@ async def _generate(
         refs = await asyncio.gather(
             *(
                 rollout.call_rank_for_ref(
-                    0, RolloutWorker.run_unscored, row, sampling, n, "generate", index_columns=INDEX_COLUMNS
+                    0, RolloutWorker.run_unscored, row, sampling, n, "generate", index_columns=index_columns()
                 )
                 for row in rows
             )

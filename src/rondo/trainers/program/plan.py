@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from rondo.algorithms import actor_loss, critic_loss
 from rondo.algorithms.objective import ActorLoss, PrmLoss
 from rondo.algorithms.registry import Kind, columns_read, lookup
+from rondo.columns import GREEDY_REWARD
 from rondo.config.schema import Config, FunctionConfig, RewardModelConfig
-from rondo.data.rows import GREEDY_REWARD, INDEX_COLUMNS
+from rondo.data.rows import index_columns
 from rondo.errors import ConfigError
 from rondo.planning.admission import effective_on_update
 from rondo.rewards import accuracy_score
@@ -33,7 +34,7 @@ from rondo.trainers.program.update import ActorWeights, Learner, LearnerUpdate, 
 from rondo.workers.models import CriticWorker, update_columns
 from rondo.workers.scoring import PrmWorker
 
-HOOK_COLUMNS = (*INDEX_COLUMNS, GREEDY_REWARD)  # what a filter or a resampling may read: small, per row
+HOOK_COLUMNS = index_columns(greedy_baseline=True)  # what a filter or a resampling may read: small, per row
 ONE_TOKEN_EACH = FunctionConfig("seq-mean-token-mean")
 
 

@@ -19,7 +19,7 @@ from rondo.config import load
 from rondo.config.schema import Config
 from rondo.controller import Cluster
 from rondo.data.rollout_files import KEY, Limits, Recording, open_recording
-from rondo.data.rows import GREEDY_REWARD, INDEX_COLUMNS, SCORE_PREFIX
+from rondo.data.rows import index_columns
 from rondo.errors import ConfigError
 from rondo.models import load_model_config
 from rondo.planning.admission import OnUpdate
@@ -211,11 +211,7 @@ class RecordedSide:
         greedy_baseline: bool,
     ) -> None:
         self._recorded = recorded
-        self.index_columns = (
-            *INDEX_COLUMNS,
-            *((GREEDY_REWARD,) if greedy_baseline else ()),
-            *(SCORE_PREFIX + name for name in recorded.recording.scores),
-        )
+        self.index_columns = index_columns(recorded.recording.scores, greedy_baseline=greedy_baseline)
         limits = _limits(config, roles, reads_accuracy)
         self.episodes: Episodes = RecordedEpisodes(recorded.recording, limits, cluster, self.index_columns)
         self.route: Route = NoRoute()

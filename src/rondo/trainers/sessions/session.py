@@ -62,7 +62,7 @@ Function = str | Callable[..., Any]
 YOURS: Mapping[str, str] = {
     "trainer.replay": "nothing writes a journal, or follows one",
     "reference.refresh_every": "await reference.follow(actor)",
-    "rollout.recorded": "read the rows: cluster.put(Batch.read_parquet(file), INDEX_COLUMNS)",
+    "rollout.recorded": "read the rows: cluster.put(Batch.read_parquet(file), index_columns())",
 }
 
 
