@@ -17,9 +17,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rondo.agents.replay import ENDED, Entry, spans_of
+from rondo.agents.replay import Entry, spans_of
+from rondo.arrow import ragged_rows
 from rondo.batch import ROW_ID, Batch, BatchRef
-from rondo.columns import ragged_rows
+from rondo.columns import ENDED
 from rondo.data.rows import row_id
 from rondo.errors import TrainError
 from rondo.trainers.loop.buffer import Buffer, Group

@@ -18,16 +18,18 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "rondo"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
-# Who may import whom. `errors`, `types`, `batch` and `config` may be imported by every part above them.
-BASE = {"errors", "types", "batch", "config"}
+# Who may import whom. Every part above them may import these.
+BASE = {"errors", "types", "columns", "roles", "batch", "config"}
 ALLOWED: dict[str, set[str]] = {
     "__init__": set(),
     "errors": set(),
     "types": {"errors"},
     "usage": set(),
+    "arrow": {"errors"},
     "columns": {"errors"},
-    "batch": {"columns", "errors", "types"},
-    "config": {"errors"},
+    "batch": {"arrow", "columns", "errors", "types"},
+    "roles": set(),
+    "config": {"errors", "roles"},
     "algorithms": BASE,
     "planning": BASE | {"algorithms"},  # loss weights are an aggregation's
     "models": BASE,
@@ -84,9 +86,11 @@ ENGINES = {"vllm", "sglang", "megatron"}
 FORBIDDEN: dict[str, set[str]] = {
     "errors": {"torch", "numpy", "pyarrow", "ray", "transformers", *ENGINES},
     "config": {"torch", "numpy", "pyarrow", "ray", "transformers", *ENGINES},
+    "roles": {"torch", "numpy", "pyarrow", "ray", "transformers", *ENGINES},
     "types": {"ray", "transformers", "torch.distributed", *ENGINES},
     "batch": {"ray", "transformers", "torch.distributed", *ENGINES},
-    "columns": {"ray", "transformers", "torch.distributed", *ENGINES},
+    "arrow": {"ray", "transformers", "torch.distributed", *ENGINES},
+    "columns": {"numpy", "torch", "ray", "transformers", *ENGINES},
     "algorithms": {"ray", "torch.distributed", "transformers", *ENGINES},
     "planning": {"ray", "torch", "transformers", *ENGINES},
     "controller": {"transformers", *ENGINES},

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from rondo.columns import (
+from rondo.arrow import (
     ColumnLike,
     as_array,
     compact,
@@ -30,9 +30,9 @@ from rondo.columns import (
     take_rows,
     wide_array,
 )
+from rondo.columns import ROW_ID
 from rondo.errors import DataError
 
-ROW_ID = "row_id"
 _NO_ROW = np.iinfo(np.int64).min  # stands for a row of a block that belongs to nobody
 
 __all__ = ["ROW_ID", "Batch", "BatchRef", "Block", "ColumnLike", "Piece", "Resolver", "Shard"]

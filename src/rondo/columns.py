@@ -1,141 +1,201 @@
-"""A Batch's columns as Arrow arrays: numbers or text per row, lists per token, lists of fixed-size lists
-where each token has K numbers (wide)."""
+"""Every column of a batch, declared once: what one number of it belongs to, its type, and who makes it.
+
+A `Batch` is a general table and knows none of this. What lists columns asks here (`made_by`, `per_row`), and
+a choice of some goes through `declared`, so that a name that nobody makes is an error where it is written.
+A name that is not in the table belongs to the user: what a `prepare` of theirs makes, or what their program
+adds to a batch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
 
-import numpy as np
 import pyarrow as pa
-import torch
 
 from rondo.errors import DataError
 
-ColumnLike: TypeAlias = "pa.Array | np.ndarray | torch.Tensor | Sequence[Any]"
+ROW_ID = "row_id"
+GREEDY_REWARD = "greedy_reward"
+ENDED = "ended"
+UNIT = "unit"
+TOPK_IDS = "teacher_topk_ids"
+
+# Who makes a column, where it is not a role (roles.py), whose name is then the maker's.
+EPISODE = "episode"  # with the scorers' part in it: the rows of a prompt group as they enter the buffer
+GREEDY_ANSWER = "greedy answer"
+TOKENIZER = "tokenizer"
+JOURNAL = "journal"
+SCORERS = "scorers and reward models"
+PAIRS = "preference pairs"
+UPDATE_PLAN = "plan of the update"
+RESAMPLING = "resampling"
+ADVANTAGE_STAGE = "advantage stage"
+ESTIMATOR = "advantage estimator"
+CORRECTION = "rollout correction"
+PREPARATION = "prepare of the policy loss"
+UPDATE = "the update itself"
 
 
-def ragged_array(values: np.ndarray | torch.Tensor, offsets: np.ndarray | torch.Tensor) -> pa.ListArray:
-    """A list column from flat `values` [N] and `offsets` [B+1] (from 0 to N, never falling), without a copy.
+@dataclass(frozen=True)
+class Column:
+    """One column of a batch."""
 
-    values [N, K] give a wide column: K numbers per token. Raises DataError when the offsets do not describe
-    the values.
-    """
-    flat = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
-    bounds = offsets.cpu().numpy() if isinstance(offsets, torch.Tensor) else np.asarray(offsets)
-    if flat.dtype == np.bool_:
-        flat = flat.astype(np.uint8)  # Arrow's booleans are bits; a mask is bytes
-    if len(bounds) == 0 or bounds[0] != 0 or bounds[-1] != len(flat) or np.any(np.diff(bounds) < 0):
-        raise DataError(f"offsets must rise from 0 to {len(flat)}; got {bounds[:3]}…{bounds[-3:]}")
-    return _list_array(flat, bounds)
+    name: str
+    per: Literal["row", "token", "choice", "batch"]
+    """What one number belongs to. choice: K numbers for each token. batch: what only functions see."""
+    dtype: pa.DataType
+    """The type of one number (or text)."""
+    made_by: str
+    """A role, or one of the makers above: who makes it first. Others may replace it."""
+    doc: str
 
+    @property
+    def type(self) -> pa.DataType:
+        """The Arrow type of the whole column, which has a list for each row where it is per token."""
+        return pa.list_(self.dtype) if self.per == "token" else self.dtype
 
-def wide_array(values: np.ndarray | torch.Tensor, offsets: np.ndarray | torch.Tensor) -> pa.ListArray:
-    """`ragged_array` of `values` [N, K], K >= 1. Raises DataError for another shape."""
-    if values.ndim != 2 or values.shape[1] < 1:
-        raise DataError(f"a wide column needs values [N, K] with K >= 1; got shape {tuple(values.shape)}")
-    return ragged_array(values, offsets)
+    @property
+    def is_float(self) -> bool:
+        return bool(pa.types.is_floating(self.dtype))
 
-
-def _list_array(values: np.ndarray, offsets: np.ndarray) -> pa.ListArray:
-    """values [N] or [N, K]."""
-    items = pa.array(np.ascontiguousarray(values).reshape(-1))
-    if values.ndim == 2:
-        items = pa.FixedSizeListArray.from_arrays(items, values.shape[1])
-    return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32, copy=False)), items)
+    @property
+    def type_name(self) -> str:
+        """The type of one number as people write it; Arrow says float and double."""
+        return str(self.dtype).replace("float", "float32").replace("double", "float64")
 
 
-def ragged_rows(rows: Sequence[np.ndarray], dtype: Any) -> pa.ListArray:
-    """A list column from one array per row."""
-    offsets = np.zeros(len(rows) + 1, np.int32)
-    np.cumsum([len(row) for row in rows], out=offsets[1:])
-    values = np.concatenate([np.asarray(row, dtype) for row in rows]) if rows else np.empty(0, dtype)
-    return ragged_array(values, offsets)
+@dataclass(frozen=True)
+class Family(Column):
+    """Columns that differ in one part of the name, which stands in `<>` in the family's."""
+
+    def __call__(self, member: str) -> str:
+        """Returns the name of a member's column."""
+        before, after = self._around()
+        return f"{before}{member}{after}"
+
+    def member(self, column: str) -> str | None:
+        """Returns whose column this is, or None for a column of another kind."""
+        before, after = self._around()
+        inside = column.removeprefix(before).removesuffix(after)
+        return inside if inside and column == self(inside) else None
+
+    def among(self, columns: Iterable[str]) -> list[str]:
+        """Returns those of `columns` that belong to the family."""
+        return [column for column in columns if self.member(column) is not None]
+
+    def _around(self) -> tuple[str, str]:
+        return self.name.partition("<")[0], self.name.partition(">")[2]
 
 
-def is_ragged(kind: pa.DataType) -> bool:
-    """Whether this is the type of a per-token column, wide or not."""
-    if not pa.types.is_list(kind):
-        return False
-    item = kind.value_type.value_type if pa.types.is_fixed_size_list(kind.value_type) else kind.value_type
-    return bool(pa.types.is_primitive(item))
+_INT, _ID, _TEXT, _MASK = pa.int32(), pa.int64(), pa.string(), pa.uint8()
+_FLOAT, _DOUBLE = pa.float32(), pa.float64()
+
+SCORE = Family("score/<name>", "row", _FLOAT, SCORERS, "a score by its name; NaN where a row has none")
+MINI_BATCH = Family("<role>_mini_batch", "row", _ID, UPDATE_PLAN, "`mini_batch` of a role beside the actor")
+LOSS_WEIGHT = Family("<role>_loss_weight", "row", _DOUBLE, UPDATE_PLAN, "`loss_weight` of such a role")
+
+TABLE: tuple[Column, ...] = (
+    Column(ROW_ID, "row", _ID, EPISODE, "a number that no other row of the run has"),
+    Column("seq", "row", _ID, EPISODE, "the prompt's place in the stream"),
+    Column("group_id", "row", _ID, EPISODE, "one number per prompt group"),
+    Column("prompt_id", "row", _TEXT, EPISODE, "source/epoch/row"),
+    Column("source", "row", _TEXT, EPISODE, "the name of the prompt's source"),
+    Column("trajectory_id", "row", _TEXT, EPISODE, "functions see it as a number"),
+    Column("sample_index", "row", _INT, EPISODE, "which of the group's n samples it is"),
+    Column("step_index", "row", _INT, EPISODE, "which step of its trajectory"),
+    Column("prompt_length", "row", _INT, EPISODE, "tokens"),
+    Column("response_length", "row", _INT, EPISODE, "tokens"),
+    Column("num_trained_tokens", "row", _INT, EPISODE, "how often `response_mask` is 1"),
+    Column(
+        "oldest_version", "row", _INT, EPISODE, "the lowest of `policy_versions`; -1 without a trained token"
+    ),
+    Column("finish_reason", "row", _TEXT, EPISODE, "`length` where it was cut off"),
+    Column("outcome", "row", _TEXT, EPISODE, "`scored`, or what failed"),
+    Column("reward", "row", _FLOAT, EPISODE, "what is trained on; reward models add theirs"),
+    Column("accuracy", "row", _FLOAT, EPISODE, "the score that `reward.accuracy` names"),
+    Column("step_reward", "row", _FLOAT, EPISODE, "of the row's last turn; by default `reward`"),
+    Column("anchor_id", "row", _ID, EPISODE, "one number per observation; by default per prompt"),
+    Column("prompt_ids", "token", _INT, EPISODE, "the prompt's tokens"),
+    Column("response_ids", "token", _INT, EPISODE, "the response's tokens"),
+    Column("response_mask", "token", _MASK, EPISODE, "1: a token of the policy; correction may clear it"),
+    Column("rollout_log_probs", "token", _FLOAT, EPISODE, "of the policy that sampled"),
+    Column(
+        "policy_versions", "token", _INT, EPISODE, "which weights sampled the token; -1 where the mask is 0"
+    ),
+    Column("prompt_text", "row", _TEXT, TOKENIZER, "the prompt as people read it"),
+    Column("text", "row", _TEXT, TOKENIZER, "the response as people read it"),
+    Column(GREEDY_REWARD, "row", _FLOAT, GREEDY_ANSWER, "of an answer that is not trained on"),
+    Column(ENDED, "row", _TEXT, JOURNAL, "how a row's trajectory ended, as JSON"),
+    SCORE,
+    Column(UNIT, "row", _ID, PAIRS, "equal for rows that are computed together: a pair"),
+    Column("margin", "row", _FLOAT, PAIRS, "by how much the chosen answer should lead"),
+    Column("safe", "row", _FLOAT, PAIRS, "1: harmless, -1: not; where the data say it"),
+    Column("mini_batch", "row", _ID, UPDATE_PLAN, "of the actor's update"),
+    Column("loss_weight", "row", _DOUBLE, UPDATE_PLAN, "of each of the row's tokens in the actor's loss"),
+    Column("lm_weight", "row", _DOUBLE, UPDATE_PLAN, "the same in the language-model loss"),
+    Column("kl_coef", "row", _FLOAT, UPDATE_PLAN, "the step's KL coefficient"),
+    MINI_BATCH,
+    LOSS_WEIGHT,
+    Column("sample_weight", "row", _FLOAT, RESAMPLING, "how often `algorithm.resample` drew the row"),
+    Column("old_log_probs", "token", _FLOAT, "actor", "of the policy before the update"),
+    Column("sum_p_squared", "token", _FLOAT, "actor", "Σ_j p_j² of the same policy"),
+    Column("ref_log_probs", "token", _FLOAT, "reference", "of the reference model"),
+    Column("values", "token", _FLOAT, "critic", "of the state *before* the token"),
+    Column("cost_values", "token", _FLOAT, "cost_critic", "the same of the cost"),
+    Column("process_rewards", "token", _FLOAT, "prm", "β log(π_prm / π_ref)"),
+    Column("teacher_log_probs", "token", _FLOAT, "teacher", "of the teacher"),
+    Column(TOPK_IDS, "choice", _INT, "teacher", "its K likeliest tokens"),
+    Column("teacher_topk_log_probs", "choice", _FLOAT, "teacher", "theirs"),
+    Column(
+        "token_rewards", "token", _FLOAT, ADVANTAGE_STAGE, "the outcome on the last trained token, and a KL"
+    ),
+    Column("token_costs", "token", _FLOAT, ADVANTAGE_STAGE, "the same of the cost"),
+    Column("scores", "row", _FLOAT, ADVANTAGE_STAGE, "all named scores, [B, K]"),
+    Column("multiplier", "batch", _FLOAT, ADVANTAGE_STAGE, "λ of `algorithm.constraint`"),
+    Column("advantages", "token", _FLOAT, ESTIMATOR, "per row, where the estimator returns [B]"),
+    Column("returns", "token", _FLOAT, ESTIMATOR, "what the critic learns"),
+    Column("cost_returns", "token", _FLOAT, ESTIMATOR, "what the cost critic learns"),
+    Column("rollout_weights", "token", _FLOAT, CORRECTION, "importance weights"),
+    Column("covariance_selected", "token", _FLOAT, PREPARATION, "1: chosen by the Cov losses"),
+    Column("log_probs", "token", _FLOAT, UPDATE, "of the current policy, differentiable"),
+    Column("entropy", "token", _FLOAT, UPDATE, "of the current policy, differentiable"),
+    Column("topk_log_probs", "choice", _FLOAT, UPDATE, "of the tokens `teacher_topk_ids`, differentiable"),
+    Column("old_values", "token", _FLOAT, UPDATE, "`values` or `cost_values`, to a value loss"),
+    Column("cu_seqlens", "batch", _INT, UPDATE, "where responses begin and end in [N]: [B+1]"),
+)
+_PLAIN = {column.name: column for column in TABLE if not isinstance(column, Family)}
+_FAMILIES = tuple(column for column in TABLE if isinstance(column, Family))
 
 
-def flat_values(array: pa.ListArray) -> torch.Tensor:
-    """The values of a compact per-token column, [N] or [N, K], without a copy."""
-    items, width = array.values, tuple[int, ...]()
-    if pa.types.is_fixed_size_list(items.type):
-        items, width = items.flatten(), (items.type.list_size,)
-    if len(items) == 0:
-        return torch.from_numpy(np.empty((0, *width), items.type.to_pandas_dtype()))
-    return torch.from_dlpack(items).view(-1, *width)
+def column(name: str) -> Column:
+    """Returns the declaration of a column. Raises DataError for a name that is not in the table."""
+    found = _PLAIN.get(name) or next((family for family in _FAMILIES if family.member(name)), None)
+    if found is None:
+        raise DataError(f"there is no column {name!r}; rondo/columns.py declares {', '.join(_PLAIN)}")
+    return found
 
 
-def compact(array: pa.Array | pa.ChunkedArray) -> pa.Array:
-    """One chunk, list offsets from 0, and no bytes of a parent (which a slice drags along when it travels).
-
-    Copies only what is a part of something larger. Raises DataError when int32 offsets cannot hold it.
-    """
-    if isinstance(array, pa.ChunkedArray):
-        if array.num_chunks > 1:
-            try:
-                return pa.concat_arrays(array.chunks)
-            except pa.ArrowInvalid as error:
-                raise DataError(
-                    f"parts of a column do not fit into one: {error}; use smaller batches"
-                ) from error
-        array = array.chunk(0) if array.num_chunks else pa.array([], array.type)
-    if len(array) == 0:
-        return pa.array([], array.type)
-    is_part = array.offset != 0 or array.get_total_buffer_size() > 1.125 * array.nbytes + 256
-    if not is_part and pa.types.is_list(array.type):
-        offsets = array.offsets.to_numpy()
-        is_part = bool(offsets[0] != 0 or offsets[-1] != len(array.values))
-    return pa.concat_arrays([array]) if is_part else array
+def declared(*names: str) -> tuple[str, ...]:
+    """Returns the names, each of which is in the table. Raises DataError for another."""
+    for name in names:
+        column(name)
+    return names
 
 
-def as_array(name: str, column: ColumnLike) -> pa.Array:
-    """Anything column-like as a compact array. Raises DataError naming one with more than one dimension."""
-    if isinstance(column, torch.Tensor):
-        column = column.detach().cpu().numpy()
-    if isinstance(column, np.ndarray):
-        if column.ndim != 1:
-            raise DataError(
-                f"column {name!r} has {column.ndim} dimensions; one value per row, or ragged_array(...)"
-            )
-        if column.dtype == np.bool_:
-            column = column.astype(np.uint8)
-    array = compact(column if isinstance(column, pa.Array | pa.ChunkedArray) else pa.array(column))
-    if pa.types.is_boolean(array.type):
-        return array.cast(pa.uint8())
-    if pa.types.is_list(array.type) and pa.types.is_boolean(array.type.value_type):
-        return array.cast(pa.list_(pa.uint8()))
-    return array
+def made_by(*makers: str, per: str | None = None) -> tuple[str, ...]:
+    """Returns the columns of these makers in the table's order, without families. per: only such columns."""
+    return tuple(c.name for c in _PLAIN.values() if c.made_by in makers and per in (None, c.per))
 
 
-def take_rows(array: pa.Array, rows: np.ndarray) -> pa.Array:
-    """Rows of a column. List rows are copied row by row: several times faster than Arrow's own gather."""
-    if len(rows) == len(array) and np.array_equal(rows, np.arange(len(rows))):
-        return array
-    if not is_ragged(array.type) or array.null_count:
-        return compact(array.take(pa.array(rows)))
-    offsets = array.offsets.to_numpy() if len(array) else np.zeros(1, np.int32)
-    values = flat_values(array).numpy()
-    new_offsets = np.zeros(len(rows) + 1, np.int64)
-    np.cumsum((offsets[1:] - offsets[:-1])[rows], out=new_offsets[1:])
-    if new_offsets[-1] > np.iinfo(np.int32).max:
-        raise DataError(f"{new_offsets[-1]} tokens in one batch: more than int32 offsets hold; split it")
-    out = np.empty((int(new_offsets[-1]), *values.shape[1:]), values.dtype)
-    starts, stops, places = offsets[:-1][rows].tolist(), offsets[1:][rows].tolist(), new_offsets.tolist()
-    for i, (start, stop) in enumerate(zip(starts, stops, strict=True)):
-        out[places[i] : places[i + 1]] = values[start:stop]
-    return _list_array(out, new_offsets)
+def per_row(names: Iterable[str]) -> tuple[str, ...]:
+    """Returns the names that the table declares as one number (or text) per row."""
+    return tuple(name for name in names if column(name).per == "row")
 
 
-def plain_type(kind: pa.DataType) -> pa.DataType:
-    """Parquet names a list's values `element`, Arrow `item`, and takes that for another type."""
-    if pa.types.is_list(kind):
-        return pa.list_(plain_type(kind.value_type))
-    if pa.types.is_fixed_size_list(kind):
-        return pa.list_(plain_type(kind.value_type), kind.list_size)
-    return kind
+def documented() -> str:
+    """Returns the table as a page of the docs has it."""
+    lines = ["| column | one per | type | made by | |", "|---|---|---|---|---|"]
+    lines += [f"| `{c.name}` | {c.per} | {c.type_name} | {c.made_by} | {c.doc} |" for c in TABLE]
+    return "\n".join(lines)

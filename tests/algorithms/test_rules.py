@@ -25,7 +25,8 @@ from rondo.algorithms.registry import (
     is_zero_at_zero_advantage,
     lookup,
 )
-from rondo.algorithms.trial import PER_TOKEN, example_columns
+from rondo.algorithms.trial import example_columns
+from rondo.columns import TABLE
 from rondo.config.schema import AlgorithmConfig, FunctionConfig, KlConfig
 from rondo.planning.mini_batches import loss_weights
 
@@ -86,7 +87,7 @@ def rows_of(sizes: Sequence[int], seed: int, num_equal: int = 0) -> dict[str, Te
             torch.from_numpy(equal)[:, None], torch.from_numpy(level), draw((size, width))
         ),
     }
-    for name in PER_TOKEN:
+    for name in (c.name for c in TABLE if c.per == "token" and c.is_float):
         values = -columns[name].abs() if name.endswith("log_probs") else columns[name]
         columns[name] = torch.where(columns["response_mask"] > 0, values, torch.nan)
     for name in ("token_rewards", "token_costs"):

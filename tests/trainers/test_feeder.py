@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rondo.columns import GREEDY_REWARD
 from rondo.config import load
 from rondo.config.schema import Config, FunctionConfig
 from rondo.controller import WorkerGroup, start_cluster
-from rondo.data.rows import GREEDY_REWARD
 from rondo.errors import ConfigError, RewardError, WorkerError
 from rondo.rewards import check_dropped_share
 from rondo.trainers.loop.buffer import Buffer, group_filter

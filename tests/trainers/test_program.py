@@ -15,6 +15,7 @@ import yaml
 
 from rondo.algorithms import actor_loss
 from rondo.batch import ROW_ID, Batch, BatchRef
+from rondo.columns import column
 from rondo.config.auto import config_for
 from rondo.config.schema import (
     AlgorithmConfig,
@@ -117,6 +118,24 @@ def test_truncated_rows_carry_no_loss_where_asked() -> None:
     masked = stepped(ActorWeights(algorithm(mask_truncated=True)), batch).index.scalars("loss_weight")
     assert plain == pytest.approx([1 / 5, 1 / 5])
     assert masked == pytest.approx([0.0, 1 / 3])
+
+
+@pytest.mark.parametrize(
+    ("changes", "writes"),
+    [
+        ({}, ("loss_weight",)),
+        ({"kl": KlConfig("k3", "loss", 0.1)}, ("loss_weight", "kl_coef")),
+        ({"positive_lm_coef": 0.1}, ("loss_weight", "lm_weight")),
+    ],
+)
+def test_weights_are_the_columns_that_the_stage_says_it_writes(
+    changes: dict[str, Any], writes: tuple[str, ...]
+) -> None:
+    batch = index(num_trained_tokens=[2, 3], mini_batch=[0, 0], accuracy=[1.0, 0.0])
+    stage = ActorWeights(algorithm(**changes))
+    made = stepped(stage, batch).index
+    assert stage.writes == writes == tuple(made.without(*batch.index.columns).columns)
+    assert [made.array(name).type for name in writes] == [column(name).type for name in writes]
 
 
 def test_language_model_weights_are_the_mean_over_their_tokens() -> None:

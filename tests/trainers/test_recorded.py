@@ -13,8 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from rondo.columns import column
 from rondo.config import load
-from rondo.data.rollout_files import TYPES, Limits, open_recording
+from rondo.data.rollout_files import NEEDED, Limits, open_recording
 from rondo.data.rows import rows_from_trajectories
 from rondo.errors import ConfigError, DataError
 from rondo.trainers.loop.rl import RLTrainer
@@ -211,8 +212,10 @@ def test_a_short_step_in_the_middle_stays_short() -> None:
 def test_the_types_are_those_that_episodes_write() -> None:
     written = rows_from_trajectories([]).table.schema
     numbers = [name for name in written.names if not pa.types.is_null(written.field(name).type)]
-    assert set(written.names) == set(TYPES)
-    assert {name: written.field(name).type for name in numbers} == {name: TYPES[name] for name in numbers}
+    assert set(written.names) == set(NEEDED)
+    assert {name: written.field(name).type for name in numbers} == {
+        name: column(name).type for name in numbers
+    }
 
 
 SPLIT = (

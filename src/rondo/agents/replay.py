@@ -21,7 +21,6 @@ from rondo.agents.runner import AgentLoop, TrajectoryScorer
 from rondo.agents.single_turn import Generate, single_turn
 from rondo.types import Completion, GenerateRequest, Prompt, Trajectory
 
-ENDED = "ended"  # the column with the entries of a group's rows, as JSON; and the greedy answer's, with them
 GREEDY = "greedy"
 # What time decides, or the death of a process: a scorer's timeout, a request's deadline.
 IMPOSED = ("reward_timeout", "rollout_error")

@@ -22,8 +22,10 @@ from torch.nn import functional
 from rondo.algorithms.policy_losses.ratio import LOG_RATIO_LIMIT
 from rondo.algorithms.registry import bind, columns_read, is_zero_at_zero_advantage, lookup
 from rondo.algorithms.statistics import Metrics, row_index
+from rondo.columns import LOSS_WEIGHT
 from rondo.config.schema import AlgorithmConfig, FunctionConfig, KlConfig
 from rondo.errors import ConfigError, TrainError
+from rondo.roles import ROLES
 
 Columns = Mapping[str, Tensor]
 
@@ -210,9 +212,8 @@ class CriticLoss:
     def __init__(self, value_loss: FunctionConfig, role: str = "critic") -> None:
         self._config, self._role = value_loss, role
         self._value_loss = bind("value_loss", value_loss)
-        prefix = "cost_" if role == "cost_critic" else ""
-        self._weights = f"{role}_loss_weight"
-        names = {"old_values": f"{prefix}values", "returns": f"{prefix}returns"}
+        self._weights = LOSS_WEIGHT(role)
+        names = {"old_values": ROLES[role].makes, "returns": ROLES[role].learns_from or ""}
         made_here = ("values", "cu_seqlens")
         read = [name for name in columns_read(self._value_loss) if name not in made_here]
         self._column_of = {name: names.get(name, name) for name in read}
@@ -252,7 +253,7 @@ class PrmLoss:
     """
 
     outputs: tuple[str, ...] = ("log_probs",)
-    columns: tuple[str, ...] = ("response_mask", "ref_log_probs", "accuracy", "prm_loss_weight")
+    columns: tuple[str, ...] = ("response_mask", "ref_log_probs", "accuracy", LOSS_WEIGHT("prm"))
 
     def __init__(self, beta: float) -> None:
         self._beta = beta
@@ -263,7 +264,7 @@ class PrmLoss:
         counted = columns["response_mask"] > 0
         read = {name: columns[name] for name in self.columns if name != "response_mask"}
         inputs = clean({**read, "log_probs": log_probs}, counted, log_probs.dtype)
-        weight, mask = inputs["prm_loss_weight"], counted.to(log_probs.dtype)
+        weight, mask = inputs[LOSS_WEIGHT("prm")], counted.to(log_probs.dtype)
         reward = self._beta * (inputs["log_probs"] - inputs["ref_log_probs"])
         rows, num_rows = row_index(cu_seqlens, len(reward)), len(cu_seqlens) - 1
         logit = reward.new_zeros(num_rows).index_add(0, rows, reward)[rows]

@@ -10,19 +10,9 @@ from torch import Tensor
 
 from rondo.algorithms.objective import actor_loss, critic_loss
 from rondo.algorithms.registry import bind, bind_preparation, columns_read, lookup, names
+from rondo.columns import TABLE, UPDATE_PLAN, Family
 from rondo.config.schema import AlgorithmConfig
 from rondo.errors import about
-
-# Every column that a built-in function may read, by what one number of it belongs to. A new column is added
-# here (and to what makes it); the rules that all functions keep are then tested with it.
-PER_ROW = ("reward", "accuracy", "greedy_reward", "step_reward", "num_trained_tokens", "response_length")
-IDS = ("group_id", "trajectory_id", "step_index", "anchor_id")
-PER_TOKEN = (
-    *("log_probs", "old_log_probs", "rollout_log_probs", "ref_log_probs", "teacher_log_probs"),
-    *("entropy", "sum_p_squared", "advantages", "returns", "values", "old_values", "cost_values"),
-    *("token_rewards", "token_costs", "process_rewards", "covariance_selected"),
-)
-PER_TOKEN_AND_CHOICE = ("topk_log_probs", "teacher_topk_log_probs")
 
 
 def example_columns(
@@ -31,18 +21,20 @@ def example_columns(
     num_scores: int = 1,
     fill: Callable[[tuple[int, ...]], Tensor] = torch.zeros,
 ) -> dict[str, Tensor]:
-    """Makes a column of each name that a built-in function may read, all but ids and mask by `fill`.
+    """Makes the columns that a function may read: the mask as given, ids and counts 0, the others by `fill`.
 
     response_mask: [B, T], or flat [N], where a column that is per row stands on each of its tokens. fill:
     shape -> floating-point tensor. Each row is a trajectory of one step, and all are samples of one prompt.
     """
     per_token, per_row = tuple(response_mask.shape), tuple(response_mask.shape[:1])
-    shapes = dict.fromkeys(PER_ROW, per_row) | dict.fromkeys(PER_TOKEN, per_token)
-    shapes |= dict.fromkeys(PER_TOKEN_AND_CHOICE, (*per_token, 2))
-    shapes |= {"scores": (*per_row, num_scores), "multiplier": ()}
+    shapes = {"row": per_row, "token": per_token, "choice": (*per_token, 2), "batch": ()}
+    table = {c.name: c for c in TABLE if c.made_by != UPDATE_PLAN and not isinstance(c, Family)}
+    floats = {name: shapes[c.per] for name, c in table.items() if c.is_float}
+    floats["scores"] = (*per_row, num_scores)
+    ids = [name for name, c in table.items() if c.per == "row" and not c.is_float]
     return {
-        **{name: fill(shape) for name, shape in shapes.items()},
-        **{name: torch.zeros(per_row, dtype=torch.int64) for name in IDS},
+        **{name: fill(shape) for name, shape in floats.items()},
+        **{name: torch.zeros(per_row, dtype=torch.int64) for name in ids},
         "trajectory_id": torch.arange(len(response_mask)),
         "response_mask": response_mask,
     }

@@ -10,11 +10,12 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from rondo.batch import Batch
-from rondo.planning.packing import UNIT_COLUMN, balance
+from rondo.columns import UNIT, column, declared
+from rondo.planning.packing import balance
 
 How = Literal["broadcast", "split", "per_rank"]
-COST_COLUMNS = ("prompt_length", "response_length")
-GROUP_COLUMN = "mini_batch"
+COST_COLUMNS = declared("prompt_length", "response_length")
+GROUP_COLUMN = column("mini_batch").name
 
 _MARK = "__rondo_dispatch__"
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -66,7 +67,5 @@ def cut(index: Batch, parts: int) -> list[np.ndarray]:
     costs = np.zeros(len(index)) if present else np.ones(len(index))
     for name in present:
         costs += index.scalars(name)
-    groups, units = (
-        index.scalars(name) if name in index.columns else None for name in (GROUP_COLUMN, UNIT_COLUMN)
-    )
+    groups, units = (index.scalars(name) if name in index.columns else None for name in (GROUP_COLUMN, UNIT))
     return balance(costs, parts, groups, units)

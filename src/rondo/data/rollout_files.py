@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import glob
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -17,27 +17,15 @@ import pyarrow.compute
 import pyarrow.parquet as pq
 
 from rondo.batch import Batch
-from rondo.data.rows import GREEDY_REWARD, SCORE_PREFIX, is_scored
+from rondo.columns import EPISODE, GREEDY_REWARD, SCORE, TOKENIZER, column, declared, made_by
+from rondo.data.rows import is_scored
 from rondo.errors import ConfigError, DataError
 
 KEY = "rollout.recorded"
 _STEP = re.compile(r"step-(\d{6,})\.parquet")
-_INTS, _TEXT = pa.int32(), pa.string()
 # The columns that `rows_from_trajectories` writes, all of them needed; score/<name> and greedy_reward beside.
-TYPES: Mapping[str, pa.DataType] = {
-    **dict.fromkeys(("row_id", "seq", "group_id", "anchor_id"), pa.int64()),
-    **dict.fromkeys(("prompt_id", "source", "trajectory_id", "finish_reason", "outcome"), _TEXT),
-    **dict.fromkeys(("sample_index", "step_index", "prompt_length", "response_length"), _INTS),
-    **dict.fromkeys(("num_trained_tokens", "oldest_version"), _INTS),
-    **dict.fromkeys(("reward", "accuracy", "step_reward"), pa.float32()),
-    "prompt_ids": pa.list_(_INTS),
-    "response_ids": pa.list_(_INTS),
-    "response_mask": pa.list_(pa.uint8()),
-    "rollout_log_probs": pa.list_(pa.float32()),
-    "policy_versions": pa.list_(_INTS),
-    **dict.fromkeys(("prompt_text", "text"), _TEXT),
-}
-_PER_TOKEN = ("response_mask", "rollout_log_probs", "policy_versions")
+NEEDED = made_by(EPISODE, TOKENIZER)
+_PER_TOKEN = declared("response_mask", "rollout_log_probs", "policy_versions")
 
 
 @dataclass(frozen=True)
@@ -96,7 +84,7 @@ class Recording:
     def read(self, file: int, limits: Limits) -> Batch:
         """The rows of a file, checked: whatever would train on something else than it says is a DataError."""
         path = self.files[file]
-        names = [*TYPES, *(SCORE_PREFIX + name for name in self.scores)]
+        names = [*NEEDED, *map(SCORE, self.scores)]
         names += [GREEDY_REWARD] if self.has_greedy_reward else []
         batch = _read(path, names)
         _check_lengths(path, batch, limits)
@@ -128,7 +116,7 @@ def open_recording(path: str) -> Recording:
                     f"group once: name other files in {KEY}"
                 )
             first[group] = file
-    scores = tuple(sorted(n.removeprefix(SCORE_PREFIX) for n in columns if n.startswith(SCORE_PREFIX)))
+    scores = tuple(sorted(filter(None, map(SCORE.member, columns))))
     greedy = GREEDY_REWARD in columns
     return Recording(path, run, tuple(files), tuple(groups), num_rows, scores, greedy)
 
@@ -194,13 +182,13 @@ def _unreadable(file: Path, error: Exception) -> DataError:
 def _check_columns(file: Path, first: Path, columns: set[str]) -> None:
     """All files have what is needed, and the same scores."""
     found = set(_columns(file))
-    missing = [name for name in TYPES if name not in found]
+    missing = [name for name in NEEDED if name not in found]
     if missing:
         raise DataError(
             f"{file}: lacks the column{'s' if len(missing) > 1 else ''} {', '.join(missing)}, which a file "
             "written with tracking.save_rollouts has (see docs/recorded.md)"
         )
-    optional = {n for n in found ^ columns if n.startswith(SCORE_PREFIX) or n == GREEDY_REWARD}
+    optional = (found ^ columns) & {GREEDY_REWARD, *SCORE.among(found ^ columns)}
     if optional:
         name = min(optional)
         has, lacks = (file, first) if name in found else (first, file)
@@ -220,17 +208,16 @@ def _read(file: Path, names: Sequence[str]) -> Batch:
         raise _unreadable(file, error) from error
     arrays = {}
     for name in names:
-        kind = TYPES.get(name, pa.float32())
-        column = table.column(name)
+        kind, found = column(name).type, table.column(name)
         try:
-            arrays[name] = column.cast(kind)
+            arrays[name] = found.cast(kind)
         except pa.ArrowException as error:
-            raise DataError(f"{file}: column {name} is {column.type}, not {kind}: {error}") from error
+            raise DataError(f"{file}: column {name} is {found.type}, not {kind}: {error}") from error
         if pa.types.is_floating(kind):
             arrays[name] = arrays[name].fill_null(float("nan"))  # pandas writes one for the other
-        elif column.null_count:
-            _wrong(file, int(np.flatnonzero(column.is_null().to_numpy())[0]), f"{name} is null")
-        elif pa.types.is_list(kind) and pa.compute.list_flatten(column).null_count:
+        elif found.null_count:
+            _wrong(file, int(np.flatnonzero(found.is_null().to_numpy())[0]), f"{name} is null")
+        elif pa.types.is_list(kind) and pa.compute.list_flatten(found).null_count:
             raise DataError(f"{file}: column {name} has a null among its tokens")
     try:
         return Batch(pa.table(arrays))

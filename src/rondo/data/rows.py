@@ -2,37 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from rondo.batch import ROW_ID, Batch, ragged_rows
+from rondo.columns import EPISODE, GREEDY_ANSWER, SCORE, made_by
 from rondo.errors import DataError
 from rondo.types import SCORED, Prompt, Trajectory, request_seed
 
-# Small per-row columns that the controller, the buffer and the loop hold; the rest stays where it was made.
-INDEX_COLUMNS = (
-    ROW_ID,
-    "seq",
-    "group_id",
-    "prompt_id",
-    "source",
-    "trajectory_id",
-    "sample_index",
-    "step_index",
-    "prompt_length",
-    "response_length",
-    "num_trained_tokens",
-    "oldest_version",
-    "finish_reason",
-    "outcome",
-    "reward",
-    "accuracy",
-    "step_reward",
-    "anchor_id",
-)
-SCORE_PREFIX = "score/"
-GREEDY_REWARD = "greedy_reward"  # an index column, where the run asks for the baseline
+
+def index_columns(score_names: Iterable[str] = (), *, greedy_baseline: bool = False) -> tuple[str, ...]:
+    """Returns the per-row columns of a group, which controller, buffer and loop hold; the rest stays where it
+    was made.
+    """
+    greedy = made_by(GREEDY_ANSWER) if greedy_baseline else ()
+    return (*made_by(EPISODE, per="row"), *greedy, *map(SCORE, score_names))
 
 
 def row_id(seq: int, sample_index: int, step_index: int = 0) -> int:
@@ -74,7 +59,7 @@ def rows_from_trajectories(
         "anchor_id": np.array([_anchor_id(t) for t in trajectories], np.int64),
     }
     for name in score_names:
-        columns[SCORE_PREFIX + name] = _scores(trajectories, name)
+        columns[SCORE(name)] = _scores(trajectories, name)
     columns |= {
         "prompt_ids": ragged_rows([t.prompt.token_ids for t in trajectories], np.int32),
         "response_ids": ragged_rows([t.response_ids for t in trajectories], np.int32),

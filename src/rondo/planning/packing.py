@@ -10,8 +10,6 @@ import numpy as np
 
 from rondo.errors import TrainError
 
-UNIT_COLUMN = "unit"  # rows of equal value are computed in one pass, next to each other: a preference pair
-
 
 def balance(
     costs: np.ndarray, parts: int, groups: np.ndarray | None = None, units: np.ndarray | None = None

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from rondo.batch import ROW_ID, Batch, ragged_array
+from rondo.columns import TOPK_IDS, UNIT
 from rondo.config.auto import engine_for
 from rondo.config.schema import EngineConfig, FrozenEngineConfig, OptimizerConfig
 from rondo.errors import ConfigError, TrainError
@@ -32,7 +33,7 @@ from rondo.models.family import family_of
 from rondo.models.loading import build_model
 from rondo.models.source import ModelSource
 from rondo.models.value_head import replace_lm_head
-from rondo.planning.packing import UNIT_COLUMN, micro_batches, rows_of_units
+from rondo.planning.packing import micro_batches, rows_of_units
 from rondo.training import checkpoint
 from rondo.training.head import TokenModel
 from rondo.training.loss import Loss, Metrics
@@ -42,8 +43,6 @@ from rondo.training.packed import PackedLayout, PackedRows, document_lengths, du
 from rondo.training.sharding import as_shard, checksums_of, gather_buckets, layout_of, shard_model
 from rondo.types import StepStats
 from rondo.weights.layout import Layout
-
-TOPK_IDS = "teacher_topk_ids"  # column: where a loss asks for topk_log_probs
 
 
 class FsdpEngine:
@@ -217,8 +216,8 @@ class FsdpEngine:
     def _bins(self, batch: Batch, lengths: np.ndarray) -> list[np.ndarray]:
         """Rows of each pass, whole units; rows without a response need none."""
         family, units = self._packing.family, None
-        if UNIT_COLUMN in batch.columns:
-            units = batch.scalars(UNIT_COLUMN)
+        if UNIT in batch.columns:
+            units = batch.scalars(UNIT)
             for rows in rows_of_units(units):
                 if len(rows) > 1 and not family.packable:
                     raise TrainError(

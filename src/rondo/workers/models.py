@@ -10,21 +10,23 @@ import numpy as np
 import torch
 
 from rondo.batch import ROW_ID, Batch
+from rondo.columns import MINI_BATCH, declared
 from rondo.config.schema import FrozenEngineConfig, OptimizerConfig
 from rondo.controller import Worker, WorkerContext, dispatch
 from rondo.errors import TrainError
 from rondo.models.source import ModelSource
+from rondo.roles import ROLES
 from rondo.training import FsdpEngine, Loss
 from rondo.training.memory import memory_in_use
 from rondo.types import StepStats
 from rondo.workers.transfer import SendsWeights
 
-TOKENS = ("prompt_ids", "response_ids")
+TOKENS = declared("prompt_ids", "response_ids")
 
 
 def update_columns(loss: Loss, role: str = "actor") -> tuple[str, ...]:
     """What an update with `loss` reads: the tokens, the loss's columns, and the role's mini-batches."""
-    mini_batch = "mini_batch" if role == "actor" else f"{role}_mini_batch"
+    mini_batch = "mini_batch" if role == "actor" else MINI_BATCH(role)
     return (*TOKENS, *loss.columns, mini_batch)
 
 
@@ -160,23 +162,21 @@ class ActorWorker(SendsWeights, ModelWorker):
 
 
 class CriticWorker(ModelWorker):
-    """A value function: of the reward (role critic) or of the cost (cost_critic, column cost_values)."""
-
-    def __init__(self, context: WorkerContext, *, values_column: str = "values", **model: Any) -> None:
-        super().__init__(context, **model)
-        self._values_column = values_column
+    """A value function: of the reward (role critic) or of the cost (cost_critic)."""
 
     @dispatch("split", reads=TOKENS)
     def compute_values(self, batch: Batch) -> Batch:
-        """V of the state before each response token, float32, in column `values_column`."""
-        return self.engine.forward(batch, {"values": self._values_column})
+        """V of the state before each response token, float32, in the column that the role makes: values or
+        cost_values.
+        """
+        return self.engine.forward(batch, {"values": ROLES[self.context.role].makes})
 
     @dispatch("split")
     def update_critic(self, batch: Batch, orders: Sequence[Sequence[int]]) -> StepStats:
         """All optimizer steps of one trainer step: loss "critic", mini-batches in column
         `<role>_mini_batch`.
         """
-        return self._update(batch, "critic", f"{self.context.role}_mini_batch", orders)
+        return self._update(batch, "critic", MINI_BATCH(self.context.role), orders)
 
 
 class ReferenceWorker(ModelWorker):

@@ -18,9 +18,10 @@ from rondo.agents.runner import AgentLoop, EpisodeRunner, TrajectoryScorer
 from rondo.agents.single_turn import single_turn
 from rondo.batch import ROW_ID, Batch
 from rondo.chat import decode
+from rondo.columns import ENDED, GREEDY_REWARD, declared
 from rondo.config.schema import RewardConfig, RolloutConfig
 from rondo.controller import Worker, WorkerContext, dispatch
-from rondo.data.rows import GREEDY_REWARD, prompt_text, rows_from_trajectories
+from rondo.data.rows import prompt_text, rows_from_trajectories
 from rondo.errors import ConfigError
 from rondo.models import load_tokenizer
 from rondo.models.source import ModelSource
@@ -43,8 +44,9 @@ from rondo.workers.replicas import Replicas
 from rondo.workers.transfer import ReceivesWeights
 
 # The columns of responses under way; those of PIECE_INDEX stay with the controller.
-PIECE_INDEX = ("response_length", "finish_reason")
-PIECE = (*PIECE_INDEX, "prompt_ids", "response_ids", "rollout_log_probs", "policy_versions")
+PIECE_INDEX = declared("response_length", "finish_reason")
+PIECE_TOKENS = declared("prompt_ids", "response_ids", "rollout_log_probs", "policy_versions")
+PIECE = (*PIECE_INDEX, *PIECE_TOKENS)
 
 
 @dataclass(frozen=True)
@@ -278,7 +280,7 @@ class RolloutWorker(ReceivesWeights, Worker):
         if greedy is not None:
             rewards = np.full(len(trajectories), greedy.reward, np.float32)
             rows = rows.with_columns({GREEDY_REWARD: rewards})
-        return rows.with_columns({replay.ENDED: replay.ended_column(trajectories, greedy)}) if ended else rows
+        return rows.with_columns({ENDED: replay.ended_column(trajectories, greedy)}) if ended else rows
 
     def _rows(self, trajectories: Sequence[Trajectory]) -> Batch:
         if self.scorer is None:
@@ -366,7 +368,7 @@ async def _run(
 
 def _completions(rows: Batch) -> list[Completion]:
     """What the rows of `continue_group` were made of."""
-    prompts, responses, log_probs, versions = (rows.rows(name) for name in PIECE[len(PIECE_INDEX) :])
+    prompts, responses, log_probs, versions = (rows.rows(name) for name in PIECE_TOKENS)
     reasons = rows.scalars("finish_reason")
     return [
         Completion(f"row {i}", prompts[i], responses[i], log_probs[i], versions[i], reasons[i])

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rondo.batch import Batch, ragged_array
+from rondo.columns import MINI_BATCH, SCORE
 from rondo.controller import WorkerContext, dispatch
 from rondo.types import StepStats
 from rondo.workers.models import TOKENS, ModelWorker
@@ -35,16 +36,12 @@ class TeacherWorker(ModelWorker):
 
 
 class RewardModelWorker(ModelWorker):
-    """A frozen reward or cost model, built with head="value". name: of its score."""
-
-    def __init__(self, context: WorkerContext, *, name: str, **model: Any) -> None:
-        super().__init__(context, **model)
-        self._column = f"score/{name}"
+    """A frozen reward or cost model, built with head="value". Its role is the name of its score."""
 
     @dispatch("split", reads=TOKENS)
     def compute_reward(self, batch: Batch) -> Batch:
         """score/<name>, per row: the value head after the last response token; NaN without one."""
-        return self.engine.forward_scores(batch, self._column)
+        return self.engine.forward_scores(batch, SCORE(self.context.role))
 
 
 class PrmWorker(ModelWorker):
@@ -67,5 +64,5 @@ class PrmWorker(ModelWorker):
 
     @dispatch("split")
     def update_prm(self, batch: Batch, orders: Sequence[Sequence[int]]) -> StepStats:
-        """All optimizer steps of one trainer step: loss "prm", mini-batches in column prm_mini_batch."""
-        return self._update(batch, "prm", "prm_mini_batch", orders)
+        """All optimizer steps of one trainer step: loss "prm", mini-batches in column `prm_mini_batch`."""
+        return self._update(batch, "prm", MINI_BATCH(self.context.role), orders)

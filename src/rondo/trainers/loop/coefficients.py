@@ -8,8 +8,8 @@ from typing import Any
 from rondo.algorithms import update_kl_coef
 from rondo.algorithms.constraint import smooth_cost, update_multiplier
 from rondo.batch import BatchRef
+from rondo.columns import SCORE
 from rondo.config.schema import AlgorithmConfig, ConstraintConfig
-from rondo.data.rows import SCORE_PREFIX
 from rondo.types import StepStats
 
 
@@ -48,7 +48,7 @@ class Coefficients:
     def _follow_cost(self, constraint: ConstraintConfig, batch: BatchRef, stats: StepStats) -> None:
         """λ follows the moving average of the cost."""
         assert self.multiplier is not None
-        mean = float(batch.index.scalars(SCORE_PREFIX + constraint.cost).mean())
+        mean = float(batch.index.scalars(SCORE(constraint.cost)).mean())
         self._average_cost = smooth_cost(self._average_cost, mean, constraint.smoothing)
         stats.add_max("actor/multiplier", self.multiplier)
         stats.add_max("reward/cost_average", self._average_cost)

@@ -11,11 +11,12 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from rondo.agents.replay import ENDED, Entry
+from rondo.agents.replay import Entry
 from rondo.batch import BatchRef
+from rondo.columns import ENDED
 from rondo.config.schema import Config
 from rondo.controller import WorkerGroup
-from rondo.data.rows import GREEDY_REWARD, INDEX_COLUMNS, SCORE_PREFIX
+from rondo.data.rows import index_columns
 from rondo.errors import WorkerError
 from rondo.planning.admission import OnUpdate, effective_on_update
 from rondo.planning.placement import Phase
@@ -184,11 +185,7 @@ class WorkerEpisodes:
         self._sampling, self._n, self._deadline = sampling, n, deadline_seconds
         self._greedy_baseline, self._may_lose = greedy_baseline, may_lose
         self._own_processes = own_processes
-        self.index_columns = (
-            *INDEX_COLUMNS,
-            *((GREEDY_REWARD,) if greedy_baseline else ()),
-            *(SCORE_PREFIX + name for name in score_names),
-        )
+        self.index_columns = index_columns(score_names, greedy_baseline=greedy_baseline)
 
     @property
     def size(self) -> int:

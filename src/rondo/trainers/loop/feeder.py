@@ -16,9 +16,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rondo.agents.replay import ENDED, ended_of
+from rondo.agents.replay import ended_of
 from rondo.batch import BatchRef
-from rondo.data.rows import GREEDY_REWARD, is_scored
+from rondo.columns import ENDED, GREEDY_REWARD
+from rondo.data.rows import is_scored
 from rondo.errors import RolloutError, WorkerError
 from rondo.planning.admission import OnUpdate
 from rondo.trainers.loop.buffer import Buffer, Group, failures

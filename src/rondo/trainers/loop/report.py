@@ -18,9 +18,9 @@ import numpy as np
 
 from rondo.batch import BatchRef
 from rondo.checkpoint.durable import write_atomic
+from rondo.columns import GREEDY_REWARD, SCORE
 from rondo.config.schema import ClusterConfig, Config
 from rondo.controller import Cluster, Worker, WorkerGroup
-from rondo.data.rows import GREEDY_REWARD, SCORE_PREFIX
 from rondo.tracking import (
     BeforeAfter,
     Console,
@@ -309,11 +309,10 @@ def describe_rows(batch: BatchRef, stats: StepStats) -> None:
     if GREEDY_REWARD in index.columns:
         greedy = index.scalars(GREEDY_REWARD)
         stats.add_mean("reward/greedy", float(greedy.sum(dtype=np.float64)), len(greedy))
-    for name in index.columns:
-        if name.startswith(SCORE_PREFIX):
-            scores = index.scalars(name)
-            known = np.isfinite(scores)
-            stats.add_mean("reward/" + name, float(scores[known].sum()), int(known.sum()))
+    for name in SCORE.among(index.columns):
+        scores = index.scalars(name)
+        known = np.isfinite(scores)
+        stats.add_mean("reward/" + name, float(scores[known].sum()), int(known.sum()))
     sources = index.scalars("source").astype(str)
     for source in np.unique(sources) if len(np.unique(sources)) > 1 else ():
         stats.add_mean(

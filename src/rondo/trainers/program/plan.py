@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from rondo.algorithms import actor_loss, critic_loss
 from rondo.algorithms.objective import ActorLoss, PrmLoss
 from rondo.algorithms.registry import Kind, columns_read, lookup
+from rondo.columns import GREEDY_REWARD
 from rondo.config.schema import Config, FunctionConfig, RewardModelConfig
-from rondo.data.rows import GREEDY_REWARD, INDEX_COLUMNS
+from rondo.data.rows import index_columns
 from rondo.errors import ConfigError
 from rondo.planning.admission import effective_on_update
 from rondo.rewards import accuracy_score
+from rondo.roles import ROLLOUT, of_section
 from rondo.trainers.program.inputs import Recorded
 from rondo.trainers.program.producers import Producer, stages
 from rondo.trainers.program.roles import describe_planned
@@ -33,7 +35,7 @@ from rondo.trainers.program.update import ActorWeights, Learner, LearnerUpdate, 
 from rondo.workers.models import CriticWorker, update_columns
 from rondo.workers.scoring import PrmWorker
 
-HOOK_COLUMNS = (*INDEX_COLUMNS, GREEDY_REWARD)  # what a filter or a resampling may read: small, per row
+HOOK_COLUMNS = index_columns(greedy_baseline=True)  # what a filter or a resampling may read: small, per row
 ONE_TOKEN_EACH = FunctionConfig("seq-mean-token-mean")
 
 
@@ -78,7 +80,7 @@ class Program:
     @property
     def all_roles(self) -> tuple[str, ...]:
         """Every worker group of the run."""
-        return ("actor", *self.roles, *(["rollout"] if self.recorded is None else []))
+        return ("actor", *self.roles, *([ROLLOUT] if self.recorded is None else []))
 
     def learner(self, role: str) -> Learner | None:
         """The learner of a role, or None where it is frozen or absent."""
@@ -226,17 +228,14 @@ def columns_of_hooks(config: Config) -> set[str]:
 def _learners(config: Config, read: set[str], advantage: AdvantageStage) -> tuple[Learner, ...]:
     """The roles that must learn because somebody reads what they predict."""
     algorithm, learners = config.algorithm, []
-    for role, values, returns in (
-        ("critic", "values", "returns"),
-        ("cost_critic", "cost_values", "cost_returns"),
-    ):
-        if values in read:
-            if values not in advantage.columns:
+    for role in of_section("critic"):
+        if role.makes in read:
+            if role.makes not in advantage.columns:
                 raise ConfigError(
-                    f"algorithm.advantage.name={algorithm.advantage.name} reads no {values}, yet a loss "
-                    f"does: nothing makes the {returns} that the {role} learns from"
+                    f"algorithm.advantage.name={algorithm.advantage.name} reads no {role.makes}, yet a loss "
+                    f"does: nothing makes the {role.learns_from} that the {role.name} learns from"
                 )
-            learners.append(critic_learner(config, role))
+            learners.append(critic_learner(config, role.name))
     if "process_rewards" in read:
         first = config.prm.update == "before"
         learners.append(

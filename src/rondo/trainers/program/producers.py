@@ -8,7 +8,17 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rondo.data.rows import INDEX_COLUMNS
+from rondo.columns import (
+    ADVANTAGE_STAGE,
+    CORRECTION,
+    EPISODE,
+    ESTIMATOR,
+    GREEDY_ANSWER,
+    RESAMPLING,
+    SCORE,
+    UPDATE_PLAN,
+    made_by,
+)
 from rondo.errors import ConfigError
 from rondo.workers.models import ActorWorker, CriticWorker, ReferenceWorker
 from rondo.workers.scoring import PrmWorker, TeacherWorker
@@ -50,19 +60,15 @@ ADOPT = Producer(
     ("old_log_probs",), "actor", ActorWorker.adopt_rollout_log_prob, reads=("rollout_log_probs",)
 )
 
-# Columns that the episode side or the controller itself makes.
-FROM_EPISODES = frozenset(INDEX_COLUMNS) | {
-    "prompt_ids",
-    "response_ids",
-    "response_mask",
-    "rollout_log_probs",
-    "policy_versions",
-    "greedy_reward",
-}
-FROM_CONTROLLER = frozenset(
-    {"token_rewards", "token_costs", "scores", "multiplier", "advantages", "returns", "cost_returns"}
-    | {"loss_weight", "mini_batch", "kl_coef", "rollout_weights", "sample_weight", "lm_weight"}
+# What the episode side, the scorers or the controller make.
+GIVEN = frozenset(
+    made_by(EPISODE, GREEDY_ANSWER, UPDATE_PLAN, RESAMPLING, ADVANTAGE_STAGE, ESTIMATOR, CORRECTION)
 )
+
+
+def is_given(column: str) -> bool:
+    """Whether a column needs no producer: the episode, the scorers or the controller make it."""
+    return column in GIVEN or SCORE.member(column) is not None
 
 
 def stages(columns: Iterable[str], asked_by: str, *, bypass: bool = False) -> tuple[Producer, ...]:
@@ -75,12 +81,12 @@ def stages(columns: Iterable[str], asked_by: str, *, bypass: bool = False) -> tu
     chosen: list[Producer] = []
 
     def want(column: str) -> None:
-        if column in FROM_EPISODES | FROM_CONTROLLER or column.startswith("score/"):
+        if is_given(column):
             return
         if column not in known:
             raise ConfigError(
                 f"{asked_by} reads the column {column!r}, which nothing in this run produces; there are: "
-                + ", ".join(sorted(FROM_EPISODES | FROM_CONTROLLER | known))
+                + ", ".join(sorted(GIVEN | known))
             )
         producer = min((p for p in table if column in p.columns), key=lambda p: len(p.columns))
         for read in producer.reads:
@@ -97,4 +103,4 @@ def stages(columns: Iterable[str], asked_by: str, *, bypass: bool = False) -> tu
                 f"{asked_by} reads {producer.columns[-1]!r}, which is of the policy before the update; with "
                 "algorithm.rollout_correction.mode=bypass that policy is not evaluated: use mode=decoupled"
             )
-    return tuple(sorted(needed, key=lambda p: bool(set(p.reads) - FROM_EPISODES)))
+    return tuple(sorted(needed, key=lambda p: not all(map(is_given, p.reads))))

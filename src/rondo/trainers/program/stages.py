@@ -23,6 +23,7 @@ from rondo.algorithms import kl_reward
 from rondo.algorithms.registry import bind, bind_preparation, columns_read
 from rondo.algorithms.rollout_correction import correct
 from rondo.batch import BatchRef
+from rondo.columns import SCORE, UPDATE, declared, made_by
 from rondo.config.schema import (
     AlgorithmConfig,
     Config,
@@ -31,9 +32,9 @@ from rondo.config.schema import (
     RolloutCorrectionConfig,
 )
 from rondo.controller import Cluster, WorkerGroup
-from rondo.data.rows import SCORE_PREFIX
 from rondo.errors import ConfigError, DataError, TrainError
-from rondo.trainers.program.producers import FROM_CONTROLLER, FROM_EPISODES, PRODUCERS, Producer
+from rondo.roles import of_section
+from rondo.trainers.program.producers import PRODUCERS, Producer, is_given
 from rondo.trainers.program.roles import Roles
 from rondo.trainers.program.tensors import attach, numbers, padded_columns
 from rondo.types import StepStats, request_seed
@@ -66,6 +67,11 @@ class Stage(Protocol):
         """Its time counts to timing/<phase>_s."""
         ...
 
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """The columns that it adds, or makes anew."""
+        ...
+
     def describe(self) -> str:
         """One line for `config show`."""
         ...
@@ -82,9 +88,12 @@ class Production:
     producer: Producer
     phase = "prepare"
 
+    @property
+    def writes(self) -> tuple[str, ...]:
+        return self.producer.columns
+
     def describe(self) -> str:
-        producer = self.producer
-        return f"{', '.join(producer.columns)} <- {producer.role}.{producer.method.__name__}"
+        return f"{', '.join(self.writes)} <- {self.producer.role}.{self.producer.method.__name__}"
 
     async def __call__(self, batch: BatchRef, step: Step) -> BatchRef:
         producer = self.producer
@@ -100,20 +109,24 @@ class RewardModelScores:
     model: RewardModelConfig
     phase = "prepare"
 
+    @property
+    def writes(self) -> tuple[str, ...]:
+        return SCORE(self.model.name), *declared("reward")
+
     def describe(self) -> str:
-        return f"score/{self.model.name}, reward <- {self.model.name}.compute_reward"
+        return f"{', '.join(self.writes)} <- {self.model.name}.compute_reward"
 
     async def __call__(self, batch: BatchRef, step: Step) -> BatchRef:
         model = self.model
         scores = await model_scores(step.roles.group(model.name), batch)
         reward = batch.index.scalars("reward") + np.float32(model.weight) * scores
-        return batch.with_index({SCORE_PREFIX + model.name: scores, "reward": reward}, replace=True)
+        return batch.with_index({SCORE(model.name): scores, "reward": reward}, replace=True)
 
 
-# What the advantage stage makes of other columns, and what those are.
-MADE_HERE: Mapping[str, tuple[str, ...]] = {
-    "token_rewards": ("reward", "response_mask"),
-    "token_costs": ("response_mask",),  # and the score that algorithm.constraint names
+# What the advantage stage makes its columns of.
+MADE_OF: Mapping[str, tuple[str, ...]] = {
+    "token_rewards": declared("reward", "response_mask"),
+    "token_costs": declared("response_mask"),  # and the score that algorithm.constraint names
     "scores": (),
     "multiplier": (),
 }
@@ -137,13 +150,13 @@ class AdvantageStage:
                 f"algorithm.advantage={self._name} reads token_costs: set algorithm.constraint.cost to the "
                 "name of the score that is the cost"
             )
-        self._cost = f"{SCORE_PREFIX}{cost}" if "token_costs" in self.reads else None
-        needed = [column for name in self.reads for column in MADE_HERE.get(name, (name,))]
+        self._cost = SCORE(cost) if cost is not None and "token_costs" in self.reads else None
+        needed = [column for name in self.reads for column in MADE_OF.get(name, (name,))]
         needed += [self._cost] if self._cost else []
         needed += ["reward", "response_mask", "old_log_probs", "ref_log_probs"] if self._kl else []
         self.columns: tuple[str, ...] = tuple(dict.fromkeys(needed))
-        targets = (("values", "returns"), ("cost_values", "cost_returns"))
-        self.writes: tuple[str, ...] = ("advantages", *(made for read, made in targets if read in self.reads))
+        targets = (role.learns_from for role in of_section("critic") if role.makes in self.reads)
+        self.writes: tuple[str, ...] = ("advantages", *filter(None, targets))
 
     def describe(self) -> str:
         return f"{', '.join(self.writes)} <- controller ({self._name})"
@@ -174,7 +187,7 @@ class AdvantageStage:
         if per_token:
             inputs |= await padded_columns(batch, {*per_token, "response_mask"})
         if "scores" in self.reads:
-            names = [name for name in batch.index.columns if name.startswith(SCORE_PREFIX)]
+            names = SCORE.among(batch.index.columns)
             scores = [numbers(batch.index, name).to(torch.float32) for name in names]
             inputs["scores"] = torch.stack(scores, 1) if scores else torch.empty(len(batch), 0)
         if self._kl is not None or "token_rewards" in self.reads:
@@ -351,9 +364,6 @@ def _as_often_as_drawn(batch: BatchRef) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.from_numpy(rows), torch.from_numpy(np.cumsum(counts) - counts)
 
 
-FROM_ENGINE = frozenset({"log_probs", "entropy", "topk_log_probs", "cu_seqlens"})
-
-
 class PreparationStage:
     """The mini-batch statistics of a policy loss that has a `prepare` (Clip-Cov's selection, …).
 
@@ -367,10 +377,9 @@ class PreparationStage:
         self._mask_truncated = algorithm.mask_truncated
         self._takes_seed = "seed" in inspect.signature(prepare).parameters
         self.columns: tuple[str, ...] = tuple(name for name in columns_read(prepare) if name != "seed")
-        elsewhere = {column for producer in PRODUCERS for column in producer.columns}
-        elsewhere |= FROM_EPISODES | FROM_CONTROLLER | FROM_ENGINE
+        elsewhere = {*made_by(UPDATE), *(name for producer in PRODUCERS for name in producer.columns)}
         read = columns_read(bind("policy_loss", algorithm.policy_loss))
-        self.writes: tuple[str, ...] = tuple(name for name in read if name not in elsewhere)
+        self.writes: tuple[str, ...] = tuple(n for n in read if n not in elsewhere and not is_given(n))
 
     @classmethod
     def of(cls, algorithm: AlgorithmConfig) -> PreparationStage | None:
@@ -426,7 +435,7 @@ async def model_scores(group: WorkerGroup, batch: BatchRef) -> np.ndarray:
     that is not finite: the model's fault, or a row without a response token, which is a failure of the
     rollout and not to be scored.
     """
-    column = SCORE_PREFIX + group.role
+    column = SCORE(group.role)
     judged = await group.call(RewardModelWorker.compute_reward, batch)
     scores: np.ndarray = (await judged.fetch([column])).scalars(column)
     if not np.isfinite(scores).all():
@@ -445,7 +454,7 @@ def with_scores_of(everything: BatchRef, scored: BatchRef) -> BatchRef:
     """everything with the reward and the models' scores of `scored`, some of its rows in the same order; the
     others, failures, have NaN.
     """
-    names = [n for n in scored.index.columns if n.startswith(SCORE_PREFIX) and n not in everything.columns]
+    names = [name for name in SCORE.among(scored.index.columns) if name not in everything.columns]
     if not names:
         return everything
     at = np.flatnonzero(np.isin(everything.row_ids, scored.row_ids))

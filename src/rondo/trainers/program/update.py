@@ -14,8 +14,8 @@ import pyarrow as pa
 from rondo.algorithms.objective import ActorLoss
 from rondo.algorithms.registry import bind, columns_read
 from rondo.algorithms.resampling import draw
-from rondo.batch import ROW_ID, BatchRef, ragged_array
-from rondo.columns import wide_array
+from rondo.batch import ROW_ID, BatchRef, ragged_array, wide_array
+from rondo.columns import LOSS_WEIGHT, MINI_BATCH, declared, per_row
 from rondo.config.schema import ActorConfig, Config, CriticConfig, FunctionConfig
 from rondo.controller import Cluster, WorkerGroup
 from rondo.planning.mini_batches import loss_weights, mini_batch_order, plan_mini_batches
@@ -50,12 +50,12 @@ class Learner:
     @property
     def mini_batch(self) -> str:
         """The column that says which of its mini-batches a row is in."""
-        return f"{self.role}_mini_batch"
+        return MINI_BATCH(self.role)
 
     @property
     def loss_weight(self) -> str:
         """The column with the weight of a row's tokens in its loss."""
-        return f"{self.role}_loss_weight"
+        return LOSS_WEIGHT(self.role)
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,12 @@ class MiniBatches:
         sizes = {"mini_batch": self.config.actor.mini_batch_size}
         return sizes | {learner.mini_batch: learner.section.mini_batch_size for learner in self.learners}
 
+    @property
+    def writes(self) -> tuple[str, ...]:
+        return tuple(self._sizes())
+
     def describe(self) -> str:
-        return f"{', '.join(self._sizes())} <- controller, by prompt groups"
+        return f"{', '.join(self.writes)} <- controller, by prompt groups"
 
     async def __call__(self, batch: BatchRef, step: Step) -> BatchRef:
         made = {
@@ -96,6 +100,7 @@ class Resampling:
 
     chosen: FunctionConfig
     phase = "prepare"
+    writes = declared("sample_weight")
 
     def describe(self) -> str:
         return f"sample_weight <- controller (algorithm.resample={self.chosen.name})"
@@ -114,6 +119,7 @@ class LearnerUpdate:
 
     learner: Learner
     config: Config
+    writes = ()  # its weights are for its own update
 
     @property
     def phase(self) -> str:
@@ -146,6 +152,13 @@ class ActorWeights:
 
     config: Config
     phase = "prepare"
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        algorithm = self.config.algorithm
+        also_kl = declared("kl_coef") if algorithm.kl is not None else ()
+        also_lm = declared("lm_weight") if algorithm.positive_lm_coef or algorithm.pretrain_coef else ()
+        return (*declared("loss_weight"), *also_kl, *also_lm)
 
     def describe(self) -> str:
         return f"loss_weight <- controller ({self.config.algorithm.aggregation.name})"
@@ -242,9 +255,6 @@ async def update_actor(
     return stats.merge(await actor.call(ActorWorker.update_actor, batch, order, loss=name, reads=columns))
 
 
-TOKENS = ("prompt_ids", "response_ids", "response_mask")
-
-
 class Pretraining:
     """data.pretrain_batch_size conversations of data.pretrain join every mini-batch.
 
@@ -269,7 +279,8 @@ class Pretraining:
         rows = self._stream.batch(range(first, first + number * self._size))
         mini_batch = np.repeat(np.arange(number), self._size)
         offsets = np.concatenate([[0], np.cumsum(rows.lengths("response_ids"))])
-        missing = [name for name in columns if name not in (*batch.index.columns, *TOKENS)]
+        tokens = [name for name in rows.columns if name not in per_row(rows.columns)]
+        missing = [name for name in columns if name not in (*batch.index.columns, *tokens)]
         like = await batch.take([0]).fetch(missing)
         per_token = {name: _zeros(like.array(name).type, offsets) for name in missing}
         lengths = ("prompt_length", "response_length", "num_trained_tokens")
@@ -282,7 +293,7 @@ class Pretraining:
         planned |= {name: rows.scalars(name) for name in lengths}
         repeated = batch.index.take(np.zeros(len(rows), np.int64))  # the same columns, whatever they are
         index = repeated.with_columns(planned, replace=True)
-        whole = index.with_columns(rows.select(TOKENS)).with_columns(per_token)
+        whole = index.with_columns(rows.select(tokens)).with_columns(per_token)
         return BatchRef.concat([batch, cluster.put(whole, tuple(index.columns))])
 
 

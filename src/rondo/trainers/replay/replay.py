@@ -9,8 +9,9 @@ import math
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol, cast
 
-from rondo.agents.replay import ENDED, Entry, ended_of, entries_of, length_at, versions_of
+from rondo.agents.replay import Entry, ended_of, entries_of, length_at, versions_of
 from rondo.batch import BatchRef
+from rondo.columns import ENDED
 from rondo.errors import TrainError
 from rondo.trainers.loop.buffer import Buffer
 from rondo.trainers.loop.engine_side import EngineSide

@@ -14,9 +14,10 @@ import numpy as np
 from rondo.algorithms import actor_loss
 from rondo.algorithms.objective import ActorLoss
 from rondo.batch import BatchRef
+from rondo.columns import SCORE
 from rondo.config.schema import Config, RewardModelConfig
 from rondo.controller import WorkerGroup
-from rondo.data.rows import SCORE_PREFIX, is_scored
+from rondo.data.rows import is_scored
 from rondo.errors import ConfigError, DataError, TrainError
 from rondo.rewards import check_dropped_share
 from rondo.trainers.loop.buffer import failures
@@ -239,7 +240,7 @@ class Cost:
             return batch
         with self._session.run.timers.phase("cost"):
             scores = await model_scores(self._judge, batch)
-        return batch.with_index({SCORE_PREFIX + self._name: scores}, replace=True)
+        return batch.with_index({SCORE(self._name): scores}, replace=True)
 
 
 def per_group(batch: BatchRef, other: BatchRef, column: str) -> np.ndarray:

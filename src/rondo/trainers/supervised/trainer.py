@@ -16,6 +16,7 @@ import numpy as np
 
 from rondo.batch import Batch, BatchRef
 from rondo.checkpoint import ControllerState
+from rondo.columns import per_row
 from rondo.config.schema import Config
 from rondo.controller import Cluster, WorkerGroup
 from rondo.errors import ConfigError
@@ -27,8 +28,6 @@ from rondo.trainers.program.roles import create_model, placement_of, role_spec
 from rondo.training import Loss
 from rondo.types import StepStats
 from rondo.workers.models import ActorWorker, ReferenceWorker, update_columns
-
-PER_ROW = ("prompt_length", "response_length", "num_trained_tokens", "unit", "margin", "safe")
 
 
 class RowStream(Protocol):
@@ -174,7 +173,7 @@ class SupervisedTrainer:
 
     async def _prepared(self, rows: Batch) -> BatchRef:
         """The rows of one optimizer step with everything that the loss reads."""
-        batch = self.cluster.put(rows, [name for name in PER_ROW if name in rows.columns]).with_index(
+        batch = self.cluster.put(rows, per_row(rows.columns)).with_index(
             {"mini_batch": np.zeros(len(rows), np.int64), "loss_weight": self.task.weights(rows)}
         )
         if self.reference is not None:
