@@ -61,7 +61,7 @@ class _AndOneLost(WorkerGroup):
 @pytest.fixture
 def with_roles(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """with_roles(use, *overrides): `use(roles, canary, config, prompts)` on engines that serve version 3."""
-    monkeypatch.setattr("rondo.trainers.program.roles.RolloutWorker", _Probed)
+    monkeypatch.setattr("rondo.workers.rollout.RolloutWorker", _Probed)
 
     def start(
         use: Callable[[Roles, Canary, Config, Prompts], Awaitable[Any]], *overrides: str, share: bool = False

@@ -51,7 +51,7 @@ def test_teacher_prm_and_reward_model_write_their_columns() -> None:
         reference = await roles.create("reference", ReferenceWorker, source=source(initializer_range=0.1))
         teacher = await roles.create("teacher", TeacherWorker, top_k=3)
         prm = await roles.create("prm", PrmWorker, beta=0.5)
-        judge = await roles.create("judge", RewardModelWorker, name="judge", head="value")
+        judge = await roles.create("judge", RewardModelWorker, head="value")
         batch = roles.put(make_batch())
         alone = await (await actor.call(ActorWorker.compute_log_prob, batch)).fetch(["old_log_probs"])
         also = ("sum_p_squared", "entropy")
@@ -86,7 +86,7 @@ def test_two_critics_and_a_prm_learn_under_their_own_names() -> None:
     async def main(roles: Roles) -> None:
         head = {"head": "value", "losses": {"critic": ValueLoss()}, **TRAINED}
         critic = await roles.create("critic", CriticWorker, **head)
-        cost = await roles.create("cost_critic", CriticWorker, values_column="cost_values", **head)
+        cost = await roles.create("cost_critic", CriticWorker, **head)
         prm = await roles.create("prm", PrmWorker, beta=0.1, losses={"prm": PolicyLoss()}, **TRAINED)
         halves = np.arange(len(make_batch())) % 2
         batch = roles.put(

@@ -25,6 +25,7 @@ from rondo.algorithms.statistics import Metrics, row_index
 from rondo.columns import LOSS_WEIGHT
 from rondo.config.schema import AlgorithmConfig, FunctionConfig, KlConfig
 from rondo.errors import ConfigError, TrainError
+from rondo.roles import ROLES
 
 Columns = Mapping[str, Tensor]
 
@@ -211,9 +212,8 @@ class CriticLoss:
     def __init__(self, value_loss: FunctionConfig, role: str = "critic") -> None:
         self._config, self._role = value_loss, role
         self._value_loss = bind("value_loss", value_loss)
-        prefix = "cost_" if role == "cost_critic" else ""
         self._weights = LOSS_WEIGHT(role)
-        names = {"old_values": f"{prefix}values", "returns": f"{prefix}returns"}
+        names = {"old_values": ROLES[role].makes, "returns": ROLES[role].learns_from or ""}
         made_here = ("values", "cu_seqlens")
         read = [name for name in columns_read(self._value_loss) if name not in made_here]
         self._column_of = {name: names.get(name, name) for name in read}

@@ -18,7 +18,8 @@ from rondo.config.schema import (
     TrainerConfig,
 )
 from rondo.config.tree import Origin
-from rondo.config.validate_cluster import ROLES, engines_of_rollout, placement
+from rondo.config.validate_cluster import engines_of_rollout, placement
+from rondo.roles import ENGINE_SECTIONS, ROLES, TRAINED_SECTIONS
 
 
 def validate(config: Config, origins: Mapping[str, Origin]) -> None:
@@ -97,13 +98,13 @@ def _source(check: Check, key: str, source: SourceConfig) -> None:
 
 def _engines(check: Check) -> None:
     config = check.config
-    for role in ("actor", "critic"):
-        _optimizer(check, f"{role}.optimizer", check.value(f"{role}.optimizer"))
-        check.at_least(f"{role}.epochs", 1)
-        check.at_least(f"{role}.mini_batch_size", 1)
-        mini = check.value(f"{role}.mini_batch_size")
+    for section in TRAINED_SECTIONS:
+        _optimizer(check, f"{section}.optimizer", check.value(f"{section}.optimizer"))
+        check.at_least(f"{section}.epochs", 1)
+        check.at_least(f"{section}.mini_batch_size", 1)
+        mini = check.value(f"{section}.mini_batch_size")
         if mini is not None and config.data.batch_size % mini:
-            key = f"{role}.mini_batch_size"
+            key = f"{section}.mini_batch_size"
             check.fail(
                 key,
                 f"{key} = {mini} does not divide {check.named('data.batch_size')}; both count prompt groups. "
@@ -111,9 +112,9 @@ def _engines(check: Check) -> None:
             )
     check.at_least("critic.warmup_steps", 0)
     models = (f"reward.models.{index}" for index in range(len(config.reward.models)))
-    for role in ("actor", "critic", "reference", "teacher", *models):
-        check.at_least(f"{role}.token_budget", 1)
-        check.at_least(f"{role}.logits_chunk", 1)
+    for section in (*ENGINE_SECTIONS, *models):
+        check.at_least(f"{section}.token_budget", 1)
+        check.at_least(f"{section}.logits_chunk", 1)
 
 
 def _divisors(number: int) -> list[int]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from rondo.config.checker import Check
+from rondo.roles import ROLES
 
 # A bucket is shared memory, in whole pages: less than one saves nothing, and costs a round per few elements.
 SMALLEST_BUCKET = 4096
-# Worker groups with a name of their own; that of a reward model is the model's name.
-ROLES = ("actor", "critic", "cost_critic", "reference", "prm", "teacher", "rollout")
 
 
 def engines_of_rollout(check: Check) -> None:

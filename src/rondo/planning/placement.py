@@ -12,9 +12,9 @@ from typing import Literal
 
 from rondo.config.schema import ClusterConfig
 from rondo.errors import ConfigError
+from rondo.roles import ROLLOUT
 
 ALL = "all"  # the name of the one pool where cluster.pools names none
-ROLLOUT = "rollout"
 
 # Of a step: "train" from its batch until the next version is loaded. A model at rest is on its device or in
 # host memory (<role>.offload_*) whatever the phase; the engines' key/value cache is given back in "train"

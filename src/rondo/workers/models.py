@@ -15,6 +15,7 @@ from rondo.config.schema import FrozenEngineConfig, OptimizerConfig
 from rondo.controller import Worker, WorkerContext, dispatch
 from rondo.errors import TrainError
 from rondo.models.source import ModelSource
+from rondo.roles import ROLES
 from rondo.training import FsdpEngine, Loss
 from rondo.training.memory import memory_in_use
 from rondo.types import StepStats
@@ -161,16 +162,14 @@ class ActorWorker(SendsWeights, ModelWorker):
 
 
 class CriticWorker(ModelWorker):
-    """A value function: of the reward (role critic) or of the cost (cost_critic, column cost_values)."""
-
-    def __init__(self, context: WorkerContext, *, values_column: str = "values", **model: Any) -> None:
-        super().__init__(context, **model)
-        self._values_column = values_column
+    """A value function: of the reward (role critic) or of the cost (cost_critic)."""
 
     @dispatch("split", reads=TOKENS)
     def compute_values(self, batch: Batch) -> Batch:
-        """V of the state before each response token, float32, in column `values_column`."""
-        return self.engine.forward(batch, {"values": self._values_column})
+        """V of the state before each response token, float32, in the column that the role makes: values or
+        cost_values.
+        """
+        return self.engine.forward(batch, {"values": ROLES[self.context.role].makes})
 
     @dispatch("split")
     def update_critic(self, batch: Batch, orders: Sequence[Sequence[int]]) -> StepStats:

@@ -36,16 +36,12 @@ class TeacherWorker(ModelWorker):
 
 
 class RewardModelWorker(ModelWorker):
-    """A frozen reward or cost model, built with head="value". name: of its score."""
-
-    def __init__(self, context: WorkerContext, *, name: str, **model: Any) -> None:
-        super().__init__(context, **model)
-        self._column = SCORE(name)
+    """A frozen reward or cost model, built with head="value". Its role is the name of its score."""
 
     @dispatch("split", reads=TOKENS)
     def compute_reward(self, batch: Batch) -> Batch:
         """score/<name>, per row: the value head after the last response token; NaN without one."""
-        return self.engine.forward_scores(batch, self._column)
+        return self.engine.forward_scores(batch, SCORE(self.context.role))
 
 
 class PrmWorker(ModelWorker):

@@ -15,7 +15,7 @@ from typing import Any
 from rondo.agents.external import load_agent
 from rondo.algorithms import check_algorithm
 from rondo.algorithms.registry import Kind, columns_read, lookup, registered_by_user
-from rondo.columns import GREEDY_REWARD
+from rondo.columns import GREEDY_REWARD, TOPK_IDS
 from rondo.config import LoadedConfig
 from rondo.config.auto import DEVICES, config_for
 from rondo.config.functions import did_you_mean
@@ -26,11 +26,12 @@ from rondo.data.sources import check_source
 from rondo.errors import ConfigError, DataError, about
 from rondo.models.loading import check_model_folder, load_model_config
 from rondo.rewards import BUILTINS, load_functions
+from rondo.roles import ROLES
 from rondo.rollout import check_engine
 from rondo.tracking import check_trackers
 from rondo.trainers.program.inputs import Recorded
 from rondo.trainers.program.plan import Program, plan_program, warmup_steps
-from rondo.trainers.program.roles import engine_sections, model_source, placement_of, role_spec
+from rondo.trainers.program.roles import engine_of, model_source, placement_of, source_of
 from rondo.trainers.replay.journal import check_replay
 from rondo.trainers.replay.offline import recorded_rollouts
 
@@ -229,41 +230,32 @@ def _check_roles(loaded: LoadedConfig, program: Program) -> None:
     fit.
     """
     config, made = loaded.config, {column for p in program.producers for column in p.columns}
-    critic = bool({"critic", "cost_critic"} & set(program.roles))
-    values = "values (algorithm.advantage: gae)"
-    for key, needed, columns in (
-        ("critic", critic, values),
-        ("algorithm.value_loss", critic, values),
-        ("reference", "reference" in program.roles, "ref_log_probs (algorithm.kl)"),
-        ("prm", "prm" in program.roles, "process_rewards (algorithm.advantage: prime)"),
-        (
-            "teacher",
-            "teacher" in program.roles,
-            "the teacher's log-probs (algorithm.advantage: teacher_gap)",
-        ),
-        ("teacher.top_k", "teacher_topk_ids" in made, "teacher_topk_* (algorithm.policy_loss: …_topk)"),
-    ):
-        if not needed:
-            _check_unset(loaded, key, columns)
+    sections = {ROLES[role].section for role in program.all_roles if role in ROLES}
+    unread = {r.section: r.read_by for r in ROLES.values() if r.read_by and r.section not in sections}
+    if "critic" in unread:
+        unread["algorithm.value_loss"] = unread["critic"]
+    if TOPK_IDS not in made:
+        unread["teacher.top_k"] = "teacher_topk_* (algorithm.policy_loss: …_topk)"
+    for key, columns in unread.items():
+        _check_unset(loaded, key, columns)
     _check_token_budgets(loaded, program)
     if program.recorded is not None:
         _check_recorded(loaded, program, program.recorded)
     placement_of(config, program.all_roles)
     if program.greedy_baseline and program.recorded is None:
         _check_greedy_baseline(config)
-    if "teacher" in program.roles and config.teacher.path is None:
-        raise ConfigError(
-            "teacher.path is not set, but the configured algorithm reads the teacher's log-probs; name the "
-            "teacher's folder or hub id"
-        )
+    for role in program.roles:
+        if role in ROLES:  # the folders of reward models are looked into with the others
+            source_of(role, config)
 
 
 def _check_token_budgets(loaded: LoadedConfig, program: Program) -> None:
     """A sequence is computed whole, so that the longest must fit into every role's micro-batches."""
-    config, sections = loaded.config, engine_sections(loaded.config)
+    config = loaded.config
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_tokens
     for role in ("actor", *program.roles):
-        budget, key = sections[role].token_budget, f"{role}.token_budget"
+        section, engine = engine_of(role, config)
+        budget, key = engine.token_budget, f"{section}.token_budget"
         if budget < prompt + response:
             where = _where(loaded, key) or _where(loaded, "rollout.max_tokens")
             raise ConfigError(
@@ -404,7 +396,7 @@ def _check_models(loaded: LoadedConfig) -> None:
             )
         _check_model(loaded, key, str(model.path))
         with located(loaded), about(key):
-            role_spec(model.name, config, {})  # is there a value head?
+            source_of(model.name, config)  # is there a value head?
 
 
 def _check_model(loaded: LoadedConfig, key: str, path: str) -> None:

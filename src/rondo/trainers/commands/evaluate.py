@@ -22,7 +22,7 @@ from rondo.trainers.loop.engine_side import restarted
 from rondo.trainers.loop.evaluation import EvaluationResult, evaluate
 from rondo.trainers.loop.mender import Mender
 from rondo.trainers.program.inputs import complete_model, load_prompts, open_tokenizer, settled
-from rondo.trainers.program.roles import create_rollout, model_source, on_one_pool, one_storage
+from rondo.trainers.program.roles import create_model, create_rollout, on_one_pool, one_storage
 from rondo.types import Prompt, SamplingParams
 from rondo.workers.models import ActorWorker
 from rondo.workers.rollout import RolloutWorker
@@ -46,7 +46,7 @@ async def _evaluate(config: Config) -> EvaluationResult:
     prompts = load_prompts(config)
     cluster = await start_cluster(config.cluster)
     try:
-        await _frozen_actor(cluster, config)
+        await create_model(cluster, "actor", config)
         rollout = await create_rollout(
             cluster, config, prompts.max_context, share=one_storage(config), threads=cluster.threads
         )
@@ -63,19 +63,6 @@ async def _evaluate(config: Config) -> EvaluationResult:
             return await mender.served(work)
     finally:
         await cluster.shutdown()
-
-
-async def _frozen_actor(cluster: Any, config: Config) -> Any:
-    """The model on the training engine, without an optimizer: the one way in which weights are loaded."""
-    return await cluster.create_group(
-        "actor",
-        ActorWorker,
-        kwargs={
-            "source": model_source(config),
-            "engine": config.actor,
-            "temperature": config.rollout.temperature,
-        },
-    )
 
 
 def generate(
@@ -112,7 +99,7 @@ async def _generate(
 ) -> list[dict[str, Any]]:
     cluster = await start_cluster(config.cluster)
     try:
-        await _frozen_actor(cluster, config)
+        await create_model(cluster, "actor", config)
         max_context = config.data.max_prompt_tokens + sampling.max_tokens
         rollout = await create_rollout(
             cluster, config, max_context, share=one_storage(config), threads=cluster.threads
@@ -181,7 +168,7 @@ def export_checkpoint(run: str, output: str, step: int | None = None) -> int:
 async def _export(config: Config, checkpoint: str, output: str) -> None:
     cluster = await start_cluster(config.cluster)
     try:
-        actor = await _frozen_actor(cluster, config)
+        actor = await create_model(cluster, "actor", config)
         await actor.call(ActorWorker.load, checkpoint)
         await actor.call(ActorWorker.export, output)
     finally:

@@ -17,6 +17,7 @@ from rondo.data.rows import index_columns
 from rondo.errors import ConfigError
 from rondo.planning.admission import effective_on_update
 from rondo.rewards import accuracy_score
+from rondo.roles import ROLLOUT, of_section
 from rondo.trainers.program.inputs import Recorded
 from rondo.trainers.program.producers import Producer, stages
 from rondo.trainers.program.roles import describe_planned
@@ -79,7 +80,7 @@ class Program:
     @property
     def all_roles(self) -> tuple[str, ...]:
         """Every worker group of the run."""
-        return ("actor", *self.roles, *(["rollout"] if self.recorded is None else []))
+        return ("actor", *self.roles, *([ROLLOUT] if self.recorded is None else []))
 
     def learner(self, role: str) -> Learner | None:
         """The learner of a role, or None where it is frozen or absent."""
@@ -227,17 +228,14 @@ def columns_of_hooks(config: Config) -> set[str]:
 def _learners(config: Config, read: set[str], advantage: AdvantageStage) -> tuple[Learner, ...]:
     """The roles that must learn because somebody reads what they predict."""
     algorithm, learners = config.algorithm, []
-    for role, values, returns in (
-        ("critic", "values", "returns"),
-        ("cost_critic", "cost_values", "cost_returns"),
-    ):
-        if values in read:
-            if values not in advantage.columns:
+    for role in of_section("critic"):
+        if role.makes in read:
+            if role.makes not in advantage.columns:
                 raise ConfigError(
-                    f"algorithm.advantage.name={algorithm.advantage.name} reads no {values}, yet a loss "
-                    f"does: nothing makes the {returns} that the {role} learns from"
+                    f"algorithm.advantage.name={algorithm.advantage.name} reads no {role.makes}, yet a loss "
+                    f"does: nothing makes the {role.learns_from} that the {role.name} learns from"
                 )
-            learners.append(critic_learner(config, role))
+            learners.append(critic_learner(config, role.name))
     if "process_rewards" in read:
         first = config.prm.update == "before"
         learners.append(

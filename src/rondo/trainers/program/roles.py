@@ -1,23 +1,25 @@
-"""The worker groups of a run: which class and settings each role has. The one place where roles are made."""
+"""The worker groups of a run: made here, and only here, from the table of roles and the configuration."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rondo.config.schema import Config, FrozenEngineConfig
+from rondo.config.schema import Config, FrozenEngineConfig, OptimizerConfig, RewardModelConfig
 from rondo.controller import Cluster, Worker, WorkerGroup
 from rondo.errors import ConfigError
 from rondo.models.source import ModelSource
 from rondo.models.value_head import FILE as VALUE_HEAD_FILE
 from rondo.planning.placement import Placement, SameDevices, plan_placement
+from rondo.roles import REWARD_MODEL, ROLES, ROLLOUT, Role
 from rondo.training import Loss
-from rondo.workers.models import ActorWorker, CriticWorker, ModelWorker, ReferenceWorker
-from rondo.workers.rollout import RolloutWorker, runs_in_own_process
-from rondo.workers.scoring import PrmWorker, RewardModelWorker, TeacherWorker
+from rondo.workers.models import ModelWorker
+from rondo.workers.rollout import runs_in_own_process
 
 
 @dataclass
@@ -95,57 +97,75 @@ def on_one_pool(config: Config) -> Config:
     return dataclasses.replace(config, cluster=cluster)
 
 
-def role_spec(
-    role: str, config: Config, losses: Mapping[str, Loss], total_optimizer_steps: int | None = None
-) -> tuple[type[Worker], dict[str, Any]]:
-    """The worker class of a role and the keyword arguments that build it.
+def worker_class(role: Role) -> type[Worker]:
+    """The class that the table of roles names."""
+    module, _, name = role.worker.partition(":")
+    found: type[Worker] = getattr(importlib.import_module(module), name)
+    return found
 
-    losses: by name, for a role that is trained. role: actor, critic, cost_critic, reference, prm, teacher, or
-    the name of one of reward.models. Raises ConfigError for a role that the configuration does not describe.
+
+def engine_of(role: str, config: Config) -> tuple[str, FrozenEngineConfig]:
+    """The section with the settings of a role's training engine: its key, and what it says.
+
+    role: of `ROLES`, or the name of one of reward.models. Raises ConfigError for any other.
     """
-    trained = {"losses": dict(losses), "total_optimizer_steps": total_optimizer_steps}
-    temperature = {"temperature": config.rollout.temperature}
-    if role == "actor":
-        actor = {"source": model_source(config), "engine": config.actor, "optimizer": config.actor.optimizer}
-        return ActorWorker, {**actor, **temperature, **trained}
-    if role in ("critic", "cost_critic"):
-        critic = {"source": model_source(config, config.critic.path), "engine": config.critic}
-        column = "values" if role == "critic" else "cost_values"
-        head = {"head": "value", "values_column": column, "optimizer": config.critic.optimizer}
-        return CriticWorker, {**critic, **head, **trained}
-    reference = {"source": model_source(config, config.reference.path), **temperature}
-    if role == "reference":
-        return ReferenceWorker, {**reference, "engine": config.reference}
-    if role == "prm":
-        optimizer = dataclasses.replace(config.actor.optimizer, lr=config.prm.lr)
-        prm = {"engine": config.actor, "optimizer": optimizer, "beta": config.prm.beta}
-        return PrmWorker, {**reference, **prm, **trained}
-    if role == "teacher":
-        if config.teacher.path is None:
-            raise ConfigError(
-                "teacher.path is not set, but the configured algorithm reads the teacher's log-probs; name "
-                "the teacher's folder or hub id"
-            )
-        teacher = {"source": model_source(config, config.teacher.path), "engine": config.teacher}
-        return TeacherWorker, {**teacher, **temperature, "top_k": config.teacher.top_k}
-    for model in config.reward.models:
+    section = ROLES[role].engine if role in ROLES else None
+    if section is not None:
+        return section, getattr(config, section)
+    for index, model in enumerate(config.reward.models):
         if model.name == role:
-            if not (Path(model.path or "") / VALUE_HEAD_FILE).is_file():
-                raise ConfigError(
-                    f"reward.models: {role} at {model.path} has no {VALUE_HEAD_FILE} and would score every "
-                    "response 0; name the export folder of `rondo reward-model`"
-                )
-            source = {"source": model_source(config, model.path), "engine": model}
-            return RewardModelWorker, {**source, "head": "value", "name": model.name}
+            return f"reward.models.{index}", model
     raise ConfigError(f"there is no role {role!r} in this configuration")
 
 
-def engine_sections(config: Config) -> dict[str, FrozenEngineConfig]:
-    """The settings of each role's training engine."""
-    sections: dict[str, FrozenEngineConfig] = {"actor": config.actor, "prm": config.actor}
-    sections |= {"critic": config.critic, "cost_critic": config.critic}
-    sections |= {"reference": config.reference, "teacher": config.teacher}
-    return sections | {model.name: model for model in config.reward.models}
+def source_of(role: str, config: Config) -> ModelSource:
+    """The weights that a role with a training engine starts from. Raises ConfigError where none are named."""
+    engine = engine_of(role, config)[1]
+    if isinstance(engine, RewardModelConfig):
+        if not (Path(engine.path or "") / VALUE_HEAD_FILE).is_file():
+            raise ConfigError(
+                f"reward.models: {role} at {engine.path} has no {VALUE_HEAD_FILE} and would score every "
+                "response 0; name the export folder of `rondo reward-model`"
+            )
+        return model_source(config, engine.path)
+    row = ROLES[role]
+    path = getattr(config, row.weights).path if row.weights is not None else None
+    if row.needs_path and path is None:
+        raise ConfigError(
+            f"{row.weights}.path is not set, but the configured algorithm reads {row.read_by}; name the "
+            f"{role}'s folder or hub id"
+        )
+    return model_source(config, path)
+
+
+def role_spec(
+    role: str,
+    config: Config,
+    losses: Mapping[str, Loss] | None = None,
+    total_optimizer_steps: int | None = None,
+) -> tuple[type[Worker], dict[str, Any]]:
+    """The worker class of a role with a training engine and the keyword arguments that build it.
+
+    losses: by name, for a role that is trained; None: its model is only used, without an optimizer. Raises
+    ConfigError for a role that the configuration does not describe.
+    """
+    row = ROLES.get(role, REWARD_MODEL)
+    kwargs: dict[str, Any] = {"source": source_of(role, config), "engine": engine_of(role, config)[1]}
+    kwargs |= {"head": "value"} if row.value_head else {"temperature": config.rollout.temperature}
+    kwargs |= {name: functools.reduce(getattr, key.split("."), config) for name, key in row.options.items()}
+    if row.learns_from is not None and losses is not None:
+        kwargs |= {"losses": dict(losses), "total_optimizer_steps": total_optimizer_steps}
+        kwargs["optimizer"] = _optimizer_of(row, config)
+    return worker_class(row), kwargs
+
+
+def _optimizer_of(role: Role, config: Config) -> OptimizerConfig:
+    """That of its engine's section; a role on another's engine has a learning rate of its own."""
+    assert role.engine is not None
+    optimizer: OptimizerConfig = getattr(config, role.engine).optimizer
+    if role.section == role.engine:
+        return optimizer
+    return dataclasses.replace(optimizer, lr=getattr(config, role.section).lr)
 
 
 async def create_model(
@@ -159,7 +179,7 @@ async def create_model(
     """Start the worker group of a role with a training engine; see `role_spec`. devices: default those of
     its pool (cluster.placement).
     """
-    worker, kwargs = role_spec(role, config, losses or {}, total_optimizer_steps)
+    worker, kwargs = role_spec(role, config, losses, total_optimizer_steps)
     assert issubclass(worker, ModelWorker)
     devices = placement_of(config).devices(role) if devices is None else devices
     return await cluster.create_group(role, worker, kwargs=kwargs, devices=devices)
@@ -185,8 +205,8 @@ async def create_rollout(
             "consecutive numbers; name others, or lower it"
         )
     return await cluster.create_group(
-        "rollout",
-        RolloutWorker,
+        ROLLOUT,
+        worker_class(ROLES[ROLLOUT]),
         devices=placement_of(config).devices("rollout") if devices is None else tuple(devices)[::size],
         devices_per_rank=size,
         kwargs={

@@ -33,6 +33,7 @@ from rondo.config.schema import (
 )
 from rondo.controller import Cluster, WorkerGroup
 from rondo.errors import ConfigError, DataError, TrainError
+from rondo.roles import of_section
 from rondo.trainers.program.producers import PRODUCERS, Producer, is_given
 from rondo.trainers.program.roles import Roles
 from rondo.trainers.program.tensors import attach, numbers, padded_columns
@@ -154,8 +155,8 @@ class AdvantageStage:
         needed += [self._cost] if self._cost else []
         needed += ["reward", "response_mask", "old_log_probs", "ref_log_probs"] if self._kl else []
         self.columns: tuple[str, ...] = tuple(dict.fromkeys(needed))
-        targets = (("values", "returns"), ("cost_values", "cost_returns"))
-        self.writes: tuple[str, ...] = ("advantages", *(made for read, made in targets if read in self.reads))
+        targets = (role.learns_from for role in of_section("critic") if role.makes in self.reads)
+        self.writes: tuple[str, ...] = ("advantages", *filter(None, targets))
 
     def describe(self) -> str:
         return f"{', '.join(self.writes)} <- controller ({self._name})"

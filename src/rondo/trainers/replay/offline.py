@@ -31,7 +31,7 @@ from rondo.trainers.loop.ledger import Ledger
 from rondo.trainers.loop.resume import differences
 from rondo.trainers.loop.routes import Route
 from rondo.trainers.program.inputs import Recorded
-from rondo.trainers.program.roles import engine_sections, model_source
+from rondo.trainers.program.roles import engine_of, model_source
 from rondo.types import Prompt, StepStats
 from rondo.weights.sync import SyncReport
 
@@ -240,8 +240,7 @@ class RecordedSide:
 
 def _limits(config: Config, roles: Sequence[str], reads_accuracy: bool) -> Limits:
     """What every model of the run can take; the smallest token budget decides."""
-    sections = engine_sections(config)
-    budgets = {role: sections[role].token_budget for role in ("actor", *roles)}
-    role = min(budgets, key=budgets.__getitem__)
+    engines = dict(engine_of(role, config) for role in ("actor", *roles))
+    key = min(engines, key=lambda key: engines[key].token_budget)
     vocab_size = int(load_model_config(model_source(config)).get_text_config().vocab_size)
-    return Limits(vocab_size, budgets[role], f"{role}.token_budget", accuracy=reads_accuracy)
+    return Limits(vocab_size, engines[key].token_budget, f"{key}.token_budget", accuracy=reads_accuracy)

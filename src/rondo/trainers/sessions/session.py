@@ -26,6 +26,7 @@ from rondo.config.schema import Config, FunctionConfig, RewardConfig, RewardFunc
 from rondo.controller import Cluster, WorkerGroup, start_cluster
 from rondo.errors import ConfigError, TrainError
 from rondo.rewards import BUILTINS, load_functions
+from rondo.roles import of_section
 from rondo.tracking import Console, RunFolder
 from rondo.trainers.commands.check import check_backend, check_files, check_names, located
 from rondo.trainers.commands.train import warm_start
@@ -43,7 +44,14 @@ from rondo.trainers.program.inputs import (
     settled,
 )
 from rondo.trainers.program.plan import columns_of_hooks, critic_learner, plan_schedule
-from rondo.trainers.program.roles import Roles, create_model, create_rollout, placement_of, shares_weights
+from rondo.trainers.program.roles import (
+    Roles,
+    create_model,
+    create_rollout,
+    engine_of,
+    placement_of,
+    shares_weights,
+)
 from rondo.trainers.program.stages import (
     AdvantageStage,
     CorrectionStage,
@@ -154,7 +162,7 @@ class Session:
         self._run: RLRun | None = None
         self._models: dict[str, WorkerGroup] = {}
         self._trained: list[str] = []  # roles beside the actor that learn
-        critics = [critic_learner(config, role) for role in ("critic", "cost_critic")]
+        critics = [critic_learner(config, role.name) for role in of_section("critic")]
         self._learners = {learner.role: learner for learner in critics}
         self._schedule = plan_schedule(config, data.train.rows_per_epoch, critics)
         self._steps: AsyncGenerator[list[Prompt], None] | None = None
@@ -270,11 +278,10 @@ class Session:
     async def _create(
         self, role: str, losses: Mapping[str, Any], devices: Sequence[int] | None
     ) -> WorkerGroup:
-        section = getattr(self.config, "critic" if role == "cost_critic" else role, None)
-        budget = getattr(section, "token_budget", self.config.actor.token_budget)
-        if budget < self.data.max_context:
+        key, engine = engine_of(role, self.config)
+        if engine.token_budget < self.data.max_context:
             raise ConfigError(
-                f"{role}.token_budget={budget} is less than data.max_prompt_tokens + "
+                f"{key}.token_budget={engine.token_budget} is less than data.max_prompt_tokens + "
                 f"rollout.max_tokens={self.data.max_context}; raise it"
             )
         steps = self._schedule.optimizer_steps.get(role)
