@@ -12,6 +12,7 @@ from rondo.columns import column
 from rondo.config.schema import (
     Config,
     CriticConfig,
+    ModelConfig,
     PrmConfig,
     RewardConfig,
     RewardModelConfig,

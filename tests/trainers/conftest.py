@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from rondo.cli.main import main
 from rondo.config import load
 from rondo.rollout import NativeEngine
 from rondo.rollout.native import decoder
+from rondo.rollout.native import engine as native
 from rondo.trainers.commands.train import train
 from rondo.types import GenerateRequest
 
@@ -146,7 +147,7 @@ def hold_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever is faster, trainer or engine: when the first new weights come, an answer has begun and is not
     done. With the first batch answered, the engine waits at such a token boundary until it is paused.
     """
-    drain, generate, answer = NativeEngine._drain, NativeEngine.generate, NativeEngine._answer
+    drain, generate, answer = NativeEngine._drain, NativeEngine.generate, native._answer
     size = RECIPE["data"]["batch_size"] * RECIPE["rollout"]["n"]
     first_batch: list[str] = []  # the buffer asks in the order of prompts
     answered: set[str] = set()
@@ -157,9 +158,10 @@ def hold_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
             first_batch.append(request.request_id)
         return generate(self, request, on_tokens)
 
-    def answering(finished: decoder.Finished) -> None:
-        answered.add(finished.sequence.request_id)
-        answer(finished)
+    def answering(finished: Iterable[decoder.Finished]) -> None:
+        all_of_them = list(finished)
+        answered.update(one.sequence.request_id for one in all_of_them)
+        answer(all_of_them)
 
     def waiting(self: NativeEngine) -> bool:
         running = enumerate(self._decoder.scheduler.slots)
@@ -174,7 +176,7 @@ def hold_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
         return drain(self)
 
     monkeypatch.setattr(NativeEngine, "generate", noting)
-    monkeypatch.setattr(NativeEngine, "_answer", staticmethod(answering))
+    monkeypatch.setattr(native, "_answer", answering)
     monkeypatch.setattr(NativeEngine, "_drain", waiting)
 
 
