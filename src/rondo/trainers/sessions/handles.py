@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from rondo.algorithms import actor_loss
 from rondo.algorithms.objective import ActorLoss
 from rondo.batch import BatchRef
 from rondo.columns import SCORE
-from rondo.config.schema import Config, RewardModelConfig
+from rondo.config.schema import Config, FunctionConfig, RewardModelConfig
 from rondo.controller import WorkerGroup
 from rondo.data.rows import is_scored
 from rondo.errors import ConfigError, DataError, TrainError
@@ -37,6 +37,7 @@ from rondo.workers.rollout import RolloutWorker
 if TYPE_CHECKING:
     from rondo.trainers.sessions.session import Session
 
+Function = str | Callable[..., Any]
 POLICY, ON_POLICY = "policy", "on_policy"
 
 
@@ -257,3 +258,12 @@ def per_group(batch: BatchRef, other: BatchRef, column: str) -> np.ndarray:
 
 async def _awaited(calls: asyncio.Future[list[BatchRef]]) -> list[BatchRef]:
     return await calls
+
+
+def chosen_function(
+    default: FunctionConfig, function: Function | None, options: Mapping[str, Any]
+) -> FunctionConfig:
+    """A function that a program names, with its options; without one, the recipe's with further options."""
+    if function is None:
+        return FunctionConfig(default.name, {**default.options, **options})
+    return FunctionConfig(function, options)  # type: ignore[arg-type]

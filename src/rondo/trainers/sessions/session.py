@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import numpy as np
 
 from rondo.batch import BatchRef
 from rondo.config import LoadedConfig, load, to_yaml
-from rondo.config.schema import Config, FunctionConfig, RewardConfig, RewardFunctionConfig
+from rondo.config.schema import Config, RewardConfig, RewardFunctionConfig
 from rondo.controller import Cluster, WorkerGroup, start_cluster
 from rondo.errors import ConfigError, TrainError
 from rondo.rewards import BUILTINS, load_functions
@@ -61,11 +61,18 @@ from rondo.trainers.program.stages import (
     effective_correction,
 )
 from rondo.trainers.program.update import Pretraining, Resampling
-from rondo.trainers.sessions.handles import Actor, Cost, Critic, Reference, Reward, actor_losses
+from rondo.trainers.sessions.handles import (
+    Actor,
+    Cost,
+    Critic,
+    Function,
+    Reference,
+    Reward,
+    actor_losses,
+    chosen_function,
+)
 from rondo.types import Prompt, StepStats
 from rondo.workers.models import ActorWorker
-
-Function = str | Callable[..., Any]
 
 # What the built-in loop does by configuration, and a program by a line of its own.
 YOURS: Mapping[str, str] = {
@@ -213,7 +220,7 @@ class Session:
         policy_loss: a name or a function (see docs/algorithms.md) with its options; default
         algorithm.policy_loss. devices: of both (default: those of their pools in cluster.placement).
         """
-        chosen = _chosen(self.config.algorithm.policy_loss, policy_loss, options)
+        chosen = chosen_function(self.config.algorithm.policy_loss, policy_loss, options)
         algorithm = dataclasses.replace(
             self.config.algorithm, policy_loss=chosen, rollout_correction=effective_correction(self.config)
         )
@@ -396,7 +403,7 @@ class Session:
         algorithm.constraint adapts. Where the samples are another policy's (algorithm.rollout_correction),
         compute_correction follows.
         """
-        chosen = _chosen(self.config.algorithm.advantage, estimator, options)
+        chosen = chosen_function(self.config.algorithm.advantage, estimator, options)
         stage = AdvantageStage(dataclasses.replace(self.config.algorithm, advantage=chosen))
         step = self.step_state
         if kl_coef is not None:
@@ -496,9 +503,3 @@ class Session:
     def _cost_name(self) -> str | None:
         constraint = self.config.algorithm.constraint
         return None if constraint is None else constraint.cost
-
-
-def _chosen(default: FunctionConfig, function: Function | None, options: Mapping[str, Any]) -> FunctionConfig:
-    if function is None:
-        return FunctionConfig(default.name, {**default.options, **options})
-    return FunctionConfig(function, options)  # type: ignore[arg-type]
