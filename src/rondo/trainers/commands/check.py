@@ -7,7 +7,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,13 @@ from rondo.trainers.program.plan import Program, plan_program, warmup_steps
 from rondo.trainers.program.roles import engine_of, model_source, placement_of, source_of
 from rondo.trainers.replay.journal import check_replay
 from rondo.trainers.replay.offline import recorded_rollouts
+
+# What the built-in loop does by configuration, and a program by a line of its own.
+YOURS: Mapping[str, str] = {
+    "trainer.replay": "nothing writes a journal, or follows one",
+    "reference.refresh_every": "await reference.follow(actor)",
+    "rollout.recorded": "read the rows: cluster.put(Batch.read_parquet(file), index_columns())",
+}
 
 
 @contextmanager
@@ -428,3 +435,22 @@ def _near(path: Path) -> str:
         sorted(p.name for p in path.parent.glob("*" + path.suffix)) if path.parent.is_dir() else ()
     )
     return "; there are: " + ", ".join(names) if names else ""
+
+
+def check_session(loaded: LoadedConfig) -> None:
+    """What a program of the user's can do as configured; raises ConfigError for what it cannot."""
+    config = loaded.config
+    if not config.data.train:
+        raise ConfigError("data.train is empty: there are no prompts; add a source (see docs/data.md)")
+    for key, instead in YOURS.items():
+        section, name = key.split(".")
+        if getattr(getattr(config, section), name) is not None:
+            raise ConfigError(f"{key} is for the built-in loop; in a program of your own, {instead}")
+    correction = config.algorithm.rollout_correction
+    if correction is not None and correction.mode == "bypass":
+        raise ConfigError(
+            "algorithm.rollout_correction.mode=bypass is for the built-in loop: here compute_log_prob gives "
+            "old_log_probs; use mode=decoupled, or `rondo train`"
+        )
+    check_backend(loaded)
+    check_files(loaded)

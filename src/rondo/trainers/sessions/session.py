@@ -21,14 +21,14 @@ from typing import Any
 import numpy as np
 
 from rondo.batch import BatchRef
-from rondo.config import LoadedConfig, load, to_yaml
+from rondo.config import load, to_yaml
 from rondo.config.schema import Config, RewardConfig, RewardFunctionConfig
 from rondo.controller import Cluster, WorkerGroup, start_cluster
 from rondo.errors import ConfigError, TrainError
 from rondo.rewards import BUILTINS, load_functions
 from rondo.roles import of_section
 from rondo.tracking import Console, RunFolder
-from rondo.trainers.commands.check import check_backend, check_files, check_names, located
+from rondo.trainers.commands.check import check_names, check_session, located
 from rondo.trainers.commands.train import stop_on_interrupt, warm_start
 from rondo.trainers.loop.checkpoints import Checkpoints
 from rondo.trainers.loop.engine_side import EngineSide
@@ -74,13 +74,6 @@ from rondo.trainers.sessions.handles import (
 from rondo.types import Prompt, StepStats
 from rondo.workers.models import ActorWorker
 
-# What the built-in loop does by configuration, and a program by a line of its own.
-YOURS: Mapping[str, str] = {
-    "trainer.replay": "nothing writes a journal, or follows one",
-    "reference.refresh_every": "await reference.follow(actor)",
-    "rollout.recorded": "read the rows: cluster.put(Batch.read_parquet(file), index_columns())",
-}
-
 
 @contextlib.asynccontextmanager
 async def open_session(
@@ -99,7 +92,7 @@ async def open_session(
     loaded = load([str(recipe) for recipe in recipes], overrides)
     loaded = dataclasses.replace(loaded, config=settled(loaded.config))
     with located(loaded):
-        _check(loaded)
+        check_session(loaded)
     config = loaded.config
     console = Console(config.tracking.console, samples=config.tracking.samples)
     for note in loaded.notes:
@@ -139,24 +132,6 @@ async def open_session(
             await session.finish()
         if session.step:
             reporter.finish(session.run.timers, session.step, finished=True)
-
-
-def _check(loaded: LoadedConfig) -> None:
-    config = loaded.config
-    if not config.data.train:
-        raise ConfigError("data.train is empty: there are no prompts; add a source (see docs/data.md)")
-    for key, instead in YOURS.items():
-        section, name = key.split(".")
-        if getattr(getattr(config, section), name) is not None:
-            raise ConfigError(f"{key} is for the built-in loop; in a program of your own, {instead}")
-    correction = config.algorithm.rollout_correction
-    if correction is not None and correction.mode == "bypass":
-        raise ConfigError(
-            "algorithm.rollout_correction.mode=bypass is for the built-in loop: here compute_log_prob gives "
-            "old_log_probs; use mode=decoupled, or `rondo train`"
-        )
-    check_backend(loaded)
-    check_files(loaded)
 
 
 class Session:
