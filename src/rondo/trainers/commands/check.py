@@ -245,7 +245,8 @@ def _check_roles(loaded: LoadedConfig, program: Program) -> None:
         unread["teacher.top_k"] = "teacher_topk_* (algorithm.policy_loss: …_topk)"
     for key, columns in unread.items():
         _check_unset(loaded, key, columns)
-    _check_token_budgets(loaded, program)
+    for role in ("actor", *program.roles):
+        check_token_budget(role, config, loaded)
     if program.recorded is not None:
         _check_recorded(loaded, program, program.recorded)
     placement_of(config, program.all_roles)
@@ -256,20 +257,20 @@ def _check_roles(loaded: LoadedConfig, program: Program) -> None:
             source_of(role, config)
 
 
-def _check_token_budgets(loaded: LoadedConfig, program: Program) -> None:
-    """A sequence is computed whole, so that the longest must fit into every role's micro-batches."""
-    config = loaded.config
+def check_token_budget(role: str, config: Config, loaded: LoadedConfig | None = None) -> None:
+    """A sequence is computed whole, so that the longest must fit into a role's micro-batches. loaded: where
+    the settings are from, for the message. Raises ConfigError.
+    """
+    section, engine = engine_of(role, config)
+    budget, key = engine.token_budget, f"{section}.token_budget"
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_tokens
-    for role in ("actor", *program.roles):
-        section, engine = engine_of(role, config)
-        budget, key = engine.token_budget, f"{section}.token_budget"
-        if budget < prompt + response:
-            where = _where(loaded, key) or _where(loaded, "rollout.max_tokens")
-            raise ConfigError(
-                f"{where}{key}={budget} is less than the longest sequence, data.max_prompt_tokens={prompt} + "
-                f"rollout.max_tokens={response} tokens; raise the budget to {prompt + response}, or lower "
-                "one of the two"
-            )
+    if budget < prompt + response:
+        where = "" if loaded is None else _where(loaded, key) or _where(loaded, "rollout.max_tokens")
+        raise ConfigError(
+            f"{where}{key}={budget} is less than the longest sequence, data.max_prompt_tokens={prompt} + "
+            f"rollout.max_tokens={response} tokens; raise the budget to {prompt + response}, or lower one of "
+            "the two"
+        )
 
 
 def _check_unset(loaded: LoadedConfig, key: str, columns: str) -> None:

@@ -28,7 +28,7 @@ from rondo.errors import ConfigError, TrainError
 from rondo.rewards import BUILTINS, load_functions
 from rondo.roles import of_section
 from rondo.tracking import Console, RunFolder
-from rondo.trainers.commands.check import check_names, check_session, located
+from rondo.trainers.commands.check import check_names, check_session, check_token_budget, located
 from rondo.trainers.commands.train import stop_on_interrupt, warm_start
 from rondo.trainers.loop.checkpoints import Checkpoints
 from rondo.trainers.loop.engine_side import EngineSide
@@ -49,7 +49,6 @@ from rondo.trainers.program.roles import (
     Roles,
     create_model,
     create_rollout,
-    engine_of,
     placement_of,
     shares_weights,
 )
@@ -275,12 +274,7 @@ class Session:
     async def _create(
         self, role: str, losses: Mapping[str, Any], devices: Sequence[int] | None
     ) -> WorkerGroup:
-        key, engine = engine_of(role, self.config)
-        if engine.token_budget < self.data.max_context:
-            raise ConfigError(
-                f"{key}.token_budget={engine.token_budget} is less than data.max_prompt_tokens + "
-                f"rollout.max_tokens={self.data.max_context}; raise it"
-            )
+        check_token_budget(role, self.config)
         steps = self._schedule.optimizer_steps.get(role)
         return await create_model(self.cluster, role, self.config, losses, steps, devices=devices)
 
