@@ -31,7 +31,7 @@ from rondo.rollout import check_engine
 from rondo.tracking import check_trackers
 from rondo.trainers.program.inputs import Recorded
 from rondo.trainers.program.plan import Program, plan_program, warmup_steps
-from rondo.trainers.program.roles import engine_of, model_source, placement_of, source_of
+from rondo.trainers.program.roles import engine_of, model_source, path_of, placement_of, source_of
 from rondo.trainers.replay.journal import check_replay
 from rondo.trainers.replay.offline import recorded_rollouts
 
@@ -254,7 +254,7 @@ def _check_roles(loaded: LoadedConfig, program: Program) -> None:
         _check_greedy_baseline(config)
     for role in program.roles:
         if role in ROLES:  # the folders of reward models are looked into with the others
-            source_of(role, config)
+            path_of(role, config)
 
 
 def check_token_budget(role: str, config: Config, loaded: LoadedConfig | None = None) -> None:

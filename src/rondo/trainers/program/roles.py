@@ -128,14 +128,21 @@ def source_of(role: str, config: Config) -> ModelSource:
                 "response 0; name the export folder of `rondo reward-model`"
             )
         return model_source(config, engine.path)
+    return model_source(config, path_of(role, config))
+
+
+def path_of(role: str, config: Config) -> str | None:
+    """The weights of its own that a role of the table starts from; None: the policy's initial model, which a
+    warm start may have yet to make. Raises ConfigError where it must have its own.
+    """
     row = ROLES[role]
-    path = getattr(config, row.weights).path if row.weights is not None else None
+    path: str | None = getattr(config, row.weights).path if row.weights is not None else None
     if row.needs_path and path is None:
         raise ConfigError(
             f"{row.weights}.path is not set, but the configured algorithm reads {row.read_by}; name the "
             f"{role}'s folder or hub id"
         )
-    return model_source(config, path)
+    return path
 
 
 def role_spec(
