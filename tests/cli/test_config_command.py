@@ -44,7 +44,7 @@ def test_stages_follow_from_the_functions(
 
 
 def test_every_recipe_that_rondo_ships_passes_the_second_check(capsys: pytest.CaptureFixture[str]) -> None:
-    """As it is, with the model that a warm start has yet to make; only the teacher must be named by the user."""
+    """As it is, with the model that a warm start has yet to make; only a teacher is for the user to name."""
     for path in sorted(RECIPES.glob("*.yaml")):
         teacher = ["teacher.path=."] if path.stem.startswith("distill") else []
         code = main(["config", "show", path.stem, *teacher])
