@@ -84,13 +84,6 @@ async def _awaited(call: Awaitable[BatchRef]) -> BatchRef:
     return await call
 
 
-def result(call: Awaitable[Any]) -> Any:
-    async def wait() -> Any:
-        return await call
-
-    return asyncio.run(wait())
-
-
 def fetched(batch: BatchRef, name: str) -> list[list[float]]:
     return [row.tolist() for row in asyncio.run(batch.fetch([name])).rows(name)]
 

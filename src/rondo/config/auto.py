@@ -21,12 +21,6 @@ def engine_for(engine: Engine, device: str) -> Engine:
     return dataclasses.replace(engine, **found)
 
 
-def has_defaults(engine: FrozenEngineConfig) -> bool:
-    """Nothing was chosen for it. What a device made of `auto` is no choice: a run's config.yaml says that."""
-    default = type(engine)()
-    return engine in (default, *(engine_for(default, device) for device in DEVICES))
-
-
 def config_for(config: Config, device: str) -> Config:
     """The configuration with every `auto` of its engines replaced."""
     models = tuple(engine_for(model, device) for model in config.reward.models)

@@ -61,13 +61,13 @@ class Mender:
             await cancel(self._task)
             self._task = None
 
-    async def served(self, work: Coroutine[Any, Any, T]) -> T:
+    async def served(self, work: Awaitable[T]) -> T:
         """The result of `work`, which waits for engines; raises what mending them raised meanwhile. Outside
         of `async with` nothing is mended.
         """
         if self._task is None:
             return await work
-        working = asyncio.create_task(work)
+        working = asyncio.ensure_future(work)
         try:
             await asyncio.wait({working, self._task}, return_when=asyncio.FIRST_COMPLETED)
             if not working.done():

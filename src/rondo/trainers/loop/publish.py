@@ -68,11 +68,11 @@ class WeightPublisher:
         await self._buffer.advance(version)
         await self._feeder.release()
 
-    async def hold_if_resting(self) -> None:
+    async def rest(self) -> None:
         """Engines that rest while the trainer computes (rollout.sleep) are held from here to `release`."""
-        if self._enter is not None:
-            await self._hold()
-            await self._enter("train")
+        assert self._enter is not None
+        await self._hold()
+        await self._enter("train")
 
     async def hold_if_shared(self) -> None:
         """Comes before the first optimizer step: from here to `publish` the trainer's weights are no version

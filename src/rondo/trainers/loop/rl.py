@@ -46,9 +46,7 @@ class RLTrainer(RLRun):
 
     async def _train_step(self, groups: Sequence[Group]) -> None:
         everything, step = self.begin_step(groups)
-        if self.side.enter is not None:  # the engines rest while the trainer computes
-            await self.finish_evaluation()
-        await self.weights.hold_if_resting()
+        await self.let_engines_rest()
         scored = await self._through(self.program.scoring, self.scored(everything, step.stats), step)
         with self.timers.phase("write_rollouts"):
             await self.reporter.rollouts(self.step + 1, with_scores_of(everything, scored))

@@ -233,6 +233,12 @@ class RLRun:
         stats.add_sum("rollout/generated_tokens", float(everything.index.scalars("response_length").sum()))
         return everything.take(np.flatnonzero(scored))
 
+    async def let_engines_rest(self) -> None:
+        """With rollout.sleep, while the trainer computes: until the next version is released."""
+        if self.side.enter is not None:
+            await self.finish_evaluation()
+            await self.weights.rest()
+
     async def publish(self, stats: StepStats) -> None:
         """Ends a step: its weights are held for, loaded, confirmed; then what is due while held; release."""
         self.step += 1

@@ -94,7 +94,7 @@ class Actor:
             )
         )
         with run.timers.phase("generate"):
-            rows = BatchRef.concat(await run.weights.mender.served(_awaited(calls)))
+            rows = BatchRef.concat(await run.weights.mender.served(calls))
         failed, stats = failures(rows), session.step_state.stats
         check_dropped_share(failed, len(rows), self._config.reward.max_dropped_share)
         stats.add_mean("reward/failed_share", len(failed), len(rows))
@@ -128,9 +128,7 @@ class Actor:
         if self._preparation is not None:
             batch = await self._preparation(batch, step)
         batch = await ActorWeights(config)(batch, step)
-        if run.side.enter is not None:
-            await run.finish_evaluation()
-        await run.weights.hold_if_resting()
+        await run.let_engines_rest()
         await run.weights.hold_if_shared()
         with run.timers.phase("update_actor"):
             stats = await update_actor(
@@ -254,10 +252,6 @@ def per_group(batch: BatchRef, other: BatchRef, column: str) -> np.ndarray:
     if missing:
         raise DataError(f"prompt group {missing[0]} has no row to take {column!r} from")
     return np.array([values[group] for group in groups], np.float32)
-
-
-async def _awaited(calls: asyncio.Future[list[BatchRef]]) -> list[BatchRef]:
-    return await calls
 
 
 def chosen_function(
