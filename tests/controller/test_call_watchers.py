@@ -1,8 +1,10 @@
-"""Every worker call is told to the cluster's watchers, with the time that it took on its host."""
+"""Every worker call is told to the cluster's watchers, with the time that it took; hosts tell theirs."""
 
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,6 +25,15 @@ class Sleeper(Worker):
     @dispatch("broadcast")
     async def nap(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
+
+    @dispatch("broadcast")
+    def burn(self, seconds: float) -> None:
+        """Takes CPU time here, and as much in a process that it starts."""
+        until = time.process_time() + seconds
+        while time.process_time() < until:
+            pass
+        program = f"import time\nwhile time.process_time() < {seconds}: pass"
+        subprocess.run([sys.executable, "-c", program], check=True)
 
     @dispatch("broadcast")
     def fail(self) -> None:
@@ -105,3 +116,21 @@ def test_failed_and_cancelled_calls_are_told_too(
     assert {span[3] for span in notebook.spans} == {"fail", "nap"}
     for _, _, _, name, start, end in notebook.spans:
         assert 0 <= end - start < 1000.0, name
+
+
+def test_cpu_time_of_hosts_and_what_they_started(cluster: Cluster, run: Run, role: str) -> None:
+    group = run(cluster.create_group(role, Sleeper, devices=(cluster.num_devices - 1,)))
+    before = run(cluster.cpu_seconds())
+    own = time.process_time()
+    run(group.call(Sleeper.burn, 0.3))
+    own = time.process_time() - own
+    after = run(cluster.cpu_seconds())
+    assert list(before) == list(after) == list(range(cluster.num_devices))
+    used = {device: after[device] - before[device] for device in after}
+    host = used.pop(cluster.num_devices - 1)
+    if used:  # with `ray`: its own time, and that of its child
+        assert host >= 0.57
+        assert sum(used.values()) < host
+    else:  # with `local`: the child's alone, for the host is this very process
+        assert own >= 0.3
+        assert 0.27 <= host < 0.27 + own

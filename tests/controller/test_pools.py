@@ -128,10 +128,12 @@ def test_a_group_goes_on_without_a_killed_rank(three: Cluster, late: WorkerGroup
     assert every.alive == (0, 1, 2)
     pids = run(every.call(Worker.process_id))
     os.kill(pids[0], signal.SIGKILL)
+    assert run(three.cpu_seconds()).keys() == {1, 2}  # before a call has found it so
     with pytest.raises(WorkerError, match=rf"every\[0\]\.napping.*pid {pids[0]} on") as caught:
         run(every.call_rank(0, Calculator.napping, 1000.0))
     assert caught.value.died
     assert every.alive == (1, 2)
+    assert run(three.cpu_seconds()).keys() == {1, 2}
     assert run(every.call_each(Calculator.napping, 0.0)).keys() == {1, 2}
     assert run(every.call_each(Worker.process_id)) == {1: pids[1], 2: pids[2]}
     assert run(every.call(Calculator.fails, (), ranks=every.alive)) == "fine"

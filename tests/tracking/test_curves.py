@@ -12,7 +12,7 @@ import pytest
 
 import rondo
 from rondo.errors import ConfigError, DataError
-from rondo.tracking import RunFolder, Timers, build_summary, curves, plot_curves
+from rondo.tracking import Clock, RunFolder, Timeline, build_summary, curves, plot_curves
 from rondo.tracking.curves import PANELS, _series, _smoothed
 from rondo.tracking.summary import git_commit
 
@@ -84,16 +84,16 @@ def test_series_takes_the_last_line_of_a_step_and_the_first_name_that_is_there()
     assert _smoothed([float(i) for i in range(40)])[:3] == [0.5, 1.0, 2.0]  # type: ignore[index]
 
 
-def test_the_summary() -> None:
+def test_the_summary(tmp_path: Path) -> None:
     now = [0.0]
-    timers = Timers(lambda: now[0], lambda: now[0] / 2)
-    with timers.phase("generate"):
+    clock = Clock(Timeline(tmp_path / "attempt-1.json"), now=lambda: now[0], cpu=lambda: now[0] / 2)
+    with clock.phase("generate"):
         now[0] = 30.0
-    timers.end_step(generated=1000, trained=900)
+    clock.end_step(40, generated=1000, trained=900)
     now[0] = 40.0
     lines = [{"step": 0, "eval/greedy/reward": 0.1}]
     lines += [{"step": step, "reward/mean": float(step)} for step in range(1, 41)]
-    summary = build_summary(lines, timers, steps=40, eval_before={"greedy/reward": 0.1}, peak_memory_bytes=5)
+    summary = build_summary(lines, clock, steps=40, eval_before={"greedy/reward": 0.1}, peak_memory_bytes=5)
     expected = {
         "reward_first": 1.5,  # 5 % of 40 steps: 2
         "reward_last": 39.5,
@@ -114,8 +114,8 @@ def test_the_summary() -> None:
     assert str(Path.home()) + "/" not in json.dumps(summary)
 
 
-def test_the_summary_of_a_run_without_rewards() -> None:
-    summary = build_summary([], Timers(), steps=0)
+def test_the_summary_of_a_run_without_rewards(tmp_path: Path) -> None:
+    summary = build_summary([], Clock(Timeline(tmp_path / "attempt-1.json")), steps=0)
     assert (summary["reward_first"], summary["reward_last"], summary["reward_window_steps"]) == (
         None,
         None,

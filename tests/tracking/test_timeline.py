@@ -10,28 +10,34 @@ from typing import Any
 import pytest
 
 from rondo.errors import DataError
-from rondo.tracking.run_folder import RunFolder
-from rondo.tracking.timeline import Timeline, read_timeline
-from rondo.tracking.timers import Timers
+from rondo.tracking import Clock, RunFolder, Timeline
+from rondo.tracking.timeline import Span, read_timeline
 
 
-class Clock:
-    def __init__(self, now: float = 0.0) -> None:
-        self.now = now
+class Hand:
+    def __init__(self) -> None:
+        self.now = 0.0
 
     def __call__(self) -> float:
         return self.now
 
 
-def timeline(path: Path) -> tuple[Timeline, Clock]:
-    """On a wall clock that is 1000 s ahead of the ticks, which stand still."""
-    clock = Clock(1000.0)
-    return Timeline(path, clock=clock, ticks=lambda: 0.0), clock
+def clock_at(path: Path, gauges: dict[str, float] | None = None) -> tuple[Clock, Hand]:
+    """Returns a clock that began at second 1000 of the epoch, and its hand."""
+    hand = Hand()
+    clock = Clock(Timeline(path), lambda: gauges or {}, now=hand, cpu=lambda: 0.0, epoch=lambda: 1000.0)
+    return clock, hand
 
 
-def call(line: Timeline, role: str, rank: int, device: int, method: str, start: float, end: float) -> None:
-    line.call_sent(role, rank, device, method)
-    line.call_ended(role, rank, device, method, start, end, died=False)
+def call(clock: Clock, role: str, rank: int, device: int, method: str, start: float, end: float) -> None:
+    clock.call_sent(role, rank, device, method)
+    clock.call_ended(role, rank, device, method, start, end, died=False)
+
+
+def phase(clock: Clock, hand: Hand, name: str, start: float, end: float) -> None:
+    hand.now = start
+    with clock.phase(name):
+        hand.now = end
 
 
 def spans(path: Path) -> list[dict[str, Any]]:
@@ -49,14 +55,14 @@ def spans(path: Path) -> list[dict[str, Any]]:
 
 def test_spans_marks_and_counters_are_what_was_told(tmp_path: Path) -> None:
     path = tmp_path / "timeline" / "attempt-1.json"
-    line, clock = timeline(path)
-    line.gauges = lambda: {"in flight": 2, "ready": 1}
-    call(line, "actor", 1, 3, "update_actor", 1001.0, 1001.5)
-    line.phase("update_actor", 0.9, 1.6)  # of the ticks: 1000.9 to 1001.6
-    clock.now = 1002.0
-    line.mark("publish", version=7)
-    line.count("staleness", {"mean": 0.5, "max": 1})
-    line.end_step(7)
+    clock, hand = clock_at(path, {"in flight": 2, "ready": 1})
+    call(clock, "actor", 1, 3, "update_actor", 1001.0, 1001.5)
+    call(clock, "rollout", 0, 0, "restarted", 1001.0, 1001.5)  # a long poll is not shown
+    phase(clock, hand, "update_actor", 0.9, 1.6)
+    hand.now = 2.0
+    clock.mark("publish", version=7)
+    clock.count("staleness", {"mean": 0.5, "max": 1})
+    clock.end_step(7)
     assert [(e["process"], e["cat"], e["name"], e["ts"], e["dur"], e["args"]) for e in spans(path)] == [
         ("device 3: actor", "actor", "update_actor", 1001_000_000, 500_000, {"rank": 1, "step": 7}),
         ("controller", "loop", "update_actor", 1000_900_000, 700_000, {"step": 7}),
@@ -75,15 +81,15 @@ def test_spans_marks_and_counters_are_what_was_told(tmp_path: Path) -> None:
 
 def test_every_event_has_what_the_format_asks_for(tmp_path: Path) -> None:
     path = tmp_path / "timeline.json"
-    line, _ = timeline(path)
+    clock, hand = clock_at(path)
     for start, end in ((0, 4), (1, 2), (2, 3), (3, 6), (5, 4)):  # they overlap; the last would be negative
-        call(line, "rollout", 0, 0, "run_group", 1000 + start, 1000 + end)
-    line.end_step(1)
-    call(line, "rollout", 0, 0, "run_group", 1000.5, 1007)  # began a step ago
-    line.phase("outer", 0.0, 9.0)
-    line.phase("inner", 1.0, 2.0)
-    line.mark("publish", version=1)
-    line.end_step(2)
+        call(clock, "rollout", 0, 0, "run_group", 1000 + start, 1000 + end)
+    clock.end_step(1)
+    call(clock, "rollout", 0, 0, "run_group", 1000.5, 1007)  # began a step ago
+    phase(clock, hand, "outer", 0.0, 9.0)
+    phase(clock, hand, "inner", 1.0, 2.0)
+    clock.mark("publish", version=1)
+    clock.end_step(2)
     whole = json.loads(path.read_text() + "]")  # but for the bracket, which may be left out
     assert whole == read_timeline(path)
     for event in whole:
@@ -99,23 +105,19 @@ def test_every_event_has_what_the_format_asks_for(tmp_path: Path) -> None:
     ]
 
 
-def test_phases_of_the_timers_add_up_to_their_metrics(tmp_path: Path) -> None:
+def test_phases_add_up_to_their_metrics(tmp_path: Path) -> None:
     path = tmp_path / "attempt-1.json"
-    ticks = Clock()
-    line = Timeline(path, clock=lambda: 1000.0 + ticks.now, ticks=ticks)
-    timers = Timers(ticks, Clock())
-    timers.watchers.append(line)
-    with timers.phase("evaluate"):  # before the first step
-        ticks.now += 5.0
-    timers.start_step()
+    clock, hand = clock_at(path)
+    with clock.phase("evaluate"):  # before the first step
+        hand.now += 5.0
+    clock.start_step()
     metrics = {}
     for step in (1, 2):
         for seconds in (0.25, 0.5):
-            with timers.phase("update_actor"):
-                ticks.now += seconds * step
-            ticks.now += 1.0
-        metrics[step] = timers.end_step()
-        line.end_step(step)
+            with clock.phase("update_actor"):
+                hand.now += seconds * step
+            hand.now += 1.0
+        metrics[step] = clock.end_step(step)
     for step in (1, 2):
         mine = [e for e in spans(path) if e["args"]["step"] == step]
         assert {e["name"] for e in mine} == {"update_actor"}
@@ -126,10 +128,9 @@ def test_phases_of_the_timers_add_up_to_their_metrics(tmp_path: Path) -> None:
 
 def test_a_file_that_a_kill_cut_off_is_read_less_its_last_line(tmp_path: Path) -> None:
     path = tmp_path / "attempt-1.json"
-    line, _ = timeline(path)
+    timeline = Timeline(path)
     for step in range(1, 4):
-        line.phase("update_actor", step, step + 0.5)
-        line.end_step(step)
+        timeline.write(step, [Span("update_actor", step, step + 0.5)])
         assert len(json.loads(path.read_text() + "]")) == 2 + 2 * step  # whole after every step
     text, events = path.read_text(), read_timeline(path)
     for kept in range(text.rindex("\n") + 1, len(text)):  # anywhere in the last line
@@ -147,21 +148,21 @@ def test_every_attempt_has_a_file_of_its_own_and_keeps_it(tmp_path: Path) -> Non
     run = tmp_path / "run"
     with RunFolder(run) as folder:
         (run / "checkpoints" / "step-00000002").mkdir()
-        line = folder.open_timeline()
+        timeline = Timeline(folder.timeline_path)
         for step in (1, 2, 3):
-            line.phase("generate", step, step + 0.5)
+            timeline.write(step, [Span("generate", step, step + 0.5)])
             folder.append_metrics(step, {"reward": 0.5})
-            line.end_step(step)
     first = (run / "timeline" / "attempt-1.json").read_text()
     with RunFolder(run) as folder:
         assert (folder.attempt, folder.resume_step) == (2, 2)
-        line = folder.open_timeline()
-        line.phase("load", 0.0, 1.0)  # set-up, before the metrics are cut
-        assert folder.discard_beyond(2) == 1
-        line.step = 2
-        line.step_started()
-        line.phase("generate", 3.0, 4.0)
-        line.end_step(3)
+        clock = Clock(Timeline(folder.timeline_path))
+        with clock.phase("load"):  # set-up, before the metrics are cut
+            assert folder.discard_beyond(2) == 1
+        clock.step = 2
+        clock.start_step()
+        with clock.phase("generate"):
+            pass
+        clock.end_step(3)
         folder.sync()
     assert (run / "timeline" / "attempt-1.json").read_text() == first  # with the step that was done again
     again = spans(run / "timeline" / "attempt-2.json")
@@ -169,15 +170,13 @@ def test_every_attempt_has_a_file_of_its_own_and_keeps_it(tmp_path: Path) -> Non
     (run / "run.lock").unlink()  # and with it the count of attempts
     shutil.rmtree(run / "discarded")
     with RunFolder(run) as folder:
-        assert folder.open_timeline().path == run / "timeline" / "attempt-1-2.json"
+        assert folder.timeline_path == run / "timeline" / "attempt-1-2.json"
 
 
 def test_a_run_that_starts_anew_takes_the_old_timeline_away(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with RunFolder(run) as folder:
-        line = folder.open_timeline()
-        line.phase("generate", 0.0, 1.0)
-        line.end_step(1)
+        Timeline(folder.timeline_path).write(1, [Span("generate", 0.0, 1.0)])
     with RunFolder(run):
         assert not (run / "timeline").exists()
         assert (run / "discarded" / "1" / "timeline" / "attempt-1.json").exists()

@@ -60,6 +60,10 @@ class Cluster(Protocol):
         """Bytes that passed through the controller so far, both ways; see docs/controller.md for what is
         counted."""
 
+    async def cpu_seconds(self) -> dict[int, float]:
+        """Returns, by device, the CPU time of the host and of the processes below it (engines, their workers,
+        scorers) so far, ended ones included; without this very process, and without hosts that are dead."""
+
     async def shutdown(self) -> None:
         """Close all workers and end all processes. A second call does nothing."""
 

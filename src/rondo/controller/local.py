@@ -18,6 +18,7 @@ from rondo.controller.host import Call, Host
 from rondo.controller.mesh import Mesh
 from rondo.controller.worker import Worker
 from rondo.errors import ConfigError
+from rondo.usage import children_cpu_seconds
 
 
 class LocalHandle(HostHandle):
@@ -88,6 +89,10 @@ class LocalCluster:
     def driver_bytes(self) -> int:
         """See Cluster.driver_bytes: index bytes only, token data is in this very process."""
         return self._put_bytes + self._handle.num_bytes
+
+    async def cpu_seconds(self) -> dict[int, float]:
+        """See Cluster.cpu_seconds: the host is this process, so only what it has started."""
+        return {0: children_cpu_seconds()}
 
     async def shutdown(self) -> None:
         """See Cluster.shutdown; waits for the sync call that is running."""

@@ -32,6 +32,7 @@ from rondo.controller.host import Call, Failure, Host, Reply, failure_of
 from rondo.controller.mesh import Mesh
 from rondo.controller.worker import Worker
 from rondo.errors import ConfigError, DataError
+from rondo.usage import children_cpu_seconds
 
 try:
     import ray
@@ -127,6 +128,10 @@ class HostActor:
         pieces = call.shard.pieces if call.shard is not None else ()
         reply, kept = await self._host.run(call, [blocks[piece.handle] for piece in pieces], ticket)
         return _pack_reply(reply), kept
+
+    async def cpu_seconds(self) -> float:
+        """See Cluster.cpu_seconds."""
+        return time.process_time() + children_cpu_seconds()
 
     async def close(self) -> None:
         """Close the workers."""
@@ -324,6 +329,13 @@ class RayCluster:
         blocks."""
         return self._moved_bytes + sum(handle.num_bytes for handle in self._handles)
 
+    async def cpu_seconds(self) -> dict[int, float]:
+        """See Cluster.cpu_seconds; Ray's own processes count nowhere."""
+        alive = [device for device, handle in enumerate(self._handles) if handle.broken is None]
+        asked = [_quietly(self._handles[device].actor.cpu_seconds.remote()) for device in alive]
+        found = zip(alive, await asyncio.gather(*asked), strict=True)
+        return {device: seconds for device, seconds in found if seconds is not None}
+
     async def shutdown(self) -> None:
         """See Cluster.shutdown. Hosts that are broken or do not close within CLOSE_SECONDS are killed."""
         if self._closed:
@@ -384,11 +396,12 @@ async def _all(refs: Any) -> list[Any]:
     return list(await asyncio.gather(*refs))
 
 
-async def _quietly(ref: ray.ObjectRef) -> None:
+async def _quietly(ref: ray.ObjectRef) -> Any:
+    """Returns the host's answer, or None where it is dead."""
     try:
-        await ref
+        return await ref
     except RayError:
-        return  # it died before it could close: it is gone, which is what was wanted
+        return None
 
 
 async def _gone(pids: Sequence[int], seconds: float = 5.0) -> None:

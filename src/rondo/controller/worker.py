@@ -4,7 +4,6 @@ process."""
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -14,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from rondo.controller.dispatch import dispatch
 from rondo.controller.distributed import device_mesh_of
 from rondo.controller.mesh import Mesh
-from rondo.usage import children_cpu_seconds
 
 
 class Worker:
@@ -26,13 +24,6 @@ class Worker:
 
     def __init__(self, context: WorkerContext) -> None:
         self.context = context
-
-    @dispatch("per_rank")
-    def cpu_seconds(self) -> float:
-        """Returns the CPU time of the host process so far, all roles and threads, and of the processes below
-        it (engines, their workers, scorers), ended ones included.
-        """
-        return time.process_time() + children_cpu_seconds()
 
     @dispatch("per_rank")
     def process_id(self) -> int:

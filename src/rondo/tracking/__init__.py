@@ -1,24 +1,26 @@
-"""What a run leaves behind and shows: the run folder, trackers, console, curves, timers, summary."""
+"""What a run leaves behind and shows: the run folder, trackers, console, curves, clock, summary."""
 
 from __future__ import annotations
 
+from rondo.tracking.clock import Clock
 from rondo.tracking.console import Console
 from rondo.tracking.curves import matplotlib_available, plot_curves
 from rondo.tracking.run_folder import RunFolder, read_metrics
 from rondo.tracking.samples import BeforeAfter, Report, Sample
 from rondo.tracking.summary import build_summary
-from rondo.tracking.timers import Timers
+from rondo.tracking.timeline import Timeline
 from rondo.tracking.trackers import Tracker, TrackerContext, Trackers, check_trackers, make_trackers
 from rondo.tracking.view import Header
 
 __all__ = [
     "BeforeAfter",
+    "Clock",
     "Console",
     "Header",
     "Report",
     "RunFolder",
     "Sample",
-    "Timers",
+    "Timeline",
     "Tracker",
     "TrackerContext",
     "Trackers",

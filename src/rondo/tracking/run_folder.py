@@ -29,7 +29,6 @@ from rondo.batch import Batch
 from rondo.checkpoint.durable import free_name, sync_path, write_atomic
 from rondo.errors import CheckpointError, ConfigError, DataError
 from rondo.tracking.lock import RunLock
-from rondo.tracking.timeline import Timeline
 
 Resume = Literal["auto", "never", "must"]
 
@@ -297,10 +296,6 @@ class RunFolder:
             (kept if record is not None and record["step"] <= step else late).append(line)
         self.discard_lines(path.name, kept, late, attempt)
         return len(late)
-
-    def open_timeline(self) -> Timeline:
-        """The timeline of this process; nothing is written before its first step begins."""
-        return Timeline(self.timeline_path)
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Reads as the module's `read_metrics`; returns nothing when nothing was logged yet."""

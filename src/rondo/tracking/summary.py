@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import rondo
+from rondo.tracking.clock import Clock
 from rondo.tracking.names import REWARD, find
-from rondo.tracking.timers import Timers
 from rondo.usage import process_usage
 
 PACKAGES = ("torch", "transformers", "numpy", "pyarrow", "ray")
@@ -20,7 +20,7 @@ WINDOW = 0.05  # of the steps, at least one: what reward_first and reward_last a
 
 def build_summary(
     metrics: Sequence[Mapping[str, Any]],
-    timers: Timers,
+    clock: Clock,
     *,
     steps: int,
     eval_before: Mapping[str, float] | None = None,
@@ -33,13 +33,13 @@ def build_summary(
     metrics: the lines of metrics.jsonl. reward_first and reward_last are means of `reward/mean` over the
     first and the last 5 % of the steps that have it, at least one. Times and tokens are the run's, over all
     its attempts: wall seconds; CPU seconds of this process unless given; tokens as handed to
-    `Timers.end_step(generated=…, trained=…)`. peak_memory_bytes: default this process's. phase_shares: of
+    `Clock.end_step(generated=…, trained=…)`. peak_memory_bytes: default this process's. phase_shares: of
     the wall time. No paths of this machine.
     """
     by_step = {line["step"]: reward for line in metrics if (reward := find(line, REWARD)) is not None}
     rewards = [reward for _, reward in sorted(by_step.items())]
     window = max(1, round(WINDOW * len(rewards)))
-    shares = timers.shares()
+    shares = clock.shares()
     return {
         "reward_first": _mean(rewards[:window]),
         "reward_last": _mean(rewards[-window:]),
@@ -47,10 +47,10 @@ def build_summary(
         "eval_before": dict(eval_before) if eval_before else None,
         "eval_after": dict(eval_after) if eval_after else None,
         "steps": steps,
-        "wall_seconds": timers.wall_seconds,
-        "cpu_seconds": timers.cpu_seconds if cpu_seconds is None else cpu_seconds,
-        "generated_tokens": timers.counts.get("generated", 0),
-        "trained_tokens": timers.counts.get("trained", 0),
+        "wall_seconds": clock.wall_seconds,
+        "cpu_seconds": clock.cpu_seconds if cpu_seconds is None else cpu_seconds,
+        "generated_tokens": clock.counts.get("generated", 0),
+        "trained_tokens": clock.counts.get("trained", 0),
         "peak_memory_bytes": process_usage().peak_memory_bytes
         if peak_memory_bytes is None
         else peak_memory_bytes,

@@ -316,7 +316,7 @@ def stop_on_interrupt(trainer: Stoppable, console: Console) -> Iterator[None]:
 
 
 def _close(reporter: Reporter, trainer: RLTrainer | SupervisedTrainer, finished: bool) -> Summary:
-    summary = reporter.finish(trainer.timers, trainer.step, finished)
+    summary = reporter.finish(trainer.step, finished)
     if not finished:
         raise KeyboardInterrupt(
             f"stopped after step {trainer.step}; run the same command again to go on from there "

@@ -1,6 +1,5 @@
 """What a run tells: metrics to the trackers, steps to the console, rollouts and answers to the folder, the
-end to a table. And two measurements for it: rewards and lengths of a step's rows, and the CPU time of the
-run's processes beside the controller's own (hosts, engines, scorers).
+end to a table; and what a step's rows say of rewards, lengths and staleness.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ import asyncio
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -19,34 +18,36 @@ import numpy as np
 from rondo.batch import BatchRef
 from rondo.checkpoint.durable import write_atomic
 from rondo.columns import GREEDY_REWARD, SCORE
-from rondo.config.schema import ClusterConfig, Config
-from rondo.controller import Cluster, Worker, WorkerGroup
+from rondo.config.schema import Config
+from rondo.controller import Cluster
 from rondo.tracking import (
     BeforeAfter,
+    Clock,
     Console,
     Header,
     Report,
     RunFolder,
     Sample,
-    Timers,
+    Timeline,
     build_summary,
     make_trackers,
     matplotlib_available,
     plot_curves,
 )
 from rondo.tracking.view import Kind
-from rondo.trainers.loop.busy import Occupancy
 from rondo.trainers.loop.evaluation import EvaluationResult
 from rondo.types import StepStats
-from rondo.usage import children_cpu_seconds, process_usage
+from rondo.usage import process_usage
 from rondo.workers.rollout import EvaluationRecord
 
 Status = Literal["finished", "failed", "stopped"]
-LONG_POLLS = frozenset({"restarted"})  # worker methods that wait for something to happen
 
 
 class Reporter:
-    """One per stage (RL, SFT, …). Use `with reporter.running(…):` around the training."""
+    """One per stage (RL, SFT, …). `watch` it, then `with reporter.running(…):` around the training."""
+
+    # Of the run; `watch` starts it.
+    clock: Clock
 
     def __init__(
         self, config: Config, folder: RunFolder, console: Console, *, title: str, kind: Kind = "rl"
@@ -55,8 +56,6 @@ class Reporter:
         self.stopped = False  # on request, before the end
         self.device: str = config.cluster.device
         self._samples: list[Sample] = []
-        self.timeline = folder.open_timeline()
-        self._occupancy = Occupancy()
         self._trackers = make_trackers(
             config.tracking.trackers,
             folder,
@@ -67,16 +66,14 @@ class Reporter:
             warn=console.warn,
         )
 
-    def watch(
-        self, cluster: Cluster, timers: Timers, gauges: Callable[[], Mapping[str, float]] = dict
-    ) -> None:
-        """Make the timeline and the busy shares from this cluster's calls and these timers' phases.
+    def watch(self, cluster: Cluster, gauges: Callable[[], Mapping[str, float]] = dict) -> Clock:
+        """Starts the run's clock, which hears of this cluster's calls, and returns it.
 
         gauges: for the timeline's counter of prompt groups.
         """
-        cluster.call_watchers += [self.timeline, self._occupancy]
-        timers.watchers += [self.timeline, self._occupancy]
-        self.timeline.gauges, self.timeline.ignored = gauges, LONG_POLLS
+        self.clock = Clock(Timeline(self.folder.timeline_path), gauges)
+        cluster.call_watchers.append(self.clock)
+        return self.clock
 
     @contextmanager
     def running(self, total_steps: int, first_step: int, parameters: int) -> Iterator[None]:
@@ -90,7 +87,7 @@ class Reporter:
         )
         self.console.start(header, total_steps, kind=self.kind, first_step=first_step)
         status: Status = "failed"
-        self.timeline.step = first_step
+        self.clock.step = first_step
         try:
             yield
             status = "stopped" if self.stopped else "finished"
@@ -99,7 +96,7 @@ class Reporter:
             raise
         finally:
             self.console.end_stage()
-            self.timeline.close()
+            self.clock.close()
             self._trackers.finish(status)
 
     def note(self, message: str) -> None:
@@ -113,7 +110,6 @@ class Reporter:
         step: int,
         stats: StepStats,
         extra: Mapping[str, float],
-        timers: Timers,
         evaluation: Sequence[EvaluationResult] = (),
     ) -> None:
         """One step's metrics, everywhere."""
@@ -122,9 +118,13 @@ class Reporter:
         generated = int(values.get("rollout/generated_tokens", 0))
         generates = self.kind == "rl" and self.config.rollout.recorded is None
         tokens = {"trained": trained} | ({"generated": generated} if generates else {})
-        metrics = values | dict(extra) | timers.end_step(**tokens)
-        metrics |= _rates(metrics, tokens)
-        metrics |= self._occupancy.shares() if self.kind == "rl" else {}
+        stale = ("buffer/staleness_mean", "buffer/staleness_max")
+        if values.keys() >= set(stale):
+            self.clock.count("staleness", {name.rpartition("_")[2]: values[name] for name in stale})
+        metrics = values | dict(extra) | self.clock.end_step(step, **tokens)
+        update = metrics.get("timing/update_actor_s", 0.0)
+        if update > 0:  # so that evaluations and checkpoints do not count; what is generated has no phase
+            metrics["perf/trained_tokens_per_s"] = trained / update
         self._trackers.log(step, metrics)
         self.console.step(step, metrics)
         if self._samples:
@@ -132,14 +132,6 @@ class Reporter:
             self._trackers.log_samples(step, self._samples)
         for result in evaluation:
             self._evaluated(step, result)
-        stale = {
-            name: metrics[f"buffer/staleness_{name}"]
-            for name in ("mean", "max")
-            if f"buffer/staleness_{name}" in metrics
-        }
-        if stale:
-            self.timeline.count("staleness", stale)
-        self.timeline.end_step(step)
 
     def evaluation(self, step: int, result: EvaluationResult) -> None:
         """An evaluation with no training step of its own (before the first)."""
@@ -173,7 +165,7 @@ class Reporter:
                 for row in few.table.to_pylist()
             ]
 
-    def finish(self, timers: Timers, step: int, finished: bool) -> dict[str, Any]:
+    def finish(self, step: int, finished: bool) -> dict[str, Any]:
         """summary.json, curves.png and the final table; of a run that was stopped, nothing is written."""
         lines = self.folder.read_metrics()
         evaluations = [line for line in lines if any(key.startswith("eval/") for key in line)]
@@ -183,7 +175,7 @@ class Reporter:
         usage = process_usage(children=True)
         summary = build_summary(
             lines,
-            timers,
+            self.clock,
             steps=step,
             eval_before=before,
             eval_after=after,
@@ -226,15 +218,6 @@ def _answers(run: Path, step: int, number: int) -> list[BeforeAfter]:
     pairs = [(before.get(key), record) for key, record in after.items()]
     pairs.sort(key=lambda pair: -(pair[1].reward - (pair[0].reward if pair[0] else 0.0)))
     return [BeforeAfter(_sample(old), _sample(new)) for old, new in pairs[:number]]
-
-
-def _rates(metrics: Mapping[str, float], tokens: Mapping[str, int]) -> dict[str, float]:
-    """Tokens per second of the phase that handles them, so that evaluations and checkpoints do not count.
-    What is generated has no phase of its own: the loop only waits for what is not there yet.
-    """
-    phases = {"trained": "timing/update_actor_s"}
-    seconds = {name: metrics.get(phase, 0.0) for name, phase in phases.items() if name in tokens}
-    return {f"perf/{name}_tokens_per_s": tokens[name] / s for name, s in seconds.items() if s > 0}
 
 
 def _algorithm(config: Config, kind: Kind) -> str:
@@ -333,46 +316,3 @@ def describe_staleness(staleness: Sequence[int], max_staleness: int, stats: Step
     stats.add_max("buffer/staleness_max", float(max(staleness)))
     for value in range(max_staleness + 1):
         stats.add_mean(f"buffer/staleness_{value}", float(staleness.count(value)), len(staleness))
-
-
-HERE = -1  # in the place of a device: what this process has started
-
-
-class HostClock:
-    """Adds what has been used since the last call to the run's timers, which count this process themselves.
-
-    In the local backend these are the processes that this one has started; with Ray, the hosts with theirs
-    (Ray's own processes count nowhere).
-    """
-
-    def __init__(self, config: ClusterConfig) -> None:
-        self._remote = config.backend == "ray"
-        self._seconds: dict[int, float] = {}  # the most that was seen, by device
-        if not self._remote:
-            self._seconds[HERE] = children_cpu_seconds()
-
-    async def start(self, groups: Iterable[WorkerGroup], timers: Timers) -> None:
-        """What was used until now counts for no step: of the hosts it counts nowhere (imports, loading
-        models), of this process's children since this clock was made for the run.
-        """
-        if self._remote:
-            self._seconds = await self._used(groups)
-        else:
-            await self.count(groups, timers)
-
-    async def count(self, groups: Iterable[WorkerGroup], timers: Timers) -> None:
-        """groups: together with a worker on every host. A host that died adds nothing more."""
-        now = await self._used(groups) if self._remote else {HERE: children_cpu_seconds()}
-        for at, seconds in now.items():  # less than before: a process has just ended, see `Usage`
-            before = self._seconds.get(at, 0.0)
-            timers.cpu_seconds += max(0.0, seconds - before)
-            self._seconds[at] = max(seconds, before)
-
-    @staticmethod
-    async def _used(groups: Iterable[WorkerGroup]) -> dict[int, float]:
-        now: dict[int, float] = {}
-        for group in groups:
-            if group.alive and not now.keys() >= set(group.devices):
-                found = await group.call_each(Worker.cpu_seconds)
-                now |= {group.devices[rank]: seconds for rank, seconds in found.items()}
-        return now

@@ -48,7 +48,7 @@ class RLTrainer(RLRun):
         everything, step = self.begin_step(groups)
         await self.let_engines_rest()
         scored = await self._through(self.program.scoring, self.scored(everything, step.stats), step)
-        with self.timers.phase("write_rollouts"):
+        with self.clock.phase("write_rollouts"):
             await self.reporter.rollouts(self.step + 1, with_scores_of(everything, scored))
         batch = await self._through(self.program.stages, scored, step)
         await self.weights.hold_if_shared()
@@ -57,18 +57,18 @@ class RLTrainer(RLRun):
             self.coefficients.adapt(scored, step.stats)
         await self.publish(step.stats)
         await self.report(scored, step.stats)
-        with self.timers.phase("checkpoint"):
+        with self.clock.phase("checkpoint"):
             await self.checkpoints.write_if_due(self)
 
     async def _through(self, stages: Sequence[Stage], batch: BatchRef, step: Step) -> BatchRef:
         for stage in stages:
-            with self.timers.phase(stage.phase):
+            with self.clock.phase(stage.phase):
                 batch = await stage(batch, step)
         return batch
 
     async def _update_actor(self, batch: BatchRef, step: Step) -> None:
         loss, epochs = self.program.actor_loss, self.config.actor.epochs
-        with self.timers.phase("update_actor"):
+        with self.clock.phase("update_actor"):
             step.stats.merge(
                 await update_actor(self.roles.actor, batch, loss, epochs, step, self._pretraining)
             )

@@ -20,7 +20,6 @@ from rondo.controller import Cluster, WorkerGroup
 from rondo.data.rows import is_scored
 from rondo.errors import TrainError
 from rondo.rewards import check_dropped_share
-from rondo.tracking import Timers
 from rondo.trainers.loop.buffer import Group, Journal, group_filter
 from rondo.trainers.loop.checkpoints import Checkpoints
 from rondo.trainers.loop.coefficients import Coefficients
@@ -29,7 +28,7 @@ from rondo.trainers.loop.evaluation import EvaluationResult
 from rondo.trainers.loop.ledger import Ledger
 from rondo.trainers.loop.mender import cancel
 from rondo.trainers.loop.publish import WeightPublisher
-from rondo.trainers.loop.report import HostClock, Reporter, describe_rows, describe_staleness
+from rondo.trainers.loop.report import Reporter, describe_rows, describe_staleness
 from rondo.trainers.program.plan import Schedule
 from rondo.trainers.program.roles import Roles
 from rondo.trainers.program.stages import Step
@@ -67,7 +66,7 @@ class RLRun:
         self.journal = journal
         self.step = 0
         self.coefficients = Coefficients(config.algorithm)
-        self.timers = Timers()
+        self.clock = reporter.watch(cluster, self._gauges)
         self._learners = learners
         self.buffer = side.buffer(
             batch_size=config.data.batch_size,
@@ -100,10 +99,8 @@ class RLRun:
         )
         self._evaluating: asyncio.Task[EvaluationResult] | None = None  # beside episodes, of this step
         self._evaluated: list[EvaluationResult] = []  # in this step, while the trainer waited
-        reporter.watch(cluster, self.timers, self._gauges)
         self._stop = asyncio.Event()
         self._driver_bytes = 0
-        self._hosts = HostClock(config.cluster)
 
     @property
     def total_steps(self) -> int:
@@ -123,6 +120,7 @@ class RLRun:
 
     async def start(self) -> None:
         """Resumes if there is something to resume, serves the weights, proves that they are the trainer's."""
+        self.clock.count_cpu(await self.cluster.cpu_seconds())  # from here on: not what loading took
         await self.checkpoints.restore(self)
         await self.weights.start(self.step)
         if self.side.canary is None:
@@ -139,10 +137,10 @@ class RLRun:
             async with self.weights.mender:
                 await self._first_evaluation()
                 await self.side.start_counting()  # the tokens of canary and evaluation are no step's
-                await self._hosts.start(self.roles.all(), self.timers)
-                self.timers.start_step()
+                self.clock.count_cpu(await self.cluster.cpu_seconds())
+                self.clock.start_step()
                 yield
-                await self._hosts.count(self.roles.all(), self.timers)
+                self.clock.count_cpu(await self.cluster.cpu_seconds())
 
     @asynccontextmanager
     async def feeding(self) -> AsyncIterator[None]:
@@ -196,7 +194,7 @@ class RLRun:
         taking = asyncio.create_task(self.buffer.take())
         first = asyncio.wait({taking, stopping, feeding}, return_when=asyncio.FIRST_COMPLETED)
         try:
-            with self.timers.phase("generate"):
+            with self.clock.phase("generate"):
                 await self.weights.mender.served(first)
             if taking.done():
                 return taking.result()
@@ -243,12 +241,12 @@ class RLRun:
         """Ends a step: its weights are held for, loaded, confirmed; then what is due while held; release."""
         self.step += 1
         await self._refresh_reference()
-        with self.timers.phase("publish"):
+        with self.clock.phase("publish"):
             await self.finish_evaluation()
             await self.weights.publish(self.step, stats)
             await self._while_held(stats)
             await self.weights.release(self.step, stats)
-        self.reporter.timeline.mark("publish", version=self.step)
+        self.clock.mark("publish", version=self.step)
         if self._evaluates_beside():
             self._evaluating = asyncio.create_task(self.side.evaluate(), name=f"evaluation-{self.step}")
 
@@ -274,7 +272,7 @@ class RLRun:
 
     async def report(self, scored: BatchRef, stats: StepStats) -> None:
         """A step's metrics, everywhere. scored: its rows with a reward."""
-        await self._hosts.count(self.roles.all(), self.timers)
+        self.clock.count_cpu(await self.cluster.cpu_seconds())
         for group in self.roles.trained():
             for peak in await group.call(ModelWorker.peak_memory_bytes):
                 stats.add_max("perf/peak_memory_bytes", float(peak))
@@ -288,7 +286,7 @@ class RLRun:
             extra |= result.metrics
         extra["perf/driver_bytes"] = float(self.cluster.driver_bytes() - self._driver_bytes)
         self._driver_bytes = self.cluster.driver_bytes()
-        self.reporter.step(self.step, stats, extra, self.timers, evaluated)
+        self.reporter.step(self.step, stats, extra, evaluated)
 
     # ---- evaluation ----
 
@@ -321,7 +319,7 @@ class RLRun:
         step, evaluating = self.buffer.version, self._evaluating
         stranded = asyncio.create_task(self.weights.mender.stranded())
         try:
-            with self.timers.phase("evaluate"):
+            with self.clock.phase("evaluate"):
                 await asyncio.wait({evaluating, stranded}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             await cancel(stranded)
@@ -334,7 +332,7 @@ class RLRun:
 
     async def evaluate(self) -> EvaluationResult:
         """While the trainer waits, and so holds the weights that are measured."""
-        with self.timers.phase("evaluate"):
+        with self.clock.phase("evaluate"):
             return await self.weights.mender.served(self.side.evaluate())
 
     # ---- checkpoints ----
@@ -355,7 +353,7 @@ class RLRun:
         return ControllerState(
             step=self.step,
             version=self.step,
-            timers=self.timers.state(),
+            timers=self.clock.state(),
             extra={
                 **self.coefficients.state(),
                 "groups": [[g.seq, g.admitted_version, g.oldest_version] for g in ready.values()],
@@ -371,7 +369,7 @@ class RLRun:
         """Goes on where `state` was cut."""
         self.step = state.step
         self.coefficients.load_state(dict(state.extra))
-        self.timers.load_state(state.timers)
+        self.clock.load_state(state.timers)
         groups = [
             Group(seq, admitted, oldest, self.cluster.put(state.groups[seq], self.side.index_columns))
             for seq, admitted, oldest in state.extra["groups"]

@@ -93,7 +93,7 @@ class Actor:
                 for i, prompt in enumerate(prompts)
             )
         )
-        with run.timers.phase("generate"):
+        with run.clock.phase("generate"):
             rows = BatchRef.concat(await run.weights.mender.served(calls))
         failed, stats = failures(rows), session.step_state.stats
         check_dropped_share(failed, len(rows), self._config.reward.max_dropped_share)
@@ -105,7 +105,7 @@ class Actor:
         """old_log_probs: of the response tokens under the policy as it is now. also: entropy, sum_p_squared,
         under their own names.
         """
-        with self._session.run.timers.phase("log_prob"):
+        with self._session.run.clock.phase("log_prob"):
             return await self.model.call(ActorWorker.compute_log_prob, batch, also=also)  # type: ignore[no-any-return]
 
     async def update_actor(self, batch: BatchRef, *, pretrain: Pretraining | None = None) -> StepStats:
@@ -130,7 +130,7 @@ class Actor:
         batch = await ActorWeights(config)(batch, step)
         await run.let_engines_rest()
         await run.weights.hold_if_shared()
-        with run.timers.phase("update_actor"):
+        with run.clock.phase("update_actor"):
             stats = await update_actor(
                 self.model, batch, self._losses[which], config.actor.epochs, step, pretrain, name=which
             )
@@ -176,7 +176,7 @@ class Critic:
 
     async def compute_values(self, batch: BatchRef) -> BatchRef:
         """values (cost_values): of the state before each response token."""
-        with self._session.run.timers.phase("values"):
+        with self._session.run.clock.phase("values"):
             return await self.model.call(CriticWorker.compute_values, batch)  # type: ignore[no-any-return]
 
     async def update_critic(self, batch: BatchRef) -> StepStats:
@@ -186,7 +186,7 @@ class Critic:
         session, config = self._session, self._session.config
         step = dataclasses.replace(session.step_state, stats=StepStats())
         update = LearnerUpdate(self._learner, config)
-        with session.run.timers.phase(update.phase):
+        with session.run.clock.phase(update.phase):
             await update(await MiniBatches(config, (self._learner,))(batch, step), step)
         return step.stats
 
@@ -200,7 +200,7 @@ class Reference:
 
     async def compute_log_prob(self, batch: BatchRef) -> BatchRef:
         """ref_log_probs: of the response tokens."""
-        with self._session.run.timers.phase("ref_log_prob"):
+        with self._session.run.clock.phase("ref_log_prob"):
             return await self.model.call(ReferenceWorker.compute_ref_log_prob, batch)  # type: ignore[no-any-return]
 
     async def follow(self, actor: Actor) -> None:
@@ -219,7 +219,7 @@ class Reward:
         """The batch with the scores of reward.models in `reward`, and as score/<name>. What reward.functions
         say of a row is in it from the start.
         """
-        with self._session.run.timers.phase("reward"):
+        with self._session.run.clock.phase("reward"):
             for model in self._models:
                 batch = await RewardModelScores(model)(batch, self._session.step_state)
         return batch
@@ -237,7 +237,7 @@ class Cost:
         """score/<name>, the cost of each response. The reward stays as it is."""
         if self._judge is None:  # a reward function's score, there from the start
             return batch
-        with self._session.run.timers.phase("cost"):
+        with self._session.run.clock.phase("cost"):
             scores = await model_scores(self._judge, batch)
         return batch.with_index({SCORE(self._name): scores}, replace=True)
 

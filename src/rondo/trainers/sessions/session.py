@@ -130,7 +130,7 @@ async def open_session(
                 )
             await session.finish()
         if session.step:
-            reporter.finish(session.run.timers, session.step, finished=True)
+            reporter.finish(session.step, finished=True)
 
 
 class Session:
@@ -324,7 +324,7 @@ class Session:
         self._step = None
         if logged is not None:
             await run.report(logged, step.stats)
-        with run.timers.phase("checkpoint"):
+        with run.clock.phase("checkpoint"):
             await run.checkpoints.write_if_due(run)
 
     def generated(self, prompts: Sequence[Prompt]) -> BatchRef | None:
@@ -386,7 +386,7 @@ class Session:
             raise ConfigError(
                 f"algorithm.resample={resample.name} is set: call session.resample(batch) after the rewards"
             )
-        with self.run.timers.phase(stage.phase):
+        with self.run.clock.phase(stage.phase):
             batch = await stage(batch, step)
         return batch if "rollout_weights" in batch.columns else await self.compute_correction(batch)
 
@@ -413,7 +413,7 @@ class Session:
                 "not have; call actor.compute_log_prob(batch) first, or set algorithm.rollout_correction=null"
             )
         stage = CorrectionStage(config, mask_truncated=self.config.algorithm.mask_truncated)
-        with self.run.timers.phase(stage.phase):
+        with self.run.clock.phase(stage.phase):
             batch = await stage(batch, self.step_state)
         self.corrected = True
         return batch

@@ -20,7 +20,6 @@ from rondo.columns import per_row
 from rondo.config.schema import Config
 from rondo.controller import Cluster, WorkerGroup
 from rondo.errors import ConfigError
-from rondo.tracking import Timers
 from rondo.tracking.view import Kind
 from rondo.trainers.loop.checkpoints import Checkpoints
 from rondo.trainers.loop.report import Reporter
@@ -93,8 +92,7 @@ class SupervisedTrainer:
         self.actor, self.reference, self.stream, self.held_out = actor, reference, stream, held_out
         self.total_steps, self.reporter, self.checkpoints = steps, reporter, checkpoints
         self.step = 0
-        self.timers = Timers()
-        reporter.watch(cluster, self.timers)
+        self.clock = reporter.watch(cluster)
         self._reads = update_columns(task.loss(config))
         self._held_out_batch: BatchRef | None = None
         self._stop = asyncio.Event()
@@ -126,7 +124,7 @@ class SupervisedTrainer:
         """Train. Returns False when stopped on request before the end."""
         parameters = await self.actor.call(ActorWorker.num_parameters)
         with self.reporter.running(self.total_steps, self.step, parameters):
-            self.timers.start_step()
+            self.clock.start_step()
             while self.step < self.total_steps and not self._stop.is_set():
                 await self._train_step()
             finished = self.step >= self.total_steps
@@ -141,19 +139,19 @@ class SupervisedTrainer:
 
     async def state(self) -> ControllerState:
         """The stream is a function of the step: there is nothing else to keep."""
-        return ControllerState(step=self.step, version=self.step, timers=self.timers.state())
+        return ControllerState(step=self.step, version=self.step, timers=self.clock.state())
 
     async def load_state(self, state: ControllerState) -> None:
         """Go on where `state` was cut."""
         self.step = state.step
-        self.timers.load_state(state.timers)
+        self.clock.load_state(state.timers)
 
     async def _train_step(self) -> None:
         size = self.config.data.batch_size
-        with self.timers.phase("data"):
+        with self.clock.phase("data"):
             rows = self.stream.batch(range(self.step * size, (self.step + 1) * size))
         batch = await self._prepared(rows)
-        with self.timers.phase("update_actor"):
+        with self.clock.phase("update_actor"):
             stats: StepStats = await self.actor.call(
                 ActorWorker.update_actor, batch, [[0]], self.task.kind, reads=self._reads
             )
@@ -162,12 +160,12 @@ class SupervisedTrainer:
         extra: dict[str, Any] = {}
         every, last = self.config.trainer.evaluation.every, self.step == self.total_steps
         if self.held_out and (last or (every and self.step % every == 0)):
-            with self.timers.phase("evaluate"):
+            with self.clock.phase("evaluate"):
                 extra |= await self._evaluate(self.held_out)
         for peak in await self.actor.call(ActorWorker.peak_memory_bytes):
             stats.add_max("perf/peak_memory_bytes", float(peak))
-        self.reporter.step(self.step, stats, extra, self.timers)
-        with self.timers.phase("checkpoint"):
+        self.reporter.step(self.step, stats, extra)
+        with self.clock.phase("checkpoint"):
             await self.checkpoints.snapshot_if_due(self)
             await self.checkpoints.write_if_due(self)
 
@@ -177,7 +175,7 @@ class SupervisedTrainer:
             {"mini_batch": np.zeros(len(rows), np.int64), "loss_weight": self.task.weights(rows)}
         )
         if self.reference is not None:
-            with self.timers.phase("reference"):
+            with self.clock.phase("reference"):
                 batch = await self.reference.call(ReferenceWorker.compute_ref_log_prob, batch)
         return batch
 
