@@ -6,7 +6,7 @@ Arrays are numpy, never lists of ints. Nothing here does work; a missing field f
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -195,26 +195,20 @@ class StepStats:
     def add_min(self, name: str, value: float) -> None:
         self.minima[name] = min(self.minima.get(name, value), value)
 
-    def merge(self, other: StepStats) -> StepStats:
-        """Fold `other` into this one (associative and commutative up to float rounding); returns self."""
-        for name, (numerator, denominator) in other.means.items():
-            self.add_mean(name, numerator, denominator)
-        for name, value in other.sums.items():
-            self.add_sum(name, value)
-        for name, value in other.maxima.items():
-            self.add_max(name, value)
-        for name, value in other.minima.items():
-            self.add_min(name, value)
+    def merge(self, *others: StepStats) -> StepStats:
+        """Folds `others` into this one (associative and commutative up to float rounding); returns self."""
+        for other in others:
+            for name, (numerator, denominator) in other.means.items():
+                self.add_mean(name, numerator, denominator)
+            for name, value in other.sums.items():
+                self.add_sum(name, value)
+            for name, value in other.maxima.items():
+                self.add_max(name, value)
+            for name, value in other.minima.items():
+                self.add_min(name, value)
         return self
 
-    @staticmethod
-    def merged(parts: Iterable[StepStats]) -> StepStats:
-        total = StepStats()
-        for part in parts:
-            total.merge(part)
-        return total
-
     def values(self) -> dict[str, float]:
-        """Plain numbers; a mean over nothing is left out."""
+        """Returns plain numbers; a mean over nothing is left out."""
         out = {name: n / d for name, (n, d) in self.means.items() if d}
         return out | self.sums | self.maxima | self.minima

@@ -427,7 +427,7 @@ def _join(values: Sequence[Any]) -> Any:
     if all(value is None for value in values):
         return None
     if all(isinstance(value, StepStats) for value in values):
-        return StepStats.merged(values)
+        return StepStats().merge(*values)
     return list(values)
 
 

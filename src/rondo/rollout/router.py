@@ -326,7 +326,7 @@ class Router:
         """
         self._clock()
         parts = await self._everywhere("stats")
-        total = StepStats.merged(parts.values())
+        total = StepStats().merge(*parts.values())
         for name, part in parts.items():
             replica = self._replicas[name]
             seconds, replica.busy_seconds = replica.busy_seconds, 0.0

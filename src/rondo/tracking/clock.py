@@ -90,7 +90,8 @@ class Clock:
             own = max(0.0, whole - inner.nested)
             self._phases[name] += own
             self.seconds[name] += own
-            self._record(Span(name, self._epoch + inner.started, self._epoch + ended))
+            self._events.append(Span(name, self._epoch + inner.started, self._epoch + ended))
+            self._sample()
 
     def call_sent(self, role: str, rank: int, device: int, method: str) -> None:
         """See CallWatcher."""
@@ -99,7 +100,7 @@ class Clock:
             busy.running += 1
         elif method == RESUME:
             busy.held = False
-        self._record()
+        self._sample()
 
     def call_ended(
         self, role: str, rank: int, device: int, method: str, start: float, end: float, *, died: bool
@@ -116,7 +117,9 @@ class Clock:
                 if its_device == device and other.died is None:
                     other.until(now)
                     other.died = now
-        self._record(*([] if method in LONG_POLLS else [Span(method, start, end, role, rank, device)]))
+        if method not in LONG_POLLS:
+            self._events.append(Span(method, start, end, role, rank, device))
+        self._sample()
 
     def count_cpu(self, used: Mapping[int, float]) -> None:
         """Adds what hosts have used since they were counted last; the first time says where they stand.
@@ -205,9 +208,8 @@ class Clock:
         self._marked, self._cpu_marked = now, cpu
         return now
 
-    def _record(self, *spans: Span) -> None:
-        """Adds spans to the timeline, and the gauges where they have changed."""
-        self._events += spans
+    def _sample(self) -> None:
+        """Reads the gauges; the timeline has them where they change."""
         values = self._gauges()
         if values and values != self._shown:
             self._shown = dict(values)

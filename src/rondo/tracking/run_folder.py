@@ -21,7 +21,7 @@ import math
 import numbers
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -79,15 +79,18 @@ def metrics_line(step: int, metrics: Mapping[str, Any]) -> str:
     return json.dumps(record, allow_nan=False)
 
 
-def parse_metrics(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
-    """(line with its newline, record) of every line; the record is None where the line is no JSON object."""
+def parse_metrics(path: Path) -> list[tuple[str, dict[str, Any] | None]]:
+    """Returns (line with its newline, record) of every line; the record is None where that is no metrics."""
+    found = []
     with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
         for line in file:
             try:
                 record = json.loads(line) if line.endswith("\n") else None
             except ValueError:
                 record = None
-            yield line, record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
+            is_metrics = isinstance(record, dict) and isinstance(record.get("step"), int)
+            found.append((line, record if is_metrics else None))
+    return found
 
 
 def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -98,7 +101,7 @@ def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
     path = Path(run_dir) / "metrics.jsonl"
     if not path.is_file():
         raise DataError(f"{path}: no such file; {run_dir} is not the folder of a run that logged anything")
-    lines = list(parse_metrics(path))
+    lines = parse_metrics(path)
     if lines and lines[-1][1] is None:
         lines.pop()
     for number, (_, record) in enumerate(lines, 1):
