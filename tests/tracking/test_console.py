@@ -9,8 +9,9 @@ import pytest
 from rich.console import Console as RichConsole
 
 from rondo.tracking import BeforeAfter, Console, Header, Report, Sample
+from rondo.tracking.shown import RunView
 from rondo.tracking.text import clean_text, format_duration, format_number, shorten, sparkline
-from rondo.tracking.view import RunView, render_run
+from rondo.tracking.view import render_run
 
 HEADER = Header("Qwen3, 0.85 M parameters", "cpu", "grpo", "runs/x")
 FULL = {

@@ -6,11 +6,10 @@ from rondo.tracking.clock import Clock
 from rondo.tracking.console import Console
 from rondo.tracking.curves import matplotlib_available, plot_curves
 from rondo.tracking.run_folder import RunFolder, read_metrics
-from rondo.tracking.samples import BeforeAfter, Report, Sample
+from rondo.tracking.shown import BeforeAfter, Header, Report, Sample
 from rondo.tracking.summary import build_summary
 from rondo.tracking.timeline import Timeline
 from rondo.tracking.trackers import Tracker, TrackerContext, Trackers, check_trackers, make_trackers
-from rondo.tracking.view import Header
 
 __all__ = [
     "BeforeAfter",

@@ -16,9 +16,9 @@ from rich.live import Live
 from rich.spinner import Spinner
 from rich.text import Text
 
-from rondo.tracking.samples import Report, Sample
+from rondo.tracking.shown import Header, Kind, Report, RunView, Sample, alarms, plain_line
 from rondo.tracking.text import clean_text, format_duration, format_number, shorten
-from rondo.tracking.view import Header, Kind, RunView, alarms, plain_line, render_report, render_run
+from rondo.tracking.view import render_report, render_run
 
 Mode = Literal["auto", "live", "plain", "off"]
 

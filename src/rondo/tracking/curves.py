@@ -9,28 +9,28 @@ from pathlib import Path
 from typing import Any
 
 from rondo.errors import ConfigError, DataError
-from rondo.tracking import names
+from rondo.tracking import shown
 from rondo.tracking.run_folder import read_metrics
 
 Points = tuple[list[int], list[float]]
 
 # (title, [(label, metric names)], logarithmic where it spans a lot); a panel without data is left out
 PANELS: Sequence[tuple[str, Sequence[tuple[str, tuple[str, ...]]], bool]] = (
-    ("reward", [("train", names.REWARD)], False),
-    ("loss", [("train", names.LOSS)], False),
-    ("response length, tokens", [("train", names.RESPONSE_LENGTH)], False),
-    ("KL", [("to the reference", names.REFERENCE_KL), ("of the update", names.UPDATE_KL)], False),
-    ("entropy, nats", [("entropy", names.ENTROPY)], False),
-    ("gradient norm", [("gradient norm", names.GRAD_NORM)], True),
-    ("log-prob gap, sampler to trainer", [("gap", names.LOG_PROB_GAP)], True),
-    ("tokens per second", [("generated", names.GENERATED_RATE), ("trained", names.TRAINED_RATE)], False),
-    ("staleness, versions", [("mean", names.STALENESS), ("most", names.STALENESS_MAX)], False),
-    ("busy share of the step", [("trainer", names.TRAINER_BUSY), ("rollout", names.ROLLOUT_BUSY)], False),
+    ("reward", [("train", shown.REWARD)], False),
+    ("loss", [("train", shown.LOSS)], False),
+    ("response length, tokens", [("train", shown.RESPONSE_LENGTH)], False),
+    ("KL", [("to the reference", shown.REFERENCE_KL), ("of the update", shown.UPDATE_KL)], False),
+    ("entropy, nats", [("entropy", shown.ENTROPY)], False),
+    ("gradient norm", [("gradient norm", shown.GRAD_NORM)], True),
+    ("log-prob gap, sampler to trainer", [("gap", shown.LOG_PROB_GAP)], True),
+    ("tokens per second", [("generated", shown.GENERATED_RATE), ("trained", shown.TRAINED_RATE)], False),
+    ("staleness, versions", [("mean", shown.STALENESS), ("most", shown.STALENESS_MAX)], False),
+    ("busy share of the step", [("trainer", shown.TRAINER_BUSY), ("rollout", shown.ROLLOUT_BUSY)], False),
 )
 _ASYNCHRONOUS = ("staleness, versions", "busy share of the step")  # shown where anything was stale
 EVALS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "reward": {"greedy": ("eval/greedy/reward",), "sampled": ("eval/sampled/reward",)},
-    "loss": {"held out": names.EVAL_LOSS},
+    "loss": {"held out": shown.EVAL_LOSS},
     "response length, tokens": {"greedy": ("eval/greedy/response_length",)},
 }
 _LINES = ("#2457a8", "#c2571a")
@@ -48,7 +48,7 @@ def plot_curves(run_dir: str | os.PathLike[str]) -> Path:
     Raises ConfigError when matplotlib is missing, DataError when there is nothing to draw.
     """
     lines = read_metrics(run_dir)
-    stale = any(_series(lines, names.STALENESS)[1])
+    stale = any(_series(lines, shown.STALENESS)[1])
     panels = [
         (title, curves, log)
         for title, curves, log in PANELS
@@ -99,13 +99,13 @@ def _draw(axes: Any, lines: Sequence[Mapping[str, Any]], title: str, curves: Any
         else:
             axes.plot(steps, values, color=colour, linewidth=0.7, alpha=0.3)
             axes.plot(steps, smooth, color=colour, linewidth=1.6, label=label)
-    shown = 0
+    num_marked = 0
     for (label, metric), colour in zip(EVALS.get(title, {}).items(), _MARKS, strict=False):
         steps, values = _series(lines, metric)
         if steps:
             style = {"marker": "o", "markersize": 4, "linewidth": 1.0, "linestyle": "--"}
             axes.plot(steps, values, color=colour, label=f"eval, {label}", **style)
-            shown += 1
+            num_marked += 1
     if log and min(drawn) > 0 and max(drawn) > 30 * min(drawn):
         axes.set_yscale("log")
     elif title not in ("reward", "loss", "KL"):
@@ -113,13 +113,13 @@ def _draw(axes: Any, lines: Sequence[Mapping[str, Any]], title: str, curves: Any
     axes.grid(alpha=0.25, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(which="both", labelsize=8)
-    if len(curves) + shown > 1 and axes.get_legend_handles_labels()[1]:
+    if len(curves) + num_marked > 1 and axes.get_legend_handles_labels()[1]:
         axes.legend(fontsize=8, frameon=False)
 
 
 def _series(lines: Sequence[Mapping[str, Any]], metric: tuple[str, ...]) -> Points:
     """(steps, values), rising; of lines of the same step the last counts."""
-    found = {line["step"]: value for line in lines if (value := names.find(line, metric)) is not None}
+    found = {line["step"]: value for line in lines if (value := shown.find(line, metric)) is not None}
     steps = sorted(found)
     return steps, [found[step] for step in steps]
 

@@ -1,12 +1,16 @@
-"""The metrics that the console, the curves and the summary show, by the names under which they are logged.
+"""What people are shown of a run, as plain state: metrics, their course, alarms, answers. `view` draws it.
 
-Each is a tuple of names: the first that is there counts. A metric that is not there is not shown.
+Metrics go by the names under which they are logged. Each constant is a tuple of names: the first that is
+there counts. A metric that is not there is not shown.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from rondo.tracking.text import format_duration, format_number
 
 REWARD = ("reward/mean",)
 RESPONSE_LENGTH = ("rollout/response_length",)
@@ -46,11 +50,174 @@ ALARMS: Mapping[str, str] = {
     "reward/failed_share": "of the trajectories were not scored and are dropped",
 }
 
+Kind = Literal["rl", "sft", "preference", "reward_model"]
+Fields = Sequence[tuple[str, str, tuple[str, ...]]]
+
+_PAIRS: Fields = (
+    ("loss", "loss", LOSS),
+    ("pairs right", "right", PAIR_ACCURACY),
+    ("margin", "margin", PAIR_MARGIN),
+    ("grad norm", "grad", GRAD_NORM),
+    ("learning rate", "lr", LEARNING_RATE),
+    ("tokens/s", "tok/s", TRAINED_RATE),
+)
+
+# (label, label in a plain line, metric names); shown where the metric is there
+FIELDS: Mapping[Kind, Fields] = {
+    "rl": (
+        ("reward", "reward", REWARD),
+        ("response length", "len", RESPONSE_LENGTH),
+        ("KL to reference", "KL(ref)", REFERENCE_KL),
+        ("KL of the update", "KL(old)", UPDATE_KL),
+        ("entropy", "ent", ENTROPY),
+        ("grad norm", "grad", GRAD_NORM),
+        ("log-prob gap", "gap", LOG_PROB_GAP),
+        ("value loss", "vloss", VALUE_LOSS),
+        ("cost", "cost", COST),
+        ("multiplier", "λ", MULTIPLIER),
+        ("process-reward loss", "prm", PRM_LOSS),
+        ("filtered groups", "filtered", FILTERED),
+        ("tokens/s", "tok/s", GENERATED_RATE),
+        ("staleness", "stale", STALENESS),
+        ("groups in flight", "flying", IN_FLIGHT),
+        ("weight sync, s", "sync", SYNC_SECONDS),
+        ("truncated", "trunc", TRUNCATED),
+    ),
+    "sft": (
+        ("loss", "loss", LOSS),
+        ("grad norm", "grad", GRAD_NORM),
+        ("learning rate", "lr", LEARNING_RATE),
+        ("tokens/s", "tok/s", TRAINED_RATE),
+    ),
+    "preference": _PAIRS,
+    "reward_model": _PAIRS,
+}
+WHEN_NOT_ZERO = ("KL of the update", "truncated", "staleness", "groups in flight", "weight sync, s")
+_NO_PHASES = ("step", "cpu", "weight_sync")  # seconds that phases count already
+_PANEL_ONLY = ("truncated", "groups in flight", "weight sync, s")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One trajectory as text. note: anything short to show beside it (`length`, `reward_timeout`, the
+    expected answer)."""
+
+    prompt: str
+    response: str
+    reward: float | None = None
+    note: str = ""
+
+    def as_dict(self) -> dict[str, str | float | None]:
+        """Returns the fields in a fixed order, for tables."""
+        return {"prompt": self.prompt, "response": self.response, "reward": self.reward, "note": self.note}
+
+
+@dataclass(frozen=True)
+class BeforeAfter:
+    """Answers to the same prompt, before and after training (either may be missing)."""
+
+    before: Sample | None
+    after: Sample | None
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the final table shows.
+
+    before, after: numbers by label, in the order to show them (`greedy accuracy`, `mean@4`, `response
+    length`, …); a label may be in one of them only. samples: the same prompts answered before and after.
+    facts: single lines for the end (wall time, where the export lies).
+    """
+
+    before: Mapping[str, float] = field(default_factory=dict)
+    after: Mapping[str, float] = field(default_factory=dict)
+    samples: Sequence[BeforeAfter] = ()
+    facts: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Header:
+    """What is being trained, on what, how: `Qwen3, 0.85 M parameters`, `cpu`, `grpo`, `runs/quickstart`."""
+
+    model: str
+    device: str
+    algorithm: str
+    run_dir: str = ""
+
+
+@dataclass
+class RunView:
+    """State of one stage (SFT, RL, …). history: by label, of each step. seconds: per phase, over the steps
+    seen. sample: the newest, and its step."""
+
+    header: Header
+    total_steps: int | None
+    kind: Kind = "rl"
+    step: int = 0
+    history: dict[str, list[float]] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    sample: tuple[int, Sample] | None = None
+    elapsed: float = 0.0
+    left: float | None = None
+
+    def add(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Takes one step's metrics in; any may be missing."""
+        self.step = step
+        for label, _, metric in FIELDS[self.kind]:
+            value = find(metrics, metric)
+            if value is not None:
+                self.history.setdefault(label, []).append(value)
+        for name, value in metrics.items():
+            if name.startswith("timing/") and name.endswith("_s") and isinstance(value, int | float):
+                phase = name.removeprefix("timing/").removesuffix("_s")
+                self.seconds[phase] = self.seconds.get(phase, 0.0) + float(value)
+
+    def phase_shares(self) -> list[tuple[str, float]]:
+        """Returns phases by share of the steps' wall time, largest first, then `other`; what is below 1 %
+        counts as other."""
+        phases = {name: s for name, s in self.seconds.items() if name not in _NO_PHASES}
+        whole = max(self.seconds.get("step", 0.0), sum(phases.values()))
+        if whole <= 0:
+            return []
+        shares = sorted(
+            ((name, s / whole) for name, s in phases.items() if s / whole >= 0.01), key=lambda x: -x[1]
+        )
+        other = 1.0 - sum(share for _, share in shares)
+        return [*shares, ("other", other)] if other >= 0.005 else shares
+
 
 def find(metrics: Mapping[str, Any], names: tuple[str, ...]) -> float | None:
-    """The first of `names` that has a number; None when none does."""
+    """Returns the first of `names` that has a number; None when none does."""
     for name in names:
         value = metrics.get(name)
         if isinstance(value, int | float) and not isinstance(value, bool):
             return float(value)
     return None
+
+
+def alarms(metrics: Mapping[str, Any]) -> list[str]:
+    """Returns messages for what must not go unnoticed."""
+    found = []
+    for name, meaning in ALARMS.items():
+        value = find(metrics, (name,))
+        if value is not None and value > 0:
+            share = name.endswith("_share")
+            found.append(f"{value:.0%} {meaning}" if share else f"{name} = {value:g}: {meaning}")
+    odd = metrics.get("not_finite")
+    return [*found, f"not finite: {', '.join(odd)}"] if isinstance(odd, Mapping) and odd else found
+
+
+def plain_line(view: RunView, metrics: Mapping[str, Any]) -> str:
+    """Writes one step in one line, for logs."""
+    total = "?" if view.total_steps is None else str(view.total_steps)
+    parts = [f"step {view.step:>{len(total)}}/{total}"]
+    for label, short, metric in FIELDS[view.kind]:
+        value = find(metrics, metric)
+        hidden = label in _PANEL_ONLY or (label in WHEN_NOT_ZERO and not any(view.history.get(label, ())))
+        if value is not None and not hidden:
+            parts.append(
+                f"{format_number(value)} {short}" if short == "tok/s" else f"{short} {format_number(value)}"
+            )
+    if view.left is not None:
+        parts.append(f"left {format_duration(view.left)}")
+    return "  ".join(parts)

@@ -11,7 +11,7 @@ from typing import Any
 
 import rondo
 from rondo.tracking.clock import Clock
-from rondo.tracking.names import REWARD, find
+from rondo.tracking.shown import REWARD, find
 from rondo.usage import process_usage
 
 PACKAGES = ("torch", "transformers", "numpy", "pyarrow", "ray")

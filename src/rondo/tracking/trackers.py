@@ -23,7 +23,7 @@ from rondo.config.functions import check_options, resolve_function
 from rondo.config.schema import FunctionConfig
 from rondo.errors import ConfigError, about
 from rondo.tracking.run_folder import RunFolder
-from rondo.tracking.samples import Sample
+from rondo.tracking.shown import Sample
 
 Status = Literal["finished", "failed", "stopped"]
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any
 
 from rich.box import ASCII, ROUNDED, SIMPLE_HEAD
 from rich.console import Group, RenderableType
@@ -13,135 +12,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rondo.tracking import names
-from rondo.tracking.samples import BeforeAfter, Report, Sample
+from rondo.tracking.shown import FIELDS, WHEN_NOT_ZERO, BeforeAfter, Report, RunView, Sample
 from rondo.tracking.text import clean_text, format_duration, format_number, shorten, sparkline
 
-Kind = Literal["rl", "sft", "preference", "reward_model"]
-Fields = Sequence[tuple[str, str, tuple[str, ...]]]
-
-_PAIRS: Fields = (
-    ("loss", "loss", names.LOSS),
-    ("pairs right", "right", names.PAIR_ACCURACY),
-    ("margin", "margin", names.PAIR_MARGIN),
-    ("grad norm", "grad", names.GRAD_NORM),
-    ("learning rate", "lr", names.LEARNING_RATE),
-    ("tokens/s", "tok/s", names.TRAINED_RATE),
-)
-
-# (label, label in a plain line, metric names); shown where the metric is there
-FIELDS: Mapping[Kind, Fields] = {
-    "rl": (
-        ("reward", "reward", names.REWARD),
-        ("response length", "len", names.RESPONSE_LENGTH),
-        ("KL to reference", "KL(ref)", names.REFERENCE_KL),
-        ("KL of the update", "KL(old)", names.UPDATE_KL),
-        ("entropy", "ent", names.ENTROPY),
-        ("grad norm", "grad", names.GRAD_NORM),
-        ("log-prob gap", "gap", names.LOG_PROB_GAP),
-        ("value loss", "vloss", names.VALUE_LOSS),
-        ("cost", "cost", names.COST),
-        ("multiplier", "λ", names.MULTIPLIER),
-        ("process-reward loss", "prm", names.PRM_LOSS),
-        ("filtered groups", "filtered", names.FILTERED),
-        ("tokens/s", "tok/s", names.GENERATED_RATE),
-        ("staleness", "stale", names.STALENESS),
-        ("groups in flight", "flying", names.IN_FLIGHT),
-        ("weight sync, s", "sync", names.SYNC_SECONDS),
-        ("truncated", "trunc", names.TRUNCATED),
-    ),
-    "sft": (
-        ("loss", "loss", names.LOSS),
-        ("grad norm", "grad", names.GRAD_NORM),
-        ("learning rate", "lr", names.LEARNING_RATE),
-        ("tokens/s", "tok/s", names.TRAINED_RATE),
-    ),
-    "preference": _PAIRS,
-    "reward_model": _PAIRS,
-}
-_WHEN_NOT_ZERO = ("KL of the update", "truncated", "staleness", "groups in flight", "weight sync, s")
-_NO_PHASES = ("step", "cpu", "weight_sync")  # seconds that phases count already
-_PANEL_ONLY = ("truncated", "groups in flight", "weight sync, s")
 _COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "red")
-
-
-@dataclass(frozen=True)
-class Header:
-    """What is being trained, on what, how: `Qwen3, 0.85 M parameters`, `cpu`, `grpo`, `runs/quickstart`."""
-
-    model: str
-    device: str
-    algorithm: str
-    run_dir: str = ""
-
-
-@dataclass
-class RunView:
-    """State of one stage (SFT, RL, …). seconds: per phase, over the steps seen. warnings: newest last, with
-    how often."""
-
-    header: Header
-    total_steps: int | None
-    kind: Kind = "rl"
-    step: int = 0
-    history: dict[str, list[float]] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
-    sample: tuple[int, Sample] | None = None
-    elapsed: float = 0.0
-    left: float | None = None
-
-    def add(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Take one step's metrics in; any may be missing."""
-        self.step = step
-        for label, _, metric in FIELDS[self.kind]:
-            value = names.find(metrics, metric)
-            if value is not None:
-                self.history.setdefault(label, []).append(value)
-        for name, value in metrics.items():
-            if name.startswith("timing/") and name.endswith("_s") and isinstance(value, int | float):
-                phase = name.removeprefix("timing/").removesuffix("_s")
-                self.seconds[phase] = self.seconds.get(phase, 0.0) + float(value)
-
-    def phase_shares(self) -> list[tuple[str, float]]:
-        """Phases by share of the steps' wall time, largest first, then `other`; what is below 1 % counts as
-        other."""
-        phases = {name: s for name, s in self.seconds.items() if name not in _NO_PHASES}
-        whole = max(self.seconds.get("step", 0.0), sum(phases.values()))
-        if whole <= 0:
-            return []
-        shares = sorted(
-            ((name, s / whole) for name, s in phases.items() if s / whole >= 0.01), key=lambda x: -x[1]
-        )
-        other = 1.0 - sum(share for _, share in shares)
-        return [*shares, ("other", other)] if other >= 0.005 else shares
-
-
-def plain_line(view: RunView, metrics: Mapping[str, Any]) -> str:
-    """One step in one line, for logs."""
-    total = "?" if view.total_steps is None else str(view.total_steps)
-    parts = [f"step {view.step:>{len(total)}}/{total}"]
-    for label, short, metric in FIELDS[view.kind]:
-        value = names.find(metrics, metric)
-        hidden = label in _PANEL_ONLY or (label in _WHEN_NOT_ZERO and not any(view.history.get(label, ())))
-        if value is not None and not hidden:
-            parts.append(
-                f"{format_number(value)} {short}" if short == "tok/s" else f"{short} {format_number(value)}"
-            )
-    if view.left is not None:
-        parts.append(f"left {format_duration(view.left)}")
-    return "  ".join(parts)
-
-
-def alarms(metrics: Mapping[str, Any]) -> list[str]:
-    """Messages for what must not go unnoticed."""
-    found = []
-    for name, meaning in names.ALARMS.items():
-        value = names.find(metrics, (name,))
-        if value is not None and value > 0:
-            share = name.endswith("_share")
-            found.append(f"{value:.0%} {meaning}" if share else f"{name} = {value:g}: {meaning}")
-    odd = metrics.get("not_finite")
-    return [*found, f"not finite: {', '.join(odd)}"] if isinstance(odd, Mapping) and odd else found
 
 
 def render_run(
@@ -185,7 +59,7 @@ def _progress(view: RunView) -> RenderableType:
 
 def _numbers(view: RunView, width: int) -> RenderableType:
     shown = [(label, view.history[label]) for label, _, _ in FIELDS[view.kind] if label in view.history]
-    shown = [(label, values) for label, values in shown if label not in _WHEN_NOT_ZERO or any(values)]
+    shown = [(label, values) for label, values in shown if label not in WHEN_NOT_ZERO or any(values)]
     room = max(0, min(20, (width - 60) // 2))  # for each sparkline, beside borders, labels and numbers
     if not shown:
         return Text("waiting for the first step", style="dim")

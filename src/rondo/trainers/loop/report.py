@@ -34,7 +34,7 @@ from rondo.tracking import (
     matplotlib_available,
     plot_curves,
 )
-from rondo.tracking.view import Kind
+from rondo.tracking.shown import Kind
 from rondo.trainers.loop.evaluation import EvaluationResult
 from rondo.types import StepStats
 from rondo.usage import process_usage

@@ -17,7 +17,7 @@ from rondo.config.schema import Config, FunctionConfig
 from rondo.data import ConversationStream, PairStream
 from rondo.errors import DataError
 from rondo.planning.mini_batches import loss_weights
-from rondo.tracking.view import Kind
+from rondo.tracking.shown import Kind
 from rondo.trainers.program.inputs import conversations, open_tokenizer
 from rondo.trainers.supervised.trainer import Task
 from rondo.training import Loss

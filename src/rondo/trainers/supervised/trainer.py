@@ -20,7 +20,7 @@ from rondo.columns import per_row
 from rondo.config.schema import Config
 from rondo.controller import Cluster, WorkerGroup
 from rondo.errors import ConfigError
-from rondo.tracking.view import Kind
+from rondo.tracking.shown import Kind
 from rondo.trainers.loop.checkpoints import Checkpoints
 from rondo.trainers.loop.report import Reporter
 from rondo.trainers.program.roles import create_model, placement_of, role_spec
