@@ -24,54 +24,49 @@ class Usage:
 
 
 def process_usage(children: bool = False) -> Usage:
-    """Of this process, and with `children` also of its descendants."""
+    """Returns what this process has used, and with `children` also its descendants."""
     own = resource.getrusage(resource.RUSAGE_SELF)
     peak = own.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     usage = Usage(own.ru_utime + own.ru_stime, peak)
     if not children:
         return usage
-    below = [_peak_memory_bytes(pid) for pid in _descendants(os.getpid())]
+    below = [_peak_memory_bytes(pid) for pid in _descendants()]
     return Usage(usage.cpu_seconds + children_cpu_seconds(), usage.peak_memory_bytes + sum(below))
 
 
 def children_cpu_seconds() -> float:
-    """Of everything that this process has started and that was started by it in turn: live (from /proc) and
-    ended (as the kernel adds them).
+    """Returns the CPU time of everything that this process has started and that was started by it in turn:
+    live (from /proc) and ended (as the kernel adds them).
     """
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return ended.ru_utime + ended.ru_stime + sum(map(_cpu_seconds, _descendants(os.getpid())))
+    # utime, stime and those of ended children
+    live = sum(int(ticks) for fields in _descendants().values() for ticks in fields[11:15])
+    return ended.ru_utime + ended.ru_stime + live / _TICKS
 
 
-def _descendants(root: int) -> list[int]:
-    parents: dict[int, int] = {}
+def _descendants() -> dict[int, list[str]]:
+    """Returns, by pid, the fields of /proc/<pid>/stat from the state on (the name before may hold spaces)."""
     folder = Path("/proc")
-    for entry in folder.iterdir() if folder.is_dir() else ():
-        if entry.name.isdigit() and (fields := _stat_fields(int(entry.name))):
-            parents[int(entry.name)] = int(fields[1])
-    found, frontier = [], {root}
-    while frontier:
-        frontier = {pid for pid, parent in parents.items() if parent in frontier}
-        found += sorted(frontier)
-    return found
-
-
-def _stat_fields(pid: int) -> list[str]:
-    """The fields of /proc/<pid>/stat from the state on (the name before may hold spaces); empty when the
-    process is gone."""
+    if not folder.is_dir():
+        return {}
     try:
-        return (
-            Path(f"/proc/{pid}/stat")
-            .read_text(encoding="utf-8", errors="replace")
-            .rpartition(") ")[2]
-            .split()
-        )
-    except OSError:
-        return []
-
-
-def _cpu_seconds(pid: int) -> float:
-    """utime, stime and those of ended children; 0 when the process is gone."""
-    return sum(int(ticks) for ticks in _stat_fields(pid)[11:15]) / _TICKS
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # there are none: no need to look at every process of the machine
+        return {}
+    found: dict[int, list[str]] = {}
+    for entry in folder.iterdir():
+        if entry.name.isdigit():
+            try:
+                text = (entry / "stat").read_text(encoding="utf-8", errors="replace")
+            except OSError:  # it has just ended
+                continue
+            found[int(entry.name)] = text.rpartition(") ")[2].split()
+    below: dict[int, list[str]] = {}
+    frontier = {os.getpid()}
+    while frontier:
+        frontier = {pid for pid, fields in found.items() if int(fields[1]) in frontier}
+        below |= {pid: found[pid] for pid in sorted(frontier)}
+    return below
 
 
 def _peak_memory_bytes(pid: int) -> int:
