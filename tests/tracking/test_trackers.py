@@ -13,7 +13,7 @@ import pytest
 
 from rondo.config.schema import FunctionConfig
 from rondo.errors import ConfigError
-from rondo.tracking import RunFolder, Sample, check_trackers, make_trackers, read_metrics
+from rondo.tracking import RunFolder, Sample, check_trackers, make_trackers
 from tests.waiting import wait_for
 
 CONFIG = {"data": {"batch_size": 16}, "model": {"path": None}}
@@ -24,7 +24,7 @@ def log_run(
     folder: RunFolder, name: str, options: dict[str, Any], resume_step: int | None = None
 ) -> list[str]:
     warnings: list[str] = []
-    trackers = make_trackers(
+    (tracker,) = make_trackers(
         [FunctionConfig(name, options)],
         folder,
         "rondo-test",
@@ -35,22 +35,11 @@ def log_run(
     )
     first = 1 if resume_step is None else resume_step + 1
     for step in range(first, first + 3):
-        trackers.log(
-            step, {"reward/mean": step / 10, "eval/best@4": 1.0, "actor/kl": float("nan"), "note": "x"}
-        )
-    trackers.log_samples(first, SAMPLES)
-    assert str(folder.path) in trackers.where
-    trackers.finish()
-    trackers.finish()
+        tracker.log(step, {"reward/mean": step / 10, "eval/best@4": 1.0})
+    tracker.log_samples(first, SAMPLES)
+    assert str(folder.path) in tracker.where
+    tracker.finish("finished")
     return warnings
-
-
-def test_metrics_jsonl_is_always_on(tmp_path: Path) -> None:
-    with RunFolder(tmp_path / "run") as folder:
-        trackers = make_trackers([], folder, "p", "r", {})
-        trackers.log(3, {"a": 1.5, "b": float("inf")})
-        trackers.finish()
-    assert read_metrics(tmp_path / "run") == [{"step": 3, "a": 1.5, "b": None, "not_finite": {"b": "inf"}}]
 
 
 def test_tensorboard_event_file_read_back(tmp_path: Path) -> None:
@@ -184,23 +173,3 @@ def test_a_library_that_is_missing_is_said_before_the_start(monkeypatch: pytest.
     monkeypatch.setattr("rondo.tracking.trackers.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"'mlflow' needs a package.*rondo-rl\[mlflow\]"):
         check_trackers([FunctionConfig("mlflow")])
-
-
-def test_a_tracker_of_ones_own(tmp_path: Path) -> None:
-    source = tmp_path / "mine.py"
-    source.write_text(
-        "class Mine:\n"
-        "    where = 'nowhere'\n"
-        "    def __init__(self, context, *, prefix='p'):\n"
-        "        self.lines, self.prefix = context.folder.path / 'mine.txt', prefix\n"
-        "    def log(self, step, metrics):\n"
-        "        with self.lines.open('a') as f: f.write(f'{self.prefix} {step} {sorted(metrics)}\\n')\n"
-        "    def log_samples(self, step, samples): pass\n"
-        "    def finish(self, status):\n"
-        "        with self.lines.open('a') as f: f.write(status)\n"
-    )
-    with RunFolder(tmp_path / "run") as folder:
-        log_it = make_trackers([FunctionConfig(f"{source}:Mine", {"prefix": "q"})], folder, "p", "r", {})
-        log_it.log(1, {"b": 1, "a": 2.0, "c": True, "d": None})
-        log_it.finish("stopped")
-    assert (tmp_path / "run" / "mine.txt").read_text() == "q 1 ['a', 'b', 'c']\nstopped"

@@ -9,7 +9,7 @@ from rondo.tracking.run_folder import RunFolder, read_metrics
 from rondo.tracking.shown import BeforeAfter, Header, Report, Sample
 from rondo.tracking.summary import build_summary
 from rondo.tracking.timeline import Timeline
-from rondo.tracking.trackers import Tracker, TrackerContext, Trackers, check_trackers, make_trackers
+from rondo.tracking.trackers import Tracker, TrackerContext, check_trackers, make_trackers
 
 __all__ = [
     "BeforeAfter",
@@ -22,7 +22,6 @@ __all__ = [
     "Timeline",
     "Tracker",
     "TrackerContext",
-    "Trackers",
     "build_summary",
     "check_trackers",
     "make_trackers",

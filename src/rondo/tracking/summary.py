@@ -26,15 +26,13 @@ def build_summary(
     eval_before: Mapping[str, float] | None = None,
     eval_after: Mapping[str, float] | None = None,
     peak_memory_bytes: int | None = None,
-    cpu_seconds: float | None = None,
 ) -> dict[str, Any]:
-    """The content of summary.json.
+    """Returns the content of summary.json.
 
     metrics: the lines of metrics.jsonl. reward_first and reward_last are means of `reward/mean` over the
     first and the last 5 % of the steps that have it, at least one. Times and tokens are the run's, over all
-    its attempts: wall seconds; CPU seconds of this process unless given; tokens as handed to
-    `Clock.end_step(generated=…, trained=…)`. peak_memory_bytes: default this process's. phase_shares: of
-    the wall time. No paths of this machine.
+    its attempts; tokens as handed to `Clock.end_step(generated=…, trained=…)`. peak_memory_bytes: default
+    this process's. phase_shares: of the wall time. No paths of this machine.
     """
     by_step = {line["step"]: reward for line in metrics if (reward := find(line, REWARD)) is not None}
     rewards = [reward for _, reward in sorted(by_step.items())]
@@ -48,7 +46,7 @@ def build_summary(
         "eval_after": dict(eval_after) if eval_after else None,
         "steps": steps,
         "wall_seconds": clock.wall_seconds,
-        "cpu_seconds": clock.cpu_seconds if cpu_seconds is None else cpu_seconds,
+        "cpu_seconds": clock.cpu_seconds,
         "generated_tokens": clock.counts.get("generated", 0),
         "trained_tokens": clock.counts.get("trained", 0),
         "peak_memory_bytes": process_usage().peak_memory_bytes

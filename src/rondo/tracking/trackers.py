@@ -1,4 +1,4 @@
-"""Where metrics go: metrics.jsonl always, and any of TensorBoard, Weights & Biases, MLflow and SwanLab.
+"""Where metrics go beside metrics.jsonl: TensorBoard, Weights & Biases, MLflow and SwanLab.
 
 A tracker is a class whose constructor takes a TrackerContext and, keyword only, its options. Each
 third-party library is imported by the class that speaks to it, when it is made. Another tracker is
@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import math
-import numbers
 import os
 import sys
 import time
@@ -269,43 +267,6 @@ BUILT_IN: Mapping[str, Callable[..., Tracker]] = {
 }
 
 
-class Trackers:
-    """All trackers of a run as one: metrics.jsonl first (everything), then the others (finite numbers
-    only)."""
-
-    def __init__(self, folder: RunFolder, others: Sequence[Tracker]) -> None:
-        self.folder = folder
-        self.others = list(others)
-
-    @property
-    def where(self) -> str:
-        """Where to look, for the user."""
-        return ", ".join(
-            [str(self.folder.path / "metrics.jsonl"), *(tracker.where for tracker in self.others)]
-        )
-
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """One step's metrics to every tracker. Raises DataError when a value is no number, string or None."""
-        self.folder.append_metrics(step, metrics)
-        plain = {
-            name: float(value)
-            for name, value in metrics.items()
-            if isinstance(value, numbers.Real) and math.isfinite(float(value))
-        }
-        for tracker in self.others:
-            tracker.log(step, plain)
-
-    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """A few trajectories to every tracker (the run folder has them all in rollouts/)."""
-        for tracker in self.others:
-            tracker.log_samples(step, samples)
-
-    def finish(self, status: Status = "finished") -> None:
-        """Close all; idempotent."""
-        while self.others:
-            self.others.pop().finish(status)
-
-
 def make_trackers(
     configs: Sequence[FunctionConfig],
     folder: RunFolder,
@@ -315,22 +276,23 @@ def make_trackers(
     *,
     resume_step: int | None = None,
     warn: Callable[[str], None] = _silent,
-) -> Trackers:
-    """The trackers that `tracking.trackers` names. Start `folder` first.
+) -> list[Tracker]:
+    """Starts the trackers that `tracking.trackers` names.
 
     Raises ConfigError for an unknown tracker or option (with the nearest name), or a missing package (with
     the pip line).
     """
     check_trackers(configs)
     context = TrackerContext(folder, project, run_name, config, resume_step, warn)
-    trackers = Trackers(folder, [])
+    made: list[Tracker] = []
     try:
         for entry in configs:
-            trackers.others.append(resolve_function(entry.name, BUILT_IN)(context, **entry.options))
+            made.append(resolve_function(entry.name, BUILT_IN)(context, **entry.options))
     except BaseException:
-        trackers.finish("failed")
+        for tracker in reversed(made):
+            tracker.finish("failed")
         raise
-    return trackers
+    return made
 
 
 def check_trackers(configs: Sequence[FunctionConfig]) -> None:

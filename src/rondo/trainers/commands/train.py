@@ -26,7 +26,8 @@ from rondo.trainers.commands.check import beside_recipe, check_rl, located
 from rondo.trainers.commands.check_supervised import check_supervised
 from rondo.trainers.loop.checkpoints import Checkpoints
 from rondo.trainers.loop.engine_side import EngineSide, RolloutSide
-from rondo.trainers.loop.report import Reporter, show_finished
+from rondo.trainers.loop.finish import finish, show_finished
+from rondo.trainers.loop.report import Reporter
 from rondo.trainers.loop.resume import already_finished
 from rondo.trainers.loop.rl import RLTrainer
 from rondo.trainers.loop.routes import remove_files
@@ -316,7 +317,7 @@ def stop_on_interrupt(trainer: Stoppable, console: Console) -> Iterator[None]:
 
 
 def _close(reporter: Reporter, trainer: RLTrainer | SupervisedTrainer, finished: bool) -> Summary:
-    summary = reporter.finish(trainer.step, finished)
+    summary = finish(reporter, trainer.step, finished)
     if not finished:
         raise KeyboardInterrupt(
             f"stopped after step {trainer.step}; run the same command again to go on from there "

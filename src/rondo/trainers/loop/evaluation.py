@@ -1,16 +1,22 @@
 """Evaluation: scored answers to held-out prompts; greedy, and mean / best / majority at n for sampled
-ones.
+ones. And its files in the run folder.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import json
+import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from rondo.checkpoint.durable import write_atomic
 from rondo.config.schema import EvaluationConfig
 from rondo.controller import WorkerGroup
 from rondo.errors import WorkerError
@@ -139,3 +145,50 @@ def _majority(group: Sequence[EvaluationRecord]) -> float:
     return next(
         record.reward for record in group if record.answer is not None and votes[record.answer] == most
     )
+
+
+def table_of(metrics: Mapping[str, float] | None) -> dict[str, float]:
+    """Returns what people are shown of an evaluation: rewards, scores and lengths, in words."""
+    shown = {}
+    for name, value in (metrics or {}).items():
+        kind, _, what = name.partition("/")
+        if (
+            what == "reward"
+            or "@" in what
+            or what.startswith(("reward/", "score/"))
+            or what == "response_length"
+        ):
+            words = what.replace("_", " ").replace("/", ", ")
+            shown[f"{kind} {words}"] = value
+    return shown
+
+
+def numbers_of(line: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the evaluation's part of a step's metrics, by names without `eval/`."""
+    return {key.removeprefix("eval/"): value for key, value in line.items() if key.startswith("eval/")}
+
+
+def evaluation_file(run: Path, step: int) -> Path:
+    """Returns where the answers to a step's evaluation are, in a run folder."""
+    return run / "evaluations" / f"step-{step:06d}.jsonl"
+
+
+def write_evaluation(run: Path, step: int, records: Sequence[EvaluationRecord]) -> None:
+    """Writes answers as JSON lines; the reward of one that could not be scored is null."""
+    lines = []
+    for record in records:
+        fields = dataclasses.asdict(record)
+        fields["reward"] = record.reward if math.isfinite(record.reward) else None
+        lines.append(json.dumps(fields, ensure_ascii=False, allow_nan=False))
+    file = evaluation_file(run, step)
+    file.parent.mkdir(exist_ok=True)
+    write_atomic(file, "\n".join(lines) + "\n")
+
+
+def read_evaluation(run: Path, step: int) -> dict[str, EvaluationRecord]:
+    """Returns the scored answers by prompt id; none where that step had no evaluation."""
+    file = evaluation_file(run, step)
+    if not file.exists():
+        return {}
+    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    return {line["prompt_id"]: EvaluationRecord(**line) for line in lines if line["reward"] is not None}

@@ -1,13 +1,13 @@
-"""What a run tells: metrics to the trackers, steps to the console, rollouts and answers to the folder, the
-end to a table; and what a step's rows say of rewards, lengths and staleness.
+"""What a run tells while it goes on: metrics to the trackers, steps to the console, rollouts and answers to
+the folder; and what a step's rows say of rewards, lengths and staleness. Its end is in `finish`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 import math
+import numbers
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,29 +16,19 @@ from typing import Any, Literal
 import numpy as np
 
 from rondo.batch import BatchRef
-from rondo.checkpoint.durable import write_atomic
 from rondo.columns import GREEDY_REWARD, SCORE
 from rondo.config.schema import Config
 from rondo.controller import Cluster
-from rondo.tracking import (
-    BeforeAfter,
-    Clock,
-    Console,
-    Header,
-    Report,
-    RunFolder,
-    Sample,
-    Timeline,
-    build_summary,
-    make_trackers,
-    matplotlib_available,
-    plot_curves,
-)
+from rondo.tracking import Clock, Console, Header, RunFolder, Sample, Timeline, make_trackers
 from rondo.tracking.shown import Kind
-from rondo.trainers.loop.evaluation import EvaluationResult
+from rondo.trainers.loop.evaluation import (
+    EvaluationResult,
+    evaluation_file,
+    numbers_of,
+    table_of,
+    write_evaluation,
+)
 from rondo.types import StepStats
-from rondo.usage import process_usage
-from rondo.workers.rollout import EvaluationRecord
 
 Status = Literal["finished", "failed", "stopped"]
 
@@ -97,7 +87,8 @@ class Reporter:
         finally:
             self.console.end_stage()
             self.clock.close()
-            self._trackers.finish(status)
+            while self._trackers:
+                self._trackers.pop().finish(status)
 
     def note(self, message: str) -> None:
         self.console.note(message)
@@ -125,29 +116,39 @@ class Reporter:
         update = metrics.get("timing/update_actor_s", 0.0)
         if update > 0:  # so that evaluations and checkpoints do not count; what is generated has no phase
             metrics["perf/trained_tokens_per_s"] = trained / update
-        self._trackers.log(step, metrics)
+        self._log(step, metrics)
         self.console.step(step, metrics)
         if self._samples:
             self.console.log_samples(step, self._samples)
-            self._trackers.log_samples(step, self._samples)
+            for tracker in self._trackers:
+                tracker.log_samples(step, self._samples)
         for result in evaluation:
             self._evaluated(step, result)
 
     def evaluation(self, step: int, result: EvaluationResult) -> None:
         """An evaluation with no training step of its own (before the first)."""
-        self._trackers.log(step, result.metrics)
+        self._log(step, result.metrics)
         self._evaluated(step, result)
+
+    def _log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Logs everything in metrics.jsonl, and what is a finite number to the trackers."""
+        self.folder.append_metrics(step, metrics)
+        if self._trackers:
+            plain = {
+                name: float(value)
+                for name, value in metrics.items()
+                if isinstance(value, numbers.Real) and math.isfinite(float(value))
+            }
+            for tracker in self._trackers:
+                tracker.log(step, plain)
 
     def has_evaluation(self, step: int) -> bool:
         """Whether this run has reported one of `step`, before it was resumed perhaps."""
-        return _evaluation_file(self.folder.path, step).exists()
+        return evaluation_file(self.folder.path, step).exists()
 
     def _evaluated(self, step: int, result: EvaluationResult) -> None:
-        self.console.evaluation(step, _table(_evaluation_of(result.metrics)))
-        file = _evaluation_file(self.folder.path, step)
-        file.parent.mkdir(exist_ok=True)
-        lines = [_record_line(record) for record in result.samples]
-        write_atomic(file, "\n".join(lines) + "\n")
+        self.console.evaluation(step, table_of(numbers_of(result.metrics)))
+        write_evaluation(self.folder.path, step, result.samples)
 
     async def rollouts(self, step: int, rows: BatchRef) -> None:
         """All rows of a step as Parquet, a few as text."""
@@ -164,60 +165,6 @@ class Reporter:
                 Sample(row["prompt_text"], row["text"], row["reward"], row["outcome"])
                 for row in few.table.to_pylist()
             ]
-
-    def finish(self, step: int, finished: bool) -> dict[str, Any]:
-        """summary.json, curves.png and the final table; of a run that was stopped, nothing is written."""
-        lines = self.folder.read_metrics()
-        evaluations = [line for line in lines if any(key.startswith("eval/") for key in line)]
-        before = _evaluation_of(evaluations[0]) if evaluations and evaluations[0]["step"] == 0 else None
-        after = _evaluation_of(evaluations[-1]) if evaluations and evaluations[-1]["step"] == step else None
-        peak = max((line.get("perf/peak_memory_bytes", 0) for line in lines), default=0)
-        usage = process_usage(children=True)
-        summary = build_summary(
-            lines,
-            self.clock,
-            steps=step,
-            eval_before=before,
-            eval_after=after,
-            peak_memory_bytes=int(max(peak, usage.peak_memory_bytes)),
-        )
-        if not finished:
-            return summary
-        self.folder.write_summary(summary)
-        facts = {"time": f"{summary['wall_seconds']:.0f} s ({summary['cpu_seconds']:.0f} CPU-s)"}
-        if self.kind != "rl":
-            held_out = [f"{name} {value:.4g}" for name, value in (after or {}).items()]
-            self.console.note("; ".join([f"run folder {self.folder.path}", *held_out]))
-        else:
-            if self.config.tracking.plot:
-                facts |= self._plot()
-            facts |= {"run folder": str(self.folder.path)}
-            answers = _answers(self.folder.path, step, self.config.tracking.samples)
-            self.console.report(Report(_table(before), _table(after), answers, facts))
-        return summary
-
-    def _plot(self) -> dict[str, str]:
-        if not matplotlib_available():
-            return {"curves": 'not drawn: pip install "rondo-rl[plots]"'}
-        return {"curves": str(plot_curves(self.folder.path))}
-
-
-def show_finished(
-    config: Config, folder: RunFolder, console: Console, summary: dict[str, Any]
-) -> dict[str, Any]:
-    """The final table of a run that was finished before."""
-    answers = _answers(folder.path, summary["steps"], config.tracking.samples)
-    facts = {"run folder": str(folder.path), "finished": "to train again, set another trainer.run_dir"}
-    console.report(Report(_table(summary["eval_before"]), _table(summary["eval_after"]), answers, facts))
-    return summary
-
-
-def _answers(run: Path, step: int, number: int) -> list[BeforeAfter]:
-    """Answers to the same prompts before and after; those that changed from wrong to right first."""
-    before, after = _read_records(run, 0), _read_records(run, step)
-    pairs = [(before.get(key), record) for key, record in after.items()]
-    pairs.sort(key=lambda pair: -(pair[1].reward - (pair[0].reward if pair[0] else 0.0)))
-    return [BeforeAfter(_sample(old), _sample(new)) for old, new in pairs[:number]]
 
 
 def _algorithm(config: Config, kind: Kind) -> str:
@@ -236,49 +183,6 @@ def _model_name(config: Config) -> str:
         return f"new {(config.model.config or {}).get('model_type', '')} model"
     path = Path(config.model.path)
     return str(Path(*path.parts[-3:])) if path.name == "export" else path.name
-
-
-def _table(metrics: Mapping[str, float] | None) -> dict[str, float]:
-    """What the final table shows of an evaluation: rewards, scores and lengths, in words."""
-    shown = {}
-    for name, value in (metrics or {}).items():
-        kind, _, what = name.partition("/")
-        if (
-            what == "reward"
-            or "@" in what
-            or what.startswith(("reward/", "score/"))
-            or what == "response_length"
-        ):
-            words = what.replace("_", " ").replace("/", ", ")
-            shown[f"{kind} {words}"] = value
-    return shown
-
-
-def _evaluation_of(line: Mapping[str, Any]) -> dict[str, float]:
-    return {key.removeprefix("eval/"): value for key, value in line.items() if key.startswith("eval/")}
-
-
-def _evaluation_file(run: Path, step: int) -> Path:
-    return run / "evaluations" / f"step-{step:06d}.jsonl"
-
-
-def _read_records(run: Path, step: int) -> dict[str, EvaluationRecord]:
-    path = _evaluation_file(run, step)
-    if not path.exists():
-        return {}
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return {line["prompt_id"]: EvaluationRecord(**line) for line in lines if line["reward"] is not None}
-
-
-def _record_line(record: EvaluationRecord) -> str:
-    """One JSON line; the reward of an answer that could not be scored is null."""
-    fields = dataclasses.asdict(record)
-    fields["reward"] = record.reward if math.isfinite(record.reward) else None
-    return json.dumps(fields, ensure_ascii=False, allow_nan=False)
-
-
-def _sample(record: EvaluationRecord | None) -> Sample | None:
-    return None if record is None else Sample(record.prompt, record.text, record.reward, record.finish_reason)
 
 
 def describe_rows(batch: BatchRef, stats: StepStats) -> None:

@@ -32,6 +32,7 @@ from rondo.trainers.commands.check import check_names, check_session, check_toke
 from rondo.trainers.commands.train import stop_on_interrupt, warm_start
 from rondo.trainers.loop.checkpoints import Checkpoints
 from rondo.trainers.loop.engine_side import EngineSide
+from rondo.trainers.loop.finish import finish
 from rondo.trainers.loop.report import Reporter
 from rondo.trainers.loop.resume import already_finished
 from rondo.trainers.loop.routes import remove_files
@@ -130,7 +131,7 @@ async def open_session(
                 )
             await session.finish()
         if session.step:
-            reporter.finish(session.step, finished=True)
+            finish(reporter, session.step, finished=True)
 
 
 class Session:
