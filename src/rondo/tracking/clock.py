@@ -146,7 +146,7 @@ class Clock:
 
         Later steps begin where the last one ended, so that nothing between two steps goes uncounted.
         """
-        self._begin(self._read())
+        self.end_step(self.step)
 
     def end_step(self, step: int, **tokens: int) -> dict[str, float]:
         """Closes the step, writes its timeline and returns its metrics: `timing/<phase>_s`, `timing/step_s`,
@@ -163,7 +163,12 @@ class Clock:
             metrics[f"perf/{name}_tokens_per_s"] = count / wall if wall > 0 else 0.0
         metrics |= self._busy_shares(now)
         self.step = step
-        self._begin(now)
+        self.close()
+        self._started = now
+        self._started_cpu = self.cpu_seconds
+        self._phases.clear()
+        for busy in self._busy.values():
+            busy.seconds = 0.0
         return metrics
 
     def close(self) -> None:
@@ -205,7 +210,8 @@ class Clock:
         now, cpu = self._now(), self._cpu()
         self.wall_seconds += now - self._marked
         self.cpu_seconds += cpu - self._cpu_marked
-        self._marked, self._cpu_marked = now, cpu
+        self._marked = now
+        self._cpu_marked = cpu
         return now
 
     def _sample(self) -> None:
@@ -223,9 +229,9 @@ class Clock:
         return busy
 
     def _busy_shares(self, now: float) -> dict[str, float]:
-        """`perf/trainer_busy_share`: mean over the devices of the roles that train, of the time with a call
-        of theirs running; `perf/rollout_busy_share`: mean over the rollout's devices, of the time with an
-        episode in flight and its engine not paused. Each only where there is such a device.
+        """Returns `perf/trainer_busy_share`, mean over the devices of the roles that train, of the time with
+        a call of theirs running, and `perf/rollout_busy_share`, mean over the rollout's devices, of the time
+        with an episode in flight and its engine not paused. Each only where there is such a device.
 
         On the controller's clock, from when a call is sent until its answer is here: what a call waits in its
         host counts to the one before it, and the way there and back (about a millisecond) to the call.
@@ -233,21 +239,12 @@ class Clock:
         shares = {}
         for side in SIDES:
             devices = [busy for (its_side, _), busy in self._busy.items() if its_side == side]
+            seconds = sum(busy.until(now) for busy in devices)
             ends = [now if busy.died is None else busy.died for busy in devices]
             alive = sum(max(0.0, end - self._started) for end in ends)  # a device counts while its host lives
             if alive > 0:
-                shares[f"perf/{side}_busy_share"] = sum(busy.until(now) for busy in devices) / alive
+                shares[f"perf/{side}_busy_share"] = seconds / alive
         return shares
-
-    def _begin(self, now: float) -> None:
-        """Begins a step at `now`; what came before is written under the step that is done."""
-        self._started = now
-        self._started_cpu = self.cpu_seconds
-        self._phases.clear()
-        for busy in self._busy.values():
-            busy.until(now)
-            busy.seconds = 0.0
-        self.close()
 
 
 @dataclass
