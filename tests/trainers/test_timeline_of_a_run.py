@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from rondo.controller.local import LocalCluster
 from rondo.tracking.timeline import read_timeline
 from tests.trainers.conftest import inline
 
@@ -78,7 +80,15 @@ def test_a_run_and_what_it_goes_on_with(recipe: Path, tmp_path: Path) -> None:
     assert phase_span["dur"] / 1e6 == pytest.approx(logged(run)[3]["timing/update_actor_s"], abs=1e-5)
 
 
-def test_a_supervised_run_has_a_timeline_too(recipe: Path, tmp_path: Path) -> None:
+def test_a_supervised_run_has_a_timeline_and_counts_hosts_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hundreds = itertools.count(0, 100)
+
+    async def cpu_seconds(self: LocalCluster) -> dict[int, float]:
+        return {0: float(next(hundreds))}
+
+    monkeypatch.setattr(LocalCluster, "cpu_seconds", cpu_seconds)
     run = tmp_path / "sft"
     sft = "quickstart_sft"
     tiny = ("data.train.0.options.size=4", "data.batch_size=4", "actor.optimizer.schedule.warmup_steps=0")
@@ -86,3 +96,8 @@ def test_a_supervised_run_has_a_timeline_too(recipe: Path, tmp_path: Path) -> No
     inline("sft", sft, *tiny, *quiet, "trainer.total_steps=2", f"trainer.run_dir={run}")
     updates = [e for e in spans_of(run) if e["name"] == "update_actor" and "rank" in e["args"]]
     assert [e["args"]["step"] for e in updates] == [1, 2]
+    for line in logged(run).values():
+        assert 100 < line["timing/cpu_s"] < 200
+        assert 0 < line["perf/trainer_busy_share"] <= 1
+        assert "perf/rollout_busy_share" not in line
+    assert 300 < json.loads((run / "summary.json").read_text())["cpu_seconds"] < 400  # once after the last

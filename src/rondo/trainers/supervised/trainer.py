@@ -124,9 +124,11 @@ class SupervisedTrainer:
         """Train. Returns False when stopped on request before the end."""
         parameters = await self.actor.call(ActorWorker.num_parameters)
         with self.reporter.running(self.total_steps, self.step, parameters):
+            self.clock.count_cpu(await self.cluster.cpu_seconds())  # from here on: not what loading took
             self.clock.start_step()
             while self.step < self.total_steps and not self._stop.is_set():
                 await self._train_step()
+            self.clock.count_cpu(await self.cluster.cpu_seconds())
             finished = self.step >= self.total_steps
             self.reporter.stopped = not finished
         if not finished:
@@ -164,6 +166,7 @@ class SupervisedTrainer:
                 extra |= await self._evaluate(self.held_out)
         for peak in await self.actor.call(ActorWorker.peak_memory_bytes):
             stats.add_max("perf/peak_memory_bytes", float(peak))
+        self.clock.count_cpu(await self.cluster.cpu_seconds())
         self.reporter.step(self.step, stats, extra)
         with self.clock.phase("checkpoint"):
             await self.checkpoints.snapshot_if_due(self)
