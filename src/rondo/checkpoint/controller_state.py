@@ -52,7 +52,7 @@ class ControllerState:
 
     step: int
     version: int
-    # Totals of the run's clocks (`Timers.state`).
+    # Totals of the run's clock (`Clock.state`).
     timers: Mapping[str, Any] = field(default_factory=dict)
     # Anything small: the KL coefficient, the position in the journal, …
     extra: Mapping[str, Any] = field(default_factory=dict)
