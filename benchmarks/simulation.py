@@ -18,8 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from rondo.agents.replay import Entry, spans_of
-from rondo.arrow import ragged_rows
-from rondo.batch import ROW_ID, Batch, BatchRef
+from rondo.batch import ROW_ID, Batch, BatchRef, ragged_rows
 from rondo.columns import ENDED
 from rondo.data.rows import row_id
 from rondo.errors import TrainError

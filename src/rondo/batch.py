@@ -1,9 +1,9 @@
 """Batch (the data) and BatchRef (what the controller holds).
 
-A Batch is a `pyarrow.Table` with manners: one chunk per column, per-token columns as list columns with int32
-offsets from 0, so that a column's buffers *are* the packed layout that variable-length attention wants. A
-BatchRef is an index of per-row numbers plus references to blocks of token data; taking, splitting and joining
-it moves no tokens.
+A Batch is one Arrow array per column: numbers or text per row, lists per token, lists of fixed-size lists
+where each token has K numbers (wide). Lists have int32 offsets from 0, so that a column's buffers *are* the
+packed layout that variable-length attention wants. A BatchRef is an index of per-row numbers plus references
+to blocks of token data; taking and joining it moves no tokens.
 """
 
 from __future__ import annotations
@@ -11,66 +11,80 @@ from __future__ import annotations
 import os
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from rondo.arrow import (
-    ColumnLike,
-    as_array,
-    compact,
-    flat_values,
-    is_ragged,
-    plain_type,
-    ragged_array,
-    ragged_rows,
-    take_rows,
-    wide_array,
-)
 from rondo.columns import ROW_ID
 from rondo.errors import DataError
 
-_NO_ROW = np.iinfo(np.int64).min  # stands for a row of a block that belongs to nobody
-
 __all__ = ["ROW_ID", "Batch", "BatchRef", "Block", "ColumnLike", "Piece", "Resolver", "Shard"]
 __all__ += ["ragged_array", "ragged_rows", "wide_array"]
+
+ColumnLike: TypeAlias = "pa.Array | pa.ChunkedArray | np.ndarray | torch.Tensor | Sequence[Any]"
+
+_NO_ROW = np.iinfo(np.int64).min  # stands for a row of a block that belongs to nobody
+
+
+def ragged_array(values: np.ndarray | torch.Tensor, offsets: np.ndarray | torch.Tensor) -> pa.ListArray:
+    """A list column from flat `values` [N] and `offsets` [B+1] (from 0 to N, never falling), without a copy.
+
+    values [N, K] give a wide column: K numbers per token. Raises DataError when the offsets do not describe
+    the values.
+    """
+    flat = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+    bounds = offsets.cpu().numpy() if isinstance(offsets, torch.Tensor) else np.asarray(offsets)
+    if flat.dtype == np.bool_:
+        flat = flat.astype(np.uint8)  # Arrow's booleans are bits; a mask is bytes
+    if len(bounds) == 0 or bounds[0] != 0 or bounds[-1] != len(flat) or np.any(np.diff(bounds) < 0):
+        raise DataError(f"offsets must rise from 0 to {len(flat)}; got {bounds[:3]}…{bounds[-3:]}")
+    items = pa.array(np.ascontiguousarray(flat).reshape(-1))
+    if flat.ndim == 2:
+        items = pa.FixedSizeListArray.from_arrays(items, flat.shape[1])
+    return pa.ListArray.from_arrays(pa.array(bounds.astype(np.int32, copy=False)), items)
+
+
+def wide_array(values: np.ndarray | torch.Tensor, offsets: np.ndarray | torch.Tensor) -> pa.ListArray:
+    """`ragged_array` of `values` [N, K], K >= 1. Raises DataError for another shape."""
+    if values.ndim != 2 or values.shape[1] < 1:
+        raise DataError(f"a wide column needs values [N, K] with K >= 1; got shape {tuple(values.shape)}")
+    return ragged_array(values, offsets)
+
+
+def ragged_rows(rows: Sequence[np.ndarray], dtype: Any) -> pa.ListArray:
+    """A list column from one array per row."""
+    offsets = np.zeros(len(rows) + 1, np.int32)
+    np.cumsum([len(row) for row in rows], out=offsets[1:])
+    values = np.concatenate([np.asarray(row, dtype) for row in rows]) if rows else np.empty(0, dtype)
+    return ragged_array(values, offsets)
 
 
 class Batch:
     """Rows of training data. Immutable: every method returns a new Batch that shares what it can."""
 
-    __slots__ = ("table",)
+    __slots__ = ("_arrays",)
 
-    def __init__(self, table: pa.Table) -> None:
-        names = table.column_names
-        if len(set(names)) != len(names):
-            raise DataError(f"column names repeat: {sorted(n for n in names if names.count(n) > 1)}")
-        self.table = pa.table({name: compact(table.column(name)) for name in names})
+    def __init__(self, arrays: dict[str, pa.Array]) -> None:
+        """Takes packed arrays of one length as they are; all others go through `of`."""
+        self._arrays = arrays
 
     @classmethod
     def of(cls, columns: Mapping[str, ColumnLike]) -> Batch:
         """From arrays, one entry per row. Use `ragged_array`/`ragged_rows` for per-token columns."""
-        arrays = {name: as_array(name, column) for name, column in columns.items()}
+        arrays = {name: _packed(name, column) for name, column in columns.items()}
         lengths = {name: len(array) for name, array in arrays.items()}
         if len(set(lengths.values())) > 1:
             raise DataError(f"columns differ in length: {lengths}")
-        return cls._of_packed(arrays)
-
-    @classmethod
-    def _of_packed(cls, arrays: Mapping[str, pa.Array]) -> Batch:
-        """From arrays that are compact already: checking every column again costs more than most methods."""
-        batch = cls.__new__(cls)
-        batch.table = pa.table(dict(arrays))
-        return batch
+        return cls(arrays)
 
     def __len__(self) -> int:
-        return int(self.table.num_rows)
+        return len(next(iter(self._arrays.values()), ()))
 
     def __repr__(self) -> str:
-        return f"Batch({len(self)} rows: {', '.join(self.columns)})"
+        return f"Batch({len(self)} rows: {', '.join(self._arrays)})"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Batch) and self.table.equals(other.table)
@@ -78,42 +92,43 @@ class Batch:
     __hash__ = None  # type: ignore[assignment]
 
     @property
+    def table(self) -> pa.Table:
+        """The columns as a table that shares them."""
+        return pa.table(self._arrays)
+
+    @property
     def columns(self) -> list[str]:
-        return list(self.table.column_names)
+        return list(self._arrays)
 
     @property
     def num_bytes(self) -> int:
-        return int(self.table.nbytes)
+        return sum(array.get_total_buffer_size() for array in self._arrays.values())
 
     def array(self, name: str) -> pa.Array:
         """The column as one Arrow array. Raises DataError naming the columns there are."""
-        if name not in self.table.column_names:
-            raise DataError(f"no column {name!r}; the batch has {', '.join(self.columns) or 'no columns'}")
-        column = self.table.column(name)
-        return column.chunk(0) if column.num_chunks == 1 else compact(column)
+        found = self._arrays.get(name)
+        if found is None:
+            raise DataError(f"no column {name!r}; the batch has {', '.join(self._arrays) or 'no columns'}")
+        return found
 
     def scalars(self, name: str) -> np.ndarray:
         """A per-row column as numpy [B] (nulls become NaN; strings become objects)."""
         array = self.array(name)
         if pa.types.is_list(array.type):
             raise DataError(f"column {name!r} is per token; use ragged({name!r}) or padded({name!r})")
-        return np.asarray(array.to_numpy(zero_copy_only=False))
-
-    def _ragged(self, name: str) -> pa.ListArray:
-        array = self.array(name)
-        if not is_ragged(array.type) or array.null_count:
-            raise DataError(f"column {name!r} has type {array.type}; per-token columns are lists of numbers")
-        return array
+        values: np.ndarray = array.to_numpy(zero_copy_only=False)
+        return values
 
     def ragged(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """(values [N], cu_seqlens int32 [B+1]) without a copy. The tensors alias the table: do not write.
+        """(values [N], cu_seqlens int32 [B+1]) without a copy. The tensors alias the batch: do not write.
 
         The values of a wide column are [N, K].
         """
-        array = self._ragged(name)
-        if len(array) == 0:
-            return flat_values(array), torch.zeros(1, dtype=torch.int32)
-        return flat_values(array), torch.from_dlpack(array.offsets)
+        array = self.array(name)
+        if not _is_ragged(array.type) or array.null_count:
+            raise DataError(f"column {name!r} has type {array.type}; per-token columns are lists of numbers")
+        offsets = torch.from_dlpack(array.offsets) if len(array) else torch.zeros(1, dtype=torch.int32)
+        return _flat_values(array), offsets
 
     def rows(self, name: str) -> list[np.ndarray]:
         """A per-token column as one numpy view per row."""
@@ -123,9 +138,7 @@ class Batch:
 
     def lengths(self, name: str) -> np.ndarray:
         """Number of entries in each row of a per-token column: int32 [B]."""
-        if len(self) == 0:
-            return np.empty(0, np.int32)
-        return np.diff(self._ragged(name).offsets.to_numpy())
+        return np.diff(self.ragged(name)[1].numpy())
 
     def padded(self, name: str, fill: float = 0) -> torch.Tensor:
         """[B, T] (wide: [B, T, K]), T the longest row. For pure functions on the controller only; no padding
@@ -140,16 +153,13 @@ class Batch:
 
     def with_columns(self, new: Mapping[str, ColumnLike] | Batch, replace: bool = False) -> Batch:
         """Add columns. A name that is there already is an error unless `replace`."""
-        items = {n: new.array(n) for n in new.columns} if isinstance(new, Batch) else new
-        columns = {name: self.array(name) for name in self.columns}
-        for name, column in items.items():
-            if name in columns and not replace:
+        added = (new if isinstance(new, Batch) else Batch.of(new))._arrays
+        for name, array in added.items():
+            if name in self._arrays and not replace:
                 raise DataError(f"column {name!r} is there already; pass replace=True to overwrite it")
-            array = as_array(name, column)
-            if self.columns and len(array) != len(self):
+            if self._arrays and len(array) != len(self):
                 raise DataError(f"column {name!r} has {len(array)} rows, the batch has {len(self)}")
-            columns[name] = array
-        return Batch._of_packed(columns)
+        return Batch(self._arrays | added)
 
     def aligned(self, name: str, like: str) -> Batch:
         """This batch, after checking that two per-token columns have the same row lengths."""
@@ -158,42 +168,36 @@ class Batch:
         return self
 
     def select(self, names: Iterable[str]) -> Batch:
-        return Batch._of_packed({name: self.array(name) for name in names})
+        return Batch({name: self.array(name) for name in names})
 
     def without(self, *names: str) -> Batch:
-        return self.select([n for n in self.columns if n not in names])
+        return Batch({name: array for name, array in self._arrays.items() if name not in names})
+
+    def parted(self, index_columns: Sequence[str]) -> tuple[Batch, Batch]:
+        """(row_id and `index_columns`: what the controller keeps, all other columns)."""
+        index = self.select(dict.fromkeys([ROW_ID, *index_columns]))
+        return index, self.without(*index.columns)
 
     def take(self, rows: np.ndarray | Sequence[int]) -> Batch:
         """Rows by position, in the order given (repeats allowed)."""
         where = np.asarray(rows, np.int64)
+        if np.array_equal(where, np.arange(len(self))):
+            return self
         outside = where[(where < 0) | (where >= len(self))]
         if len(outside):
             raise DataError(f"row {int(outside[0])} asked for, the batch has {len(self)} rows")
-        return Batch._of_packed({name: take_rows(self.array(name), where) for name in self.columns})
-
-    def split(self, parts: Sequence[np.ndarray]) -> list[Batch]:
-        return [self.take(part) for part in parts]
-
-    def repeat(self, n: int) -> Batch:
-        """Each row n times, copies next to each other."""
-        return self.take(np.repeat(np.arange(len(self)), n))
+        return Batch({name: _taken(array, where) for name, array in self._arrays.items()})
 
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:
         """Rows of all, in order. Columns (names and types) must agree; their order may differ."""
         if not batches:
             raise DataError("concat needs at least one batch (an empty one carries the columns)")
-        first = batches[0]
+        first = batches[0]._arrays
         for batch in batches[1:]:
-            differ = sorted(set(batch.columns) ^ set(first.columns))
-            if differ:
+            if differ := sorted(batch._arrays.keys() ^ first.keys()):
                 raise DataError(f"columns differ: {', '.join(differ)} are not in all of the batches")
-            for name in first.columns:
-                here, there = first.array(name).type, batch.array(name).type
-                if here != there:
-                    raise DataError(f"column {name!r} is {here} in one batch, {there} in another")
-        tables = [batch.table.select(first.columns) for batch in batches]
-        return Batch(pa.concat_tables(tables))
+        return Batch({name: _joined(name, [batch._arrays[name] for batch in batches]) for name in first})
 
     def write_parquet(self, path: str | os.PathLike[str]) -> None:
         pq.write_table(self.table, path)
@@ -203,10 +207,15 @@ class Batch:
         """Raises DataError naming the file when it is missing or no Parquet."""
         try:
             table = pq.ParquetFile(path).read()
-            kinds = [plain_type(kind) for kind in table.schema.types]
-            return cls(table.cast(pa.schema(list(zip(table.schema.names, kinds, strict=True)))))
+            columns = {
+                field.name: column.cast(_in_arrow_spelling(field.type))
+                for field, column in zip(table.schema, table.columns, strict=True)
+            }
         except (OSError, pa.ArrowInvalid) as error:
             raise DataError(f"{os.fspath(path)}: cannot be read as Parquet: {error}") from error
+        if len(columns) < table.num_columns:
+            raise DataError(f"{os.fspath(path)}: column names repeat: {', '.join(table.column_names)}")
+        return cls.of(columns)
 
 
 @dataclass(frozen=True)
@@ -216,15 +225,6 @@ class Block:
     handle: Any
     columns: tuple[str, ...]
     row_ids: np.ndarray
-
-    def only(self, ids: np.ndarray) -> Block:
-        """This block for these rows; the others lose their id, another block may have them."""
-        mine = np.isin(self.row_ids, ids)
-        return self if mine.all() else replace(self, row_ids=np.where(mine, self.row_ids, _NO_ROW))
-
-    def union(self, other: Block) -> Block:
-        """Two views of one block, for the rows of either."""
-        return replace(self, row_ids=np.where(self.row_ids == _NO_ROW, other.row_ids, self.row_ids))
 
 
 @dataclass(frozen=True)
@@ -246,22 +246,18 @@ class Shard:
 
     def assemble(self, blocks: Sequence[Batch]) -> Batch:
         """The rows as one Batch. blocks: what `pieces[i].handle` stands for."""
-        gathered: dict[str, list[tuple[np.ndarray, pa.Array]]] = {}
+        found: dict[str, list[tuple[np.ndarray, pa.Array]]] = {}
         for piece, block in zip(self.pieces, blocks, strict=True):
+            rows = block.select(piece.columns).take(piece.source)
             for name in piece.columns:
-                gathered.setdefault(name, []).append(
-                    (piece.target, take_rows(block.array(name), piece.source))
-                )
-        out: dict[str, pa.Array] = {}
-        for name, parts in gathered.items():
+                found.setdefault(name, []).append((piece.target, rows.array(name)))
+        out = {}
+        for name, parts in found.items():
             target = np.concatenate([where for where, _ in parts])
-            kinds = {array.type for _, array in parts}
-            if len(kinds) > 1:
-                raise DataError(f"column {name!r} has several types in its blocks: {sorted(map(str, kinds))}")
-            whole = compact(pa.chunked_array([array for _, array in parts]))
+            whole = _joined(name, [array for _, array in parts])
             in_order = np.array_equal(target, np.arange(len(self.index)))
-            out[name] = whole if in_order else take_rows(whole, np.argsort(target, kind="stable"))
-        return self.index.with_columns(out) if out else self.index
+            out[name] = whole if in_order else _taken(whole, np.argsort(target, kind="stable"))
+        return self.index.with_columns(Batch(out))
 
 
 async def _resolve_local(handles: Sequence[Any]) -> list[Batch]:
@@ -293,17 +289,10 @@ class BatchRef:
             raise DataError("row_id repeats in a BatchRef's index; each row needs its own")
 
     @classmethod
-    def of(
-        cls,
-        batch: Batch,
-        index_columns: Sequence[str],
-        resolve: Resolver = _resolve_local,
-        handle: Any = None,
-    ) -> BatchRef:
+    def of(cls, batch: Batch, index_columns: Sequence[str], resolve: Resolver = _resolve_local) -> BatchRef:
         """From a whole Batch with a `row_id` column: `index_columns` stay here, the rest is one block."""
-        index = batch.select([ROW_ID, *(n for n in index_columns if n != ROW_ID)])
-        data = batch.without(*index.columns)
-        block = Block(data if handle is None else handle, tuple(data.columns), batch.scalars(ROW_ID))
+        index, data = batch.parted(index_columns)
+        block = Block(data, tuple(data.columns), index.scalars(ROW_ID))
         return cls(index, (block,) if data.columns else (), resolve)
 
     def __len__(self) -> int:
@@ -330,9 +319,6 @@ class BatchRef:
         kept = tuple(block for block in self.blocks if len(ids) == 0 or np.isin(block.row_ids, ids).any())
         return BatchRef(index, kept, self.resolve)
 
-    def split(self, parts: Sequence[np.ndarray]) -> list[BatchRef]:
-        return [self.take(part) for part in parts]
-
     @staticmethod
     def concat(refs: Sequence[BatchRef]) -> BatchRef:
         if not refs:
@@ -341,52 +327,55 @@ class BatchRef:
         for ref in refs:
             for block in ref.blocks:
                 key = (id(block.handle), block.columns)
-                mine = block.only(ref.row_ids)
-                blocks[key] = mine.union(blocks[key]) if key in blocks else mine
+                # Its other rows may be in another block of the whole: there they lose their id.
+                ids = np.where(np.isin(block.row_ids, ref.row_ids), block.row_ids, _NO_ROW)
+                if key in blocks:
+                    ids = np.where(ids == _NO_ROW, blocks[key].row_ids, ids)
+                blocks[key] = replace(block, row_ids=ids)
         kept = tuple(blocks.values())
         return BatchRef(Batch.concat([ref.index for ref in refs]), kept, refs[0].resolve)
 
     def with_index(self, new: Mapping[str, ColumnLike], replace: bool = False) -> BatchRef:
         """Add per-row columns to the index. A name that is there already is an error unless `replace`."""
         held = {name for block in self.blocks for name in block.columns} & set(new)
-        self._refuse(held, replace)
-        return BatchRef(self.index.with_columns(new, replace), self._blocks_without(held), self.resolve)
+        return BatchRef(
+            self.index.with_columns(new, replace), self._blocks_without(held, replace), self.resolve
+        )
 
-    def _refuse(self, conflicts: set[str], replace: bool) -> None:
-        if conflicts and not replace:
-            names = ", ".join(sorted(conflicts))
-            raise DataError(f"columns {names} are there already; pass replace=True to overwrite them")
+    def with_blocks(self, new: Sequence[Block], replace: bool = False) -> BatchRef:
+        """Add columns that a worker wrote. A name that is there already is an error unless `replace`."""
+        held = {name for block in new for name in block.columns} & set(self.columns)
+        blocks = (*self._blocks_without(held, replace), *new)
+        return BatchRef(self.index.without(*held), blocks, self.resolve)
 
-    def _blocks_without(self, names: set[str]) -> tuple[Block, ...]:
+    def _blocks_without(self, names: set[str], replace: bool) -> tuple[Block, ...]:
+        """The blocks less the columns that are about to be written again."""
         if not names:
             return self.blocks
+        if not replace:
+            there = ", ".join(sorted(names))
+            raise DataError(f"columns {there} are there already; pass replace=True to overwrite them")
         stripped = (
             Block(b.handle, tuple(c for c in b.columns if c not in names), b.row_ids) for b in self.blocks
         )
         return tuple(block for block in stripped if block.columns)
-
-    def with_blocks(self, new: Sequence[Block], replace: bool = False) -> BatchRef:
-        """Add columns that a worker wrote. A name that is there already is an error unless `replace`."""
-        names = {name for block in new for name in block.columns}
-        conflicts = names & set(self.columns)
-        self._refuse(conflicts, replace)
-        index = self.index.without(*names) if conflicts else self.index
-        return BatchRef(index, (*self._blocks_without(conflicts), *new), self.resolve)
 
     def shard(self, columns: Sequence[str], rows: np.ndarray | None = None) -> Shard:
         """The plan for reading `columns` of `rows` (positions; default all). Pure: nothing moves.
 
         Raises DataError naming a column that no block holds for all of the rows.
         """
-        where = np.arange(len(self)) if rows is None else np.asarray(rows, np.int64)
         in_index = [ROW_ID, *(n for n in columns if n in self.index.columns and n != ROW_ID)]
-        index = self.index.select(in_index).take(where)
+        index = self.index.select(in_index)
+        if rows is not None:
+            index = index.take(rows)
         ids = index.scalars(ROW_ID)
         wanted = [n for n in dict.fromkeys(columns) if n not in in_index]
         pieces: list[Piece] = []
-        found = {name: 0 for name in wanted}
+        found: dict[str, int] = {}
         for block in self.blocks:
-            names = tuple(n for n in wanted if n in block.columns)
+            # For an empty shard, one source per column is enough to know its type.
+            names = tuple(n for n in wanted if n in block.columns and (len(ids) or n not in found))
             if not names:
                 continue
             order = np.argsort(block.row_ids, kind="stable")
@@ -396,17 +385,13 @@ class BatchRef:
             if len(hit) == 0 and len(ids):
                 continue
             pieces.append(Piece(block.handle, names, at[hit], hit))
-            for name in names:
-                found[name] += len(hit)
-        for name, count in found.items():
-            held = any(name in block.columns for block in self.blocks)
-            if count != len(ids) or not held:
-                have = ", ".join(self.columns)
+            found |= {name: found.get(name, 0) + len(hit) for name in names}
+        for name in wanted:
+            if found.get(name) != len(ids):
+                missing, have = len(ids) - found.get(name, 0), ", ".join(self.columns)
                 raise DataError(
-                    f"column {name!r} is missing for {len(ids) - count} of {len(ids)} rows; there are: {have}"
+                    f"column {name!r} is missing for {missing} of {len(ids)} rows; there are: {have}"
                 )
-        if not len(ids):
-            pieces = _one_per_column(pieces)
         return Shard(index, tuple(pieces))
 
     async def fetch(self, columns: Sequence[str] | None = None) -> Batch:
@@ -416,13 +401,89 @@ class BatchRef:
         return shard.assemble(await self.resolve([piece.handle for piece in shard.pieces]))
 
 
-def _one_per_column(pieces: Sequence[Piece]) -> list[Piece]:
-    """For an empty shard: one source per column is enough to know its type."""
-    out: list[Piece] = []
-    seen: set[str] = set()
-    for piece in pieces:
-        names = tuple(n for n in piece.columns if n not in seen)
-        seen.update(names)
-        if names:
-            out.append(Piece(piece.handle, names, piece.source, piece.target))
-    return out
+def _is_ragged(kind: pa.DataType) -> bool:
+    """Whether this is the type of a per-token column, wide or not."""
+    if not pa.types.is_list(kind):
+        return False
+    item = kind.value_type.value_type if pa.types.is_fixed_size_list(kind.value_type) else kind.value_type
+    return bool(pa.types.is_primitive(item))
+
+
+def _flat_values(array: pa.ListArray) -> torch.Tensor:
+    """The values of a packed per-token column, [N] or [N, K], without a copy."""
+    items, width = array.values, tuple[int, ...]()
+    if pa.types.is_fixed_size_list(items.type):
+        items, width = items.flatten(), (items.type.list_size,)
+    if len(items) == 0:
+        return torch.from_numpy(np.empty((0, *width), items.type.to_pandas_dtype()))
+    return torch.from_dlpack(items).view(-1, *width)
+
+
+def _packed(name: str, column: ColumnLike) -> pa.Array:
+    """Anything column-like as one array: masks as bytes, list offsets from 0, and no bytes of a parent (which
+    a slice drags along when it travels). Copies only what is a part of something larger.
+    """
+    if isinstance(column, torch.Tensor):
+        column = column.detach().cpu().numpy()
+    if isinstance(column, np.ndarray):
+        if column.ndim != 1:
+            raise DataError(
+                f"column {name!r} has {column.ndim} dimensions; one value per row, or ragged_array(...)"
+            )
+        if column.dtype != object:
+            return pa.array(column.astype(np.uint8) if column.dtype == np.bool_ else column)
+    array = column if isinstance(column, pa.Array | pa.ChunkedArray) else pa.array(column)
+    if isinstance(array, pa.ChunkedArray):
+        array = _joined(name, array.chunks or [pa.array([], array.type)])
+    if pa.types.is_boolean(array.type):
+        array = array.cast(pa.uint8())
+    elif pa.types.is_list(array.type) and pa.types.is_boolean(array.type.value_type):
+        array = array.cast(pa.list_(pa.uint8()))
+    if len(array) == 0:
+        return pa.array([], array.type)
+    is_part = array.offset != 0 or array.get_total_buffer_size() > 1.125 * array.nbytes + 256
+    if not is_part and pa.types.is_list(array.type):
+        offsets = array.offsets.to_numpy()
+        is_part = bool(offsets[0] != 0 or offsets[-1] != len(array.values))
+    return pa.concat_arrays([array]) if is_part else array
+
+
+def _joined(name: str, parts: Sequence[pa.Array]) -> pa.Array:
+    """The rows of all parts, in order. Raises DataError where the parts do not fit together."""
+    if len(parts) == 1:
+        return parts[0]
+    try:
+        return pa.concat_arrays(parts)
+    except pa.ArrowInvalid as error:
+        kinds = sorted({str(part.type) for part in parts})
+        if len(kinds) > 1:
+            raise DataError(f"column {name!r} has several types: {', '.join(kinds)}") from error
+        raise DataError(
+            f"parts of column {name!r} do not fit into one: {error}; use smaller batches"
+        ) from error
+
+
+def _taken(array: pa.Array, rows: np.ndarray) -> pa.Array:
+    """Rows of a column. List rows are copied row by row: several times faster than Arrow's own gather."""
+    if not _is_ragged(array.type) or array.null_count:
+        return array.take(pa.array(rows))
+    offsets = array.offsets.to_numpy() if len(array) else np.zeros(1, np.int32)
+    values = _flat_values(array).numpy()
+    new_offsets = np.zeros(len(rows) + 1, np.int64)
+    np.cumsum((offsets[1:] - offsets[:-1])[rows], out=new_offsets[1:])
+    if new_offsets[-1] > np.iinfo(np.int32).max:
+        raise DataError(f"{new_offsets[-1]} tokens in one batch: more than int32 offsets hold; split it")
+    out = np.empty((int(new_offsets[-1]), *values.shape[1:]), values.dtype)
+    starts, stops, places = offsets[:-1][rows].tolist(), offsets[1:][rows].tolist(), new_offsets.tolist()
+    for i, (start, stop) in enumerate(zip(starts, stops, strict=True)):
+        out[places[i] : places[i + 1]] = values[start:stop]
+    return ragged_array(out, new_offsets)
+
+
+def _in_arrow_spelling(kind: pa.DataType) -> pa.DataType:
+    """Parquet names a list's values `element`, Arrow `item`, and takes that for another type."""
+    if pa.types.is_list(kind):
+        return pa.list_(_in_arrow_spelling(kind.value_type))
+    if pa.types.is_fixed_size_list(kind):
+        return pa.list_(_in_arrow_spelling(kind.value_type), kind.list_size)
+    return kind

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rondo.batch import ROW_ID, Batch, Shard
+from rondo.batch import Batch, Shard
 from rondo.controller.distributed import init_distributed, is_echo, new_axis_groups
 from rondo.controller.mesh import Mesh
 from rondo.controller.worker import Worker, WorkerContext
@@ -279,8 +279,7 @@ def _reply(call: Call, result: Any) -> Result:
     batch, extra = _batch_and_rest(result)
     if batch is None or call.keep is None:
         return Reply(result), None
-    index = batch.select([ROW_ID, *(name for name in call.keep if name != ROW_ID)])
-    data = batch.without(*index.columns)
+    index, data = batch.parted(call.keep)
     return Reply(extra, Kept(index, tuple(data.columns), data.num_bytes)), data
 
 

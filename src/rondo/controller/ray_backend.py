@@ -24,7 +24,7 @@ from typing import Any, Literal, Self
 import torch
 import torch.distributed as dist
 
-from rondo.batch import Batch, BatchRef, Shard
+from rondo.batch import ROW_ID, Batch, BatchRef, Block, Shard
 from rondo.config.schema import ClusterConfig
 from rondo.controller.group import CallWatcher, WorkerGroup, create_group, pool
 from rondo.controller.handle import Answer, HostHandle
@@ -316,13 +316,13 @@ class RayCluster:
 
     def put(self, batch: Batch, index_columns: Sequence[str] = ()) -> BatchRef:
         """See Cluster.put."""
-        whole = BatchRef.of(batch, index_columns, self.resolve)
-        self._moved_bytes += whole.index.num_bytes
-        if not whole.blocks:
-            return whole
-        data: Batch = whole.blocks[0].handle
-        self._moved_bytes += data.num_bytes
-        return BatchRef.of(batch, index_columns, self.resolve, StoredBlock(ray.put(data), data.num_bytes))
+        index, data = batch.parted(index_columns)
+        self._moved_bytes += index.num_bytes + data.num_bytes
+        if not data.columns:
+            return BatchRef(index, (), self.resolve)
+        stored = StoredBlock(ray.put(data), data.num_bytes)
+        block = Block(stored, tuple(data.columns), index.scalars(ROW_ID))
+        return BatchRef(index, (block,), self.resolve)
 
     def driver_bytes(self) -> int:
         """See Cluster.driver_bytes: pickled calls and replies, what is put and fetched, and inlined

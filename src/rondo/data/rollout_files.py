@@ -220,7 +220,7 @@ def _read(file: Path, names: Sequence[str]) -> Batch:
         elif pa.types.is_list(kind) and pa.compute.list_flatten(found).null_count:
             raise DataError(f"{file}: column {name} has a null among its tokens")
     try:
-        return Batch(pa.table(arrays))
+        return Batch.of(arrays)
     except pa.ArrowException as error:
         raise _unreadable(file, error) from error
 
