@@ -70,9 +70,7 @@ async def step(group: WorkerGroup, groups: int, response_tokens: int) -> BatchRe
     index = ("group_id", "reward", "prompt_length", "response_length")
     parts = await asyncio.gather(
         *(
-            group.call_rank_for_ref(
-                seq % group.size, ArrayWorker.run_group, seq, response_tokens, index_columns=index
-            )
+            group.call_rank(seq % group.size, ArrayWorker.run_group, seq, response_tokens, keep=index)
             for seq in range(groups)
         )
     )

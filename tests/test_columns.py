@@ -43,7 +43,7 @@ from rondo.config.schema import (
     RewardModelConfig,
     RolloutCorrectionConfig,
 )
-from rondo.controller.dispatch import dispatch_of
+from rondo.controller.dispatch import MARK
 from rondo.data.rows import index_columns, rows_from_trajectories
 from rondo.errors import DataError
 from rondo.trainers.program.plan import HOOK_COLUMNS, plan_program
@@ -154,7 +154,7 @@ def test_worker_methods_read_and_write_declared_columns() -> None:
     for module in pkgutil.iter_modules(rondo.workers.__path__, "rondo.workers."):
         for _, found in inspect.getmembers(importlib.import_module(module.name), inspect.isclass):
             for _, method in inspect.getmembers(found, inspect.isfunction):
-                mark = dispatch_of(method)
+                mark = getattr(method, MARK, None)
                 if mark is not None:
                     seen |= set(declared(*mark.reads, *mark.writes))
     assert {"prompt_ids", "old_log_probs", "process_rewards", "teacher_topk_ids"} <= seen

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from rondo.batch import ROW_ID, Batch, BatchRef, ragged_rows
 from rondo.controller import Mesh, WorkerContext, WorkerGroup
+from rondo.controller.calls import Call
 from rondo.controller.dispatch import cut
 from rondo.controller.host import Host
 from rondo.controller.local import LocalHandle
@@ -127,3 +128,22 @@ def test_a_cut_keeps_pairs_together_and_adjacent(lengths: list[int], parts: int)
     for shard in cut(index, parts):
         assert units[shard[0::2]].tolist() == units[shard[1::2]].tolist()
         assert np.all(shard[1::2] - shard[0::2] == 1)
+
+
+def test_a_broadcast_is_packed_once_for_all_ranks() -> None:
+    packed = []
+
+    class Spy(LocalHandle):
+        def pack(self, call: Call) -> Call:
+            packed.append(call.method)
+            return call
+
+    async def main() -> None:
+        group = group_in_this_process(MESHES[0])
+        for handle in group._hosts:
+            handle.__class__ = Spy
+        await group.call(Calculator.note, "hello")
+        assert await group.call(Calculator.notes) == [["hello"]] * 8
+
+    asyncio.run(main())
+    assert packed == ["note", *["notes"] * 8]

@@ -188,7 +188,7 @@ def test_a_worker_finds_its_neighbour(cluster: Cluster, run: Run, role: str) -> 
 
 def test_a_batch_that_a_worker_makes_stays_in_the_store(cluster: Cluster, run: Run, role: str) -> None:
     group = make_group(run, cluster, role)
-    ref = run(group.call_rank_for_ref(0, Calculator.make_rows, 4, index_columns=("reward",)))
+    ref = run(group.call_rank(0, Calculator.make_rows, 4, keep=("reward",)))
     assert ref.index.columns == [ROW_ID, "reward"]
     assert [block.columns for block in ref.blocks] == [("tokens",)]
     assert run(ref.fetch(["tokens"])).ragged("tokens")[0].tolist() == [0, 1, 2] * 4
@@ -198,7 +198,7 @@ def test_a_batch_that_a_worker_makes_stays_in_the_store(cluster: Cluster, run: R
     whole = run(group.call_rank(0, Calculator.make_rows, 3))
     assert isinstance(whole, Batch)
     with pytest.raises(WorkerError, match="no column 'absent'"):
-        run(group.call_rank_for_ref(0, Calculator.make_rows, 4, index_columns=("absent",)))
+        run(group.call_rank(0, Calculator.make_rows, 4, keep=("absent",)))
 
 
 def test_together_joins_the_blocks_of_overlapping_calls(cluster: Cluster, run: Run, role: str) -> None:
@@ -270,6 +270,8 @@ def test_programming_errors(cluster: Cluster, run: Run, role: str) -> None:
         run(group.call(Calculator.make_rows, 3))
     with pytest.raises(TypeError, match="first argument is a BatchRef"):
         run(group.call(Calculator.multiply, 3))
+    with pytest.raises(TypeError, match="returned str, of which nothing can be kept"):
+        run(group.call_rank(0, Calculator.fails, (), keep=()))
     with pytest.raises(TypeError, match="no method factor"):
         run(group.call_rank(0, Neighbour.factor))
 
@@ -284,7 +286,7 @@ def test_pools_that_do_not_fit(cluster: Cluster, run: Run, role: str) -> None:
 
 def test_driver_bytes_count_the_index(cluster: Cluster, run: Run, role: str) -> None:
     group = make_group(run, cluster, role)
-    ref = run(group.call_rank_for_ref(0, Calculator.make_rows, 4))
+    ref = run(group.call_rank(0, Calculator.make_rows, 4, keep=()))
     before = cluster.driver_bytes()
     run(group.call(Calculator.multiply, ref))
     assert cluster.driver_bytes() - before >= 4 * 8  # at least the row ids

@@ -57,7 +57,7 @@ def test_blocks_are_not_copied_on_the_way() -> None:
     async def main() -> bool:
         async with await start_cluster(ClusterConfig(device="cpu")) as cluster:
             group = await cluster.create_group("w", Calculator)
-            ref = await group.call_rank_for_ref(0, Calculator.make_rows, 4)
+            ref = await group.call_rank(0, Calculator.make_rows, 4, keep=())
             (block,) = await cluster.resolve([ref.blocks[0].handle])
             return block is ref.blocks[0].handle
 

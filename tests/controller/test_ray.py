@@ -94,7 +94,7 @@ def test_groups_on_their_own_devices(four: Cluster, run: Run, role: str) -> None
 def test_token_data_does_not_pass_through_the_driver(four: Cluster, run: Run, role: str) -> None:
     group = run(four.create_group(role, Calculator))
     n = 50_000
-    ref = run(group.call_rank_for_ref(0, Calculator.make_rows, n))
+    ref = run(group.call_rank(0, Calculator.make_rows, n, keep=()))
     token_bytes = ref.blocks[0].handle.num_bytes
     ref = ref.take(np.arange(0, n, 2))
     before = four.driver_bytes()
@@ -102,7 +102,7 @@ def test_token_data_does_not_pass_through_the_driver(four: Cluster, run: Run, ro
     sent = four.driver_bytes() - before
     index_bytes = 8 * len(out)
     assert sent < 7 * index_bytes  # ids both ways, and the positions of the rows
-    small = run(group.call_rank_for_ref(0, Calculator.make_rows, 10))
+    small = run(group.call_rank(0, Calculator.make_rows, 10, keep=()))
     before = four.driver_bytes()
     run(small.fetch())
     assert four.driver_bytes() - before == small.blocks[0].handle.num_bytes  # a fetch is counted in full
@@ -125,7 +125,7 @@ def test_long_rows_cost_the_driver_nothing(four: Cluster, run: Run, role: str) -
 @only_ray
 def test_a_shard_pickles_its_own_rows_only(four: Cluster, run: Run, role: str) -> None:
     group = run(four.create_group(role, Calculator))
-    ref = run(group.call_rank_for_ref(0, Calculator.make_rows, 100_000))
+    ref = run(group.call_rank(0, Calculator.make_rows, 100_000, keep=()))
     pickled, tokens = run(
         group.call(Calculator.address_of_tokens, ref.take(np.arange(100)), reads=("tokens",))
     )
@@ -161,7 +161,7 @@ def test_a_killed_host_is_an_error_and_the_cause(
     run: Run, healthy: WorkerGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However late Ray sees the death: its peer's "connection closed" is waited out."""
-    monkeypatch.setattr("rondo.controller.group.ECHO_GRACE_SECONDS", 300.0)
+    monkeypatch.setattr("rondo.controller.calls.ECHO_GRACE_SECONDS", 300.0)
     run(healthy.call(Calculator.reduce_over, ["dp", "dp"]))
     with pytest.raises(
         WorkerError,

@@ -71,7 +71,7 @@ def test_a_killed_worker_is_an_error_that_names_it(
         ],
     )
     monkeypatch.setattr(RLTrainer, "take", kill_and_take)
-    monkeypatch.setattr("rondo.controller.group.ECHO_GRACE_SECONDS", 300.0)
+    monkeypatch.setattr("rondo.controller.calls.ECHO_GRACE_SECONDS", 300.0)
     with pytest.raises(WorkerError, match=r"(actor|rollout)\[1\].* died"):
         train(loaded)
     assert len(killed) == 1

@@ -1,5 +1,5 @@
 """The cluster: devices with a host process each, on which worker groups are placed. One protocol, two
-backends."""
+backends, and what they share in building a group."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from typing import Any, Protocol, Self
 
 import torch
 
-from rondo.batch import Batch, BatchRef
+from rondo.batch import Batch, BatchRef, Resolver
 from rondo.config.schema import ClusterConfig
-from rondo.controller.group import CallWatcher, WorkerGroup
+from rondo.controller.calls import Call, CallWatcher, HostHandle, invoke
+from rondo.controller.group import WorkerGroup
+from rondo.controller.host import CREATE, JOIN, NewMesh, NewWorker
 from rondo.controller.mesh import Mesh
 from rondo.controller.worker import Worker
 from rondo.errors import ConfigError
@@ -72,6 +74,58 @@ class Cluster(Protocol):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
+
+
+async def create_group(
+    role: str,
+    worker_class: type[Worker],
+    mesh: Mesh,
+    devices: tuple[int, ...],
+    hosts: Sequence[HostHandle],
+    kwargs: Mapping[str, Any],
+    resolve: Resolver,
+    watchers: Sequence[CallWatcher],
+    accelerators: Sequence[tuple[str, ...]] = (),
+) -> WorkerGroup:
+    """Build one worker on each of `devices`. All hosts of the world take part in making the process
+    groups. accelerators: per rank, see WorkerContext. Raises ConfigError for a role that one of the devices
+    has already: the calls of both groups would go to one worker."""
+    taken = [device for device in devices if role in hosts[device].roles]
+    if taken:
+        raise ConfigError(
+            f"there is a worker group {role!r} on device {taken[0]} already: use that one, or "
+            "give the second one another name or other devices"
+        )
+    join = Call(role, JOIN, (NewMesh(mesh, devices),))
+    await invoke(dict.fromkeys(range(len(hosts)), join), hosts)
+    chosen = [hosts[device] for device in devices]
+    given = accelerators or [()] * mesh.size
+    workers = [NewWorker(worker_class, rank, given[rank]) for rank in range(mesh.size)]
+    await invoke({rank: Call(role, CREATE, (new,), kwargs) for rank, new in enumerate(workers)}, chosen)
+    for host in chosen:
+        host.roles.add(role)
+    return WorkerGroup(role, worker_class, mesh, chosen, resolve, watchers)
+
+
+def pool(
+    num_devices: int, mesh: Mesh | None, devices: Sequence[int] | None, devices_per_rank: int = 1
+) -> tuple[Mesh, tuple[int, ...]]:
+    """The mesh of a new group, and the first device of each of its ranks. Raises ConfigError when they do not
+    fit each other or the cluster."""
+    size = mesh.size if mesh else num_devices // devices_per_rank
+    chosen = tuple(range(0, size * devices_per_rank, devices_per_rank)) if devices is None else tuple(devices)
+    mesh = mesh or Mesh.data_parallel(len(chosen))
+    if mesh.size != len(chosen):
+        raise ConfigError(
+            f"mesh {mesh.axes} has {mesh.size} ranks, the resource pool {chosen} {len(chosen)} devices"
+        )
+    every = [device + i for device in chosen for i in range(devices_per_rank)]
+    if every != sorted(set(every)) or not every or every[0] < 0 or every[-1] >= num_devices:
+        raise ConfigError(
+            f"a group on devices {tuple(every)} (mesh {mesh.axes}), but the cluster has {num_devices}: raise "
+            "cluster.devices, or name each device once, rising"
+        )
+    return mesh, chosen
 
 
 def planned_device(config: ClusterConfig) -> str:

@@ -17,7 +17,7 @@ How = Literal["broadcast", "split", "per_rank"]
 COST_COLUMNS = declared("prompt_length", "response_length")
 GROUP_COLUMN = column("mini_batch").name
 
-_MARK = "__rondo_dispatch__"
+MARK = "__rondo_dispatch__"  # the attribute of a marked method that holds its Dispatch
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
@@ -42,15 +42,10 @@ def dispatch(
     """
 
     def mark(method: Method) -> Method:
-        setattr(method, _MARK, Dispatch(how, reads, writes))
+        setattr(method, MARK, Dispatch(how, reads, writes))
         return method
 
     return mark
-
-
-def dispatch_of(method: Callable[..., Any]) -> Dispatch | None:
-    """The mark of a method, or None."""
-    return getattr(method, _MARK, None)
 
 
 def cut(index: Batch, parts: int) -> list[np.ndarray]:
@@ -61,8 +56,6 @@ def cut(index: Batch, parts: int) -> list[np.ndarray]:
     `mini_batch` if there is one; rows of equal `unit`, if the index has that, stay on one shard. Shards may
     be uneven and empty.
     """
-    if parts == 1:
-        return [np.arange(len(index))]
     present = [name for name in COST_COLUMNS if name in index.columns]
     costs = np.zeros(len(index)) if present else np.ones(len(index))
     for name in present:

@@ -17,41 +17,25 @@ import asyncio
 import logging
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from rondo.batch import Batch, Shard
+from rondo.batch import Batch
+from rondo.controller.calls import Call, Failure, Kept, Reply
 from rondo.controller.distributed import init_distributed, is_echo, new_axis_groups
 from rondo.controller.mesh import Mesh
 from rondo.controller.worker import Worker, WorkerContext
 
 JOIN, CREATE = "join a mesh", "__init__"
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Call:
-    """One method on one rank."""
-
-    role: str
-    method: str
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-    # Assembled on the worker's side, it becomes the first argument.
-    shard: Shard | None = None
-    # None: a returned Batch travels to the controller. Else it stays with the host, and only `row_id` and
-    # these columns travel.
-    keep: tuple[str, ...] | None = None
-    # False drops the result: another rank of the data-parallel group returns it.
-    collect: bool = True
-    # The method is a coroutine function.
-    is_async: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,44 +55,6 @@ class NewMesh:
     ranks: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Failure:
-    """Why a call has no result."""
-
-    message: str
-    traceback: str = ""
-    # Seconds since the epoch on the host's clock.
-    at: float = 0.0
-    # It only reports a peer's failure.
-    echo: bool = False
-    # The host process is gone.
-    died: bool = False
-    # The exception itself, or None where it could not travel.
-    cause: BaseException | None = None
-
-
-@dataclass(frozen=True)
-class Kept:
-    """A returned Batch that stayed with the host: its index, and the names and size of the columns left
-    behind."""
-
-    index: Batch
-    columns: tuple[str, ...]
-    num_bytes: int
-
-
-@dataclass(frozen=True)
-class Reply:
-    """What travels back."""
-
-    # The result, less the Batch if that was kept.
-    value: Any = None
-    kept: Kept | None = None
-    failure: Failure | None = None
-    # When it ran: start and end in seconds since the epoch on the host's clock; (0, 0) if it never did.
-    span: tuple[float, float] = (0.0, 0.0)
-
-
 Result = tuple[Reply, Batch | None]
 
 
@@ -121,37 +67,6 @@ def failure_of(error: BaseException) -> Failure:
         frames = frames.tb_next
     text = "".join(traceback.format_exception(type(error), error, frames))
     return Failure(f"{type(error).__name__}: {error}", text, time.time(), is_echo(error), cause=error)
-
-
-class _Stopwatch:
-    """Starts when it is made. Spans are never negative: the clock that may be set is read once."""
-
-    def __init__(self) -> None:
-        self._start, self._started = time.time(), time.perf_counter()
-
-    def stamped(self, reply: Reply) -> Reply:
-        """The reply with the span from the start until now."""
-        elapsed = time.perf_counter() - self._started
-        return replace(reply, span=(self._start, self._start + elapsed))
-
-
-class _Turnstile:
-    """Lets the holders of tickets 0, 1, 2 … through in that order."""
-
-    def __init__(self) -> None:
-        self._next = 0
-        self._waiting: dict[int, asyncio.Future[None]] = {}
-
-    async def enter(self, ticket: int) -> None:
-        if ticket != self._next:
-            self._waiting[ticket] = asyncio.get_running_loop().create_future()
-            await self._waiting[ticket]
-
-    def leave(self) -> None:
-        self._next += 1
-        following = self._waiting.pop(self._next, None)
-        if following is not None:
-            following.set_result(None)
 
 
 class Host:
@@ -170,7 +85,8 @@ class Host:
         self._started_distributed = False
         self._threads_before = torch.get_num_threads()
         torch.set_num_threads(threads)
-        self._turnstile = _Turnstile()
+        self._ticket = 0  # whose turn it is
+        self._waiting: dict[int, asyncio.Event] = {}
         self._thread = (
             None if inline else ThreadPoolExecutor(1, "rondo-train", torch.set_num_threads, (threads,))
         )
@@ -178,59 +94,64 @@ class Host:
     async def start(self, store: dist.Store | None = None) -> None:
         """Join the world. All hosts at once; store: where they meet (None for a world of one)."""
         self._started_distributed = await self._on_thread(
-            lambda: init_distributed(self.rank, self.world_size, self.device, store)
+            init_distributed, self.rank, self.world_size, self.device, store
         )
 
     async def run(self, call: Call, blocks: Sequence[Batch], ticket: int | None) -> Result:
         """Run one call. blocks: what the pieces of `call.shard` stand for. ticket: None for async methods."""
-        if ticket is None:
-            clock = _Stopwatch()
-            reply, kept = await self._run_async(call, blocks)
-            return clock.stamped(reply), kept
-        await self._turnstile.enter(ticket)
-        done = self._on_thread(lambda: self._run_timed(call, blocks))
-        self._turnstile.leave()
-        return await done
+        if ticket is not None:
+            async with self._turn(ticket):
+                done = self._on_thread(self._run_sync, call, blocks)
+            return await done
+        clock = time.time(), time.perf_counter()
+        try:
+            return _ended(call, clock, await self._bound(call, blocks)())
+        except (Exception, SystemExit) as error:
+            return _ended(call, clock, failure_of(error))
 
     async def skip(self, ticket: int) -> None:
         """Let a ticket pass whose call cannot run."""
-        await self._turnstile.enter(ticket)
-        self._turnstile.leave()
+        async with self._turn(ticket):
+            pass
 
-    def _on_thread(self, function: Callable[[], Any]) -> asyncio.Future[Any]:
+    @asynccontextmanager
+    async def _turn(self, ticket: int) -> AsyncIterator[None]:
+        """Lets the holders of tickets 0, 1, 2 … in, one after the other."""
+        if ticket != self._ticket:
+            await self._waiting.setdefault(ticket, asyncio.Event()).wait()
+        yield
+        self._ticket += 1
+        if self._ticket in self._waiting:
+            self._waiting.pop(self._ticket).set()
+
+    def _on_thread(self, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
         loop = asyncio.get_running_loop()
         if self._thread is not None:
-            return loop.run_in_executor(self._thread, function)
+            return loop.run_in_executor(self._thread, function, *args)
         done = loop.create_future()
-        done.set_result(function())
+        done.set_result(function(*args))
         return done
 
-    def _run_timed(self, call: Call, blocks: Sequence[Batch]) -> Result:
-        clock = _Stopwatch()
-        reply, kept = self._run_sync(call, blocks)
-        return clock.stamped(reply), kept
-
-    # The two methods below are the boundary at which a worker's exception, whatever it is, becomes a Failure.
+    # Here, and in `run` for async methods, a worker's exception, whatever it is, becomes a Failure.
     def _run_sync(self, call: Call, blocks: Sequence[Batch]) -> Result:
+        clock = time.time(), time.perf_counter()
         try:
-            if call.method == JOIN:
-                new: NewMesh = call.args[0]
-                self._meshes[call.role] = new, new_axis_groups(new.mesh, new.ranks)
-                return Reply(), None
-            if call.method == CREATE:
-                self._create(call)
-                return Reply(), None
-            method = getattr(self.workers[call.role], call.method)
-            return _reply(call, method(*_arguments(call, blocks), **call.kwargs))
+            return _ended(call, clock, self._bound(call, blocks)())
         except (Exception, SystemExit) as error:
-            return Reply(failure=failure_of(error)), None
+            return _ended(call, clock, failure_of(error))
 
-    async def _run_async(self, call: Call, blocks: Sequence[Batch]) -> Result:
-        try:
-            method = getattr(self.workers[call.role], call.method)
-            return _reply(call, await method(*_arguments(call, blocks), **call.kwargs))
-        except (Exception, SystemExit) as error:
-            return Reply(failure=failure_of(error)), None
+    def _bound(self, call: Call, blocks: Sequence[Batch]) -> Callable[[], Any]:
+        """Returns the method of a call with all its arguments."""
+        if call.method == JOIN:
+            return partial(self._join, call)
+        if call.method == CREATE:
+            return partial(self._create, call)
+        args = call.args if call.shard is None else (call.shard.assemble(blocks), *call.args)
+        return partial(getattr(self.workers[call.role], call.method), *args, **call.kwargs)
+
+    def _join(self, call: Call) -> None:
+        new: NewMesh = call.args[0]
+        self._meshes[call.role] = new, new_axis_groups(new.mesh, new.ranks)
 
     def _create(self, call: Call) -> None:
         new: NewWorker = call.args[0]
@@ -269,23 +190,20 @@ class Host:
             self._started_distributed = False
 
 
-def _arguments(call: Call, blocks: Sequence[Batch]) -> tuple[Any, ...]:
-    return call.args if call.shard is None else (call.shard.assemble(blocks), *call.args)
+def _ended(call: Call, clock: tuple[float, float], result: Any) -> Result:
+    """Returns the reply to a call that began at `clock` and ended now, and the Batch that stays here.
 
-
-def _reply(call: Call, result: Any) -> Result:
+    clock: `time.time()` and `time.perf_counter()`. The first may be set meanwhile, so it is read once: spans
+    are never negative.
+    """
+    span = clock[0], clock[0] + time.perf_counter() - clock[1]
+    if isinstance(result, Failure):
+        return Reply(failure=result, span=span), None
     if not call.collect:
-        return Reply(), None
-    batch, extra = _batch_and_rest(result)
-    if batch is None or call.keep is None:
-        return Reply(result), None
+        return Reply(span=span), None
+    is_pair = isinstance(result, tuple) and len(result) == 2
+    batch, rest = result if is_pair else (result, None)
+    if call.keep is None or not isinstance(batch, Batch):
+        return Reply(result, span=span), None
     index, data = batch.parted(call.keep)
-    return Reply(extra, Kept(index, tuple(data.columns), data.num_bytes)), data
-
-
-def _batch_and_rest(result: Any) -> tuple[Batch | None, Any]:
-    if isinstance(result, Batch):
-        return result, None
-    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Batch):
-        return result[0], result[1]
-    return None, result
+    return Reply(rest, Kept(index, tuple(data.columns), data.num_bytes), span=span), data

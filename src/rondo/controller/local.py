@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -11,10 +10,10 @@ import torch
 
 from rondo.batch import Batch, BatchRef
 from rondo.config.schema import ClusterConfig
-from rondo.controller.cluster import planned_device
-from rondo.controller.group import CallWatcher, WorkerGroup, create_group, pool
-from rondo.controller.handle import Answer, HostHandle
-from rondo.controller.host import Call, Host
+from rondo.controller.calls import Answer, Call, CallWatcher, HostHandle
+from rondo.controller.cluster import create_group, planned_device, pool
+from rondo.controller.group import WorkerGroup
+from rondo.controller.host import Host
 from rondo.controller.mesh import Mesh
 from rondo.controller.worker import Worker
 from rondo.errors import ConfigError
@@ -25,23 +24,17 @@ class LocalHandle(HostHandle):
     """Calls the host directly."""
 
     def __init__(self, host: Host) -> None:
-        super().__init__()
+        super().__init__(host.rank)
         self._host = host
 
-    def pack(self, call: Call) -> Call:
-        """Nothing to pack: one process."""
-        return call
-
-    def submit(self, packed: Call, is_async: bool) -> asyncio.Task[Answer]:
-        """Start the call on the host."""
-        return self._task(self._run(packed, self._ticket(is_async)))
-
-    async def _run(self, call: Call, ticket: int | None) -> Answer:
-        pieces = call.shard.pieces if call.shard else ()
-        if call.shard is not None:
-            self.num_bytes += call.shard.index.num_bytes
+    async def send(self, packed: Call, ticket: int | None) -> Answer:
+        """Runs the call; nothing travels, and the index and the positions of rows are counted as if they
+        did."""
+        pieces = packed.shard.pieces if packed.shard else ()
+        if packed.shard is not None:
+            self.num_bytes += packed.shard.index.num_bytes
             self.num_bytes += sum(piece.source.nbytes + piece.target.nbytes for piece in pieces)
-        reply, kept = await self._host.run(call, [piece.handle for piece in pieces], ticket)
+        reply, kept = await self._host.run(packed, [piece.handle for piece in pieces], ticket)
         if reply.kept is not None:
             self.num_bytes += reply.kept.index.num_bytes
         return reply, kept

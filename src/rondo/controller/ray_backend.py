@@ -16,7 +16,7 @@ import sys
 import sysconfig
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -26,9 +26,10 @@ import torch.distributed as dist
 
 from rondo.batch import ROW_ID, Batch, BatchRef, Block, Shard
 from rondo.config.schema import ClusterConfig
-from rondo.controller.group import CallWatcher, WorkerGroup, create_group, pool
-from rondo.controller.handle import Answer, HostHandle
-from rondo.controller.host import Call, Failure, Host, Reply, failure_of
+from rondo.controller.calls import Answer, Call, CallWatcher, Failure, HostHandle, Reply
+from rondo.controller.cluster import create_group, pool
+from rondo.controller.group import WorkerGroup
+from rondo.controller.host import Host, failure_of
 from rondo.controller.mesh import Mesh
 from rondo.controller.worker import Worker
 from rondo.errors import ConfigError, DataError
@@ -175,8 +176,8 @@ def _unpack_reply(raw: bytes) -> Reply:
 class RayHandle(HostHandle):
     """Sends calls to one host actor."""
 
-    def __init__(self, actor: Any, place: Whereabouts, inline_bytes: int) -> None:
-        super().__init__()
+    def __init__(self, device: int, actor: Any, place: Whereabouts, inline_bytes: int) -> None:
+        super().__init__(device)
         self.actor = actor
         self.place = place
         self._inline_bytes = inline_bytes
@@ -196,14 +197,14 @@ class RayHandle(HostHandle):
         inline = sum(handle.num_bytes for handle in handles if handle.num_bytes <= self._inline_bytes)
         return _Packed(cloudpickle.dumps(call), tuple(handle.ref for handle in handles), inline)
 
-    def submit(self, packed: _Packed, is_async: bool) -> asyncio.Task[Answer]:
-        """Send to the actor; a dead process becomes a Failure."""
+    def send(self, packed: _Packed, ticket: int | None) -> Coroutine[Any, Any, Answer]:
+        """Sends to the actor now; a dead process becomes a Failure."""
         self.num_bytes += len(packed.payload) + packed.inline_bytes
         method = self.actor.run.options(num_returns=2)
-        reply, kept = method.remote(self._ticket(is_async), packed.payload, *packed.refs)
-        return self._task(self._answer(reply, kept, is_async))
+        reply, kept = method.remote(ticket, packed.payload, *packed.refs)
+        return self._answer(reply, kept, is_async=ticket is None)
 
-    async def _answer(self, reply_ref: ray.ObjectRef, kept_ref: ray.ObjectRef, is_async: bool) -> Answer:
+    async def _answer(self, reply_ref: ray.ObjectRef, kept_ref: ray.ObjectRef, *, is_async: bool) -> Answer:
         try:
             raw = await reply_ref
         except RayError as error:
@@ -213,7 +214,7 @@ class RayHandle(HostHandle):
             message = f"its host process ({where}) died or cannot be reached: {kind}: {first}"
             return Reply(failure=Failure(message, str(error), time.time(), died=True)), None
         except asyncio.CancelledError:
-            if is_async:
+            if is_async and self.broken is None:
                 ray.cancel(reply_ref)
             raise
         self.num_bytes += len(raw)
@@ -275,8 +276,8 @@ class RayCluster:
         self._actors = [self._actors[i] for i in order]
         places = [found[i] for i in order]
         self._handles = [
-            RayHandle(actor, place, self._inline_bytes)
-            for actor, place in zip(self._actors, places, strict=True)
+            RayHandle(device, actor, place, self._inline_bytes)
+            for device, (actor, place) in enumerate(zip(self._actors, places, strict=True))
         ]
         one_node = len({place.node for place in places}) == 1
         address = "127.0.0.1" if one_node else places[0].address

@@ -108,8 +108,8 @@ async def _generate(
         await rollout.call(RolloutWorker.resume)
         refs = await asyncio.gather(
             *(
-                rollout.call_rank_for_ref(
-                    0, RolloutWorker.run_unscored, row, sampling, n, "generate", index_columns=index_columns()
+                rollout.call_rank(
+                    0, RolloutWorker.run_unscored, row, sampling, n, "generate", keep=index_columns()
                 )
                 for row in rows
             )

@@ -195,14 +195,14 @@ class WorkerEpisodes:
         return self._rollout.alive if self._may_lose else range(self.size)
 
     async def run_group(self, rank: int, seq: int) -> BatchRef:
-        return await self._rollout.call_rank_for_ref(
+        return await self._rollout.call_rank(
             rank,
             RolloutWorker.run_group,
             self._prompt_at(seq),
             self._sampling,
             self._n,
             self._deadline,
-            index_columns=(*self.index_columns, ENDED),
+            keep=(*self.index_columns, ENDED),
             greedy_baseline=self._greedy_baseline,
             ended=True,
         )

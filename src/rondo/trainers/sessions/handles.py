@@ -81,14 +81,14 @@ class Actor:
         purpose = "train" if do_sample else "greedy"
         calls = asyncio.gather(
             *(
-                self.rollout.call_rank_for_ref(
+                self.rollout.call_rank(
                     i % self.rollout.size,
                     RolloutWorker.run_group,
                     prompt,
                     sampling,
                     number,
                     purpose=purpose,
-                    index_columns=run.side.index_columns,
+                    keep=run.side.index_columns,
                 )
                 for i, prompt in enumerate(prompts)
             )

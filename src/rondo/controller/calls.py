@@ -1,0 +1,230 @@
+"""One call of a worker group: the records that travel, the controller's end of a host, and the wait for all
+ranks.
+
+invoke ─▶ HostHandle.submit ─▶ Host.run of each rank ─▶ (Reply, handle) per rank
+                                         a first failure ─▶ WorkerError; a rank that still hangs is broken
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from rondo.batch import Batch, Shard
+from rondo.errors import WorkerError
+
+# After a first failure: how long peers may take to report theirs (the earliest is the cause), and how long to
+# wait for the cause when all that arrived are echoes ("connection closed by peer").
+GRACE_SECONDS = 0.2
+ECHO_GRACE_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Call:
+    """One method on one rank."""
+
+    role: str
+    method: str
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    # Assembled on the worker's side, it becomes the first argument.
+    shard: Shard | None = None
+    # None: a returned Batch travels to the controller. Else it stays with the host, and only `row_id` and
+    # these columns travel.
+    keep: tuple[str, ...] | None = None
+    # False drops the result: another rank of the data-parallel group returns it.
+    collect: bool = True
+    # The method is a coroutine function.
+    is_async: bool = False
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a call has no result."""
+
+    message: str
+    traceback: str = ""
+    # Seconds since the epoch on the host's clock.
+    at: float = 0.0
+    # It only reports a peer's failure.
+    echo: bool = False
+    # The host process is gone.
+    died: bool = False
+    # The exception itself, or None where it could not travel.
+    cause: BaseException | None = None
+
+    def for_other_calls(self) -> Failure:
+        """Returns why all other calls fail of the host that this failure made unusable."""
+        message = f"this rank's host process is unusable since: {self.message}"
+        return Failure(message, self.traceback, self.at)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A returned Batch that stayed with the host: its index, and the names and size of the columns left
+    behind."""
+
+    index: Batch
+    columns: tuple[str, ...]
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What travels back."""
+
+    # The result, less the Batch if that was kept.
+    value: Any = None
+    kept: Kept | None = None
+    failure: Failure | None = None
+    # When it ran: start and end in seconds since the epoch on the host's clock; (0, 0) if it never did.
+    span: tuple[float, float] = (0.0, 0.0)
+
+
+# What a call ends with: the reply, and the handle of the Batch that was kept (None: none was).
+Answer = tuple[Reply, Any]
+
+
+class CallWatcher(Protocol):
+    """Hears of every call of a worker group's ranks, on the controller's event loop.
+
+    device: the device (= host process) that the rank stands on. Each `call_sent` is followed by one
+    `call_ended`.
+    """
+
+    def call_sent(self, role: str, rank: int, device: int, method: str) -> None:
+        """The call leaves the controller. Sync calls may wait for others on the host."""
+
+    def call_ended(
+        self, role: str, rank: int, device: int, method: str, start: float, end: float, *, died: bool
+    ) -> None:
+        """The call ran from `start` to `end`: seconds since the epoch on the host's clock.
+
+        Of a call that was cancelled, or whose host died, they are the controller's: sent, and given up.
+        died: the host takes no more calls, of any role.
+        """
+
+
+class HostHandle:
+    """One host as the controller sees it. A backend says how calls travel: `send`, and `pack` if need be."""
+
+    def __init__(self, device: int) -> None:
+        # The host's number in the world.
+        self.device = device
+        # Why this host can take no more calls.
+        self.broken: Failure | None = None
+        # The roles of the workers that live there.
+        self.roles: set[str] = set()
+        # Bytes of calls and replies that passed through the controller.
+        self.num_bytes = 0
+        self._tickets = itertools.count()
+        self._tasks: set[asyncio.Task[Answer]] = set()  # the event loop holds tasks weakly
+
+    def pack(self, call: Call) -> Any:
+        """Returns what travels; it may be submitted to several hosts."""
+        return call
+
+    def send(self, packed: Any, ticket: int | None) -> Coroutine[Any, Any, Answer]:
+        """Sends a call; the coroutine ends with its answer. ticket: the place of a sync call among those of
+        this host."""
+        raise NotImplementedError
+
+    def submit(self, packed: Any, is_async: bool) -> asyncio.Task[Answer]:
+        """Sends a call now; sync ones run in this order."""
+        ticket = None if is_async else next(self._tickets)
+        task = asyncio.get_running_loop().create_task(self.send(packed, ticket))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def condemn(self, failure: Failure) -> None:
+        """Marks the host broken; everything that waits for it fails."""
+        if self.broken is None:
+            self.broken = failure
+            for task in self._tasks:
+                task.cancel()
+
+
+async def invoke(
+    calls: Mapping[int, Call], hosts: Sequence[HostHandle], watchers: Sequence[CallWatcher] = ()
+) -> dict[int, Answer]:
+    """Submits one call per rank to the ranks' hosts without a pause in between, and waits for all answers.
+
+    Raises WorkerError with the first cause of a failure.
+    """
+    sent = time.time()
+    for watcher in watchers:
+        for rank, call in calls.items():
+            watcher.call_sent(call.role, rank, hosts[rank].device, call.method)
+    tasks: dict[asyncio.Task[Answer], int] = {}
+    answers: dict[int, Answer] = {}
+    try:
+        packed: dict[int, Any] = {}
+        for rank, call in calls.items():
+            broken = hosts[rank].broken
+            if broken is not None:
+                raise _error(call, rank, broken.for_other_calls(), died=True)
+            if id(call) not in packed:  # a broadcast is one call to all
+                packed[id(call)] = hosts[rank].pack(call)
+        tasks = {hosts[rank].submit(packed[id(call)], call.is_async): rank for rank, call in calls.items()}
+        pending = set(tasks)
+        while pending:
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            if any(_failure(task, hosts[tasks[task]]) for task in done):
+                error = await _first_cause(tasks, calls, hosts)
+                raise error from error.cause_error
+        answers = {rank: task.result() for task, rank in tasks.items()}
+        return answers
+    except asyncio.CancelledError:
+        for task, rank in tasks.items():
+            # A sync method cannot be stopped: it ends in the background, and its result is dropped.
+            if calls[rank].is_async:
+                task.cancel()
+        raise
+    finally:
+        given_up = sent, max(sent, time.time())
+        for watcher in watchers:
+            for rank, call in calls.items():
+                span = answers[rank][0].span if rank in answers else given_up
+                died, device = hosts[rank].broken is not None, hosts[rank].device
+                watcher.call_ended(call.role, rank, device, call.method, *span, died=died)
+
+
+async def _first_cause(
+    tasks: Mapping[asyncio.Task[Answer], int], calls: Mapping[int, Call], hosts: Sequence[HostHandle]
+) -> WorkerError:
+    """Returns why a call failed, as far as its ranks say so within the grace; those that still hang then are
+    condemned."""
+    clock = asyncio.get_running_loop().time
+    first_at = clock()
+    while True:
+        pending = {task for task in tasks if not task.done()}
+        found = {rank: _failure(task, hosts[rank]) for task, rank in tasks.items() if task not in pending}
+        failures = {rank: failure for rank, failure in found.items() if failure is not None}
+        only_echoes = all(failure.echo for failure in failures.values())
+        left = first_at + (ECHO_GRACE_SECONDS if only_echoes else GRACE_SECONDS) - clock()
+        if not pending or left <= 0:
+            break
+        await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+    first = min(failures, key=lambda rank: (not failures[rank].died, failures[rank].echo, failures[rank].at))
+    for rank in calls:
+        if rank not in found or (rank in failures and failures[rank].died):
+            hosts[rank].condemn(failures[first])
+    return _error(calls[first], first, failures[first], died=hosts[first].broken is not None)
+
+
+def _failure(task: asyncio.Task[Answer], host: HostHandle) -> Failure | None:
+    """Returns why a call has no result, if so. What waited for a host that broke was cancelled."""
+    if task.cancelled() and host.broken is not None:
+        return host.broken.for_other_calls()
+    return task.result()[0].failure
+
+
+def _error(call: Call, rank: int, failure: Failure, *, died: bool) -> WorkerError:
+    error = WorkerError(call.role, rank, call.method, failure.message, failure.traceback)
+    error.cause_error, error.died = failure.cause, died
+    return error
