@@ -125,10 +125,10 @@ class Batch:
         The values of a wide column are [N, K].
         """
         array = self.array(name)
-        if not _is_ragged(array.type) or array.null_count:
+        flat = _flat(array)
+        if flat is None:
             raise DataError(f"column {name!r} has type {array.type}; per-token columns are lists of numbers")
-        offsets = torch.from_dlpack(array.offsets) if len(array) else torch.zeros(1, dtype=torch.int32)
-        return _flat_values(array), offsets
+        return flat
 
     def rows(self, name: str) -> list[np.ndarray]:
         """A per-token column as one numpy view per row."""
@@ -401,22 +401,21 @@ class BatchRef:
         return shard.assemble(await self.resolve([piece.handle for piece in shard.pieces]))
 
 
-def _is_ragged(kind: pa.DataType) -> bool:
-    """Whether this is the type of a per-token column, wide or not."""
-    if not pa.types.is_list(kind):
-        return False
-    item = kind.value_type.value_type if pa.types.is_fixed_size_list(kind.value_type) else kind.value_type
-    return bool(pa.types.is_primitive(item))
-
-
-def _flat_values(array: pa.ListArray) -> torch.Tensor:
-    """The values of a packed per-token column, [N] or [N, K], without a copy."""
+def _flat(array: pa.Array) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Values [N] or [N, K] and offsets [B+1] of a packed per-token column, without a copy; None for one of
+    another kind."""
+    if not pa.types.is_list(array.type) or array.null_count:
+        return None
     items, width = array.values, tuple[int, ...]()
     if pa.types.is_fixed_size_list(items.type):
         items, width = items.flatten(), (items.type.list_size,)
-    if len(items) == 0:
-        return torch.from_numpy(np.empty((0, *width), items.type.to_pandas_dtype()))
-    return torch.from_dlpack(items).view(-1, *width)
+    if not pa.types.is_primitive(items.type):
+        return None
+    if len(items):
+        values = torch.from_dlpack(items).view(-1, *width)
+    else:
+        values = torch.from_numpy(np.empty((0, *width), items.type.to_pandas_dtype()))
+    return values, torch.from_dlpack(array.offsets) if len(array) else torch.zeros(1, dtype=torch.int32)
 
 
 def _packed(name: str, column: ColumnLike) -> pa.Array:
@@ -465,10 +464,10 @@ def _joined(name: str, parts: Sequence[pa.Array]) -> pa.Array:
 
 def _taken(array: pa.Array, rows: np.ndarray) -> pa.Array:
     """Rows of a column. List rows are copied row by row: several times faster than Arrow's own gather."""
-    if not _is_ragged(array.type) or array.null_count:
+    flat = _flat(array)
+    if flat is None:
         return array.take(pa.array(rows))
-    offsets = array.offsets.to_numpy() if len(array) else np.zeros(1, np.int32)
-    values = _flat_values(array).numpy()
+    values, offsets = flat[0].numpy(), flat[1].numpy()
     new_offsets = np.zeros(len(rows) + 1, np.int64)
     np.cumsum((offsets[1:] - offsets[:-1])[rows], out=new_offsets[1:])
     if new_offsets[-1] > np.iinfo(np.int32).max:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import pyarrow as pa
@@ -72,19 +73,20 @@ class Family(Column):
 
     def __call__(self, member: str) -> str:
         """Returns the name of a member's column."""
-        before, after = self._around()
+        before, after = self._around
         return f"{before}{member}{after}"
 
     def member(self, column: str) -> str | None:
         """Returns whose column this is, or None for a column of another kind."""
-        before, after = self._around()
-        inside = column.removeprefix(before).removesuffix(after)
-        return inside if inside and column == self(inside) else None
+        before, after = self._around
+        inside = column[len(before) : len(column) - len(after)]
+        return inside if inside and column == f"{before}{inside}{after}" else None
 
     def among(self, columns: Iterable[str]) -> list[str]:
         """Returns those of `columns` that belong to the family."""
         return [column for column in columns if self.member(column) is not None]
 
+    @cached_property
     def _around(self) -> tuple[str, str]:
         return self.name.partition("<")[0], self.name.partition(">")[2]
 

@@ -1,16 +1,16 @@
-"""The cluster: devices with a host process each, on which worker groups are placed. One protocol, two
-backends, and what they share in building a group."""
+"""The cluster: devices with a host process each, on which worker groups are placed. Two backends,
+one behaviour."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 
-from rondo.batch import Batch, BatchRef, Resolver
+from rondo.batch import Batch, BatchRef
 from rondo.config.schema import ClusterConfig
 from rondo.controller.calls import Call, CallWatcher, HostHandle, invoke
 from rondo.controller.group import WorkerGroup
@@ -20,17 +20,19 @@ from rondo.controller.worker import Worker
 from rondo.errors import ConfigError
 
 
-class Cluster(Protocol):
-    """Devices with a host process each, and the worker groups on them."""
+class Cluster:
+    """Devices with a host process each, and the worker groups on them. A backend says how its hosts start and
+    end, and where blocks are kept."""
 
-    # Number of host processes.
-    num_devices: int
-    # "cpu" or "cuda".
-    device: str
-    # Torch threads of each host.
-    threads: int
-    # Are told of every worker call; add to it.
-    call_watchers: list[CallWatcher]
+    def __init__(self, num_devices: int, device: str, threads: int) -> None:
+        # Number of host processes.
+        self.num_devices = num_devices
+        # "cpu" or "cuda".
+        self.device = device
+        # Torch threads of each host.
+        self.threads = threads
+        # Are told of every worker call; add to it.
+        self.call_watchers: list[CallWatcher] = []
 
     async def create_group(
         self,
@@ -44,23 +46,53 @@ class Cluster(Protocol):
     ) -> WorkerGroup:
         """Build one worker of `worker_class(context, **kwargs)` per rank.
 
-        mesh: default all devices on `dp`. devices: the resource pool, rising device numbers, one per rank
+        mesh: default all devices on `dp`. devices: the resource pool, ascending device numbers, one per rank
         (default the first ones); groups may share devices, their workers then share host processes and see
         each other as peers. devices_per_rank: a rank also computes on the devices that follow its own, on
-        the same node (`WorkerContext.accelerators`). Raises ConfigError if they do not fit, WorkerError if a
-        constructor raises.
+        the same node (`WorkerContext.accelerators`). Raises ConfigError if they do not fit, or for a role
+        that one of the devices has already (the calls of both groups would go to one worker); WorkerError if
+        a constructor raises.
         """
+        mesh, firsts = _pool(self.num_devices, mesh, devices, devices_per_rank)
+        given = [self.accelerators(role, range(at, at + devices_per_rank)) for at in firsts]
+        hosts = self.hosts()
+        chosen = [hosts[device] for device in firsts]
+        taken = [host.device for host in chosen if role in host.roles]
+        if taken:
+            raise ConfigError(
+                f"there is a worker group {role!r} on device {taken[0]} already: use that one, or "
+                "give the second one another name or other devices"
+            )
+        # All hosts of the world take part in making process groups.
+        join = Call(role, JOIN, (NewMesh(mesh, firsts),))
+        await invoke(dict.fromkeys(range(len(hosts)), join), hosts)
+        workers = [NewWorker(worker_class, rank, given[rank]) for rank in range(mesh.size)]
+        await invoke({rank: Call(role, CREATE, (new,), kwargs) for rank, new in enumerate(workers)}, chosen)
+        for host in chosen:
+            host.roles.add(role)
+        return WorkerGroup(role, worker_class, mesh, chosen, self.resolve, self.call_watchers)
+
+    def hosts(self) -> Sequence[HostHandle]:
+        """Returns all hosts by device number."""
+        raise NotImplementedError
+
+    def accelerators(self, role: str, devices: Sequence[int]) -> tuple[str, ...]:
+        """Returns the ids of the GPUs of one rank, where it has several; see WorkerContext."""
+        return ()
 
     async def resolve(self, handles: Sequence[Any]) -> list[Batch]:
-        """What the handles of blocks stand for (the resolver of every BatchRef made here)."""
+        """Returns what the handles of blocks stand for (the resolver of every BatchRef made here)."""
+        raise NotImplementedError
 
     def put(self, batch: Batch, index_columns: Sequence[str] = ()) -> BatchRef:
         """Hand rows made by the controller to the workers: `index_columns` stay here, the rest becomes a
         block."""
+        raise NotImplementedError
 
     def driver_bytes(self) -> int:
-        """Bytes that passed through the controller so far, both ways; see docs/controller.md for what is
-        counted."""
+        """Returns the bytes that passed through the controller so far, both ways; see docs/controller.md for
+        what is counted."""
+        raise NotImplementedError
 
     async def cpu_seconds(self) -> dict[int, float]:
         """Returns, by device, the CPU time of the host and of the processes below it (engines, their workers,
@@ -68,47 +100,19 @@ class Cluster(Protocol):
 
     async def shutdown(self) -> None:
         """Close all workers and end all processes. A second call does nothing."""
+        raise NotImplementedError
 
-    async def __aenter__(self) -> Self: ...
+    async def __aenter__(self) -> Self:
+        return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    ) -> None:
+        await self.shutdown()
 
 
-async def create_group(
-    role: str,
-    worker_class: type[Worker],
-    mesh: Mesh,
-    devices: tuple[int, ...],
-    hosts: Sequence[HostHandle],
-    kwargs: Mapping[str, Any],
-    resolve: Resolver,
-    watchers: Sequence[CallWatcher],
-    accelerators: Sequence[tuple[str, ...]] = (),
-) -> WorkerGroup:
-    """Build one worker on each of `devices`. All hosts of the world take part in making the process
-    groups. accelerators: per rank, see WorkerContext. Raises ConfigError for a role that one of the devices
-    has already: the calls of both groups would go to one worker."""
-    taken = [device for device in devices if role in hosts[device].roles]
-    if taken:
-        raise ConfigError(
-            f"there is a worker group {role!r} on device {taken[0]} already: use that one, or "
-            "give the second one another name or other devices"
-        )
-    join = Call(role, JOIN, (NewMesh(mesh, devices),))
-    await invoke(dict.fromkeys(range(len(hosts)), join), hosts)
-    chosen = [hosts[device] for device in devices]
-    given = accelerators or [()] * mesh.size
-    workers = [NewWorker(worker_class, rank, given[rank]) for rank in range(mesh.size)]
-    await invoke({rank: Call(role, CREATE, (new,), kwargs) for rank, new in enumerate(workers)}, chosen)
-    for host in chosen:
-        host.roles.add(role)
-    return WorkerGroup(role, worker_class, mesh, chosen, resolve, watchers)
-
-
-def pool(
-    num_devices: int, mesh: Mesh | None, devices: Sequence[int] | None, devices_per_rank: int = 1
+def _pool(
+    num_devices: int, mesh: Mesh | None, devices: Sequence[int] | None, devices_per_rank: int
 ) -> tuple[Mesh, tuple[int, ...]]:
     """The mesh of a new group, and the first device of each of its ranks. Raises ConfigError when they do not
     fit each other or the cluster."""

@@ -172,11 +172,9 @@ class Host:
 
     async def close(self) -> None:
         """Close the workers, youngest first, and what was started here."""
-        if self._thread is not None:  # behind what is still running
-            await asyncio.get_running_loop().run_in_executor(self._thread, self._close_workers)
+        await self._on_thread(self._close_workers)  # behind what is still running
+        if self._thread is not None:
             self._thread.shutdown()
-        else:
-            self._close_workers()
         torch.set_num_threads(self._threads_before)
 
     def _close_workers(self) -> None:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import TracebackType
-from typing import Any, Self
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from rondo.batch import Batch, BatchRef
 from rondo.config.schema import ClusterConfig
-from rondo.controller.calls import Answer, Call, CallWatcher, HostHandle
-from rondo.controller.cluster import create_group, planned_device, pool
-from rondo.controller.group import WorkerGroup
+from rondo.controller.calls import Answer, Call, HostHandle
+from rondo.controller.cluster import Cluster, planned_device
 from rondo.controller.host import Host
-from rondo.controller.mesh import Mesh
-from rondo.controller.worker import Worker
 from rondo.errors import ConfigError
 from rondo.usage import children_cpu_seconds
 
@@ -40,34 +36,19 @@ class LocalHandle(HostHandle):
         return reply, kept
 
 
-class LocalCluster:
-    """One device, one process; see the Cluster protocol. A block's handle is the Batch itself."""
-
-    num_devices = 1
+class LocalCluster(Cluster):
+    """One device, one process. A block's handle is the Batch itself."""
 
     def __init__(self, host: Host) -> None:
-        self.device, self.threads = host.device.partition(":")[0], host.threads
-        self.call_watchers: list[CallWatcher] = []
+        super().__init__(1, host.device.partition(":")[0], host.threads)
         self._host = host
         self._handle = LocalHandle(host)
         self._put_bytes = 0
         self._closed = False
 
-    async def create_group(
-        self,
-        role: str,
-        worker_class: type[Worker],
-        *,
-        mesh: Mesh | None = None,
-        kwargs: Mapping[str, Any] = {},
-        devices: Sequence[int] | None = None,
-        devices_per_rank: int = 1,
-    ) -> WorkerGroup:
-        """See Cluster.create_group; the local backend has one device."""
-        mesh, chosen = pool(1, mesh, devices, devices_per_rank)
-        return await create_group(
-            role, worker_class, mesh, chosen, [self._handle], kwargs, self.resolve, self.call_watchers
-        )
+    def hosts(self) -> Sequence[HostHandle]:
+        """See Cluster.hosts."""
+        return [self._handle]
 
     async def resolve(self, handles: Sequence[Any]) -> list[Batch]:
         """See Cluster.resolve."""
@@ -92,14 +73,6 @@ class LocalCluster:
         if not self._closed:
             self._closed = True
             await self._host.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.shutdown()
 
 
 async def start_local(config: ClusterConfig, threads: int) -> LocalCluster:

@@ -18,20 +18,16 @@ import time
 import warnings
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from rondo.batch import ROW_ID, Batch, BatchRef, Block, Shard
 from rondo.config.schema import ClusterConfig
-from rondo.controller.calls import Answer, Call, CallWatcher, Failure, HostHandle, Reply
-from rondo.controller.cluster import create_group, pool
-from rondo.controller.group import WorkerGroup
+from rondo.controller.calls import Answer, Call, Failure, HostHandle, Reply
+from rondo.controller.cluster import Cluster
 from rondo.controller.host import Host, failure_of
-from rondo.controller.mesh import Mesh
-from rondo.controller.worker import Worker
 from rondo.errors import ConfigError, DataError
 from rondo.usage import children_cpu_seconds
 
@@ -226,8 +222,8 @@ class RayHandle(HostHandle):
         return reply, StoredBlock(kept_ref, reply.kept.num_bytes)
 
 
-class RayCluster:
-    """One actor per device; see the Cluster protocol. origin: how this process came to Ray."""
+class RayCluster(Cluster):
+    """One actor per device. origin: how this process came to Ray."""
 
     def __init__(
         self,
@@ -237,14 +233,11 @@ class RayCluster:
         origin: Origin,
         environment_before: Mapping[str, str],
     ) -> None:
+        super().__init__(sum(pools.values()), device, threads)
         self._environment_before = environment_before
-        self.num_devices = sum(pools.values())
-        self.device = device
-        self.threads = threads
         self._pools = RayPools(pools, device)
         self._owns_ray = origin != "found"
         self._inline_bytes = INLINE_BYTES if origin == "started" else RAY_DEFAULT_INLINE_BYTES
-        self.call_watchers: list[CallWatcher] = []
         self._moved_bytes = 0  # what was put and fetched; the handles count their calls and replies
         self._handles: list[RayHandle] = []
         self._actors: list[Any] = []
@@ -286,23 +279,20 @@ class RayCluster:
             a.join.remote(rank, self.num_devices, address, port) for rank, a in enumerate(self._actors)
         )
 
-    async def create_group(
-        self,
-        role: str,
-        worker_class: type[Worker],
-        *,
-        mesh: Mesh | None = None,
-        kwargs: Mapping[str, Any] = {},
-        devices: Sequence[int] | None = None,
-        devices_per_rank: int = 1,
-    ) -> WorkerGroup:
-        """See Cluster.create_group."""
-        mesh, chosen = pool(self.num_devices, mesh, devices, devices_per_rank)
-        places = [handle.place for handle in self._handles]
-        given = [_accelerators(role, places[at : at + devices_per_rank]) for at in chosen]
-        return await create_group(
-            role, worker_class, mesh, chosen, self._handles, kwargs, self.resolve, self.call_watchers, given
-        )
+    def hosts(self) -> Sequence[HostHandle]:
+        """See Cluster.hosts."""
+        return self._handles
+
+    def accelerators(self, role: str, devices: Sequence[int]) -> tuple[str, ...]:
+        """The GPUs of one rank on several devices; () for a rank on one device, which sees its own only."""
+        places = [self._handles[device].place for device in devices]
+        if len({place.node for place in places}) > 1:
+            addresses = ", ".join(dict.fromkeys(place.address for place in places))
+            raise ConfigError(
+                f"the {len(places)} devices of one rank of {role} are on several nodes ({addresses}): make "
+                "its pool a whole number of such ranks per node, or lower rollout.tensor_parallel"
+            )
+        return tuple(gpu for place in places for gpu in place.accelerators) if len(places) > 1 else ()
 
     async def resolve(self, handles: Sequence[Any]) -> list[Batch]:
         """See Cluster.resolve. Whole blocks come to the controller and are counted."""
@@ -361,14 +351,6 @@ class RayCluster:
                     if self._owns_ray:
                         stop_ray(self._environment_before)
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.shutdown()
-
 
 def _node_by_node(places: Sequence[Whereabouts], pools: Sequence[int]) -> list[int]:
     """Positions of the hosts by device number: pool after pool, in each of them node after node, the first
@@ -380,17 +362,6 @@ def _node_by_node(places: Sequence[Whereabouts], pools: Sequence[int]) -> list[i
         order += sorted(here, key=lambda i: (places[i].node != first, places[i].node, i))
         start += size
     return order
-
-
-def _accelerators(role: str, places: Sequence[Whereabouts]) -> tuple[str, ...]:
-    """The GPUs of one rank on several devices; () for a rank on one device, which sees its own only."""
-    if len({place.node for place in places}) > 1:
-        addresses = ", ".join(dict.fromkeys(place.address for place in places))
-        raise ConfigError(
-            f"the {len(places)} devices of one rank of {role} are on several nodes ({addresses}): make its "
-            "pool a whole number of such ranks per node, or lower rollout.tensor_parallel"
-        )
-    return tuple(gpu for place in places for gpu in place.accelerators) if len(places) > 1 else ()
 
 
 async def _all(refs: Any) -> list[Any]:
