@@ -33,6 +33,7 @@ class Cluster:
         self.threads = threads
         # Are told of every worker call; add to it.
         self.call_watchers: list[CallWatcher] = []
+        self._handles: Sequence[HostHandle] = ()  # by device number
 
     async def create_group(
         self,
@@ -55,8 +56,7 @@ class Cluster:
         """
         mesh, firsts = _pool(self.num_devices, mesh, devices, devices_per_rank)
         given = [self.accelerators(role, range(at, at + devices_per_rank)) for at in firsts]
-        hosts = self.hosts()
-        chosen = [hosts[device] for device in firsts]
+        chosen = [self._handles[device] for device in firsts]
         taken = [host.device for host in chosen if role in host.roles]
         if taken:
             raise ConfigError(
@@ -65,16 +65,12 @@ class Cluster:
             )
         # All hosts of the world take part in making process groups.
         join = Call(role, JOIN, (NewMesh(mesh, firsts),))
-        await invoke(dict.fromkeys(range(len(hosts)), join), hosts)
+        await invoke(dict.fromkeys(range(self.num_devices), join), self._handles)
         workers = [NewWorker(worker_class, rank, given[rank]) for rank in range(mesh.size)]
         await invoke({rank: Call(role, CREATE, (new,), kwargs) for rank, new in enumerate(workers)}, chosen)
         for host in chosen:
             host.roles.add(role)
         return WorkerGroup(role, worker_class, mesh, chosen, self.resolve, self.call_watchers)
-
-    def hosts(self) -> Sequence[HostHandle]:
-        """Returns all hosts by device number."""
-        raise NotImplementedError
 
     def accelerators(self, role: str, devices: Sequence[int]) -> tuple[str, ...]:
         """Returns the ids of the GPUs of one rank, where it has several; see WorkerContext."""

@@ -42,13 +42,9 @@ class LocalCluster(Cluster):
     def __init__(self, host: Host) -> None:
         super().__init__(1, host.device.partition(":")[0], host.threads)
         self._host = host
-        self._handle = LocalHandle(host)
+        self._handles = [LocalHandle(host)]
         self._put_bytes = 0
         self._closed = False
-
-    def hosts(self) -> Sequence[HostHandle]:
-        """See Cluster.hosts."""
-        return [self._handle]
 
     async def resolve(self, handles: Sequence[Any]) -> list[Batch]:
         """See Cluster.resolve."""
@@ -62,7 +58,7 @@ class LocalCluster(Cluster):
 
     def driver_bytes(self) -> int:
         """See Cluster.driver_bytes: index bytes only, token data is in this very process."""
-        return self._put_bytes + self._handle.num_bytes
+        return self._put_bytes + self._handles[0].num_bytes
 
     async def cpu_seconds(self) -> dict[int, float]:
         """See Cluster.cpu_seconds: the host is this process, so only what it has started."""

@@ -279,10 +279,6 @@ class RayCluster(Cluster):
             a.join.remote(rank, self.num_devices, address, port) for rank, a in enumerate(self._actors)
         )
 
-    def hosts(self) -> Sequence[HostHandle]:
-        """See Cluster.hosts."""
-        return self._handles
-
     def accelerators(self, role: str, devices: Sequence[int]) -> tuple[str, ...]:
         """The GPUs of one rank on several devices; () for a rank on one device, which sees its own only."""
         places = [self._handles[device].place for device in devices]
