@@ -7,15 +7,17 @@ import asyncio
 from types import MappingProxyType
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rondo.batch import ROW_ID, Batch, BatchRef, ragged_rows
 from rondo.controller import Mesh, WorkerContext, WorkerGroup
-from rondo.controller.calls import Call
+from rondo.controller.calls import Answer, Call, Failure
 from rondo.controller.dispatch import cut
 from rondo.controller.host import Host
 from rondo.controller.local import LocalHandle
+from rondo.errors import WorkerError
 from tests.controller.sample_workers import Calculator
 
 MESHES = [
@@ -147,3 +149,24 @@ def test_a_broadcast_is_packed_once_for_all_ranks() -> None:
 
     asyncio.run(main())
     assert packed == ["note", *["notes"] * 8]
+
+
+def test_a_call_whose_host_breaks_before_it_has_begun_fails_with_the_reason() -> None:
+    class Silent(LocalHandle):
+        async def send(self, packed: Call, ticket: int | None) -> Answer:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    async def main() -> None:
+        group = group_in_this_process(Mesh((("dp", 2),)))
+        group._hosts[0].__class__ = Silent
+        call = asyncio.ensure_future(group.call_rank(0, Calculator.notes))
+        await asyncio.sleep(0)  # submitted, and no step done of what sends it
+        group._hosts[0].condemn(Failure("it hangs"))
+        with pytest.raises(WorkerError, match=r"\[0\]\.notes failed: .* unusable since: it hangs") as caught:
+            await call
+        assert caught.value.died
+        assert group.alive == (1,)
+        assert await group.call_each(Calculator.notes) == {1: []}
+
+    asyncio.run(main())
