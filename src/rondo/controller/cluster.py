@@ -93,6 +93,7 @@ class Cluster:
     async def cpu_seconds(self) -> dict[int, float]:
         """Returns, by device, the CPU time of the host and of the processes below it (engines, their workers,
         scorers) so far, ended ones included; without this very process, and without hosts that are dead."""
+        raise NotImplementedError
 
     async def shutdown(self) -> None:
         """Close all workers and end all processes. A second call does nothing."""
