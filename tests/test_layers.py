@@ -30,7 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     "roles": set(),
     "config": {"errors", "roles"},
     "algorithms": BASE,
-    "planning": BASE | {"algorithms"},  # loss weights are an aggregation's
+    "planning": BASE,
     "models": BASE,
     "chat": BASE,
     "checkpoint": BASE,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from rondo.algorithms import actor_loss, critic_loss, lookup, names, sft_loss
+from rondo.algorithms import actor_loss, bind, critic_loss, lookup, names, sft_loss
 from rondo.config.schema import AlgorithmConfig, FunctionConfig, KlConfig
 from rondo.errors import ConfigError, TrainError
 from rondo.planning.mini_batches import loss_weights
@@ -39,7 +39,7 @@ class Rows:
         old = -draw().abs()
         self.outputs = {"log_probs": old + 0.3 * draw(), "entropy": draw().abs(), "values": draw()}
         tokens = torch.zeros(6).index_add(0, self.row, mask.float()).numpy()
-        weight = torch.from_numpy(loss_weights(aggregation, tokens, np.zeros(6)))
+        weight = torch.from_numpy(loss_weights(bind("aggregation", aggregation), tokens, np.zeros(6)))
         self.columns = {
             "response_mask": mask,
             "loss_weight": weight[self.row],
@@ -78,8 +78,7 @@ class Rows:
             total += value.item()
             for name, metric in metrics.items():
                 assert not isinstance(metric, torch.Tensor) or metric.ndim == 0
-                new = torch.stack(metric) if isinstance(metric, tuple) else metric
-                assert not new.requires_grad
+                new = (torch.stack(metric) if isinstance(metric, tuple) else metric).detach()
                 old = sums.get(name, torch.zeros_like(new))
                 sums[name] = old + new if isinstance(metric, tuple) else torch.maximum(old, new)
         return total, leaves[output].grad, sums

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rondo.algorithms import actor_loss, critic_loss, kl_reward, names
+from rondo.algorithms.aggregation import token_mean
 from rondo.algorithms.registry import (
     Kind,
     bind,
@@ -200,7 +201,7 @@ class MiniBatch:
 
         old = -draw().abs()
         tokens = torch.zeros(6).index_add(0, self.row, self.mask.float()).numpy()
-        weight = torch.from_numpy(loss_weights(FunctionConfig("token-mean"), tokens, np.zeros(6)))[self.row]
+        weight = torch.from_numpy(loss_weights(token_mean, tokens, np.zeros(6)))[self.row]
         advantages = torch.from_numpy(random.standard_normal(6))[self.row]
         self.outputs = {
             "log_probs": old + draw(gap),

@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rondo.algorithms.aggregation import token_mean
+from rondo.algorithms.registry import bind, lookup
 from rondo.config.schema import FunctionConfig
-from rondo.errors import ConfigError, TrainError
+from rondo.errors import TrainError
 from rondo.planning.mini_batches import loss_weights, mini_batch_order, plan_mini_batches
 
 
@@ -77,7 +79,7 @@ MINI_BATCH = np.array([0, 0, 0, 1, 1])
 )
 def test_loss_weights_table(name: str, options: dict[str, float], expected: list[float]) -> None:
     """Per mini-batch; a row without trained tokens counts nowhere (D16)."""
-    weights = loss_weights(FunctionConfig(name, options), TOKENS, MINI_BATCH)
+    weights = loss_weights(bind("aggregation", FunctionConfig(name, options)), TOKENS, MINI_BATCH)
     assert weights.dtype == np.float64
     np.testing.assert_allclose(weights, expected, rtol=1e-15)
 
@@ -88,17 +90,12 @@ def test_mean_weights_sum_to_one_over_each_mini_batch(tokens: list[int], data: s
     counts = np.array(tokens)
     mini_batch = np.array(data.draw(st.lists(st.integers(0, 3), min_size=len(tokens), max_size=len(tokens))))
     for name in ("token-mean", "seq-mean-token-mean"):
-        weights = loss_weights(FunctionConfig(name), counts, mini_batch)
+        weights = loss_weights(lookup("aggregation", name), counts, mini_batch)
         for number in np.unique(mini_batch):
             rows = mini_batch == number
             assert (weights[rows] * counts[rows]).sum() == pytest.approx(1.0 if counts[rows].any() else 0.0)
 
 
 def test_nothing_to_train_and_nothing_at_all() -> None:
-    assert loss_weights(FunctionConfig("token-mean"), np.zeros(3), np.zeros(3)).tolist() == [0, 0, 0]
-    assert loss_weights(FunctionConfig("token-mean"), np.zeros(0), np.zeros(0)).tolist() == []
-
-
-def test_an_unknown_mode_names_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="'token-mean'"):
-        loss_weights(FunctionConfig("token_mean"), TOKENS, MINI_BATCH)
+    assert loss_weights(token_mean, np.zeros(3), np.zeros(3)).tolist() == [0, 0, 0]
+    assert loss_weights(token_mean, np.zeros(0), np.zeros(0)).tolist() == []

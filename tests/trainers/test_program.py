@@ -167,7 +167,7 @@ def test_positive_example_loss_is_the_mean_log_loss_of_right_answers() -> None:
     assert log_probs.grad is not None
     assert log_probs.grad.tolist() == pytest.approx([-0.3, -0.3, 0.25, 0.25])
     numerator, denominator = found["actor/lm_loss"]
-    assert (float(numerator), float(denominator)) == (3.0, 2.0)
+    assert (numerator.item(), denominator.item()) == (3.0, 2.0)
 
 
 def test_rows_of_no_loss_weight_have_no_part_in_policy_terms_or_metrics() -> None:

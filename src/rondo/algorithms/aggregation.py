@@ -10,11 +10,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from rondo.algorithms.registry import aggregation, require
-
-
-def _per_row(value: float | np.ndarray, num_trained_tokens: np.ndarray) -> np.ndarray:
-    return np.where(num_trained_tokens > 0, value, 0.0)
+from rondo.algorithms.registry import aggregation
+from rondo.errors import ConfigError
 
 
 def _num_sequences(num_trained_tokens: np.ndarray) -> int:
@@ -24,26 +21,25 @@ def _num_sequences(num_trained_tokens: np.ndarray) -> int:
 @aggregation("token-mean")
 def token_mean(num_trained_tokens: np.ndarray) -> np.ndarray:
     """Every token counts the same: Σ_i S_i / N (DAPO 2503.14476)."""
-    return _per_row(1.0 / max(num_trained_tokens.sum(), 1), num_trained_tokens)
+    return (num_trained_tokens > 0) / max(num_trained_tokens.sum(), 1)
 
 
 @aggregation("token-sum")
 def token_sum(num_trained_tokens: np.ndarray) -> np.ndarray:
     """Plain sum: Σ_i S_i. The gradient grows with the batch."""
-    return _per_row(1.0, num_trained_tokens)
+    return (num_trained_tokens > 0).astype(np.float64)
 
 
 @aggregation("seq-mean-token-sum")
 def seq_mean_token_sum(num_trained_tokens: np.ndarray) -> np.ndarray:
     """A response is one action: Σ_i S_i / B* (REINFORCE, RLOO 2402.14740)."""
-    return _per_row(1.0 / _num_sequences(num_trained_tokens), num_trained_tokens)
+    return (num_trained_tokens > 0) / _num_sequences(num_trained_tokens)
 
 
 @aggregation("seq-mean-token-mean")
 def seq_mean_token_mean(num_trained_tokens: np.ndarray) -> np.ndarray:
     """Mean per response, then over responses: (1/B*) Σ_i S_i / L_i (GRPO 2402.03300, GSPO)."""
-    per_token = 1.0 / (_num_sequences(num_trained_tokens) * np.maximum(num_trained_tokens, 1))
-    return _per_row(per_token, num_trained_tokens)
+    return (num_trained_tokens > 0) / (_num_sequences(num_trained_tokens) * np.maximum(num_trained_tokens, 1))
 
 
 @aggregation("seq-mean-token-sum-norm")
@@ -53,5 +49,6 @@ def seq_mean_token_sum_norm(num_trained_tokens: np.ndarray, *, divisor: float) -
     divisor: a constant, usually rollout.max_tokens; never the padded width, which would make the loss depend
     on padding. Raises ConfigError unless it is positive.
     """
-    require(divisor > 0, f"algorithm.aggregation: divisor must be positive, got {divisor}")
-    return _per_row(1.0 / (_num_sequences(num_trained_tokens) * divisor), num_trained_tokens)
+    if not divisor > 0:
+        raise ConfigError(f"algorithm.aggregation: divisor must be positive, got {divisor}")
+    return (num_trained_tokens > 0) / (_num_sequences(num_trained_tokens) * divisor)

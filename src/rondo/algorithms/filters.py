@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from rondo.algorithms.registry import group_filter, require
+from rondo.algorithms.registry import group_filter
+from rondo.errors import ConfigError
 
 
 @group_filter("mixed_accuracy")
@@ -27,10 +28,10 @@ def accuracy_range(accuracy: np.ndarray, *, low: float = 0.2, high: float = 0.8)
     """Keep groups whose share of right answers (accuracy > 0) is in [low, high] (PRIME, 2502.01456: 0.2 to
     0.8).
     """
-    require(
-        0.0 <= low <= high <= 1.0,
-        f"algorithm.filter: accuracy_range needs 0 <= low <= high <= 1, got low={low}, high={high}",
-    )
+    if not 0.0 <= low <= high <= 1.0:
+        raise ConfigError(
+            f"algorithm.filter: accuracy_range needs 0 <= low <= high <= 1, got low={low}, high={high}"
+        )
     share = np.count_nonzero(accuracy > 0) / max(len(accuracy), 1)
     if not low <= share <= high:
         return f"the share of right answers is not in {low} to {high}"

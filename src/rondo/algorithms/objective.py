@@ -4,7 +4,7 @@ The shape is `rondo.training.Loss`: `outputs` (what the engine computes: log_pro
 `columns` (what it ships), and a call on the flat response positions [N] of one micro-batch that returns
 (loss_sum, metrics). Every term is Σ weight · mask · token loss with weights planned over the whole
 mini-batch, so sums over micro-batches and ranks are the mini-batch's loss however it is cut. A metric is
-(numerator, denominator), or a 0-dim tensor, which is a maximum.
+(numerator, denominator), or a 0-dim tensor, which is a maximum; it may be part of the loss's graph.
 
 Everything is set to 0 where the mask is 0 before any function sees it: what stands there (NaN included)
 reaches neither loss nor gradient.
@@ -12,8 +12,9 @@ reaches neither loss nor gradient.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -40,33 +41,24 @@ def clean(columns: Columns, counted: Tensor, dtype: torch.dtype) -> dict[str, Te
     return out
 
 
-def _call(function: Callable[..., Any], inputs: Columns, cu_seqlens: Tensor) -> Any:
-    available = {**inputs, "cu_seqlens": cu_seqlens}
-    return function(*(available[name] for name in columns_read(function)))
+class _TokenLoss:
+    """A policy or value loss as chosen in the config, with the columns that it reads."""
 
+    def __init__(self, kind: Literal["policy_loss", "value_loss"], chosen: FunctionConfig) -> None:
+        self.name = chosen.name
+        self.function = bind(kind, chosen)
+        self.reads = columns_read(self.function)
 
-def _call_loss(
-    function: Callable[..., Any], inputs: Columns, cu_seqlens: Tensor, name: str
-) -> tuple[Tensor, Metrics]:
-    result = _call(function, inputs, cu_seqlens)
-    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor):
-        if result[0].shape == inputs["response_mask"].shape:
-            return result[0], dict(result[1])
-    raise TrainError(
-        f"the loss {name!r} must return (token loss [N], metrics), N = {len(inputs['response_mask'])} tokens"
-    )
-
-
-def detached(metrics: Metrics) -> Metrics:
-    """Returns the metrics of a loss without its graph."""
-    return {
-        name: value.detach() if isinstance(value, Tensor) else (value[0].detach(), value[1].detach())
-        for name, value in metrics.items()
-    }
-
-
-def _unique(*names: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(names))
+    def __call__(self, inputs: Columns) -> tuple[Tensor, Metrics]:
+        """Raises TrainError where the function returns something else than a loss does."""
+        result = self.function(*(inputs[name] for name in self.reads))
+        expected = inputs["response_mask"].shape
+        if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor):
+            if result[0].shape == expected:
+                return result[0], dict(result[1])
+        raise TrainError(
+            f"the loss {self.name!r} must return (token loss [N], metrics), N = {expected[0]} tokens"
+        )
 
 
 def _kl_in_loss(kl: KlConfig) -> Callable[..., Any]:
@@ -98,7 +90,8 @@ class ActorLoss:
     since it changes from step to step. With rollout correction the policy loss is multiplied by
     `rollout_weights` (after its own clipping). The language-model loss, Σ lm_weight · (-ℓ), is that of right
     answers (VAPO) and of pretraining rows (PPO-ptx): rows of loss_weight 0 have no part in anything else.
-    Raises ConfigError for functions or options that cannot work. Picklable.
+    zero_where_advantage_is_zero: rows with advantage 0 have no part in loss or gradient, so that their
+    compute may be skipped. Raises ConfigError for functions or options that cannot work. Picklable.
 
     Metrics, over trained tokens: actor/policy_loss and actor/loss (averaged with the loss weights: for the
     `mean` aggregations the loss itself), actor/kl_loss, actor/entropy, what the policy loss reports,
@@ -109,11 +102,12 @@ class ActorLoss:
 
     def __init__(self, algorithm: AlgorithmConfig, *, on_policy: bool = False) -> None:
         self._algorithm, self._on_policy = algorithm, on_policy
-        self._policy_loss = bind("policy_loss", algorithm.policy_loss)
+        self._policy_loss = _TokenLoss("policy_loss", algorithm.policy_loss)
         self._entropy_coef = algorithm.entropy_coef
         self._kl = algorithm.kl if algorithm.kl is not None and algorithm.kl.where == "loss" else None
         self._estimator = _kl_in_loss(self._kl) if self._kl else None
-        read = [*columns_read(self._policy_loss), *(columns_read(self._estimator) if self._estimator else ())]
+        self._estimator_reads = columns_read(self._estimator) if self._estimator else ()
+        read = (*self._policy_loss.reads, *self._estimator_reads)
         asked = {
             "entropy": self._entropy_coef != 0 or "entropy" in read,
             "topk_log_probs": "topk_log_probs" in read,
@@ -129,28 +123,28 @@ class ActorLoss:
             "teacher_topk_ids": asked["topk_log_probs"],
         }
         also = (name for name, wanted in extra.items() if wanted)
-        wanted = _unique("response_mask", "loss_weight", "rollout_log_probs", *read, *also)
+        wanted = dict.fromkeys(("response_mask", "loss_weight", "rollout_log_probs", *read, *also))
         self.columns: tuple[str, ...] = tuple(name for name in wanted if name not in made_here)
+        alone = self._kl is None and self._entropy_coef == 0 and not self._has_lm
+        self.zero_where_advantage_is_zero = alone and is_zero_at_zero_advantage(self._policy_loss.function)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild_actor_loss, (self._algorithm, self._on_policy)
-
-    @property
-    def zero_where_advantage_is_zero(self) -> bool:
-        """Rows with advantage 0 have no part in loss or gradient, so that their compute may be skipped."""
-        alone = self._kl is None and self._entropy_coef == 0 and not self._has_lm
-        return alone and is_zero_at_zero_advantage(self._policy_loss)
+        return functools.partial(ActorLoss, on_policy=self._on_policy), (self._algorithm,)
 
     def __call__(self, outputs: Columns, columns: Columns, cu_seqlens: Tensor) -> tuple[Tensor, Metrics]:
         """outputs and columns: [N]; per-row columns arrive expanded; cu_seqlens: int32 [B+1] of the
         responses.
         """
-        inputs = self._inputs(outputs, columns)
+        dtype = outputs["log_probs"].dtype
+        counted = (columns["response_mask"] > 0) & (columns["loss_weight"] > 0)
+        given = {name: columns[name] for name in self.columns}
+        # Where a name is both a column and an output, the current policy's output wins.
+        inputs = clean({**given, **{name: outputs[name] for name in self.outputs}}, counted, dtype)
+        inputs |= {"response_mask": counted.to(dtype), "cu_seqlens": cu_seqlens}
         mask, current = inputs["response_mask"], inputs["log_probs"]
+        inputs.setdefault("old_log_probs", current.detach())
         weight = inputs["loss_weight"] * mask
-        token_loss, metrics = _call_loss(
-            self._policy_loss, inputs, cu_seqlens, self._algorithm.policy_loss.name
-        )
+        token_loss, metrics = self._policy_loss(inputs)
         if "rollout_weights" in inputs:
             token_loss = token_loss * inputs["rollout_weights"]
         policy_loss = loss = (weight * token_loss).sum()
@@ -158,7 +152,7 @@ class ActorLoss:
             loss = loss - self._entropy_coef * (weight * inputs["entropy"]).sum()
             metrics["actor/entropy"] = ((inputs["entropy"] * mask).sum(), mask.sum())
         if self._kl is not None and self._estimator is not None:
-            divergence = _call(self._estimator, inputs, cu_seqlens)
+            divergence = self._estimator(*(inputs[name] for name in self._estimator_reads))
             coef = inputs["kl_coef"] if self._kl.controller == "adaptive" else self._kl.coef
             loss = loss + (weight * coef * divergence).sum()
             metrics["actor/kl_loss"] = ((divergence * mask).sum(), mask.sum())
@@ -169,18 +163,7 @@ class ActorLoss:
         metrics["actor/loss"] = (loss, weight.sum())
         metrics["actor/entropy_sampled"] = ((-current * mask).sum(), mask.sum())
         metrics |= rollout_gap(inputs["old_log_probs"], inputs["rollout_log_probs"], mask)
-        return loss, detached(metrics)
-
-    def _inputs(self, outputs: Columns, columns: Columns) -> dict[str, Tensor]:
-        """Returns all that the functions may read; where a name is both, the current policy's output wins."""
-        dtype = outputs["log_probs"].dtype
-        counted = (columns["response_mask"] > 0) & (columns["loss_weight"] > 0)
-        read = {name: columns[name] for name in self.columns}
-        inputs = clean({**read, **{name: outputs[name] for name in self.outputs}}, counted, dtype)
-        inputs["response_mask"] = counted.to(dtype)
-        if "old_log_probs" not in inputs:
-            inputs["old_log_probs"] = inputs["log_probs"].detach()
-        return inputs
+        return loss, metrics
 
     def _language_model(self, outputs: Columns, columns: Columns) -> tuple[Tensor, Metrics]:
         log_probs = outputs["log_probs"]
@@ -188,10 +171,6 @@ class ActorLoss:
         inputs = clean({"log_probs": log_probs, "weight": columns["lm_weight"]}, counted, log_probs.dtype)
         loss = -(inputs["weight"] * inputs["log_probs"]).sum()
         return loss, {"actor/lm_loss": (-inputs["log_probs"].sum(), counted.to(log_probs.dtype).sum())}
-
-
-def _rebuild_actor_loss(algorithm: AlgorithmConfig, on_policy: bool) -> ActorLoss:
-    return ActorLoss(algorithm, on_policy=on_policy)
 
 
 def actor_loss(algorithm: AlgorithmConfig, *, on_policy: bool = False) -> ActorLoss:
@@ -211,13 +190,15 @@ class CriticLoss:
 
     def __init__(self, value_loss: FunctionConfig, role: str = "critic") -> None:
         self._config, self._role = value_loss, role
-        self._value_loss = bind("value_loss", value_loss)
+        self._value_loss = _TokenLoss("value_loss", value_loss)
         self._weights = LOSS_WEIGHT(role)
         names = {"old_values": ROLES[role].makes, "returns": ROLES[role].learns_from or ""}
         made_here = ("values", "cu_seqlens")
-        read = [name for name in columns_read(self._value_loss) if name not in made_here]
+        read = [name for name in self._value_loss.reads if name not in made_here]
         self._column_of = {name: names.get(name, name) for name in read}
-        self.columns: tuple[str, ...] = _unique("response_mask", self._weights, *self._column_of.values())
+        self.columns: tuple[str, ...] = tuple(
+            dict.fromkeys(("response_mask", self._weights, *self._column_of.values()))
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return CriticLoss, (self._config, self._role)
@@ -230,12 +211,12 @@ class CriticLoss:
         inputs = clean(
             {**named, "weight": columns[self._weights], "values": outputs["values"]}, counted, dtype
         )
-        inputs["response_mask"] = counted.to(dtype)
+        inputs |= {"response_mask": counted.to(dtype), "cu_seqlens": cu_seqlens}
         weight = inputs["weight"]
-        token_loss, metrics = _call_loss(self._value_loss, inputs, cu_seqlens, self._config.name)
+        token_loss, metrics = self._value_loss(inputs)
         loss = (weight * token_loss).sum()
         metrics = {name.replace("critic/", f"{self._role}/", 1): value for name, value in metrics.items()}
-        return loss, detached(metrics | {f"{self._role}/loss": (loss, weight.sum())})
+        return loss, metrics | {f"{self._role}/loss": (loss, weight.sum())}
 
 
 def critic_loss(algorithm: AlgorithmConfig, role: str = "critic") -> CriticLoss:
@@ -279,7 +260,7 @@ class PrmLoss:
             "prm/accuracy": ((agrees * share_of_row).sum(), share_of_row.sum()),
             "prm/reward": (reward.sum(), mask.sum()),
         }
-        return loss, detached(metrics)
+        return loss, metrics
 
 
 class SftLoss:
@@ -296,7 +277,7 @@ class SftLoss:
         log_probs = outputs["log_probs"]
         inputs = clean({"log_probs": log_probs, "weight": columns["loss_weight"]}, counted, log_probs.dtype)
         loss = -(inputs["weight"] * inputs["log_probs"]).sum()
-        return loss, detached({"sft/loss": (-inputs["log_probs"].sum(), counted.to(log_probs.dtype).sum())})
+        return loss, {"sft/loss": (-inputs["log_probs"].sum(), counted.to(log_probs.dtype).sum())}
 
 
 def sft_loss() -> SftLoss:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rondo.algorithms.registry import pair_loss, require
+from rondo.algorithms.registry import pair_loss
 from rondo.algorithms.statistics import Metrics
+from rondo.errors import ConfigError
 
 
 def _comparison(chosen: Tensor, rejected: Tensor) -> Metrics:
@@ -28,7 +29,8 @@ def _comparison(chosen: Tensor, rejected: Tensor) -> Metrics:
 
 
 def _require_beta(beta: float) -> None:
-    require(beta > 0, f"algorithm.preference_loss: beta must be positive, got {beta}")
+    if not beta > 0:
+        raise ConfigError(f"algorithm.preference_loss: beta must be positive, got {beta}")
 
 
 @pair_loss("dpo")
@@ -39,10 +41,10 @@ def dpo(
     2305.18290; conservative DPO for s > 0).
     """
     _require_beta(beta)
-    require(
-        0 <= label_smoothing < 0.5,
-        f"algorithm.preference_loss: label_smoothing must be in [0, 0.5), got {label_smoothing}",
-    )
+    if not 0 <= label_smoothing < 0.5:
+        raise ConfigError(
+            f"algorithm.preference_loss: label_smoothing must be in [0, 0.5), got {label_smoothing}"
+        )
     chosen, rejected = beta * chosen_log_ratio, beta * rejected_log_ratio
     difference = chosen - rejected
     loss = (1 - label_smoothing) * functional.softplus(-difference)
@@ -77,7 +79,8 @@ def sppo_pair(
 
     The paper's per-response loss where the chosen response wins with probability 1 and the rejected with 0.
     """
-    require(eta > 0, f"algorithm.preference_loss: eta must be positive, got {eta}")
+    if not eta > 0:
+        raise ConfigError(f"algorithm.preference_loss: eta must be positive, got {eta}")
     loss = (chosen_log_ratio - eta / 2).square() + (rejected_log_ratio + eta / 2).square()
     return loss, _comparison(chosen_log_ratio, rejected_log_ratio)
 

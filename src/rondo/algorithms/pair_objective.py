@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rondo.algorithms.objective import Columns, clean, detached
+from rondo.algorithms.objective import Columns, clean
 from rondo.algorithms.registry import bind, columns_read, names
 from rondo.algorithms.statistics import Metrics, row_index
 from rondo.config.schema import AlgorithmConfig, FunctionConfig
@@ -90,7 +90,7 @@ class _PairLoss:
                 f"got shape {list(loss.shape)}"
             )
         total = (weight * loss).sum()
-        return total, detached(dict(metrics) | {"pair/loss": (total, weight.sum())})
+        return total, dict(metrics) | {"pair/loss": (total, weight.sum())}
 
     def _call(self, rows: Columns) -> tuple[Tensor, Metrics]:
         given = []

@@ -203,9 +203,3 @@ def is_zero_at_zero_advantage(function: Callable[..., Any]) -> bool:
     """
     inner = function.func if isinstance(function, functools.partial) else function
     return inner in _ZERO_AT_ZERO_ADVANTAGE
-
-
-def require(condition: bool, message: str) -> None:
-    """Raises ConfigError unless `condition`: the range check of an option, by the function that owns it."""
-    if not condition:
-        raise ConfigError(message)

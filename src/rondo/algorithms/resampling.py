@@ -6,8 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rondo.algorithms.registry import require, resampler
+from rondo.algorithms.registry import resampler
 from rondo.algorithms.statistics import Groups
+from rondo.errors import ConfigError
 from rondo.types import request_seed
 
 _STRATEGIES = ("best", "best_random", "best_worst", "power")
@@ -24,15 +25,17 @@ def pf_ppo(
     rewards give the uniform distribution. Ranks are those inside one prompt's samples, and the draw comes
     before advantages are whitened; the reference ranks over the whole batch and draws afterwards (D5).
     """
-    require(
-        strategy in _STRATEGIES,
-        f"algorithm.resample: pf_ppo has no strategy {strategy!r}; choose one of {', '.join(_STRATEGIES)}",
-    )
-    require(
-        (power is not None) == (strategy == "power"),
-        "algorithm.resample: pf_ppo takes `power` with strategy=power, where it is required, and only there",
-    )
-    require(power is None or power > 0, f"algorithm.resample: pf_ppo needs power > 0, got {power}")
+    if strategy not in _STRATEGIES:
+        raise ConfigError(
+            f"algorithm.resample: pf_ppo has no strategy {strategy!r}; choose one of {', '.join(_STRATEGIES)}"
+        )
+    if (power is not None) != (strategy == "power"):
+        raise ConfigError(
+            "algorithm.resample: pf_ppo takes `power` with strategy=power, where it is required, and only "
+            "there"
+        )
+    if power is not None and not power > 0:
+        raise ConfigError(f"algorithm.resample: pf_ppo needs power > 0, got {power}")
     groups = Groups.of(group_id)
     if power is not None:
         return _share(groups, _relative_size(groups, reward) ** power)

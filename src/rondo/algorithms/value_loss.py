@@ -7,8 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from rondo.algorithms.registry import require, value_loss
+from rondo.algorithms.registry import value_loss
 from rondo.algorithms.statistics import Metrics, share
+from rondo.errors import ConfigError
 
 
 @value_loss("clipped_value")
@@ -22,10 +23,8 @@ def clipped_value(
     squared error. `critic/clip_fraction` counts tokens whose clipped branch is strictly larger; the four sums
     that `explained_variance` needs are reported as means.
     """
-    require(
-        clip is None or clip > 0,
-        f"algorithm.value_loss: clip must be positive, got {clip}; null switches it off",
-    )
+    if not (clip is None or clip > 0):
+        raise ConfigError(f"algorithm.value_loss: clip must be positive, got {clip}; null switches it off")
     error = (values - returns).square()
     metrics = _moments(values, old_values, returns, response_mask)
     if clip is None:
@@ -54,8 +53,6 @@ def explained_variance(metrics: Mapping[str, float]) -> float | None:
 
     1: the critic predicted the returns; 0: no better than a constant; negative: worse.
     """
-    if "critic/return" not in metrics:
-        return None
     spread = metrics["critic/return_squared"] - metrics["critic/return"] ** 2
     if spread <= 1e-12:
         return None

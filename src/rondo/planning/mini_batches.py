@@ -7,12 +7,15 @@ micro-batching.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
-from rondo.algorithms.registry import bind
-from rondo.config.schema import FunctionConfig
 from rondo.errors import TrainError
 from rondo.types import request_seed
+
+# Trained tokens of each row of one mini-batch [B] -> loss weight of each row's tokens [B].
+Aggregate = Callable[[np.ndarray], np.ndarray]
 
 
 def plan_mini_batches(group_ids: np.ndarray, mini_batch_size: int, *, seed: int, step: int) -> np.ndarray:
@@ -45,17 +48,13 @@ def mini_batch_order(number: int, *, seed: int, step: int, epoch: int) -> list[i
     return [int(i) for i in generator.permutation(number)]
 
 
-def loss_weights(
-    aggregation: FunctionConfig, num_trained_tokens: np.ndarray, mini_batch: np.ndarray
-) -> np.ndarray:
-    """The weight of each row's tokens in the loss: float64 [B].
+def loss_weights(aggregate: Aggregate, num_trained_tokens: np.ndarray, mini_batch: np.ndarray) -> np.ndarray:
+    """The weight of each row's tokens in the loss: float64 [B]. aggregate: an aggregation mode.
 
     Σ_rows weight · Σ_tokens mask · token loss over the rows of a mini-batch is the aggregation over that
     mini-batch. num_trained_tokens, mini_batch: [B]. Give it every row of the step, also those whose compute
-    will be skipped: rows with zero advantage count, rows without trained tokens do not. Raises ConfigError
-    for an unknown mode or option.
+    will be skipped: rows with zero advantage count, rows without trained tokens do not.
     """
-    aggregate = bind("aggregation", aggregation)
     tokens = np.asarray(num_trained_tokens, np.float64)
     weights = np.zeros(len(tokens))
     for index in np.unique(mini_batch):

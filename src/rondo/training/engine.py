@@ -36,7 +36,7 @@ from rondo.models.value_head import replace_lm_head
 from rondo.planning.packing import micro_batches, rows_of_units
 from rondo.training import checkpoint
 from rondo.training.head import TokenModel
-from rondo.training.loss import Loss, Metrics
+from rondo.training.loss import Loss
 from rondo.training.memory import release_memory
 from rondo.training.optimizer import OptimizerStats, ShardedAdamW
 from rondo.training.packed import PackedLayout, PackedRows, document_lengths, dummy, expand_columns, pack
@@ -99,8 +99,9 @@ class FsdpEngine:
         self.optimizer: ShardedAdamW | None = None
         if optimizer is not None:
             self.optimizer = ShardedAdamW(self._shards, optimizer, total_optimizer_steps, self._group)
-        self._rest()
-        release_memory(self.device)
+        if self.device.type != "cpu":
+            self._rest()
+            release_memory(self.device)
 
     # ---- verbs
 
@@ -135,9 +136,11 @@ class FsdpEngine:
         """k: the wide outputs are at the k likeliest tokens; None: at those of column teacher_topk_ids."""
         flat = {name: [self._no_output(batch, name, k)] for name in outputs}
         order: list[np.ndarray] = []
+        from_column = k is None and "topk_log_probs" in outputs
         with torch.no_grad(), self._awake():
             for packed in self._passes(batch, outputs):
-                results = self._model(packed, tuple(outputs), k or self._topk_ids(batch, packed, outputs))
+                topk = self._topk_ids(batch, packed) if from_column else k
+                results = self._model(packed, tuple(outputs), topk)
                 if len(packed.rows):
                     order.append(packed.rows)
                     for name in outputs:
@@ -154,15 +157,11 @@ class FsdpEngine:
         dtype = torch.int32 if name == "topk_ids" else self._output_dtype
         return torch.empty(shape, dtype=dtype, device=self.device)
 
-    def _topk_ids(
-        self, batch: Batch, packed: PackedRows, outputs: Collection[str]
-    ) -> torch.Tensor | int | None:
-        """Where topk_log_probs are asked for: ids [M, K], of column teacher_topk_ids; any one in a dummy."""
-        if "topk_log_probs" not in outputs:
-            return None
-        return (
-            expand_columns(batch, [TOPK_IDS], packed, self._output_dtype)[TOPK_IDS] if len(packed.rows) else 1
-        )
+    def _topk_ids(self, batch: Batch, packed: PackedRows) -> torch.Tensor | int:
+        """Where the wide outputs are: ids [M, K], of column teacher_topk_ids; any one token in a dummy."""
+        if not len(packed.rows):
+            return 1
+        return expand_columns(batch, [TOPK_IDS], packed, self._output_dtype)[TOPK_IDS]
 
     def forward_backward(self, batch: Batch, loss: Loss) -> StepStats:
         """Add the gradient of Σ loss over all rows of all ranks to what is there. Returns this rank's
@@ -187,15 +186,18 @@ class FsdpEngine:
             return self.optimizer.step()
 
     def _run_loss(self, batch: Batch, loss: Loss, *, backward: bool) -> StepStats:
-        seen: list[Metrics] = []
+        seen: list[tuple[str, list[torch.Tensor]]] = []
+        wide = "topk_log_probs" in loss.outputs
         with self._awake():
             for packed in self._passes(batch, loss.outputs):
-                topk_ids = self._topk_ids(batch, packed, loss.outputs)
-                outputs = self._model(packed, loss.outputs, topk_ids)
+                topk = self._topk_ids(batch, packed) if wide else None
+                outputs = self._model(packed, loss.outputs, topk)
                 if len(packed.rows):
                     columns = expand_columns(batch, loss.columns, packed, self._output_dtype)
                     total, metrics = loss(outputs, columns, packed.cu_seqlens)
-                    seen.append(metrics)
+                    for name, value in metrics.items():
+                        parts = value if isinstance(value, tuple) else (value,)
+                        seen.append((name, [part.detach().double() for part in parts]))
                 else:
                     total = sum(output.sum() for output in outputs.values()) * 0.0
                 if backward:
@@ -366,12 +368,14 @@ class FsdpEngine:
 
     def offload(self) -> None:
         """Move parameters and moments to host memory (nothing to do on a CPU)."""
-        self._move(torch.device("cpu"), params=True, optimizer=True)
-        release_memory(self.device)
+        if self.device.type != "cpu":
+            self._move(torch.device("cpu"), params=True, optimizer=True)
+            release_memory(self.device)
 
     def onload(self) -> None:
         """Move parameters and moments to the device."""
-        self._move(self.device, params=True, optimizer=True)
+        if self.device.type != "cpu":
+            self._move(self.device, params=True, optimizer=True)
 
     def peak_memory_bytes(self) -> int:
         """Most bytes ever in use: of the device's allocator, or of this process on a CPU."""
@@ -382,6 +386,9 @@ class FsdpEngine:
     @contextlib.contextmanager
     def _awake(self, optimizer: bool = False) -> Iterator[None]:
         """Parameters (and moments) are on the device inside; afterwards they rest where the config says."""
+        if self.device.type == "cpu":  # nothing ever moves
+            yield
+            return
         self._move(self.device, params=True, optimizer=optimizer)
         try:
             yield
@@ -394,8 +401,6 @@ class FsdpEngine:
         self._move(torch.device("cpu"), params=config.offload_params, optimizer=moments)
 
     def _move(self, device: torch.device, *, params: bool, optimizer: bool) -> None:
-        if self.device.type == "cpu":
-            return
         if params and next(iter(self._shards.values())).to_local().device != device:
             self._model.to(device)
             if self.optimizer is not None:
@@ -442,19 +447,16 @@ def _in_row_order(batch: Batch, order: list[np.ndarray], parts: list[torch.Tenso
     return shuffled.take(np.argsort(rows, kind="stable")).array("values")
 
 
-def _step_stats(seen: list[Metrics]) -> StepStats:
-    """Fold the metrics of all micro-batches; one transfer to the host."""
-    names, tensors = [], []
-    for metrics in seen:
-        for name, value in metrics.items():
-            names.append((name, isinstance(value, tuple)))
-            tensors += list(value) if isinstance(value, tuple) else [value]
+def _step_stats(seen: list[tuple[str, list[torch.Tensor]]]) -> StepStats:
+    """Folds the metrics of all micro-batches, each a mean's two numbers or a maximum; one transfer to the
+    host.
+    """
     stats = StepStats()
-    if not tensors:
+    if not seen:
         return stats
-    numbers = iter(torch.stack([tensor.detach().double() for tensor in tensors]).tolist())
-    for name, is_mean in names:
-        if is_mean:
+    numbers = iter(torch.stack([part for _, parts in seen for part in parts]).tolist())
+    for name, parts in seen:
+        if len(parts) == 2:
             stats.add_mean(name, next(numbers), next(numbers))
         else:
             stats.add_max(name, next(numbers))

@@ -21,7 +21,7 @@ class Loss(Protocol):
     uint8 masks arrive in the outputs' dtype. cu_seqlens: int32 [B+1], of the responses. It sees whole rows;
     those of equal `unit`, if the batch has that column, together, next to each other and in the batch's
     order. Returns (loss_sum, metrics); a metric is (numerator, denominator), or a 0-dim tensor, which is a
-    maximum.
+    maximum. Metrics may be part of the loss's graph: the engine takes their numbers only.
     """
 
     outputs: tuple[str, ...]

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from rondo.algorithms.advantages.group import grpo
 from rondo.algorithms.advantages.returns import require_gamma, returns_to_go
-from rondo.algorithms.registry import advantage, require
+from rondo.algorithms.registry import advantage
 from rondo.algorithms.statistics import Groups
+from rondo.errors import ConfigError
 
 
 @advantage("gigpo")
@@ -75,8 +76,10 @@ def hgpo(
     advantage of 0 for a missing group (D3).
     """
     require_gamma("hgpo", gamma)
-    require(depth >= 0, f"algorithm.advantage: hgpo needs depth >= 0, got {depth}")
-    require(alpha >= 0, f"algorithm.advantage: hgpo needs alpha >= 0, got {alpha}")
+    if depth < 0:
+        raise ConfigError(f"algorithm.advantage: hgpo needs depth >= 0, got {depth}")
+    if not alpha >= 0:
+        raise ConfigError(f"algorithm.advantage: hgpo needs alpha >= 0, got {alpha}")
     steps = _Steps.of(trajectory_id, step_index)
     returns = steps.returns(step_reward, gamma)
     anchors = steps.padded(anchor_id)

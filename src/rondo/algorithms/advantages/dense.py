@@ -9,8 +9,9 @@ from torch import Tensor
 
 from rondo.algorithms.advantages.group import rloo
 from rondo.algorithms.advantages.returns import require_gamma, returns_to_go
-from rondo.algorithms.registry import advantage, require
+from rondo.algorithms.registry import advantage
 from rondo.algorithms.statistics import Groups, masked_mean
+from rondo.errors import ConfigError
 
 
 @advantage("prime")
@@ -58,6 +59,7 @@ def teacher_gap(
     Per token: no discount (a token is not credited with later ones), no baseline, no whitening. clamp: bounds
     |A_t|, so that one token that the teacher all but excludes cannot rule the batch. 0 where the mask is 0.
     """
-    require(clamp > 0, f"algorithm.advantage: teacher_gap needs clamp > 0, got {clamp}")
+    if not clamp > 0:
+        raise ConfigError(f"algorithm.advantage: teacher_gap needs clamp > 0, got {clamp}")
     gap = (teacher_log_probs - old_log_probs).clamp(-clamp, clamp)
     return torch.where(response_mask > 0, gap, 0.0).to(old_log_probs.dtype)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from rondo.algorithms import statistics
-from rondo.algorithms.registry import advantage, require
+from rondo.algorithms.registry import advantage
+from rondo.errors import ConfigError
 
 
 @advantage("gae")
@@ -32,13 +33,14 @@ def gae(
     another λ for the returns (decoupled GAE; VAPO uses 1). length_alpha: λ = 1 - 1/(alpha · L) per row
     instead of `lam`, not below 0 (VAPO: 0.05). Both outputs are 0 where the mask is 0.
     """
-    require(
-        length_alpha is None or lam == 1.0, "algorithm.advantage: gae takes lam or length_alpha, not both"
-    )
-    require(length_alpha is None or length_alpha > 0, "algorithm.advantage: gae needs length_alpha > 0")
+    if length_alpha is not None and lam != 1.0:
+        raise ConfigError("algorithm.advantage: gae takes lam or length_alpha, not both")
+    if length_alpha is not None and not length_alpha > 0:
+        raise ConfigError("algorithm.advantage: gae needs length_alpha > 0")
     for name, value in (("gamma", gamma), ("lam", lam), ("lam_critic", lam_critic)):
         fits = value is None or 0.0 <= value <= 1.0
-        require(fits, f"algorithm.advantage: gae needs {name} between 0 and 1, got {value}")
+        if not fits:
+            raise ConfigError(f"algorithm.advantage: gae needs {name} between 0 and 1, got {value}")
     assert token_rewards.ndim == values.ndim == response_mask.ndim == 2
     counted = response_mask > 0
     rewards = torch.where(counted, token_rewards, 0.0).to(torch.float64)

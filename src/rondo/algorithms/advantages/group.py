@@ -14,8 +14,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rondo.algorithms.registry import advantage, require
+from rondo.algorithms.registry import advantage
 from rondo.algorithms.statistics import Groups, whiten
+from rondo.errors import ConfigError
 
 
 @advantage("grpo")
@@ -123,10 +124,11 @@ def gdpo(
     every score is constant in its group gets 0, where the paper has minus the whitened mean.
     """
     given = [1.0] * scores.shape[1] if weights is None else list(weights)
-    require(
-        len(given) == scores.shape[1],
-        f"algorithm.advantage: gdpo has {len(given)} weights for {scores.shape[1]} scores; give one for each",
-    )
+    if len(given) != scores.shape[1]:
+        raise ConfigError(
+            f"algorithm.advantage: gdpo has {len(given)} weights for {scores.shape[1]} scores; "
+            "give one for each"
+        )
     total = scores.new_zeros(len(scores), dtype=torch.float64)
     has_signal = torch.zeros_like(total, dtype=torch.bool)
     for weight, score in zip(given, scores.unbind(1), strict=True):
@@ -165,7 +167,8 @@ def passk_analytic(reward: Tensor, group_id: Tensor, *, k: int, threshold: float
     C(N⁻,k)/C(N,k), σ = √(R̄(1-R̄)); right: (1-R̄)/σ; wrong: (1 - R̄ - C(N⁻-1,k-1)/C(N-1,k-1))/σ; 0 where σ =
     0. Groups of fewer than k responses get 0.
     """
-    require(k >= 1, f"algorithm.advantage: passk_analytic needs k >= 1, got {k}")
+    if k < 1:
+        raise ConfigError(f"algorithm.advantage: passk_analytic needs k >= 1, got {k}")
     groups = Groups.of(group_id)
     right = reward > threshold
     num_wrong = groups.sums(~right)

@@ -7,8 +7,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rondo.algorithms.registry import advantage, require
+from rondo.algorithms.registry import advantage
 from rondo.algorithms.statistics import Groups, whiten
+from rondo.errors import ConfigError
 
 # Of a token that was certain, in OTB: a policy that is certain everywhere gets the plain mean.
 _SMALLEST_WEIGHT = 1e-8
@@ -16,7 +17,8 @@ _SMALLEST_WEIGHT = 1e-8
 
 def require_gamma(estimator: str, gamma: float) -> None:
     """Raise ConfigError unless 0 <= gamma <= 1."""
-    require(0.0 <= gamma <= 1.0, f"algorithm.advantage: {estimator} needs gamma between 0 and 1, got {gamma}")
+    if not 0.0 <= gamma <= 1.0:
+        raise ConfigError(f"algorithm.advantage: {estimator} needs gamma between 0 and 1, got {gamma}")
 
 
 def returns_to_go(token_rewards: Tensor, response_mask: Tensor, gamma: float = 1.0) -> Tensor:

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from rondo.algorithms.policy_losses.clipped import ppo_clip
 from rondo.algorithms.policy_losses.ratio import log_ratio, ratio_metrics
-from rondo.algorithms.registry import policy_loss, require
+from rondo.algorithms.registry import policy_loss
 from rondo.algorithms.statistics import Metrics, share
+from rondo.errors import ConfigError
 
 
 def covariances(advantages: Tensor, old_log_probs: Tensor, response_mask: Tensor) -> Tensor:
@@ -29,9 +30,8 @@ def covariances(advantages: Tensor, old_log_probs: Tensor, response_mask: Tensor
 
 def _number(fraction: float, num_tokens: int) -> int:
     """Returns max(1, ⌊fraction · N⌋), how many tokens are selected of N."""
-    require(
-        0 < fraction <= 1, f"algorithm.policy_loss: fraction must be above 0 and at most 1, got {fraction}"
-    )
+    if not 0 < fraction <= 1:
+        raise ConfigError(f"algorithm.policy_loss: fraction must be above 0 and at most 1, got {fraction}")
     return max(1, math.floor(fraction * num_tokens + 1e-9))  # in floating point, 0.29 · 100 is just below 29
 
 
@@ -73,7 +73,8 @@ def select_between(
     The draw depends on `seed` alone. The paper leaves out tokens that PPO clips already: at the start of the
     update, where this selection is made, there are none.
     """
-    require(low < high, f"algorithm.policy_loss: clip_cov needs low < high, got {low} and {high}")
+    if not low < high:
+        raise ConfigError(f"algorithm.policy_loss: clip_cov needs low < high, got {low} and {high}")
     covariance = covariances(advantages, old_log_probs, response_mask)
     number = _number(fraction, len(covariance))
     candidates = torch.nonzero((covariance > low) & (covariance < high)).squeeze(1)
@@ -96,7 +97,8 @@ def kl_cov(
     No ratio is clipped; the log-ratio is clamped to ±20. At δ = 0 the penalty has no gradient: it acts from
     the second optimizer step on a batch on. Metric actor/covariance_selected: the share that was selected.
     """
-    require(beta >= 0, f"algorithm.policy_loss: kl_cov's beta must not be negative, got {beta}")
+    if not beta >= 0:
+        raise ConfigError(f"algorithm.policy_loss: kl_cov's beta must not be negative, got {beta}")
     delta = log_ratio(log_probs, old_log_probs)
     metrics = ratio_metrics(delta, response_mask)
     metrics["actor/covariance_selected"] = share(covariance_selected, response_mask)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rondo.algorithms.registry import policy_loss, require
+from rondo.algorithms.registry import policy_loss
 from rondo.algorithms.statistics import Metrics
+from rondo.errors import ConfigError
 
 
 @policy_loss("forward_kl_topk")
@@ -35,7 +36,8 @@ def forward_kl_topk(
     that the student all but excludes are those that it has to learn, and -p_T,j needs no bound. Metric
     actor/teacher_mass: the teacher's probability of its top K.
     """
-    require(limit > 0, f"algorithm.policy_loss: limit must be positive, got {limit}")
+    if not limit > 0:
+        raise ConfigError(f"algorithm.policy_loss: limit must be positive, got {limit}")
     metrics = {"actor/teacher_mass": _mass(teacher_topk_log_probs, response_mask)}
     teacher, student = _comparable(teacher_topk_log_probs, topk_log_probs, renormalize)
     probability = teacher.clamp(max=0).exp()
@@ -66,7 +68,8 @@ def _comparable(teacher: Tensor, student: Tensor, renormalize: bool) -> tuple[Te
 
 
 def _bounded(log_probs: Tensor, floor: float) -> Tensor:
-    require(floor < 0, f"algorithm.policy_loss: floor must be negative (a log-prob), got {floor}")
+    if not floor < 0:
+        raise ConfigError(f"algorithm.policy_loss: floor must be negative (a log-prob), got {floor}")
     return log_probs.clamp(floor, 0.0)
 
 

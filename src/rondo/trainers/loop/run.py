@@ -278,9 +278,11 @@ class RLRun:
                 stats.add_max("perf/peak_memory_bytes", float(peak))
         describe_rows(scored, stats)
         extra: dict[str, Any] = {}
-        explained = explained_variance(stats.values())
-        if explained is not None:
-            extra["critic/explained_variance"] = explained
+        values = stats.values()
+        if "critic/return" in values:
+            explained = explained_variance(values)
+            if explained is not None:
+                extra["critic/explained_variance"] = explained
         evaluated, self._evaluated = self._evaluated, []
         for result in evaluated:
             extra |= result.metrics

@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rondo.algorithms import actor_loss, critic_loss
+from rondo.algorithms.aggregation import seq_mean_token_mean
 from rondo.algorithms.objective import ActorLoss, PrmLoss
-from rondo.algorithms.registry import Kind, columns_read, lookup
+from rondo.algorithms.registry import Kind, bind, columns_read, lookup
 from rondo.columns import GREEDY_REWARD
 from rondo.config.schema import Config, FunctionConfig, RewardModelConfig
 from rondo.data.rows import index_columns
@@ -36,7 +37,6 @@ from rondo.workers.models import CriticWorker, update_columns
 from rondo.workers.scoring import PrmWorker
 
 HOOK_COLUMNS = index_columns(greedy_baseline=True)  # what a filter or a resampling may read: small, per row
-ONE_TOKEN_EACH = FunctionConfig("seq-mean-token-mean")
 
 
 @dataclass(frozen=True)
@@ -245,7 +245,7 @@ def _learners(config: Config, read: set[str], advantage: AdvantageStage) -> tupl
                 PrmLoss(config.prm.beta),
                 "prm",
                 config.actor,
-                ONE_TOKEN_EACH,
+                seq_mean_token_mean,
                 first,
             )
         )
@@ -256,7 +256,8 @@ def critic_learner(config: Config, role: str) -> Learner:
     """role: critic or cost_critic."""
     algorithm = config.algorithm
     method, loss = CriticWorker.update_critic, critic_loss(algorithm, role)
-    return Learner(role, method, loss, "critic", config.critic, algorithm.aggregation)
+    aggregate = bind("aggregation", algorithm.aggregation)
+    return Learner(role, method, loss, "critic", config.critic, aggregate)
 
 
 def plan_schedule(config: Config, prompts_per_epoch: int, learners: Sequence[Learner]) -> Schedule:

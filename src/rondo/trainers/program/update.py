@@ -4,6 +4,7 @@ workers that learn. All of the plan is made on the controller from per-row numbe
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from rondo.batch import ROW_ID, BatchRef, ragged_array, wide_array
 from rondo.columns import LOSS_WEIGHT, MINI_BATCH, declared, per_row
 from rondo.config.schema import ActorConfig, Config, CriticConfig, FunctionConfig
 from rondo.controller import Cluster, WorkerGroup
-from rondo.planning.mini_batches import loss_weights, mini_batch_order, plan_mini_batches
+from rondo.planning.mini_batches import Aggregate, loss_weights, mini_batch_order, plan_mini_batches
 from rondo.trainers.program.inputs import conversations
 from rondo.trainers.program.stages import Step
 from rondo.trainers.program.tensors import numbers
@@ -40,7 +41,7 @@ class Learner:
     loss: Loss
     loss_name: str
     section: ActorConfig | CriticConfig
-    aggregation: FunctionConfig
+    aggregate: Aggregate
     first: bool = False
 
     @property
@@ -142,7 +143,7 @@ class LearnerUpdate:
 def with_learner_weights(batch: BatchRef, learner: Learner, config: Config) -> BatchRef:
     """The batch with the weight of each row's tokens in the loss of a role beside the actor."""
     rows = batch.index.scalars(learner.mini_batch)
-    weights = _weights(batch, learner.aggregation, rows, _tokens(batch, config))
+    weights = _weights(batch, learner.aggregate, rows, _tokens(batch, config))
     return batch.with_index({learner.loss_weight: weights})
 
 
@@ -152,6 +153,10 @@ class ActorWeights:
 
     config: Config
     phase = "prepare"
+
+    @functools.cached_property
+    def _aggregate(self) -> Aggregate:
+        return bind("aggregation", self.config.algorithm.aggregation)
 
     @property
     def writes(self) -> tuple[str, ...]:
@@ -167,7 +172,7 @@ class ActorWeights:
         config, algorithm = self.config, self.config.algorithm
         rows = batch.index.scalars("mini_batch")
         tokens = _tokens(batch, config)
-        columns = {"loss_weight": _weights(batch, algorithm.aggregation, rows, tokens)}
+        columns = {"loss_weight": _weights(batch, self._aggregate, rows, tokens)}
         if algorithm.kl is not None:
             columns["kl_coef"] = np.full(
                 len(batch), step.kl_coef, np.float32
@@ -218,15 +223,13 @@ def _tokens(batch: BatchRef, config: Config) -> np.ndarray:
     return np.where(batch.index.scalars("finish_reason") == "length", 0, tokens)
 
 
-def _weights(
-    batch: BatchRef, aggregation: FunctionConfig, mini_batch: np.ndarray, tokens: np.ndarray
-) -> np.ndarray:
+def _weights(batch: BatchRef, aggregate: Aggregate, mini_batch: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     """As if a row that was drawn k times stood there k times."""
     if "sample_weight" not in batch.index.columns:
-        return loss_weights(aggregation, tokens, mini_batch)
+        return loss_weights(aggregate, tokens, mini_batch)
     counts = batch.index.scalars("sample_weight").astype(np.int64)
     rows = np.repeat(np.arange(len(batch)), counts)
-    return counts * loss_weights(aggregation, tokens[rows], mini_batch[rows])[np.cumsum(counts) - 1]
+    return counts * loss_weights(aggregate, tokens[rows], mini_batch[rows])[np.cumsum(counts) - 1]
 
 
 async def update_actor(

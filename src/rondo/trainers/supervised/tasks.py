@@ -12,8 +12,9 @@ from collections.abc import Callable
 import numpy as np
 
 from rondo.algorithms import preference_loss, reward_model_loss, sft_loss
+from rondo.algorithms.aggregation import token_mean
 from rondo.batch import Batch
-from rondo.config.schema import Config, FunctionConfig
+from rondo.config.schema import Config
 from rondo.data import ConversationStream, PairStream
 from rondo.errors import DataError
 from rondo.planning.mini_batches import loss_weights
@@ -21,8 +22,6 @@ from rondo.tracking.shown import Kind
 from rondo.trainers.program.inputs import conversations, open_tokenizer
 from rondo.trainers.supervised.trainer import Task
 from rondo.training import Loss
-
-TOKEN_MEAN = FunctionConfig("token-mean")
 
 
 def conversation_stream(config: Config, held_out: bool) -> ConversationStream:
@@ -34,7 +33,7 @@ def conversation_stream(config: Config, held_out: bool) -> ConversationStream:
 
 def mean_over_tokens(rows: Batch) -> np.ndarray:
     """1 / trained tokens of the step on every row: float64 [B]."""
-    return loss_weights(TOKEN_MEAN, rows.scalars("num_trained_tokens"), np.zeros(len(rows), np.int64))
+    return loss_weights(token_mean, rows.scalars("num_trained_tokens"), np.zeros(len(rows), np.int64))
 
 
 SFT = Task(
