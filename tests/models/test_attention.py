@@ -27,8 +27,10 @@ CPU = torch.device("cpu")
 
 
 def plan(lengths: list[int], heads: tuple[int, int], prefixes: list[int] | None = None) -> Documents:
-    index = None if prefixes is None else np.array(prefixes)
-    return plan_documents(np.array(lengths), heads=heads, device=CPU, dtype=torch.float64, prefixes=index)
+    index = np.full(len(lengths), -1) if prefixes is None else np.array(prefixes)
+    longest = np.array(lengths) + np.where(index >= 0, np.array(lengths)[index], 0)
+    kernel = choose_kernel("auto", CPU, torch.float64, int(longest.max(initial=0)))
+    return plan_documents(np.array(lengths), kernel, heads=heads, device=CPU, prefixes=index)
 
 
 def dense(
@@ -157,5 +159,5 @@ def test_flash_attn_4_alone_is_no_flash_attn(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_only_a_cpu_cuts_buckets_for_its_cache(device: str) -> None:
     lengths = np.full(64, 100)
-    documents = plan_documents(lengths, heads=(4, 2), device=torch.device(device), dtype=torch.float32)
+    documents = plan_documents(lengths, "short", heads=(4, 2), device=torch.device(device))
     assert (len(documents.buckets) == 1) == (device == "meta")

@@ -158,8 +158,11 @@ def test_what_rests_elsewhere_than_its_mesh_is_no_copy(mesh: DeviceMesh) -> None
 
 
 def test_an_error_leaves_the_model_at_rest(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, rested = make_engine(mesh, config={"offload_params": True}), []
-    monkeypatch.setattr(engine, "_rest", lambda: rested.append(True))
+    engine, moves = make_engine(mesh, config={"offload_params": True}), []
+    monkeypatch.setattr(engine, "device", torch.device("meta"))
+    monkeypatch.setattr(
+        engine, "_move", lambda device, params, optimizer: moves.append((device.type, params))
+    )
     with pytest.raises(TrainError, match="token"):
         engine.forward(make_batch(((9000, 9000),)), {"log_probs": "x"})
-    assert rested == [True]
+    assert moves == [("meta", True), ("cpu", True)]

@@ -12,6 +12,7 @@ document).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -122,41 +123,34 @@ def _kernel_name() -> str:
     return "no kernel" if kernel is None else f"kernel of {kernel[0]}"
 
 
-def shares_prefixes(attention: Attention, device: torch.device, dtype: torch.dtype, max_length: int) -> bool:
-    """Whether documents that begin alike may be given as prefix and continuations (`plan_documents`)."""
-    return choose_kernel(attention, device, dtype, max_length) == "short"
-
-
 def plan_documents(
     lengths: np.ndarray,
+    kernel: Kernel,
     *,
     heads: Heads,
     device: torch.device,
-    dtype: torch.dtype,
-    attention: Attention = "auto",
     prefixes: np.ndarray | None = None,
 ) -> Documents:
     """Everything about a micro-batch that attention needs and that depends on lengths only.
 
     lengths: int [B], each at least 1; the documents lie one after another. prefixes: int [B], which document
-    each one continues (its tokens come first, and are seen by all of this one's), -1 for none; only where
-    `shares_prefixes`.
+    each one continues (its tokens come first, and are seen by all of this one's), -1 for none; only with the
+    short kernel.
     """
     lengths = np.asarray(lengths, np.int64)
     prefixes = np.full(len(lengths), -1) if prefixes is None else np.asarray(prefixes, np.int64)
     prefix_lengths = np.where(prefixes >= 0, lengths[prefixes], 0)
-    ends = np.cumsum(lengths)
-    cu_seqlens = torch.from_numpy(np.concatenate([[0], ends]).astype(np.int32)).to(device)
+    cu_seqlens = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)).to(device)
     longest = int((lengths + prefix_lengths).max(initial=0))
-    kernel = choose_kernel(attention, device, dtype, longest)
+    plan = Documents(kernel, tuple(lengths.tolist()), cu_seqlens, longest)
     if kernel != "short":
         if np.any(prefixes >= 0):
             raise TrainError(
                 f"shared prefixes need the short kernel, but documents of {longest} tokens use {kernel}"
             )
-        return Documents(kernel, tuple(lengths.tolist()), cu_seqlens, longest)
+        return plan
     buckets, unpadding = _plan_buckets(lengths, prefixes, prefix_lengths, heads, device)
-    return Documents(kernel, tuple(lengths.tolist()), cu_seqlens, longest, buckets, unpadding)
+    return dataclasses.replace(plan, buckets=buckets, unpadding=unpadding)
 
 
 def _plan_buckets(
@@ -255,7 +249,8 @@ def varlen_attention(
             "data.max_prompt_tokens + rollout.max_tokens to the window, or choose another model"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return _KERNELS[documents.kernel](query, key, value, documents, scale), None
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [N, heads, D]
+    return _KERNELS[documents.kernel](q, k, v, documents, scale)[None], None
 
 
 def _refuse(
@@ -280,21 +275,12 @@ def _refuse(
     )
 
 
-def _short(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents, scale: float
-) -> torch.Tensor:
-    rows = [tensor[0].transpose(0, 1) for tensor in (q, k, v)]  # [N, heads, D]
-    out: torch.Tensor = _ShortAttention.apply(*rows, documents, scale)
-    return out[None]
-
-
 def _flash(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents, scale: float
 ) -> torch.Tensor:
     kernel = flash_kernel()
     assert kernel is not None
-    q, k, v = (tensor[0].transpose(0, 1) for tensor in (q, k, v))  # [N, heads, D]
-    return kernel[1](q, k, v, documents.cu_seqlens, documents.max_length, scale)[None]
+    return kernel[1](q, k, v, documents.cu_seqlens, documents.max_length, scale)
 
 
 def _sdpa(
@@ -303,12 +289,10 @@ def _sdpa(
     group = q.shape[1] // k.shape[1]
     if group > 1:
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    parts = zip(*(tensor.split(documents.lengths, dim=2) for tensor in (q, k, v)), strict=True)
+    heads_first = (tensor.transpose(0, 1)[None].split(documents.lengths, dim=2) for tensor in (q, k, v))
+    parts = zip(*heads_first, strict=True)
     outs = [F.scaled_dot_product_attention(a, b, c, is_causal=True, scale=scale) for a, b, c in parts]
-    return torch.cat(outs, dim=2).transpose(1, 2)
-
-
-_KERNELS: dict[Kernel, Callable[..., torch.Tensor]] = {"flash": _flash, "short": _short, "sdpa": _sdpa}
+    return torch.cat(outs, dim=2)[0].transpose(0, 1)
 
 
 class _ShortAttention(torch.autograd.Function):
@@ -390,3 +374,11 @@ def _causal(width: int, prefix: int, group: int, dtype: torch.dtype, device: tor
     """
     mask = torch.full((width, prefix + width), float("-inf"), dtype=dtype, device=device).triu_(1 + prefix)
     return mask.repeat(group, 1)
+
+
+# q [N, H, D], k [N, K, D], v [N, K, Dv], documents, scale -> [N, H, Dv]
+_KERNELS: dict[Kernel, Callable[..., torch.Tensor]] = {
+    "flash": _flash,
+    "short": _ShortAttention.apply,
+    "sdpa": _sdpa,
+}

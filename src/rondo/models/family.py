@@ -60,10 +60,6 @@ class Family:
     positions: Callable[[np.ndarray, np.ndarray], torch.Tensor] = packed_positions
     checkpoint_name: Callable[[str], str] = same_name
 
-    @property
-    def packable(self) -> bool:
-        return not self.not_packable
-
 
 _ELSEWHERE = "its state or positions do not go through the attention interface"
 FAMILIES = {

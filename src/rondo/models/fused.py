@@ -38,8 +38,9 @@ def use_fused_modules(model: PreTrainedModel) -> dict[str, int]:
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         for module in model.modules():
-            if _is_rms_norm(module):
-                module.forward = functools.partial(_norm_forward, module, module.forward)
+            eps = _rms_norm_eps(module)
+            if eps is not None:
+                module.forward = functools.partial(_norm_forward, module, eps, module.forward)
                 counts["rms_norm"] += 1
         for module in model.modules():
             forward = functools.partial(_attention_forward, module, module.forward)
@@ -49,32 +50,25 @@ def use_fused_modules(model: PreTrainedModel) -> dict[str, int]:
     return counts
 
 
-def _is_rms_norm(module: torch.nn.Module) -> bool:
+def _rms_norm_eps(module: torch.nn.Module) -> float | None:
+    """The eps of a module that is an RMS norm, tried on random input; None for any other module."""
     parameters = dict(module.named_parameters())
-    eps = _eps(module)
-    if (
-        set(parameters) != {"weight"}
-        or parameters["weight"].ndim != 1
-        or eps is None
-        or next(module.children(), None)
-    ):
-        return False
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if set(parameters) != {"weight"} or not isinstance(eps, float) or next(module.children(), None):
+        return None
     weight = parameters["weight"]
+    if weight.ndim != 1:
+        return None
     x = torch.randn(4, len(weight), dtype=weight.dtype)
-    return _close(module(x), _RmsNorm.apply(x, weight, eps))
-
-
-def _eps(module: torch.nn.Module) -> float | None:
-    value = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    return float(value) if isinstance(value, float) else None
+    return eps if _close(module(x), _RmsNorm.apply(x, weight, eps)) else None
 
 
 def _norm_forward(
-    module: Any, plain: Callable[..., torch.Tensor], hidden_states: torch.Tensor
+    module: Any, eps: float, plain: Callable[..., torch.Tensor], hidden_states: torch.Tensor
 ) -> torch.Tensor:
     if hidden_states.dtype not in _DTYPES:
         return plain(hidden_states)
-    out: torch.Tensor = _RmsNorm.apply(hidden_states, module.weight, _eps(module))
+    out: torch.Tensor = _RmsNorm.apply(hidden_states, module.weight, eps)
     return out
 
 
@@ -104,7 +98,9 @@ def _attention_forward(
     if hasattr(module, "q_norm"):
         q, k = module.q_norm(q), module.k_norm(k)
     cos, sin = (table[0].unsqueeze(1) for table in position_embeddings)
-    q, k = _Rotary.apply(q, cos, sin), _Rotary.apply(k, cos, sin)
+    first, second = sin.chunk(2, -1)
+    signed_sin = torch.cat((-first, second), -1)
+    q, k = _Rotary.apply(q, cos, signed_sin), _Rotary.apply(k, cos, signed_sin)
     q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
     out, _ = varlen_attention(
         module,
@@ -126,7 +122,7 @@ def _same_attention(model: PreTrainedModel, module: Any, ours: Callable[..., Any
     x = torch.randn(1, int(_PROBE.sum()), module.q_proj.in_features, dtype=module.q_proj.weight.dtype)
     positions = torch.arange(x.shape[1])[None] % 5
     heads = tuple(projection.out_features // module.head_dim for projection in (module.q_proj, module.k_proj))
-    documents = plan_documents(_PROBE, heads=heads, device=x.device, dtype=x.dtype)
+    documents = plan_documents(_PROBE, "short", heads=heads, device=x.device)
     arguments = {"position_embeddings": rotary(x, positions), "attention_mask": None, "documents": documents}
     try:
         theirs = module(hidden_states=x, **arguments)[0]
@@ -170,22 +166,20 @@ class _RmsNorm(torch.autograd.Function):
 
 
 class _Rotary(torch.autograd.Function):
-    """x · cos + rotate_half(x) · sin, for x [N, heads, D], tables [N, 1, D]; the tables get no gradient."""
+    """x · cos + rotate_half(x) · sin, for x [N, heads, D] and tables [N, 1, D], which get no gradient.
+
+    signed_sin: sin with its first half negated, so that the rotated x is x with its halves swapped: whole
+    rows are faster than halves.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(cos, sin)
-        first, second = sin.chunk(2, -1)
-        return _rotate(x, cos, torch.cat((-first, second), -1))
+    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(cos, signed_sin)
+        first, second = x.chunk(2, -1)
+        return torch.cat((second, first), -1).mul_(signed_sin).addcmul_(x, cos)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        cos, sin = ctx.saved_tensors
-        first, second = sin.chunk(2, -1)
-        return _rotate(grads[0], cos, torch.cat((second, -first), -1)), None, None
-
-
-def _rotate(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
-    """x · cos + (x with its halves swapped) · signed_sin: whole rows are faster than halves."""
-    first, second = x.chunk(2, -1)
-    return torch.cat((second, first), -1).mul_(signed_sin).addcmul_(x, cos)
+        cos, signed_sin = ctx.saved_tensors
+        first, second = (grads[0] * signed_sin).chunk(2, -1)
+        return torch.cat((second, first), -1).addcmul_(grads[0], cos), None, None

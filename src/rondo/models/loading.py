@@ -76,11 +76,11 @@ def build_model(
     packed documents.
 
     Random weights depend on `source.seed` only; the global generator is left as it was. Models that cannot be
-    packed (`family_of(config).packable`) keep transformers' own attention. Raises DataError or ConfigError.
+    packed (`Family.not_packable`) keep transformers' own attention. Raises DataError or ConfigError.
     """
     config = load_model_config(source)
     family = family_of(config)
-    config._attn_implementation = IMPLEMENTATION if family.packable else "eager"
+    config._attn_implementation = "eager" if family.not_packable else IMPLEMENTATION
     register_varlen()
     if source.config is not None:
         model = _random_model(config, source)
@@ -95,7 +95,7 @@ def build_model(
     model = model.to(device)
     if dtype is torch.float64:
         model.set_experts_implementation("eager")  # torch's grouped product of matrices has no float64
-    if family.packable:
+    if not family.not_packable:
         use_fused_modules(model)
     return model
 

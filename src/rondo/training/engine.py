@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from rondo.batch import ROW_ID, Batch, ragged_array
-from rondo.columns import TOPK_IDS, UNIT
+from rondo.columns import TOPK_IDS
 from rondo.config.auto import engine_for
 from rondo.config.schema import EngineConfig, FrozenEngineConfig, OptimizerConfig
 from rondo.errors import ConfigError, TrainError
@@ -33,13 +33,11 @@ from rondo.models.family import family_of
 from rondo.models.loading import build_model
 from rondo.models.source import ModelSource
 from rondo.models.value_head import replace_lm_head
-from rondo.planning.packing import micro_batches, rows_of_units
 from rondo.training import checkpoint
 from rondo.training.head import TokenModel
 from rondo.training.loss import Loss
-from rondo.training.memory import release_memory
 from rondo.training.optimizer import OptimizerStats, ShardedAdamW
-from rondo.training.packed import PackedLayout, PackedRows, document_lengths, dummy, expand_columns, pack
+from rondo.training.packed import PackedLayout, PackedRows, dummy, expand_columns, pack, plan_passes
 from rondo.training.sharding import as_shard, checksums_of, gather_buckets, layout_of, shard_model
 from rondo.types import StepStats
 from rondo.weights.layout import Layout
@@ -76,9 +74,9 @@ class FsdpEngine:
         param_dtype, compute_dtype = getattr(torch, engine.param_dtype), getattr(torch, engine.compute_dtype)
         lm = build_model(source, param_dtype, self.device)
         family = family_of(lm.config)
-        value_head = (
-            replace_lm_head(lm, source.path, _at_least_float32(param_dtype)) if head == "value" else None
-        )
+        value_head = None
+        if head == "value":
+            value_head = replace_lm_head(lm, source.path, torch.promote_types(param_dtype, torch.float32))
         self.hf_config = lm.config
         attention = fitting(source.attention, lm.config)
         self._packing = PackedLayout(family, _heads(lm.config), self.device, compute_dtype, attention)
@@ -95,13 +93,13 @@ class FsdpEngine:
             family.checkpoint_name(name.removeprefix("lm.")): parameter
             for name, parameter in self._model.named_parameters()
         }
-        self._output_dtype = _at_least_float32(compute_dtype)
+        self._output_dtype = torch.promote_types(compute_dtype, torch.float32)
         self.optimizer: ShardedAdamW | None = None
         if optimizer is not None:
             self.optimizer = ShardedAdamW(self._shards, optimizer, total_optimizer_steps, self._group)
         if self.device.type != "cpu":
             self._rest()
-            release_memory(self.device)
+            self._release_memory()
 
     # ---- verbs
 
@@ -208,33 +206,19 @@ class FsdpEngine:
     def _passes(self, batch: Batch, outputs: Collection[str] = ()) -> Iterator[PackedRows]:
         """The micro-batches of this rank, then dummies up to the number of passes of the busiest rank."""
         full = "scores" in outputs
-        bins = self._bins(batch, document_lengths(batch, full))
-        passes = torch.tensor(len(bins), device=self.device)
+        plan = plan_passes(batch, self._packing.family, self.config.token_budget, full)
+        passes = len(plan)
         if self._world > 1:
-            dist.all_reduce(passes, dist.ReduceOp.MAX, group=self._group)
-        for i in range(int(passes)):
-            yield pack(batch, bins[i], self._packing, full) if i < len(bins) else dummy(self._packing, full)
-
-    def _bins(self, batch: Batch, lengths: np.ndarray) -> list[np.ndarray]:
-        """Rows of each pass, whole units; rows without a response need none."""
-        family, units = self._packing.family, None
-        if UNIT in batch.columns:
-            units = batch.scalars(UNIT)
-            for rows in rows_of_units(units):
-                if len(rows) > 1 and not family.packable:
-                    raise TrainError(
-                        f"unit {units[rows[0]]} has {len(rows)} rows, which need one pass, and a "
-                        f"{family.model_type} model takes one row at a time: {family.not_packable}"
-                    )
-                if len(rows) > 1 and not lengths[rows].all():
-                    raise TrainError(
-                        f"unit {units[rows[0]]}: row {rows[lengths[rows] == 0][0]} has no response tokens; "
-                        "each row of a pair needs some"
-                    )
-        if not family.packable:
-            return [np.array([row]) for row in np.flatnonzero(lengths)]
-        parts = (part[lengths[part] > 0] for part in micro_batches(lengths, self.config.token_budget, units))
-        return [part for part in parts if len(part)]
+            most = torch.tensor(passes, device=self.device)
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group)
+            passes = int(most)
+        prompts, responses = batch.rows("prompt_ids"), batch.rows("response_ids")
+        for rows in plan:
+            yield pack(
+                rows, [prompts[row] for row in rows], [responses[row] for row in rows], self._packing, full
+            )
+        for _ in range(len(plan), passes):
+            yield dummy(self._packing, full)
 
     # ---- parameters
 
@@ -282,7 +266,7 @@ class FsdpEngine:
         """
         with self._awake():
             yield from gather_buckets(self._shards, self._group, bucket_bytes, dtype)
-        release_memory(self.device)
+        self._release_memory()
 
     def layout(self, dtype: str | None = None) -> Layout:
         """Which rank of the world holds which rows of which parameter (frozen ones too, tied ones once).
@@ -370,7 +354,7 @@ class FsdpEngine:
         """Move parameters and moments to host memory (nothing to do on a CPU)."""
         if self.device.type != "cpu":
             self._move(torch.device("cpu"), params=True, optimizer=True)
-            release_memory(self.device)
+            self._release_memory()
 
     def onload(self) -> None:
         """Move parameters and moments to the device."""
@@ -382,6 +366,21 @@ class FsdpEngine:
         if self.device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self.device))
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+    def memory_in_use(self) -> int | None:
+        """Bytes of the device that all processes together use; None on a CPU."""
+        if self.device.type != "cuda":
+            return None
+        free, total = torch.cuda.mem_get_info(self.device)
+        return int(total - free)
+
+    def _release_memory(self) -> None:
+        """Gives what torch's allocator keeps for later back to the device: a generation engine in another
+        process may need it.
+        """
+        if self.device.type == "cuda":
+            with torch.cuda.device(self.device):
+                torch.cuda.empty_cache()
 
     @contextlib.contextmanager
     def _awake(self, optimizer: bool = False) -> Iterator[None]:
@@ -429,10 +428,6 @@ def _heads(config: Any) -> tuple[int, int]:
     """(query heads, key/value heads)."""
     heads = int(config.num_attention_heads)
     return heads, int(getattr(config, "num_key_value_heads", None) or heads)
-
-
-def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 def _in_row_order(batch: Batch, order: list[np.ndarray], parts: list[torch.Tensor]) -> object:

@@ -104,7 +104,8 @@ def token_log_probs(
         )
     wanted = "entropy" in outputs, "sum_p_squared" in outputs
     given = targets.new_empty(len(targets), 0) if topk is None else topk
-    chunk = max(1, min(chunk, CHUNK_BYTES // (len(weight) * _wide(hidden.dtype).itemsize)))
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    chunk = max(1, min(chunk, CHUNK_BYTES // (len(weight) * wide.itemsize)))
     results = _TokenLogProbs.apply(hidden, weight, bias, targets, given, temperature, chunk, wanted)
     named: dict[str, torch.Tensor] = dict(zip(LM_OUTPUTS, results, strict=True))
     return {name: named[name] for name in outputs}
@@ -122,13 +123,9 @@ def _log_softmax(
     return torch.log_softmax(logits, -1)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
 def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """left · right in at least float32; half-precision products are accumulated and kept in float32."""
-    wide = _wide(left.dtype)
+    wide = torch.promote_types(left.dtype, torch.float32)
     if left.dtype == wide:
         return left @ right
     if left.is_cuda:
@@ -207,13 +204,11 @@ class _TokenLogProbs(torch.autograd.Function):
                 grad.div_(ctx.temperature)
             narrow = grad.to(weight.dtype)
             torch.mm(narrow, weight, out=grad_hidden[part])
-            grad_weight = _add(grad_weight, _product(narrow.mT, hidden[part]))
+            onto_weight = _product(narrow.mT, hidden[part])
+            grad_weight = onto_weight if grad_weight is None else grad_weight.add_(onto_weight)
             if bias is not None:
-                grad_bias = _add(grad_bias, grad.sum(0))
+                onto_bias = grad.sum(0)
+                grad_bias = onto_bias if grad_bias is None else grad_bias.add_(onto_bias)
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         grad_bias = None if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
-
-
-def _add(total: torch.Tensor | None, part: torch.Tensor) -> torch.Tensor:
-    return part if total is None else total.add_(part)

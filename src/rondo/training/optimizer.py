@@ -86,14 +86,10 @@ class ShardedAdamW:
             for parameter_group in self._adamw.param_groups:
                 parameter_group["lr"] = lr
             self._adamw.step()
-        self.zero_grad()
-        return OptimizerStats(float(norm), skipped, lr)
-
-    def zero_grad(self) -> None:
-        """Drop the gradients of shards and aliases."""
         for name, shard in self._shards.items():
             shard.grad = None
             self._locals[name].grad = None
+        return OptimizerStats(float(norm), skipped, lr)
 
     def move_state(self, device: torch.device) -> None:
         """Move the moments (twice the parameters' bytes) to `device`."""

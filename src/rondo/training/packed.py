@@ -17,10 +17,12 @@ import pyarrow as pa
 import torch
 
 from rondo.batch import Batch
-from rondo.errors import DataError
-from rondo.models.attention import Documents, Heads, plan_documents, shares_prefixes
+from rondo.columns import UNIT
+from rondo.errors import DataError, TrainError
+from rondo.models.attention import Documents, Heads, choose_kernel, plan_documents
 from rondo.models.family import Family
 from rondo.models.source import Attention
+from rondo.planning.packing import micro_batches, rows_of_units
 
 
 @dataclass(frozen=True)
@@ -53,108 +55,123 @@ class PackedRows:
     after: torch.Tensor | None = None
 
 
-def document_lengths(batch: Batch, full: bool = False) -> np.ndarray:
-    """Tokens per document, P + R - 1 (full: P + R): int64 [B]; 0 for a row without response tokens, which
-    needs no pass.
+def plan_passes(batch: Batch, family: Family, token_budget: int, full: bool = False) -> list[np.ndarray]:
+    """The rows of each pass: whole units of at most `token_budget` tokens, or single rows of a model that
+    cannot be packed. Rows without response tokens need no pass.
 
-    Raises DataError for a row with a response but no prompt: nothing predicts its first token.
+    Raises DataError for a row with a response but no prompt (nothing predicts its first token), TrainError
+    for a unit that cannot have a pass.
     """
-    prompts, responses = (
-        batch.lengths("prompt_ids").astype(np.int64),
-        batch.lengths("response_ids").astype(np.int64),
-    )
+    prompts = batch.lengths("prompt_ids").astype(np.int64)
+    responses = batch.lengths("response_ids").astype(np.int64)
     orphans = np.flatnonzero((prompts == 0) & (responses > 0))
     if len(orphans):
         raise DataError(
             f"row {int(orphans[0])} has an empty prompt; give every prompt at least one token (e.g. BOS)"
         )
-    return np.where(responses > 0, prompts + responses - (not full), 0)
+    lengths = np.where(responses > 0, prompts + responses - (not full), 0)
+    units = batch.scalars(UNIT) if UNIT in batch.columns else None
+    if units is not None:
+        _check_units(units, lengths, family)
+    if family.not_packable:
+        return [np.array([row]) for row in np.flatnonzero(lengths)]
+    parts = (part[lengths[part] > 0] for part in micro_batches(lengths, token_budget, units))
+    return [part for part in parts if len(part)]
 
 
-def pack(batch: Batch, rows: np.ndarray, layout: PackedLayout, full: bool = False) -> PackedRows:
-    """Lay out `rows` (positions in the batch, each with at least one response token).
-
-    Where attention can share prefixes, a prompt that several rows have is laid out (and computed) once, in
-    front of their responses: the samples of a prompt group cost their responses only.
-    """
-    prompts, responses = batch.rows("prompt_ids"), batch.rows("response_ids")
-    rows_prompts, rows_responses = [prompts[row] for row in rows], [responses[row] for row in rows]
-    return _lay_out(rows, rows_prompts, rows_responses, layout, full)
+def _check_units(units: np.ndarray, lengths: np.ndarray, family: Family) -> None:
+    for rows in rows_of_units(units):
+        if len(rows) > 1 and family.not_packable:
+            raise TrainError(
+                f"unit {units[rows[0]]} has {len(rows)} rows, which need one pass, and a "
+                f"{family.model_type} model takes one row at a time: {family.not_packable}"
+            )
+        if len(rows) > 1 and not lengths[rows].all():
+            raise TrainError(
+                f"unit {units[rows[0]]}: row {rows[lengths[rows] == 0][0]} has no response tokens; "
+                "each row of a pair needs some"
+            )
 
 
 def dummy(layout: PackedLayout, full: bool = False) -> PackedRows:
     """One document with a response of one token: what a rank without rows computes, so that all run the same
     passes."""
     token = np.zeros(1, np.int64)
-    return _lay_out(np.empty(0, np.int64), [token], [token], layout, full)
+    return pack(np.empty(0, np.int64), [token], [token], layout, full)
 
 
-def _lay_out(
-    rows: np.ndarray, prompts: list[np.ndarray], responses: list[np.ndarray], layout: PackedLayout, full: bool
+def pack(
+    rows: np.ndarray,
+    prompts: Sequence[np.ndarray],
+    responses: Sequence[np.ndarray],
+    layout: PackedLayout,
+    full: bool = False,
 ) -> PackedRows:
-    prompt_lengths = np.array([len(prompt) for prompt in prompts], np.int64)
+    """Lays out `rows` (positions in the batch) with their prompts and responses, of at least one token each.
+
+    Where attention can share prefixes, a prompt that several rows have is laid out (and computed) once, in
+    front of their responses: the samples of a prompt group cost their responses only.
+    """
+    family, device, kernel = layout.family, layout.device, None
     response_lengths = np.array([len(response) for response in responses], np.int64)
-    longest = int((prompt_lengths + response_lengths - (not full)).max())
-    packable = layout.family.packable
-    share = packable and shares_prefixes(layout.attention, layout.device, layout.dtype, longest)
+    if not family.not_packable:
+        longest = max(len(p) + len(r) - (not full) for p, r in zip(prompts, responses, strict=True))
+        kernel = choose_kernel(layout.attention, device, layout.dtype, longest)
+    documents, continues, first, own = _arrange(prompts, responses, full, share=kernel == "short")
+    lengths = np.array([sum(len(part) for part in document) for document in documents], np.int64)
+    starts = np.append(np.cumsum(lengths) - lengths, 0)
+    cu_responses = np.concatenate([[0], np.cumsum(response_lengths)])
+    rest = np.array([starts[document] + place for document, place in own])
+    after = np.arange(cu_responses[-1]) + np.repeat(rest - cu_responses[:-1], response_lengths)
+    positions = after - 1
+    positions[cu_responses[:-1]] = [starts[document] + place for document, place in first]
+    prefixes = np.array(continues, np.int64)
+    offsets = np.where(prefixes >= 0, lengths[prefixes], 0)
+    tokens = np.concatenate([part for document in documents for part in document]).astype(np.int64)
+    plan = None
+    if kernel is not None:
+        plan = plan_documents(lengths, kernel, heads=layout.heads, device=device, prefixes=prefixes)
+    return PackedRows(
+        rows=rows,
+        input_ids=torch.from_numpy(tokens).to(device),
+        position_ids=family.positions(lengths, offsets).to(device),
+        positions=torch.from_numpy(positions).to(device),
+        targets=torch.from_numpy(np.concatenate(responses).astype(np.int64)).to(device),
+        cu_seqlens=torch.from_numpy(cu_responses.astype(np.int32)).to(device),
+        documents=plan,
+        after=torch.from_numpy(after).to(device) if full else None,
+    )
+
+
+Place = tuple[int, int]  # a document and an index in it
+
+
+def _arrange(
+    prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray], full: bool, *, share: bool
+) -> tuple[list[list[np.ndarray]], list[int], list[Place], list[Place]]:
+    """The documents, each the arrays that it is joined from; which document each one continues, or -1; and of
+    each row the places of its prompt's last token, which predicts the response's first, and of that.
+    """
     keys = [prompt.tobytes() if share else i for i, prompt in enumerate(prompts)]
     counts = Counter(keys)
-    documents: list[list[np.ndarray]] = []  # each the arrays that it is joined from
+    documents: list[list[np.ndarray]] = []
     continues: list[int] = []
+    last_of_prompt: list[Place] = []
+    first_of_response: list[Place] = []
     prompt_at: dict[bytes | int, int] = {}  # shared prompt -> its document
-    last_prompt_token, own = (
-        [],
-        [],
-    )  # per row: (document, place in it) of what predicts the first token; the others'
     for key, prompt, response in zip(keys, prompts, responses, strict=True):
         alone = counts[key] == 1
         if not alone and key not in prompt_at:
             prompt_at[key] = len(documents)
             documents.append([prompt])
             continues.append(-1)
-        last_prompt_token.append((len(documents) if alone else prompt_at[key], len(prompt) - 1))
-        own.append((len(documents), len(prompt) if alone else 0))
+        last_of_prompt.append((len(documents) if alone else prompt_at[key], len(prompt) - 1))
+        first_of_response.append((len(documents), len(prompt) if alone else 0))
         read = response if full else response[:-1]
         if alone or len(read):
             documents.append([prompt, read] if alone else [read])
             continues.append(-1 if alone else prompt_at[key])
-    lengths = np.array([sum(len(part) for part in document) for document in documents], np.int64)
-    starts = np.append(np.cumsum(lengths) - lengths, 0)
-    cu_responses = np.concatenate([[0], np.cumsum(response_lengths)])
-    first = np.array([starts[document] + place for document, place in last_prompt_token])
-    rest = np.array([starts[document] + place for document, place in own])
-    after = np.arange(cu_responses[-1]) + np.repeat(rest - cu_responses[:-1], response_lengths)
-    positions = after - 1
-    positions[cu_responses[:-1]] = first
-    prefixes = np.array(continues, np.int64)
-    tokens = np.concatenate([part for document in documents for part in document])
-    return PackedRows(
-        rows=rows,
-        input_ids=_on(tokens.astype(np.int64), layout),
-        position_ids=layout.family.positions(lengths, np.where(prefixes >= 0, lengths[prefixes], 0)).to(
-            layout.device
-        ),
-        positions=_on(positions, layout),
-        targets=_on(np.concatenate(responses).astype(np.int64), layout),
-        cu_seqlens=_on(cu_responses.astype(np.int32), layout),
-        documents=_plan(lengths, prefixes, layout) if packable else None,
-        after=_on(after, layout) if full else None,
-    )
-
-
-def _plan(lengths: np.ndarray, prefixes: np.ndarray, layout: PackedLayout) -> Documents:
-    return plan_documents(
-        lengths,
-        prefixes=prefixes,
-        heads=layout.heads,
-        device=layout.device,
-        dtype=layout.dtype,
-        attention=layout.attention,
-    )
-
-
-def _on(array: np.ndarray, layout: PackedLayout) -> torch.Tensor:
-    return torch.from_numpy(array).to(layout.device)
+    return documents, continues, last_of_prompt, first_of_response
 
 
 def expand_columns(

@@ -17,7 +17,6 @@ from rondo.errors import TrainError
 from rondo.models.source import ModelSource
 from rondo.roles import ROLES
 from rondo.training import FsdpEngine, Loss
-from rondo.training.memory import memory_in_use
 from rondo.types import StepStats
 from rondo.workers.transfer import SendsWeights
 
@@ -123,7 +122,7 @@ class ModelWorker(Worker):
                     stats.add_mean(f"{prefix}/grad_norm", step.grad_norm)
                 stats.add_max(f"{prefix}/lr", step.lr)
                 stats.add_mean(f"{prefix}/skipped_steps", float(step.skipped))
-        in_use = memory_in_use(self.engine.device)
+        in_use = self.engine.memory_in_use()
         if in_use is not None:
             stats.add_max("perf/device_bytes_in_use", float(in_use))
         return stats
