@@ -5,8 +5,9 @@ zero.
 from __future__ import annotations
 
 from rondo.rewards.builtin import BUILTINS
+from rondo.rewards.failures import check_dropped_share
 from rondo.rewards.functions import RewardFunction, load_functions, reward_function
-from rondo.rewards.scorer import Scorer, accuracy_score, check_dropped_share
+from rondo.rewards.scorer import Scorer, accuracy_score
 
 __all__ = [
     "BUILTINS",

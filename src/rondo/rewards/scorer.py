@@ -13,38 +13,25 @@ score_group(trajectories) ─▶ the same for functions that compare a prompt's 
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
-import logging
 import math
 import os
 import time
-import traceback
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from rondo.config.functions import did_you_mean
 from rondo.config.schema import RewardConfig
-from rondo.errors import ConfigError, DataError, RewardError, users_frames
+from rondo.errors import ConfigError, DataError, RewardError
 from rondo.rewards.builtin import BUILTINS
-from rondo.rewards.execution import DaemonThreads, ProcessPool, ScorerCrashError
+from rondo.rewards.execution import DaemonThreads, ProcessPool
+from rondo.rewards.failures import FailurePolicy, ScoringError
 from rondo.rewards.functions import RewardFunction, load_functions
-from rondo.types import SCORED, Outcome, StepStats, Trajectory, request_seed
-
-logger = logging.getLogger(__name__)
+from rondo.types import SCORED, StepStats, Trajectory, request_seed
 
 _THREADS = 8
-_LOGGED_FAILURES = 3  # of one kind
-_LOGGED_CHARACTERS = 2000
-
-
-class _ScoringError(Exception):
-    """A scorer failed for good and the policy does not stop the run."""
-
-    def __init__(self, outcome: Outcome, text: str) -> None:
-        super().__init__(text)
-        self.outcome: Outcome = outcome
-        self.text = text
 
 
 class Scorer:
@@ -64,8 +51,10 @@ class Scorer:
         self._pools = {
             f.name: ProcessPool(f.spec, processes) for f in self._functions if f.run_in == "process"
         }
-        self._stats = _new_stats()
-        self._logged: dict[tuple[str, str], int] = {}
+        self._failures = FailurePolicy(config)
+        self._seconds = StepStats()
+        # Source -> the functions that score its trajectories.
+        self._chosen = functools.cache(lambda source: tuple(f for f in self._functions if f.applies(source)))
         self.names: tuple[str, ...] = tuple(name for f in self._functions for name in f.names)
         self.accuracy = _accuracy(config, self.names)
         self.has_group_functions: bool = any(f.group for f in self._functions)
@@ -107,7 +96,7 @@ class Scorer:
         if trajectory.outcome != SCORED:
             return trajectory
         source = trajectory.prompt.source
-        chosen = [f for f in self._functions if f.applies(source)]
+        chosen = self._chosen(source)
         if not chosen and self._config.models:
             return replace(trajectory, reward=0.0)  # the models' scores are added to it by the trainer
         if not chosen:
@@ -117,12 +106,11 @@ class Scorer:
         started = time.perf_counter()
         single = [f for f in chosen if not f.group]
         try:
-            parts = await _all([self._scored(f, trajectory) for f in single])
-        except _ScoringError as failure:
+            (scores,) = await self._scores(single, [trajectory])
+        except ScoringError as failure:
             return _failed(trajectory, failure)
         finally:
-            self._stats.add_mean("perf/reward_seconds", time.perf_counter() - started)
-        scores = {name: value for part in parts for name, value in part.items()}
+            self._seconds.add_mean("perf/reward_seconds", time.perf_counter() - started)
         pending = len(single) < len(chosen)
         return replace(trajectory, scores=scores, reward=math.nan if pending else _reward(chosen, scores))
 
@@ -136,24 +124,24 @@ class Scorer:
         if not scored or not self.has_group_functions:
             return list(trajectories)
         shown = [trajectories[i] for i in scored]
-        chosen = [f for f in self._functions if f.applies(shown[0].prompt.source)]
+        chosen = self._chosen(shown[0].prompt.source)
         out = list(trajectories)
         try:
-            parts = await _all([self._scored_group(f, shown) for f in chosen if f.group])
-        except _ScoringError as failure:
+            added = await self._scores([f for f in chosen if f.group], shown)
+        except ScoringError as failure:
             for i in scored:
                 out[i] = _failed(trajectories[i], failure)
             return out
-        for at, i in enumerate(scored):
-            scores = dict(trajectories[i].scores)
-            for part in parts:
-                scores |= part[at]
+        for i, more in zip(scored, added, strict=True):
+            scores = {**trajectories[i].scores, **more}
             out[i] = replace(trajectories[i], scores=scores, reward=_reward(chosen, scores))
         return out
 
     def stats(self) -> StepStats:
         """Counts and seconds since the last call of `stats`."""
-        stats, self._stats = self._stats, _new_stats()
+        stats, self._seconds = self._seconds, StepStats()
+        stats.sums.update(self._failures.counts)
+        self._failures.counts = dict.fromkeys(self._failures.counts, 0.0)
         return stats
 
     def close(self) -> None:
@@ -162,82 +150,48 @@ class Scorer:
         for pool in self._pools.values():
             pool.close()
 
-    async def _scored(self, function: RewardFunction, trajectory: Trajectory) -> dict[str, float]:
-        def checked(value: Any) -> dict[str, float]:
-            return _scores(function, value)
-
-        return await self._with_policy(function, (trajectory.prompt, trajectory), trajectory, checked)
-
-    async def _scored_group(
-        self, function: RewardFunction, group: Sequence[Trajectory]
+    async def _scores(
+        self, functions: Sequence[RewardFunction], shown: Sequence[Trajectory]
     ) -> list[dict[str, float]]:
-        def checked(values: Any) -> list[dict[str, float]]:
-            if (
-                isinstance(values, str | Mapping)
-                or not hasattr(values, "__len__")
-                or len(values) != len(group)
-            ):
-                raise TypeError(
-                    f"it must return {len(group)} scores, one per trajectory, got {values!r:.200}"
-                )
-            return [_scores(function, value) for value in values]
+        """The functions' scores of each trajectory. If some fail, the first in order decides, whichever was
+        faster.
+        """
+        if len(functions) == 1:
+            return await self._scored(functions[0], shown)
+        parts = await asyncio.gather(*(self._scored(f, shown) for f in functions), return_exceptions=True)
+        scores: list[dict[str, float]] = [{} for _ in shown]
+        for part in parts:
+            if isinstance(part, BaseException):
+                raise part
+            for named, more in zip(scores, part, strict=True):
+                named |= more
+        return scores
 
-        return await self._with_policy(function, (list(group),), group[0], checked)
-
-    async def _with_policy(
-        self,
-        function: RewardFunction,
-        args: tuple[Any, ...],
-        trajectory: Trajectory,
-        checked: Callable[[Any], Any],
-    ) -> Any:
-        """The checked value; otherwise what the policy says: RewardError, another attempt, or
-        _ScoringError.
+    async def _scored(self, function: RewardFunction, shown: Sequence[Trajectory]) -> list[dict[str, float]]:
+        """One function's scores of each trajectory; otherwise what the policy says: RewardError, another
+        attempt, or ScoringError.
         """
         for attempt in range(self._config.max_retries + 1):
             try:
-                return checked(await self._call(function, args, trajectory))
+                value = await self._call(function, shown)
+                if not function.group:
+                    return [_named(function, value)]
+                return [_named(function, one) for one in _one_each(value, len(shown))]
             except (ConfigError, RewardError):
                 raise
             except DataError as error:
                 raise RewardError(f"reward function {function.name}: {error}") from error
             except Exception as error:  # user code: the one boundary for whatever a reward function raises
-                failure, policy, detail = self._judged(function, error)
-                if policy == "stop":
-                    raise RewardError(_stop_message(function, trajectory, failure, detail)) from error
-                self._log(function, trajectory, failure, detail)
-                if policy == "drop" or attempt == self._config.max_retries:
+                last = attempt == self._config.max_retries
+                failure = self._failures.judge(function, shown[0], error, last=last)
+                if failure is not None:
                     raise failure from error
-                self._stats.add_sum("reward/retries", 1)
         raise AssertionError("unreachable")
 
-    def _judged(self, function: RewardFunction, error: Exception) -> tuple[_ScoringError, str, str]:
-        """The typed failure, the policy for it, and its traceback. A TimeoutError of the function's own is
-        one, too.
-        """
-        if isinstance(error, TimeoutError):
-            self._stats.add_sum("reward/timeouts", 1)
-            text = str(error) or f"no score after {self._config.timeout_seconds} s (reward.timeout_seconds)"
-            return _ScoringError("reward_timeout", f"{function.name}: {text}"), self._config.on_timeout, ""
-        self._stats.add_sum("reward/errors", 1)
-        crashed = isinstance(error, ScorerCrashError)
-        detail = str(error) if crashed else _users_part(error)
-        text = detail.strip().rsplit("\n", 1)[-1]
-        return _ScoringError("reward_error", f"{function.name}: {text}"), self._config.on_error, detail
-
-    def _log(
-        self, function: RewardFunction, trajectory: Trajectory, failure: _ScoringError, detail: str
-    ) -> None:
-        """The first failures of a kind in full, the others only counted (reward/errors, reward/timeouts)."""
-        kind = (function.name, failure.text)
-        self._logged[kind] = self._logged.get(kind, 0) + 1
-        if self._logged[kind] <= _LOGGED_FAILURES:
-            _log(function, trajectory, failure, detail)
-            if self._logged[kind] == _LOGGED_FAILURES:
-                logger.error("further failures of this kind are counted and not shown: %s", failure.text)
-
-    async def _call(self, function: RewardFunction, args: tuple[Any, ...], trajectory: Trajectory) -> Any:
-        options = dict(function.options)
+    async def _call(self, function: RewardFunction, shown: Sequence[Trajectory]) -> Any:
+        """Runs the function where it wants to be run. shown: its group, or the one trajectory."""
+        trajectory, options = shown[0], dict(function.options)
+        args = (list(shown),) if function.group else (trajectory.prompt, trajectory)
         if function.takes_seed:
             options["seed"] = request_seed(
                 self._seed, function.name, trajectory.prompt.prompt_id, trajectory.sample_index
@@ -281,30 +235,22 @@ def _accuracy(reward: RewardConfig, names: Sequence[str]) -> str | None:
     return wanted
 
 
-async def _all(calls: Sequence[Awaitable[Any]]) -> list[Any]:
-    """All results; if some fail, the first in order decides, whichever was faster."""
-    if len(calls) == 1:
-        return [await calls[0]]
-    results = await asyncio.gather(*calls, return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return results
-
-
-def _new_stats() -> StepStats:
-    return StepStats(sums={"reward/errors": 0.0, "reward/timeouts": 0.0, "reward/retries": 0.0})
-
-
 def _reward(functions: Sequence[RewardFunction], scores: Mapping[str, float]) -> float:
     return float(sum(function.weight * scores[function.name] for function in functions))
 
 
-def _failed(trajectory: Trajectory, failure: _ScoringError) -> Trajectory:
+def _failed(trajectory: Trajectory, failure: ScoringError) -> Trajectory:
     return replace(trajectory, outcome=failure.outcome, reward=math.nan, scores={}, failure=failure.text)
 
 
-def _scores(function: RewardFunction, value: Any) -> dict[str, float]:
+def _one_each(values: Any, number: int) -> Sequence[Any]:
+    """What a group function returned: one score per trajectory."""
+    if isinstance(values, str | Mapping) or not hasattr(values, "__len__") or len(values) != number:
+        raise TypeError(f"it must return {number} scores, one per trajectory, got {values!r:.200}")
+    return values  # type: ignore[no-any-return]
+
+
+def _named(function: RewardFunction, value: Any) -> dict[str, float]:
     """What a function returned, as named numbers. A mapping's `reward` counts, or the sum of its parts."""
     if not isinstance(value, Mapping):
         if function.parts:
@@ -334,58 +280,3 @@ def _number(value: Any, what: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"{what} must be a finite number, got {value}")
     return float(value)
-
-
-def _users_part(error: Exception) -> str:
-    """The traceback from the first frame that is not rondo's or asyncio's own; of our checks, the message
-    only.
-    """
-    ours = ("asyncio", "concurrent/futures", "/threading.py")
-    theirs = [f for f in users_frames(error) if not any(part in f.filename for part in ours)]
-    shown = ["Traceback (most recent call last):\n", *traceback.format_list(theirs)] if theirs else []
-    return "".join([*shown, *traceback.format_exception_only(error)])
-
-
-def _log(function: RewardFunction, trajectory: Trajectory, failure: _ScoringError, detail: str) -> None:
-    logger.error(
-        "reward function %s failed (%s) on prompt %s, trajectory %s: %s\nresponse: %.*r\n%s",
-        function.name,
-        failure.outcome,
-        trajectory.prompt.prompt_id,
-        trajectory.trajectory_id,
-        failure.text,
-        _LOGGED_CHARACTERS,
-        trajectory.text,
-        detail,
-    )
-
-
-def _stop_message(
-    function: RewardFunction, trajectory: Trajectory, failure: _ScoringError, detail: str
-) -> str:
-    key = "on_timeout" if failure.outcome == "reward_timeout" else "on_error"
-    return (
-        f"reward function {failure.text} (prompt {trajectory.prompt.prompt_id}, trajectory "
-        f"{trajectory.trajectory_id}, "
-        f"response {trajectory.text[:200]!r}). Fix {function.spec}, or set reward.{key} to drop or "
-        f"retry\n{detail}"
-    ).rstrip()
-
-
-def check_dropped_share(failures: Sequence[str], step_size: int, max_share: float) -> None:
-    """RewardError when more trajectories failed since the last step than `max_share` of a step's.
-
-    failures: their outcomes, those of groups that were dropped included. step_size: trajectories per step.
-    """
-    if len(failures) > max_share * step_size:
-        kinds = ", ".join(f"{failures.count(kind)} {kind}" for kind in sorted(set(failures)))
-        remedies = {
-            "Fix the agent (rollout.agent), raise rollout.deadline_seconds, or see what engines died of"
-            if kind == "rollout_error"
-            else "Fix the reward function, or raise reward.timeout_seconds"
-            for kind in failures
-        }
-        raise RewardError(
-            f"{len(failures)} trajectories failed ({kinds}) for one step of {step_size}, more than "
-            f"reward.max_dropped_share={max_share}; the log has samples. {'. '.join(sorted(remedies))}"
-        )

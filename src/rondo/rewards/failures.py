@@ -1,0 +1,128 @@
+"""When a reward function fails: what stops the run, what is dropped or tried again, and what is shown of it."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Sequence
+
+from rondo.config.schema import RewardConfig
+from rondo.errors import RewardError, users_frames
+from rondo.rewards.execution import ScorerCrashError
+from rondo.rewards.functions import RewardFunction
+from rondo.types import Outcome, Trajectory
+
+logger = logging.getLogger(__name__)
+
+_LOGGED_FAILURES = 3  # of one kind
+_LOGGED_CHARACTERS = 2000
+
+
+class ScoringError(Exception):
+    """A scorer failed for good and the policy does not stop the run."""
+
+    def __init__(self, outcome: Outcome, text: str) -> None:
+        super().__init__(text)
+        self.outcome: Outcome = outcome
+        self.text = text
+
+
+class FailurePolicy:
+    """Judges failures by reward.on_error and reward.on_timeout, logs and counts them.
+
+    counts: metric -> failures and attempts that were repeated, until its reader starts anew.
+    """
+
+    def __init__(self, config: RewardConfig) -> None:
+        self._config = config
+        self._logged: dict[tuple[str, str], int] = {}
+        self.counts = {"reward/errors": 0.0, "reward/timeouts": 0.0, "reward/retries": 0.0}
+
+    def judge(
+        self, function: RewardFunction, trajectory: Trajectory, error: Exception, *, last: bool
+    ) -> ScoringError | None:
+        """The typed failure; None where the function is tried again. last: that it may not be.
+
+        A TimeoutError of the function's own is one, too. Raises RewardError where the policy says stop.
+        """
+        if isinstance(error, TimeoutError):
+            self.counts["reward/timeouts"] += 1
+            text = str(error) or f"no score after {self._config.timeout_seconds} s (reward.timeout_seconds)"
+            failure = ScoringError("reward_timeout", f"{function.name}: {text}")
+            policy, detail = self._config.on_timeout, ""
+        else:
+            self.counts["reward/errors"] += 1
+            detail = str(error) if isinstance(error, ScorerCrashError) else _users_part(error)
+            text = detail.strip().rsplit("\n", 1)[-1]
+            failure = ScoringError("reward_error", f"{function.name}: {text}")
+            policy = self._config.on_error
+        if policy == "stop":
+            raise RewardError(_stop_message(function, trajectory, failure, detail)) from error
+        self._log(function, trajectory, failure, detail)
+        if policy == "drop" or last:
+            return failure
+        self.counts["reward/retries"] += 1
+        return None
+
+    def _log(
+        self, function: RewardFunction, trajectory: Trajectory, failure: ScoringError, detail: str
+    ) -> None:
+        """The first failures of a kind in full, the others only counted (reward/errors, reward/timeouts)."""
+        kind = (function.name, failure.text)
+        self._logged[kind] = self._logged.get(kind, 0) + 1
+        if self._logged[kind] > _LOGGED_FAILURES:
+            return
+        logger.error(
+            "reward function %s failed (%s) on prompt %s, trajectory %s: %s\nresponse: %.*r\n%s",
+            function.name,
+            failure.outcome,
+            trajectory.prompt.prompt_id,
+            trajectory.trajectory_id,
+            failure.text,
+            _LOGGED_CHARACTERS,
+            trajectory.text,
+            detail,
+        )
+        if self._logged[kind] == _LOGGED_FAILURES:
+            logger.error("further failures of this kind are counted and not shown: %s", failure.text)
+
+
+def _users_part(error: Exception) -> str:
+    """The traceback from the first frame that is not rondo's or asyncio's own; of our checks, the message
+    only.
+    """
+    ours = ("asyncio", "concurrent/futures", "/threading.py")
+    theirs = [f for f in users_frames(error) if not any(part in f.filename for part in ours)]
+    shown = ["Traceback (most recent call last):\n", *traceback.format_list(theirs)] if theirs else []
+    return "".join([*shown, *traceback.format_exception_only(error)])
+
+
+def _stop_message(
+    function: RewardFunction, trajectory: Trajectory, failure: ScoringError, detail: str
+) -> str:
+    key = "on_timeout" if failure.outcome == "reward_timeout" else "on_error"
+    return (
+        f"reward function {failure.text} (prompt {trajectory.prompt.prompt_id}, trajectory "
+        f"{trajectory.trajectory_id}, "
+        f"response {trajectory.text[:200]!r}). Fix {function.spec}, or set reward.{key} to drop or "
+        f"retry\n{detail}"
+    ).rstrip()
+
+
+def check_dropped_share(failures: Sequence[str], step_size: int, max_share: float) -> None:
+    """RewardError when more trajectories failed since the last step than `max_share` of a step's.
+
+    failures: their outcomes, those of groups that were dropped included. step_size: trajectories per step.
+    """
+    if len(failures) > max_share * step_size:
+        kinds = ", ".join(f"{failures.count(kind)} {kind}" for kind in sorted(set(failures)))
+        remedies = {
+            "Fix the agent (rollout.agent), raise rollout.deadline_seconds, or see what engines died of"
+            if kind == "rollout_error"
+            else "Fix the reward function, or raise reward.timeout_seconds"
+            for kind in failures
+        }
+        raise RewardError(
+            f"{len(failures)} trajectories failed ({kinds}) for one step of {step_size}, more than "
+            f"reward.max_dropped_share={max_share}; the log has samples. {'. '.join(sorted(remedies))}"
+        )
