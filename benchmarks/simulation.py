@@ -20,7 +20,7 @@ import numpy as np
 from rondo.agents.replay import Entry, spans_of
 from rondo.batch import ROW_ID, Batch, BatchRef, ragged_rows
 from rondo.columns import ENDED
-from rondo.data.rows import row_id
+from rondo.data.rows import row_ids
 from rondo.errors import TrainError
 from rondo.trainers.loop.buffer import Buffer, Group
 from rondo.trainers.loop.feeder import EpisodeFeeder
@@ -169,7 +169,7 @@ class SimulatedEngines:
             ]
         versions = [task.result() for task in tasks]
         rows = {
-            ROW_ID: np.array([row_id(seq, sample) for sample in range(self.n)], np.int64),
+            ROW_ID: row_ids(seq, np.arange(self.n)),
             "response_length": np.array([len(v) for v in versions], np.int32),
             "policy_versions": ragged_rows(versions, np.int32),
         }
@@ -184,7 +184,7 @@ class SimulatedEngines:
         outcomes = ["reward_error" if self._fails(seq, sample) else SCORED for sample in range(self.n)]
         rows = Batch.of(
             {
-                ROW_ID: np.array([row_id(seq, sample) for sample in range(self.n)], np.int64),
+                ROW_ID: row_ids(seq, np.arange(self.n)),
                 "seq": np.full(self.n, seq, np.int64),
                 "group_id": np.full(self.n, seq, np.int64),
                 "sample_index": np.arange(self.n, dtype=np.int32),

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from rondo.data.rows import is_scored, row_id, rows_from_trajectories
+from rondo.data.rows import is_scored, row_ids, rows_from_trajectories
 from rondo.errors import DataError
 from rondo.types import Prompt, Trajectory, Turn, request_seed
 
@@ -75,10 +75,11 @@ def test_the_same_anchor_is_the_same_number() -> None:
 
 
 def test_row_ids_are_unique_over_samples_steps_and_groups() -> None:
-    ids = {row_id(seq, sample, step) for seq in range(4) for sample in range(50) for step in range(5)}
-    assert len(ids) == 1000
+    ids = row_ids(np.arange(4)[:, None, None], np.arange(50)[:, None], np.arange(5))
+    assert len(np.unique(ids)) == ids.size == 1000
+    assert row_ids(3, 2, 1) == (3 << 32) + (2 << 12) + 1
     with pytest.raises(DataError, match="beyond what a row id can hold"):
-        row_id(0, 1 << 20)
+        row_ids(0, np.array([0, 1 << 20]))
 
 
 def test_an_agent_loop_that_forgets_a_mask_is_named() -> None:

@@ -1,4 +1,4 @@
-"""When a reward function fails: what stops the run, what is dropped or tried again, and what is shown of it."""
+"""When a reward function fails: what stops the run, what is dropped or tried again, and what is shown."""
 
 from __future__ import annotations
 
