@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from rondo.chat import encode_prompt
 from rondo.config.schema import SourceConfig
+from rondo.data import ConversationStream, PromptStream, eval_prompts
 from rondo.data.mixture import Mixture
-from rondo.data.stream import ConversationStream, PromptStream, eval_prompts
 from rondo.errors import DataError
 from rondo.recipes.quickstart import tokenizer
 

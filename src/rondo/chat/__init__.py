@@ -5,12 +5,11 @@ engines.
 from __future__ import annotations
 
 from rondo.chat.continuation import encode_continuation
+from rondo.chat.conversations import encode_conversation, encode_conversations
 from rondo.chat.encode import (
     Messages,
     as_messages,
     decode,
-    encode_conversation,
-    encode_conversations,
     encode_piece,
     encode_prompt,
     encode_prompts,

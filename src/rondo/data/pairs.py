@@ -10,23 +10,15 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from rondo.batch import Batch
 from rondo.chat import Messages, as_messages
+from rondo.data.conversations import Conversation, ConversationEncoder, TrainingStream, token_rows
 from rondo.data.sources import Source
-from rondo.data.stream import (
-    Conversation,
-    ConversationEncoder,
-    TrainingStream,
-    about,
-    token_rows,
-)
-
-if TYPE_CHECKING:
-    pass
+from rondo.data.stream import about
 
 CHOSEN, REJECTED = "chosen", "rejected"
 SAFE = ("chosen_safe", "rejected_safe")  # of a cost model's data: is the answer harmless?

@@ -1,0 +1,153 @@
+"""Conversations for SFT (and the sides of preference pairs): tokenised once, split where training begins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+
+from rondo.batch import ROW_ID, Batch, ragged_rows
+from rondo.chat import Messages, as_messages, encode_conversations
+from rondo.config.schema import SourceConfig
+from rondo.data.sources import Source
+from rondo.data.stream import Encoder, Overlong, SourceStream, about, tools_of
+from rondo.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+T = TypeVar("T")
+Conversation = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+class ConversationEncoder:
+    """Conversations of a source as (prompt, response, mask), cut or dropped where they are too long."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        max_prompt_tokens: int,
+        max_tokens: int | None,
+        overlong: Overlong,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.max_prompt_tokens = max_prompt_tokens
+        self.max_tokens = max_tokens
+        self.overlong = overlong
+        in_all = f" or {max_tokens} tokens in all" if max_tokens else ""
+        self.limit = f"{max_prompt_tokens} prompt tokens{in_all}"
+
+    def __call__(self, source: Source, rows: range) -> list[Conversation | None]:
+        """Each row's messages; None drops it."""
+        encoded = self.encode(source, rows, [_conversation(source, row) for row in rows])
+        return [self.fit(source, row, ids, mask) for row, (ids, mask) in zip(rows, encoded, strict=True)]
+
+    def encode(
+        self, source: Source, rows: range, conversations: Sequence[Messages]
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """(token ids, mask) of one conversation per row. Raises DataError naming the row."""
+        tools = [tools_of(source, row) for row in rows]
+        try:
+            return encode_conversations(self.tokenizer, conversations, tools)
+        except DataError:  # say which row it was
+            for row, messages, tool in zip(rows, conversations, tools, strict=True):
+                with about(source, row):
+                    encode_conversations(self.tokenizer, [messages], [tool])
+            raise
+
+    def fit(self, source: Source, row: int, ids: np.ndarray, mask: np.ndarray) -> Conversation | None:
+        """Split at the first token under the mask; None where the row is too long and `overlong` drops it."""
+        if not mask.any():
+            raise source.error(row, "the assistant turns are empty; nothing to learn from")
+        start = int(np.argmax(mask))
+        prompt, response, trained = ids[:start], ids[start:], mask[start:]
+        most = len(ids) if self.max_tokens is None else self.max_tokens
+        if len(prompt) <= self.max_prompt_tokens and len(ids) <= most:
+            return prompt, response, trained
+        if self.overlong == "drop":
+            return None
+        if self.overlong == "error":
+            raise source.error(
+                row,
+                f"{len(prompt)} prompt tokens and {len(ids)} in all, more than "
+                f"{self.max_prompt_tokens} and {most}; raise the limits, or set data.overlong_prompts=drop",
+            )
+        size = min(len(prompt), self.max_prompt_tokens)
+        prompt = prompt[len(prompt) - size :] if self.overlong == "truncate_left" else prompt[:size]
+        room = max(0, most - len(prompt))
+        return (prompt, response[:room], trained[:room]) if trained[:room].any() else None
+
+
+def _conversation(source: Source, row: int) -> Messages:
+    """A row's `messages`, or its prompt (string or messages) followed by its `response`."""
+    columns = source.rows[row]
+    key, system = source.config.prompt_key, source.config.system_prompt
+    with about(source, row):
+        if columns.get("messages") is not None and columns.get("response") is None:
+            return as_messages(columns["messages"], system)
+        if columns.get(key) is None or columns.get("response") is None:
+            raise DataError(f"a row needs 'messages', or {key!r} and 'response'; it has {', '.join(columns)}")
+        if not isinstance(columns["response"], str):
+            raise DataError(f"'response' must be a string, got {type(columns['response']).__name__}")
+        return (*as_messages(columns[key], system), {"role": "assistant", "content": columns["response"]})
+
+
+class TrainingStream(SourceStream[T]):
+    """A stream of what is trained on as it stands in the data."""
+
+    def __init__(
+        self,
+        sources: tuple[SourceConfig, ...],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_prompt_tokens: int,
+        max_tokens: int | None = None,
+        overlong: Overlong = "drop",
+        shuffle: bool = True,
+        seed: int = 0,
+    ) -> None:
+        conversations = ConversationEncoder(tokenizer, max_prompt_tokens, max_tokens, overlong)
+        super().__init__(sources, self._encoder(conversations), shuffle=shuffle, seed=seed)
+
+    def _encoder(self, conversations: ConversationEncoder) -> Encoder[T]:
+        """Returns the encoder of this stream's rows, which consist of conversations."""
+        raise NotImplementedError
+
+
+class ConversationStream(TrainingStream[Conversation]):
+    """The endless stream of conversations for SFT; order, weights and epochs as in `PromptStream`.
+
+    A row is (prompt_ids: tokens up to the first assistant turn, response_ids: the rest, response_mask: 1 on
+    assistant turns with their end-of-turn token). overlong is applied when the prompt is longer than
+    `max_prompt_tokens` or all of it longer than `max_tokens`: truncation cuts the prompt at the side named
+    and the response at its end.
+    """
+
+    def _encoder(self, conversations: ConversationEncoder) -> ConversationEncoder:
+        return conversations
+
+    def row(self, seq: int) -> Conversation:
+        """(prompt_ids int32 [P], response_ids int32 [T], response_mask uint8 [T]) at sequence number
+        `seq`.
+        """
+        return self._item(seq)
+
+    def batch(self, seqs: Sequence[int]) -> Batch:
+        """The rows at `seqs` (row_id = seq), with the columns that training reads."""
+        return token_rows(np.array(seqs, np.int64), [self.row(seq) for seq in seqs])
+
+
+def token_rows(row_ids: np.ndarray, rows: Sequence[Conversation]) -> Batch:
+    """The columns that training reads of rows (prompt, response, mask)."""
+    return Batch.of(
+        {
+            ROW_ID: row_ids,
+            "prompt_ids": ragged_rows([prompt for prompt, _, _ in rows], np.int32),
+            "response_ids": ragged_rows([response for _, response, _ in rows], np.int32),
+            "response_mask": ragged_rows([mask for _, _, mask in rows], np.uint8),
+            "prompt_length": np.array([len(prompt) for prompt, _, _ in rows], np.int32),
+            "response_length": np.array([len(response) for _, response, _ in rows], np.int32),
+            "num_trained_tokens": np.array([int(mask.sum()) for _, _, mask in rows], np.int32),
+        }
+    )

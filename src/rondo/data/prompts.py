@@ -1,0 +1,158 @@
+"""Prompts for RL and for evaluation: tokenised once, cut or dropped where they are too long."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rondo.chat import Messages, as_messages, encode_prompt, encode_prompts
+from rondo.config.schema import SourceConfig
+from rondo.data.mixture import Place
+from rondo.data.sources import Source, open_sources
+from rondo.data.stream import Kept, Overlong, SourceStream, about, encode_source, tools_of
+from rondo.errors import DataError
+from rondo.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class _PromptEncoder:
+    """Makes prompts of a source into token ids, and cuts or drops those that are too long."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int, overlong: Overlong) -> None:
+        self.tokenizer = tokenizer
+        self.max_tokens = max_tokens
+        self.overlong = overlong
+        self.limit = f"data.max_prompt_tokens={max_tokens}"
+
+    def __call__(self, source: Source, rows: range) -> list[tuple[np.ndarray, Messages | None] | None]:
+        """(token ids, messages if they were cut) of each row; None drops it."""
+        prompts = [source.prompt(row) for row in rows]
+        system = source.config.system_prompt
+        tools = [tools_of(source, row) for row in rows]
+        try:
+            encoded = encode_prompts(self.tokenizer, prompts, system, tools)
+        except DataError:  # say which row it was
+            for row, prompt, tool in zip(rows, prompts, tools, strict=True):
+                with about(source, row):
+                    encode_prompt(self.tokenizer, prompt, system, tool)
+            raise
+        return [
+            (ids, None) if len(ids) <= self.max_tokens else self._too_long(source, row, prompt, ids, tool)
+            for row, prompt, ids, tool in zip(rows, prompts, encoded, tools, strict=True)
+        ]
+
+    def _too_long(
+        self, source: Source, row: int, prompt: Any, ids: np.ndarray, tools: Any
+    ) -> tuple[np.ndarray, Messages | None] | None:
+        if self.overlong == "drop":
+            return None
+        if self.overlong == "error":
+            raise source.error(
+                row,
+                f"the prompt has {len(ids)} tokens, more than "
+                f"data.max_prompt_tokens={self.max_tokens}; raise it, or set data.overlong_prompts to drop "
+                "or truncate_left",
+            )
+        if self.tokenizer.chat_template is None:
+            return self._cut(ids, self.max_tokens), None
+        return self._cut_last_message(
+            source, row, as_messages(prompt, source.config.system_prompt), len(ids), tools
+        )
+
+    def _cut(self, ids: np.ndarray, size: int) -> np.ndarray:
+        return ids[len(ids) - size :] if self.overlong == "truncate_left" else ids[:size]
+
+    def _cut_last_message(
+        self, source: Source, row: int, messages: Messages, length: int, tools: Any
+    ) -> tuple[np.ndarray, Messages]:
+        """Shorten the text of the last message until the prompt fits, so that the template's own tokens stay
+        whole.
+        """
+        last = messages[-1]
+        if not isinstance(last["content"], str):
+            raise source.error(row, "only text can be truncated, and the last message has parts")
+        content = np.asarray(self.tokenizer(last["content"], add_special_tokens=False)["input_ids"], np.int32)
+        size = len(content) - (length - self.max_tokens)
+        while size > 0:
+            text = str(self.tokenizer.decode(self._cut(content, size)))
+            cut = (*messages[:-1], {**last, "content": text})
+            ids = encode_prompt(self.tokenizer, cut, None, tools)
+            if len(ids) <= self.max_tokens:
+                return ids, cut
+            size -= len(ids) - self.max_tokens
+        raise source.error(
+            row,
+            f"the prompt has {length} tokens and does not fit in "
+            f"{self.max_tokens} even without its last message; raise data.max_prompt_tokens or set "
+            "data.overlong_prompts=drop",
+        )
+
+
+class PromptStream(SourceStream[tuple[np.ndarray, "Messages | None"]]):
+    """The endless stream of training prompts: `prompt(seq)` is a function of `seq` and of the constructor's
+    arguments.
+
+    Sources are interleaved by weight and each is shuffled anew in every pass over it (see `Mixture`); batches
+    may straddle epochs. Raises ConfigError and DataError (file, line, remedy) for anything wrong in any row.
+    """
+
+    def __init__(
+        self,
+        sources: tuple[SourceConfig, ...],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_prompt_tokens: int,
+        overlong: Overlong = "drop",
+        shuffle: bool = True,
+        seed: int = 0,
+    ) -> None:
+        encoder = _PromptEncoder(tokenizer, max_prompt_tokens, overlong)
+        super().__init__(sources, encoder, shuffle=shuffle, seed=seed)
+        self._chat = tokenizer.chat_template is not None
+
+    def prompt(self, seq: int) -> Prompt:
+        """The prompt at sequence number `seq` (from 0, without end)."""
+        place = self._mixture.place(seq)
+        return _prompt(self._kept[place.source], place, seq, self._chat)
+
+
+def eval_prompts(
+    sources: tuple[SourceConfig, ...],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_prompt_tokens: int,
+    overlong: Overlong = "drop",
+    limit: int | None = None,
+) -> list[Prompt]:
+    """Every prompt of the evaluation sources once, in file order; `limit` takes the first ones of each source
+    in turn.
+
+    Prompt ids are `eval:source/0/row`, so that none is also a training prompt's. Without sources: none.
+    """
+    if not sources:
+        return []
+    encoder = _PromptEncoder(tokenizer, max_prompt_tokens, overlong)
+    kept = [encode_source(source, encoder) for source in open_sources(sources)]
+    in_turn = sorted((position, i) for i, part in enumerate(kept) for position in range(len(part.items)))
+    chosen = sorted((i, position) for position, i in in_turn[:limit])
+    chat = tokenizer.chat_template is not None
+    return [
+        _prompt(kept[i], Place(i, 0, position), seq, chat, "eval:")
+        for seq, (i, position) in enumerate(chosen)
+    ]
+
+
+def _prompt(
+    kept: Kept[tuple[np.ndarray, Messages | None]], place: Place, seq: int, chat: bool, prefix: str = ""
+) -> Prompt:
+    source, row = kept.source, int(kept.rows[place.position])
+    token_ids, messages = kept.items[place.position]
+    columns, key = source.rows[row], source.config.prompt_key
+    if messages is None:
+        messages = as_messages(columns[key], source.config.system_prompt) if chat else ()
+    fields = {name: value for name, value in columns.items() if name != key}
+    prompt_id = f"{prefix}{source.name}/{place.epoch}/{row}"
+    return Prompt(seq, prompt_id, source.name, token_ids, fields, messages)
