@@ -6,13 +6,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from rondo.errors import ConfigError, DataError
 from rondo.models import ModelSource, build_model, family_of, load_model_config, load_tokenizer
-from rondo.models.family import packed_positions
 from rondo.models.fused import use_fused_modules
 
 TINY = {
@@ -133,11 +131,6 @@ def test_tokenizers_from_folder_and_function(folder: Path, tmp_path: Path) -> No
         load_tokenizer("tests.models.test_loading:not_a_tokenizer")
     with pytest.raises(ConfigError, match=r"chat_template: .* cannot be read"):
         load_tokenizer(str(folder), str(tmp_path / "nowhere.jinja"))
-
-
-def test_positions_start_again_in_each_document() -> None:
-    positions = packed_positions(np.array([3, 1, 2]), np.array([0, 0, 5]))
-    assert positions.tolist() == [0, 1, 2, 0, 5, 6]
 
 
 def test_families() -> None:

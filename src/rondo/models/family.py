@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import torch
 from transformers import PreTrainedConfig
 
 from rondo.errors import ConfigError
@@ -21,16 +19,6 @@ _HEAD_SETTINGS = {
     "lm_head_multiplier": 1.0,
     "output_multiplier_scale": 1.0,
 }
-
-
-def packed_positions(lengths: np.ndarray, offsets: np.ndarray) -> torch.Tensor:
-    """Position ids of packed documents: int64 [N], rising from each document's offset (where it continues a
-    prefix).
-
-    Recomputed where needed, never stored.
-    """
-    starts = np.repeat(np.cumsum(lengths) - lengths - offsets, lengths)
-    return torch.from_numpy(np.arange(len(starts), dtype=np.int64) - starts)
 
 
 def same_name(name: str) -> str:
@@ -48,7 +36,6 @@ class Family:
     that the lean and compiled decode paths can run it. "": none.
     separate_experts: checkpoints call the matrices of expert E `….mlp.experts.E.{gate,up,down}_proj.weight`.
     undeclared: keys that the model reads although its config class does not declare them.
-    positions: (document lengths, first positions) -> position ids [N]; always passed to the model.
     checkpoint_name: parameter name -> name in a Hugging Face checkpoint.
     """
 
@@ -57,7 +44,6 @@ class Family:
     llama_class: str = ""
     separate_experts: bool = False
     undeclared: frozenset[str] = frozenset()
-    positions: Callable[[np.ndarray, np.ndarray], torch.Tensor] = packed_positions
     checkpoint_name: Callable[[str], str] = same_name
 
 

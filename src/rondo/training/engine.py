@@ -367,10 +367,8 @@ class FsdpEngine:
             return int(torch.cuda.max_memory_allocated(self.device))
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
-    def memory_in_use(self) -> int | None:
-        """Bytes of the device that all processes together use; None on a CPU."""
-        if self.device.type != "cuda":
-            return None
+    def device_bytes_in_use(self) -> int:
+        """Of a CUDA device's memory, what all processes together use."""
         free, total = torch.cuda.mem_get_info(self.device)
         return int(total - free)
 

@@ -126,15 +126,16 @@ def pack(
     positions = after - 1
     positions[cu_responses[:-1]] = [starts[document] + place for document, place in first]
     prefixes = np.array(continues, np.int64)
-    offsets = np.where(prefixes >= 0, lengths[prefixes], 0)
+    first_position = np.where(prefixes >= 0, lengths[prefixes], 0)  # a continuation goes on
     tokens = np.concatenate([part for document in documents for part in document]).astype(np.int64)
+    position_ids = np.arange(len(tokens)) - np.repeat(starts[:-1] - first_position, lengths)
     plan = None
     if kernel is not None:
         plan = plan_documents(lengths, kernel, heads=layout.heads, device=device, prefixes=prefixes)
     return PackedRows(
         rows=rows,
         input_ids=torch.from_numpy(tokens).to(device),
-        position_ids=family.positions(lengths, offsets).to(device),
+        position_ids=torch.from_numpy(position_ids).to(device),
         positions=torch.from_numpy(positions).to(device),
         targets=torch.from_numpy(np.concatenate(responses).astype(np.int64)).to(device),
         cu_seqlens=torch.from_numpy(cu_responses.astype(np.int32)).to(device),

@@ -122,9 +122,8 @@ class ModelWorker(Worker):
                     stats.add_mean(f"{prefix}/grad_norm", step.grad_norm)
                 stats.add_max(f"{prefix}/lr", step.lr)
                 stats.add_mean(f"{prefix}/skipped_steps", float(step.skipped))
-        in_use = self.engine.memory_in_use()
-        if in_use is not None:
-            stats.add_max("perf/device_bytes_in_use", float(in_use))
+        if self.engine.device.type == "cuda":
+            stats.add_max("perf/device_bytes_in_use", float(self.engine.device_bytes_in_use()))
         return stats
 
 
