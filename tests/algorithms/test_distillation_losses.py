@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rondo.algorithms import actor_loss, check_algorithm, lookup
+from rondo.algorithms import ActorLoss, check_algorithm, lookup
 from rondo.config.schema import AlgorithmConfig, FunctionConfig
 from rondo.errors import ConfigError
 
@@ -158,7 +158,7 @@ def test_through_the_actors_loss() -> None:
     """The engine is asked for current log-probs at the teacher's ids; masked tokens (NaN) have no part."""
     config = AlgorithmConfig(policy_loss=FunctionConfig("forward_kl_topk"))
     check_algorithm(config)
-    loss = actor_loss(config)
+    loss = ActorLoss(config)
     assert loss.outputs == ("log_probs", "topk_log_probs")
     assert {"teacher_topk_ids", "teacher_topk_log_probs"} <= set(loss.columns)
     assert "advantages" not in loss.columns

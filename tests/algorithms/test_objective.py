@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from rondo.algorithms import actor_loss, bind, critic_loss, lookup, names, sft_loss
+from rondo.algorithms import ActorLoss, CriticLoss, SftLoss, bind, lookup, names
 from rondo.config.schema import AlgorithmConfig, FunctionConfig, KlConfig
 from rondo.errors import ConfigError, TrainError
 from rondo.planning.mini_batches import loss_weights
@@ -95,7 +95,7 @@ SPLITS = [[[0], [1], [2], [3], [4], [5]], [[5, 1], [], [3, 0, 4], [2]], [[4, 3, 
 @pytest.mark.parametrize("policy_loss", names("policy_loss"))
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
 def test_no_split_changes_loss_gradient_or_metrics(policy_loss: str, mode: FunctionConfig) -> None:
-    rows, loss = Rows(mode), actor_loss(algorithm(policy_loss, **FULL))
+    rows, loss = Rows(mode), ActorLoss(algorithm(policy_loss, **FULL))
     whole, gradient, metrics = rows.gradient(loss, [[0, 1, 2, 3, 4, 5]], "log_probs")
     for parts in SPLITS:
         total, part_gradient, part_metrics = rows.gradient(loss, parts, "log_probs")
@@ -133,7 +133,7 @@ def test_every_term_is_aggregated_as_configured(mode: FunctionConfig) -> None:
         (0.3, lookup("kl", "k3")(o["log_probs"], c["ref_log_probs"])),
     ]
     expected = sum(factor * aggregate(mode.name, x, rows) for factor, x in terms)
-    total, _, metrics = rows.gradient(actor_loss(algorithm(**FULL)), [list(range(6))], "log_probs")
+    total, _, metrics = rows.gradient(ActorLoss(algorithm(**FULL)), [list(range(6))], "log_probs")
     assert total == pytest.approx(expected.item(), rel=1e-12)
     if mode.name.endswith("mean") and mode.name != "seq-mean-token-sum":
         reported = metrics["actor/policy_loss"]
@@ -151,13 +151,13 @@ def test_gmpo_with_the_papers_aggregation_is_the_mean_over_responses() -> None:
         bounded = delta.clamp(-0.4, 0.4)
         chosen = torch.minimum(delta, bounded) if advantage > 0 else torch.maximum(delta, bounded)
         per_row.append(-advantage * chosen.mean().exp())
-    total, _, _ = rows.gradient(actor_loss(algorithm("gmpo")), [list(range(6))], "log_probs")
+    total, _, _ = rows.gradient(ActorLoss(algorithm("gmpo")), [list(range(6))], "log_probs")
     assert total == pytest.approx(torch.stack(per_row).mean().item())
 
 
 @pytest.mark.parametrize("policy_loss", names("policy_loss"))
 def test_what_the_mask_hides_reaches_nothing(policy_loss: str) -> None:
-    rows, loss = Rows(), actor_loss(algorithm(policy_loss, **FULL))
+    rows, loss = Rows(), ActorLoss(algorithm(policy_loss, **FULL))
     whole, gradient, metrics = rows.gradient(loss, [list(range(6))], "log_probs")
     for tensors in (rows.outputs, rows.columns):
         for tensor in tensors.values():
@@ -173,16 +173,16 @@ def test_what_the_mask_hides_reaches_nothing(policy_loss: str) -> None:
 
 def test_entropy_gradient_is_its_weight_times_the_coefficient() -> None:
     rows = Rows()
-    _, gradient, _ = rows.gradient(actor_loss(algorithm(entropy_coef=0.05)), [list(range(6))], "entropy")
+    _, gradient, _ = rows.gradient(ActorLoss(algorithm(entropy_coef=0.05)), [list(range(6))], "entropy")
     torch.testing.assert_close(gradient, -0.05 * rows.columns["loss_weight"] * rows.mask)
 
 
 def test_on_policy_uses_the_current_log_probs_as_old_ones() -> None:
     """Ratio 1 everywhere: the gradient is the plain policy gradient, and no old log-probs are asked for."""
-    rows, loss = Rows(), actor_loss(algorithm(), on_policy=True)
+    rows, loss = Rows(), ActorLoss(algorithm(), on_policy=True)
     assert "old_log_probs" not in loss.columns
     _, gradient, metrics = rows.gradient(loss, [list(range(6))], "log_probs")
-    _, plain, _ = rows.gradient(actor_loss(algorithm("reinforce")), [list(range(6))], "log_probs")
+    _, plain, _ = rows.gradient(ActorLoss(algorithm("reinforce")), [list(range(6))], "log_probs")
     torch.testing.assert_close(gradient, plain, rtol=1e-12, atol=0)
     assert metrics["actor/ratio"][0] == metrics["actor/ratio"][1] == rows.mask.sum()
     assert metrics["actor/clip_fraction"][0] == 0
@@ -191,7 +191,7 @@ def test_on_policy_uses_the_current_log_probs_as_old_ones() -> None:
 def test_the_gap_between_sampler_and_trainer_is_reported() -> None:
     rows = Rows()
     difference = (rows.columns["old_log_probs"] - rows.columns["rollout_log_probs"])[rows.mask]
-    _, _, metrics = rows.gradient(actor_loss(algorithm()), SPLITS[1], "log_probs")
+    _, _, metrics = rows.gradient(ActorLoss(algorithm()), SPLITS[1], "log_probs")
     mean, maximum, k3 = (metrics[f"rollout/{n}"] for n in ("log_prob_gap", "log_prob_gap_max", "kl_k3"))
     assert (mean[0] / mean[1]).item() == pytest.approx(difference.abs().mean().item())
     assert maximum.item() == pytest.approx(difference.abs().max().item())
@@ -200,13 +200,13 @@ def test_the_gap_between_sampler_and_trainer_is_reported() -> None:
     assert (entropy[0] / entropy[1]).item() == pytest.approx(
         -rows.outputs["log_probs"][rows.mask].mean().item()
     )
-    _, _, on_policy = rows.gradient(actor_loss(algorithm(), on_policy=True), SPLITS[1], "log_probs")
+    _, _, on_policy = rows.gradient(ActorLoss(algorithm(), on_policy=True), SPLITS[1], "log_probs")
     current = (rows.outputs["log_probs"] - rows.columns["rollout_log_probs"])[rows.mask]
     assert on_policy["rollout/log_prob_gap_max"].item() == pytest.approx(current.abs().max().item())
 
 
 def test_outputs_and_columns_follow_from_the_configuration() -> None:
-    plain = actor_loss(algorithm())
+    plain = ActorLoss(algorithm())
     assert plain.outputs == ("log_probs",)
     assert set(plain.columns) == {
         "response_mask",
@@ -217,38 +217,36 @@ def test_outputs_and_columns_follow_from_the_configuration() -> None:
     }
     assert plain.zero_where_advantage_is_zero
     assert (
-        "old_log_probs" not in actor_loss(algorithm("reinforce")).columns
+        "old_log_probs" not in ActorLoss(algorithm("reinforce")).columns
     )  # nobody computes them for a metric
-    full = actor_loss(algorithm(**FULL))
+    full = ActorLoss(algorithm(**FULL))
     assert full.outputs == ("log_probs", "entropy")
     assert "ref_log_probs" in full.columns
     assert not full.zero_where_advantage_is_zero
-    in_reward = actor_loss(algorithm(kl=KlConfig("k1", "reward", 0.1)))
+    in_reward = ActorLoss(algorithm(kl=KlConfig("k1", "reward", 0.1)))
     assert "ref_log_probs" not in in_reward.columns
     assert in_reward.zero_where_advantage_is_zero
 
 
 def test_an_adaptive_coefficient_in_the_loss_is_a_column() -> None:
     rows = Rows()
-    loss = actor_loss(algorithm(kl=KlConfig("k3", "loss", 0.3, controller="adaptive")))
+    loss = ActorLoss(algorithm(kl=KlConfig("k3", "loss", 0.3, controller="adaptive")))
     assert "kl_coef" in loss.columns
     rows.columns["kl_coef"] = torch.full_like(rows.columns["loss_weight"], 0.7)
     adaptive = rows.gradient(loss, [list(range(6))], "log_probs")
-    fixed = rows.gradient(
-        actor_loss(algorithm(kl=KlConfig("k3", "loss", 0.7))), [list(range(6))], "log_probs"
-    )
+    fixed = rows.gradient(ActorLoss(algorithm(kl=KlConfig("k3", "loss", 0.7))), [list(range(6))], "log_probs")
     assert adaptive[0] == pytest.approx(fixed[0], rel=1e-12)
     torch.testing.assert_close(adaptive[1], fixed[1])
 
 
 def test_k1_in_the_loss_is_refused_with_the_remedy() -> None:
     with pytest.raises(ConfigError, match="k2"):
-        actor_loss(algorithm(kl=KlConfig("k1", "loss", 0.1)))
+        ActorLoss(algorithm(kl=KlConfig("k1", "loss", 0.1)))
 
 
 def test_critic_loss_uses_the_values_of_the_advantages_for_clipping() -> None:
     rows = Rows()
-    loss = critic_loss(AlgorithmConfig(value_loss=FunctionConfig("clipped_value", {"clip": 0.2})))
+    loss = CriticLoss(FunctionConfig("clipped_value", {"clip": 0.2}))
     assert loss.outputs == ("values",)
     assert set(loss.columns) == {"response_mask", "critic_loss_weight", "values", "returns"}
     new, old, returns = rows.outputs["values"], rows.columns["values"], rows.columns["returns"]
@@ -268,7 +266,7 @@ def test_critic_loss_uses_the_values_of_the_advantages_for_clipping() -> None:
 
 
 def test_sft_loss_is_the_mean_negative_log_likelihood() -> None:
-    rows, loss = Rows(), sft_loss()
+    rows, loss = Rows(), SftLoss()
     expected = -rows.outputs["log_probs"][rows.mask].mean()
     rows.outputs["log_probs"][~rows.mask] = float("nan")
     for parts in SPLITS:
@@ -279,7 +277,11 @@ def test_sft_loss_is_the_mean_negative_log_likelihood() -> None:
 
 
 def test_losses_survive_pickling() -> None:
-    for loss in (actor_loss(algorithm(**FULL), on_policy=True), critic_loss(AlgorithmConfig()), sft_loss()):
+    for loss in (
+        ActorLoss(algorithm(**FULL), on_policy=True),
+        CriticLoss(AlgorithmConfig().value_loss),
+        SftLoss(),
+    ):
         copy = pickle.loads(pickle.dumps(loss))
         assert (copy.outputs, copy.columns) == (loss.outputs, loss.columns)
 
@@ -288,7 +290,7 @@ def test_float32_is_kept() -> None:
     """Weights are planned in float64; the loss stays in the precision of the log-probs."""
     rows = Rows(dtype=torch.float32)
     assert rows.columns["loss_weight"].dtype == torch.float64
-    loss = actor_loss(algorithm(**FULL))
+    loss = ActorLoss(algorithm(**FULL))
     value, _ = loss(rows.outputs, rows.columns, rows.cu_seqlens)
     assert value.dtype == torch.float32
 
@@ -298,7 +300,7 @@ def broken(log_probs: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_loss_that_returns_something_else_is_named() -> None:
-    rows, loss = Rows(), actor_loss(algorithm(f"{__name__}:broken"))
+    rows, loss = Rows(), ActorLoss(algorithm(f"{__name__}:broken"))
     assert not loss.zero_where_advantage_is_zero  # it does not say so
     with pytest.raises(TrainError, match="broken"):
         rows.gradient(loss, [list(range(6))], "log_probs")

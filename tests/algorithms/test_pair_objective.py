@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from rondo.algorithms import preference_loss, reward_model_loss
 from rondo.algorithms.pair_objective import PreferenceLoss, RewardModelLoss
 from rondo.config.schema import AlgorithmConfig, FunctionConfig
 from rondo.errors import ConfigError, TrainError
@@ -140,7 +139,7 @@ def test_the_cost_model_reads_safe_of_both_rows() -> None:
 
 def test_columns_follow_from_what_the_function_reads() -> None:
     algorithm = AlgorithmConfig()
-    policy, scores = preference_loss(algorithm), reward_model_loss(algorithm)
+    policy, scores = PreferenceLoss(algorithm.preference_loss), RewardModelLoss(algorithm.reward_model_loss)
     assert (policy.outputs, scores.outputs) == (("log_probs",), ("scores",))
     basic = ("response_mask", "loss_weight", "unit")
     assert policy.columns == (*basic, "ref_log_probs")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rondo.algorithms import (
-    actor_loss,
+    ActorLoss,
     bind,
     check_algorithm,
     columns_read,
@@ -92,7 +92,7 @@ def test_functions_from_a_file(custom: str) -> None:
     estimator = bind("advantage", FunctionConfig(f"{custom}:centred", {"scale": 3.0}))
     assert estimator(torch.tensor([0.0, 2.0]), torch.tensor([0, 0])).tolist() == [-3.0, 3.0]
     config = AlgorithmConfig(policy_loss=FunctionConfig(f"{custom}:weighted_loss", {"power": 2}))
-    loss = actor_loss(config)
+    loss = ActorLoss(config)
     assert loss.outputs == ("log_probs", "entropy")  # it reads the current policy's entropy
     assert set(loss.columns) == {
         "response_mask",
@@ -111,7 +111,7 @@ def test_functions_from_a_file(custom: str) -> None:
     assert metrics["actor/mine"][0].item() == 5.0
     check_algorithm(config)
     with pytest.raises(ConfigError, match="power"):
-        actor_loss(AlgorithmConfig(policy_loss=FunctionConfig(f"{custom}:weighted_loss")))
+        ActorLoss(AlgorithmConfig(policy_loss=FunctionConfig(f"{custom}:weighted_loss")))
 
 
 def test_a_registered_function_of_the_users_is_neither_built_in_nor_called_by_the_check(

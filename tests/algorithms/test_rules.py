@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rondo.algorithms import actor_loss, critic_loss, kl_reward, names
+from rondo.algorithms import ActorLoss, CriticLoss, kl_reward, names
 from rondo.algorithms.aggregation import token_mean
 from rondo.algorithms.registry import (
     Kind,
@@ -288,7 +288,7 @@ policy_losses = pytest.mark.parametrize("name", names("policy_loss"))
 
 
 def actor(name: str, kl: KlConfig | None = None) -> Any:
-    return actor_loss(AlgorithmConfig(policy_loss=chosen("policy_loss", name), kl=kl))
+    return ActorLoss(AlgorithmConfig(policy_loss=chosen("policy_loss", name), kl=kl))
 
 
 @policy_losses
@@ -355,7 +355,7 @@ def test_kl_estimators_are_zero_at_equality_and_finite_far_away(name: str) -> No
 @few
 @given(seed=seeds)
 def test_value_losses_respect_masks_and_splits(name: str, seed: int) -> None:
-    loss = critic_loss(AlgorithmConfig(value_loss=chosen("value_loss", name)))
+    loss = CriticLoss(chosen("value_loss", name))
     check_gradients(loss, MiniBatch(seed))
     far = MiniBatch(seed)
     far.columns["returns"] = 1e4 * far.columns["returns"]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rondo.algorithms import actor_loss, registry
+from rondo.algorithms import ActorLoss, registry
 from rondo.algorithms.registry import bind, bind_preparation
 from rondo.batch import ROW_ID, Batch, BatchRef, ragged_rows
 from rondo.config import load
@@ -258,7 +258,7 @@ def test_preparation_sees_one_mini_batch_at_a_time(cluster: Cluster) -> None:
     assert fetched(prepared, "rank") == [[10, 10], [0, 0, 0], [0], [0, 0]]
     again, other = (fetched(stepped(stage, batch, cluster, seed=seed)[0], "drawn") for seed in (3, 4))
     assert fetched(prepared, "drawn") == again != other
-    assert actor_loss(config).columns.count("rank") == 1
+    assert ActorLoss(config).columns.count("rank") == 1
     assert PreparationStage.of(AlgorithmConfig()) is None
 
 

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from torch.distributed.device_mesh import DeviceMesh
 
-from rondo.algorithms import reward_model_loss
+from rondo.algorithms import RewardModelLoss
 from rondo.config import load
 from rondo.errors import CheckpointError, ConfigError
 from rondo.models.source import ModelSource
@@ -105,7 +105,7 @@ def test_a_reward_model_learns_and_its_export_gives_the_same_scores(
     assert lines[-1]["pair/loss"] < 0.8 * LOG_2
     assert lines[-1]["pair/accuracy"] == 1
     config = load([str(recipe)]).config
-    pairs = pair_stream(config, True, reward_model_loss(config.algorithm))
+    pairs = pair_stream(config, True, RewardModelLoss(config.algorithm.reward_model_loss))
     batch = pairs.batch(range(pairs.rows_per_epoch))
     source = ModelSource(path=str(folder / "export"))
     engine = FsdpEngine(source, config.actor, None, mesh=mesh, head="value")

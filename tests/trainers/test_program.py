@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 
-from rondo.algorithms import actor_loss
+from rondo.algorithms import ActorLoss
 from rondo.batch import ROW_ID, Batch, BatchRef
 from rondo.columns import column
 from rondo.config.auto import config_for
@@ -160,7 +160,7 @@ def test_positive_example_loss_is_the_mean_log_loss_of_right_answers() -> None:
         "loss_weight": torch.full((4,), 0.25, dtype=torch.float64),
         "lm_weight": torch.tensor([0.05, 0.05, 0.0, 0.0], dtype=torch.float64),
     }
-    loss = actor_loss(AlgorithmConfig(positive_lm_coef=0.1), on_policy=True)
+    loss = ActorLoss(AlgorithmConfig(positive_lm_coef=0.1), on_policy=True)
     assert not loss.zero_where_advantage_is_zero
     total, found = loss({"log_probs": log_probs}, columns, torch.tensor([0, 2, 4], dtype=torch.int32))
     total.backward()
@@ -180,7 +180,7 @@ def test_rows_of_no_loss_weight_have_no_part_in_policy_terms_or_metrics() -> Non
         "loss_weight": torch.tensor([1.0, 0.0], dtype=torch.float64),
         "lm_weight": torch.tensor([0.0, 0.5], dtype=torch.float64),
     }
-    loss = actor_loss(AlgorithmConfig(pretrain_coef=0.5), on_policy=True)
+    loss = ActorLoss(AlgorithmConfig(pretrain_coef=0.5), on_policy=True)
     total, found = loss({"log_probs": log_probs}, columns, torch.tensor([0, 1, 2], dtype=torch.int32))
     total.backward()
     assert log_probs.grad is not None
@@ -200,7 +200,7 @@ def rollout_weighted(weight: float) -> torch.Tensor:
     }
     correction = RolloutCorrectionConfig(importance=ImportanceConfig())
     config = AlgorithmConfig(rollout_correction=correction)
-    total, _ = actor_loss(config, on_policy=True)(
+    total, _ = ActorLoss(config, on_policy=True)(
         {"log_probs": log_probs}, columns, torch.tensor([0, 2], dtype=torch.int32)
     )
     total.backward()

@@ -17,8 +17,8 @@ from rondo.algorithms import (
     value_loss,
 )
 from rondo.algorithms.kl import kl_reward, update_kl_coef
-from rondo.algorithms.objective import actor_loss, critic_loss, sft_loss
-from rondo.algorithms.pair_objective import preference_loss, reward_model_loss
+from rondo.algorithms.objective import ActorLoss, CriticLoss, PrmLoss, SftLoss
+from rondo.algorithms.pair_objective import PreferenceLoss, RewardModelLoss
 from rondo.algorithms.registry import bind, columns_read, lookup, names
 from rondo.algorithms.trial import check_algorithm
 from rondo.algorithms.value_loss import explained_variance

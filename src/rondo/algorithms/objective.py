@@ -173,11 +173,6 @@ class ActorLoss:
         return loss, {"actor/lm_loss": (-inputs["log_probs"].sum(), counted.to(log_probs.dtype).sum())}
 
 
-def actor_loss(algorithm: AlgorithmConfig, *, on_policy: bool = False) -> ActorLoss:
-    """Makes the actor's loss for the configured algorithm; see `ActorLoss`."""
-    return ActorLoss(algorithm, on_policy=on_policy)
-
-
 class CriticLoss:
     """The value loss of `role` (critic or cost_critic), weighted by `<role>_loss_weight`.
 
@@ -217,11 +212,6 @@ class CriticLoss:
         loss = (weight * token_loss).sum()
         metrics = {name.replace("critic/", f"{self._role}/", 1): value for name, value in metrics.items()}
         return loss, metrics | {f"{self._role}/loss": (loss, weight.sum())}
-
-
-def critic_loss(algorithm: AlgorithmConfig, role: str = "critic") -> CriticLoss:
-    """Makes the configured value loss for the critic or the cost_critic; see `CriticLoss`."""
-    return CriticLoss(algorithm.value_loss, role)
 
 
 class PrmLoss:
@@ -278,8 +268,3 @@ class SftLoss:
         inputs = clean({"log_probs": log_probs, "weight": columns["loss_weight"]}, counted, log_probs.dtype)
         loss = -(inputs["weight"] * inputs["log_probs"]).sum()
         return loss, {"sft/loss": (-inputs["log_probs"].sum(), counted.to(log_probs.dtype).sum())}
-
-
-def sft_loss() -> SftLoss:
-    """Makes the loss of supervised fine-tuning; see `SftLoss`."""
-    return SftLoss()

@@ -17,7 +17,7 @@ from torch import Tensor
 from rondo.algorithms.objective import Columns, clean
 from rondo.algorithms.registry import bind, columns_read, names
 from rondo.algorithms.statistics import Metrics, row_index
-from rondo.config.schema import AlgorithmConfig, FunctionConfig
+from rondo.config.schema import FunctionConfig
 from rondo.errors import ConfigError, TrainError, about
 
 # What a pair loss may read (of each side, except margin) -> the batch columns that it is made of.
@@ -171,13 +171,3 @@ class RewardModelLoss(_PairLoss):
             "score": scores[cu_seqlens[1:].to(torch.int64) - 1],
             "length": _row_sums(counted, cu_seqlens),
         }
-
-
-def preference_loss(algorithm: AlgorithmConfig) -> PreferenceLoss:
-    """Makes the loss of preference training for the configured algorithm; see `PreferenceLoss`."""
-    return PreferenceLoss(algorithm.preference_loss)
-
-
-def reward_model_loss(algorithm: AlgorithmConfig) -> RewardModelLoss:
-    """Makes the loss of reward-model training for the configured algorithm; see `RewardModelLoss`."""
-    return RewardModelLoss(algorithm.reward_model_loss)

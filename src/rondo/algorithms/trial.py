@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rondo.algorithms.objective import actor_loss, critic_loss
-from rondo.algorithms.registry import bind, bind_preparation, columns_read, lookup, names
+from rondo.algorithms.objective import ActorLoss, CriticLoss
+from rondo.algorithms.registry import Kind, bind, bind_preparation, columns_read, lookup, names
 from rondo.columns import TABLE, UPDATE_PLAN, Family
-from rondo.config.schema import AlgorithmConfig
+from rondo.config.schema import AlgorithmConfig, FunctionConfig
 from rondo.errors import about
 
 
@@ -49,34 +50,30 @@ def check_algorithm(algorithm: AlgorithmConfig) -> None:
     # How many scores the reward functions have is not known here: as many as there are weights for them.
     num_scores = len(algorithm.advantage.options.get("weights") or [1.0])
     table = example_columns(torch.tensor([[1.0, 1.0], [1.0, 0.0]]), num_scores=num_scores)
-    with about("algorithm.advantage"):
-        estimator = bind("advantage", algorithm.advantage)
-        if algorithm.advantage.name in names("advantage"):
-            estimator(**{name: table[name] for name in columns_read(estimator)})
-    with about("algorithm.aggregation"):
-        aggregate = bind("aggregation", algorithm.aggregation)
-        if algorithm.aggregation.name in names("aggregation"):
-            aggregate(np.array([2, 1]))
-    with about("algorithm.kl"):
-        if algorithm.kl is not None:
+    arrays = {name: column.numpy() for name, column in table.items()}
+    _try("advantage", algorithm.advantage, table)
+    _try("aggregation", algorithm.aggregation, {"num_trained_tokens": np.array([2, 1])})
+    _try("filter", algorithm.filter, arrays)
+    _try("resample", algorithm.resample, table)
+    if algorithm.kl is not None:
+        with about("algorithm.kl"):
             lookup("kl", algorithm.kl.name)
-    with about("algorithm.filter"):
-        if algorithm.filter is not None:
-            keep = bind("filter", algorithm.filter)
-            if algorithm.filter.name in names("filter"):
-                keep(**{name: table[name].numpy() for name in columns_read(keep)})
-    with about("algorithm.resample"):
-        if algorithm.resample is not None:
-            resample = bind("resample", algorithm.resample)
-            if algorithm.resample.name in names("resample"):
-                resample(**{name: table[name] for name in columns_read(resample)})
     _check_losses(algorithm, table)
+
+
+def _try(kind: Kind, chosen: FunctionConfig | None, table: Mapping[str, Any]) -> None:
+    """Binds what is chosen, and calls it where it is built in."""
+    if chosen is not None:
+        with about(f"algorithm.{kind}"):
+            function = bind(kind, chosen)
+            if chosen.name in names(kind):
+                function(**{name: table[name] for name in columns_read(function)})
 
 
 def _check_losses(algorithm: AlgorithmConfig, table: Mapping[str, Tensor]) -> None:
     flat, cu_seqlens = example_columns(torch.ones(3)), torch.tensor([0, 2, 3], dtype=torch.int32)
     with about("algorithm.policy_loss"):
-        actor = actor_loss(algorithm)
+        actor = ActorLoss(algorithm)
         if algorithm.policy_loss.name in names("policy_loss"):
             # Weights and the columns of a KL estimator of the user's are not in the table.
             columns = {name: flat.get(name, torch.ones(3)) for name in actor.columns}
@@ -85,7 +82,7 @@ def _check_losses(algorithm: AlgorithmConfig, table: Mapping[str, Tensor]) -> No
             if prepare is not None:
                 prepare(**{name: 0 if name == "seed" else table[name] for name in columns_read(prepare)})
     with about("algorithm.value_loss"):
-        critic = critic_loss(algorithm)
+        critic = CriticLoss(algorithm.value_loss)
         if algorithm.value_loss.name in names("value_loss"):
             columns = {name: flat.get(name, torch.ones(3)) for name in critic.columns}
             critic(flat, columns, cu_seqlens)

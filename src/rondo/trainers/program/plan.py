@@ -8,9 +8,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rondo.algorithms import actor_loss, critic_loss
 from rondo.algorithms.aggregation import seq_mean_token_mean
-from rondo.algorithms.objective import ActorLoss, PrmLoss
+from rondo.algorithms.objective import ActorLoss, CriticLoss, PrmLoss
 from rondo.algorithms.registry import Kind, bind, columns_read, lookup
 from rondo.columns import GREEDY_REWARD
 from rondo.config.schema import Config, FunctionConfig, RewardModelConfig
@@ -137,7 +136,7 @@ def plan_program(config: Config, recorded: Recorded | None = None) -> Program:
     algorithm = dataclasses.replace(config.algorithm, rollout_correction=correction_config)
     bypass = correction_config is not None and correction_config.mode == "bypass"
     advantage = AdvantageStage(algorithm)
-    loss = actor_loss(algorithm, on_policy=_one_update(config) and not bypass)
+    loss = ActorLoss(algorithm, on_policy=_one_update(config) and not bypass)
     correction = None
     if correction_config is not None and not bypass:
         said = describe_correction(config, _changed(recorded))
@@ -255,7 +254,7 @@ def _learners(config: Config, read: set[str], advantage: AdvantageStage) -> tupl
 def critic_learner(config: Config, role: str) -> Learner:
     """role: critic or cost_critic."""
     algorithm = config.algorithm
-    method, loss = CriticWorker.update_critic, critic_loss(algorithm, role)
+    method, loss = CriticWorker.update_critic, CriticLoss(algorithm.value_loss, role)
     aggregate = bind("aggregation", algorithm.aggregation)
     return Learner(role, method, loss, "critic", config.critic, aggregate)
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rondo.algorithms import actor_loss
 from rondo.algorithms.objective import ActorLoss
 from rondo.batch import BatchRef
 from rondo.columns import SCORE
@@ -43,7 +42,7 @@ POLICY, ON_POLICY = "policy", "on_policy"
 
 def actor_losses(config: Config) -> dict[str, ActorLoss]:
     """The actor's loss with `old_log_probs` read, and with them taken from the update's own forward."""
-    return {name: actor_loss(config.algorithm, on_policy=name == ON_POLICY) for name in (POLICY, ON_POLICY)}
+    return {name: ActorLoss(config.algorithm, on_policy=name == ON_POLICY) for name in (POLICY, ON_POLICY)}
 
 
 class Actor:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from rondo.algorithms import preference_loss, reward_model_loss, sft_loss
+from rondo.algorithms import PreferenceLoss, RewardModelLoss, SftLoss
 from rondo.algorithms.aggregation import token_mean
 from rondo.batch import Batch
 from rondo.config.schema import Config
@@ -39,7 +39,7 @@ def mean_over_tokens(rows: Batch) -> np.ndarray:
 SFT = Task(
     kind="sft",
     title="supervised fine-tuning",
-    loss=lambda config: sft_loss(),
+    loss=lambda config: SftLoss(),
     stream=conversation_stream,
     weights=mean_over_tokens,
 )
@@ -81,8 +81,14 @@ def _task(kind: Kind, title: str, loss: Callable[[Config], Loss], *, value_head:
 
 
 PREFERENCE = _task(
-    "preference", "preference learning", lambda c: preference_loss(c.algorithm), value_head=False
+    "preference",
+    "preference learning",
+    lambda c: PreferenceLoss(c.algorithm.preference_loss),
+    value_head=False,
 )
 REWARD_MODEL = _task(
-    "reward_model", "reward-model training", lambda c: reward_model_loss(c.algorithm), value_head=True
+    "reward_model",
+    "reward-model training",
+    lambda c: RewardModelLoss(c.algorithm.reward_model_loss),
+    value_head=True,
 )
