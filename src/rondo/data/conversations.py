@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeVar
 
@@ -11,7 +12,7 @@ from rondo.batch import ROW_ID, Batch, ragged_rows
 from rondo.chat import Messages, as_messages, encode_conversations
 from rondo.config.schema import SourceConfig
 from rondo.data.sources import Source
-from rondo.data.stream import Encoder, Overlong, SourceStream, about, tools_of
+from rondo.data.stream import Encoder, Overlong, SourceStream, about, encode_together
 from rondo.errors import DataError
 
 if TYPE_CHECKING:
@@ -47,14 +48,8 @@ class ConversationEncoder:
         self, source: Source, rows: range, conversations: Sequence[Messages]
     ) -> list[tuple[np.ndarray, np.ndarray]]:
         """(token ids, mask) of one conversation per row. Raises DataError naming the row."""
-        tools = [tools_of(source, row) for row in rows]
-        try:
-            return encode_conversations(self.tokenizer, conversations, tools)
-        except DataError:  # say which row it was
-            for row, messages, tool in zip(rows, conversations, tools, strict=True):
-                with about(source, row):
-                    encode_conversations(self.tokenizer, [messages], [tool])
-            raise
+        encode = functools.partial(encode_conversations, self.tokenizer)
+        return encode_together(source, rows, encode, conversations)
 
     def fit(self, source: Source, row: int, ids: np.ndarray, mask: np.ndarray) -> Conversation | None:
         """Split at the first token under the mask; None where the row is too long and `overlong` drops it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,8 +11,7 @@ from rondo.chat import Messages, as_messages, encode_prompt, encode_prompts
 from rondo.config.schema import SourceConfig
 from rondo.data.mixture import Place
 from rondo.data.sources import Source, open_sources
-from rondo.data.stream import Kept, Overlong, SourceStream, about, encode_source, tools_of
-from rondo.errors import DataError
+from rondo.data.stream import Kept, Overlong, SourceStream, encode_source, encode_together, tools_of
 from rondo.types import Prompt
 
 if TYPE_CHECKING:
@@ -30,22 +30,15 @@ class _PromptEncoder:
     def __call__(self, source: Source, rows: range) -> list[tuple[np.ndarray, Messages | None] | None]:
         """(token ids, messages if they were cut) of each row; None drops it."""
         prompts = [source.prompt(row) for row in rows]
-        system = source.config.system_prompt
-        tools = [tools_of(source, row) for row in rows]
-        try:
-            encoded = encode_prompts(self.tokenizer, prompts, system, tools)
-        except DataError:  # say which row it was
-            for row, prompt, tool in zip(rows, prompts, tools, strict=True):
-                with about(source, row):
-                    encode_prompt(self.tokenizer, prompt, system, tool)
-            raise
+        encode = functools.partial(encode_prompts, self.tokenizer, system=source.config.system_prompt)
+        encoded = encode_together(source, rows, encode, prompts)
         return [
-            (ids, None) if len(ids) <= self.max_tokens else self._too_long(source, row, prompt, ids, tool)
-            for row, prompt, ids, tool in zip(rows, prompts, encoded, tools, strict=True)
+            (ids, None) if len(ids) <= self.max_tokens else self._too_long(source, row, prompt, ids)
+            for row, prompt, ids in zip(rows, prompts, encoded, strict=True)
         ]
 
     def _too_long(
-        self, source: Source, row: int, prompt: Any, ids: np.ndarray, tools: Any
+        self, source: Source, row: int, prompt: Any, ids: np.ndarray
     ) -> tuple[np.ndarray, Messages | None] | None:
         if self.overlong == "drop":
             return None
@@ -58,15 +51,14 @@ class _PromptEncoder:
             )
         if self.tokenizer.chat_template is None:
             return self._cut(ids, self.max_tokens), None
-        return self._cut_last_message(
-            source, row, as_messages(prompt, source.config.system_prompt), len(ids), tools
-        )
+        messages = as_messages(prompt, source.config.system_prompt)
+        return self._cut_last_message(source, row, messages, len(ids))
 
     def _cut(self, ids: np.ndarray, size: int) -> np.ndarray:
         return ids[len(ids) - size :] if self.overlong == "truncate_left" else ids[:size]
 
     def _cut_last_message(
-        self, source: Source, row: int, messages: Messages, length: int, tools: Any
+        self, source: Source, row: int, messages: Messages, length: int
     ) -> tuple[np.ndarray, Messages]:
         """Shorten the text of the last message until the prompt fits, so that the template's own tokens stay
         whole.
@@ -75,7 +67,7 @@ class _PromptEncoder:
         if not isinstance(last["content"], str):
             raise source.error(row, "only text can be truncated, and the last message has parts")
         content = np.asarray(self.tokenizer(last["content"], add_special_tokens=False)["input_ids"], np.int32)
-        size = len(content) - (length - self.max_tokens)
+        size, tools = len(content) - (length - self.max_tokens), tools_of(source, row)
         while size > 0:
             text = str(self.tokenizer.decode(self._cut(content, size)))
             cut = (*messages[:-1], {**last, "content": text})

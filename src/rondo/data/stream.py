@@ -11,7 +11,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
@@ -89,6 +89,20 @@ def about(source: Source, row: int) -> Iterator[None]:
         yield
     except DataError as error:
         raise source.error(row, str(error)) from error
+
+
+def encode_together(
+    source: Source, rows: range, encode: Callable[..., list[T]], texts: Sequence[Any]
+) -> list[T]:
+    """Calls encode(texts, tools=…) for all rows at once. Raises DataError naming a row that cannot be."""
+    tools = [tools_of(source, row) for row in rows]
+    try:
+        return encode(texts, tools=tools)
+    except DataError:  # say which row it was
+        for row, text, tool in zip(rows, texts, tools, strict=True):
+            with about(source, row):
+                encode([text], tools=[tool])
+        raise
 
 
 def tools_of(source: Source, row: int) -> Any:
