@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from rondo.algorithms import ActorLoss, CriticLoss, SftLoss, bind, lookup, names
+from rondo.algorithms.aggregation import loss_weights
 from rondo.config.schema import AlgorithmConfig, FunctionConfig, KlConfig
 from rondo.errors import ConfigError, TrainError
-from rondo.planning.mini_batches import loss_weights
 
 T = torch.tensor
 LENGTHS = [3, 1, 4, 2, 5, 3]

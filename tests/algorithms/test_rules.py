@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rondo.algorithms import ActorLoss, CriticLoss, kl_reward, names
-from rondo.algorithms.aggregation import token_mean
+from rondo.algorithms.aggregation import loss_weights, token_mean
 from rondo.algorithms.registry import (
     Kind,
     bind,
@@ -29,7 +29,6 @@ from rondo.algorithms.registry import (
 from rondo.algorithms.trial import example_columns
 from rondo.columns import TABLE
 from rondo.config.schema import AlgorithmConfig, FunctionConfig, KlConfig
-from rondo.planning.mini_batches import loss_weights
 
 # Options that a function needs and has no default for.
 OPTIONS: Mapping[str, Mapping[str, Any]] = {

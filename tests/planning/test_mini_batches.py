@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rondo.algorithms.aggregation import token_mean
+from rondo.algorithms.aggregation import loss_weights, token_mean
 from rondo.algorithms.registry import bind, lookup
 from rondo.config.schema import FunctionConfig
 from rondo.errors import TrainError
-from rondo.planning.mini_batches import loss_weights, mini_batch_order, plan_mini_batches
+from rondo.planning.mini_batches import mini_batch_order, plan_mini_batches
 
 
 @settings(max_examples=60, deadline=None)

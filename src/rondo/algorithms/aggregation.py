@@ -2,16 +2,21 @@
 
 With x[i,t] the token losses, m the response mask, L_i = Σ_t m[i,t] and B* the rows with L_i > 0, the
 aggregate of a mini-batch is Σ_i weight_i Σ_t m[i,t] x[i,t]. The weights need the whole mini-batch, so they
-are computed once, by `planning.mini_batches.loss_weights`, and no split of the mini-batch changes the
-gradient. Rows without trained tokens do not count (D16) and have weight 0. Numpy only.
+are computed once, by `loss_weights`, and no split of the mini-batch changes the gradient. Rows without
+trained tokens do not count (D16) and have weight 0. Numpy only.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 
 from rondo.algorithms.registry import aggregation
 from rondo.errors import ConfigError
+
+# Trained tokens of each row of one mini-batch [B] -> weight of each row's tokens [B].
+Aggregate = Callable[[np.ndarray], np.ndarray]
 
 
 def _num_sequences(num_trained_tokens: np.ndarray) -> int:
@@ -52,3 +57,18 @@ def seq_mean_token_sum_norm(num_trained_tokens: np.ndarray, *, divisor: float) -
     if not divisor > 0:
         raise ConfigError(f"algorithm.aggregation: divisor must be positive, got {divisor}")
     return (num_trained_tokens > 0) / (_num_sequences(num_trained_tokens) * divisor)
+
+
+def loss_weights(aggregate: Aggregate, num_trained_tokens: np.ndarray, mini_batch: np.ndarray) -> np.ndarray:
+    """The weight of each row's tokens in the loss: float64 [B]. aggregate: an aggregation mode.
+
+    Σ_rows weight · Σ_tokens mask · token loss over the rows of a mini-batch is the aggregation over that
+    mini-batch. num_trained_tokens, mini_batch: [B]. Give it every row of the step, also those whose compute
+    will be skipped: rows with zero advantage count, rows without trained tokens do not.
+    """
+    tokens = np.asarray(num_trained_tokens, np.float64)
+    weights = np.zeros(len(tokens))
+    for index in np.unique(mini_batch):
+        rows = np.flatnonzero(mini_batch == index)
+        weights[rows] = aggregate(tokens[rows])
+    return weights

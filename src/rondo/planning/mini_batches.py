@@ -1,21 +1,15 @@
-"""The plan of an update: which rows make up a mini-batch, in which order, and what each token weighs. Pure
-numpy.
+"""The plan of an update: which rows make up a mini-batch, and in which order. Pure numpy.
 
-All of it follows from ids and token counts, so it is the same for any number of data-parallel ranks and any
+All of it follows from ids, so it is the same for any number of data-parallel ranks and any
 micro-batching.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from rondo.errors import TrainError
 from rondo.types import request_seed
-
-# Trained tokens of each row of one mini-batch [B] -> loss weight of each row's tokens [B].
-Aggregate = Callable[[np.ndarray], np.ndarray]
 
 
 def plan_mini_batches(group_ids: np.ndarray, mini_batch_size: int, *, seed: int, step: int) -> np.ndarray:
@@ -46,18 +40,3 @@ def mini_batch_order(number: int, *, seed: int, step: int, epoch: int) -> list[i
     """
     generator = np.random.default_rng(request_seed(seed, "mini_batch_order", step, epoch))
     return [int(i) for i in generator.permutation(number)]
-
-
-def loss_weights(aggregate: Aggregate, num_trained_tokens: np.ndarray, mini_batch: np.ndarray) -> np.ndarray:
-    """The weight of each row's tokens in the loss: float64 [B]. aggregate: an aggregation mode.
-
-    Σ_rows weight · Σ_tokens mask · token loss over the rows of a mini-batch is the aggregation over that
-    mini-batch. num_trained_tokens, mini_batch: [B]. Give it every row of the step, also those whose compute
-    will be skipped: rows with zero advantage count, rows without trained tokens do not.
-    """
-    tokens = np.asarray(num_trained_tokens, np.float64)
-    weights = np.zeros(len(tokens))
-    for index in np.unique(mini_batch):
-        rows = np.flatnonzero(mini_batch == index)
-        weights[rows] = aggregate(tokens[rows])
-    return weights

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from rondo.algorithms.aggregation import Aggregate, loss_weights
 from rondo.algorithms.objective import ActorLoss
 from rondo.algorithms.registry import bind, columns_read
 from rondo.algorithms.resampling import draw
@@ -19,7 +20,7 @@ from rondo.batch import ROW_ID, BatchRef, ragged_array, wide_array
 from rondo.columns import LOSS_WEIGHT, MINI_BATCH, declared, per_row
 from rondo.config.schema import ActorConfig, Config, CriticConfig, FunctionConfig
 from rondo.controller import Cluster, WorkerGroup
-from rondo.planning.mini_batches import Aggregate, loss_weights, mini_batch_order, plan_mini_batches
+from rondo.planning.mini_batches import mini_batch_order, plan_mini_batches
 from rondo.trainers.program.inputs import conversations
 from rondo.trainers.program.stages import Step
 from rondo.trainers.program.tensors import numbers
