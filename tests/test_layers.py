@@ -36,14 +36,15 @@ ALLOWED: dict[str, set[str]] = {
     "checkpoint": BASE,
     "tracking": BASE | {"checkpoint", "usage"},  # durable files
     "weights": BASE,
-    "rewards": BASE,
+    "transport": {"errors"},
+    "rewards": BASE | {"transport"},
     "serving": BASE | {"chat"},
     "agents": BASE | {"chat", "serving"},
-    "controller": BASE | {"planning", "usage"},
+    "controller": BASE | {"planning", "transport", "usage"},
     "recipes": BASE | {"data"},
     "data": BASE | {"chat"},
     "training": BASE | {"models", "planning", "weights"},
-    "rollout": BASE | {"models", "weights"},
+    "rollout": BASE | {"models", "transport", "weights"},
     "workers": BASE
     | {
         "agents",
@@ -61,7 +62,6 @@ ALLOWED: dict[str, set[str]] = {
 }
 # Rooms to come (docs/index.md has the map): what they may import is fixed before their first file.
 ALLOWED |= {
-    "transport": {"errors"},
     "compat": {"config", "errors"},
     "environments": BASE,
     "sandbox": BASE | {"transport"},
@@ -112,11 +112,13 @@ BOUNDARIES = {
     "rondo/controller/host.py": "a worker's exception travels to the controller as a Failure",
     "rondo/rewards/execution.py": "a scorer's exception travels from its thread to the future",
     "rondo/rewards/scorer.py": "a scorer's exception is judged by reward.on_error",
-    "rondo/rewards/worker.py": "a scorer's exception travels from its process as text",
     "rondo/rollout/vllm/engine.py": "vLLM's exceptions travel from the step thread to all who wait",
     "rondo/rollout/pending.py": "what a caller's on_tokens raises travels to that caller",
     "rondo/rollout/native/engine.py": "a decoder's exception travels from its thread to all who wait",
     "rondo/rollout/sglang/worker.py": "what loading weights raises travels to the engine as text",
+    "rondo/transport/link.py": "what an operation raises travels to the host as a Failure",
+    "rondo/transport/process.py": "why a process did not start travels to whoever wants it",
+    "rondo/transport/forkserver.py": "what a forked program raises is printed, and is its exit status",
     "rondo/rollout/server/child.py": "an engine's exception travels to its host as a record",
     "rondo/serving/http.py": "whatever a request's handler raises is answered as a 500, and logged",
     "rondo/trainers/loop/feeder.py": "an episode's exception travels to the trainer, which waits in take()",

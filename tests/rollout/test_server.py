@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import pickle
 import signal
-import socket
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -22,11 +19,9 @@ from rondo.rollout import EngineSpec, NativeEngine, RolloutEngine, start_engine
 from rondo.rollout.build import check_engine, visible_devices
 from rondo.rollout.router import Router
 from rondo.rollout.server import EngineProcess, client
-from rondo.rollout.server.process import ChildProcess
-from rondo.rollout.server.wire import LENGTH, Tokens
+from rondo.rollout.server.wire import Tokens
 from rondo.types import Completion, GenerateRequest
 from tests.rollout.conftest import _BASE, VOCAB, build, make_engine, prompt, request, run, weights
-from tests.waiting import is_gone, wait_for, wait_until_gone
 
 QWEN3 = {
     **_BASE,
@@ -36,7 +31,6 @@ QWEN3 = {
     "tie_word_embeddings": True,
 }
 ROOT = Path(__file__).resolve().parents[2]
-PROCESS = ROOT / "src/rondo/rollout/server/process.py"
 
 
 def spec(**changes: object) -> EngineSpec:
@@ -228,7 +222,7 @@ class TestOneProcess:
             return await own.generate(request("endless", prompt(5), 94, deadline_seconds=1000.0), on_tokens)
 
         with monkeypatch.context() as patch:
-            patch.setattr(own, "_take", take)
+            patch.setattr(own._child, "_take_others", take)
             done = asyncio.run(main())
         assert (done.finish_reason, len(done.token_ids)) == ("deadline", 3)
         (after,) = run_all(own, [request("after", prompt(5), 5)])
@@ -267,7 +261,7 @@ def test_a_killed_engines_requests_end_as_if_nothing_had_happened(
                 raise EOFError
         taken(records)
 
-    victim._take = take  # type: ignore[method-assign,assignment]
+    victim._child._take_others = take  # type: ignore[assignment]
 
     async def main() -> list[Completion]:
         answers = (router.generate(one, lambda part: None) for one in requests)
@@ -292,18 +286,6 @@ def test_a_killed_engines_requests_end_as_if_nothing_had_happened(
     with pytest.raises(ReplicaLostError, match="SIGKILL"):
         victim.begin(3)
     victim.close()
-
-
-def test_what_cannot_be_read_ends_the_engine_and_nobody_waits() -> None:
-    host, child = socket.socketpair()
-    ended: list[bool] = []
-    engine = object.__new__(EngineProcess)
-    engine._connection, engine._end = host, lambda: ended.append(True)  # type: ignore[method-assign]
-    with host, child:
-        child.sendall(LENGTH.pack(3) + b"abc")
-        with pytest.raises(pickle.UnpicklingError):
-            engine._read()
-    assert ended == [True]
 
 
 def test_what_cannot_be_built_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -345,92 +327,3 @@ class TestCheck:
         [(own, variables)] = started
         assert own.device == "cuda:0"
         assert variables["CUDA_VISIBLE_DEVICES"] == "6,7"
-
-
-# A process that starts another, says so, and waits for ever, or ends as it is told.
-_FORKER = """
-import subprocess, sys, time
-child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
-print("grandchild", child.pid, file=sys.stderr, flush=True)
-if len(sys.argv) > 2:
-    sys.exit(int(sys.argv[2]))
-time.sleep(1000)
-"""
-_HOST = """
-import importlib.util, os, socket, sys, time
-spec = importlib.util.spec_from_file_location("process", sys.argv[1])  # without torch
-module = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
-here, there = socket.socketpair()
-process = module.ChildProcess("x", ["forker", str(there.fileno())], there.fileno(), os.environ)
-while "grandchild" not in process.tail():
-    time.sleep(0.01)
-print(process._guard.pid, process.tail().split()[-1], process.folder, flush=True)
-time.sleep(1000)
-"""
-
-
-def fill(folder: Path) -> None:
-    """As an engine does: files, folders in folders, links."""
-    inner = folder / "rondo-vllm-x" / "deliveries"
-    inner.mkdir(parents=True)
-    (inner.parent / "config.json").write_text("{}", encoding="utf-8")
-    (inner / "link").symlink_to(folder)
-    (inner / "delivery-1").write_text("x", encoding="utf-8")
-
-
-class TestNothingIsLeftBehind:
-    """A process, its guard, a grandchild in a session of its own, and files in the process's folder."""
-
-    @pytest.fixture
-    def environment(self, tmp_path: Path) -> dict[str, str]:
-        (tmp_path / "forker.py").write_text(_FORKER, encoding="utf-8")
-        return {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT / "src"), str(ROOT)])}
-
-    def started(self, environment: dict[str, str], *arguments: str) -> tuple[ChildProcess, int]:
-        read, write = os.pipe()
-        process = ChildProcess("x", ["forker", str(write), *arguments], write, environment)
-        os.close(write)
-        os.close(read)
-        wait_for("the grandchild starts", lambda: "grandchild" in process.tail())
-        return process, int(process.tail().split()[-1])
-
-    def test_killed(self, environment: dict[str, str]) -> None:
-        process, grandchild = self.started(environment)
-        assert not is_gone(grandchild)
-        fill(process.folder)
-        process.kill()
-        assert is_gone(grandchild)
-        assert process.how_it_ended() == "exit code 0"  # the guard did as it was told
-        assert not process.folder.exists()
-
-    def test_it_ends_and_leaves_a_child(self, environment: dict[str, str]) -> None:
-        process, grandchild = self.started(environment, "3")
-        assert process.wait(240)
-        assert process.how_it_ended() == "exit code 3"
-        assert is_gone(grandchild)
-        assert not process.folder.exists()
-
-    def test_the_guard_is_killed(self, environment: dict[str, str]) -> None:
-        """Then it removes nothing, and the host does."""
-        process, grandchild = self.started(environment)
-        fill(process.folder)
-        process._guard.kill()
-        os.kill(grandchild, signal.SIGKILL)  # in a session of its own: only the guard would have found it
-        assert process.wait(240)
-        assert not process.folder.exists()
-
-    def test_the_host_is_killed(self, environment: dict[str, str]) -> None:
-        host = subprocess.Popen(
-            [sys.executable, "-c", _HOST, str(PROCESS)], stdout=subprocess.PIPE, env=environment, text=True
-        )
-        assert host.stdout is not None
-        *words, name = host.stdout.readline().split()
-        pids, folder = [int(word) for word in words], Path(name)
-        fill(folder)
-        assert not any(map(is_gone, pids))
-        host.kill()
-        host.wait()
-        host.stdout.close()
-        wait_until_gone(pids)  # guard and grandchild
-        wait_for("the folder goes", lambda: not folder.exists())

@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-import pickle
 import queue
-import signal
-import struct
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import IO, Any
+from typing import Any
 
 from rondo.errors import ConfigError, DataError, RewardError
+from rondo.transport.child import CallFailedError, Child, ProcessLostError
 
 _START_SECONDS = 120.0
 _GRACE_SECONDS = 2.0  # a process ends itself at the time limit; after this much more it is killed
@@ -101,68 +98,11 @@ class DaemonThreads:
         self._idle.clear()
 
 
-def send(pipe: IO[bytes], message: Any) -> None:
-    """One pickled message, with its length in front."""
-    data = pickle.dumps(message, protocol=5)
-    pipe.write(struct.pack("<Q", len(data)) + data)
-    pipe.flush()
-
-
-def receive(pipe: IO[bytes]) -> Any:
-    """The next message; EOFError when the other side is gone."""
-    header = pipe.read(8)
-    if len(header) < 8:
-        raise EOFError
-    (length,) = struct.unpack("<Q", header)
-    data = pipe.read(length)
-    if len(data) < length:
-        raise EOFError
-    return pickle.loads(data)
-
-
-class _Process:
-    """One worker process (`rondo.rewards.worker`) that has loaded one reward function."""
-
-    def __init__(self, spec: str) -> None:
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "rondo.rewards.worker", spec],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-            start_new_session=True,  # Ctrl-C is for the controller; this ends when its input closes
-        )
-
-    def exchange(self, message: Any) -> Any:
-        """Send a message (None: nothing, the worker speaks first) and wait for the answer."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        try:
-            if message is not None:
-                send(self._process.stdin, message)
-            return receive(self._process.stdout)
-        except (EOFError, BrokenPipeError, ValueError, OSError) as error:
-            code = self._process.wait()
-            if code == -signal.SIGALRM:
-                raise LimitError("the reward function was over its time limit") from error
-            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            raise ScorerCrashError(
-                f"the reward function's process died ({how}); it may have run out of memory"
-            ) from error
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None and not pipe.closed:
-                _close(pipe)
-
-
-def _close(pipe: IO[bytes]) -> None:
-    try:
-        pipe.close()
-    except OSError:  # bytes that nobody will read any more
-        return
+def _start(spec: str) -> Child:
+    """A process (`rondo.rewards.worker`) that loads one reward function at its first call."""
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    return Child("the reward function's process", ["rondo.rewards.worker"], environment)
 
 
 class ProcessPool:
@@ -173,9 +113,8 @@ class ProcessPool:
     def __init__(self, spec: str, processes: int) -> None:
         self._spec = spec
         self._slots = asyncio.Semaphore(processes)
-        self._threads = DaemonThreads(processes)
-        self._idle: list[_Process] = []
-        self._busy: set[_Process] = set()
+        self._idle: list[Child] = []
+        self._busy: set[Child] = set()
 
     async def run(self, args: tuple[Any, ...], options: dict[str, Any], timeout: float) -> Any:
         """The function's result. TimeoutError after `timeout` seconds; ScorerCrashError with the process's
@@ -186,36 +125,42 @@ class ProcessPool:
         async with self._slots:
             process = self._idle.pop() if self._idle else None
             started = process is None
-            process = process or _Process(self._spec)
+            process = process or _start(self._spec)
             self._busy.add(process)
             try:
                 if started:
-                    _result(await self._threads.run(lambda: process.exchange(None), _START_SECONDS))
-                request = (args, options, timeout)
-                answer = await self._threads.run(lambda: process.exchange(request), timeout + _GRACE_SECONDS)
+                    await _answer(process.call("load", self._spec), _START_SECONDS)
+                value = await _answer(process.call("score", args, options, timeout), timeout + _GRACE_SECONDS)
+            except CallFailedError as error:
+                self._idle.append(process)
+                raise _error_of(error) from None
+            except ProcessLostError as error:
+                how = process.process.how_it_ended()
+                if how == "signal SIGALRM":
+                    raise LimitError("the reward function was over its time limit") from error
+                raise ScorerCrashError(f"{error}; it may have run out of memory") from error
             except BaseException:  # cancelled, too: a process that is busy is of no more use
                 process.kill()
                 raise
             finally:
                 self._busy.discard(process)
             self._idle.append(process)
-        return _result(answer)
+            return value
 
     def close(self) -> None:
         for process in [*self._idle, *self._busy]:
             process.kill()
         self._idle.clear()
-        self._threads.close()
 
 
-def _result(answer: tuple[str, Any]) -> Any:
-    kind, value = answer
-    if kind == "value":
-        return value
-    if kind == "limit":
-        raise LimitError(value)
-    if kind == "config":
-        raise ConfigError(value)
-    if kind == "data":
-        raise DataError(value)
-    raise ScorerCrashError(value)
+async def _answer(answer: Future[Any], timeout: float) -> Any:
+    return await asyncio.wait_for(asyncio.wrap_future(answer), timeout)
+
+
+def _error_of(error: CallFailedError) -> Exception:
+    cause = error.failure.cause()
+    if isinstance(cause, ConfigError | DataError):
+        return cause
+    if isinstance(cause, MemoryError):
+        return LimitError("the reward function was over its memory limit")
+    return ScorerCrashError(error.failure.traceback)

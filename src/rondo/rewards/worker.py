@@ -1,77 +1,49 @@
-"""The process behind `run_in="process"`: `python -m rondo.rewards.worker SPEC` loads a function and serves
-calls.
+"""The process behind `run_in="process"`: `python -m rondo.rewards.worker SOCKET` loads and runs a function.
 
-It reads (args, options, timeout) from standard input and answers ("value" | "error" | "limit" | …, what). It
-ends when its input closes; a call over its time limit ends it through SIGALRM, whatever the call is doing and
-whether anybody watches.
+    load(spec), then score(args, options, timeout) again and again
+
+A call over its time limit ends the process through SIGALRM, whatever the call is doing and whether anybody
+watches.
 """
 
 from __future__ import annotations
 
 import os
-import pickle
 import resource
 import signal
+import socket
 import sys
-import traceback
 from typing import Any
 
 from rondo.config.functions import resolve_function
-from rondo.errors import ConfigError, DataError
 from rondo.rewards.builtin import BUILTINS
-from rondo.rewards.execution import receive, send
+from rondo.transport.link import Call, serve_in_turn
 
 
-def main(spec: str) -> None:
-    """Serve calls of the function `spec` until standard input closes."""
-    requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what the function prints goes to standard error, not between the answers
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the kernel's own end: works in a loop of C code too
-    try:
-        function = resolve_function(spec, BUILTINS)
-    except ConfigError as error:
-        send(answers, ("config", str(error)))
-        return
-    memory = getattr(function, "memory_bytes", None)
-    if memory is not None:
-        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    send(answers, ("value", None))
-    while True:
+class _Function:
+    """The loaded function."""
+
+    def __init__(self) -> None:
+        self._function: Any = None
+
+    def operate(self, call: Call) -> Any:
+        return self._load(*call.args) if call.operation == "load" else self._score(*call.args)
+
+    def _load(self, spec: str) -> None:
+        self._function = resolve_function(spec, BUILTINS)
+        memory = getattr(self._function, "memory_bytes", None)
+        if memory is not None:
+            resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+
+    def _score(self, args: tuple[Any, ...], options: dict[str, Any], timeout: float) -> Any:
+        signal.setitimer(signal.ITIMER_REAL, timeout)
         try:
-            args, options, timeout = receive(requests)
-        except EOFError:
-            return
-        _answer(answers, _called(function, args, options, timeout))
-
-
-def _called(function: Any, args: tuple[Any, ...], options: dict[str, Any], timeout: float) -> tuple[str, Any]:
-    signal.setitimer(signal.ITIMER_REAL, timeout)
-    try:
-        return "value", function(*args, **options)
-    except ConfigError as error:
-        return "config", str(error)
-    except DataError as error:
-        return "data", str(error)
-    except MemoryError:
-        return "limit", "the reward function was over its memory limit"
-    except Exception:
-        return "error", traceback.format_exc()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-
-
-def _answer(answers: Any, answer: tuple[str, Any]) -> None:
-    try:
-        send(answers, answer)
-    except (pickle.PicklingError, TypeError, AttributeError) as error:
-        send(
-            answers,
-            (
-                "error",
-                f"the reward function returned {type(answer[1]).__name__}, which cannot be sent: {error}",
-            ),
-        )
+            return self._function(*args, **options)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    os.dup2(2, 1)  # what the function prints goes to the log
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the kernel's own end: works in a loop of C code too
+    serve_in_turn(socket.socket(fileno=int(sys.argv[1])), _Function().operate)

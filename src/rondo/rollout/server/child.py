@@ -1,6 +1,6 @@
 """The engine's process: builds one engine and serves it to the host over one socket.
 
-    Server.serve: reads Calls ─┬─ generate: a task each; tokens are collected, and sent a few hundred times a
+    Server.take: starts Calls ─┬─ generate: a task each; tokens are collected, and sent a few hundred times a
                                │            second at most, all requests' together
                                ├─ begin, bucket, commit, parameter: the one weights thread, in their order
                                └─ the rest: a task each
@@ -12,9 +12,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import pickle
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -22,8 +21,10 @@ import torch
 
 from rondo.errors import ReplicaLostError
 from rondo.rollout.build import build_engine
-from rondo.rollout.protocol import EngineSpec, RolloutEngine
-from rondo.rollout.server.wire import LENGTH, Answer, Call, Done, Ready, Tokens, error_record, frame, read
+from rondo.rollout.protocol import RolloutEngine
+from rondo.rollout.server.wire import Done, Ready, Tokens
+from rondo.transport.frames import Frame, receive
+from rondo.transport.link import Call, Failure, Link, Reply, serve
 from rondo.types import Completion, GenerateRequest
 from rondo.weights.bucket import SharedBucket
 
@@ -32,10 +33,11 @@ _log = logging.getLogger(__name__)
 
 
 class Server:
-    """Serves `engine` until the host says close or is gone."""
+    """Serves `engine`."""
 
-    def __init__(self, engine: RolloutEngine, writer: asyncio.StreamWriter) -> None:
-        self._engine, self._writer = engine, writer
+    def __init__(self, engine: RolloutEngine, link: Link) -> None:
+        self._engine = engine
+        self._link = link
         self._loop = asyncio.get_running_loop()
         self._weights = ThreadPoolExecutor(1, "rondo-weights")
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -43,18 +45,10 @@ class Server:
         self._records: list[Any] = []
         self._timer: asyncio.TimerHandle | None = None
 
-    async def serve(self, reader: asyncio.StreamReader) -> None:
-        """Until `close`, or the end of the stream."""
-        while True:
-            try:
-                (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-                calls: list[Call] = pickle.loads(await reader.readexactly(length))
-            except (asyncio.IncompleteReadError, ConnectionError):
-                return
-            for call in calls:
-                if call.operation == "close":
-                    return
-                self._start(call)
+    def take(self, calls: Sequence[Call]) -> None:
+        """Starts what the host asks for."""
+        for call in calls:
+            self._start(call)
 
     def close(self) -> None:
         for task in self._tasks.values():
@@ -88,14 +82,14 @@ class Server:
     # The two methods below are the boundary at which an engine's exception travels to the host as a record.
     async def _answer(self, number: int, result: Any) -> None:
         try:
-            answer = Answer(number, await result)
+            reply = Reply(number, await result)
         except ReplicaLostError as error:
             self._leave(error)
             return
         except Exception as error:
             _log.debug("call %d failed", number, exc_info=error)
-            answer = Answer(number, error=error_record(error))
-        self._send(answer)
+            reply = Reply(number, failure=Failure.of(error))
+        self._send(reply)
 
     async def _generate(self, number: int, request: GenerateRequest) -> None:
         sent = 0 if request.prefix is None else len(request.prefix.token_ids)
@@ -113,7 +107,7 @@ class Server:
             self._leave(error)
             return
         except Exception as error:
-            self._send(Answer(number, error=error_record(error)))
+            self._send(Reply(number, failure=Failure.of(error)))
             return
         if len(whole.token_ids) > sent:
             self._tokens.setdefault(number, []).append(whole.part(sent))
@@ -124,7 +118,7 @@ class Server:
         """The engine cannot go on: neither does its process. What it made has been sent, or is sent now."""
         _log.error("this engine's process ends: %s", error)
         self._flush()
-        self._writer.close()  # ends `serve`
+        self._link.close(socket.SHUT_RDWR)  # ends `serve`
 
     # ---- weights: on the weights thread ----
 
@@ -148,7 +142,7 @@ class Server:
 
     # ---- sending ----
 
-    def _send(self, record: Answer | Done) -> None:
+    def _send(self, record: Reply | Done) -> None:
         """With what else is ready in this turn of the loop."""
         if not self._records:
             self._loop.call_soon(self._flush)
@@ -160,40 +154,32 @@ class Server:
             self._timer = None
         records = [*([Tokens.of(self._tokens)] if self._tokens else []), *self._records]
         self._tokens, self._records = {}, []
-        if records and not self._writer.is_closing():
-            self._writer.write(frame(records))
+        if records:
+            self._link.send(*records)
 
 
 def main(descriptor: int) -> None:
-    """Read an EngineSpec from the socket, build it, serve it. Errors of building travel as an Answer."""
+    """Builds the engine that the first call wants, before there is an event loop, and serves it."""
     os.dup2(2, 1)  # what engines print goes to the log
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)
-    (spec,) = read(connection)
-    engine = _built(spec, connection)
-    if engine is None:
+    (build,) = receive(connection)
+    try:
+        engine = build_engine(*build.args)
+    except Exception as error:
+        _log.error("the engine could not be built", exc_info=error)
+        Frame([Reply(build.number, failure=Failure.of(error))]).send(connection)
         return
     ready = Ready(os.getpid(), engine.describe(), engine.capabilities(), engine.version)
-    connection.sendall(frame([ready]))
+    Frame([Reply(build.number, ready)]).send(connection)
     asyncio.run(_serve(engine, connection))
 
 
-def _built(spec: EngineSpec, connection: socket.socket) -> RolloutEngine | None:
-    """None: it could not be built, and the host knows why."""
-    try:
-        return build_engine(spec)
-    except Exception as error:
-        _log.error("the engine could not be built", exc_info=error)
-        connection.sendall(frame([Answer(0, error=error_record(error))]))
-        return None
-
-
 async def _serve(engine: RolloutEngine, connection: socket.socket) -> None:
-    reader, writer = await asyncio.open_unix_connection(sock=connection, limit=1 << 20)
-    server = Server(engine, writer)
+    link = Link(connection, "rondo-link")
+    server = Server(engine, link)
     try:
-        await server.serve(reader)
+        await serve(link, server.take)
     finally:
         server.close()
-        writer.close()

@@ -11,30 +11,27 @@ elsewhere (`ReplicaLostError.partial`).
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
-import queue
-import socket
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from rondo.errors import ReplicaLostError, RolloutError, WeightSyncError
+from rondo.errors import ReplicaLostError, RolloutError, RondoError, WeightSyncError
 from rondo.rollout.pending import News, Pending, deliver
 from rondo.rollout.protocol import WASTED_TOKENS, Capabilities, EngineSpec, OnTokens
-from rondo.rollout.server.process import ChildProcess
-from rondo.rollout.server.wire import Answer, Call, Done, Ready, Tokens, error_of, frame, read
+from rondo.rollout.server.wire import Done, Ready, Tokens
+from rondo.transport.child import CallFailedError, Child, ProcessLostError
+from rondo.transport.link import Call
 from rondo.types import Completion, GenerateRequest, StepStats
 from rondo.weights.bucket import BucketWriter, Confirmation, SharedBucket
 
 START_SECONDS = 900.0  # an engine may have to compile
 ANSWER_SECONDS = 600.0  # an operation that takes longer hangs
 GRACE_SECONDS = 5.0  # how far over its deadline a request may be before the host ends it by itself
-CLOSE_SECONDS = 10.0
 _log = logging.getLogger(__name__)
 
 
@@ -81,46 +78,43 @@ class EngineProcess:
         bucket_bytes: int = 256 << 20,
         start_seconds: float = START_SECONDS,
     ) -> None:
-        self.name, self._spec, self._bucket_bytes = name, spec, bucket_bytes
-        self._lock = threading.Lock()  # guards what the threads share: the next six
-        self._streams: dict[int, _Stream] = {}
-        self._wasted_tokens = 0  # since the last `stats`, of calls that were cancelled
-        self._calls: dict[int, Future[Any]] = {}
-        self._lost: str | None = None
-        self._closing = False
-        self._when_lost: Callable[[str], None] | None = None
-        self._built = False
-        self._numbers = itertools.count(1)
+        self.name = name
+        self._bucket_bytes = bucket_bytes
         self._version = -1
         self._bucket_writer: BucketWriter | None = None
-        self._connection, theirs = socket.socketpair()
-        command = ["rondo.rollout.server", str(theirs.fileno())]
-        with theirs:
-            self._process = ChildProcess(f"engine-{name}", command, theirs.fileno(), environment)
-        spec = replace(spec, folder=str(self._process.folder))
-        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        started: Future[Ready] = Future()
-        self._calls[0] = started
-        for target in (self._write, self._read):
-            threading.Thread(target=target, name=f"rondo-engine-{name}", daemon=True).start()
-        self._outbox.put(frame([spec]))
-        self._ready = self._wait_until_ready(started, start_seconds)
+        # Since the last `stats`, of calls that were cancelled.
+        self._wasted_tokens = 0
+        # Guards what the threads share: the next three.
+        self._lock = threading.Lock()
+        self._streams: dict[int, _Stream] = {}
+        self._lost: RolloutError | None = None
+        self._when_lost: Callable[[str], None] | None = None
+        self._child = Child(
+            f"the rollout engine's process {name} ({spec.engine})",
+            ["rondo.rollout.server"],
+            environment,
+            take=self._take,
+            on_end=self._end,
+        )
+        self._ready = self._built(replace(spec, folder=str(self._child.process.folder)), start_seconds)
         self._version = self._ready.version
         _log.info("engine process %d: %s", self.pid, self.describe())
 
-    def _wait_until_ready(self, started: Future[Ready], seconds: float) -> Ready:
+    def _built(self, spec: EngineSpec, seconds: float) -> Ready:
         try:
-            ready = started.result(seconds)
+            ready: Ready = self._child.call("build", spec).result(seconds)
         except BaseException as error:
-            self._closing = True
-            self._process.kill()
+            self._child.kill()
+            tail = f"its last lines:\n{self._child.process.tail()}"
             if isinstance(error, TimeoutError):
                 raise RolloutError(
-                    f"{self._who()} was not ready within {seconds:.0f} s; its last lines:\n"
-                    f"{self._process.tail()}"
+                    f"{self._child.who} was not ready within {seconds:.0f} s; {tail}"
                 ) from error
+            if isinstance(error, ProcessLostError):
+                raise ReplicaLostError(f"{error} before it was ready; {tail}", None, error.tail) from error
+            if isinstance(error, CallFailedError):
+                raise _raised(error) from error
             raise
-        self._built = True
         return ready
 
     # ---- what it is ----
@@ -137,7 +131,7 @@ class EngineProcess:
     @property
     def lost(self) -> str | None:
         """Why it can serve no more; None: it lives."""
-        return self._lost
+        return None if self._lost is None else str(self._lost)
 
     def capabilities(self) -> Capabilities:
         return self._ready.capabilities
@@ -150,9 +144,10 @@ class EngineProcess:
         not when it is closed.
         """
         with self._lock:
-            self._when_lost, lost = tell, self._lost
-        if lost is not None and not self._closing:
-            tell(lost)
+            self._when_lost = tell
+            lost = self._lost
+        if isinstance(lost, ReplicaLostError):  # else it was closed
+            tell(str(lost))
 
     # ---- requests ----
 
@@ -161,12 +156,12 @@ class EngineProcess:
         seconds after its deadline.
         """
         stream = _Stream(request, on_tokens)
-        number = next(self._numbers)
+        number = self._child.number()
         with self._lock:
             if self._lost is not None:
-                raise ReplicaLostError(self._lost, request.prefix, self._process.tail())
+                raise ReplicaLostError(str(self._lost), request.prefix, self._child.process.tail())
             self._streams[number] = stream
-            self._post(number, "generate", request)
+            self._child.send(Call(number, "generate", (request,)))
         timer = None
         if request.deadline_seconds is not None:
             timer = stream.loop.call_later(
@@ -175,7 +170,7 @@ class EngineProcess:
         try:
             return await stream.future
         except asyncio.CancelledError:
-            self._post(next(self._numbers), "drop", number)
+            self._child.send(Call(self._child.number(), "drop", (number,)))
             self._wasted_tokens += len(stream.completion("cancelled").token_ids)
             raise
         finally:
@@ -186,8 +181,10 @@ class EngineProcess:
 
     def _give_up(self, stream: _Stream, request_id: str) -> None:
         if not stream.future.done():
-            _log.warning("%s does not end request %r, which is over its deadline", self._who(), request_id)
-            self._post(next(self._numbers), "cancel", request_id)
+            _log.warning(
+                "%s does not end request %r, which is over its deadline", self._child.who, request_id
+            )
+            self._child.send(Call(self._child.number(), "cancel", (request_id,)))
             stream.settle(stream.completion("deadline"))
 
     async def cancel(self, request_id: str) -> None:
@@ -253,71 +250,42 @@ class EngineProcess:
 
     def close(self) -> None:
         """End the process and all its children; who still waits gets a RolloutError."""
-        self._closing = True
-        if self._lost is None:
-            self._post(next(self._numbers), "close")
-        if not self._process.wait(CLOSE_SECONDS if self._lost is None else 1.0):
-            self._process.kill()
+        self._child.close()
         if self._bucket_writer is not None:
             self._bucket_writer.close()
             self._bucket_writer = None
 
     # ---- inside ----
 
-    def _who(self) -> str:
-        return f"the rollout engine's process {self.name} ({self._spec.engine})"
-
-    def _post(self, number: int, operation: str, *args: Any) -> None:
-        self._outbox.put(frame([Call(number, operation, args)]))
-
     def _call(self, operation: str, *args: Any) -> Future[Any]:
-        number, answer = next(self._numbers), Future[Any]()
-        with self._lock:
-            if self._lost is not None:
-                raise ReplicaLostError(self._lost, last_lines=self._process.tail())
-            self._calls[number] = answer
-            self._post(number, operation, *args)
-        return answer
+        try:
+            return self._child.call(operation, *args)
+        except ProcessLostError as error:
+            raise _lost(error) from error
 
     def _wait(self, answer: Future[Any]) -> Any:
         try:
-            return answer.result(ANSWER_SECONDS)
+            return _outcome(answer, ANSWER_SECONDS)
         except TimeoutError:
             self._hangs()
-            return answer.result()
+            return _outcome(answer)
 
     async def _ask(self, operation: str, *args: Any) -> Any:
         answer = self._call(operation, *args)
-        waiting = asyncio.shield(asyncio.wrap_future(answer))
-        try:
-            return await asyncio.wait_for(waiting, ANSWER_SECONDS)
-        except TimeoutError:
+        waiting = asyncio.wrap_future(answer)
+        if not (await asyncio.wait([waiting], timeout=ANSWER_SECONDS))[0]:
             self._hangs()
-            return await asyncio.shield(asyncio.wrap_future(answer))
+            await asyncio.wait([waiting])
+        return _outcome(answer)
 
     def _hangs(self) -> None:
-        _log.error("%s has not answered for %.0f s; ending it", self._who(), ANSWER_SECONDS)
-        self._process.kill()
+        _log.error("%s has not answered for %.0f s; ending it", self._child.who, ANSWER_SECONDS)
+        self._child.process.kill()
 
-    def _write(self) -> None:
-        while (data := self._outbox.get()) is not None:
-            try:
-                self._connection.sendall(data)
-            except OSError:  # the reading thread says it to everybody
-                return
+    # ---- the reading thread ----
 
-    def _read(self) -> None:
-        try:
-            while True:
-                records = read(self._connection)
-                self._take(records)
-        except EOFError:
-            return
-        finally:  # whatever ended it, nobody is answered any more
-            self._end()
-
-    def _take(self, records: Iterable[Any]) -> None:
-        """One frame: calls are answered here, streams on their event loops."""
+    def _take(self, records: Sequence[Any]) -> None:
+        """One frame's news go to the event loops of those who wait."""
         news: list[News] = []
 
         def note(number: int, part: Completion | None, end: Done | Exception | None) -> None:
@@ -331,43 +299,38 @@ class EngineProcess:
                     note(number, part, None)
             elif isinstance(record, Done):
                 note(record.number, None, record)
-            elif isinstance(record, Ready):
-                self._calls.pop(0).set_result(record)
-            else:
-                assert isinstance(record, Answer)
-                error = None if record.error is None else error_of(record.error)
-                call = self._calls.pop(record.number, None)
-                if call is None:  # of a generate call, or of one that nobody waits for
-                    note(record.number, None, error)
-                elif error is None:
-                    call.set_result(record.value)
-                else:
-                    call.set_exception(error)
+            elif record.failure is not None:  # the Reply of a generate call, or of one that nobody waits for
+                note(record.number, None, _raised(CallFailedError(record.failure)))
         deliver(news)
 
-    def _end(self) -> None:
-        """The stream of records has ended: by `close`, or by death."""
-        if not self._process.wait(0.5 if self._closing else CLOSE_SECONDS):
-            self._process.kill()
-        closing, tail = self._closing, self._process.tail()
-        why = f"{self._who()} {'was closed' if closing else f'died ({self._process.how_it_ended()})'}"
-        if not self._built:
-            why += f" before it was ready; its last lines:\n{tail}"
-
-        def error() -> RolloutError:
-            return RolloutError(why) if closing else ReplicaLostError(why, last_lines=tail)
-
+    def _end(self, error: ProcessLostError) -> None:
+        """By `close`, or by death."""
         with self._lock:
-            self._lost = why
-            streams, calls = list(self._streams.values()), list(self._calls.values())
-            self._calls.clear()
+            self._lost = _lost(error)
+            streams = list(self._streams.values())
             tell = self._when_lost
-        self._outbox.put(None)
-        self._connection.close()
-        deliver((stream, None, error()) for stream in streams)
-        for call in calls:
-            call.set_exception(error())
-        if not closing and self._built:
-            _log.warning("%s; its last lines:\n%s", why, tail)
+        deliver((stream, None, self._lost) for stream in streams)
+        if not error.closed:
+            _log.warning("%s; its last lines:\n%s", error, error.tail)
             if tell is not None:
-                tell(why)
+                tell(str(error))
+
+
+def _outcome(answer: Future[Any], seconds: float | None = None) -> Any:
+    """Waits. Raises the engine's error, ReplicaLostError (RolloutError after `close`), TimeoutError."""
+    try:
+        return answer.result(seconds)
+    except CallFailedError as error:
+        raise _raised(error) from error
+    except ProcessLostError as error:
+        raise _lost(error) from error
+
+
+def _lost(error: ProcessLostError) -> RolloutError:
+    return RolloutError(str(error)) if error.closed else ReplicaLostError(str(error), last_lines=error.tail)
+
+
+def _raised(error: CallFailedError) -> Exception:
+    """What the engine raised, if it is an error of rondo's."""
+    cause = error.failure.cause()
+    return cause if isinstance(cause, RondoError) else RolloutError(f"the engine raised {error}")

@@ -1,37 +1,18 @@
-"""What travels between an engine's process and its host: pickled lists of small records, length in front.
+"""What travels between an engine's process and its host, besides calls and replies (`transport.link`).
 
-Both ends are ours and the socket has no name, so nobody else can speak here.
-
-    host → engine   Call: one operation; generate, drop and the rest (`child.Server`)
-    engine → host   Ready | Answer (of one Call) | Tokens (of many generate calls) | Done (of one)
+host → engine   Call: build, generate, drop and the rest (`child.Server`)
+engine → host   Reply (of one Call; of build, a Ready) | Tokens (of many generate calls) | Done (of one)
 """
 
 from __future__ import annotations
 
-import pickle
-import socket
-import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
-from rondo.errors import ConfigError, RolloutError, WeightSyncError
 from rondo.rollout.protocol import Capabilities
 from rondo.types import Completion, FinishReason
-
-LENGTH = struct.Struct("<Q")
-_ERRORS = {error.__name__: error for error in (ConfigError, WeightSyncError, RolloutError)}
-
-
-@dataclass(frozen=True)
-class Call:
-    """number: of the call, its answers carry it. operation: a method of `child.Server`."""
-
-    number: int
-    operation: str
-    args: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -42,15 +23,6 @@ class Ready:
     description: str
     capabilities: Capabilities
     version: int
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What a call gave, or why it gave nothing (error: class name and message)."""
-
-    number: int
-    value: Any = None
-    error: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -96,41 +68,3 @@ class Done:
     finish_reason: FinishReason
     num_tokens: int
     extras: Mapping[str, np.ndarray] = field(default_factory=dict)
-
-
-def frame(records: Sequence[Any]) -> bytes:
-    """One frame: 8 bytes of length, little endian, and the pickle."""
-    data = pickle.dumps(list(records), protocol=5)
-    return LENGTH.pack(len(data)) + data
-
-
-def read(connection: socket.socket) -> list[Any]:
-    """The next frame's records; blocks. Raises EOFError when the other side is gone."""
-    (length,) = LENGTH.unpack(_exactly(connection, LENGTH.size))
-    records: list[Any] = pickle.loads(_exactly(connection, length))
-    return records
-
-
-def _exactly(connection: socket.socket, length: int) -> bytearray:
-    data = bytearray(length)
-    view, start = memoryview(data), 0
-    while start < length:
-        try:
-            count = connection.recv_into(view[start:])
-        except OSError as error:
-            raise EOFError from error
-        if count == 0:
-            raise EOFError
-        start += count
-    return data
-
-
-def error_record(error: BaseException) -> tuple[str, str]:
-    """Class and message, for `error_of` on the other side."""
-    if type(error).__name__ in _ERRORS:
-        return type(error).__name__, str(error)
-    return RolloutError.__name__, f"the engine raised {type(error).__name__}: {error}"
-
-
-def error_of(record: tuple[str, str]) -> Exception:
-    return _ERRORS[record[0]](record[1])

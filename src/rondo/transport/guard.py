@@ -1,9 +1,9 @@
-"""The process between host and engine: python guard.py HOST_PID DESCRIPTOR FOLDER COMMAND…
+"""The process between a host and the command it starts: python guard.py HOST_PID DESCRIPTOR FOLDER COMMAND…
 
 It starts COMMAND with the socket DESCRIPTOR and waits. When the command ends, or the host is gone, or
 somebody sends SIGTERM, it ends the command and whatever that has started (engines have worker processes),
 removes FOLDER, which is the command's, and ends with the command's status. Nothing here can hang: one thread,
-no lock, no import but the standard library's. It runs as a file, without rondo.
+no lock, no import but the standard library's. It runs as a file, without rondo, or in a fork (forkserver.py).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import shutil
 import signal
 import sys
+from collections.abc import Callable
 
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
 _WAKE = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD}
@@ -46,19 +47,23 @@ def _end_all() -> None:
             os.waitpid(child, 0)
 
 
-def main(host: int, descriptor: int, folder: str, command: list[str]) -> int:
-    """The exit status of the command; 128 + signal where a signal ended it."""
+def main(parent: int, descriptor: int, folder: str, start: Callable[[], None]) -> int:
+    """Returns the exit status of the command; 128 + signal where a signal ended it.
+
+    parent: the process that started this one; its end is the command's end. start: becomes the command, in a
+    process of its own, and does not return.
+    """
     signal.pthread_sigmask(signal.SIG_BLOCK, _WAKE)
-    _prctl(_SET_PDEATHSIG, signal.SIGTERM)  # of the host's thread that watches this process
+    _prctl(_SET_PDEATHSIG, signal.SIGTERM)  # of the parent's thread that started this process
     _prctl(_SET_CHILD_SUBREAPER, 1)
-    if os.getppid() != host:
+    if os.getppid() != parent:
         shutil.rmtree(folder, ignore_errors=True)
-        return 0  # the host was gone before we could ask for its signal
-    engine = os.fork()
-    if engine == 0:
+        return 0  # the parent was gone before we could ask for its signal
+    child = os.fork()
+    if child == 0:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _WAKE)
         _prctl(_SET_PDEATHSIG, signal.SIGKILL)
-        os.execv(command[0], command)
+        start()
     os.close(descriptor)
     status: int | None = None
     while status is None and signal.sigwait(_WAKE) == signal.SIGCHLD:
@@ -67,7 +72,7 @@ def main(host: int, descriptor: int, folder: str, command: list[str]) -> int:
                 pid, ended = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
                 break
-            if pid == engine:
+            if pid == child:
                 status = ended
             if pid == 0:
                 break
@@ -78,5 +83,6 @@ def main(host: int, descriptor: int, folder: str, command: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    code = main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:])
+    command = sys.argv[4:]
+    code = main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], lambda: os.execv(command[0], command))
     os._exit(code)

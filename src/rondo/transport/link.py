@@ -1,0 +1,153 @@
+"""Calls to a process, and its replies: what both ends of the socket pair have in common.
+
+Child (host) ── Call ─▶ serve (the process)        any thread sends; one writes, in order; one reads
+             ◀─ Reply, or records of its own ──
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import pickle
+import queue
+import socket
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rondo.transport.frames import Frame, receive
+
+# What pickle raises for an object that cannot be written, or whose class cannot be found or rebuilt.
+PICKLE_ERRORS = (pickle.PickleError, ImportError, AttributeError, TypeError, ValueError, RecursionError)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One operation of the process. Its reply has the same number."""
+
+    number: int
+    operation: str
+    args: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception on its way to another process."""
+
+    # Class and text.
+    message: str
+    traceback: str
+    # The exception itself, pickled, where its class is rondo's or Python's: others would import their modules.
+    pickled: bytes | None
+
+    @staticmethod
+    def of(error: BaseException) -> Failure:
+        """Returns the record of an exception."""
+        pickled = None
+        if type(error).__module__ in ("builtins", "rondo.errors"):
+            with contextlib.suppress(*PICKLE_ERRORS):
+                pickled = pickle.dumps(error)
+        text = "".join(traceback.format_exception(error))
+        return Failure(f"{type(error).__name__}: {error}", text, pickled)
+
+    def cause(self) -> BaseException | None:
+        """Returns the exception, or None where it could not travel."""
+        if self.pickled is None:
+            return None
+        try:
+            cause: BaseException = pickle.loads(self.pickled)
+        except PICKLE_ERRORS:  # an argument of it cannot be read here
+            return None
+        return cause
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a call gave, or why it gave nothing."""
+
+    number: int
+    value: Any = None
+    failure: Failure | None = None
+
+
+class Link:
+    """One end of a socket pair. `send` may be called before `start`."""
+
+    def __init__(self, connection: socket.socket, name: str) -> None:
+        self._connection = connection
+        self._name = name
+        # Frames to send; a number (of `socket.SHUT_…`) ends the writing.
+        self._outbox: queue.SimpleQueue[Frame | int] = queue.SimpleQueue()
+
+    def start(self, take: Callable[[list[Any]], None], end: Callable[[], None]) -> None:
+        """Has `take` called with the records of each frame, and `end` once, when the other side is gone; both
+        on the reading thread.
+        """
+        for target, args in ((self._write, ()), (self._read, (take, end))):
+            threading.Thread(target=target, args=args, name=self._name, daemon=True).start()
+
+    def send(self, *records: Any) -> None:
+        """Sends one frame, behind those before it, from any thread; in vain when the other side is gone.
+
+        Raises PICKLE_ERRORS.
+        """
+        self._outbox.put(Frame(records))
+
+    def close(self, how: int = socket.SHUT_WR) -> None:
+        """Behind what was sent, ends the other side's stream; with SHUT_RDWR, this side's, too."""
+        self._outbox.put(how)
+
+    def _write(self) -> None:
+        try:
+            while isinstance(frame := self._outbox.get(), Frame):
+                frame.send(self._connection)
+            self._connection.shutdown(frame)
+        except OSError:  # the reading thread says it to everybody
+            return
+
+    def _read(self, take: Callable[[list[Any]], None], end: Callable[[], None]) -> None:
+        try:
+            while True:
+                take(receive(self._connection))
+        except EOFError:
+            return
+        finally:  # whatever ended it, nobody is answered any more
+            end()
+            self.close()
+            self._connection.close()
+
+
+async def serve(link: Link, take: Callable[[Sequence[Any]], None]) -> None:
+    """The process's side: has `take` called on the event loop with each frame's records; returns when the
+    host is gone.
+    """
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+
+    def read(records: list[Any]) -> None:
+        loop.call_soon_threadsafe(take, records)
+
+    def end() -> None:
+        loop.call_soon_threadsafe(ended.set)
+
+    link.start(read, end)
+    await ended.wait()
+
+
+def serve_in_turn(connection: socket.socket, operate: Callable[[Call], Any]) -> None:
+    """The process's side, one call after the other: what `operate` returns or raises is the reply; returns
+    when the host is gone.
+    """
+    while True:
+        try:
+            calls = receive(connection)
+        except EOFError:
+            return
+        for call in calls:
+            try:
+                frame = Frame([Reply(call.number, operate(call))])
+            except Exception as error:
+                frame = Frame([Reply(call.number, failure=Failure.of(error))])
+            frame.send(connection)

@@ -1,0 +1,184 @@
+"""Starting and watching a process (and whatever it starts), so that it never outlives the host.
+
+The watching thread starts the guard: Linux signals the guard when the *thread* that started it ends, so this
+must be one that lives as long as the process. See guard.py for the other side.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import IO, Protocol
+
+from rondo.errors import ConfigError
+from rondo.transport.forkserver import ForkServer
+
+_TAIL_LINES = 30
+_GUARD = Path(__file__).with_name("guard.py")
+_log = logging.getLogger(__name__)
+
+
+class _Started(Protocol):
+    """The guard, however it was started. stderr: the command's output."""
+
+    pid: int
+    stderr: IO[str] | None
+
+    def wait(self) -> int:
+        """Returns its exit status."""
+
+
+class _Forked:
+    """A guard that a fork server made: not a child of this process, so its status comes through a pipe."""
+
+    def __init__(self, pid: int, errors: int, status: int) -> None:
+        self.pid, self._status = pid, status
+        self.stderr: IO[str] | None = os.fdopen(errors, encoding="utf-8", errors="replace")
+
+    def wait(self) -> int:
+        with os.fdopen(self._status, "rb") as pipe:
+            said = pipe.read()
+        return int(said) if said else -signal.SIGKILL  # nothing: the guard itself was killed
+
+
+class ChildProcess:
+    """`python -m COMMAND… DESCRIPTOR`, under a guard.
+
+    descriptor: a socket that it inherits. Its output goes to the log at level DEBUG; `tail` has the last
+    lines. folder: temporary, for its files; removed when it ends, by the guard, and once more here.
+    forkserver: forks the process, with its imports done; None executes a new interpreter.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        descriptor: int,
+        environment: Mapping[str, str],
+        forkserver: ForkServer | None = None,
+    ) -> None:
+        if sys.platform != "linux":
+            raise ConfigError(
+                f"{name} in a process of its own needs Linux (its guard asks the kernel to be told when this "
+                "process dies)"
+            )
+        self.name = name
+        self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self._code: int | None = None
+        self._ended = threading.Event()
+        self.folder = Path(tempfile.mkdtemp(prefix="rondo-process-"))
+        started: Future[_Started] = Future()
+        threading.Thread(
+            target=self._watch,
+            args=(command, descriptor, environment, forkserver, started),
+            name=f"rondo-watch-{name}",
+            daemon=True,
+        ).start()
+        self._guard = started.result()
+
+    def _watch(
+        self,
+        command: Sequence[str],
+        descriptor: int,
+        environment: Mapping[str, str],
+        forkserver: ForkServer | None,
+        started: Future[_Started],
+    ) -> None:
+        try:
+            guard: _Started
+            if forkserver is None:
+                guard = _executed(command, descriptor, environment, self.folder)
+            else:
+                guard = _forked(command, descriptor, environment, self.folder, forkserver)
+        except BaseException as error:
+            self.folder.rmdir()
+            started.set_exception(error)
+            return
+        started.set_result(guard)
+        assert guard.stderr is not None
+        for line in guard.stderr:
+            self._tail.append(line.rstrip())
+            _log.debug("%s: %s", self.name, line.rstrip())
+        self._code = guard.wait()
+        guard.stderr.close()
+        shutil.rmtree(self.folder, ignore_errors=True)  # the guard itself may have been killed
+        self._ended.set()
+
+    def wait(self, seconds: float) -> bool:
+        """Waits until it and all its children have ended; False: they have not."""
+        return self._ended.wait(seconds)
+
+    def kill(self) -> None:
+        """Ends it and all its children at once; returns when they have ended."""
+        if not self._ended.is_set():
+            self._signal(signal.SIGTERM)  # the guard kills the others
+            if not self.wait(5.0):
+                self._signal(signal.SIGKILL, group=True)
+                self.wait(5.0)
+
+    def _signal(self, number: signal.Signals, group: bool = False) -> None:
+        try:
+            (os.killpg if group else os.kill)(self._guard.pid, number)
+        except ProcessLookupError:  # it has just ended
+            return
+
+    def how_it_ended(self) -> str:
+        """Says it for a message: "exit code 1", "signal SIGKILL"."""
+        code = self._code
+        if code is None:
+            return "it is still there"
+        if code < 0 or code > 128:
+            return f"signal {signal.Signals(-code if code < 0 else code - 128).name}"
+        return f"exit code {code}"
+
+    def tail(self) -> str:
+        """Returns the last lines of its output, for a message; empty: it wrote nothing."""
+        return "\n".join(self._tail)
+
+
+def _executed(
+    command: Sequence[str], descriptor: int, environment: Mapping[str, str], folder: Path
+) -> subprocess.Popen[str]:
+    guard = [sys.executable, "-I", "-S", str(_GUARD), str(os.getpid()), str(descriptor), str(folder)]
+    return subprocess.Popen(
+        [*guard, sys.executable, "-m", *command, str(descriptor)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        pass_fds=(descriptor,),
+        env=dict(environment),
+        start_new_session=True,  # Ctrl-C is for the host
+        text=True,
+        errors="replace",
+    )
+
+
+def _forked(
+    command: Sequence[str],
+    descriptor: int,
+    environment: Mapping[str, str],
+    folder: Path,
+    forkserver: ForkServer,
+) -> _Forked:
+    errors, their_errors = os.pipe()
+    status, their_status = os.pipe()
+    try:
+        pid = forkserver.fork(command, str(folder), environment, (descriptor, their_errors, their_status))
+    except OSError:
+        os.close(errors)
+        os.close(status)
+        raise
+    finally:
+        os.close(their_errors)
+        os.close(their_status)
+    return _Forked(pid, errors, status)
