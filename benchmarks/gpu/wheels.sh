@@ -10,5 +10,5 @@ rm -rf .whl
 platforms=(manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64 manylinux1_x86_64)
 "$PYTHON" -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
   "${platforms[@]/#/--platform=}" --constraint constraints/cpu.txt --dest .whl \
-  annotated-types pydantic pydantic-core typing-inspection
+  annotated-types cloudpickle pydantic pydantic-core typing-inspection
 du -ch .whl/*.whl

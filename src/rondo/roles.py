@@ -114,6 +114,9 @@ REWARD_MODEL = Role(
     value_head=True,
 )
 
+# The modules of all workers: a host that has imported them needs no more.
+WORKER_MODULES = tuple(dict.fromkeys(role.worker.partition(":")[0] for role in _ALL))
+
 # The sections with settings of a training engine, and those of engines that are trained.
 ENGINE_SECTIONS = tuple(dict.fromkeys(role.engine for role in _ALL if role.engine))
 TRAINED_SECTIONS = tuple(dict.fromkeys(role.engine for role in _ALL if role.engine and role.learns_from))

@@ -12,7 +12,7 @@ import pytest
 from rondo.config.schema import ClusterConfig
 from rondo.controller import Cluster, start_cluster
 
-RAY_DEVICES = 4
+MANY_DEVICES = 4
 SPARE_DEVICES = 3  # for the tests that break theirs
 
 Run = Callable[[Awaitable[Any]], Any]
@@ -44,17 +44,17 @@ def ray_instance() -> Iterator[None]:
 
     from rondo.controller.ray_backend import start_ray
 
-    start_ray(ClusterConfig(backend="ray", devices=RAY_DEVICES + SPARE_DEVICES), threads=1)
+    start_ray(ClusterConfig(backend="ray", devices=MANY_DEVICES + SPARE_DEVICES), threads=1)
     yield
     ray.shutdown()
 
 
-@pytest.fixture(scope="package", params=["local", "ray"])
+@pytest.fixture(scope="package", params=["local", "process", "ray"])
 def cluster(request: pytest.FixtureRequest, run: Run) -> Iterator[Cluster]:
-    """The same tests on both backends: one device with `local`, four with `ray`."""
+    """The same tests on all backends: one device with `local`, four with the others."""
     if request.param == "ray":
         request.getfixturevalue("ray_instance")
-    devices = RAY_DEVICES if request.param == "ray" else 1
+    devices = 1 if request.param == "local" else MANY_DEVICES
     cluster = run(
         start_cluster(ClusterConfig(backend=request.param, devices=devices, device="cpu", threads=1))
     )

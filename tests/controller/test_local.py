@@ -67,10 +67,10 @@ def test_blocks_are_not_copied_on_the_way() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (ClusterConfig(devices=2), "cluster.backend=ray or cluster.devices=1"),
+        (ClusterConfig(devices=2), "cluster.backend=process .this machine., ray, or cluster.devices=1"),
         (ClusterConfig(devices=0), "cluster.devices=0"),
         (
-            ClusterConfig(backend="ray", inline=True),
+            ClusterConfig(backend="process", inline=True),
             "cluster.inline=true works with cluster.backend=local only",
         ),
     ],

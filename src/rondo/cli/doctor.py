@@ -194,6 +194,10 @@ def _unusable(engine: str) -> str:
 
 def _backends() -> Iterator[Finding]:
     yield Finding("backends", "local", "ok", "in this process: one device")
+    if sys.platform == "linux":
+        yield Finding("backends", "process", "ok", "one process per device, on this machine")
+    else:
+        yield Finding("backends", "process", "no", "needs Linux")
     found = _version("ray")
     if found:
         yield Finding("backends", "ray", "ok", f"{found}: one process per device, any number of machines")

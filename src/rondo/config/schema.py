@@ -330,7 +330,7 @@ class TrainerConfig:
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    backend: Literal["local", "ray"] = "local"
+    backend: Literal["local", "process", "ray"] = "local"
     devices: int = 1
     pools: Mapping[str, int] = field(default_factory=dict)  # name: number of devices; none: one pool of all
     placement: Mapping[str, str] = field(default_factory=dict)  # role: pool; default: the first pool

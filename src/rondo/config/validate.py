@@ -329,17 +329,17 @@ def _cluster(check: Check) -> None:
         check.fail(
             "cluster.devices",
             f"cluster.devices = {cluster.devices} needs one process per device, and "
-            f"{check.named('cluster.backend')} "
-            "has one process; use cluster.backend=ray",
+            f"{check.named('cluster.backend')} has one process; use cluster.backend=process (on this machine), "
+            "or ray",
         )
     placement(check)
-    if cluster.backend == "local" and cluster.ray_address is not None:
+    if cluster.backend != "ray" and cluster.ray_address is not None:
         check.fail(
             "cluster.ray_address",
             f"cluster.ray_address is set, but {check.named('cluster.backend')}; use cluster.backend=ray, "
             "or remove it",
         )
-    if cluster.backend == "ray" and cluster.inline:
+    if cluster.backend != "local" and cluster.inline:
         check.fail(
             "cluster.inline",
             f"cluster.inline runs workers in this process, which {check.named('cluster.backend')} cannot; "

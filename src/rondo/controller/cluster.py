@@ -1,4 +1,4 @@
-"""The cluster: devices with a host process each, on which worker groups are placed. Two backends,
+"""The cluster: devices with a host process each, on which worker groups are placed. Three backends,
 one behaviour."""
 
 from __future__ import annotations
@@ -148,6 +148,14 @@ async def start_cluster(config: ClusterConfig) -> Cluster:
         from rondo.controller.local import start_local
 
         return await start_local(config, threads)
+    if config.inline:
+        raise ConfigError(
+            "cluster.inline=true works with cluster.backend=local only: calls run in other processes"
+        )
+    if config.backend == "process":
+        from rondo.controller.process_backend import start_process_cluster
+
+        return await start_process_cluster(config, threads)
     from rondo.controller.ray_backend import start_ray_cluster  # Ray takes a second to import
 
     return await start_ray_cluster(config, threads)

@@ -76,7 +76,7 @@ async def start_local(config: ClusterConfig, threads: int) -> LocalCluster:
     if config.devices != 1:
         raise ConfigError(
             f"cluster.devices={config.devices} with cluster.backend=local, which has one device: "
-            "set cluster.backend=ray or cluster.devices=1"
+            "set cluster.backend=process (this machine), ray, or cluster.devices=1"
         )
     planned = planned_device(config)
     if planned == "cuda" and not torch.cuda.is_available():

@@ -11,29 +11,32 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import pickle
-import sys
-import sysconfig
 import time
 import warnings
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 
-from rondo.batch import ROW_ID, Batch, BatchRef, Block, Shard
+from rondo.batch import ROW_ID, Batch, BatchRef, Block
 from rondo.config.schema import ClusterConfig
 from rondo.controller.calls import Answer, Call, Failure, HostHandle, Reply
 from rondo.controller.cluster import Cluster
-from rondo.controller.host import Host, failure_of
+from rondo.controller.remote import (
+    CLOSE_SECONDS,
+    START_SECONDS,
+    HostProgram,
+    Packed,
+    pack,
+    unpack_reply,
+    worker_environment,
+)
 from rondo.errors import ConfigError, DataError
 from rondo.usage import children_cpu_seconds
 
 try:
     import ray
-    from ray import cloudpickle
     from ray.exceptions import RayError
 
     from rondo.controller.ray_pools import RayPools, assigned_device, check_room, pool_sizes
@@ -45,12 +48,8 @@ except ImportError as error:
 # the controller (a call takes as long, measured).
 INLINE_BYTES = 1024
 RAY_DEFAULT_INLINE_BYTES = 100 * 1024
-START_SECONDS = 300.0
 Origin = Literal["started", "connected", "found"]
-CLOSE_SECONDS = 10.0
-# What pickle raises for an object that cannot be written, or whose class cannot be found or rebuilt.
 _log = logging.getLogger(__name__)
-_PICKLE_ERRORS = (pickle.PickleError, ImportError, AttributeError, TypeError, ValueError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -59,13 +58,6 @@ class StoredBlock:
 
     ref: ray.ObjectRef
     num_bytes: int
-
-
-@dataclass(frozen=True)
-class _Packed:
-    payload: bytes
-    refs: tuple[ray.ObjectRef, ...]
-    inline_bytes: int
 
 
 @dataclass(frozen=True)
@@ -79,94 +71,34 @@ class Whereabouts:
     accelerators: tuple[str, ...]
 
 
-class HostActor:
-    """The process of one device; all its methods run on one event loop. See Host for what runs where.
+class HostActor(HostProgram):
+    """The actor of one device.
 
     device: "cpu", or "cuda" for the GPU that Ray assigned to this process.
     """
 
     def __init__(self, device: str, threads: int, directory: str) -> None:
+        super().__init__()
         if os.path.isdir(directory):
             os.chdir(directory)  # functions given as `path.py:name` are found as the controller finds them
         self._device, self._threads = device, threads
-        self._host: Host | None = None
-        self._store: dist.TCPStore | None = None
 
     async def whereabouts(self) -> Whereabouts:
         """Says where this process runs."""
         node, address = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
         return Whereabouts(node, address, os.getpid(), tuple(str(i) for i in ray.get_gpu_ids()))
 
-    async def open_store(self, address: str, world_size: int) -> int:
-        """Rank 0 opens the meeting point of the world on a free port; returns the port."""
-        self._store = dist.TCPStore(address, 0, world_size, is_master=True, wait_for_workers=False)
-        return self._store.port
-
-    async def join(self, rank: int, world_size: int, address: str, port: int) -> None:
-        """Start torch.distributed; returns when all ranks have joined."""
-        store = self._store or dist.TCPStore(address, port, world_size, is_master=False)
+    async def join_world(self, rank: int, world_size: int, address: str, port: int) -> None:
+        """Start torch.distributed on the GPU that Ray assigned."""
         device = self._device
         if device == "cuda":
             visible = os.environ.get("CUDA_VISIBLE_DEVICES")
             device = assigned_device(ray.get_gpu_ids(), visible, torch.cuda.device_count())
-        self._host = Host(rank, world_size, device, self._threads)
-        await self._host.start(store)
+        await self.join(rank, world_size, device, self._threads, address, port)
 
-    async def run(self, ticket: int | None, payload: bytes, *blocks: Batch) -> tuple[bytes, Batch | None]:
-        """Run one pickled Call; returns a pickled Reply and the kept Batch."""
-        assert self._host is not None
-        try:
-            call: Call = pickle.loads(payload)
-        except _PICKLE_ERRORS as error:  # e.g. the worker class's module cannot be imported here
-            reply = Reply(failure=failure_of(error))
-            if ticket is not None:
-                await self._host.skip(ticket)
-            return _pack_reply(reply), None
-        pieces = call.shard.pieces if call.shard is not None else ()
-        reply, kept = await self._host.run(call, [blocks[piece.handle] for piece in pieces], ticket)
-        return _pack_reply(reply), kept
-
-    async def cpu_seconds(self) -> float:
-        """See Cluster.cpu_seconds."""
-        return time.process_time() + children_cpu_seconds()
-
-    async def close(self) -> None:
-        """Close the workers."""
-        if self._host is not None:
-            await self._host.close()
-
-
-def _pack_reply(reply: Reply) -> bytes:
-    """The exception is pickled on its own: where it cannot be read, the failure still arrives."""
-    cause = reply.failure.cause if reply.failure is not None else None
-    if reply.failure is not None:
-        reply = replace(reply, failure=replace(reply.failure, cause=None))
-    try:
-        return pickle.dumps((cloudpickle.dumps(reply), _pickled_cause(cause)))
-    except _PICKLE_ERRORS as error:
-        failure = replace(failure_of(error), cause=None, message=f"the result cannot be pickled: {error}")
-        return pickle.dumps((cloudpickle.dumps(Reply(failure=failure)), None))
-
-
-def _pickled_cause(cause: BaseException | None) -> bytes | None:
-    try:
-        return None if cause is None else cloudpickle.dumps(cause)
-    except _PICKLE_ERRORS:
-        return None
-
-
-def _unpack_reply(raw: bytes) -> Reply:
-    body, cause = pickle.loads(raw)
-    try:
-        reply: Reply = pickle.loads(body)
-    except _PICKLE_ERRORS as error:
-        return Reply(failure=replace(failure_of(error), message=f"the result cannot be read here: {error}"))
-    if reply.failure is None or cause is None:
-        return reply
-    try:
-        return replace(reply, failure=replace(reply.failure, cause=pickle.loads(cause)))
-    except _PICKLE_ERRORS:  # the class lives only in the worker's process: its name is in the message
-        return reply
+    async def run_on(self, ticket: int | None, payload: bytes, *blocks: Batch) -> tuple[bytes, Batch | None]:
+        """Run one packed call; Ray brings the blocks."""
+        return await self.run(ticket, payload, blocks)
 
 
 class RayHandle(HostHandle):
@@ -178,26 +110,16 @@ class RayHandle(HostHandle):
         self.place = place
         self._inline_bytes = inline_bytes
 
-    def pack(self, call: Call) -> _Packed:
-        """Pickle the call; block references are taken out of the shard and become top-level arguments."""
-        handles: list[StoredBlock] = []
-        if call.shard is not None:
-            pieces = []
-            places: dict[int, int] = {}
-            for piece in call.shard.pieces:
-                if id(piece.handle) not in places:
-                    places[id(piece.handle)] = len(handles)
-                    handles.append(piece.handle)
-                pieces.append(replace(piece, handle=places[id(piece.handle)]))
-            call = replace(call, shard=Shard(call.shard.index, tuple(pieces)))
-        inline = sum(handle.num_bytes for handle in handles if handle.num_bytes <= self._inline_bytes)
-        return _Packed(cloudpickle.dumps(call), tuple(handle.ref for handle in handles), inline)
+    def pack(self, call: Call) -> Packed:
+        """Pickles the call; references to blocks become top-level arguments."""
+        return pack(call)
 
-    def send(self, packed: _Packed, ticket: int | None) -> Coroutine[Any, Any, Answer]:
+    def send(self, packed: Packed, ticket: int | None) -> Coroutine[Any, Any, Answer]:
         """Sends to the actor now; a dead process becomes a Failure."""
-        self.num_bytes += len(packed.payload) + packed.inline_bytes
-        method = self.actor.run.options(num_returns=2)
-        reply, kept = method.remote(ticket, packed.payload, *packed.refs)
+        sizes = [handle.num_bytes for handle in packed.handles]
+        self.num_bytes += len(packed.payload) + sum(size for size in sizes if size <= self._inline_bytes)
+        method = self.actor.run_on.options(num_returns=2)
+        reply, kept = method.remote(ticket, packed.payload, *(handle.ref for handle in packed.handles))
         return self._answer(reply, kept, is_async=ticket is None)
 
     async def _answer(self, reply_ref: ray.ObjectRef, kept_ref: ray.ObjectRef, *, is_async: bool) -> Answer:
@@ -214,7 +136,7 @@ class RayHandle(HostHandle):
                 ray.cancel(reply_ref)
             raise
         self.num_bytes += len(raw)
-        reply = _unpack_reply(raw)
+        reply = unpack_reply(raw)
         if reply.kept is None:
             return reply, None
         if reply.kept.num_bytes <= self._inline_bytes:
@@ -276,7 +198,7 @@ class RayCluster(Cluster):
         address = "127.0.0.1" if one_node else places[0].address
         port = await self._actors[0].open_store.remote(address, self.num_devices)
         await _all(
-            a.join.remote(rank, self.num_devices, address, port) for rank, a in enumerate(self._actors)
+            a.join_world.remote(rank, self.num_devices, address, port) for rank, a in enumerate(self._actors)
         )
 
     def accelerators(self, role: str, devices: Sequence[int]) -> tuple[str, ...]:
@@ -379,15 +301,6 @@ async def _gone(pids: Sequence[int], seconds: float = 5.0) -> None:
         await asyncio.sleep(0.02)
 
 
-def worker_environment(threads: int) -> dict[str, str]:
-    """Environment of the host processes: import what the controller can import, and no more threads than
-    planned."""
-    own = tuple(os.path.realpath(path) for path in sysconfig.get_paths().values())
-    entries = [os.path.realpath(entry) for entry in sys.path if os.path.exists(entry or ".")]
-    path = [entry for entry in entries if not entry.startswith(own)]
-    return {"PYTHONPATH": os.pathsep.join(dict.fromkeys(path)), "OMP_NUM_THREADS": str(threads)}
-
-
 def start_ray(config: ClusterConfig, threads: int) -> Origin:
     """Start Ray on this machine, or connect to `ray_address`, unless this process is connected already."""
     if ray.is_initialized():
@@ -435,10 +348,6 @@ def stop_ray(environment_before: Mapping[str, str]) -> None:
 async def start_ray_cluster(config: ClusterConfig, threads: int) -> RayCluster:
     """Start or join Ray, then one host per device. Raises ConfigError when there are fewer devices than asked
     for."""
-    if config.inline:
-        raise ConfigError(
-            "cluster.inline=true works with cluster.backend=local only: calls run in other processes"
-        )
     environment_before = dict(os.environ)
     origin = start_ray(config, threads)
     cluster: RayCluster | None = None

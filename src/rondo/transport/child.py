@@ -40,8 +40,8 @@ class Child:
     """`python -m COMMAND…`, which serves calls on a socket; see `link` for what travels.
 
     who: the subject of messages. take: is handed what comes besides the replies of `call`, a frame's
-    records at once, on the reading thread. on_end: is called once, on that thread, with the error of all who wait from
-    then on.
+    records at once, on the reading thread. on_end: is called once, on that thread, with the error of all
+    who wait from then on.
     """
 
     def __init__(
@@ -80,6 +80,10 @@ class Child:
 
         Raises ProcessLostError, and PICKLE_ERRORS where the arguments cannot be sent.
         """
+        return self.numbered_call(operation, *args)[1]
+
+    def numbered_call(self, operation: str, *args: Any) -> tuple[int, Future[Any]]:
+        """Sends a call as `call` does; its number is there for a later call that is about this one."""
         number, answer = self.number(), Future[Any]()
         with self._lock:
             if self._lost is not None:
@@ -90,7 +94,7 @@ class Child:
         except PICKLE_ERRORS:
             self._calls.pop(number, None)
             raise
-        return answer
+        return number, answer
 
     def number(self) -> int:
         """Returns the number of a call to come, for `send`."""

@@ -39,7 +39,7 @@ class Failure:
     # Class and text.
     message: str
     traceback: str
-    # The exception itself, pickled, where its class is rondo's or Python's: others would import their modules.
+    # The exception, pickled, where its class is rondo's or Python's: others would import their modules.
     pickled: bytes | None
 
     @staticmethod

@@ -316,7 +316,7 @@ def check_backend(loaded: LoadedConfig) -> None:
 
 def check_names(config: Config) -> None:
     """Raises ConfigError for a short name, registered by the user's code in this process, of a function that
-    runs in Ray's workers, which are other processes.
+    runs in workers that are other processes.
     """
     algorithm = config.algorithm
     in_workers: tuple[tuple[str, Kind, FunctionConfig | KlConfig | None], ...] = (
@@ -326,13 +326,13 @@ def check_names(config: Config) -> None:
         ("algorithm.preference_loss", "pair_loss", algorithm.preference_loss),
         ("algorithm.reward_model_loss", "pair_loss", algorithm.reward_model_loss),
     )
-    for key, kind, chosen in in_workers if config.cluster.backend == "ray" else ():
+    for key, kind, chosen in in_workers if config.cluster.backend != "local" else ():
         place = registered_by_user(kind, chosen.name) if chosen is not None else None
         if chosen is not None and place is not None:
             with about(key):
                 raise ConfigError(
-                    f"{key}: the name {chosen.name!r} is registered in this process only, and Ray's workers "
-                    f"are other processes; name the function with its file, {place} (a program can also "
+                    f"{key}: the name {chosen.name!r} is registered in this process only, and the "
+                    f"workers of cluster.backend={config.cluster.backend} are other processes; name the function with its file, {place} (a program can also "
                     "pass the function itself)"
                 )
 

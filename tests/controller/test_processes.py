@@ -1,5 +1,5 @@
-"""What is particular to the ray backend: meshes over real processes, failures, bytes, and that nothing is
-left."""
+"""What is particular to hosts in processes of their own, Ray's and ours: meshes over real processes,
+failures, bytes, and that nothing is left."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from tests.controller.conftest import SPARE_DEVICES, Run
 from tests.controller.sample_workers import Calculator
 from tests.waiting import wait_until_gone
 
-pytest.importorskip("ray")
-
 ROOT = Path(__file__).parents[2]
-RAY = ClusterConfig(backend="ray", device="cpu", threads=1)
 
 
-@pytest.fixture(scope="module")
-def shared(ray_instance: None, run: Run) -> Iterator[Cluster]:
-    cluster = run(start_cluster(ClusterConfig(backend="ray", devices=SPARE_DEVICES, device="cpu", threads=1)))
+@pytest.fixture(scope="module", params=["process", "ray"])
+def shared(request: pytest.FixtureRequest, run: Run) -> Iterator[Cluster]:
+    if request.param == "ray":
+        request.getfixturevalue("ray_instance")
+    config = ClusterConfig(backend=request.param, devices=SPARE_DEVICES, device="cpu", threads=1)
+    cluster = run(start_cluster(config))
     every = run(cluster.create_group("every host", Worker))
     pids = run(every.call(Worker.process_id))
     yield cluster
@@ -52,10 +52,10 @@ def four(request: pytest.FixtureRequest, cluster: Cluster) -> Cluster:
     return cluster
 
 
-only_ray = pytest.mark.parametrize("cluster", ["ray"], indirect=True)
+many_hosts = pytest.mark.parametrize("cluster", ["process", "ray"], indirect=True)
 
 
-@only_ray
+@many_hosts
 def test_meshes_over_real_processes(four: Cluster, run: Run, role: str) -> None:
     mesh = Mesh((("dp", 2), ("tp", 2)))
     group = run(four.create_group(role, Calculator, mesh=mesh))
@@ -66,7 +66,7 @@ def test_meshes_over_real_processes(four: Cluster, run: Run, role: str) -> None:
     assert [total for total, _, _ in out] == [3.0, 3.0, 7.0, 7.0]
 
 
-@only_ray
+@many_hosts
 def test_split_over_dp_and_tp_shares_shards_and_collects_once(four: Cluster, run: Run, role: str) -> None:
     group = run(four.create_group(role, Calculator, mesh=Mesh((("dp", 2), ("tp", 2)))))
     batch = Batch.of(
@@ -77,7 +77,7 @@ def test_split_over_dp_and_tp_shares_shards_and_collects_once(four: Cluster, run
     assert run(group.call(Calculator.count, ref, "x")).sums["x/tokens"] == 15  # not twice
 
 
-@only_ray
+@many_hosts
 def test_groups_on_their_own_devices(four: Cluster, run: Run, role: str) -> None:
     """Two resource pools: each group's mesh has its own ranks, and its collectives do not wait for the
     others."""
@@ -90,7 +90,7 @@ def test_groups_on_their_own_devices(four: Cluster, run: Run, role: str) -> None
     assert [out[0] for out in run(right.call(Calculator.reduce_over, ["dp", "dp"]))] == [3.0, 3.0]
 
 
-@only_ray
+@many_hosts
 def test_token_data_does_not_pass_through_the_driver(four: Cluster, run: Run, role: str) -> None:
     group = run(four.create_group(role, Calculator))
     n = 50_000
@@ -109,7 +109,7 @@ def test_token_data_does_not_pass_through_the_driver(four: Cluster, run: Run, ro
     assert token_bytes > n * 3 * 4
 
 
-@only_ray
+@many_hosts
 def test_long_rows_cost_the_driver_nothing(four: Cluster, run: Run, role: str) -> None:
     group = run(four.create_group(role, Calculator))
     costs = []
@@ -122,7 +122,7 @@ def test_long_rows_cost_the_driver_nothing(four: Cluster, run: Run, role: str) -
     assert costs[0] == costs[1] < 40_000
 
 
-@only_ray
+@many_hosts
 def test_a_shard_pickles_its_own_rows_only(four: Cluster, run: Run, role: str) -> None:
     group = run(four.create_group(role, Calculator))
     ref = run(group.call_rank(0, Calculator.make_rows, 100_000, keep=()))
@@ -160,16 +160,33 @@ def test_the_first_cause_is_reported_while_a_peer_hangs(
 def test_a_killed_host_is_an_error_and_the_cause(
     run: Run, healthy: WorkerGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However late Ray sees the death: its peer's "connection closed" is waited out."""
+    """However late the death is seen: its peer's "connection closed" is waited out."""
     monkeypatch.setattr("rondo.controller.calls.ECHO_GRACE_SECONDS", 300.0)
     run(healthy.call(Calculator.reduce_over, ["dp", "dp"]))
     with pytest.raises(
         WorkerError,
-        match=r"healthy\[1\]\.dies_in_collective failed: its host process \(pid \d+ on [\d.]+\) died",
+        match=r"healthy\[1\]\.dies_in_collective failed: (its )?host process .*died",
     ):
         run(healthy.call(Calculator.dies_in_collective, 1))
-    with pytest.raises(WorkerError, match=r"\[1\].*unusable since: its host process"):
+    with pytest.raises(WorkerError, match=r"\[1\].*unusable since: (its )?host process"):
         run(healthy.call(Calculator.fails, ()))
+
+
+def test_a_block_outlives_the_host_that_made_it(run: Run, role: str) -> None:
+    async def lose_a_host() -> None:
+        config = ClusterConfig(backend="process", devices=2, device="cpu", threads=1)
+        async with await start_cluster(config) as cluster:
+            group = await cluster.create_group(role, Calculator)
+            alone = await cluster.create_group(role + "0", Calculator, devices=(0,))
+            ref = await group.call_rank(1, Calculator.make_rows, 10, keep=())
+            before = await ref.fetch()
+            pids = await group.call(Worker.process_id)
+            os.kill(pids[1], signal.SIGKILL)
+            wait_until_gone(pids[1:])
+            assert (await ref.fetch()).columns == before.columns
+            assert await alone.call_rank(0, Calculator.row_ids, ref) == before.scalars(ROW_ID).tolist()
+
+    run(lose_a_host())
 
 
 def test_more_devices_than_the_cluster_has(ray_instance: None, run: Run) -> None:
@@ -189,7 +206,7 @@ PROGRAM = """
             return os.getpid(), os.getcwd(), beside_the_program.VALUE, os.environ["OMP_NUM_THREADS"]
 
     async def main():
-        config = ClusterConfig(backend="ray", device="cpu", threads=1)
+        config = ClusterConfig(backend=sys.argv[2], device="cpu", threads=1)
         async with await start_cluster(config) as cluster:
             group = await cluster.create_group("w", W)
             for fact in await group.call(W.facts):
@@ -208,8 +225,9 @@ PROGRAM = """
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("backend", ["process", "ray"])
 @pytest.mark.parametrize("ending", ["raise", "die"])
-def test_a_program_of_its_own_leaves_no_process(tmp_path: Path, ending: str) -> None:
+def test_a_program_of_its_own_leaves_no_process(tmp_path: Path, ending: str, backend: str) -> None:
     """A worker class in __main__, a module beside the program, another working directory; ended by Ctrl-C or
     kill."""
     (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM))
@@ -218,7 +236,7 @@ def test_a_program_of_its_own_leaves_no_process(tmp_path: Path, ending: str) -> 
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
     env.pop("RAY_AUTH_MODE", None)  # as a user has it
     done = subprocess.run(
-        [sys.executable, str(tmp_path / "program.py"), ending],
+        [sys.executable, str(tmp_path / "program.py"), ending, backend],
         cwd=tmp_path / "elsewhere",
         env=env,
         capture_output=True,

@@ -1,0 +1,134 @@
+"""Hosts in processes of their own, whoever starts them: calls and replies as bytes, and the host's program."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import sys
+import sysconfig
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import cloudpickle
+import torch.distributed as dist
+
+from rondo.batch import Batch, Shard
+from rondo.controller.calls import Call, Reply
+from rondo.controller.host import Host, failure_of
+from rondo.transport.link import PICKLE_ERRORS
+from rondo.usage import children_cpu_seconds
+
+START_SECONDS = 300.0
+CLOSE_SECONDS = 10.0
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A call as it travels: its pickle, in which the handles of blocks are numbers, and the handles."""
+
+    payload: bytes
+    handles: tuple[Any, ...]
+
+
+def pack(call: Call) -> Packed:
+    """Pickles a call (classes and functions of `__main__` by value)."""
+    handles: dict[int, Any] = {}
+    if call.shard is not None:
+        handles = {id(piece.handle): piece.handle for piece in call.shard.pieces}
+        places = {key: place for place, key in enumerate(handles)}
+        pieces = tuple(replace(piece, handle=places[id(piece.handle)]) for piece in call.shard.pieces)
+        call = replace(call, shard=Shard(call.shard.index, pieces))
+    return Packed(cloudpickle.dumps(call), tuple(handles.values()))
+
+
+def unpack_reply(raw: bytes) -> Reply:
+    """Returns what `HostProgram.run` sent."""
+    body, cause = pickle.loads(raw)
+    try:
+        reply: Reply = pickle.loads(body)
+    except PICKLE_ERRORS as error:
+        return Reply(failure=replace(failure_of(error), message=f"the result cannot be read here: {error}"))
+    if reply.failure is None or cause is None:
+        return reply
+    try:
+        return replace(reply, failure=replace(reply.failure, cause=pickle.loads(cause)))
+    except PICKLE_ERRORS:  # the class lives only in the worker's process: its name is in the message
+        return reply
+
+
+def _pack_reply(reply: Reply) -> bytes:
+    """The exception is pickled on its own: where it cannot be read, the failure still arrives."""
+    cause = reply.failure.cause if reply.failure is not None else None
+    if reply.failure is not None:
+        reply = replace(reply, failure=replace(reply.failure, cause=None))
+    try:
+        return pickle.dumps((cloudpickle.dumps(reply), _pickled(cause)))
+    except PICKLE_ERRORS as error:
+        failure = replace(failure_of(error), cause=None, message=f"the result cannot be pickled: {error}")
+        return pickle.dumps((cloudpickle.dumps(Reply(failure=failure)), None))
+
+
+def _pickled(cause: BaseException | None) -> bytes | None:
+    try:
+        return None if cause is None else cloudpickle.dumps(cause)
+    except PICKLE_ERRORS:
+        return None
+
+
+class HostProgram:
+    """The process of one device; all its methods run on one event loop. See Host for what runs where."""
+
+    def __init__(self) -> None:
+        self._host: Host | None = None
+        self._store: dist.TCPStore | None = None
+
+    async def open_store(self, address: str, world_size: int) -> int:
+        """Rank 0 opens the meeting point of the world on a free port; returns the port."""
+        self._store = dist.TCPStore(address, 0, world_size, is_master=True, wait_for_workers=False)
+        return self._store.port
+
+    async def join(
+        self, rank: int, world_size: int, device: str, threads: int, address: str, port: int
+    ) -> None:
+        """Start torch.distributed; returns when all ranks have joined. device: torch's name of it, here."""
+        store = self._store or dist.TCPStore(address, port, world_size, is_master=False)
+        self._host = Host(rank, world_size, device, threads)
+        await self._host.start(store)
+
+    async def run(
+        self, ticket: int | None, payload: bytes, blocks: Sequence[Batch]
+    ) -> tuple[bytes, Batch | None]:
+        """Run one packed call; returns the reply for `unpack_reply`, and the kept Batch."""
+        assert self._host is not None
+        try:
+            call: Call = pickle.loads(payload)
+        except PICKLE_ERRORS as error:  # e.g. the worker class's module cannot be imported here
+            reply = Reply(failure=failure_of(error))
+            if ticket is not None:
+                await self._host.skip(ticket)
+            return _pack_reply(reply), None
+        pieces = call.shard.pieces if call.shard is not None else ()
+        reply, kept = await self._host.run(call, [blocks[piece.handle] for piece in pieces], ticket)
+        return _pack_reply(reply), kept
+
+    async def cpu_seconds(self) -> float:
+        """See Cluster.cpu_seconds."""
+        return time.process_time() + children_cpu_seconds()
+
+    async def close(self) -> None:
+        """Close the workers."""
+        if self._host is not None:
+            await self._host.close()
+
+
+def worker_environment(threads: int) -> dict[str, str]:
+    """Environment of the host processes: import what the controller can import, and no more threads than
+    planned."""
+    own = tuple(os.path.realpath(path) for path in sysconfig.get_paths().values())
+    entries = [os.path.realpath(entry) for entry in sys.path if os.path.exists(entry or ".")]
+    path = [entry for entry in entries if not entry.startswith(own)]
+    return {"PYTHONPATH": os.pathsep.join(dict.fromkeys(path)), "OMP_NUM_THREADS": str(threads)}
