@@ -55,7 +55,7 @@ LONGEST = (
     "tests/trainers/test_split.py",
     "tests/training/test_ranks.py",
     "tests/weights/test_exchange.py",
-    "tests/trainers/test_ray.py",
+    "tests/trainers/test_two_ranks.py",
     "tests/trainers/test_resume.py",
     "tests/trainers/test_engine_process.py",
     "tests/workers/test_replicas.py",

@@ -160,14 +160,19 @@ def test_a_wrong_name_in_a_recipe_is_at_its_line(recipe_file: str, tmp_path: Pat
     assert not (tmp_path / "run").exists()
 
 
-def test_a_name_of_this_process_does_not_reach_rays_workers(recipe_file: str) -> None:
+def test_a_name_of_this_process_does_not_reach_workers_of_other_processes(recipe_file: str) -> None:
     @registry.policy_loss("mine")
     def mine(log_probs: torch.Tensor, advantages: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
         return -log_probs * advantages, {}
 
     try:
         done = inline(
-            "config", "show", recipe_file, "algorithm.policy_loss=mine", "cluster.backend=ray", check=False
+            "config",
+            "show",
+            recipe_file,
+            "algorithm.policy_loss=mine",
+            "cluster.backend=process",
+            check=False,
         )
         here = inline("config", "show", recipe_file, "algorithm.policy_loss=mine")
     finally:

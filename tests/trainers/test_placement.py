@@ -25,13 +25,13 @@ PPO = (  # a critic and a reference, so that there is something to place
     "checkpoint.every=2",
 )
 MIXED = (
-    "cluster.backend=ray",
+    "cluster.backend=process",
     "cluster.devices=2",
     "cluster.pools={policy: 1, judges: 1}",
     "cluster.placement={critic: judges, reference: judges}",
 )
 SPLIT = (
-    "cluster.backend=ray",
+    "cluster.backend=process",
     "cluster.devices=2",
     "cluster.pools={train: 1, serve: 1}",
     "cluster.placement={rollout: serve}",
@@ -65,7 +65,6 @@ def colocated(run: Any, devices: dict[str, tuple[int, ...]]) -> Path:
 def test_mixed_equals_colocated_bit_for_bit(
     run: Any, colocated: Path, devices: dict[str, tuple[int, ...]]
 ) -> None:
-    pytest.importorskip("ray")
     mixed = run("mixed", *PPO, *MIXED)
     assert devices == {"actor": (0,), "critic": (1,), "reference": (1,), "rollout": (0,)}
     assert weights(mixed) == weights(colocated)
@@ -80,7 +79,6 @@ def test_mixed_equals_colocated_bit_for_bit(
 def test_split_equals_colocated_bit_for_bit(
     run: Any, colocated: Path, devices: dict[str, tuple[int, ...]]
 ) -> None:
-    pytest.importorskip("ray")
     split = run("split", *PPO, *SPLIT)
     assert devices == {"actor": (0,), "critic": (0,), "reference": (0,), "rollout": (1,)}
     assert weights(split) == weights(colocated)

@@ -219,7 +219,7 @@ def test_the_types_are_those_that_episodes_write() -> None:
 
 
 SPLIT = (
-    "cluster.backend=ray",
+    "cluster.backend=process",
     "cluster.devices=2",
     "cluster.pools={a: 1, b: 1}",
     "cluster.placement.rollout=b",

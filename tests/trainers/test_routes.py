@@ -97,7 +97,7 @@ def test_placement_chooses_the_route(config: Callable[..., Config], tmp_path: Pa
 
     assert isinstance(route((0,), (0,)), SharedRoute)
     assert isinstance(route((0,), (0,), "trainer.max_staleness=1"), GatheredRoute)
-    assert isinstance(route((0, 1), (0, 1), "cluster.backend=ray", "cluster.devices=2"), GatheredRoute)
+    assert isinstance(route((0, 1), (0, 1), "cluster.backend=process", "cluster.devices=2"), GatheredRoute)
     assert isinstance(route((0, 1), (2, 3)), CollectiveRoute)
     disk = route((0,), (0,), "rollout.weight_transport=disk")
     assert isinstance(disk, DiskRoute)

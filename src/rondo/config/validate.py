@@ -329,8 +329,8 @@ def _cluster(check: Check) -> None:
         check.fail(
             "cluster.devices",
             f"cluster.devices = {cluster.devices} needs one process per device, and "
-            f"{check.named('cluster.backend')} has one process; use cluster.backend=process (on this machine), "
-            "or ray",
+            f"{check.named('cluster.backend')} has one process; use "
+            "cluster.backend=process (on this machine), or ray",
         )
     placement(check)
     if cluster.backend != "ray" and cluster.ray_address is not None:

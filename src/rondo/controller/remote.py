@@ -1,4 +1,4 @@
-"""Hosts in processes of their own, whoever starts them: calls and replies as bytes, and the host's program."""
+"""Hosts in processes of their own, whoever starts them: calls and replies as bytes, the host's program."""
 
 from __future__ import annotations
 

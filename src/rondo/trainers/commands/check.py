@@ -332,7 +332,8 @@ def check_names(config: Config) -> None:
             with about(key):
                 raise ConfigError(
                     f"{key}: the name {chosen.name!r} is registered in this process only, and the "
-                    f"workers of cluster.backend={config.cluster.backend} are other processes; name the function with its file, {place} (a program can also "
+                    f"workers of cluster.backend={config.cluster.backend} are other processes; name "
+                    f"the function with its file, {place} (a program can also "
                     "pass the function itself)"
                 )
 

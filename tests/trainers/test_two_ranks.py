@@ -1,4 +1,4 @@
-"""The same program on two FSDP2 ranks under Ray: the same rollouts, the same learning, and clear failures."""
+"""The same program on two FSDP2 ranks, in processes of ours and of Ray's: the same numbers, and clear failures."""
 
 from __future__ import annotations
 
@@ -19,15 +19,19 @@ from rondo.trainers.loop.rl import RLTrainer
 from rondo.workers.models import ActorWorker
 from tests.trainers.conftest import metrics
 
-ray = pytest.importorskip("ray")
-TWO = ("cluster.backend=ray", "cluster.devices=2")
+
+@pytest.fixture(params=["process", "ray"])
+def two_devices(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    if request.param == "ray":
+        pytest.importorskip("ray")
+    return (f"cluster.backend={request.param}", "cluster.devices=2")
 
 
 @pytest.mark.slow
-def test_two_ranks_equal_one_process(run: Any) -> None:
+def test_two_ranks_equal_one_process(run: Any, two_devices: tuple[str, ...]) -> None:
     settings = ("trainer.total_steps=2", "checkpoint.every=2", "trainer.evaluation.every=null")
     one = run("one", *settings)
-    two = run("two", *settings, *TWO)
+    two = run("two", *settings, *two_devices)
     first = [pq.read_table(folder / "rollouts" / "step-000001.parquet").to_pydict() for folder in (one, two)]
     order = [np.argsort(table["row_id"]) for table in first]
     for column in ("response_ids", "rollout_log_probs", "reward"):
@@ -48,9 +52,9 @@ def test_two_ranks_equal_one_process(run: Any) -> None:
 
 
 def test_a_killed_worker_is_an_error_that_names_it(
-    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, two_devices: tuple[str, ...]
 ) -> None:
-    """While the groups of the second step are generated; however late Ray sees it, its peer's "connection
+    """While the groups of the second step are generated; however late it is seen, its peer's "connection
     closed" is no cause.
     """
     take, killed = RLTrainer.take, []
@@ -65,7 +69,7 @@ def test_a_killed_worker_is_an_error_that_names_it(
         [str(recipe)],
         [
             f"trainer.run_dir={tmp_path / 'run'}",
-            *TWO,
+            *two_devices,
             "trainer.total_steps=500",
             "trainer.evaluation.every=null",
         ],
