@@ -1,4 +1,4 @@
-"""The same program on two FSDP2 ranks, in processes of ours and of Ray's: the same numbers, and clear failures."""
+"""The same program on two FSDP2 ranks, in our processes and in Ray's: equal numbers, and clear failures."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ Workers of any host map it; its bytes pass through nobody, and it outlives the h
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import resource
@@ -77,7 +78,7 @@ class ProcessHandle(HostHandle):
         except ProcessLostError as error:
             return await _lost(error)
         except asyncio.CancelledError:
-            if is_async:
+            if is_async and self.broken is None:
                 self.child.send(Message(self.child.number(), "cancel", (number,)))
             raise
         self.num_bytes += len(raw)
@@ -119,10 +120,6 @@ class ProcessCluster(Cluster):
         answer = asyncio.wrap_future(self._handles[rank].child.call(operation, *args))
         return await asyncio.wait_for(answer, seconds)
 
-    def hosts(self) -> Sequence[HostHandle]:
-        """See Cluster.hosts."""
-        return self._handles
-
     def accelerators(self, role: str, devices: Sequence[int]) -> tuple[str, ...]:
         """See Cluster.accelerators."""
         if self.device != "cuda" or len(devices) < 2:
@@ -147,6 +144,17 @@ class ProcessCluster(Cluster):
     def driver_bytes(self) -> int:
         """See Cluster.driver_bytes: pickled calls and replies, and what is put and fetched."""
         return self._moved_bytes + sum(handle.num_bytes for handle in self._handles)
+
+    async def cpu_seconds(self) -> dict[int, float]:
+        """See Cluster.cpu_seconds; the fork server counts nowhere."""
+        used: dict[int, float] = {}
+
+        async def ask(device: int) -> None:
+            with contextlib.suppress(ProcessLostError):  # dead since: it adds nothing more
+                used[device] = await self._ask(device, "cpu_seconds")
+
+        await asyncio.gather(*(ask(handle.device) for handle in self._handles if handle.broken is None))
+        return used
 
     async def shutdown(self) -> None:
         """See Cluster.shutdown. Hosts that are broken or do not close within CLOSE_SECONDS are killed."""

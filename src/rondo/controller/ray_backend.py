@@ -33,7 +33,6 @@ from rondo.controller.remote import (
     worker_environment,
 )
 from rondo.errors import ConfigError, DataError
-from rondo.usage import children_cpu_seconds
 
 try:
     import ray
