@@ -154,7 +154,7 @@ class ProcessCluster(Cluster):
                 used[device] = await self._ask(device, "cpu_seconds")
 
         await asyncio.gather(*(ask(handle.device) for handle in self._handles if handle.broken is None))
-        return used
+        return dict(sorted(used.items()))
 
     async def shutdown(self) -> None:
         """See Cluster.shutdown. Hosts that are broken or do not close within CLOSE_SECONDS are killed."""
