@@ -280,16 +280,15 @@ async def simulate(
             while groups := await buffer.take():
                 done.steps.append([group.seq for group in groups])
                 done.staleness += [buffer.version - group.oldest_version for group in groups]
-                done.trained_lengths += [n for group in groups for n in group.lengths().tolist()]
+                done.trained_lengths += [n for group in groups for n in group.lengths()]
                 if on_step is not None:
                     await on_step(groups)
 
                 stats, version = StepStats(), buffer.version + 1
-                await publisher.hold_if_shared()
+                await publisher.hold(if_shared=True)
                 await asyncio.sleep(update_seconds)
                 await publisher.publish(version, stats)
-                done.statistics.append(dict(buffer.statistics()))
-                buffer.end_step()
+                done.statistics.append(buffer.end_step())
                 await publisher.release(version, stats)
                 done.statistics[-1] |= stats.values()
     finally:

@@ -13,8 +13,7 @@ import pytest
 
 from rondo.batch import Batch, BatchRef
 from rondo.errors import RewardError, TrainError
-from rondo.trainers.loop.buffer import Buffer, Group
-from rondo.trainers.loop.ledger import Ledger
+from rondo.trainers.loop.buffer import Buffer, Group, Ledger
 
 
 def group(seq: int, version: int) -> Group:
@@ -49,7 +48,10 @@ async def simulate(
 
     async def episode(seq: int, version: int) -> None:
         await asyncio.sleep(rng.random() * 0.002)
-        await (buf.drop(seq, "failed", ["a", "b"]) if fails(seq) else buf.put(group(seq, version)))
+        if fails(seq):
+            buf.drop(seq, "failed", ["a", "b"])
+        else:
+            buf.put(group(seq, version))
 
     async def feed() -> None:
         while True:
@@ -63,10 +65,10 @@ async def simulate(
             assert max(buf.version - g.oldest_version for g in taken) <= buf.max_staleness
             steps.append([g.seq for g in taken])
             if reports is not None:
-                reports.append({**buf.statistics(), "failed": buf.num_failed})
+                reports.append({**buf.end_step(), "failed": buf.num_failed})
             await asyncio.sleep(rng.random() * 0.002)
             await buf.settled()
-            await buf.advance(buf.version + 1)
+            buf.advance(buf.version + 1)
     finally:
         feeder.cancel()
         await asyncio.gather(feeder, *tasks, return_exceptions=True)
@@ -114,7 +116,7 @@ def test_the_filter_drops_with_its_reason_and_returns_the_credit() -> None:
     async def main() -> None:
         buf = buffer(2, 0, 1, keep=lambda g: "all answers are right" if g.seq == 0 else None)
         first = await buf.ticket()
-        await buf.put(group(first, 0))
+        buf.put(group(first, 0))
         assert buf.ledger.dropped == {0: "all answers are right"}
         assert buf.credits() == 2
 
@@ -126,7 +128,7 @@ def test_an_episode_error_reaches_whoever_waits() -> None:
         buf = buffer()
         waiting = asyncio.create_task(buf.take())
         await asyncio.sleep(0)
-        await buf.fail(ValueError("scorer broke"))
+        buf.fail(ValueError("scorer broke"))
         with pytest.raises(ValueError, match="scorer broke"):
             await asyncio.wait_for(waiting, 240)
         with pytest.raises(ValueError, match="scorer broke"):
@@ -225,7 +227,7 @@ def test_the_bound_is_an_error_with_the_group_that_goes_beyond_it() -> None:
     async def main(filtered: int) -> None:
         buf = buffer(2, 0, 1, keep=lambda g: "all right" if g.seq else "all wrong", max_refills=2)
         for _ in range(filtered):
-            await buf.put(group(await buf.ticket(), 0))
+            buf.put(group(await buf.ticket(), 0))
         taking = asyncio.create_task(buf.take())
         await asyncio.sleep(0)
         if taking.done():
@@ -251,11 +253,11 @@ def test_what_may_belong_to_a_later_step_does_not_count() -> None:
     async def main() -> Buffer:
         buf = buffer(2, 1, 3, keep=lambda g: "easy" if g.seq in (2, 3) else None, max_refills=0.5)
         for seq in [await buf.ticket() for _ in range(4)][2:]:
-            await buf.put(group(seq, 0))
+            buf.put(group(seq, 0))
         for seq in (0, 1):
-            await buf.put(group(seq, 0))
+            buf.put(group(seq, 0))
         assert [g.seq for g in await buf.take()] == [0, 1]
-        assert buf.statistics()["buffer/filtered"] == 0
+        assert buf.end_step()["buffer/filtered"] == 0
         with pytest.raises(TrainError, match="dropped 2 prompt groups"):
             await buf.take()
         return buf
@@ -268,22 +270,22 @@ def test_a_resumed_ledger_counts_what_was_filtered_before() -> None:
 
     async def start(buf: Buffer) -> None:
         for seq in [await buf.ticket() for _ in range(4)]:
-            await buf.put(group(seq, 0))
+            buf.put(group(seq, 0))
         await buf.take()
 
     async def go_on(buf: Buffer) -> dict[str, float]:
         for seq in [await buf.ticket() for _ in range(2)]:
-            await buf.put(group(seq, 0))
+            buf.put(group(seq, 0))
         assert [g.seq for g in await buf.take()] == [4, 5]
-        return dict(buf.statistics())
+        return dict(buf.end_step())
 
     async def main() -> None:
         buf, resumed = buffer(2, 1, 3, keep=keep), buffer(2, 1, 3, keep=keep)
         await start(buf)
         resumed.ledger = Ledger.from_records(json.loads(json.dumps(buf.ledger.records())))
         assert await go_on(resumed) == await go_on(buf)
-        assert buf.statistics()["buffer/filtered"] == 2
-        assert buf.statistics()["reward/generated_mean"] == (2 + 3 + 4 + 5) / 4
+        assert buf.end_step()["buffer/filtered"] == 2
+        assert buf.end_step()["reward/generated_mean"] == (2 + 3 + 4 + 5) / 4
 
     asyncio.run(main())
 
@@ -323,9 +325,9 @@ def test_too_many_failures_of_one_step_are_an_error_of_whoever_waits(order: tupl
         buf.ledger.admit(0)  # what replaces number 1
         for seq in order:
             if seq == 1:
-                await buf.drop(seq, "too few", ["rollout_error", "reward_timeout"])
+                buf.drop(seq, "too few", ["rollout_error", "reward_timeout"])
             else:
-                await buf.put(group(seq, 0))
+                buf.put(group(seq, 0))
         await buf.settled()
         return buf
 
@@ -339,7 +341,7 @@ def test_a_resumed_ledger_counts_what_failed_before() -> None:
     async def main() -> None:
         buf, resumed = buffer(2, 1, 3), buffer(2, 1, 3)
         for seq in [await buf.ticket() for _ in range(4)]:
-            await buf.put(group(seq, 0))
+            buf.put(group(seq, 0))
         await buf.take()
         assert buf.num_failed == 2
         resumed.ledger = Ledger.from_records(json.loads(json.dumps(buf.ledger.records())))
@@ -383,11 +385,11 @@ def test_a_run_that_was_made_shorter_ends_there(order: str) -> None:
     async def main() -> None:
         first = buffer(2, 2, 9, order=order)
         for seq in [await first.ticket() for _ in range(6)][:5]:
-            await first.put(group(seq, 0))
+            first.put(group(seq, 0))
         again = cut(first, buffer(2, 2, 1, order=order), 0)
         assert again.credits() == 0
         assert len(await asyncio.wait_for(again.take(), 240)) == 2
-        await again.advance(1)
+        again.advance(1)
         assert await asyncio.wait_for(again.take(), 240) == []
 
     asyncio.run(main())
@@ -402,12 +404,12 @@ def test_buffered_groups_start_again_where_the_rules_would_make_them_too_old() -
         first = buffer(1, 2, 9, order="completion")
         assert [await first.ticket() for _ in range(3)] == [0, 1, 2]
         for version, newest in ((1, 2), (2, 3)):
-            await first.put(group(newest, version - 1))
+            first.put(group(newest, version - 1))
             assert [g.seq for g in await first.take()] == [newest]
-            await first.give_back([0], aborted=True)
+            first.give_back([0], aborted=True)
             if version == 2:
-                await first.put(group(1, 0))
-            await first.advance(version)
+                first.put(group(1, 0))
+            first.advance(version)
             if version == 1:
                 assert [await first.ticket() for _ in range(2)] == [0, 3]
         assert list(first.ready) == [1]
@@ -416,9 +418,9 @@ def test_buffered_groups_start_again_where_the_rules_would_make_them_too_old() -
         assert cut(first, buffer(1, 1, 9, order="completion"), 2).ledger.reissue == [0, 1]
         again = cut(first, buffer(1, 2, 9, order="prompt"), 2)
         for seq in [await again.ticket() for _ in range(again.credits())]:
-            await again.put(group(seq, again.version))
+            again.put(group(seq, again.version))
         assert [g.seq for g in await again.take()] == [0]
-        await again.advance(3)
+        again.advance(3)
         assert [g.seq for g in await again.take()] == [1]  # raises where it is older than the bound
 
     asyncio.run(main())

@@ -11,7 +11,7 @@ from rondo.algorithms.aggregation import loss_weights, token_mean
 from rondo.algorithms.registry import bind, lookup
 from rondo.config.schema import FunctionConfig
 from rondo.errors import TrainError
-from rondo.planning.mini_batches import mini_batch_order, plan_mini_batches
+from rondo.planning.batches import mini_batch_order, plan_mini_batches
 
 
 @settings(max_examples=60, deadline=None)

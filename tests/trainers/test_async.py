@@ -13,9 +13,8 @@ import pytest
 from rondo.batch import BatchRef
 from rondo.errors import RewardError, TrainError, WorkerError
 from rondo.planning.admission import OnUpdate, Order, effective_on_update
-from rondo.trainers.loop.buffer import Buffer, Group
+from rondo.trainers.loop.buffer import Buffer, Group, Ledger
 from rondo.trainers.loop.feeder import EpisodeFeeder
-from rondo.trainers.loop.ledger import Ledger
 from rondo.trainers.loop.publish import WeightPublisher
 from simulation import Lengths, SimulatedEngines, Simulation, run_virtual, simulate
 

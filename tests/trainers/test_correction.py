@@ -27,17 +27,9 @@ from rondo.config.schema import (
 )
 from rondo.controller import Cluster, start_cluster
 from rondo.errors import ConfigError, DataError, TrainError
-from rondo.trainers.program.roles import Roles
-from rondo.trainers.program.stages import (
-    AdvantageStage,
-    CorrectionStage,
-    PreparationStage,
-    Stage,
-    Step,
-    describe_correction,
-    effective_correction,
-)
-from rondo.trainers.program.tensors import attach, numbers, padded_columns
+from rondo.trainers.program.plan import describe_correction, effective_correction
+from rondo.trainers.program.stages import AdvantageStage, CorrectionStage, PreparationStage
+from rondo.trainers.program.step import Roles, Stage, Step, attach, numbers, padded_columns
 from rondo.types import StepStats
 
 # Four responses of lengths 2, 3, 1, 2; row 1 has a hole, row 3 no trained token.

@@ -14,16 +14,15 @@ import pytest
 from rondo.columns import GREEDY_REWARD
 from rondo.config import load
 from rondo.config.schema import Config, FunctionConfig
-from rondo.controller import WorkerGroup, start_cluster
+from rondo.controller import start_cluster
 from rondo.errors import ConfigError, RewardError, WorkerError
 from rondo.rewards import check_dropped_share
 from rondo.trainers.loop.buffer import Buffer, group_filter
-from rondo.trainers.loop.engine_side import WorkerEpisodes
-from rondo.trainers.loop.feeder import EpisodeFeeder
+from rondo.trainers.loop.engine_side import EngineSide
 from rondo.trainers.loop.publish import WeightPublisher
-from rondo.trainers.loop.routes import SharedRoute
 from rondo.trainers.program.inputs import Prompts, complete_model, load_prompts, settled
 from rondo.trainers.program.roles import create_model, create_rollout
+from rondo.trainers.program.step import Roles
 from rondo.types import SamplingParams, StepStats
 from rondo.workers.rollout import RolloutWorker
 
@@ -46,18 +45,18 @@ def rank(trajectories):
 
 @pytest.fixture
 def with_rollout(recipe: Path) -> Callable[..., Any]:
-    """with_rollout(use, *overrides): `use(rollout, prompts, config)` on a running engine."""
+    """with_rollout(use, *overrides): `use(roles, prompts, config)` on a running engine."""
 
-    def start(use: Callable[[WorkerGroup, Prompts, Config], Awaitable[Any]], *overrides: str) -> Any:
+    def start(use: Callable[[Roles, Prompts, Config], Awaitable[Any]], *overrides: str) -> Any:
         config = complete_model(settled(load([str(recipe)], [*overrides]).config))
 
         async def main() -> Any:
             cluster = await start_cluster(config.cluster)
             try:
-                await create_model(cluster, "actor", config)
+                actor = await create_model(cluster, "actor", config)
                 prompts = load_prompts(config)
                 rollout = await create_rollout(cluster, config, prompts.max_context, share=True, threads=1)
-                return await use(rollout, prompts, config)
+                return await use(Roles(actor, rollout), prompts, config)
             finally:
                 await cluster.shutdown()
 
@@ -67,12 +66,12 @@ def with_rollout(recipe: Path) -> Callable[..., Any]:
 
 
 async def take(
-    buffer: Buffer, rollout: WorkerGroup, prompts: Prompts, *, steps: int = 1, **options: Any
+    buffer: Buffer, roles: Roles, prompts: Prompts, config: Config, *, steps: int = 1, **options: Any
 ) -> list[dict[str, Any]]:
     """Rows of the next steps' groups, as a mapping of columns per step."""
-    episodes = WorkerEpisodes(rollout, prompts.train.prompt, sampling=prompts.sampling, n=4, **options)
-    feeder = EpisodeFeeder(buffer, episodes, n=4)
-    publisher = WeightPublisher(SharedRoute(rollout), episodes, feeder, buffer, shared=True)
+    side = EngineSide(config, roles, prompts, (), Path(), **options)
+    feeder = side.feeder(buffer, n=4)
+    publisher = WeightPublisher(side.route, side, feeder, buffer, shared=True)
     await publisher.start(0)
     feeding = asyncio.create_task(feeder.run())
     try:
@@ -82,7 +81,7 @@ async def take(
             batches = [await group.ref.fetch() for group in groups]
             taken += [{"seq": [g.seq for g in groups], "rows": [b.table.to_pydict() for b in batches]}]
             taken[-1]["index"] = [group.ref.index for group in groups]
-            await publisher.hold_if_shared()
+            await publisher.hold(if_shared=True)
             await publisher.publish(step + 1, StepStats())  # the same weights, under a new version
             await publisher.release(step + 1, StepStats())
         return taken
@@ -100,14 +99,14 @@ def make_buffer(**options: Any) -> Buffer:
 def test_the_greedy_baseline_is_the_greedy_answers_reward_and_changes_no_sample(
     with_rollout: Callable[..., Any], tmp_path: Path
 ) -> None:
-    async def use(rollout: WorkerGroup, prompts: Prompts, config: Config) -> Any:
-        plain = await take(make_buffer(), rollout, prompts)
-        ours = await take(make_buffer(), rollout, prompts, greedy_baseline=True)
+    async def use(roles: Roles, prompts: Prompts, config: Config) -> Any:
+        plain = await take(make_buffer(), roles, prompts, config)
+        ours = await take(make_buffer(), roles, prompts, config, greedy_baseline=True)
         greedy = SamplingParams(
             prompts.sampling.max_tokens, temperature=0.0, stop_token_ids=prompts.sampling.stop_token_ids
         )
         asked = [prompts.train.prompt(seq) for seq in range(3)]
-        records = await rollout.call_rank(0, RolloutWorker.evaluate, asked, greedy, 1, "apart")
+        records = await roles.engines.call_rank(0, RolloutWorker.evaluate, asked, greedy, 1, "apart")
         return plain[0], ours[0], records
 
     (tmp_path / "mine.py").write_text(SCORERS)
@@ -128,13 +127,13 @@ def test_a_group_whose_greedy_answer_was_not_scored_is_dropped(
     (tmp_path / "mine.py").write_text(SCORERS)
     overrides = [f"reward.functions=[{tmp_path}/mine.py:not_the_greedy_one]", "reward.on_error=drop"]
 
-    async def use(rollout: WorkerGroup, prompts: Prompts, config: Config) -> Any:
+    async def use(roles: Roles, prompts: Prompts, config: Config) -> Any:
         buffer = make_buffer()
-        (step,) = await take(buffer, rollout, prompts, greedy_baseline=True)
+        (step,) = await take(buffer, roles, prompts, config, greedy_baseline=True)
         check = functools.partial(check_dropped_share, step_size=12, max_share=0.5)
         strict = make_buffer(check_failures=check)
         with pytest.raises(RewardError, match=r"8 without a greedy baseline"):
-            await take(strict, rollout, prompts, greedy_baseline=True)
+            await take(strict, roles, prompts, config, greedy_baseline=True)
         return step["seq"], buffer.ledger.dropped
 
     seqs, dropped = with_rollout(use, *overrides)
@@ -147,11 +146,11 @@ def test_a_baseline_and_a_scorer_of_groups_exclude_each_other(
 ) -> None:
     (tmp_path / "mine.py").write_text(SCORERS)
 
-    async def use(rollout: WorkerGroup, prompts: Prompts, config: Config) -> None:
+    async def use(roles: Roles, prompts: Prompts, config: Config) -> None:
         with pytest.raises(
             (ConfigError, WorkerError), match="scores a whole group of answers; remove either"
         ):
-            await take(make_buffer(), rollout, prompts, greedy_baseline=True)
+            await take(make_buffer(), roles, prompts, config, greedy_baseline=True)
 
     with_rollout(use, f"reward.functions=[{tmp_path}/mine.py:rank]")
 
@@ -160,11 +159,11 @@ def test_a_baseline_and_a_scorer_of_groups_exclude_each_other(
 def test_groups_of_one_accuracy_are_replaced(with_rollout: Callable[..., Any], max_staleness: int) -> None:
     """Exactly the groups are trained on, in order, that are mixed when all are generated without a filter."""
 
-    async def use(rollout: WorkerGroup, prompts: Prompts, config: Config) -> Any:
-        everything = await take(make_buffer(batch_size=12), rollout, prompts)
+    async def use(roles: Roles, prompts: Prompts, config: Config) -> Any:
+        everything = await take(make_buffer(batch_size=12), roles, prompts, config)
         keep = group_filter(FunctionConfig("mixed_accuracy"))
         buffer = make_buffer(keep=keep, max_staleness=max_staleness, total_steps=2, total_groups=12)
-        return everything[0], await take(buffer, rollout, prompts, steps=2), buffer
+        return everything[0], await take(buffer, roles, prompts, config, steps=2), buffer
 
     scorer = "reward.functions=[tests/trainers/scorers.py:first_is_even]"
     everything, steps, buffer = with_rollout(use, scorer, "rollout.max_tokens=2")
@@ -183,12 +182,12 @@ def test_a_filter_without_an_accuracy_and_one_that_returns_no_reason(
     (tmp_path / "mine.py").write_text("def truth(reward):\n    return True\n")
     functions = ["tests/trainers/scorers.py:first_is_even", "tests/trainers/scorers.py:even_share"]
 
-    async def use(rollout: WorkerGroup, prompts: Prompts, config: Config) -> None:
+    async def use(roles: Roles, prompts: Prompts, config: Config) -> None:
         keep = group_filter(FunctionConfig("mixed_accuracy"))
         with pytest.raises(ConfigError, match=r"name one in reward\.accuracy that every source has"):
-            await take(make_buffer(keep=keep), rollout, prompts)
+            await take(make_buffer(keep=keep), roles, prompts, config)
         keep = group_filter(FunctionConfig(f"{tmp_path}/mine.py:truth"))
         with pytest.raises(Exception, match="returned True; a filter returns None to keep"):
-            await take(make_buffer(keep=keep), rollout, prompts)
+            await take(make_buffer(keep=keep), roles, prompts, config)
 
     with_rollout(use, f"reward.functions=[{', '.join(functions)}]")

@@ -13,7 +13,7 @@ import pytest
 from rondo.controller import Worker
 from rondo.errors import ConfigError, DataError, RolloutError, WeightSyncError, WorkerError
 from rondo.trainers.commands import train as runner
-from rondo.trainers.program.roles import Roles
+from rondo.trainers.program.step import Roles
 from tests.trainers.conftest import weights
 from tests.waiting import wait_for, wait_until_gone
 

@@ -13,7 +13,7 @@ from rondo.errors import ConfigError
 from rondo.rollout.native.engine import NativeEngine
 from rondo.trainers.commands import train as runner
 from rondo.trainers.commands.check import check_rl
-from rondo.trainers.program.roles import Roles
+from rondo.trainers.program.step import Roles
 from tests.trainers.conftest import inline, metrics, weights
 
 PPO = (  # a critic and a reference, so that there is something to place

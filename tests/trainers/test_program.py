@@ -33,8 +33,7 @@ from rondo.controller import Cluster
 from rondo.errors import ConfigError
 from rondo.trainers.program.plan import plan_program
 from rondo.trainers.program.producers import stages
-from rondo.trainers.program.roles import Roles
-from rondo.trainers.program.stages import Stage, Step
+from rondo.trainers.program.step import Roles, Stage, Step
 from rondo.trainers.program.update import ActorWeights, Resampling, lm_weights, without_idle
 from tests.trainers.conftest import RECIPE, inline, metrics, weights
 

@@ -10,8 +10,7 @@ import pytest
 
 from rondo.errors import WeightSyncError
 from rondo.trainers.loop.buffer import Buffer
-from rondo.trainers.loop.feeder import EpisodeFeeder
-from rondo.trainers.loop.mender import cancel
+from rondo.trainers.loop.feeder import EpisodeFeeder, cancel
 from rondo.trainers.loop.publish import WeightPublisher
 from rondo.weights.sync import SyncReport
 from simulation import SimulatedEngines, run_virtual

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -15,11 +15,11 @@ import yaml
 
 from rondo.columns import column
 from rondo.config import load
-from rondo.data.rollout_files import NEEDED, Limits, open_recording
+from rondo.data.rollout_files import NEEDED, Limits, Recording, open_recording
 from rondo.data.rows import rows_from_trajectories
 from rondo.errors import ConfigError, DataError
 from rondo.trainers.loop.rl import RLTrainer
-from rondo.trainers.program.inputs import settled
+from rondo.trainers.program.inputs import Recorded, settled
 from rondo.trainers.program.plan import plan_program
 from rondo.trainers.program.stages import CorrectionStage
 from rondo.trainers.replay.offline import RecordedBuffer, recorded_rollouts
@@ -195,11 +195,11 @@ def test_scores_that_are_recorded_are_not_added_twice(live: Path, tiny: Path) ->
 
 def test_a_short_step_in_the_middle_stays_short() -> None:
     def of(sizes: list[int], version: int, trained: int) -> tuple[int, int]:
-        buffer = RecordedBuffer(sizes, batch_size=4, total_steps=len(sizes), total_groups=sum(sizes))
+        recorded = Recorded(cast(Recording, None), tuple(sizes), ())
+        buffer = RecordedBuffer(recorded, batch_size=4, total_steps=len(sizes), total_groups=sum(sizes))
         buffer.ledger.next_seq = buffer.ledger.num_trained = trained
-        buffer.version = version
-        buffer._leave_empty()
-        return buffer.credits(), buffer._want()
+        buffer.advance(version)
+        return buffer.credits(), buffer.step_size
 
     assert [of([4, 3, 4, 2], *at) for at in ((0, 0), (1, 4), (2, 7), (3, 11))] == [
         (4, 4),

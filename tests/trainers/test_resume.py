@@ -92,8 +92,8 @@ def test_interrupt_while_groups_wait_in_the_buffer_loses_none_of_them(
     """When three of the four groups of step 3 are ready, and the fourth is being scored."""
     put = Buffer.put
 
-    async def put_and_interrupt(self: Buffer, group: Group) -> None:
-        await put(self, group)
+    def put_and_interrupt(self: Buffer, group: Group) -> None:
+        put(self, group)
         if set(self.ready) == {8, 9, 10}:
             os.kill(os.getpid(), signal.SIGINT)
 

@@ -15,7 +15,8 @@ from rondo.errors import ConfigError, WeightSyncError, WorkerError
 from rondo.trainers.commands.train import train
 from rondo.trainers.loop.routes import CollectiveRoute, DiskRoute, GatheredRoute, SharedRoute, make_route
 from rondo.trainers.program.inputs import settled
-from rondo.trainers.program.roles import Roles, create_rollout
+from rondo.trainers.program.roles import create_rollout
+from rondo.trainers.program.step import Roles
 from rondo.weights.exchange import SendReport, Transfer
 from rondo.weights.layout import Layout, Parameter
 from rondo.weights.sync import SyncReport

@@ -49,7 +49,7 @@ def test_split_goes_on_without_a_host_of_engines(
         return tmp_path / name
 
     whole = run("whole")
-    original, warned, lost, deaths = Checkpoints.write_if_due, [], [], Deaths()
+    original, warned, lost, deaths = Checkpoints.write_if_cut, [], [], Deaths()
 
     async def kill_after_the_second_step(checkpoints: Checkpoints, trainer: RLTrainer) -> None:
         await original(checkpoints, trainer)
@@ -59,7 +59,7 @@ def test_split_goes_on_without_a_host_of_engines(
         if trainer.step == 2:
             os.kill((await trainer.roles.rollout.call(Worker.process_id))[1], signal.SIGKILL)
 
-    monkeypatch.setattr(Checkpoints, "write_if_due", kill_after_the_second_step)
+    monkeypatch.setattr(Checkpoints, "write_if_cut", kill_after_the_second_step)
     monkeypatch.setattr(Reporter, "warn", lambda self, message: warned.append(message))
     hurt = run("hurt", *SPLIT, "cluster.devices=3", "cluster.pools.serve=2")
     assert weights(hurt) == weights(whole)

@@ -16,9 +16,21 @@ from rondo.algorithms import (
     resampling,
     value_loss,
 )
+from rondo.algorithms.aggregation import Aggregate, loss_weights, seq_mean_token_mean, token_mean
+from rondo.algorithms.constraint import smooth_cost, update_multiplier
 from rondo.algorithms.kl import kl_reward, update_kl_coef
 from rondo.algorithms.objective import ActorLoss, CriticLoss, PrmLoss, SftLoss
 from rondo.algorithms.pair_objective import PreferenceLoss, RewardModelLoss
-from rondo.algorithms.registry import bind, columns_read, lookup, names
+from rondo.algorithms.registry import (
+    Kind,
+    bind,
+    bind_preparation,
+    columns_read,
+    lookup,
+    names,
+    registered_by_user,
+)
+from rondo.algorithms.resampling import draw
+from rondo.algorithms.rollout_correction import correct
 from rondo.algorithms.trial import check_algorithm
 from rondo.algorithms.value_loss import explained_variance

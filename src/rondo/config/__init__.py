@@ -1,7 +1,31 @@
 """The typed configuration: schema, loading, validation, printing. Nothing here imports torch or ray."""
 
-from rondo.config.load import LoadedConfig, load
+# ruff: noqa: F401
+from rondo.config.auto import DEVICES, config_for
+from rondo.config.compare import changes, leaves_of
+from rondo.config.functions import did_you_mean
+from rondo.config.load import LoadedConfig, load, recipe_path
 from rondo.config.printing import show, to_yaml
+from rondo.config.schema import (
+    ActorConfig,
+    AlgorithmConfig,
+    ClusterConfig,
+    Config,
+    ConstraintConfig,
+    CriticConfig,
+    DataConfig,
+    EvaluationConfig,
+    FrozenEngineConfig,
+    FunctionConfig,
+    ImportanceConfig,
+    KlConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RewardConfig,
+    RewardFunctionConfig,
+    RewardModelConfig,
+    RolloutConfig,
+    RolloutCorrectionConfig,
+    SourceConfig,
+)
 from rondo.config.tree import Origin
-
-__all__ = ["LoadedConfig", "Origin", "load", "show", "to_yaml"]

@@ -1,7 +1,7 @@
 """The controller: resource pools, worker groups, dispatch. Two backends, one behaviour. Knows nothing of
 models."""
 
-from rondo.controller.cluster import Cluster, start_cluster
+from rondo.controller.cluster import Cluster, planned_device, start_cluster
 from rondo.controller.dispatch import dispatch
 from rondo.controller.group import WorkerGroup, together
 from rondo.controller.mesh import Mesh
@@ -14,6 +14,7 @@ __all__ = [
     "WorkerContext",
     "WorkerGroup",
     "dispatch",
+    "planned_device",
     "start_cluster",
     "together",
 ]

@@ -3,7 +3,15 @@ ranks.
 """
 
 from rondo.models.family import Family, family_of
-from rondo.models.loading import build_model, load_model_config, load_tokenizer
+from rondo.models.loading import build_model, check_model_folder, load_model_config, load_tokenizer
 from rondo.models.source import ModelSource
 
-__all__ = ["Family", "ModelSource", "build_model", "family_of", "load_model_config", "load_tokenizer"]
+__all__ = [
+    "Family",
+    "ModelSource",
+    "build_model",
+    "check_model_folder",
+    "family_of",
+    "load_model_config",
+    "load_tokenizer",
+]

@@ -3,9 +3,10 @@
 from rondo.rollout.build import build_engine, check_engine, start_engine
 from rondo.rollout.native.cache import cache_bytes
 from rondo.rollout.native.engine import NativeEngine
-from rondo.rollout.protocol import Capabilities, EngineSpec, RolloutEngine
+from rondo.rollout.protocol import WASTED_TOKENS, Capabilities, EngineSpec, RolloutEngine
 
 __all__ = [
+    "WASTED_TOKENS",
     "Capabilities",
     "EngineSpec",
     "NativeEngine",

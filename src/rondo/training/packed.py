@@ -22,7 +22,7 @@ from rondo.errors import DataError, TrainError
 from rondo.models.attention import Documents, Heads, choose_kernel, plan_documents
 from rondo.models.family import Family
 from rondo.models.source import Attention
-from rondo.planning.packing import micro_batches, rows_of_units
+from rondo.planning.batches import micro_batches, rows_of_units
 
 
 @dataclass(frozen=True)

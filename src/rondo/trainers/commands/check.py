@@ -13,27 +13,38 @@ from pathlib import Path
 from typing import Any
 
 from rondo.agents.external import load_agent
-from rondo.algorithms import check_algorithm
-from rondo.algorithms.registry import Kind, columns_read, lookup, registered_by_user
+from rondo.algorithms import Kind, check_algorithm, columns_read, lookup, registered_by_user
 from rondo.columns import GREEDY_REWARD, TOPK_IDS
-from rondo.config import LoadedConfig
-from rondo.config.auto import DEVICES, config_for
-from rondo.config.functions import did_you_mean
-from rondo.config.load import recipe_path
-from rondo.config.schema import Config, FunctionConfig, KlConfig
-from rondo.controller.cluster import planned_device
-from rondo.data.sources import check_source
+from rondo.config import (
+    DEVICES,
+    Config,
+    FunctionConfig,
+    KlConfig,
+    LoadedConfig,
+    config_for,
+    did_you_mean,
+    recipe_path,
+)
+from rondo.controller import planned_device
+from rondo.data import check_source
 from rondo.errors import ConfigError, DataError, about
-from rondo.models.loading import check_model_folder, load_model_config
+from rondo.models import check_model_folder, load_model_config
 from rondo.rewards import BUILTINS, load_functions
 from rondo.roles import ROLES
 from rondo.rollout import check_engine
 from rondo.tracking import check_trackers
-from rondo.trainers.program.inputs import Recorded
-from rondo.trainers.program.plan import Program, plan_program, warmup_steps
-from rondo.trainers.program.roles import engine_of, model_source, path_of, placement_of, source_of
-from rondo.trainers.replay.journal import check_replay
-from rondo.trainers.replay.offline import recorded_rollouts
+from rondo.trainers.program import (
+    Program,
+    Recorded,
+    engine_of,
+    model_source,
+    path_of,
+    placement_of,
+    plan_program,
+    source_of,
+    warmup_steps,
+)
+from rondo.trainers.replay import check_replay, recorded_rollouts
 
 # What the built-in loop does by configuration, and a program by a line of its own.
 YOURS: Mapping[str, str] = {

@@ -10,8 +10,8 @@ from rondo.config import LoadedConfig
 from rondo.errors import ConfigError
 from rondo.tracking import check_trackers
 from rondo.trainers.commands.check import changed_keys, check_backend, check_files
-from rondo.trainers.program.roles import placement_of
-from rondo.trainers.supervised.trainer import Task
+from rondo.trainers.program import placement_of
+from rondo.trainers.supervised import Task
 
 # Keys that supervised training reads; any other key that is set would be ignored, so it is an error.
 KEYS = ("model.", "data.", "actor.", "trainer.", "cluster.", "tracking.", "checkpoint.")

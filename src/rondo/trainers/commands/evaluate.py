@@ -11,21 +11,25 @@ from typing import Any
 
 from rondo.chat import encode_prompt, stop_token_ids
 from rondo.checkpoint import CheckpointStore
-from rondo.config import LoadedConfig, load
-from rondo.config.schema import Config, DataConfig, ModelConfig, RolloutConfig
+from rondo.config import Config, DataConfig, LoadedConfig, ModelConfig, RolloutConfig, load
 from rondo.controller import start_cluster
-from rondo.data.rows import index_columns
+from rondo.data import index_columns
 from rondo.errors import CheckpointError, ConfigError
 from rondo.models import load_tokenizer
 from rondo.trainers.commands.check import check_rl
-from rondo.trainers.loop.engine_side import restarted
-from rondo.trainers.loop.evaluation import EvaluationResult, evaluate
-from rondo.trainers.loop.mender import Mender
-from rondo.trainers.program.inputs import complete_model, load_prompts, open_tokenizer, settled
-from rondo.trainers.program.roles import create_model, create_rollout, on_one_pool, one_storage
+from rondo.trainers.loop import EvaluationResult, Mender, evaluate, restarted
+from rondo.trainers.program import (
+    complete_model,
+    create_model,
+    create_rollout,
+    load_prompts,
+    on_one_pool,
+    one_storage,
+    open_tokenizer,
+    settled,
+)
 from rondo.types import Prompt, SamplingParams
-from rondo.workers.models import ActorWorker
-from rondo.workers.rollout import RolloutWorker
+from rondo.workers import ActorWorker, RolloutWorker
 
 
 def evaluate_model(loaded: LoadedConfig) -> EvaluationResult:

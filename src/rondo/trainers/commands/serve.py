@@ -11,22 +11,24 @@ from dataclasses import dataclass
 
 import torch
 
-from rondo.config import LoadedConfig
-from rondo.config.schema import Config
-from rondo.controller.cluster import planned_device
+from rondo.config import Config, LoadedConfig
+from rondo.controller import planned_device
 from rondo.errors import ConfigError
-from rondo.models.family import family_of
-from rondo.models.loading import build_model, load_model_config
-from rondo.rollout import EngineSpec
-from rondo.rollout.build import check_engine
+from rondo.models import build_model, family_of, load_model_config
+from rondo.rollout import EngineSpec, check_engine
 from rondo.serving import Endpoint, Sessions
 from rondo.serving.http import HttpServer, check_installed
 from rondo.trainers.commands.check import changed_keys
-from rondo.trainers.loop.mender import Mender
-from rondo.trainers.program.inputs import complete_model, open_tokenizer, sampling_params, settled
-from rondo.trainers.program.roles import model_source, rollout_dtype
-from rondo.workers.replicas import Replicas
-from rondo.workers.rollout import runs_in_own_process
+from rondo.trainers.loop import Mender
+from rondo.trainers.program import (
+    complete_model,
+    model_source,
+    open_tokenizer,
+    rollout_dtype,
+    sampling_params,
+    settled,
+)
+from rondo.workers import Replicas, runs_in_own_process
 
 MAX_SESSIONS = 1024  # that are remembered
 MAX_WAITING = 1024  # sequences in the queue

@@ -16,31 +16,49 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from rondo.config import LoadedConfig, load, to_yaml
-from rondo.config.compare import changes, leaves_of
-from rondo.config.schema import Config
+from rondo.config import Config, LoadedConfig, changes, leaves_of, load, to_yaml
 from rondo.controller import Cluster, start_cluster
 from rondo.errors import ConfigError
 from rondo.tracking import Console, RunFolder
 from rondo.trainers.commands.check import beside_recipe, check_rl, located
 from rondo.trainers.commands.check_supervised import check_supervised
-from rondo.trainers.loop.checkpoints import Checkpoints
-from rondo.trainers.loop.engine_side import EngineSide, RolloutSide
-from rondo.trainers.loop.finish import finish, show_finished
-from rondo.trainers.loop.report import Reporter
-from rondo.trainers.loop.resume import already_finished
-from rondo.trainers.loop.rl import RLTrainer
-from rondo.trainers.loop.routes import remove_files
-from rondo.trainers.program.inputs import complete_model, load_prompts, open_tokenizer, score_names, settled
-from rondo.trainers.program.plan import Program, Schedule, plan_schedule, schedule_of
-from rondo.trainers.program.roles import Roles, create_model, create_rollout, placement_of, shares_weights
-from rondo.trainers.replay.journal import RunJournal, followed_journal, open_journal
-from rondo.trainers.replay.offline import RecordedSide, check_own_folder
-from rondo.trainers.replay.replay import ReplayedSide
-from rondo.trainers.supervised.tasks import PREFERENCE, REWARD_MODEL, SFT
-from rondo.trainers.supervised.trainer import SupervisedTrainer, Task
-from rondo.workers.models import ActorWorker
-from rondo.workers.rollout import RolloutWorker
+from rondo.trainers.loop import (
+    Checkpoints,
+    EngineSide,
+    Reporter,
+    RLTrainer,
+    RolloutSide,
+    already_finished,
+    finish,
+    remove_files,
+    show_finished,
+)
+from rondo.trainers.program import (
+    Program,
+    Roles,
+    Schedule,
+    complete_model,
+    create_model,
+    create_rollout,
+    load_prompts,
+    open_tokenizer,
+    placement_of,
+    plan_schedule,
+    schedule_of,
+    score_names,
+    settled,
+    shares_weights,
+)
+from rondo.trainers.replay import (
+    RecordedSide,
+    ReplayedSide,
+    RunJournal,
+    check_own_folder,
+    followed_journal,
+    open_journal,
+)
+from rondo.trainers.supervised import PREFERENCE, REWARD_MODEL, SFT, SupervisedTrainer, Task
+from rondo.workers import ActorWorker, RolloutWorker
 
 # What a warm start's export depends on: one that is there is used only where these are the same. Where it
 # ran, and what it told, makes no difference.

@@ -1,1 +1,14 @@
 """One RL run: prompts in, groups out, steps, publishes, checkpoints, reports."""
+
+# ruff: noqa: F401
+from rondo.trainers.loop.buffer import Buffer, Group, Ledger, failures
+from rondo.trainers.loop.checkpoints import Checkpoints
+from rondo.trainers.loop.engine_side import EngineSide, RolloutSide, restarted
+from rondo.trainers.loop.evaluation import EvaluationResult, evaluate
+from rondo.trainers.loop.feeder import EpisodeFeeder, Episodes
+from rondo.trainers.loop.finish import finish, show_finished
+from rondo.trainers.loop.publish import Mender
+from rondo.trainers.loop.report import Reporter
+from rondo.trainers.loop.resume import already_finished, differences
+from rondo.trainers.loop.rl import RLRun, RLTrainer
+from rondo.trainers.loop.routes import Route, remove_files

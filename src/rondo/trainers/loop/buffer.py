@@ -1,7 +1,8 @@
 """The trajectory buffer and its ledger: who may start, what is trained next, and an account of every prompt.
 
-The two decisions are pure functions (`planning/admission.py`); here they meet waiting coroutines. All
-methods run on the controller's event loop.
+The two decisions are pure functions (`planning/admission.py`); here they meet waiting coroutines: episodes
+(`feeder.py`) and the trainer. All methods run on the controller's event loop, and none is interrupted: only
+`ticket`, `take` and `settled` wait, for a change that another one makes.
 """
 
 from __future__ import annotations
@@ -12,17 +13,18 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from rondo.algorithms.registry import bind, columns_read
+from rondo.algorithms import bind, columns_read
 from rondo.batch import BatchRef
-from rondo.config.schema import FunctionConfig
-from rondo.data.rows import is_scored
-from rondo.errors import ConfigError, RewardError, TrainError
-from rondo.planning.admission import Order, may_admit, select
-from rondo.trainers.loop.ledger import Ledger
+from rondo.config import FunctionConfig
+from rondo.data import is_scored
+from rondo.errors import ConfigError, TrainError
+from rondo.planning import Order, may_admit, select
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -42,9 +44,93 @@ class Group:
         rewards = self.ref.index.scalars("reward")[is_scored(self.ref.index)]
         return float(rewards.sum(dtype=np.float64)), len(rewards)
 
-    def lengths(self) -> np.ndarray:
+    def lengths(self) -> list[int]:
         """Response lengths of its scored rows, in tokens."""
-        return self.ref.index.scalars("response_length")[is_scored(self.ref.index)]
+        return self.ref.index.scalars("response_length")[is_scored(self.ref.index)].tolist()  # type: ignore[no-any-return]
+
+
+@dataclass
+class Ledger:
+    """Exactly once: a sequence number below `next_seq` was trained unless it is open, ready, dropped or to
+    re-issue.
+
+    aborts: how often a group that is not complete yet was aborted. What no step has counted yet: filtered,
+    those of `dropped` that a filter dropped, with `Group.rewards`; failed, outcomes of trajectories that
+    failed, in groups of any fate; produced, response lengths of groups that came in.
+    """
+
+    next_seq: int = 0
+    num_trained: int = 0
+    open: dict[int, int] = field(default_factory=dict)  # seq → version at admission
+    dropped: dict[int, str] = field(default_factory=dict)  # seq → reason
+    reissue: list[int] = field(default_factory=list)
+    aborts: dict[int, int] = field(default_factory=dict)
+    filtered: dict[int, tuple[float, int]] = field(default_factory=dict)
+    failed: dict[int, list[str]] = field(default_factory=dict)
+    produced: list[int] = field(default_factory=list)
+
+    def admit(self, version: int) -> int:
+        """The next sequence number to start; what was given back goes first."""
+        if self.reissue:
+            seq = self.reissue.pop(0)
+            self.failed.pop(seq, None)  # of the earlier try, where that was complete and is too stale now
+        else:
+            seq = self.next_seq
+            self.next_seq += 1
+        self.open[seq] = version
+        return seq
+
+    def give_back(self, seq: int, *, aborted: bool = False) -> None:
+        del self.open[seq]
+        self.reissue = sorted([*self.reissue, seq])
+        if aborted:
+            self.aborts[seq] = self.aborts.get(seq, 0) + 1
+
+    def complete(self, seq: int) -> None:
+        del self.open[seq]
+        self.aborts.pop(seq, None)
+
+    def drop(self, seq: int, reason: str) -> None:
+        self.complete(seq)
+        self.dropped[seq] = reason
+
+    @property
+    def num_admitted(self) -> int:
+        """Groups that hold or have used a credit: everything started, less what waits to be started again."""
+        return self.next_seq - len(self.reissue)
+
+    def records(self) -> list[dict[str, Any]]:
+        """The account as lines for `buffer/ledger.jsonl`. What is in flight will be issued again."""
+        reissue = sorted([*self.reissue, *self.open])
+        counts = {"next_seq": self.next_seq, "num_trained": self.num_trained}
+        head = {"kind": "watermark", **counts, "produced": list(self.produced)}
+        again = [{"kind": "reissue", "seq": seq, "aborts": self.aborts.get(seq, 0)} for seq in reissue]
+        dropped = [
+            {"kind": "dropped", "seq": seq, "reason": reason} for seq, reason in sorted(self.dropped.items())
+        ]
+        filtered = [
+            {"kind": "filtered", "seq": seq, "reward_sum": total, "rows": rows}
+            for seq, (total, rows) in sorted(self.filtered.items())
+        ]
+        failed = [
+            {"kind": "failed", "seq": seq, "outcomes": outcomes}
+            for seq, outcomes in sorted(self.failed.items())
+        ]
+        return [head, *again, *dropped, *filtered, *failed]
+
+    @classmethod
+    def from_records(cls, records: list[dict[str, Any]]) -> Ledger:
+        head = records[0]
+        return cls(
+            next_seq=head["next_seq"],
+            num_trained=head["num_trained"],
+            produced=list(head.get("produced", ())),
+            dropped={r["seq"]: r["reason"] for r in records if r["kind"] == "dropped"},
+            reissue=sorted(r["seq"] for r in records if r["kind"] == "reissue"),
+            aborts={r["seq"]: r["aborts"] for r in records if r["kind"] == "reissue" and r.get("aborts")},
+            filtered={r["seq"]: (r["reward_sum"], r["rows"]) for r in records if r["kind"] == "filtered"},
+            failed={r["seq"]: r["outcomes"] for r in records if r["kind"] == "failed"},
+        )
 
 
 def failures(rows: BatchRef) -> list[str]:
@@ -137,8 +223,10 @@ class Buffer:
         self.num_aborted = self.num_given_back = 0  # groups, since the statistics were taken last
         self.in_flight = 0  # groups, when they were held last
         self.trained: list[int] = []  # response lengths of the groups taken last
-        self._changed = asyncio.Condition()
-        self._admitting = True
+        self.admitting = True  # or not, while weights change: what is given back starts again under new ones
+        self.stopped = False
+        self.step_size = batch_size  # groups of the next step, unless too few are left
+        self._changed = asyncio.Event()  # set by the next change
         self._error: BaseException | None = None
         self._filter_statistics: Mapping[str, float] = {}  # of the batch taken last
         self._unused = 0  # places that short steps left empty: their credits are gone
@@ -164,7 +252,122 @@ class Buffer:
         self._resumed()
 
     def _resumed(self) -> None:
-        self._note("resume", version=self.version, reissue=self.ledger.reissue)
+        self.change("resume", version=self.version, reissue=self.ledger.reissue)
+
+    # ---- what changes it ----
+
+    def change(self, kind: str = "", **what: Any) -> None:
+        """Tells the journal, where that has a line for it, and lets those who wait look again: when the
+        caller is done.
+        """
+        if self.journal is not None and kind:
+            self.journal.note(kind, **what)
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def put(self, group: Group) -> None:
+        """A complete group arrives; a filtered one is a drop with a reason."""
+        reason = self.keep(group) if self.keep is not None else None
+        self.change("put", seq=group.seq, reason=reason, **group.ended)
+        if failed := failures(group.ref):
+            self.ledger.failed[group.seq] = failed
+        if reason is None:
+            self.ledger.complete(group.seq)
+            self.ready[group.seq] = group
+            self.ledger.produced += group.lengths()
+        else:
+            self.ledger.drop(group.seq, reason)
+            self.ledger.filtered[group.seq] = group.rewards()
+
+    def drop(
+        self,
+        seq: int,
+        reason: str,
+        failed: Sequence[str] = (),
+        ended: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        """A group of which nothing can be trained on. failed: the outcomes of its failed trajectories. ended:
+        how, for the journal.
+        """
+        self.change("drop", seq=seq, reason=reason, **ended)
+        if failed:
+            self.ledger.failed[seq] = list(failed)
+        self.ledger.drop(seq, reason)
+
+    def give_back(self, seqs: Iterable[int], *, aborted: bool = False, ending: bool = False) -> None:
+        """Episodes were cancelled or lost: their prompts will be issued again, before others. What is
+        complete by now is left alone. aborted: because weights changed; counted for each (`Ledger.aborts`).
+        ending: because the run ends here, which is no line of the journal.
+        """
+        given_back = [seq for seq in seqs if seq in self.ledger.open]
+        for seq in given_back:
+            self.ledger.give_back(seq, aborted=aborted)
+        self.num_given_back += len(given_back)
+        self.num_aborted += len(given_back) if aborted else 0
+        if given_back and not ending:
+            self.change("give_back", seqs=given_back, aborted=aborted)
+
+    def fail(self, error: BaseException) -> None:
+        """An episode failed for good: whoever waits gets the error."""
+        self._error = self._error or error
+        self.change()
+
+    def stop(self) -> None:
+        """No step begins any more: `take` has no groups."""
+        self.stopped = True
+        self.change()
+
+    def advance(self, version: int) -> None:
+        """The engines run and serve `version`: only now may prompts start, and on its credits."""
+        self.version, self.admitting = version, True
+        self.change()
+
+    # ---- who waits for it ----
+
+    async def until(self, ready: Callable[[], T | None]) -> T:
+        """Waits until `ready()` gives something, neither None nor False; asks after every change. Raises the
+        error of an episode that failed, and what `_check_bounds` raises.
+        """
+        while True:
+            if self._error is not None:
+                raise self._error
+            if self.ledger.filtered or self.ledger.failed:
+                self._check_bounds()
+            found = ready()
+            if found is not None and found is not False:
+                return found
+            await self._changed.wait()
+
+    async def ticket(self) -> int:
+        """Waits for a credit; returns the sequence number of a prompt that may start. This is all the
+        back-pressure.
+        """
+        await self.until(lambda: self.admitting and self.credits() > 0)
+        seq = self.ledger.admit(self.version)
+        self.change("admit", seq=seq, version=self.version)
+        return seq
+
+    async def settled(self) -> None:
+        """Nothing is in flight and no credit is left: a drop during the drain has been replaced, and that
+        one is done.
+        """
+        await self.until(lambda: not self.ledger.open and self.credits() <= 0)
+
+    async def take(self) -> list[Group]:
+        """Whole groups for one step, by sequence number; short at the end, then empty."""
+        chosen = await self.until(lambda: [] if self.stopped else self._select())
+        if self.stopped:
+            return []
+        self.change("take", seqs=chosen)
+        groups = [self.ready.pop(seq) for seq in chosen]
+        self.ledger.num_trained += len(groups)
+        self.trained = [length for group in groups for length in group.lengths()]
+        last = groups[-1].seq if len(groups) == self.batch_size else math.inf
+        failed = [seq for seq in self.ledger.failed if seq <= last]
+        self.num_failed = sum(len(self.ledger.failed.pop(seq)) for seq in failed)
+        if self.keep is not None:
+            self._filter_statistics = self._count_filtered(groups, last)
+        return groups
 
     def credits(self) -> int:
         """How many more groups may start now."""
@@ -178,175 +381,42 @@ class Buffer:
             total_groups=self.total_groups,
         )
 
-    async def ticket(self) -> int:
-        """Waits for a credit; returns the sequence number of a prompt that may start. This is all the
-        back-pressure.
-        """
-        async with self._changed:
-            await self._changed.wait_for(self._may_start)
-            version = self._admission_version()
-            seq = self.ledger.admit(version)
-            self._note("admit", seq=seq, version=version)
-            return seq
-
-    def _may_start(self) -> bool:
-        return self._admitting and self.credits() > 0
-
-    def _admission_version(self) -> int:
-        return self.version
-
-    async def admit(self, yes: bool) -> None:
-        """Whether prompts may start at all: not while weights change, so that what is given back then starts
-        again under the new ones.
-        """
-        async with self._changed:
-            self._admitting = yes
-            self._changed.notify_all()
-
-    async def put(self, group: Group) -> None:
-        """A complete group arrives; a filtered one is a drop with a reason."""
-        reason = self.keep(group) if self.keep is not None else None
-        async with self._changed:
-            await self._turn("put", seq=group.seq)
-            self._note("put", seq=group.seq, reason=reason, **group.ended)
-            self._note_failures(group.seq, failures(group.ref))
-            if reason is None:
-                self.ledger.complete(group.seq)
-                self.ready[group.seq] = group
-                self.ledger.produced += group.lengths().tolist()
-            else:
-                self.ledger.drop(group.seq, reason)
-                self.ledger.filtered[group.seq] = group.rewards()
-            self._check_bounds()
-            self._changed.notify_all()
-
-    async def drop(
-        self,
-        seq: int,
-        reason: str,
-        failed: Sequence[str] = (),
-        ended: Mapping[str, Any] = MappingProxyType({}),
-    ) -> None:
-        """A group of which nothing can be trained on. failed: the outcomes of its failed trajectories. ended:
-        how, for the journal.
-        """
-        async with self._changed:
-            await self._turn("drop", seq=seq)
-            self._note("drop", seq=seq, reason=reason, **ended)
-            self._note_failures(seq, failed)
-            self.ledger.drop(seq, reason)
-            self._check_bounds()
-            self._changed.notify_all()
-
-    async def give_back(self, seqs: Iterable[int], *, aborted: bool = False, ending: bool = False) -> None:
-        """Episodes were cancelled or lost: their prompts will be issued again, before others. What is
-        complete by now is left alone. aborted: because weights changed; counted for each (`Ledger.aborts`).
-        ending: because the run ends here, which is no line of the journal.
-        """
-        async with self._changed:
-            given_back = [seq for seq in seqs if seq in self.ledger.open]
-            if given_back:
-                self._give_back(given_back, aborted=aborted)
-            if given_back and not ending:
-                self._note("give_back", seqs=given_back, aborted=aborted)
-            self._changed.notify_all()
-
-    def _give_back(self, seqs: Sequence[int], *, aborted: bool) -> None:
-        for seq in seqs:
-            self.ledger.give_back(seq)
-            self.num_given_back += 1
-            if aborted:
-                self.num_aborted += 1
-                self.ledger.aborts[seq] = self.ledger.aborts.get(seq, 0) + 1
-
-    async def until(self, ready: Callable[[], bool]) -> None:
-        """Waits until `ready()`; asks after every change. Raises the error of an episode that failed."""
-
-        def done() -> bool:
-            if self._error is not None:
-                raise self._error
-            return ready()
-
-        async with self._changed:
-            await self._changed.wait_for(done)
-
-    async def changed(self) -> None:
-        """Have those who wait look again."""
-        async with self._changed:
-            self._changed.notify_all()
-
-    async def _turn(self, kind: str, **what: Any) -> None:
-        """A replay waits here until this is next. Called under the lock."""
-
-    def _note(self, kind: str, **what: Any) -> None:
-        if self.journal is not None:
-            self.journal.note(kind, **what)
-
-    async def fail(self, error: BaseException) -> None:
-        """An episode failed for good: whoever waits in `take` or `settled` gets the error."""
-        async with self._changed:
-            self._error = self._error or error
-            self._changed.notify_all()
-
-    async def take(self) -> list[Group]:
-        """Whole groups for one step, by sequence number, none staler than the bound; short at the end, then
-        empty.
-        """
-        chosen: list[int] = []
-
-        def pick() -> bool:
-            if self._error is not None:
-                raise self._error
-            selected = self._select()
-            if selected is None:
-                return False
-            chosen[:] = selected
-            return True
-
-        async with self._changed:
-            await self._changed.wait_for(pick)
-            self._note("take", seqs=chosen)
-            groups = [self.ready.pop(seq) for seq in chosen]
-            self.ledger.num_trained += len(groups)
-            self.trained = [length for group in groups for length in group.lengths().tolist()]
-            last = groups[-1].seq if len(groups) == self.batch_size else math.inf
-            self.num_failed = sum(len(self.ledger.failed.pop(seq)) for seq in self._failed(last))
-            if self.keep is not None:
-                self._filter_statistics = self._count_filtered(groups, last)
-            self._check_bounds()
-        self._refuse_stale(groups)
-        return groups
-
     def _select(self) -> Sequence[int] | None:
         """The groups of the next step; None while they are not all there."""
+        # A full batch, or what is left once nothing more can start; nothing after the last step.
+        last_grant = self.version + self.max_staleness + 1 >= self.total_steps
+        last_prompt = self.ledger.next_seq >= self.total_groups
+        nothing_open = not self.ledger.open and not self.ledger.reissue and self.credits() == 0
+        want = self.step_size
+        if nothing_open and (last_grant or last_prompt):
+            want = min(want, len(self.ready))
+        if self.version >= self.total_steps:  # a run that was made shorter may have more
+            want = 0
         return select(
             ready={seq: group.admitted_version for seq, group in self.ready.items()},
             open_groups=self.ledger.open,
             version=self.version,
             max_staleness=self.max_staleness,
-            want=self._want(),
+            want=want,
             order=self.order,
         )
 
-    def _refuse_stale(self, groups: Sequence[Group]) -> None:
-        stale = [group.seq for group in groups if self.version - group.oldest_version > self.max_staleness]
-        if stale:
+    def staleness(self, groups: Sequence[Group]) -> list[int]:
+        """Of each group that was taken now: this version minus the oldest of its tokens. Raises TrainError
+        where that is over the bound.
+        """
+        found = [self.version - group.oldest_version for group in groups]
+        if max(found) > self.max_staleness:
+            stale = [group.seq for group, age in zip(groups, found, strict=True) if age > self.max_staleness]
             raise TrainError(
                 f"prompt groups {stale} are staler than trainer.max_staleness={self.max_staleness}"
             )
-
-    def _note_failures(self, seq: int, failed: Sequence[str]) -> None:
-        if failed:
-            self.ledger.failed[seq] = list(failed)
-
-    def _failed(self, last: float) -> list[int]:
-        """The groups with failures up to `last`."""
-        return [seq for seq in sorted(self.ledger.failed) if seq <= last]
+        return found
 
     def _check_bounds(self) -> None:
-        """Too many filtered groups, or failures, for the next step are an error of whoever waits."""
-        if not self.ledger.filtered and not self.ledger.failed:
-            return
+        """Raises TrainError for too many filtered groups for the next step, RewardError for too many
+        failures.
+        """
         # As soon as it is certain, and only then: no more than a batch of groups that may yet be trained on
         # come before these, or are these. Or there are so many that, however the next max_staleness + 1 steps
         # share them (no more groups than those train are in flight or ready), one of these has too many.
@@ -357,15 +427,11 @@ class Buffer:
         if len(self.ledger.filtered) > steps * self.max_refills * self.batch_size:
             filtered = sorted(self.ledger.filtered)[: -(-len(self.ledger.filtered) // steps)]
         if len(filtered) > self.max_refills * self.batch_size:
-            self._error = self._error or TrainError(self._too_many(filtered))
-        failed = [outcome for seq in self._failed(math.inf) for outcome in self.ledger.failed[seq]]
-        try:
-            self._check_failures(
-                [outcome for seq in self._failed(last) for outcome in self.ledger.failed[seq]]
-            )
-            self._check_failures(failed[: -(-len(failed) // steps)])
-        except RewardError as error:
-            self._error = self._error or error
+            raise TrainError(self._too_many(filtered))
+        failed = sorted(self.ledger.failed.items())
+        self._check_failures([outcome for seq, outcomes in failed if seq <= last for outcome in outcomes])
+        outcomes = [outcome for _, outcomes in failed for outcome in outcomes]
+        self._check_failures(outcomes[: -(-len(outcomes) // steps)])
 
     def _too_many(self, filtered: Iterable[int]) -> str:
         reasons = Counter(self.ledger.dropped[seq] for seq in filtered)
@@ -390,37 +456,18 @@ class Buffer:
             statistics["reward/generated_mean"] = math.fsum(total for total, _ in sums) / rows
         return statistics
 
-    def _want(self) -> int:
-        """A full batch, or what is left once nothing more can start; 0 after the last step."""
-        if self.version >= self.total_steps:  # a run that was made shorter may have more
-            return 0
-        last_grant = self.version + self.max_staleness + 1 >= self.total_steps
-        last_prompt = self.ledger.next_seq >= self.total_groups
-        nothing_open = not self.ledger.open and not self.ledger.reissue and self.credits() == 0
-        if nothing_open and (last_grant or last_prompt):
-            return min(self.batch_size, len(self.ready))
-        return self.batch_size
+    # ---- what is told of it ----
 
-    async def settled(self) -> None:
-        """Nothing is in flight and no credit is left: a drop during the drain has been replaced, and that
-        one is done.
+    def end_step(self) -> dict[str, float]:
+        """The next version is loaded: a line of the journal, and what the step's metrics say of the buffer.
+        What came in, was aborted or given back is counted anew from here on.
+
+        reward/generated_mean, with a filter, is over all scored rows, those of filtered groups too: the mean
+        over what is trained on says more about the filter than about the policy. Lengths of what came in
+        beside those of what was trained: over a while they are the same, unless short answers are favoured.
         """
-        await self.until(lambda: not self.ledger.open and self.credits() <= 0)
-
-    async def advance(self, version: int) -> None:
-        """The engines serve `version`: only now may prompts start on its credits."""
-        async with self._changed:
-            self.version = version
-            self._changed.notify_all()
-
-    def statistics(self) -> Mapping[str, float]:
-        """For the metrics: what is here now; what came in, was aborted or given back since `end_step`;
-        and, with a filter, what it did for the batch taken last. reward/generated_mean is over all scored
-        rows, those of filtered groups too: the mean over what is trained on says more about the filter than
-        about the policy. Lengths of what came in beside those of what was trained: over a while they are the
-        same, unless short answers are favoured.
-        """
-        return {
+        self.change("publish", version=self.version + 1, in_flight=self.in_flight)
+        counts = {
             **self._filter_statistics,
             "buffer/ready": float(len(self.ready)),
             "buffer/open": float(len(self.ledger.open)),
@@ -430,12 +477,9 @@ class Buffer:
             **_length_statistics("buffer/produced_length", self.ledger.produced),
             **_length_statistics("buffer/trained_length", self.trained),
         }
-
-    def end_step(self) -> None:
-        """The next version was published: a line of the journal, and the step's counts begin anew."""
-        self._note("publish", version=self.version + 1, in_flight=self.in_flight)
         self.num_aborted = self.num_given_back = 0
         self.ledger.produced = []
+        return counts
 
 
 def _length_statistics(name: str, lengths: Sequence[int]) -> dict[str, float]:

@@ -16,10 +16,10 @@ from rondo.checkpoint import (
     load_controller_state,
     save_controller_state,
 )
-from rondo.config.schema import Config
+from rondo.config import Config
 from rondo.controller import WorkerGroup
 from rondo.tracking import RunFolder
-from rondo.workers.models import ModelWorker
+from rondo.workers import ModelWorker
 
 
 class Resumable(Protocol):
@@ -27,8 +27,7 @@ class Resumable(Protocol):
 
     step: int
 
-    @property
-    def total_steps(self) -> int: ...
+    total_steps: int
 
     def saved_roles(self) -> Mapping[str, WorkerGroup]: ...
 
@@ -92,34 +91,29 @@ class Checkpoints:
                 error.add_note(way_on)
             raise
 
-    def due(self, trainer: Resumable) -> bool:
-        """Every `checkpoint.every` steps and at the end."""
-        every = self._config.checkpoint.every
-        return every is not None and (trainer.step % every == 0 or trainer.step == trainer.total_steps)
-
     async def snapshot_if_due(self, trainer: Resumable) -> None:
-        """Cut: copy all state while nothing decodes and nothing trains."""
-        if self.due(trainer):
+        """Cut every `checkpoint.every` steps and at the end: copy all state while nothing decodes and nothing
+        trains.
+        """
+        every = self._config.checkpoint.every
+        if every is not None and (trainer.step % every == 0 or trainer.step == trainer.total_steps):
             await self._snapshot(trainer)
-
-    async def write_if_due(self, trainer: Resumable) -> None:
-        """Write what was cut."""
-        if self._cut is not None:
-            await self._write(trainer)
 
     async def save_now(self, trainer: Resumable) -> None:
         """Cut and write, unless this step has a checkpoint already, or nothing has been learned yet."""
         if trainer.step > 0 and not self._store.has(trainer.step):
             await self._snapshot(trainer)
-            await self._write(trainer)
+            await self.write_if_cut(trainer)
 
     async def _snapshot(self, trainer: Resumable) -> None:
         for group in trainer.saved_roles().values():
             await group.call(ModelWorker.snapshot)
         self._cut = await trainer.state()
 
-    async def _write(self, trainer: Resumable) -> None:
-        assert self._cut is not None
+    async def write_if_cut(self, trainer: Resumable) -> None:
+        """What was cut, if anything was."""
+        if self._cut is None:
+            return
         state, self._cut = self._cut, None
         with self._store.writing(state.step) as path:
             for role, group in trainer.saved_roles().items():

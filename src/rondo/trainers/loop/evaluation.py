@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 
 from rondo.checkpoint.durable import write_atomic
-from rondo.config.schema import EvaluationConfig
+from rondo.config import EvaluationConfig
 from rondo.controller import WorkerGroup
 from rondo.errors import WorkerError
 from rondo.types import SCORED, Prompt, SamplingParams
-from rondo.workers.rollout import EvaluationRecord, RolloutWorker
+from rondo.workers import EvaluationRecord, RolloutWorker
 
 
 @dataclass(frozen=True)

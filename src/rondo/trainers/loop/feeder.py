@@ -3,14 +3,13 @@ change.
 
     buffer ──ticket──▶ run ──▶ a task per group, on the rank with the fewest ──put──▶ buffer
                                  │ lost with its rank, cancelled: given back, started again before others
-    publisher ──hold──▶ finish: all complete │ resume: engines pause │ abort: give back, pause ──release──▶
+    publisher ──hold──▶ finish: all complete │ resume: engines pause │ abort: give back, pause
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -19,20 +18,24 @@ import numpy as np
 from rondo.agents.replay import ended_of
 from rondo.batch import BatchRef
 from rondo.columns import ENDED, GREEDY_REWARD
-from rondo.data.rows import is_scored
+from rondo.data import is_scored
 from rondo.errors import RolloutError, WorkerError
-from rondo.planning.admission import OnUpdate
+from rondo.planning import OnUpdate
 from rondo.trainers.loop.buffer import Buffer, Group, failures
-from rondo.trainers.loop.mender import cancel
+
+
+async def cancel(*tasks: asyncio.Future[Any]) -> None:
+    """Cancels them and waits until they have ended, however."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class Episodes(Protocol):
     """Runs prompt groups on one of its ranks. `benchmarks/simulation.py` has one without engines."""
 
-    @property
-    def size(self) -> int:
-        """Number of ranks, lost ones included."""
-        ...
+    size: int
+    """Number of ranks, lost ones included."""
 
     def alive(self) -> Sequence[int]:
         """The ranks that groups may go to. Where the loss of one ends the run, it stays in the list."""
@@ -71,115 +74,54 @@ class EpisodeFeeder:
         max_aborts: int = 0,
         warn: Callable[[str], None] = lambda message: None,
     ) -> None:
-        self._buffer, self._episodes, self._n = buffer, episodes, n
-        self.on_update, self._max_aborts, self._warn = on_update, max_aborts, warn
+        self._buffer = buffer
+        self._episodes = episodes
+        self._make: Callable[[int, int], Awaitable[BatchRef]] = episodes.run_group
+        self._n = n
+        self.on_update = on_update
+        self._max_aborts = max_aborts
+        self._warn = warn
         self._running = False
-        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._tasks: dict[asyncio.Task[None], int] = {}  # of groups in flight → their sequence numbers
         self._load = np.zeros(episodes.size, np.int64)  # groups in flight per rank
         self._seen_alive = set(range(episodes.size))
 
     async def run(self) -> None:
         """Starts a group for every credit, until cancelled."""
         self._running = True
-        while True:
-            self._start(await self._buffer.ticket())
+        try:
+            while True:
+                self._start(await self._buffer.ticket())
+        except Exception as error:  # as in `_group`: it is raised where the trainer waits
+            self._buffer.fail(error)
 
     def _start(self, seq: int) -> None:
         task = asyncio.create_task(self._group(seq), name=f"group-{seq}")
-        self._tasks[seq] = task
-        task.add_done_callback(functools.partial(self._forget, seq))
-
-    def _forget(self, seq: int, task: asyncio.Task[None]) -> None:
-        if self._tasks.get(seq) is task:
-            del self._tasks[seq]
-
-    async def hold(self, stranded: Callable[[], Coroutine[Any, Any, str]]) -> None:
-        """When this returns nothing decodes. stranded: `Mender.stranded`.
-
-        finish: drain what is in flight, scoring and refills included. resume: stop at a token boundary; what
-        is in flight goes on after `release` under whatever weights are there then. abort: what is in flight
-        is cancelled and given back, unless it was aborted max_aborts times.
-        """
-        if self.on_update == "finish" and self._running:  # else nobody uses the credits that it waits for
-            await self._drain(stranded)
-        else:
-            await self._buffer.admit(False)
-        self._buffer.in_flight = len(self._tasks)
-        if self.on_update == "abort":
-            aborts = self._buffer.ledger.aborts
-            await self._give_back(
-                [seq for seq in self._tasks if aborts.get(seq, 0) < self._max_aborts], aborted=True
-            )
-        await self._episodes.pause()
-
-    async def _drain(self, stranded: Callable[[], Coroutine[Any, Any, str]]) -> None:
-        """Until nothing is in flight; or until an engine was started again, whose requests wait for weights
-        that only the publish after this brings: then what is left is given back.
-        """
-        settled = asyncio.create_task(self._buffer.settled())
-        restarted = asyncio.create_task(stranded())
-        try:
-            await asyncio.wait({settled, restarted}, return_when=asyncio.FIRST_COMPLETED)
-            if settled.done():
-                settled.result()
-                return
-            self._warn(f"{restarted.result()}; its prompts are generated again under the new weights")
-        finally:
-            await cancel(settled, restarted)
-        await self._buffer.admit(False)
-        await self._give_back(self._tasks)
-
-    async def release(self) -> None:
-        await self._episodes.resume()
-        await self._buffer.admit(True)
-
-    def partial(self) -> dict[int, BatchRef]:
-        """What a checkpoint holds of groups in flight: nothing, they start again (but see `replay/`)."""
-        return {}
-
-    def restore_partial(self, partial: Mapping[int, BatchRef]) -> None:
-        """Goes on from a checkpoint with its `partial`; called before `run`."""
-        assert not partial
-
-    async def close(self) -> None:
-        """Cancel what is in flight; those prompts go back to the ledger."""
-        await self._give_back(self._tasks, ending=True)
-
-    async def _give_back(self, seqs: Iterable[int], *, aborted: bool = False, ending: bool = False) -> None:
-        """Cancel these groups. Not each task for itself: one that never ran cannot give anything back."""
-        tasks = {seq: self._tasks[seq] for seq in seqs}
-        await cancel(*tasks.values())
-        await self._buffer.give_back(tasks, aborted=aborted, ending=ending)
+        self._tasks[task] = seq
+        task.add_done_callback(self._tasks.pop)
 
     async def _group(self, seq: int) -> None:
         version = self._buffer.ledger.open[seq]
         ranks = self._alive()
         if not ranks:
-            await self._buffer.fail(RolloutError("no rollout rank is left: all their host processes died"))
+            self._buffer.fail(RolloutError("no rollout rank is left: all their host processes died"))
             return
         rank = min(ranks, key=lambda rank: int(self._load[rank]))
         self._load[rank] += 1
         try:
-            await self._put(seq, version, await self._run_group(rank, seq))
+            self._put(seq, version, await self._make(rank, seq))
         except WorkerError as error:
             alive = self._alive(error.message)
             if rank in alive or not alive:
-                await self._buffer.fail(error)
+                self._buffer.fail(error)
             else:
-                await self._lost(seq)
+                self._lost(seq)
         except (
             Exception
         ) as error:  # the boundary: an episode's error becomes the trainer's, which waits in take()
-            await self._buffer.fail(error)
+            self._buffer.fail(error)
         finally:
             self._load[rank] -= 1
-
-    async def _run_group(self, rank: int, seq: int) -> BatchRef:
-        return await self._episodes.run_group(rank, seq)
-
-    async def _lost(self, seq: int) -> None:
-        """The rank that made this group is gone; another one will."""
-        await self._buffer.give_back([seq])
 
     def _alive(self, why: str = "") -> Sequence[int]:
         """The ranks that groups may go to. Says once of each that it is lost, whoever noticed it."""
@@ -191,7 +133,11 @@ class EpisodeFeeder:
         self._seen_alive.difference_update(lost)
         return alive
 
-    async def _put(self, seq: int, version: int, ref: BatchRef) -> None:
+    def _lost(self, seq: int) -> None:
+        """The rank that made this group is gone; another one will."""
+        self._buffer.give_back([seq])
+
+    def _put(self, seq: int, version: int, ref: BatchRef) -> None:
         ended: Mapping[str, Any] = {}
         if ENDED in ref.index.columns:  # for the journal alone
             ended = ended_of(list(ref.index.scalars(ENDED)))
@@ -202,10 +148,49 @@ class EpisodeFeeder:
         if has_baseline and not np.isfinite(ref.index.scalars(GREEDY_REWARD)).all():
             # Nothing of such a group is trained on: it costs as much as if all of its answers had failed.
             failed = [*failures(ref), *["without a greedy baseline"] * num_scored]
-            await self._buffer.drop(seq, "the greedy baseline was not scored", failed, ended)
+            self._buffer.drop(seq, "the greedy baseline was not scored", failed, ended)
         elif num_scored < min(2, self._n):
             reason = f"only {num_scored} of {self._n} trajectories were scored"
-            await self._buffer.drop(seq, reason, failures(ref), ended)
+            self._buffer.drop(seq, reason, failures(ref), ended)
         else:
             oldest = int(ref.index.scalars("oldest_version")[scored].min())
-            await self._buffer.put(Group(seq, version, oldest, ref, ended))
+            self._buffer.put(Group(seq, version, oldest, ref, ended))
+
+    async def hold(self, unless_stranded: Callable[[Awaitable[object]], Awaitable[str]]) -> None:
+        """When this returns nothing decodes, until the engines resume and `Buffer.advance` lets prompts start
+        again. unless_stranded: of the `Mender`.
+
+        finish: drain what is in flight, scoring and refills included; or until an engine was started again,
+        whose requests wait for weights that only the publish after this brings: then what is left is given
+        back. resume: stop at a token boundary; what is in flight goes on under whatever weights are there
+        then. abort: what is in flight is cancelled and given back, unless it was aborted max_aborts times.
+        """
+        if self.on_update != "finish" or not self._running:  # then nobody uses what `settled` waits for
+            self._buffer.admitting = False
+        elif news := await unless_stranded(self._buffer.settled()):
+            self._warn(f"{news}; its prompts are generated again under the new weights")
+            self._buffer.admitting = False
+            await self._give_back(list(self._tasks.values()))
+        self._buffer.in_flight = len(self._tasks)
+        if self.on_update == "abort":
+            aborts = self._buffer.ledger.aborts
+            again = [seq for seq in self._tasks.values() if aborts.get(seq, 0) < self._max_aborts]
+            await self._give_back(again, aborted=True)
+        await self._episodes.pause()
+
+    def partial(self) -> dict[int, BatchRef]:
+        """What a checkpoint holds of groups in flight: nothing, they start again (but see `replay/`)."""
+        return {}
+
+    def restore_partial(self, partial: Mapping[int, BatchRef]) -> None:
+        """Goes on from a checkpoint with its `partial`; called before `run`."""
+        assert not partial
+
+    async def close(self) -> None:
+        """Cancel what is in flight; those prompts go back to the ledger."""
+        await self._give_back(list(self._tasks.values()), ending=True)
+
+    async def _give_back(self, seqs: Sequence[int], *, aborted: bool = False, ending: bool = False) -> None:
+        """Cancel these groups. Not each task for itself: one that never ran cannot give anything back."""
+        await cancel(*(task for task, seq in self._tasks.items() if seq in seqs))
+        self._buffer.give_back(seqs, aborted=aborted, ending=ending)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rondo.config.schema import Config
+from rondo.config import Config
 from rondo.tracking import (
     BeforeAfter,
     Console,
@@ -19,7 +19,7 @@ from rondo.tracking import (
 from rondo.trainers.loop.evaluation import numbers_of, read_evaluation, table_of
 from rondo.trainers.loop.report import Reporter
 from rondo.usage import process_usage
-from rondo.workers.rollout import EvaluationRecord
+from rondo.workers import EvaluationRecord
 
 
 def finish(reporter: Reporter, step: int, finished: bool) -> dict[str, Any]:

@@ -1,36 +1,33 @@
-"""Weights on their way to the engines: hold, load, confirm, release; and the canary that proves that they
-arrived.
+"""Weights on their way to the engines: hold, load, confirm, release (`WeightPublisher`). And the one place
+where an engine that was started again gets weights (`Mender`).
+
+An engine process that dies is started again by its host, without weights, and whoever waits for its answers
+would wait without end. While the trainer holds the version that is served, the mender loads it. While the
+trainer's weights change (`changing` is held) it cannot: the publish at the end brings new ones to every
+engine, and who must not wait that long (a drain, an evaluation, a replay) waits `unless_stranded`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
-import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
-from typing import Any
+from types import TracebackType
+from typing import Any, Self, TypeVar
 
-import numpy as np
-
-from rondo.batch import BatchRef
-from rondo.config.schema import Config
-from rondo.errors import WeightSyncError
-from rondo.planning.placement import Phase
+from rondo.planning import Phase
 from rondo.trainers.loop.buffer import Buffer
-from rondo.trainers.loop.feeder import EpisodeFeeder, Episodes
-from rondo.trainers.loop.mender import Mender
+from rondo.trainers.loop.feeder import EpisodeFeeder, Episodes, cancel
 from rondo.trainers.loop.routes import Route
-from rondo.trainers.program.inputs import Prompts
-from rondo.trainers.program.roles import Roles, rollout_dtype
-from rondo.types import StepStats, request_seed
-from rondo.weights.sync import SyncReport
-from rondo.workers.models import ActorWorker
-from rondo.workers.rollout import RolloutWorker
-from rondo.workers.transfer import probed
+from rondo.types import StepStats
+from rondo.weights import SyncReport
+
+T = TypeVar("T")
 
 
 class WeightPublisher:
-    """Serves the trainer's versions: hold, load, confirm, release. Every engine has the one that is served.
+    """Serves the trainer's versions. Every engine has the one that is served.
 
     shared: trainer and sampler use one storage, so episodes are held before the first optimizer step. enter:
     tells the engines which phase begins (rollout.sleep); None: they never rest. canary: compares engines and
@@ -65,26 +62,30 @@ class WeightPublisher:
         """Serves the first weights, before the first episode."""
         await self._episodes.pause()
         await self._load(version)
-        await self._buffer.advance(version)
-        await self._feeder.release()
+        await self._episodes.resume()
+        self._buffer.advance(version)
 
     async def rest(self) -> None:
         """Engines that rest while the trainer computes (rollout.sleep) are held from here to `release`."""
         assert self._enter is not None
-        await self._hold()
+        await self.hold()
         await self._enter("train")
 
-    async def hold_if_shared(self) -> None:
-        """Comes before the first optimizer step: from here to `publish` the trainer's weights are no version
-        that anybody is served. Engines with the trainer's storage are held.
+    async def hold(self, *, if_shared: bool = False) -> None:
+        """Comes before the first optimizer step: from here to `release` the trainer's weights are no version
+        that anybody is served. Episodes are held, once; if_shared: only where their engines have the
+        trainer's storage.
         """
-        await self._begin_change()
-        if self._shared:
-            await self._hold()
+        if not self._changes:
+            await self.mender.changing.acquire()
+            self._changes = True
+        if not self._held and (self._shared or not if_shared):
+            await self._feeder.hold(self.mender.unless_stranded)
+            self._held = True
 
     async def publish(self, version: int, stats: StepStats) -> None:
         """Holds the episodes, if nobody has; every engine loads `version` and confirms it."""
-        await self._hold()
+        await self.hold()
         (await self._load(version)).count(stats)
         if self._enter is not None:
             await self._enter("generate")
@@ -100,30 +101,22 @@ class WeightPublisher:
         await self._episodes.pause()
 
     async def release(self, version: int, stats: StepStats) -> None:
-        """Prompts start on the credits of `version`, and episodes go on under its weights."""
-        await self._buffer.advance(version)
-        await self._feeder.release()
-        self._held = self._changes = False
+        """Episodes go on under the weights of `version`, and prompts start on its credits."""
+        await self._episodes.resume()
+        self._buffer.advance(version)
+        self._held = False
+        self._changes = False
         self.mender.changing.release()
         if self._canary is not None:  # the engines run, and the trainer holds what they serve
             gap = await self.mender.served(self._canary(version))
             stats.add_max("weights/canary_gap", gap)
 
-    async def _begin_change(self) -> None:
-        if not self._changes:
-            await self.mender.changing.acquire()
-            self._changes = True
-
-    async def _hold(self) -> None:
-        await self._begin_change()
-        if not self._held:
-            await self._feeder.hold(self.mender.stranded)
-            self._held = True
-
     async def _load(self, version: int) -> SyncReport:
+        clock = asyncio.get_running_loop().time
+        started = clock()
         report = await self._route.load(version)
         self._version = version
-        return report
+        return dataclasses.replace(report, seconds=clock() - started)
 
     async def _reload(self) -> None:
         """The weights once more, for an engine that has none. What is in flight keeps its place."""
@@ -136,66 +129,102 @@ class WeightPublisher:
             await self._canary(self._version)
 
 
-# Largest believable difference of one log-prob between two correct implementations, by the sampler's dtype.
-TOLERANCE = {"float64": 1e-6, "float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
-NUM_TOKENS, NUM_PROMPT_TOKENS = 8, 32
+async def _nothing() -> None: ...
 
 
-class Canary:
-    """A few tokens after the first tokens of the first prompt, from every engine, past the router and before
-    all that waits in an engine (a publish waits for it): no statistics of requests change, and no other
-    request's noise does. The trainer computes them again in one
-    small pass, so it must hold the version that the engines serve. The first check of a run also asks behind
-    a prompt of data.max_prompt_tokens: what is wrong at high positions only is wrong from the start.
-    """
+class Mender:
+    """`async with Mender(…) as mender:` engines that are started again get weights inside."""
 
-    def __init__(self, roles: Roles, prompts: Prompts, config: Config) -> None:
-        self._actor, self._rollout, self._dtype = roles.actor, roles.engines, rollout_dtype(config)
-        prompt = [int(token) for token in prompts.train.prompt(0).token_ids]
-        self._prompt = prompt[:NUM_PROMPT_TOKENS]
-        longest = config.data.max_prompt_tokens
-        self._long_prompt: list[int] | None = list(itertools.islice(itertools.cycle(prompt), longest))
-        count = min(NUM_TOKENS, prompts.sampling.max_tokens)
-        self._sampling = dataclasses.replace(prompts.sampling, max_tokens=count)
-        self._seed = request_seed(config.trainer.seed, "canary")
-        self._dtypes = sorted({self._dtype, config.actor.compute_dtype})
-        self.tolerance = max(TOLERANCE[dtype] for dtype in self._dtypes)
-
-    async def check(self, version: int) -> float:
-        """The largest gap of one log-prob, over all engines that serve `version`; they must be running.
-
-        Raises WeightSyncError where it is over the tolerance, naming engine and, where that engine can read
-        its weights back, the first tensor that differs.
+    def __init__(
+        self,
+        restarted: Callable[[], Coroutine[Any, Any, str]],
+        reload: Callable[[], Awaitable[None]],
+        *,
+        check: Callable[[], Coroutine[Any, Any, object]] = _nothing,
+        warn: Callable[[str], None] = lambda message: None,
+    ) -> None:
+        """restarted: returns a sentence when there is an engine without weights. reload: gives all engines
+        the version that is served; they go on where they were. check: run after that (the canary). warn: told
+        each sentence.
         """
-        if self._long_prompt is not None:
-            await self._gap(self._long_prompt, version)
-            self._long_prompt = None
-        return await self._gap(self._prompt, version)
+        self.changing = asyncio.Lock()
+        self._restarted = restarted
+        self._reload = reload
+        self._check = check
+        self._warn = warn
+        self._news = ""
+        self._stranded = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
 
-    async def _gap(self, prompt: list[int], version: int) -> float:
-        asked = (prompt, self._sampling, self._seed, version)
-        parts = list((await self._rollout.call_each(RolloutWorker.probe, *asked, keep=())).values())
-        rows = BatchRef.concat([part for part in parts if len(part)] or parts[:1])
-        if not len(rows):
-            return 0.0  # every engine is being started again
-        scored = await self._actor.call(ActorWorker.compute_log_prob, rows)
-        batch = await scored.fetch(["rollout_log_probs", "old_log_probs"])
-        theirs, bounds = batch.ragged("rollout_log_probs")
-        difference = np.abs(theirs.numpy() - batch.ragged("old_log_probs")[0].numpy())
-        difference = np.where(np.isfinite(difference), difference, np.inf)
-        gaps = [float(difference[a:b].max(initial=0.0)) for a, b in itertools.pairwise(bounds.tolist())]
-        worst = int(np.argmax(gaps))
-        if not gaps[worst] <= self.tolerance:
-            await self._fail(version, gaps[worst], int(batch.scalars("row_id")[worst]), len(prompt))
-        return gaps[worst]
+    async def __aenter__(self) -> Self:
+        self._task = asyncio.create_task(self._run(), name="mender")
+        return self
 
-    async def _fail(self, version: int, gap: float, row_id: int, length: int) -> None:
-        rank, number = probed(row_id)
-        checksums = await self._actor.call(ActorWorker.parameter_checksums, self._dtype)
-        found = await self._rollout.call_rank(rank, RolloutWorker.differing_tensor, number, checksums)
-        raise WeightSyncError(
-            f"version {version}: the log-probs of engine {number} of rollout[{rank}] differ from the "
-            f"trainer's by {gap:.3g} (tolerance {self.tolerance:g} for {', '.join(self._dtypes)}) behind a "
-            f"prompt of {length} tokens: it does not hold the trainer's weights, or computes another model; "
-            f"{found}"
-        )
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._task is not None:
+            await cancel(self._task)
+            self._task = None
+
+    async def served(self, work: Awaitable[T]) -> T:
+        """The result of `work`, which waits for engines; raises what mending them raised meanwhile. Outside
+        of `async with` nothing is mended.
+        """
+        if self._task is None:
+            return await work
+        working = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait({working, self._task}, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                self._task.result()  # the mender ends by an error only
+            return working.result()
+        finally:
+            await cancel(working)
+
+    async def unless_stranded(self, work: Awaitable[object]) -> str:
+        """Waits for `work`, and returns "". Or until an engine was started again while weights change: what
+        was asked of it waits for the next version; then `work` is cancelled, and this returns which it was.
+        """
+        working = asyncio.ensure_future(work)
+        stranded = asyncio.create_task(self._stranded.wait())
+        try:
+            await asyncio.wait({working, stranded}, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                return self._news
+            working.result()
+            return ""
+        finally:
+            await cancel(working, stranded)
+
+    async def _run(self) -> None:
+        while True:
+            news = await self._restarted()
+            if self.changing.locked():
+                self._news = news
+                self._stranded.set()
+                async with self.changing:  # whoever changed the weights has given new ones to all engines
+                    self._stranded.clear()
+                continue
+            async with self.changing:
+                await self.give_weights(news)
+                await self._checked()
+
+    async def give_weights(self, news: str) -> None:
+        """Once, because of `news`."""
+        self._warn(news)
+        await self._reload()
+
+    async def _checked(self) -> None:
+        """The check asks engines, too; one that is started again meanwhile gets weights."""
+        checking = asyncio.create_task(self._check())
+        waiting = asyncio.create_task(self._restarted())
+        try:
+            while not checking.done():
+                await asyncio.wait({checking, waiting}, return_when=asyncio.FIRST_COMPLETED)
+                if waiting.done() and not checking.done():
+                    await self.give_weights(waiting.result())
+                    waiting = asyncio.create_task(self._restarted())
+            checking.result()
+        finally:
+            await cancel(checking, waiting)

@@ -17,7 +17,7 @@ import numpy as np
 
 from rondo.batch import BatchRef
 from rondo.columns import GREEDY_REWARD, SCORE
-from rondo.config.schema import Config
+from rondo.config import Config
 from rondo.controller import Cluster
 from rondo.tracking import Clock, Console, Header, RunFolder, Sample, Timeline, make_trackers
 from rondo.tracking.shown import Kind

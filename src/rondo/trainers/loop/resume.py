@@ -8,9 +8,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from rondo.config import load
-from rondo.config.compare import changes, leaves_of
-from rondo.config.schema import Config
+from rondo.config import Config, changes, leaves_of, load
 from rondo.errors import ConfigError
 from rondo.tracking import Console, RunFolder
 

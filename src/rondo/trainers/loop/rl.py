@@ -1,4 +1,5 @@
-"""The RL loop.
+"""The RL loop: a run around its steps (`RLRun`), and what a step does (`RLTrainer`; a program of the user's
+is in `sessions/`).
 
     prompts ──ticket──▶ feeder: episodes on the rollout workers, scored ──put──▶ buffer ──take──▶ this loop
        ▲ credits                                                                                    │
@@ -13,15 +14,354 @@ buffer learns it last. A step's metrics and rollouts are on disk before its chec
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import asyncio
+import functools
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Literal
 
+import numpy as np
+
+from rondo.algorithms import explained_variance
 from rondo.batch import BatchRef
-from rondo.trainers.loop.buffer import Group
-from rondo.trainers.loop.run import RLRun
-from rondo.trainers.program.plan import Program
-from rondo.trainers.program.stages import Stage, Step, with_scores_of
-from rondo.trainers.program.update import Pretraining, update_actor
+from rondo.checkpoint import ControllerState
+from rondo.config import Config
+from rondo.controller import Cluster, WorkerGroup
+from rondo.data import is_scored
+from rondo.errors import TrainError
+from rondo.rewards import check_dropped_share
+from rondo.trainers.loop.buffer import Group, Journal, Ledger, group_filter
+from rondo.trainers.loop.checkpoints import Checkpoints
+from rondo.trainers.loop.engine_side import RolloutSide
+from rondo.trainers.loop.evaluation import EvaluationResult
+from rondo.trainers.loop.feeder import cancel
+from rondo.trainers.loop.publish import WeightPublisher
+from rondo.trainers.loop.report import Reporter, describe_rows, describe_staleness
+from rondo.trainers.program import (
+    Coefficients,
+    Pretraining,
+    Program,
+    Roles,
+    Schedule,
+    Stage,
+    Step,
+    update_actor,
+    with_scores_of,
+)
+from rondo.types import StepStats
+from rondo.workers import PIECE_INDEX, ActorWorker, ModelWorker
+
+
+class RLRun:
+    """`await start()`, then `async with serving():` and in it `async with feeding():` around the steps."""
+
+    def __init__(
+        self,
+        config: Config,
+        cluster: Cluster,
+        roles: Roles,
+        schedule: Schedule,
+        side: RolloutSide,
+        reporter: Reporter,
+        checkpoints: Checkpoints,
+        *,
+        learners: Sequence[str],
+        journal: Journal | None = None,
+    ) -> None:
+        """learners: the roles beside the actor that are trained, known when the first step begins. journal:
+        of what time decides.
+        """
+        self.config = config
+        self.cluster = cluster
+        self.roles = roles
+        self.side = side
+        self.reporter = reporter
+        self.checkpoints = checkpoints
+        self.journal = journal
+        self.step = 0
+        self.total_steps = schedule.total_steps
+        self.coefficients = Coefficients(config.algorithm)
+        self._learners = learners
+        self.buffer = side.buffer(
+            batch_size=config.data.batch_size,
+            total_steps=schedule.total_steps,
+            total_groups=schedule.total_groups,
+            order=config.trainer.order,
+            keep=group_filter(config.algorithm.filter) if config.algorithm.filter else None,
+            max_refills=config.algorithm.max_refills,
+            check_failures=functools.partial(
+                check_dropped_share,
+                step_size=config.data.batch_size * config.rollout.n,
+                max_share=config.reward.max_dropped_share,
+            ),
+            journal=journal,
+        )
+        self.feeder = side.feeder(
+            self.buffer, n=config.rollout.n, max_aborts=config.trainer.max_aborts, warn=reporter.warn
+        )
+        reporter.note(side.describe())
+        self.weights = WeightPublisher(
+            side.route,
+            side,
+            self.feeder,
+            self.buffer,
+            shared=not side.route.moves,
+            enter=side.enter,
+            canary=side.canary if side.route.moves else None,
+            warn=reporter.warn,
+        )
+        self._evaluating: asyncio.Task[EvaluationResult] | None = None  # beside episodes, of this step
+        self._evaluated: list[EvaluationResult] = []  # in this step, while the trainer waited
+        self.clock = reporter.watch(cluster, self._gauges)
+        self._driver_bytes = 0
+
+    def _gauges(self) -> Mapping[str, float]:
+        """Prompt groups, for the timeline."""
+        return {"in flight": len(self.buffer.ledger.open), "ready": len(self.buffer.ready)}
+
+    def request_stop(self) -> None:
+        """Stops at the next step boundary (at once while waiting for episodes); the state is saved and
+        resumable.
+        """
+        self.buffer.stop()
+
+    # ---- from the start to the end ----
+
+    async def start(self) -> None:
+        """Resumes if there is something to resume, serves the weights, proves that they are the trainer's."""
+        self.clock.count_cpu(await self.cluster.cpu_seconds())  # from here on: not what loading took
+        await self.checkpoints.restore(self)
+        await self.weights.start(self.step)
+        if self.side.canary is None:
+            return
+        async with self.weights.mender as mender:
+            gap = await mender.served(self.side.canary(self.step))
+        self.reporter.note(f"canary: largest log-prob gap between sampler and trainer {gap:.1e}")
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        """The console's stage; inside, engines that are started again get weights."""
+        parameters = await self.roles.actor.call(ActorWorker.num_parameters)
+        with self.reporter.running(self.total_steps, self.step, parameters):
+            async with self.weights.mender:
+                await self._first_evaluation()
+                await self.side.start_counting()  # the tokens of canary and evaluation are no step's
+                self.clock.count_cpu(await self.cluster.cpu_seconds())
+                self.clock.start_step()
+                yield
+                self.clock.count_cpu(await self.cluster.cpu_seconds())
+
+    @asynccontextmanager
+    async def feeding(self) -> AsyncIterator[None]:
+        """Episodes run inside; afterwards what is in flight is in the ledger, to be issued again."""
+        feeding = asyncio.create_task(self.feeder.run(), name="feeder")
+        try:
+            yield
+            if not self.buffer.stopped:
+                await self.finish_evaluation()
+        finally:
+            await cancel(feeding)
+            await self.feeder.close()
+            if self._evaluating is not None:  # the run that goes on from here evaluates again
+                await cancel(self._evaluating)
+
+    async def ended(self) -> bool:
+        """Comes after the last step. Returns False when the run was stopped on request before its end; then
+        its state is saved.
+        """
+        stopped = self.buffer.stopped and self.step < self.total_steps
+        if stopped:
+            await self.checkpoints.save_now(self)
+        elif self.step < self.total_steps:
+            await self._ran_out_of_prompts()
+        self.reporter.stopped = stopped
+        return not stopped
+
+    async def _ran_out_of_prompts(self) -> None:
+        """So many groups were dropped that the epochs ended early: the end is an end all the same."""
+        if self.step == 0:
+            raise TrainError("no prompt group could be trained: all were dropped; the log says why")
+        self.reporter.warn(
+            f"the prompts ended after step {self.step} of {self.total_steps}: "
+            f"{len(self.buffer.ledger.dropped)} groups were dropped"
+        )
+        evaluated = self.reporter.has_evaluation(self.step)
+        if self.config.trainer.evaluation.after and self.side.eval and not evaluated:
+            await self.side.resume()
+            self.reporter.evaluation(self.step, await self.evaluate())
+        if self.config.checkpoint.every is not None:
+            await self.checkpoints.save_now(self)
+
+    # ---- a step ----
+
+    async def take(self) -> list[Group]:
+        """Groups for one step; an empty list at the end or when a stop is asked for."""
+        with self.clock.phase("generate"):
+            return await self.weights.mender.served(self.buffer.take())
+
+    def new_step(self) -> Step:
+        """What the stages of the next step share."""
+        return Step(
+            number=self.step,
+            seed=self.config.trainer.seed,
+            cluster=self.cluster,
+            roles=self.roles,
+            kl_coef=self.coefficients.kl_coef,
+            multiplier=self.coefficients.multiplier,
+        )
+
+    def begin_step(self, groups: Sequence[Group]) -> tuple[BatchRef, Step]:
+        """All rows of the groups, failures included, and what the stages of the step share."""
+        step = self.new_step()
+        describe_staleness(self.buffer.staleness(groups), self.config.trainer.max_staleness, step.stats)
+        return BatchRef.concat([group.ref for group in groups]), step
+
+    def scored(self, everything: BatchRef, stats: StepStats) -> BatchRef:
+        """Rows with a reward. Failures are in no baseline; too many of them stop the run (in the buffer)."""
+        scored = is_scored(everything.index)
+        failed = self.buffer.num_failed  # those of dropped groups too
+        stats.add_mean("reward/failed_share", failed, failed + int(scored.sum()))
+        stats.add_sum("rollout/generated_tokens", float(everything.index.scalars("response_length").sum()))
+        return everything.take(np.flatnonzero(scored))
+
+    async def let_engines_rest(self) -> None:
+        """With rollout.sleep, while the trainer computes: until the next version is released."""
+        if self.side.enter is not None:
+            await self.finish_evaluation()
+            await self.weights.rest()
+
+    async def publish(self, stats: StepStats) -> None:
+        """Ends a step: its weights are held for, loaded, confirmed; then what is due while nothing decodes;
+        release.
+        """
+        self.step += 1
+        every = self.config.reference.refresh_every
+        if every is not None and self.step % every == 0:  # the reference becomes the policy (SPPO, SPIN)
+            await self.roles.group("reference").call(ModelWorker.copy_parameters_from, "actor")
+        evaluation = self._evaluation_due()
+        with self.clock.phase("publish"):
+            await self.finish_evaluation()
+            await self.weights.publish(self.step, stats)
+            stats.merge(await self.side.end_step())
+            for name, value in self.buffer.end_step().items():
+                stats.add_sum(name, value)
+            if evaluation == "alone":
+                async with self.weights.running():
+                    self._evaluated.append(await self.evaluate())
+                await self.side.start_counting()  # evaluation's tokens are no step's
+            await self.checkpoints.snapshot_if_due(self)
+            await self.weights.release(self.step, stats)
+        self.clock.mark("publish", version=self.step)
+        if evaluation == "beside":
+            self._evaluating = asyncio.create_task(self.side.evaluate(), name=f"evaluation-{self.step}")
+
+    async def report(self, scored: BatchRef, stats: StepStats) -> None:
+        """A step's metrics, everywhere. scored: its rows with a reward."""
+        self.clock.count_cpu(await self.cluster.cpu_seconds())
+        for group in self.roles.trained():
+            for peak in await group.call(ModelWorker.peak_memory_bytes):
+                stats.add_max("perf/peak_memory_bytes", float(peak))
+        describe_rows(scored, stats)
+        extra: dict[str, Any] = {}
+        values = stats.values()
+        if "critic/return" in values:
+            explained = explained_variance(values)
+            if explained is not None:
+                extra["critic/explained_variance"] = explained
+        evaluated, self._evaluated = self._evaluated, []
+        for result in evaluated:
+            extra |= result.metrics
+        extra["perf/driver_bytes"] = float(self.cluster.driver_bytes() - self._driver_bytes)
+        self._driver_bytes = self.cluster.driver_bytes()
+        self.reporter.step(self.step, stats, extra, evaluated)
+
+    # ---- evaluation ----
+
+    async def _first_evaluation(self) -> None:
+        """Before the first step; and, of a run that was stopped while an evaluation ran beside episodes, that
+        one again.
+        """
+        first = self.step == 0 and self.config.trainer.evaluation.before and bool(self.side.eval)
+        beside = self.step > 0 and self._evaluation_due() == "beside"
+        if first or (beside and not self.reporter.has_evaluation(self.step)):
+            self.reporter.evaluation(self.step, await self.evaluate())
+
+    def _evaluation_due(self) -> Literal["alone", "beside"] | None:
+        """How this step's evaluation runs: alone after a drain, or beside the episodes in flight. None where
+        there is none.
+        """
+        evaluation, last = self.config.trainer.evaluation, self.step == self.total_steps
+        every = 0 if last else evaluation.every
+        due = (last and evaluation.after) or (every and self.step % every == 0)
+        if not due or not self.side.eval:
+            return None
+        return "alone" if last or self.side.on_update == "finish" else "beside"
+
+    async def finish_evaluation(self) -> None:
+        """Waits for the evaluation that runs beside episodes; it measures the weights of the step before."""
+        if self._evaluating is None:
+            return
+        step = self.buffer.version
+        with self.clock.phase("evaluate"):
+            news = await self.weights.mender.unless_stranded(self._evaluating)
+        if news:  # its requests may wait for weights that are gone
+            self.reporter.warn(f"the evaluation of step {step} was given up: an engine was started again")
+        else:
+            self.reporter.evaluation(step, self._evaluating.result())
+        self._evaluating = None
+
+    async def evaluate(self) -> EvaluationResult:
+        """While the trainer waits, and so holds the weights that are measured."""
+        with self.clock.phase("evaluate"):
+            return await self.weights.mender.served(self.side.evaluate())
+
+    # ---- checkpoints ----
+
+    def saved_roles(self) -> Mapping[str, WorkerGroup]:
+        """Roles whose state is part of a checkpoint (others are frozen, the rollout engine has none)."""
+        roles = ["actor", *self._learners]
+        if self.config.reference.refresh_every is not None:
+            roles.append("reference")
+        return {role: self.roles.group(role) for role in roles}
+
+    async def state(self) -> ControllerState:
+        """The controller's part of a checkpoint; groups in flight are listed to be issued again, whatever
+        becomes complete while the others are fetched.
+        """
+        ready, partial = dict(self.buffer.ready), self.feeder.partial()
+        rows = partial | {seq: group.ref for seq, group in ready.items()}
+        return ControllerState(
+            step=self.step,
+            version=self.step,
+            timers=self.clock.state(),
+            extra={
+                **self.coefficients.state(),
+                "groups": [[g.seq, g.admitted_version, g.oldest_version] for g in ready.values()],
+                "rules": self.buffer.rules,
+                "journal": self.journal.mark if self.journal is not None else None,
+                "partial": sorted(partial),  # of a replay; other groups in flight start again
+            },
+            ledger=self.buffer.ledger.records(),
+            groups={seq: await ref.fetch() for seq, ref in rows.items()},
+        )
+
+    async def load_state(self, state: ControllerState) -> None:
+        """Goes on where `state` was cut."""
+        self.step = state.step
+        self.coefficients.load_state(dict(state.extra))
+        self.clock.load_state(state.timers)
+        groups = [
+            Group(seq, admitted, oldest, self.cluster.put(state.groups[seq], self.side.index_columns))
+            for seq, admitted, oldest in state.extra["groups"]
+        ]
+        if self.journal is not None:
+            self.journal.restore(state.extra.get("journal"))
+            partial = state.extra.get("partial", ())
+            self.feeder.restore_partial(
+                {seq: self.cluster.put(state.groups[seq], PIECE_INDEX) for seq in partial}
+            )
+        ledger = Ledger.from_records([dict(record) for record in state.ledger])
+        self.buffer.restore(ledger, groups, self.step, state.extra.get("rules", {}))
 
 
 class RLTrainer(RLRun):
@@ -51,24 +391,20 @@ class RLTrainer(RLRun):
         with self.clock.phase("write_rollouts"):
             await self.reporter.rollouts(self.step + 1, with_scores_of(everything, scored))
         batch = await self._through(self.program.stages, scored, step)
-        await self.weights.hold_if_shared()
+        await self.weights.hold(if_shared=True)
         if self.step >= self._warmup_steps:
-            await self._update_actor(batch, step)
+            with self.clock.phase("update_actor"):
+                loss, epochs = self.program.actor_loss, self.config.actor.epochs
+                joined = self._pretraining
+                step.stats.merge(await update_actor(self.roles.actor, batch, loss, epochs, step, joined))
             self.coefficients.adapt(scored, step.stats)
         await self.publish(step.stats)
         await self.report(scored, step.stats)
         with self.clock.phase("checkpoint"):
-            await self.checkpoints.write_if_due(self)
+            await self.checkpoints.write_if_cut(self)
 
     async def _through(self, stages: Sequence[Stage], batch: BatchRef, step: Step) -> BatchRef:
         for stage in stages:
             with self.clock.phase(stage.phase):
                 batch = await stage(batch, step)
         return batch
-
-    async def _update_actor(self, batch: BatchRef, step: Step) -> None:
-        loss, epochs = self.program.actor_loss, self.config.actor.epochs
-        with self.clock.phase("update_actor"):
-            step.stats.merge(
-                await update_actor(self.roles.actor, batch, loss, epochs, step, self._pretraining)
-            )

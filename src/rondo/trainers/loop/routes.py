@@ -11,22 +11,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from rondo.config.schema import Config
+from rondo.config import Config
 from rondo.controller import WorkerGroup
 from rondo.errors import ConfigError, WeightSyncError, WorkerError
-from rondo.trainers.loop.mender import cancel
-from rondo.trainers.program.roles import Roles, rollout_dtype, shares_weights
-from rondo.weights.disk import remove_weights
-from rondo.weights.exchange import SendReport, Transfer
-from rondo.weights.layout import Layout
-from rondo.weights.sync import SyncReport
-from rondo.workers.models import ActorWorker
-from rondo.workers.rollout import RolloutWorker
+from rondo.trainers.loop.feeder import cancel
+from rondo.trainers.program import Roles, rollout_dtype, shares_weights
+from rondo.weights import Layout, SendReport, SyncReport, Transfer, remove_weights
+from rondo.workers import ActorWorker, RolloutWorker
 
 FOLDER = "weights"  # in the run folder
 CAUSE_SECONDS = 5.0  # after one side's error: how long the other may take to report its own
@@ -83,9 +78,7 @@ class SharedRoute:
         self._rollout = rollout
 
     async def load(self, version: int) -> SyncReport:
-        started = time.perf_counter()
-        report: SyncReport = await self._rollout.call(RolloutWorker.load_weights, version)
-        return dataclasses.replace(report, seconds=time.perf_counter() - started)
+        return await self._rollout.call(RolloutWorker.load_weights, version)  # type: ignore[no-any-return]
 
     def describe(self) -> str:
         return "weights: trainer and sampler use the same storage"
@@ -104,13 +97,11 @@ class GatheredRoute:
         self._others = [rank for rank, device in enumerate(actor.devices) if device not in devices]
 
     async def load(self, version: int) -> SyncReport:
-        started = time.perf_counter()
         loading = [self._rollout.call(RolloutWorker.load_weights, version)]
         if self._others:
             arguments = (self._bucket_bytes, self._dtype)
             loading.append(self._actor.call(ActorWorker.gather_along, *arguments, ranks=self._others))
-        report: SyncReport = (await asyncio.gather(*loading))[0]
-        return dataclasses.replace(report, seconds=time.perf_counter() - started)
+        return (await asyncio.gather(*loading))[0]  # type: ignore[no-any-return]
 
     def describe(self) -> str:
         ranks = "one rank" if self._actor.size == 1 else f"{self._actor.size} ranks"
@@ -129,7 +120,6 @@ class CollectiveRoute:
         self._ranks: tuple[int, ...] = ()
 
     async def load(self, version: int) -> SyncReport:
-        started = time.perf_counter()
         ranks = await self._prepare()
         sending = asyncio.create_task(self._actor.call(ActorWorker.send_weights, version=version))
         receiving = {
@@ -141,7 +131,7 @@ class CollectiveRoute:
         finally:
             await cancel(sending, *receiving.values())
         report = next(task.result() for rank, task in receiving.items() if rank not in lost)
-        return dataclasses.replace(report, seconds=time.perf_counter() - started, lost=lost or None)
+        return dataclasses.replace(report, lost=lost or None)
 
     async def _prepare(self) -> tuple[int, ...]:
         """The ranks to serve; both sides know the transfer to them."""
@@ -228,7 +218,7 @@ class DiskRoute:
         self._dtype, self._bucket_bytes = rollout_dtype(config), config.rollout.bucket_bytes
 
     async def load(self, version: int) -> SyncReport:
-        started, folder = time.perf_counter(), str(self._folder.resolve())
+        folder = str(self._folder.resolve())
         written: SyncReport = await self._actor.call(
             ActorWorker.write_weights, folder, version, self._bucket_bytes, self._dtype
         )
@@ -237,7 +227,6 @@ class DiskRoute:
             written,
             bytes_moved=written.bytes_moved + sum(report.bytes_moved for report in read.values()),
             bytes_needed=sum(report.bytes_needed for report in read.values()),
-            seconds=time.perf_counter() - started,
             peak_bytes=max(written.peak_bytes, *(report.peak_bytes for report in read.values())),
         )
 

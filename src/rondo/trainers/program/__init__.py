@@ -1,1 +1,58 @@
 """What one trainer step computes: roles, inputs, stages, updates. Nothing here waits for an episode."""
+
+# ruff: noqa: F401
+from rondo.trainers.program.inputs import (
+    Prompts,
+    Recorded,
+    complete_model,
+    conversations,
+    load_prompts,
+    open_tokenizer,
+    sampling_params,
+    score_names,
+    settled,
+)
+from rondo.trainers.program.plan import (
+    Program,
+    Schedule,
+    columns_of_hooks,
+    critic_learner,
+    describe_correction,
+    effective_correction,
+    plan_program,
+    plan_schedule,
+    schedule_of,
+    warmup_steps,
+)
+from rondo.trainers.program.roles import (
+    create_model,
+    create_rollout,
+    engine_of,
+    model_source,
+    on_one_pool,
+    one_storage,
+    path_of,
+    placement_of,
+    role_spec,
+    rollout_dtype,
+    shares_weights,
+    source_of,
+)
+from rondo.trainers.program.stages import (
+    AdvantageStage,
+    CorrectionStage,
+    PreparationStage,
+    RewardModelScores,
+    model_scores,
+    with_scores_of,
+)
+from rondo.trainers.program.step import Coefficients, Roles, Stage, Step
+from rondo.trainers.program.update import (
+    ActorWeights,
+    Learner,
+    LearnerUpdate,
+    MiniBatches,
+    Pretraining,
+    Resampling,
+    update_actor,
+)

@@ -7,17 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from rondo.chat import stop_token_ids
-from rondo.config.auto import config_for
-from rondo.config.schema import Config, SourceConfig
-from rondo.controller.cluster import planned_device
+from rondo.config import Config, SourceConfig, config_for
+from rondo.controller import planned_device
 from rondo.data import ConversationStream, PromptStream, eval_prompts
 from rondo.data.rollout_files import Recording
 from rondo.errors import ConfigError
 from rondo.models import load_tokenizer
 from rondo.rewards import Scorer
-from rondo.trainers.program.roles import (
-    tokenizer_name,
-)
+from rondo.trainers.program.roles import tokenizer_name
 from rondo.types import Prompt, SamplingParams
 
 

@@ -8,14 +8,21 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rondo.algorithms.aggregation import seq_mean_token_mean
-from rondo.algorithms.objective import ActorLoss, CriticLoss, PrmLoss
-from rondo.algorithms.registry import Kind, bind, columns_read, lookup
+from rondo.algorithms import (
+    ActorLoss,
+    CriticLoss,
+    Kind,
+    PrmLoss,
+    bind,
+    columns_read,
+    lookup,
+    seq_mean_token_mean,
+)
 from rondo.columns import GREEDY_REWARD
-from rondo.config.schema import Config, FunctionConfig, RewardModelConfig
-from rondo.data.rows import index_columns
+from rondo.config import Config, FunctionConfig, ImportanceConfig, RewardModelConfig, RolloutCorrectionConfig
+from rondo.data import index_columns
 from rondo.errors import ConfigError
-from rondo.planning.admission import effective_on_update
+from rondo.planning import effective_on_update
 from rondo.rewards import accuracy_score
 from rondo.roles import ROLLOUT, of_section
 from rondo.trainers.program.inputs import Recorded
@@ -27,13 +34,10 @@ from rondo.trainers.program.stages import (
     PreparationStage,
     Production,
     RewardModelScores,
-    Stage,
-    describe_correction,
-    effective_correction,
 )
+from rondo.trainers.program.step import Stage
 from rondo.trainers.program.update import ActorWeights, Learner, LearnerUpdate, MiniBatches, Resampling
-from rondo.workers.models import CriticWorker, update_columns
-from rondo.workers.scoring import PrmWorker
+from rondo.workers import CriticWorker, PrmWorker, update_columns
 
 HOOK_COLUMNS = index_columns(greedy_baseline=True)  # what a filter or a resampling may read: small, per row
 
@@ -184,6 +188,51 @@ def plan_program(config: Config, recorded: Recorded | None = None) -> Program:
         reads_accuracy="accuracy" in read,
         recorded=recorded,
     )
+
+
+def effective_correction(config: Config, foreign: Sequence[str] = ()) -> RolloutCorrectionConfig | None:
+    """What algorithm.rollout_correction becomes: decoupled, bypass or None (off).
+
+    auto: off where the samples are the trainer's own policy's (trainer.max_staleness=0, native engine), or
+    else token-level truncated importance weights; with importance or reject set, those. foreign: why recorded
+    samples are not the policy's that is trained (`Recorded.changed`).
+    """
+    chosen = config.algorithm.rollout_correction
+    if chosen is None or chosen.mode != "auto":
+        return chosen
+    if chosen.importance is None and not chosen.reject:
+        if not foreign and not _of_another_policy(config):
+            return None
+        chosen = dataclasses.replace(chosen, importance=ImportanceConfig(level="token", upper=2.0))
+    return dataclasses.replace(chosen, mode="decoupled")
+
+
+def describe_correction(config: Config, foreign: Sequence[str] = ()) -> str:
+    """A line for `config show`: what it became, and why. foreign: as in `effective_correction`."""
+    written, found = config.algorithm.rollout_correction, effective_correction(config, foreign)
+    auto = written is not None and written.mode == "auto"
+    causes = [
+        f"trainer.max_staleness={config.trainer.max_staleness}",
+        f"rollout.engine={config.rollout.engine}",
+        *(["recorded under other settings"] if foreign else []),
+    ]
+    why = f" (auto: {', '.join(causes)})" if auto else ""
+    if found is None or found.mode == "bypass":
+        return f"rollout correction: {'off' if found is None else 'bypass'}{why}"
+    parts = []
+    if found.importance is not None:
+        weights = found.importance
+        bounds = (
+            f"{weights.lower} to {weights.upper}" if weights.lower is not None else f"up to {weights.upper}"
+        )
+        how = "0 outside" if weights.outside == "mask" else "truncated"
+        parts.append(f"importance weights per {weights.level}, {bounds}, {how}")
+    parts += [f"reject {rule.statistic} per {rule.level}" for rule in found.reject]
+    return f"rollout correction: {'; '.join(parts) or 'measured only'}{why}"
+
+
+def _of_another_policy(config: Config) -> bool:
+    return config.trainer.max_staleness > 0 or config.rollout.engine != "native"
 
 
 def _changed(recorded: Recorded | None) -> tuple[str, ...]:

@@ -20,8 +20,7 @@ from rondo.columns import (
     made_by,
 )
 from rondo.errors import ConfigError
-from rondo.workers.models import ActorWorker, CriticWorker, ReferenceWorker
-from rondo.workers.scoring import PrmWorker, TeacherWorker
+from rondo.workers import ActorWorker, CriticWorker, PrmWorker, ReferenceWorker, TeacherWorker
 
 
 @dataclass(frozen=True)

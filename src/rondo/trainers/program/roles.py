@@ -1,4 +1,5 @@
-"""The worker groups of a run: made here, and only here, from the table of roles and the configuration."""
+"""How the worker groups of a run (`Roles`) are made: here, and only here, from the table of roles and the
+configuration."""
 
 from __future__ import annotations
 
@@ -6,52 +7,18 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rondo.config.schema import Config, FrozenEngineConfig, OptimizerConfig, RewardModelConfig
+from rondo.config import Config, FrozenEngineConfig, OptimizerConfig, RewardModelConfig
 from rondo.controller import Cluster, Worker, WorkerGroup
 from rondo.errors import ConfigError
-from rondo.models.source import ModelSource
+from rondo.models import ModelSource
 from rondo.models.value_head import FILE as VALUE_HEAD_FILE
-from rondo.planning.placement import Placement, SameDevices, plan_placement
+from rondo.planning import Placement, SameDevices, plan_placement
 from rondo.roles import REWARD_MODEL, ROLES, ROLLOUT, Role
 from rondo.training import Loss
-from rondo.workers.models import ModelWorker
-from rondo.workers.rollout import runs_in_own_process
-
-
-@dataclass
-class Roles:
-    """The worker groups of a run. rollout: None where no engine runs (rollout.recorded). models: those beside
-    actor and rollout, by role.
-    """
-
-    actor: WorkerGroup
-    rollout: WorkerGroup | None
-    models: dict[str, WorkerGroup] = field(default_factory=dict)
-
-    @property
-    def engines(self) -> WorkerGroup:
-        """The rollout group of a run that generates."""
-        assert self.rollout is not None, "nothing generates in this run"
-        return self.rollout
-
-    def group(self, role: str) -> WorkerGroup:
-        return self.actor if role == "actor" else self.models[role]
-
-    def all(self) -> tuple[WorkerGroup, ...]:
-        return (*self.trained(), *([] if self.rollout is None else [self.rollout]))
-
-    def trained(self) -> tuple[WorkerGroup, ...]:
-        """All groups with a training engine."""
-        return (self.actor, *self.models.values())
-
-    def rollout_stands_alone(self) -> bool:
-        """The rollout ranks have host processes of their own: the run can go on without one of them."""
-        others = {device for group in self.trained() for device in group.devices}
-        return others.isdisjoint(self.engines.devices)
+from rondo.workers import ModelWorker, runs_in_own_process
 
 
 def model_source(config: Config, path: str | None = None) -> ModelSource:

@@ -9,76 +9,26 @@ controller fetch what they read; estimators that read per-row numbers only never
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rondo.algorithms import kl_reward
-from rondo.algorithms.registry import bind, bind_preparation, columns_read
-from rondo.algorithms.rollout_correction import correct
+from rondo.algorithms import bind, bind_preparation, columns_read, correct, kl_reward
 from rondo.batch import BatchRef
 from rondo.columns import SCORE, UPDATE, declared, made_by
-from rondo.config.schema import (
-    AlgorithmConfig,
-    Config,
-    ImportanceConfig,
-    RewardModelConfig,
-    RolloutCorrectionConfig,
-)
-from rondo.controller import Cluster, WorkerGroup
+from rondo.config import AlgorithmConfig, RewardModelConfig, RolloutCorrectionConfig
+from rondo.controller import WorkerGroup
 from rondo.errors import ConfigError, DataError, TrainError
 from rondo.roles import of_section
 from rondo.trainers.program.producers import PRODUCERS, Producer, is_given
-from rondo.trainers.program.roles import Roles
-from rondo.trainers.program.tensors import attach, numbers, padded_columns
+from rondo.trainers.program.step import Step, attach, numbers, padded_columns
 from rondo.types import StepStats, request_seed
-from rondo.workers.scoring import RewardModelWorker
-
-
-@dataclass
-class Step:
-    """What the stages of one trainer step share."""
-
-    number: int
-    """Trainer steps that were done before this one."""
-    seed: int
-    """Of the run (trainer.seed); with `number` it seeds whatever a stage draws."""
-    cluster: Cluster
-    roles: Roles
-    kl_coef: float = 0.0
-    """The coefficient of algorithm.kl in this step."""
-    multiplier: float | None = None
-    """λ of algorithm.constraint in this step."""
-    stats: StepStats = field(default_factory=StepStats)
-    """The step's metrics so far; stages add to them."""
-
-
-class Stage(Protocol):
-    """One thing that a step does with its rows."""
-
-    @property
-    def phase(self) -> str:
-        """Its time counts to timing/<phase>_s."""
-        ...
-
-    @property
-    def writes(self) -> tuple[str, ...]:
-        """The columns that it adds, or makes anew."""
-        ...
-
-    def describe(self) -> str:
-        """One line for `config show`."""
-        ...
-
-    async def __call__(self, batch: BatchRef, step: Step) -> BatchRef:
-        """The batch with more columns, or with fewer rows."""
-        ...
+from rondo.workers import RewardModelWorker
 
 
 @dataclass(frozen=True)
@@ -171,7 +121,10 @@ class AdvantageStage:
         if step.multiplier is not None:
             inputs["multiplier"] = torch.tensor(step.multiplier, dtype=torch.float32)
         counted = inputs["response_mask"] > 0 if "response_mask" in inputs else None
-        self._count_samples(batch, inputs)
+        if "sample_weight" in batch.index.columns:
+            weight = numbers(batch.index, "sample_weight").to(torch.float32)
+            for name in {"response_mask", "num_trained_tokens"} & set(inputs):
+                inputs[name] = inputs[name] * (weight if inputs[name].ndim == 1 else weight[:, None])
         result = self._estimator(**{name: inputs[name] for name in self.reads})
         named = self._named(result, counted)
         _count_advantages(named["advantages"], counted, step.stats)
@@ -226,12 +179,6 @@ class AdvantageStage:
             coef=coef,
         )
 
-    def _count_samples(self, batch: BatchRef, inputs: dict[str, Tensor]) -> None:
-        if "sample_weight" in batch.index.columns:
-            weight = numbers(batch.index, "sample_weight").to(torch.float32)
-            for name in {"response_mask", "num_trained_tokens"} & set(inputs):
-                inputs[name] = inputs[name] * (weight if inputs[name].ndim == 1 else weight[:, None])
-
     def _named(self, result: Any, counted: Tensor | None) -> dict[str, Tensor]:
         """The columns that the estimator returned, 0 where the mask is 0."""
         if isinstance(result, Mapping):
@@ -260,51 +207,6 @@ def _count_advantages(advantages: Tensor, counted: Tensor | None, stats: StepSta
         stats.add_min("actor/advantage_min", float(values.min()))
     rows = advantages if advantages.ndim == 1 else advantages.abs().sum(dim=1)
     stats.add_mean("actor/zero_advantage_share", float((rows == 0).sum()), max(len(rows), 1))
-
-
-def effective_correction(config: Config, foreign: Sequence[str] = ()) -> RolloutCorrectionConfig | None:
-    """What algorithm.rollout_correction becomes: decoupled, bypass or None (off).
-
-    auto: off where the samples are the trainer's own policy's (trainer.max_staleness=0, native engine), or
-    else token-level truncated importance weights; with importance or reject set, those. foreign: why recorded
-    samples are not the policy's that is trained (`Recorded.changed`).
-    """
-    chosen = config.algorithm.rollout_correction
-    if chosen is None or chosen.mode != "auto":
-        return chosen
-    if chosen.importance is None and not chosen.reject:
-        if not foreign and not _of_another_policy(config):
-            return None
-        chosen = dataclasses.replace(chosen, importance=ImportanceConfig(level="token", upper=2.0))
-    return dataclasses.replace(chosen, mode="decoupled")
-
-
-def describe_correction(config: Config, foreign: Sequence[str] = ()) -> str:
-    """A line for `config show`: what it became, and why. foreign: as in `effective_correction`."""
-    written, found = config.algorithm.rollout_correction, effective_correction(config, foreign)
-    auto = written is not None and written.mode == "auto"
-    causes = [
-        f"trainer.max_staleness={config.trainer.max_staleness}",
-        f"rollout.engine={config.rollout.engine}",
-        *(["recorded under other settings"] if foreign else []),
-    ]
-    why = f" (auto: {', '.join(causes)})" if auto else ""
-    if found is None or found.mode == "bypass":
-        return f"rollout correction: {'off' if found is None else 'bypass'}{why}"
-    parts = []
-    if found.importance is not None:
-        weights = found.importance
-        bounds = (
-            f"{weights.lower} to {weights.upper}" if weights.lower is not None else f"up to {weights.upper}"
-        )
-        how = "0 outside" if weights.outside == "mask" else "truncated"
-        parts.append(f"importance weights per {weights.level}, {bounds}, {how}")
-    parts += [f"reject {rule.statistic} per {rule.level}" for rule in found.reject]
-    return f"rollout correction: {'; '.join(parts) or 'measured only'}{why}"
-
-
-def _of_another_policy(config: Config) -> bool:
-    return config.trainer.max_staleness > 0 or config.rollout.engine != "native"
 
 
 class CorrectionStage:

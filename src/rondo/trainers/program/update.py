@@ -12,21 +12,17 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from rondo.algorithms.aggregation import Aggregate, loss_weights
-from rondo.algorithms.objective import ActorLoss
-from rondo.algorithms.registry import bind, columns_read
-from rondo.algorithms.resampling import draw
+from rondo.algorithms import ActorLoss, Aggregate, bind, columns_read, draw, loss_weights
 from rondo.batch import ROW_ID, BatchRef, ragged_array, wide_array
 from rondo.columns import LOSS_WEIGHT, MINI_BATCH, declared, per_row
-from rondo.config.schema import ActorConfig, Config, CriticConfig, FunctionConfig
+from rondo.config import ActorConfig, Config, CriticConfig, FunctionConfig
 from rondo.controller import Cluster, WorkerGroup
-from rondo.planning.mini_batches import mini_batch_order, plan_mini_batches
+from rondo.planning import mini_batch_order, plan_mini_batches
 from rondo.trainers.program.inputs import conversations
-from rondo.trainers.program.stages import Step
-from rondo.trainers.program.tensors import numbers
+from rondo.trainers.program.step import Step, numbers
 from rondo.training import Loss
 from rondo.types import StepStats, request_seed
-from rondo.workers.models import ActorWorker, update_columns
+from rondo.workers import ActorWorker, update_columns
 
 
 @dataclass(frozen=True)
@@ -70,28 +66,21 @@ class MiniBatches:
     learners: tuple[Learner, ...]
     phase = "prepare"
 
-    def _sizes(self) -> dict[str, int | None]:
-        sizes = {"mini_batch": self.config.actor.mini_batch_size}
-        return sizes | {learner.mini_batch: learner.section.mini_batch_size for learner in self.learners}
-
     @property
     def writes(self) -> tuple[str, ...]:
-        return tuple(self._sizes())
+        return ("mini_batch", *(learner.mini_batch for learner in self.learners))
 
     def describe(self) -> str:
         return f"{', '.join(self.writes)} <- controller, by prompt groups"
 
     async def __call__(self, batch: BatchRef, step: Step) -> BatchRef:
+        config, groups = self.config, batch.index.scalars("group_id")
+        sizes = [section.mini_batch_size for section in (config.actor, *(x.section for x in self.learners))]
         made = {
-            name: mini_batches(batch, size, self.config, step.number) for name, size in self._sizes().items()
+            name: plan_mini_batches(groups, size or config.data.batch_size, seed=step.seed, step=step.number)
+            for name, size in zip(self.writes, sizes, strict=True)
         }
         return batch.with_index(made)
-
-
-def mini_batches(batch: BatchRef, size: int | None, config: Config, step: int) -> np.ndarray:
-    """The mini-batch of each row, `size` prompt groups each (None: the whole batch)."""
-    groups, full = batch.index.scalars("group_id"), config.data.batch_size
-    return plan_mini_batches(groups, size or full, seed=config.trainer.seed, step=step)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ Why a replay never waits for ever: look at the first line that is not done yet. 
 - put, drop: the group was admitted. Its tokens are of versions that were served when the line was written,
   whose publish lines are before it: the trainer loads them (after a publish line it waits for no line until
   it takes) and `hold` keeps each until the group has its piece. Scoring needs no engine.
-- give_back, resume: `ReplayedBuffer.follow` waits for nothing else.
+- give_back, resume: `ReplayedBuffer.ticket`, in which the feeder is, waits for nothing else.
 - take: its groups were put. The trainer comes here from the publish before, without another line.
 - publish: the trainer comes here from its take; it waits in `hold` for the line's turn, which it has, and for
   the pieces of the version served: those of groups that were admitted, which engines make that nobody holds.
@@ -31,8 +31,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from rondo.agents.replay import entries_of, length_at
-from rondo.config.compare import changes, leaves_of
-from rondo.config.schema import Config
+from rondo.config import Config, changes, leaves_of
 from rondo.errors import CheckpointError, ConfigError, TrainError
 from rondo.tracking import RunFolder
 
@@ -187,26 +186,22 @@ class RunJournal:
     def note(self, kind: str, **what: Any) -> None:
         if self._off:
             return
-        if self.position == 0:
-            self._write({"kind": "journal", "format": FORMAT, "settings": self._settings})
         if kind == "resume":
             what["settings"] = self._settings
         line = {"step": self._step, "kind": kind, **what}
-        at = self.position
         if self._followed is not None and json.loads(json.dumps(line)) != self.upcoming:
             raise self.left(_difference(line, self.upcoming))
-        self._write(line)
-        if kind == "admit" and self._followed is not None:
-            self._fates[what["seq"]] = self._followed.fate(at)
-        if kind in ("publish", "resume"):
-            self._step = what["version"] + 1
-
-    def _write(self, line: Mapping[str, Any]) -> None:
+        head = {"kind": "journal", "format": FORMAT, "settings": self._settings}
+        lines = [line] if self.position else [head, line]
         if self._file is None:
             self._file = self.path.open("ab")
-        self._file.write(json.dumps(line).encode() + b"\n")
+        self._file.write("".join(json.dumps(written) + "\n" for written in lines).encode())
         self._file.flush()
-        self.position += 1
+        self.position += len(lines)
+        if kind == "admit" and self._followed is not None:
+            self._fates[what["seq"]] = self._followed.fate(self.position - 1)
+        if kind in ("publish", "resume"):
+            self._step = what["version"] + 1
 
     @property
     def upcoming(self) -> Mapping[str, Any]:

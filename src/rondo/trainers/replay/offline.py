@@ -1,7 +1,7 @@
 """Training on recorded rollouts (rollout.recorded): the loop is the same, and in the place of engines there
 are the Parquet files of an earlier run.
 
-    files ──read one at a time──▶ RecordedEpisodes ──▶ feeder ──▶ RecordedBuffer ──▶ the loop
+    files ──read one at a time──▶ RecordedSide ──▶ feeder ──▶ RecordedBuffer ──▶ the loop
     nothing is sampled, scored, published or evaluated; sequence number = ordinal of the prompt group
 """
 
@@ -15,25 +15,17 @@ from typing import Any
 import numpy as np
 
 from rondo.batch import Batch, BatchRef
-from rondo.config import load
-from rondo.config.schema import Config
+from rondo.config import Config, load
 from rondo.controller import Cluster
+from rondo.data import index_columns
 from rondo.data.rollout_files import KEY, Limits, Recording, open_recording
-from rondo.data.rows import index_columns
 from rondo.errors import ConfigError
 from rondo.models import load_model_config
-from rondo.planning.admission import OnUpdate
-from rondo.planning.placement import Phase
-from rondo.trainers.loop.buffer import Buffer, Group
-from rondo.trainers.loop.evaluation import EvaluationResult
-from rondo.trainers.loop.feeder import EpisodeFeeder, Episodes
-from rondo.trainers.loop.ledger import Ledger
-from rondo.trainers.loop.resume import differences
-from rondo.trainers.loop.routes import Route
-from rondo.trainers.program.inputs import Recorded
-from rondo.trainers.program.roles import engine_of, model_source
+from rondo.planning import OnUpdate, Phase
+from rondo.trainers.loop import Buffer, EpisodeFeeder, EvaluationResult, Group, Ledger, Route, differences
+from rondo.trainers.program import Recorded, engine_of, model_source
 from rondo.types import Prompt, StepStats
-from rondo.weights.sync import SyncReport
+from rondo.weights import SyncReport
 
 # Settings of what is not done again: they change no number.
 UNREAD = (
@@ -113,9 +105,9 @@ class RecordedBuffer(Buffer):
     staleness: it was kept when the rollouts were made, and means nothing to another program.
     """
 
-    def __init__(self, sizes: Sequence[int], **options: Any) -> None:
+    def __init__(self, recorded: Recorded, **options: Any) -> None:
         super().__init__(**options | {"max_staleness": 0, "order": "prompt"})
-        self._sizes = sizes
+        self._recorded = recorded
         self._leave_empty()
 
     def restore(
@@ -124,58 +116,22 @@ class RecordedBuffer(Buffer):
         super().restore(ledger, groups, version, rules)
         self._leave_empty()
 
-    async def advance(self, version: int) -> None:
-        self.version = version
+    def advance(self, version: int) -> None:
+        super().advance(version)
         self._leave_empty()
-        await super().advance(version)
 
     def _leave_empty(self) -> None:
         """The places of this step and of those before that have no group."""
+        sizes = self._recorded.sizes
+        self.step_size = sizes[self.version] if self.version < len(sizes) else self.batch_size
         places = (self.version + 1) * self.batch_size
-        self._unused = places - self.ledger.num_trained - self._size()
+        self._unused = places - self.ledger.num_trained - self.step_size
 
-    def _size(self) -> int:
-        return self._sizes[self.version] if self.version < len(self._sizes) else self.batch_size
-
-    def _want(self) -> int:
-        return min(super()._want(), self._size())
-
-    def _refuse_stale(self, groups: Sequence[Group]) -> None:
-        pass
-
-
-class RecordedEpisodes:
-    """`Episodes` whose prompt groups are read from files: the one that is read from now stays in memory."""
-
-    size = 1
-
-    def __init__(
-        self, recording: Recording, limits: Limits, cluster: Cluster, index_columns: tuple[str, ...]
-    ) -> None:
-        self._recording, self._limits, self._cluster = recording, limits, cluster
-        self._index_columns = index_columns
-        self._reading = asyncio.Lock()
-        self._file, self._rows = -1, Batch.of({})
-
-    def alive(self) -> Sequence[int]:
-        return (0,)
-
-    async def run_group(self, rank: int, seq: int) -> BatchRef:
-        file, group = self._recording.place(seq)
-        async with self._reading:
-            if file != self._file:
-                self._rows = await asyncio.to_thread(self._recording.read, file, self._limits)
-                self._file = file
-            rows = np.flatnonzero(self._rows.scalars("group_id") == group)
-            return self._cluster.put(self._rows.take(rows), self._index_columns)
-
-    async def pause(self) -> None: ...
-
-    async def resume(self) -> None: ...
-
-    async def restarted(self) -> str:
-        await asyncio.Event().wait()
-        raise AssertionError
+    def staleness(self, groups: Sequence[Group]) -> list[int]:
+        """That which they had when they were recorded."""
+        recording = self._recorded.recording
+        versions = [recording.version(recording.place(group.seq)[0]) for group in groups]
+        return [at - group.oldest_version for at, group in zip(versions, groups, strict=True)]
 
 
 class NoRoute:
@@ -191,10 +147,12 @@ class NoRoute:
 
 
 class RecordedSide:
-    """`RolloutSide` of a recording. roles: those with a model beside the actor. reads_accuracy: the program
-    does. greedy_baseline: it reads that column.
+    """`RolloutSide` of a recording, whose prompt groups are read from files: the one that is read from now
+    stays in memory. roles: those with a model beside the actor. reads_accuracy: the program does.
+    greedy_baseline: it reads that column.
     """
 
+    size = 1
     on_update: OnUpdate = "finish"
     enter: Callable[[Phase], Awaitable[None]] | None = None
     canary: Callable[[int], Coroutine[Any, Any, float]] | None = None
@@ -211,23 +169,42 @@ class RecordedSide:
         greedy_baseline: bool,
     ) -> None:
         self._recorded = recorded
+        self._cluster = cluster
+        self._limits = _limits(config, roles, reads_accuracy)
+        self._reading = asyncio.Lock()
+        self._file = -1
+        self._rows = Batch.of({})
         self.index_columns = index_columns(recorded.recording.scores, greedy_baseline=greedy_baseline)
-        limits = _limits(config, roles, reads_accuracy)
-        self.episodes: Episodes = RecordedEpisodes(recorded.recording, limits, cluster, self.index_columns)
         self.route: Route = NoRoute()
 
     def describe(self) -> str:
         return f"{self._recorded.describe()}; {self._recorded.describe_policy()}"
 
     def buffer(self, **options: Any) -> Buffer:
-        return RecordedBuffer(self._recorded.sizes, **options)
+        return RecordedBuffer(self._recorded, **options)
 
     def feeder(self, buffer: Buffer, **options: Any) -> EpisodeFeeder:
-        return EpisodeFeeder(buffer, self.episodes, on_update=self.on_update, **options)
+        return EpisodeFeeder(buffer, self, on_update=self.on_update, **options)
 
-    def taken_at(self, seq: int, version: int) -> int:
-        recording = self._recorded.recording
-        return recording.version(recording.place(seq)[0])
+    def alive(self) -> Sequence[int]:
+        return (0,)
+
+    async def run_group(self, rank: int, seq: int) -> BatchRef:
+        file, group = self._recorded.recording.place(seq)
+        async with self._reading:
+            if file != self._file:
+                self._rows = await asyncio.to_thread(self._recorded.recording.read, file, self._limits)
+                self._file = file
+            rows = np.flatnonzero(self._rows.scalars("group_id") == group)
+            return self._cluster.put(self._rows.take(rows), self.index_columns)
+
+    async def pause(self) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def restarted(self) -> str:
+        await asyncio.Event().wait()
+        raise AssertionError
 
     async def end_step(self) -> StepStats:
         return StepStats()

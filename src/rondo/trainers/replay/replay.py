@@ -4,20 +4,17 @@ why it never waits for ever).
 
 from __future__ import annotations
 
-import asyncio
 import math
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, Protocol, cast
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from rondo.agents.replay import Entry, ended_of, entries_of, length_at, versions_of
 from rondo.batch import BatchRef
 from rondo.columns import ENDED
 from rondo.errors import TrainError
-from rondo.trainers.loop.buffer import Buffer
-from rondo.trainers.loop.engine_side import EngineSide
-from rondo.trainers.loop.feeder import EpisodeFeeder, Episodes
-from rondo.trainers.loop.mender import cancel
+from rondo.trainers.loop import Buffer, EngineSide, EpisodeFeeder, Episodes
 from rondo.trainers.replay.journal import RunJournal
+from rondo.workers import PIECE, PIECE_INDEX, RolloutWorker
 
 
 class ReplayedBuffer(Buffer):
@@ -33,39 +30,29 @@ class ReplayedBuffer(Buffer):
         ledger.open = dict(self._followed.open_groups())
         ledger.reissue = [seq for seq in ledger.reissue if seq not in ledger.open]
 
-    def _may_start(self) -> bool:
-        return self._followed.turn("admit") and self._admission_version() <= self.version
-
-    def _admission_version(self) -> int:
-        return int(self._followed.upcoming["version"])
-
-    def _select(self) -> Sequence[int] | None:
-        return self._followed.upcoming["seqs"] if self._followed.turn("take") else None
-
-    async def _turn(self, kind: str, **what: Any) -> None:
-        await self._changed.wait_for(lambda: self._followed.turn(kind, **what))
-
-    def _note(self, kind: str, **what: Any) -> None:
-        super()._note(kind, **what)
-        if self._changed.locked():
-            self._changed.notify_all()
-
-    async def follow(self) -> None:
-        """What nobody here causes (an abort, a lost rank, a resume of the run that is followed)
-        happens when it is its turn, until cancelled.
+    async def ticket(self) -> int:
+        """Also does what nobody here causes (an abort, a lost rank, a resume of the run that is followed),
+        when it is its turn.
         """
         turn = self._followed.turn
         while True:
-            async with self._changed:
-                await self._changed.wait_for(lambda: turn("give_back") or turn("resume"))
-                line = self._followed.upcoming
-                if line["kind"] == "give_back":
-                    self._give_back(line["seqs"], aborted=line["aborted"])
-                    self._followed.note("give_back", seqs=line["seqs"], aborted=line["aborted"])
-                else:
-                    self._start_again(line["version"], line["reissue"])
-                    self._followed.note("resume", version=line["version"], reissue=line["reissue"])
-                self._changed.notify_all()
+            await self.until(lambda: turn("give_back") or turn("resume") or self._may_start())
+            line = self._followed.upcoming
+            if line["kind"] == "admit":
+                seq = self.ledger.admit(line["version"])
+                self.change("admit", seq=seq, version=line["version"])
+                return seq
+            if line["kind"] == "give_back":
+                self.give_back(line["seqs"], aborted=line["aborted"])
+            else:
+                self._start_again(line["version"], line["reissue"])
+                self.change("resume", version=line["version"], reissue=line["reissue"])
+
+    def _may_start(self) -> bool:
+        return self._followed.turn("admit") and int(self._followed.upcoming["version"]) <= self.version
+
+    def _select(self) -> Sequence[int] | None:
+        return self._followed.upcoming["seqs"] if self._followed.turn("take") else None
 
     def _start_again(self, version: int, reissue: Sequence[int]) -> None:
         """As `restore`, of the run that is followed: what was in flight starts again."""
@@ -96,30 +83,20 @@ class ReplayedFeeder(EpisodeFeeder):
     """A feeder that makes each group in pieces, one per policy version that the journal has of it."""
 
     def __init__(
-        self, journal: RunJournal, buffer: ReplayedBuffer, episodes: Episodes, **options: Any
+        self, journal: RunJournal, buffer: ReplayedBuffer, episodes: EpisodesInPieces, **options: Any
     ) -> None:
         super().__init__(buffer, episodes, **options)
         self._journal = journal
-        self._lines = buffer
-        self._pieces = cast(EpisodesInPieces, episodes)
+        self._pieces = episodes
+        self._make = self._in_pieces
         # Of groups in flight: their responses so far, and the version of the next piece (inf: none is left).
         self._partials: dict[int, BatchRef] = {}
         self._next: dict[int, float] = {}
-        self._served = -1
 
     async def run(self) -> None:
         for seq in list(self._buffer.ledger.open):  # in flight in the checkpoint that this run goes on from
             self._start(seq)
-        tasks = [asyncio.create_task(super().run()), asyncio.create_task(self._lines.follow())]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            await cancel(*tasks)
-
-    async def release(self) -> None:
-        await super().release()
-        self._served = self._buffer.version
-        await self._buffer.changed()
+        await super().run()
 
     def partial(self) -> dict[int, BatchRef]:
         """The responses so far of groups in flight."""
@@ -132,30 +109,24 @@ class ReplayedFeeder(EpisodeFeeder):
         if self._journal.fate(seq) is not None:  # else it was given back in the journal: nobody makes it
             super()._start(seq)
 
-    async def _lost(self, seq: int) -> None:
+    def _lost(self, seq: int) -> None:
         self._start(seq)  # no line of the journal: as if it had not happened
 
-    async def _put(self, seq: int, version: int, ref: BatchRef) -> None:
-        await super()._put(seq, version, ref)
+    def _put(self, seq: int, version: int, ref: BatchRef) -> None:
+        super()._put(seq, version, ref)
         self._partials.pop(seq, None)
         self._next.pop(seq, None)
 
-    async def hold(self, stranded: Callable[[], Coroutine[Any, Any, str]]) -> None:
+    async def hold(self, unless_stranded: Callable[[Awaitable[object]], Awaitable[str]]) -> None:
         """Waits until the publish has its turn, and every token of the version that is served is made. Raises
         TrainError when an engine was started again meanwhile: its weights are gone.
         """
         turn = self._buffer.until(lambda: self._journal.turn("publish") and not self._missing())
-        ready, lost = asyncio.create_task(turn), asyncio.create_task(stranded())
-        try:
-            await asyncio.wait({ready, lost}, return_when=asyncio.FIRST_COMPLETED)
-            if not ready.done():
-                raise TrainError(
-                    f"{lost.result()}; a replay needs tokens of the weights that it had, and the trainer is "
-                    "beyond them. Start the same command again: it goes on from the newest checkpoint"
-                )
-            ready.result()
-        finally:
-            await cancel(ready, lost)
+        if news := await unless_stranded(turn):
+            raise TrainError(
+                f"{news}; a replay needs tokens of the weights that it had, and the trainer is beyond them. "
+                "Start the same command again: it goes on from the newest checkpoint"
+            )
         self._buffer.in_flight = self._journal.upcoming["in_flight"]
         await self._episodes.pause()
 
@@ -182,14 +153,16 @@ class ReplayedFeeder(EpisodeFeeder):
                 return version
         return math.inf
 
-    async def _run_group(self, rank: int, seq: int) -> BatchRef:
-        """Raises TrainError where the group ends otherwise than in the journal."""
-        fate = self._journal.fate(seq)
+    async def _in_pieces(self, rank: int, seq: int) -> BatchRef:
+        """The rows of a group, when it is their turn. Raises TrainError where it ends otherwise than in the
+        journal.
+        """
+        buffer, turn, fate = self._buffer, self._journal.turn, self._journal.fate(seq)
         assert fate is not None
         entries = entries_of(fate)
         while (version := self._next_piece(seq)) < math.inf:
-            await self._served_at_least(version)
-            if self._served > version >= 0:
+            await buffer.until(lambda: buffer.version >= version)
+            if buffer.version > version >= 0:
                 raise self._journal.left(
                     f"group {seq} has tokens of version {int(version)}, whose weights are gone: the "
                     "checkpoint from which this run goes on does not hold what was in flight there"
@@ -199,13 +172,11 @@ class ReplayedFeeder(EpisodeFeeder):
             self._check_lengths(seq, int(version), lengths, made)
             self._partials[seq] = made
             self._next[seq] = self._first_missing(seq, entries)
-            await self._buffer.changed()
+            buffer.change()
         ref = await self._pieces.finish_group(rank, seq, self._partials[seq], entries)
         self._check_entries(seq, entries, entries_of(ended_of(list(ref.index.scalars(ENDED)))))
+        await buffer.until(lambda: turn("put", seq=seq) or turn("drop", seq=seq))
         return ref
-
-    async def _served_at_least(self, version: float) -> None:
-        await self._buffer.until(lambda: self._served >= version)
 
     def _check_lengths(self, seq: int, version: int, wanted: Sequence[int], made: BatchRef) -> None:
         for sample, (length, want) in enumerate(
@@ -241,4 +212,32 @@ class ReplayedSide(EngineSide):
 
     def feeder(self, buffer: Buffer, **options: Any) -> EpisodeFeeder:
         assert isinstance(buffer, ReplayedBuffer)
-        return ReplayedFeeder(self._journal, buffer, self.episodes, on_update=self.on_update, **options)
+        return ReplayedFeeder(self._journal, buffer, self, on_update=self.on_update, **options)
+
+    async def continue_group(
+        self, rank: int, seq: int, lengths: Sequence[int], before: BatchRef | None
+    ) -> BatchRef:
+        return await self._rollout.call_rank(
+            rank,
+            RolloutWorker.continue_group,
+            before,
+            self._prompts.train.prompt(seq),
+            self._prompts.sampling,
+            lengths,
+            greedy_baseline=self._greedy_baseline,
+            keep=PIECE_INDEX,
+            reads=PIECE,
+        )
+
+    async def finish_group(self, rank: int, seq: int, made: BatchRef, entries: Sequence[Entry]) -> BatchRef:
+        return await self._rollout.call_rank(
+            rank,
+            RolloutWorker.finish_group,
+            made,
+            self._prompts.train.prompt(seq),
+            self._prompts.sampling,
+            entries,
+            greedy_baseline=self._greedy_baseline,
+            keep=(*self.index_columns, ENDED),
+            reads=PIECE,
+        )

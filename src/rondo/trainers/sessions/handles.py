@@ -11,27 +11,28 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rondo.algorithms.objective import ActorLoss
+from rondo.algorithms import ActorLoss
 from rondo.batch import BatchRef
 from rondo.columns import SCORE
-from rondo.config.schema import Config, FunctionConfig, RewardModelConfig
+from rondo.config import Config, FunctionConfig, RewardModelConfig
 from rondo.controller import WorkerGroup
-from rondo.data.rows import is_scored
+from rondo.data import is_scored
 from rondo.errors import ConfigError, DataError, TrainError
 from rondo.rewards import check_dropped_share
-from rondo.trainers.loop.buffer import failures
-from rondo.trainers.program.stages import PreparationStage, RewardModelScores, model_scores
-from rondo.trainers.program.update import (
+from rondo.trainers.loop import failures
+from rondo.trainers.program import (
     ActorWeights,
     Learner,
     LearnerUpdate,
     MiniBatches,
+    PreparationStage,
     Pretraining,
+    RewardModelScores,
+    model_scores,
     update_actor,
 )
 from rondo.types import Prompt, StepStats
-from rondo.workers.models import ActorWorker, CriticWorker, ModelWorker, ReferenceWorker
-from rondo.workers.rollout import RolloutWorker
+from rondo.workers import ActorWorker, CriticWorker, ModelWorker, ReferenceWorker, RolloutWorker
 
 if TYPE_CHECKING:
     from rondo.trainers.sessions.session import Session
@@ -128,7 +129,7 @@ class Actor:
             batch = await self._preparation(batch, step)
         batch = await ActorWeights(config)(batch, step)
         await run.let_engines_rest()
-        await run.weights.hold_if_shared()
+        await run.weights.hold(if_shared=True)
         with run.clock.phase("update_actor"):
             stats = await update_actor(
                 self.model, batch, self._losses[which], config.actor.epochs, step, pretrain, name=which

@@ -7,7 +7,7 @@
             ...
 
 The recipe has the numbers, the program the algorithm. Episodes, asynchrony, filters, evaluation, checkpoints
-and resume are the built-in loop's (`loop/run.py`). docs/programming_guide.md explains a program line by line.
+and resume are the built-in loop's (`loop/rl.py`). docs/programming_guide.md explains a program line by line.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from typing import Any
 import numpy as np
 
 from rondo.batch import BatchRef
-from rondo.config import load, to_yaml
-from rondo.config.schema import Config, RewardConfig, RewardFunctionConfig
+from rondo.config import Config, RewardConfig, RewardFunctionConfig, load, to_yaml
 from rondo.controller import Cluster, WorkerGroup, start_cluster
 from rondo.errors import ConfigError, TrainError
 from rondo.rewards import BUILTINS, load_functions
@@ -30,37 +29,38 @@ from rondo.roles import of_section
 from rondo.tracking import Console, RunFolder
 from rondo.trainers.commands.check import check_names, check_session, check_token_budget, located
 from rondo.trainers.commands.train import stop_on_interrupt, warm_start
-from rondo.trainers.loop.checkpoints import Checkpoints
-from rondo.trainers.loop.engine_side import EngineSide
-from rondo.trainers.loop.finish import finish
-from rondo.trainers.loop.report import Reporter
-from rondo.trainers.loop.resume import already_finished
-from rondo.trainers.loop.routes import remove_files
-from rondo.trainers.loop.run import RLRun
-from rondo.trainers.program.inputs import (
-    Prompts,
-    complete_model,
-    load_prompts,
-    open_tokenizer,
-    score_names,
-    settled,
+from rondo.trainers.loop import (
+    Checkpoints,
+    EngineSide,
+    Reporter,
+    RLRun,
+    already_finished,
+    finish,
+    remove_files,
 )
-from rondo.trainers.program.plan import columns_of_hooks, critic_learner, plan_schedule
-from rondo.trainers.program.roles import (
-    Roles,
-    create_model,
-    create_rollout,
-    placement_of,
-    shares_weights,
-)
-from rondo.trainers.program.stages import (
+from rondo.trainers.program import (
     AdvantageStage,
     CorrectionStage,
+    Pretraining,
+    Prompts,
+    Resampling,
+    Roles,
     Step,
+    columns_of_hooks,
+    complete_model,
+    create_model,
+    create_rollout,
+    critic_learner,
     describe_correction,
     effective_correction,
+    load_prompts,
+    open_tokenizer,
+    placement_of,
+    plan_schedule,
+    score_names,
+    settled,
+    shares_weights,
 )
-from rondo.trainers.program.update import Pretraining, Resampling
 from rondo.trainers.sessions.handles import (
     Actor,
     Cost,
@@ -72,7 +72,7 @@ from rondo.trainers.sessions.handles import (
     chosen_function,
 )
 from rondo.types import Prompt, StepStats
-from rondo.workers.models import ActorWorker
+from rondo.workers import ActorWorker
 
 
 @contextlib.asynccontextmanager
@@ -312,7 +312,7 @@ class Session:
 
     async def _end_step(self, run: RLRun, step: Step) -> None:
         logged, self._logged, self._generated = self._logged, None, None
-        await run.weights.hold_if_shared()  # as in a step that updates: where nothing was, versions count on
+        await run.weights.hold(if_shared=True)  # as in a step that updates; else versions count on
         if self._has_updated and logged is not None:
             run.coefficients.adapt(logged, step.stats)
         elif self._has_updated and run.coefficients.adapts:
@@ -326,7 +326,7 @@ class Session:
         if logged is not None:
             await run.report(logged, step.stats)
         with run.clock.phase("checkpoint"):
-            await run.checkpoints.write_if_due(run)
+            await run.checkpoints.write_if_cut(run)
 
     def generated(self, prompts: Sequence[Prompt]) -> BatchRef | None:
         """The rows that the run generated for `prompts` in this step, failures included, in their order; None

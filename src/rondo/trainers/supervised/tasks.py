@@ -11,14 +11,13 @@ from collections.abc import Callable
 
 import numpy as np
 
-from rondo.algorithms import PreferenceLoss, RewardModelLoss, SftLoss
-from rondo.algorithms.aggregation import loss_weights, token_mean
+from rondo.algorithms import PreferenceLoss, RewardModelLoss, SftLoss, loss_weights, token_mean
 from rondo.batch import Batch
-from rondo.config.schema import Config
+from rondo.config import Config
 from rondo.data import ConversationStream, PairStream
 from rondo.errors import DataError
 from rondo.tracking.shown import Kind
-from rondo.trainers.program.inputs import conversations, open_tokenizer
+from rondo.trainers.program import conversations, open_tokenizer
 from rondo.trainers.supervised.trainer import Task
 from rondo.training import Loss
 

@@ -17,16 +17,15 @@ import numpy as np
 from rondo.batch import Batch, BatchRef
 from rondo.checkpoint import ControllerState
 from rondo.columns import per_row
-from rondo.config.schema import Config
+from rondo.config import Config
 from rondo.controller import Cluster, WorkerGroup
 from rondo.errors import ConfigError
 from rondo.tracking.shown import Kind
-from rondo.trainers.loop.checkpoints import Checkpoints
-from rondo.trainers.loop.report import Reporter
-from rondo.trainers.program.roles import create_model, placement_of, role_spec
+from rondo.trainers.loop import Checkpoints, Reporter
+from rondo.trainers.program import create_model, placement_of, role_spec
 from rondo.training import Loss
 from rondo.types import StepStats
-from rondo.workers.models import ActorWorker, ReferenceWorker, update_columns
+from rondo.workers import ActorWorker, ReferenceWorker, update_columns
 
 
 class RowStream(Protocol):
@@ -170,7 +169,7 @@ class SupervisedTrainer:
         self.reporter.step(self.step, stats, extra)
         with self.clock.phase("checkpoint"):
             await self.checkpoints.snapshot_if_due(self)
-            await self.checkpoints.write_if_due(self)
+            await self.checkpoints.write_if_cut(self)
 
     async def _prepared(self, rows: Batch) -> BatchRef:
         """The rows of one optimizer step with everything that the loss reads."""

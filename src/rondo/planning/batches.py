@@ -1,5 +1,8 @@
-"""Who gets which rows: balanced shards over data-parallel ranks, and micro-batches under a token budget. Pure
-numpy.
+"""Which rows are computed together: the mini-batches of a step and their order, balanced shards of them over
+data-parallel ranks, micro-batches of a shard under a token budget. Pure numpy.
+
+All of it follows from ids and token counts. The mini-batches do not depend on the number of ranks, and no
+gradient on either (`algorithms/aggregation.py`).
 """
 
 from __future__ import annotations
@@ -9,6 +12,37 @@ import heapq
 import numpy as np
 
 from rondo.errors import TrainError
+from rondo.types import request_seed
+
+
+def plan_mini_batches(group_ids: np.ndarray, mini_batch_size: int, *, seed: int, step: int) -> np.ndarray:
+    """The mini-batch 0, 1, … of each row: int64 [B]. Rows of a prompt group stay together.
+
+    group_ids: [B], any order. mini_batch_size: prompt groups per mini-batch at most. There are as few
+    mini-batches as that allows (a short last step has fewer), their sizes differ by at most one group, and
+    which groups meet is drawn from (seed, step) over the sorted ids: it depends neither on the order of the
+    rows nor on data parallelism.
+    """
+    if mini_batch_size < 1:
+        raise TrainError(
+            f"a mini-batch needs at least one prompt group, got mini_batch_size={mini_batch_size}"
+        )
+    groups, row_group = np.unique(np.asarray(group_ids), return_inverse=True)
+    number = -(-len(groups) // mini_batch_size)
+    order = np.random.default_rng(request_seed(seed, "mini_batches", step)).permutation(len(groups))
+    mini_batch_of_group = np.empty(len(groups), np.int64)
+    for index, members in enumerate(np.array_split(order, number) if number else ()):
+        mini_batch_of_group[members] = index
+    return mini_batch_of_group[row_group]
+
+
+def mini_batch_order(number: int, *, seed: int, step: int, epoch: int) -> list[int]:
+    """The order in which an epoch visits `number` mini-batches: a permutation drawn from (seed, step, epoch).
+
+    Membership is fixed for a step; only the order changes from epoch to epoch.
+    """
+    generator = np.random.default_rng(request_seed(seed, "mini_batch_order", step, epoch))
+    return [int(i) for i in generator.permutation(number)]
 
 
 def balance(

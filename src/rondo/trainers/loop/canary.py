@@ -1,0 +1,80 @@
+"""The canary: proves that every engine computes with the weights that the trainer holds."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import numpy as np
+
+from rondo.batch import BatchRef
+from rondo.config import Config
+from rondo.errors import WeightSyncError
+from rondo.trainers.program import Prompts, Roles, rollout_dtype
+from rondo.types import request_seed
+from rondo.workers import ActorWorker, RolloutWorker
+from rondo.workers.transfer import probed
+
+# Largest believable difference of one log-prob between two correct implementations, by the sampler's dtype.
+TOLERANCE = {"float64": 1e-6, "float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
+NUM_TOKENS, NUM_PROMPT_TOKENS = 8, 32
+
+
+class Canary:
+    """A few tokens after the first tokens of the first prompt, from every engine, past the router and before
+    all that waits in an engine (a publish waits for it): no statistics of requests change, and no other
+    request's noise does. The trainer computes them again in one
+    small pass, so it must hold the version that the engines serve. The first check of a run also asks behind
+    a prompt of data.max_prompt_tokens: what is wrong at high positions only is wrong from the start.
+    """
+
+    def __init__(self, roles: Roles, prompts: Prompts, config: Config) -> None:
+        self._actor, self._rollout, self._dtype = roles.actor, roles.engines, rollout_dtype(config)
+        prompt = [int(token) for token in prompts.train.prompt(0).token_ids]
+        self._prompt = prompt[:NUM_PROMPT_TOKENS]
+        longest = config.data.max_prompt_tokens
+        self._long_prompt: list[int] | None = list(itertools.islice(itertools.cycle(prompt), longest))
+        count = min(NUM_TOKENS, prompts.sampling.max_tokens)
+        self._sampling = dataclasses.replace(prompts.sampling, max_tokens=count)
+        self._seed = request_seed(config.trainer.seed, "canary")
+        self._dtypes = sorted({self._dtype, config.actor.compute_dtype})
+        self.tolerance = max(TOLERANCE[dtype] for dtype in self._dtypes)
+
+    async def check(self, version: int) -> float:
+        """The largest gap of one log-prob, over all engines that serve `version`; they must be running.
+
+        Raises WeightSyncError where it is over the tolerance, naming engine and, where that engine can read
+        its weights back, the first tensor that differs.
+        """
+        if self._long_prompt is not None:
+            await self._gap(self._long_prompt, version)
+            self._long_prompt = None
+        return await self._gap(self._prompt, version)
+
+    async def _gap(self, prompt: list[int], version: int) -> float:
+        asked = (prompt, self._sampling, self._seed, version)
+        parts = list((await self._rollout.call_each(RolloutWorker.probe, *asked, keep=())).values())
+        rows = BatchRef.concat([part for part in parts if len(part)] or parts[:1])
+        if not len(rows):
+            return 0.0  # every engine is being started again
+        scored = await self._actor.call(ActorWorker.compute_log_prob, rows)
+        batch = await scored.fetch(["rollout_log_probs", "old_log_probs"])
+        theirs, bounds = batch.ragged("rollout_log_probs")
+        difference = np.abs(theirs.numpy() - batch.ragged("old_log_probs")[0].numpy())
+        difference = np.where(np.isfinite(difference), difference, np.inf)
+        gaps = [float(difference[a:b].max(initial=0.0)) for a, b in itertools.pairwise(bounds.tolist())]
+        worst = int(np.argmax(gaps))
+        if not gaps[worst] <= self.tolerance:
+            await self._fail(version, gaps[worst], int(batch.scalars("row_id")[worst]), len(prompt))
+        return gaps[worst]
+
+    async def _fail(self, version: int, gap: float, row_id: int, length: int) -> None:
+        rank, number = probed(row_id)
+        checksums = await self._actor.call(ActorWorker.parameter_checksums, self._dtype)
+        found = await self._rollout.call_rank(rank, RolloutWorker.differing_tensor, number, checksums)
+        raise WeightSyncError(
+            f"version {version}: the log-probs of engine {number} of rollout[{rank}] differ from the "
+            f"trainer's by {gap:.3g} (tolerance {self.tolerance:g} for {', '.join(self._dtypes)}) behind a "
+            f"prompt of {length} tokens: it does not hold the trainer's weights, or computes another model; "
+            f"{found}"
+        )
