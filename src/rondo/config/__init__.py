@@ -9,7 +9,6 @@ from rondo.config.printing import show, to_yaml
 from rondo.config.schema import (
     ActorConfig,
     AlgorithmConfig,
-    ClusterConfig,
     Config,
     ConstraintConfig,
     CriticConfig,
