@@ -14,8 +14,9 @@ import torch
 
 from rondo.errors import RolloutError, WeightSyncError
 from rondo.rollout import NativeEngine
+from rondo.rollout import requests as requests_module
 from rondo.rollout.native import decoder as decoder_module
-from rondo.rollout.native import engine as engine_module
+from rondo.rollout.native.engine import indexed
 from rondo.types import Completion
 from tests.rollout.conftest import (
     CONFIGS,
@@ -95,7 +96,7 @@ def test_cancelled_task_frees_its_slot(model: torch.nn.Module) -> None:
         return short
 
     assert len(asyncio.run(main()).token_ids) == 2
-    assert not engine._decoder.has_work()
+    assert not engine._decoder.scheduler.has_work()
     engine.close()
 
 
@@ -147,9 +148,9 @@ def test_deadline(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> No
 
     def clock() -> float:
         slots, made = engine._decoder.scheduler.slots, engine._decoder._table.indices
-        return 1.0 if slots[0] is not None and slots[0].request_id == "a" and made[0] >= 5 else 0.0
+        return 1.0 if slots[0] is not None and slots[0].request.request_id == "a" and made[0] >= 5 else 0.0
 
-    for module in (engine_module, decoder_module):
+    for module in (requests_module, decoder_module):
         with_clock = SimpleNamespace(monotonic=clock, thread_time=time.thread_time)
         monkeypatch.setattr(module, "time", with_clock)
     out = run(engine, [
@@ -376,6 +377,6 @@ def test_a_device_without_a_number_is_the_current_one(monkeypatch: pytest.Monkey
     number_of = torch.cuda._utils._get_device_index  # what torch.cuda.set_device does with its argument
     with pytest.raises(ValueError, match="specified index"):
         number_of(torch.device("cuda"))
-    assert number_of(engine_module.indexed(torch.device("cuda"))) == 3
-    assert number_of(engine_module.indexed(torch.device("cuda:1"))) == 1
-    assert engine_module.indexed(torch.device("cpu")) == torch.device("cpu")
+    assert number_of(indexed(torch.device("cuda"))) == 3
+    assert number_of(indexed(torch.device("cuda:1"))) == 1
+    assert indexed(torch.device("cpu")) == torch.device("cpu")

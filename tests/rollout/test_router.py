@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from rondo.errors import DeadlyRequestError, ReplicaLostError, RolloutError
+from rondo.rollout.quarantine import Suspects
 from rondo.rollout.requests import so_far
-from rondo.rollout.router import Router
-from rondo.rollout.routing import Affinity, Load, Suspects, choose
+from rondo.rollout.router import Affinity, Router, choose
 from rondo.types import Completion, GenerateRequest, StepStats
 from tests.rollout.conftest import request
 
@@ -33,21 +33,19 @@ class TestChoose:
         ],
     )
     def test_of_three(self, in_flight: tuple[int, ...], preferred: str | None, chosen: str | None) -> None:
-        loads = [Load(name, n, 8) for name, n in zip("abc", in_flight, strict=True)]
-        assert choose(loads, preferred) == chosen
+        assert choose(dict(zip("abc", in_flight, strict=True)), 8, preferred) == chosen
 
     def test_of_none(self) -> None:
-        assert choose([]) is None
+        assert choose({}, 8) is None
 
     def test_affinity_is_bounded(self) -> None:
         affinity = Affinity(remember=3)
         for key in "pqrps":  # p is used again before s comes
             affinity.put(key, key.upper())
         affinity.put("", "nobody")
-        assert [affinity.get(key) for key in "pqrs"] == ["P", None, "R", "S"]
-        assert len(affinity) == 3
+        assert affinity.names == {"r": "R", "p": "P", "s": "S"}
         affinity.forget("R")
-        assert affinity.get("r") is None
+        assert affinity.names == {"p": "P", "s": "S"}
 
 
 class TestSuspects:

@@ -51,7 +51,7 @@ def test_an_urgent_one_gets_the_next_free_slot() -> None:
         scheduler.plan()
     seen = []
     while (sitting := scheduler.slots[0]) is not None:
-        seen.append(sitting.request_id)
+        seen.append(sitting.request.request_id)
         scheduler.release(0)
         scheduler.plan()
     assert seen == ["runs", "urgent", "urgent too", "waits"]
@@ -66,7 +66,7 @@ def test_dense_slots_close_holes_from_the_top() -> None:
     scheduler.release(2)
     plan = scheduler.plan()
     assert plan.moves == [Move(3, 0)]
-    assert [s.request_id if s else None for s in scheduler.slots] == ["3", "1", None, None]
+    assert [s.request.request_id if s else None for s in scheduler.slots] == ["3", "1", None, None]
 
 
 def test_invalidate_prefills_everybody_again() -> None:

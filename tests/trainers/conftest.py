@@ -21,8 +21,8 @@ import yaml
 from rondo.cli.main import main
 from rondo.config import load
 from rondo.rollout import NativeEngine
-from rondo.rollout.native import decoder
 from rondo.rollout.native import engine as native
+from rondo.rollout.requests import News
 from rondo.trainers.commands.train import train
 from rondo.types import GenerateRequest
 
@@ -147,7 +147,7 @@ def hold_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever is faster, trainer or engine: when the first new weights come, an answer has begun and is not
     done. With the first batch answered, the engine waits at such a token boundary until it is paused.
     """
-    drain, generate, answer = NativeEngine._drain, NativeEngine.generate, native._answer
+    drain, generate, answer = NativeEngine._drain, NativeEngine.generate, native.deliver
     size = RECIPE["data"]["batch_size"] * RECIPE["rollout"]["n"]
     first_batch: list[str] = []  # the buffer asks in the order of prompts
     answered: set[str] = set()
@@ -158,10 +158,10 @@ def hold_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
             first_batch.append(request.request_id)
         return generate(self, request, on_tokens)
 
-    def answering(finished: Iterable[decoder.Finished]) -> None:
-        all_of_them = list(finished)
-        answered.update(one.sequence.request_id for one in all_of_them)
-        answer(all_of_them)
+    def answering(news: Iterable[News]) -> None:
+        all_of_it = list(news)
+        answered.update(call.request.request_id for call, _, end in all_of_it if end is not None)
+        answer(all_of_it)
 
     def waiting(self: NativeEngine) -> bool:
         running = enumerate(self._decoder.scheduler.slots)
@@ -176,7 +176,7 @@ def hold_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
         return drain(self)
 
     monkeypatch.setattr(NativeEngine, "generate", noting)
-    monkeypatch.setattr(native, "_answer", answering)
+    monkeypatch.setattr(native, "deliver", answering)
     monkeypatch.setattr(NativeEngine, "_drain", waiting)
 
 

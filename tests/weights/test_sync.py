@@ -42,7 +42,7 @@ def store(dtype: torch.dtype = torch.float32, name: str = "qwen3", **changes: An
 def test_the_native_engine_confirms_what_it_holds(engine: FsdpEngine) -> None:
     sink = store()
     report = gather_into(engine, sink, 5, 4000)
-    assert (sink.version, sink.ready) == (5, True)
+    assert (sink.version, sink.complete) == (5, True)
     parameters = sink.parameters()
     model = dict(build_model(source(), torch.float32).named_parameters(remove_duplicate=False))
     assert parameters.keys() == model.keys()
@@ -76,7 +76,7 @@ def test_a_flipped_bit_is_found_and_named(engine: FsdpEngine) -> None:
             WeightSyncError, match=rf"commit\(2\): '{NAME}' is not what was sent \(checksum 0x"
         ):
             gather_into(engine, sink, 2)
-        assert (sink.version, sink.ready) == (-1, False)
+        assert (sink.version, sink.complete) == (-1, False)
 
 
 def test_a_tensor_that_changed_in_the_storage_is_found(engine: FsdpEngine) -> None:

@@ -6,8 +6,7 @@
 
 Requests wait in the queue while the router is paused, while every replica is full, and while replicas that
 died are being replaced or have no weights yet. Requests that several replicas died with are suspects: they
-wait for one replica that is theirs alone (the quarantine). Decisions are in `routing`; tokens pass through
-untouched.
+wait for one replica that is theirs alone (`quarantine`). Tokens pass through untouched.
 
 Requests belong to one event loop; replicas may come and go from any thread (`_lock` guards their table).
 """
@@ -20,15 +19,15 @@ import dataclasses
 import logging
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rondo.errors import DeadlyRequestError, ReplicaLostError, RolloutError
+from rondo.errors import ReplicaLostError, RolloutError
 from rondo.rollout.protocol import OnTokens, RolloutEngine
-from rondo.rollout.requests import complete_as_it_is, deadly_error, so_far
-from rondo.rollout.routing import Affinity, Load, Suspects, choose
+from rondo.rollout.quarantine import Suspects, deadly_error
+from rondo.rollout.requests import complete_as_it_is, so_far
 from rondo.types import Completion, GenerateRequest, StepStats
 
 REMEMBER = 4096  # affinity keys, and requests that were running when a replica died
@@ -36,6 +35,44 @@ _log = logging.getLogger(__name__)
 
 # (name, why): a replica died. Returns whether another will take its place (`replace` or `give_up` follows).
 OnLost = Callable[[str, str], bool]
+
+
+def choose(in_flight: Mapping[str, int], limit: int, preferred: str | None = None) -> str | None:
+    """The replica for a request; None: wait.
+
+    in_flight: how many requests each has that can take one; limit: how many it may have. preferred: the one
+    that has the request's prefix in the cache. It is the least loaded with room, the first of equals; or the
+    preferred one, while that is at most a quarter of `limit` busier.
+    """
+    least = min(in_flight, key=in_flight.__getitem__, default=None)
+    if least is None or in_flight[least] >= limit:
+        return None
+    if preferred is not None and preferred in in_flight:
+        busy = in_flight[preferred]
+        if busy < limit and busy <= in_flight[least] + max(1, limit // 4):
+            return preferred
+    return least
+
+
+class Affinity:
+    """names: which replica had a key last, for the `remember` keys that were used last."""
+
+    def __init__(self, remember: int) -> None:
+        self._remember = remember
+        self.names: OrderedDict[str, str] = OrderedDict()
+
+    def put(self, key: str, name: str) -> None:
+        """The empty key is nobody's."""
+        if not key:
+            return
+        self.names[key] = name
+        self.names.move_to_end(key)
+        if len(self.names) > self._remember:
+            self.names.popitem(last=False)
+
+    def forget(self, name: str) -> None:
+        """A replica is gone, and what it had cached."""
+        self.names = OrderedDict((key, value) for key, value in self.names.items() if value != name)
 
 
 @dataclass(eq=False)
@@ -62,8 +99,9 @@ class _Replica:
 
 @dataclass(eq=False)
 class _Entry:
-    """A generate call. place: resolved with its replica, or None when it shall not run any more. company: see
-    `Suspects.company`. guilty: a replica died of it.
+    """A generate call. deadline: on its event loop's clock. replica: runs it. place: while it waits for one;
+    resolved with the replica, or None when it shall not run any more. company: see `Suspects.company`.
+    guilty: a replica died of it.
     """
 
     request: GenerateRequest
@@ -73,6 +111,14 @@ class _Entry:
     cancelled: bool = False
     company: int | None = None
     guilty: bool = False
+
+    def answer(self, place: _Replica | RolloutError | None) -> None:
+        """End its waiting."""
+        assert self.place is not None
+        if isinstance(place, RolloutError):
+            self.place.set_exception(place)
+        else:
+            self.place.set_result(place)
 
 
 @dataclass
@@ -108,6 +154,7 @@ class Router:
         self._active: dict[str, _Entry] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._paused = False
+        self._in_flight = 0
         self._counters = _Counters()
         for name, engine in engines.items():
             self.add(name, engine)
@@ -205,8 +252,8 @@ class Router:
         self._loop = asyncio.get_running_loop()
         if request.request_id in self._active:
             raise RolloutError(f"request {request.request_id!r} is in flight already; ids must be unique")
-        deadline = request.deadline_seconds
-        entry = _Entry(request, None if deadline is None else time.monotonic() + deadline)
+        seconds = request.deadline_seconds
+        entry = _Entry(request, None if seconds is None else self._loop.time() + seconds)
         self._active[request.request_id] = entry
         try:
             while True:
@@ -231,15 +278,23 @@ class Router:
             except ReplicaLostError as error:  # then the call itself ends, with what it has
                 self.mark_dead(replica.name, str(error), replica.engine)
         elif entry.place is not None and not entry.place.done():
-            entry.place.set_result(None)
+            entry.answer(None)
 
     async def _place(self, entry: _Entry) -> _Replica | None:
         """The replica that will run it, counted there; None: cancelled, or the deadline has come."""
         place = entry.place = asyncio.get_running_loop().create_future()
-        queue = self._enqueue(entry)
+        if self._suspects.deaths:
+            with self._lock:
+                entry.company = self._suspects.company(entry.request.request_id)
+        if entry.company is None:
+            queue = self._queues["urgent" if entry.request.urgent else "rest"]
+            queue.append(entry)
+        else:  # those that run alone first: soon it is known which one it was
+            queue = self._queues["suspect"]
+            queue.insert(sum((one.company or 0) <= entry.company for one in queue), entry)
         self._pump()
         try:
-            async with asyncio.timeout(_left(entry)):
+            async with asyncio.timeout_at(entry.deadline):
                 return await place
         except (TimeoutError, asyncio.CancelledError) as error:
             if place.done() and not place.cancelled() and place.exception() is None:
@@ -256,48 +311,41 @@ class Router:
                     queue.remove(entry)
                 self._pump()  # others may have waited behind it
 
-    def _enqueue(self, entry: _Entry) -> deque[_Entry]:
-        with self._lock:
-            entry.company = self._suspects.company(entry.request.request_id)
-        if entry.company is None:
-            queue = self._queues["urgent" if entry.request.urgent else "rest"]
-            queue.append(entry)
-            return queue
-        queue = self._queues["suspect"]  # those that run alone first: soon it is known which one it was
-        queue.insert(sum((one.company or 0) <= entry.company for one in queue), entry)
-        return queue
-
     async def _run(self, entry: _Entry, replica: _Replica, on_tokens: OnTokens | None) -> Completion | None:
         """None: the replica died, and the entry's request has the tokens so far as its prefix."""
-        request = dataclasses.replace(entry.request, deadline_seconds=_left(entry))
+        request = entry.request
+        if entry.deadline is not None:
+            left = entry.deadline - asyncio.get_running_loop().time()
+            request = dataclasses.replace(request, deadline_seconds=max(0.001, left))
         entry.replica = replica
         try:
             if entry.cancelled:  # between getting its place and this
-                return so_far(entry.request, "cancelled")
+                return so_far(request, "cancelled")
             done = await replica.engine.generate(request, on_tokens)
-            if done.finish_reason in ("stop", "length"):
+            if self._suspects.deaths and done.finish_reason in ("stop", "length"):
                 with self._lock:
                     self._suspects.ended(request.request_id)
             return done
         except ReplicaLostError as error:
-            self.mark_dead(replica.name, str(error), replica.engine)
-            if isinstance(error.partial, Completion):
-                entry.request = dataclasses.replace(entry.request, prefix=error.partial)
-            if entry.cancelled:
-                return so_far(entry.request, "cancelled")
-            whole = complete_as_it_is(entry.request)
-            if whole is None and entry.guilty:
-                raise self._deadly(entry.request, error) from error
-            self._counters.reissued += whole is None
-            return whole
+            return self._after_death(entry, replica, error)
         finally:
             entry.replica = None
             self._leave(entry, replica)
 
-    def _deadly(self, request: GenerateRequest, error: ReplicaLostError) -> DeadlyRequestError:
-        deadly = deadly_error(request, self._suspects.num_deaths(request.request_id), error)
-        _log.error("%s", deadly)
-        return deadly
+    def _after_death(self, entry: _Entry, replica: _Replica, error: ReplicaLostError) -> Completion | None:
+        """Of the replica that ran it. None: it goes on elsewhere."""
+        self.mark_dead(replica.name, str(error), replica.engine)
+        if isinstance(error.partial, Completion):
+            entry.request = dataclasses.replace(entry.request, prefix=error.partial)
+        if entry.cancelled:
+            return so_far(entry.request, "cancelled")
+        whole = complete_as_it_is(entry.request)
+        if whole is None and entry.guilty:
+            deadly = deadly_error(entry.request, self._suspects.num_deaths(entry.request.request_id), error)
+            _log.error("%s", deadly)
+            raise deadly from error
+        self._counters.reissued += whole is None
+        return whole
 
     # ---- life of all replicas ----
 
@@ -335,7 +383,7 @@ class Router:
                 total.add_mean("rollout/tokens_per_second", tokens, seconds)
                 total.add_min("rollout/tokens_per_second_min", tokens / seconds)
                 total.add_max("rollout/tokens_per_second_max", tokens / seconds)
-        counters, self._counters = self._counters, _Counters(in_flight=self._in_flight())
+        counters, self._counters = self._counters, _Counters(in_flight=self._in_flight)
         total.add_max("rollout/queue_length", float(counters.queue_length))
         total.add_max("rollout/in_flight", float(counters.in_flight))
         total.add_sum("rollout/reissued", float(counters.reissued))
@@ -343,38 +391,46 @@ class Router:
 
     async def _everywhere(self, operation: str) -> dict[str, Any]:
         """The results of the engines that live, by name; one that dies of it is marked dead."""
-
-        async def one(name: str, engine: RolloutEngine) -> tuple[str, Any] | None:
-            try:
-                return name, await getattr(engine, operation)()
-            except ReplicaLostError as error:
-                self.mark_dead(name, str(error), engine)
-                return None
-
         self._loop = asyncio.get_running_loop()
-        done = await asyncio.gather(*(one(name, engine) for name, engine in self.engines().items()))
-        return dict(result for result in done if result is not None)
+        engines = self.engines()
+        calls = (getattr(engine, operation)() for engine in engines.values())
+        results = dict(zip(engines, await asyncio.gather(*calls, return_exceptions=True), strict=True))
+        for name, result in list(results.items()):
+            if isinstance(result, ReplicaLostError):
+                self.mark_dead(name, str(result), engines[name])
+                del results[name]
+        for result in results.values():
+            if isinstance(result, BaseException):
+                raise result
+        return results
 
-    # ---- inside: the event loop's thread, but for _wake ----
+    # ---- the queues: on the event loop's thread, but for _wake ----
 
     def _wake(self) -> None:
-        """From any thread: have the queue looked at."""
+        """From any thread: have the queues looked at."""
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
                 self._loop.call_soon_threadsafe(self._pump)
 
     def _pump(self) -> None:
-        """Give those at the front of the queue their places."""
+        """Give those at the front of the queues their places; RolloutError to all when there is no hope."""
         with self._lock:
-            self._fail_all_without_hope()
+            if self._quarantine is None and not any(self._queues.values()):
+                return  # nobody waits
+            try:
+                self.check_hope()
+            except RolloutError as error:
+                for queue in self._queues.values():
+                    while entry := _first(queue):
+                        entry.answer(RolloutError(str(error)))
             if not self._paused:
-                self._seat_suspects()
+                if self._suspects.deaths or self._quarantine is not None:
+                    self._seat_suspects()
                 for queue in (self._queues["urgent"], self._queues["rest"]):
-                    while (entry := _first(queue)) is not None and (
-                        replica := self._choose(entry)
-                    ) is not None:
-                        self._seat(queue.popleft(), replica)
-            self._counters.queue_length = max(self._counters.queue_length, self._num_waiting())
+                    while (entry := _first(queue)) and (replica := self._lease(entry)):
+                        entry.answer(replica)
+            waiting = sum(len(queue) for queue in self._queues.values())
+            self._counters.queue_length = max(self._counters.queue_length, waiting)
 
     def _seat_suspects(self) -> None:
         """While there are any, one replica gets them only: the least loaded, from when it has answered what
@@ -392,47 +448,35 @@ class Router:
             own = min(serving, key=lambda one: len(one.running), default=None)
         self._quarantine = own
         while own is not None and (entry := _first(queue)) is not None and own.admits(entry, self._limit):
-            self._seat(queue.popleft(), own)
+            self._seat(entry, own)
+            entry.answer(own)
+
+    def _lease(self, entry: _Entry) -> _Replica | None:
+        """The replica that runs it, counted there; None: all are full."""
+        in_flight = {
+            name: len(one.running)
+            for name, one in self._replicas.items()
+            if one.serves() and one is not self._quarantine
+        }
+        name = choose(in_flight, self._limit, self._affinity.names.get(entry.request.affinity))
+        if name is None:
+            return None
+        self._seat(entry, self._replicas[name])
+        return self._replicas[name]
 
     def _seat(self, entry: _Entry, replica: _Replica) -> None:
-        assert entry.place is not None
         self._affinity.put(entry.request.affinity, replica.name)
         self._clock()
         replica.running.add(entry)
-        self._counters.in_flight = max(self._counters.in_flight, self._in_flight())
-        entry.place.set_result(replica)
+        self._in_flight += 1
+        self._counters.in_flight = max(self._counters.in_flight, self._in_flight)
 
     def _leave(self, entry: _Entry, replica: _Replica) -> None:
-        self._clock()
         with self._lock:
-            replica.running.discard(entry)
+            self._clock()
+            replica.running.remove(entry)
+            self._in_flight -= 1
         self._pump()
-
-    def _choose(self, entry: _Entry) -> _Replica | None:
-        loads = [
-            Load(one.name, len(one.running), self._limit)
-            for one in self._replicas.values()
-            if one.serves() and one is not self._quarantine
-        ]
-        name = choose(loads, self._affinity.get(entry.request.affinity))
-        return None if name is None else self._replicas[name]
-
-    def _fail_all_without_hope(self) -> None:
-        try:
-            self.check_hope()
-        except RolloutError as error:
-            for queue in self._queues.values():
-                while (entry := _first(queue)) is not None:
-                    assert entry.place is not None
-                    queue.popleft()
-                    entry.place.set_exception(RolloutError(str(error)))
-
-    def _num_waiting(self) -> int:
-        return sum(len(queue) for queue in self._queues.values())
-
-    def _in_flight(self) -> int:
-        with self._lock:
-            return sum(len(one.running) for one in self._replicas.values())
 
     def _clock(self) -> None:
         """Count the time in which replicas had work. Call it before anything changes that."""
@@ -442,11 +486,6 @@ class Router:
                 if one.running and not self._paused:
                     one.busy_seconds += now - one.counted_at
                 one.counted_at = now
-
-
-def _left(entry: _Entry) -> float | None:
-    """Seconds to the deadline, above 0; None: there is none."""
-    return None if entry.deadline is None else max(0.001, entry.deadline - time.monotonic())
 
 
 def _first(queue: deque[_Entry]) -> _Entry | None:

@@ -19,16 +19,17 @@ class Intake:
     """parameters: every name of a model with its parameter, tied ones under each of their names; any one of
     these names will do.
 
-    version: of the last complete set; -1: none yet. complete: that set is here, untouched. failure: why the
-    last update failed, where whoever uses this says so (`fail`); "" else.
+    canonical_names: each name to the first of its parameter's. version: of the last complete set; -1: none
+    yet. complete: that set is here, untouched. failure: why the last update failed, where whoever uses this
+    says so (`fail`); "" else.
     """
 
     def __init__(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         first: dict[int, str] = {}
-        self._canonical: dict[str, str] = {}
+        self.canonical_names: dict[str, str] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         for name, parameter in parameters:
-            self._canonical[name] = first.setdefault(id(parameter), name)
+            self.canonical_names[name] = first.setdefault(id(parameter), name)
             self.shapes[name] = tuple(parameter.shape)
         self.version, self.complete, self.failure = -1, False, ""
         self._arriving: int | None = None
@@ -36,22 +37,22 @@ class Intake:
         self._sums: dict[str, int] = {}
 
     def __len__(self) -> int:
-        return len(set(self._canonical.values()))
+        return len(set(self.canonical_names.values()))
 
     def names(self) -> dict[str, list[str]]:
         """The first name of each parameter to all of its names."""
         groups: dict[str, list[str]] = {}
-        for name, canonical in self._canonical.items():
+        for name, canonical in self.canonical_names.items():
             groups.setdefault(canonical, []).append(name)
         return groups
 
     def canonical(self, name: str) -> str:
         """The first of a parameter's names. Raises WeightSyncError for one that the model does not have."""
-        if name not in self._canonical:
-            near = difflib.get_close_matches(name, self._canonical, n=1)
+        if name not in self.canonical_names:
+            near = difflib.get_close_matches(name, self.canonical_names, n=1)
             hint = f"; the nearest is {near[0]!r}" if near else ""
             raise WeightSyncError(f"the model has no parameter {name!r}{hint}")
-        return self._canonical[name]
+        return self.canonical_names[name]
 
     def fit(self, name: str, shape: Iterable[int]) -> str:
         """The canonical name of a tensor. Raises WeightSyncError for an unknown name or another shape."""
@@ -65,7 +66,7 @@ class Intake:
     def begin(self, version: int) -> None:
         """A set begins to arrive; what had come of an earlier one does not count."""
         self._arriving, self.complete, self.failure = version, False, ""
-        self._open, self._sums = set(self._canonical.values()), {}
+        self._open, self._sums = set(self.canonical_names.values()), {}
 
     def take(self, name: str, shape: Iterable[int]) -> str:
         """A tensor has come: returns its canonical name. Raises WeightSyncError where it does not belong."""
@@ -77,7 +78,7 @@ class Intake:
 
     def note(self, sums: Mapping[str, int]) -> None:
         """Checksums, by name, of what came, for `check`."""
-        self._sums |= {self._canonical[name]: value for name, value in sums.items()}
+        self._sums |= {self.canonical_names[name]: value for name, value in sums.items()}
 
     def check(
         self,

@@ -12,7 +12,7 @@ from rondo.rollout.native.cache import capacity_of
 from rondo.rollout.native.compiled import CompiledPath, why_not_compiled
 from rondo.rollout.native.generic import GenericPath
 from rondo.rollout.native.lean import LeanPath, why_not_lean
-from rondo.rollout.native.slots import SlotTable
+from rondo.rollout.native.scheduler import SlotTable
 
 Decode = Literal["auto", "generic", "lean", "compiled"]
 
@@ -30,9 +30,7 @@ class DecodePath(Protocol):
     name: str
     dense: bool
     reads_prefixes: bool
-
-    @property
-    def in_slot_order(self) -> bool: ...
+    in_slot_order: bool
 
     def allocate(self) -> None: ...
 

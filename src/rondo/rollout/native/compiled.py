@@ -1,14 +1,17 @@
 """The compiled path: one C call per token step (kernels.c), for Llama-family models in float32 on a CPU.
 
 Rows are independent of each other by construction, so threads simply share them out, and a request's bits
-depend neither on its batch mates nor on the number of threads. Weights are held a second time, packed for the
-C products; `weights_changed` packs them again. Everything small (norms, biases, embeddings) is read in place.
+depend neither on its batch mates nor on the number of threads. Weights are held a second time, packed for
+the C products, with their biases joined; `weights_changed` does both again. Everything else (norms,
+embeddings) is read in place: a parameter's storage never moves.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,12 +21,12 @@ from rondo.errors import RolloutError
 from rondo.rollout.native import build
 from rondo.rollout.native.cache import LayerShape, layer_shapes
 from rondo.rollout.native.lean import layer_weights, rotary_tables, why_not_lean
-from rondo.rollout.native.slots import SlotTable
+from rondo.rollout.native.scheduler import SlotTable
 
 PREFILL_ROWS = 4096  # prompt tokens per C call
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 _NORMS = ("input_norm", "post_norm", "q_norm", "k_norm")
-_PRODUCTS = ("qkv", "o", "gate_up", "down")
+_PRODUCTS = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
 _LAYER_POINTERS = (*_NORMS, *_PRODUCTS, *(f"{name}_bias" for name in _PRODUCTS), "keys", "values")
 
 
@@ -68,17 +71,21 @@ def why_not_compiled(
     return f"head_dim {head_dim} is not a multiple of {lanes}" if head_dim % lanes else ""
 
 
+@dataclass(frozen=True)
+class _Product:
+    """Linear layers of one input as one C product: [columns / panel, K, panel]; bias [columns] or None."""
+
+    linears: Sequence[torch.nn.Linear]
+    packed: torch.Tensor
+    bias: torch.Tensor | None
+
+
 class CompiledPath:
     """Same interface as GenericPath."""
 
     name = "compiled"
     dense = False
     reads_prefixes = True
-
-    @property
-    def in_slot_order(self) -> bool:
-        """Only one thread computes rows one tile after another."""
-        return len(self._scratch) == 1
 
     def __init__(
         self,
@@ -96,15 +103,22 @@ class CompiledPath:
         self._library = _declare(build.library())
         self._lanes, self._panel = self._library.rondo_lanes(), self._library.rondo_panel()
         self._shape: LayerShape = layer_shapes(module.config)[0]
-        self._layers = layer_weights(module)
         self._rotary = rotary_tables(module, capacity, torch.device("cpu"))
-        self._packed = [self._empty_packed(i) for i in range(len(self._layers))]
-        self._biases: list[dict[str, torch.Tensor | None]] = []
-        self._head = self._packed_like(module.lm_head)
-        self._layer_records = (_Layer * len(self._layers))()
-        self._model = self._model_record()
+        layers = layer_weights(module)
+        self._layer_records = (_Layer * len(layers))()
+        self._products: list[_Product] = []
+        for record, layer in zip(self._layer_records, layers, strict=True):
+            for name, linears in _PRODUCTS.items():
+                product = self._product([getattr(layer, linear) for linear in linears])
+                setattr(record, name, product.packed.data_ptr())
+                setattr(record, f"{name}_bias", _pointer(product.bias))
+            for name in _NORMS:
+                setattr(record, name, _pointer(getattr(layer, name)))
+        head = self._product([module.lm_head])
+        self._model = self._model_record(head)
         floats = self._library.rondo_scratch_floats(ctypes.byref(self._model))
         self._scratch = [torch.zeros(floats) for _ in range(threads)]
+        self.in_slot_order = threads == 1  # only one thread computes rows one tile after another
         self._pool: ThreadPoolExecutor | None = None
         self._keys: torch.Tensor | None = None
         self._values: torch.Tensor | None = None
@@ -113,7 +127,7 @@ class CompiledPath:
 
     def allocate(self) -> None:
         """keys [layers, slots, kv_heads, capacity / lanes, head_dim, lanes]; values [..., capacity, dim]."""
-        layers, heads, dim = len(self._layers), self._shape.kv_heads, self._shape.key_dim
+        layers, heads, dim = len(self._layer_records), self._shape.kv_heads, self._shape.key_dim
         blocks = self._capacity // self._lanes
         self._keys = torch.zeros(layers, self._num_slots, heads, blocks, dim, self._lanes)
         self._values = torch.zeros(layers, self._num_slots, heads, self._capacity, dim)
@@ -139,44 +153,27 @@ class CompiledPath:
     # ---- weights ----
 
     def weights_changed(self) -> None:
-        """Pack the products' weights again and read all pointers again."""
-        self._biases = []
-        for record, layer, packed in zip(self._layer_records, self._layers, self._packed, strict=True):
-            groups = {"qkv": (layer.q, layer.k, layer.v), "o": (layer.o,), "gate_up": (layer.gate, layer.up)}
-            groups["down"] = (layer.down,)
-            biases: dict[str, torch.Tensor | None] = {}
-            for name, linears in groups.items():
-                self._pack(linears, packed[name])
-                setattr(record, name, packed[name].data_ptr())
-                biases[name] = _joined_bias(linears)
-                setattr(record, f"{name}_bias", _pointer(biases[name]))
-            self._biases.append(biases)
-            for name in _NORMS:
-                setattr(record, name, _pointer(getattr(layer, name)))
-        self._pack((self.module.lm_head,), self._head)
+        """Pack the products' weights, and join their biases, again."""
+        for product in self._products:
+            first = 0
+            for linear in product.linears:
+                weight = linear.weight.detach().contiguous()
+                N, K = weight.shape
+                self._library.rondo_pack(weight.data_ptr(), N, K, product.packed.data_ptr(), first)
+                if product.bias is not None and linear.bias is not None:
+                    product.bias[first : first + N] = linear.bias.detach()
+                first += N
 
-    def _pack(self, linears: tuple[torch.nn.Linear, ...], packed: torch.Tensor) -> None:
-        first = 0
-        for linear in linears:
-            weight = linear.weight.detach().contiguous()
-            N, K = weight.shape
-            self._library.rondo_pack(weight.data_ptr(), N, K, packed.data_ptr(), first)
-            first += N
-
-    def _packed_like(self, *linears: torch.nn.Linear) -> torch.Tensor:
+    def _product(self, linears: Sequence[torch.nn.Linear]) -> _Product:
+        """One more that `weights_changed` fills."""
         columns, K = sum(linear.weight.shape[0] for linear in linears), linears[0].weight.shape[1]
-        return torch.zeros(-(-columns // self._panel), K, self._panel)
+        packed = torch.zeros(-(-columns // self._panel), K, self._panel)
+        without = all(linear.bias is None for linear in linears)
+        product = _Product(linears, packed, None if without else torch.zeros(columns))
+        self._products.append(product)
+        return product
 
-    def _empty_packed(self, i: int) -> dict[str, torch.Tensor]:
-        layer = self._layers[i]
-        return {
-            "qkv": self._packed_like(layer.q, layer.k, layer.v),
-            "o": self._packed_like(layer.o),
-            "gate_up": self._packed_like(layer.gate, layer.up),
-            "down": self._packed_like(layer.down),
-        }
-
-    def _model_record(self) -> _Model:
+    def _model_record(self, head: _Product) -> _Model:
         config: Any = self.module.config
         inner: Any = self.module.model
         return _Model(
@@ -186,7 +183,7 @@ class CompiledPath:
             head_dim=self._shape.key_dim,
             intermediate=config.intermediate_size,
             vocab=self.module.lm_head.weight.shape[0],
-            num_layers=len(self._layers),
+            num_layers=len(self._layer_records),
             capacity=self._capacity,
             eps=config.rms_norm_eps,
             scale=self._shape.key_dim**-0.5,
@@ -194,8 +191,8 @@ class CompiledPath:
             cos=self._rotary[0].data_ptr(),
             sin=self._rotary[1].data_ptr(),
             final_norm=inner.norm.weight.data_ptr(),
-            head=self._head.data_ptr(),
-            head_bias=_pointer(self.module.lm_head.bias),
+            head=head.packed.data_ptr(),
+            head_bias=_pointer(head.bias),
             layers=ctypes.addressof(self._layer_records),
         )
 
@@ -273,17 +270,6 @@ class CompiledPath:
 
 def _pointer(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else int(tensor.data_ptr())
-
-
-def _joined_bias(linears: tuple[torch.nn.Linear, ...]) -> torch.Tensor | None:
-    if all(linear.bias is None for linear in linears):
-        return None
-    return torch.cat(
-        [
-            torch.zeros(len(linear.weight)) if linear.bias is None else linear.bias.detach()
-            for linear in linears
-        ]
-    )
 
 
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:

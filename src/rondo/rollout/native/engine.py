@@ -1,13 +1,13 @@
 """The native engine's asyncio side.
 
-    generate() ──inbox──▶ serve(): a burst on the one decode thread
-       ▲                    drain inbox → step → step → …
-       └──reply (loop.call_soon_threadsafe)── finished sequences
+    generate() ──inbox──▶ _serve(): a burst on the one decode thread
+       ▲                    drain the inbox → step → step → …
+       └──deliver (loop.call_soon_threadsafe)── who finished
     weights (begin, receive, commit; set_version) and sleep: only while the engine is paused or idle
 
 A burst goes on until nothing is left to do or the engine is paused; joins, cancellations and pauses take
 effect at the next token boundary. The decoder belongs to the decode thread: whatever changes it (weights,
-sleep) runs there, between bursts. `_lock` guards the inbox, `_serving` and `_paused`.
+sleep) runs there, between bursts. `_lock` guards the inbox, `_serving` and `_closed`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -30,12 +30,11 @@ from rondo.models.family import layers_beside_attention, window_of
 from rondo.rollout.native import generic
 from rondo.rollout.native.cache import capacity_of
 from rondo.rollout.native.choose import Decode, choose_path
-from rondo.rollout.native.decoder import Decoder, Finished
+from rondo.rollout.native.decoder import Decoder
 from rondo.rollout.native.scheduler import Sequence
 from rondo.rollout.native.weights import WeightStore, build_module
-from rondo.rollout.pending import Pending, deliver
 from rondo.rollout.protocol import Capabilities, OnTokens
-from rondo.rollout.requests import check_request, complete_as_it_is
+from rondo.rollout.requests import Pending, check_request, complete_as_it_is, deliver
 from rondo.types import Completion, GenerateRequest, StepStats
 
 TOKENS_SECONDS, TOKENS_STEPS = 0.02, 8  # on_tokens is called after both, so that it costs little
@@ -86,14 +85,14 @@ class NativeEngine:
         )
         self.decode_path = path.name
         self.max_context, self._vocab = max_context, int(module.get_input_embeddings().weight.shape[0])
-        self._decoder = Decoder(path, max_concurrent, capacity_of(max_context), lambda: self._weights.version)
+        self._decoder = Decoder(path, max_concurrent, capacity_of(max_context))
         self._lock = threading.Lock()
         self._inbox: deque[Callable[[], None]] = deque()
         self._in_flight: dict[str, Pending] = {}
         self._serving = self._paused = self._closed = False
         self._next_report, self._steps_untold = 0.0, 0
         self._executor = ThreadPoolExecutor(1, "rondo-decode", _prepare_thread, (threads, device))
-        if self._weights.ready:
+        if self._weights.complete:
             self._decoder.weights_changed()
         _log.info("%s", self.describe())
 
@@ -122,45 +121,62 @@ class NativeEngine:
         Raises RolloutError: an impossible request, no weights yet, engine asleep or closed, or an error while
         decoding.
         """
-        sequence = self._sequence(request)
+        self._check(request)
         done = complete_as_it_is(request)
         if done is not None:
             return done
-        reply = Pending(request, on_tokens)
-        sequence.reply, sequence.streams = reply, on_tokens is not None
+        call = Pending(request, on_tokens)
+        prefix = () if request.prefix is None else request.prefix.token_ids
+        tokens = np.concatenate([request.token_ids, prefix]).astype(np.int64)
+        sequence = Sequence(request, tokens, len(prefix), call)
         timer = None
         if request.deadline_seconds is not None:  # every step looks, but a paused engine makes none
-            timer = reply.loop.call_later(request.deadline_seconds, self._post, self._expire)
-        self._in_flight[request.request_id] = reply
+            timer = call.loop.call_later(
+                request.deadline_seconds, self._post, lambda: deliver(self._decoder.expire())
+            )
+        self._in_flight[request.request_id] = call
         try:
-            if not self._post(lambda: self._decoder.add(sequence)):
+            if not self._post(lambda: self._decoder.scheduler.add(sequence)):
                 raise RolloutError(f"request {request.request_id!r}: the rollout engine is closed")
-            return await reply.future
+            return await call.future
         except asyncio.CancelledError:
             self._post(lambda: self._decoder.give_up(request.request_id))
             raise
         finally:
             if timer is not None:
                 timer.cancel()
-            if self._in_flight.get(request.request_id) is reply:
+            if self._in_flight.get(request.request_id) is call:
                 del self._in_flight[request.request_id]
+
+    def _check(self, request: GenerateRequest) -> None:
+        """Raises RolloutError where the engine, or any engine, cannot serve the request."""
+        who = f"request {request.request_id!r}"
+        if self._closed:
+            raise RolloutError(f"{who}: the rollout engine is closed")
+        if self._decoder.asleep:
+            raise RolloutError(f"{who}: the rollout engine is asleep; call wake() first")
+        if self._weights.version < 0:
+            raise RolloutError(
+                f"{who}: the rollout engine has no weights yet; send them with begin, receive, commit"
+            )
+        if request.request_id in self._in_flight:
+            raise RolloutError(f"{who} is in flight already; request ids must be unique")
+        check_request(request, max_context=self.max_context, vocab_size=self._vocab)
 
     async def cancel(self, request_id: str) -> None:
         """The pending generate call returns what it has so far. Unknown (finished) requests are ignored."""
         if request_id in self._in_flight:
-            self._post(lambda: self._take_out(request_id))
+            self._post(lambda: deliver(self._decoder.cancel(request_id)))
 
     async def pause(self) -> None:
         """Stop at the next token boundary; when this returns nothing decodes. Requests keep their place."""
-        with self._lock:
-            self._paused = True
+        self._paused = True
         await asyncio.wrap_future(self._executor.submit(lambda: None))
 
     async def resume(self) -> None:
         """Go on after `pause`."""
-        with self._lock:
-            self._paused = False
-            self._start()
+        self._paused = False
+        self._post()
 
     # ---- weights ----
 
@@ -183,7 +199,7 @@ class NativeEngine:
             raise WeightSyncError("this engine has its own storage: send weights with begin, receive, commit")
 
         def change() -> None:
-            self._weights.set_version(version)
+            self._weights.finish(version)
             self._decoder.weights_changed()
 
         self._between_bursts("set_version", change)
@@ -206,8 +222,7 @@ class NativeEngine:
             self._decoder.weights_changed()
 
         self._executor.submit(change).result()
-        with self._lock:
-            self._start()
+        self._post()
 
     # ---- life ----
 
@@ -220,8 +235,7 @@ class NativeEngine:
         """Make the cache again."""
         if self._decoder.asleep:
             self._executor.submit(self._decoder.wake).result()
-            with self._lock:
-                self._start()
+            self._post()
 
     async def stats(self) -> StepStats:
         """rollout/…: tokens, steps, occupancy, CPU-seconds since the last call; bytes of the cache."""
@@ -235,8 +249,9 @@ class NativeEngine:
 
     def close(self) -> None:
         """Stop the decode thread and free the cache; whoever still waits gets a RolloutError."""
+        self._paused = True
         with self._lock:
-            self._paused = self._closed = True
+            self._closed = True
         self._executor.shutdown(wait=True)
         for action in self._inbox:  # what was posted too late
             action()
@@ -245,46 +260,24 @@ class NativeEngine:
 
     # ---- inside ----
 
-    def _sequence(self, request: GenerateRequest) -> Sequence:
-        """Check a request and turn it into a sequence."""
-        who = f"request {request.request_id!r}"
-        if self._closed:
-            raise RolloutError(f"{who}: the rollout engine is closed")
-        if self._decoder.asleep:
-            raise RolloutError(f"{who}: the rollout engine is asleep; call wake() first")
-        if self._weights.version < 0:
-            raise RolloutError(
-                f"{who}: the rollout engine has no weights yet; send them with begin, receive, commit"
-            )
-        if request.request_id in self._in_flight:
-            raise RolloutError(f"{who} is in flight already; request ids must be unique")
-        check_request(request, max_context=self.max_context, vocab_size=self._vocab)
-        prefix = () if request.prefix is None else request.prefix.token_ids
-        tokens = np.concatenate([request.token_ids, prefix]).astype(np.int64)
-        deadline = None if request.deadline_seconds is None else time.monotonic() + request.deadline_seconds
-        return Sequence(request, tokens, len(prefix), deadline)
-
-    def _post(self, action: Callable[[], None]) -> bool:
-        """Have `action` run on the decode thread at the next token boundary (at once when idle); False: the
-        engine is closed.
+    def _post(self, *actions: Callable[[], None]) -> bool:
+        """Have `actions` run on the decode thread at the next token boundary, and decode what there is
+        (at once when idle); False: the engine is closed.
         """
         with self._lock:
             if self._closed:
                 return False
-            self._inbox.append(action)
-            self._start()
+            self._inbox.extend(actions)
+            if not self._serving:
+                self._serving = True
+                self._executor.submit(self._serve)
             return True
-
-    def _start(self) -> None:
-        if not self._serving and not self._closed:
-            self._serving = True
-            self._executor.submit(self._serve)
 
     def _serve(self) -> None:
         """One burst, on the decode thread."""
         try:
             while self._drain():
-                _answer((*self._decoder.step(), *self._decoder.expire()))
+                deliver(self._decoder.step(self._weights.version))
                 if self._decoder.streams:
                     self._report_if_due()
             if self._decoder.streams:
@@ -302,8 +295,7 @@ class NativeEngine:
             finally:
                 with self._lock:
                     self._serving = False
-                    if self._inbox:
-                        self._start()
+                self._post()  # what has come meanwhile
 
     def _drain(self) -> bool:
         """Do what has been posted; False ends the burst."""
@@ -312,19 +304,11 @@ class NativeEngine:
                 actions = list(self._inbox)
                 self._inbox.clear()
                 if not actions:
-                    ready = self._weights.ready and not self._paused and not self._decoder.asleep
-                    self._serving = ready and self._decoder.has_work()
+                    ready = self._weights.complete and not self._paused and not self._decoder.asleep
+                    self._serving = ready and self._decoder.scheduler.has_work()
                     return self._serving
             for action in actions:
                 action()
-
-    def _take_out(self, request_id: str) -> None:
-        finished = self._decoder.cancel(request_id)
-        if finished is not None:
-            _answer([finished])
-
-    def _expire(self) -> None:
-        _answer(self._decoder.expire())
 
     def _report_if_due(self) -> None:
         self._steps_untold += 1
@@ -334,13 +318,13 @@ class NativeEngine:
     def _report(self) -> None:
         """Hand the callers that want it the new tokens of what is running: one callback per event loop."""
         self._next_report, self._steps_untold = time.monotonic() + TOKENS_SECONDS, 0
-        deliver((_reply(sequence), part, None) for sequence, part in self._decoder.progress())
+        deliver(self._decoder.progress())
 
     def _fail(self, failure: RolloutError, cause: BaseException | None = None) -> None:
-        for sequence in self._decoder.drop_all():
+        for sequence in self._decoder.scheduler.clear():
             error = RolloutError(str(failure))  # one each: a traceback grows with every raise
             error.__cause__ = cause
-            deliver([(_reply(sequence), None, error)])
+            deliver([(sequence.call, None, error)])
 
     def _between_bursts(self, what: str, change: Callable[[], None]) -> None:
         """Run `change` on the decode thread. Requests in flight are an error unless the engine is paused."""
@@ -349,15 +333,6 @@ class NativeEngine:
                 f"{what}: {len(self._in_flight)} requests are in flight; await pause() first, or wait"
             )
         self._executor.submit(change).result()
-
-
-def _reply(sequence: Sequence) -> Pending:
-    assert isinstance(sequence.reply, Pending)
-    return sequence.reply
-
-
-def _answer(finished: Iterable[Finished]) -> None:
-    deliver((_reply(one.sequence), one.rest, one.completion) for one in finished)
 
 
 def indexed(device: torch.device) -> torch.device:

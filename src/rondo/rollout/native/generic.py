@@ -21,7 +21,7 @@ from rondo.errors import ConfigError, RolloutError
 from rondo.rollout.native.cache import WIDTH_STEP, LayerShape, SlotCache, round_up
 from rondo.rollout.native.noise import uniforms
 from rondo.rollout.native.sampling import sample
-from rondo.rollout.native.slots import SlotTable
+from rondo.rollout.native.scheduler import SlotTable
 
 ATTENTION = "rondo_decode"
 PREFILL_CHUNK = 512  # tokens of one prompt per forward

@@ -1,4 +1,5 @@
-"""Who sits in which slot: pure decisions over small records, no tensors, no clock.
+"""The slots: who sits in which (pure decisions over small records), and the numbers of each as arrays. No
+tensors, no clock.
 
 Requests wait in arrival order, the urgent ones in front, and join whenever a slot is free. A slot's cache
 holds the key/values of all tokens of its sequence but the last, which the next decode step feeds. Requests
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -20,33 +22,16 @@ ContentKey = tuple[str, bytes]
 
 @dataclass(eq=False)
 class Sequence:
-    """One request as the decoder sees it. tokens: int64 prompt and prefix; generated tokens live in the slot
-    table.
+    """One request as the slots see it.
 
-    num_prefix: how many of `tokens` are an earlier part of the response. deadline: on the caller's clock, or
-    None. reply: whatever the caller needs to answer with. streams: the caller wants tokens as they come;
-    num_streamed: response tokens, prefix included, that it has had.
+    tokens: int64 prompt and prefix; generated tokens live in the slot table. num_prefix: how many of `tokens`
+    are an earlier part of the response. call: who waits for it, which is nothing to the scheduler.
     """
 
     request: GenerateRequest
     tokens: np.ndarray
     num_prefix: int = 0
-    deadline: float | None = None
-    reply: object = None
-    streams: bool = False
-    num_streamed: int = 0
-
-    def __post_init__(self) -> None:
-        self.num_streamed = self.num_prefix
-
-    @property
-    def request_id(self) -> str:
-        return self.request.request_id
-
-    @property
-    def content(self) -> ContentKey | None:
-        """What its slot's cache can be shared as. Sequences with a prefix neither give nor take."""
-        return None if self.num_prefix else (self.request.affinity, self.tokens.tobytes())
+    call: Any = None
 
 
 @dataclass(frozen=True)
@@ -85,11 +70,15 @@ class Plan:
 
 
 class Scheduler:
-    """dense: keep the occupied slots at 0 .. n - 1 (paths that decode a contiguous range of slots)."""
+    """dense: keep the occupied slots at 0 .. n - 1 (paths that decode a contiguous range of slots).
+
+    changed: somebody joined or left, or caches are stale, since the last plan.
+    """
 
     def __init__(self, num_slots: int, *, dense: bool) -> None:
         self.slots: list[Sequence | None] = [None] * num_slots
         self.waiting: deque[Sequence] = deque()
+        self.changed = False
         self._dense = dense
         self._content: list[ContentKey | None] = [None] * num_slots
         self._where: dict[ContentKey, set[int]] = {}
@@ -104,21 +93,29 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Behind those that wait; an urgent one only behind others of its kind."""
+        self.changed = True
         if sequence.request.urgent:
             ahead = sum(1 for one in self.waiting if one.request.urgent)  # they are all in front
             self.waiting.insert(ahead, sequence)
         else:
             self.waiting.append(sequence)
 
-    def release(self, slot: int) -> None:
-        """The sequence has left; the cache's content stays of use until the slot is taken."""
+    def release(self, slot: int) -> Sequence:
+        """Returns the slot's sequence, which leaves; the cache's content stays of use until the slot is
+        taken.
+        """
+        sequence = self.slots[slot]
+        assert sequence is not None
         self.slots[slot] = None
         self._stale.discard(slot)
+        self.changed = True
+        return sequence
 
     def invalidate(self) -> None:
         """Weights changed, or the cache was lost: share nothing, prefill every sequence again."""
-        for slot in range(len(self.slots)):
-            self._set_content(slot, None)
+        self._content = [None] * len(self.slots)
+        self._where.clear()
+        self.changed = True
         self._stale = {slot for slot, sequence in enumerate(self.slots) if sequence is not None}
 
     def clear(self) -> list[Sequence]:
@@ -132,6 +129,7 @@ class Scheduler:
     def plan(self) -> Plan:
         """Seat who waits in the lowest free slots, close holes if dense, say how the caches get filled."""
         plan = Plan()
+        self.changed = False
         plan.prefills = [Prefill(slot) for slot in sorted(self._stale)]
         self._stale.clear()
         filled: set[int] = set()
@@ -160,7 +158,8 @@ class Scheduler:
     def _seat(self, plan: Plan, slot: int, sequence: Sequence, filled: set[int]) -> None:
         self.slots[slot] = sequence
         plan.joins.append((slot, sequence))
-        key = sequence.content
+        # What its slot's cache can be shared as. Sequences with a prefix neither give nor take.
+        key = None if sequence.num_prefix else (sequence.request.affinity, sequence.tokens.tobytes())
         sources = self._where.get(key, ()) if key is not None else ()
         if slot in sources:
             return
@@ -203,3 +202,73 @@ class Scheduler:
         self._content[slot] = key
         if key is not None:
             self._where.setdefault(key, set()).add(slot)
+
+
+class SlotTable:
+    """All arrays are indexed by slot. tokens: the one to feed next, at `positions`. indices: response tokens
+    so far.
+
+    prefix_slots, prefix_lengths: another slot whose first so many cache positions are the same (0: none).
+    ids, log_probs, versions: [S, capacity], the response as it grows. stops: [S, K] stop tokens, -1 where
+    unused.
+    """
+
+    def __init__(self, num_slots: int, capacity: int) -> None:
+        self.tokens = np.zeros(num_slots, np.int64)
+        self.positions = np.zeros(num_slots, np.int64)
+        self.seeds = np.zeros(num_slots, np.int64)
+        self.indices = np.zeros(num_slots, np.int64)
+        self.max_tokens = np.zeros(num_slots, np.int64)
+        self.prefix_slots = np.arange(num_slots)
+        self.prefix_lengths = np.zeros(num_slots, np.int64)
+        self.temperature = np.ones(num_slots, np.float32)
+        self.top_p = np.ones(num_slots, np.float32)
+        self.min_p = np.zeros(num_slots, np.float32)
+        self.top_k = np.zeros(num_slots, np.int64)
+        self.ids = np.zeros((num_slots, capacity), np.int32)
+        self.log_probs = np.zeros((num_slots, capacity), np.float32)
+        self.versions = np.zeros((num_slots, capacity), np.int32)
+        self.stops = np.full((num_slots, 1), -1, np.int64)
+
+    def seat(self, slot: int, sequence: Sequence) -> None:
+        """Start a sequence; with the response so far, where it goes on with one."""
+        request, sampling = sequence.request, sequence.request.sampling
+        self.tokens[slot], self.positions[slot] = sequence.tokens[-1], len(sequence.tokens) - 1
+        self.seeds[slot] = (request.seed + 2**63) % 2**64 - 2**63
+        self.max_tokens[slot] = sampling.max_tokens
+        self.temperature[slot], self.top_p[slot] = sampling.temperature, sampling.top_p
+        self.top_k[slot], self.min_p[slot] = sampling.top_k, sampling.min_p
+        stops, missing = sampling.stop_token_ids, len(sampling.stop_token_ids) - self.stops.shape[1]
+        if missing > 0:
+            self.stops = np.pad(self.stops, ((0, 0), (0, missing)), constant_values=-1)
+        self.stops[slot] = -1
+        self.stops[slot, : len(stops)] = stops
+        self.indices[slot] = 0
+        if request.prefix is not None:
+            done = self.indices[slot] = len(request.prefix.token_ids)
+            self.ids[slot, :done] = request.prefix.token_ids
+            self.log_probs[slot, :done] = request.prefix.log_probs
+            self.versions[slot, :done] = request.prefix.policy_versions
+
+    def move(self, source: int, target: int) -> None:
+        """All numbers of `source` to `target`."""
+        for array in vars(self).values():
+            array[target] = array[source]
+
+    def append(
+        self, rows: np.ndarray, tokens: np.ndarray, log_probs: np.ndarray, version: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """One more token in each slot of `rows`. Returns bool [R] twice: ended by a stop token, by length."""
+        at = self.indices[rows]
+        self.ids[rows, at] = tokens
+        self.log_probs[rows, at] = log_probs
+        self.versions[rows, at] = version
+        self.indices[rows] = at + 1
+        self.positions[rows] += 1
+        self.tokens[rows] = tokens
+        return (self.stops[rows] == tokens[:, None]).any(1), at + 1 >= self.max_tokens[rows]
+
+    def response(self, slot: int, start: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Copies of ids, log_probs and versions so far, from response token `start` on."""
+        new = slice(start, int(self.indices[slot]))
+        return self.ids[slot, new].copy(), self.log_probs[slot, new].copy(), self.versions[slot, new].copy()

@@ -50,7 +50,7 @@ def build_module(
     return module.eval()
 
 
-class WeightStore:
+class WeightStore(Intake):
     """The parameters of `module` under their checkpoint names, with the version that they are."""
 
     def __init__(
@@ -60,21 +60,21 @@ class WeightStore:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        super().__init__(module.named_parameters(remove_duplicate=False))
         self.shared = shared is not None
-        self._intake = Intake(module.named_parameters(remove_duplicate=False))
         self._tensors: dict[str, torch.Tensor] = {}
         tensors: Mapping[str, torch.Tensor] = shared or {}
         for name in tensors:
-            self._intake.canonical(name)
+            self.canonical(name)
         kept = kept_in_float32(module, dtype)
-        for canonical, names in self._intake.names().items():
+        for canonical, names in self.names().items():
             own_dtype = torch.float32 if canonical in kept else dtype
             given = next((tensors[name] for name in names if name in tensors), None)
             if shared is None:
-                given = torch.empty(self._intake.shapes[canonical], dtype=own_dtype, device=device)
+                given = torch.empty(self.shapes[canonical], dtype=own_dtype, device=device)
             elif given is None:
                 raise WeightSyncError(f"the parameters to share lack {canonical!r}")
-            self._intake.fit(canonical, given.shape)
+            self.fit(canonical, given.shape)
             if given.dtype != own_dtype or given.device.type != device.type:
                 raise WeightSyncError(
                     f"{canonical!r} is {given.dtype} on {given.device}, but the rollout engine wants "
@@ -83,7 +83,7 @@ class WeightStore:
                 )
             self._assign(module, canonical, names, given)
         if self.shared:
-            self._intake.finish(0)
+            self.finish(0)
 
     def _assign(
         self, module: torch.nn.Module, canonical: str, names: list[str], tensor: torch.Tensor
@@ -95,45 +95,31 @@ class WeightStore:
             setattr(module.get_submodule(owner), leaf, parameter)
         self._tensors[canonical] = parameter.data
 
-    @property
-    def version(self) -> int:
-        """-1: no complete set has come yet."""
-        return self._intake.version
-
-    @property
-    def ready(self) -> bool:
-        """Whether all weights of one version are there."""
-        return self._intake.complete
-
     def parameters(self) -> dict[str, torch.Tensor]:
         """Every name, tied ones included, to the storage that the decoder reads."""
-        groups = self._intake.names().items()
-        return {name: self._tensors[canonical] for canonical, names in groups for name in names}
+        return {name: self._tensors[canonical] for name, canonical in self.canonical_names.items()}
 
     def parameter(self, name: str) -> torch.Tensor:
         """The storage behind a checkpoint name."""
-        return self._tensors[self._intake.canonical(name)]
-
-    def set_version(self, version: int) -> None:
-        """Shared storage: the trainer has written `version` into it."""
-        self._intake.finish(version)
+        return self._tensors[self.canonical(name)]
 
     def begin(self, version: int) -> None:
         if self.shared:
             raise WeightSyncError(
                 "this engine uses the trainer's storage in place: nothing to receive; set_version says it"
             )
-        self._intake.begin(version)
+        super().begin(version)
 
     def receive(self, name: str, tensor: torch.Tensor) -> None:
-        own = self._tensors[self._intake.take(name, tensor.shape)]
+        """Copy one tensor into the storage of its name."""
+        own = self._tensors[self.take(name, tensor.shape)]
         own.copy_(tensor)
         if tensor.dtype != own.dtype:
-            self._intake.note({name: checksum(tensor)})
+            self.note({name: checksum(tensor)})
 
     def commit(self, version: int, checksums: Mapping[str, int] | None = None) -> None:
         """Serve `version`. checksums: of what was sent, by name: compared with the storage itself, or, where
         the dtype of the wire is another, with what arrived.
         """
-        self._intake.check(version, checksums, lambda canonical: checksum(self._tensors[canonical]))
-        self._intake.finish(version)
+        self.check(version, checksums, lambda canonical: checksum(self._tensors[canonical]))
+        self.finish(version)

@@ -25,9 +25,8 @@ import torch
 from rondo.errors import RolloutError, WeightSyncError
 from rondo.models.loading import load_model_config
 from rondo.rollout.expected import expected_weights
-from rondo.rollout.pending import Pending, deliver
 from rondo.rollout.protocol import Capabilities, EngineSpec, OnTokens
-from rondo.rollout.requests import check_request, complete_as_it_is
+from rondo.rollout.requests import Pending, check_request, complete_as_it_is, deliver
 from rondo.rollout.sglang.launch import Core, Step
 from rondo.rollout.sglang.options import capabilities, check
 from rondo.types import Completion, FinishReason, GenerateRequest, StepStats

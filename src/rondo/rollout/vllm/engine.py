@@ -27,9 +27,8 @@ import torch
 from rondo.errors import ReplicaLostError, RolloutError, RondoError, WeightSyncError
 from rondo.models.loading import load_model_config
 from rondo.rollout.expected import expected_weights
-from rondo.rollout.pending import News, Pending, deliver
 from rondo.rollout.protocol import Capabilities, EngineSpec, OnTokens
-from rondo.rollout.requests import check_request, complete_as_it_is
+from rondo.rollout.requests import News, Pending, check_request, complete_as_it_is, deliver
 from rondo.rollout.vllm.options import capabilities, check
 from rondo.types import Completion, FinishReason, GenerateRequest, StepStats
 from rondo.weights.bucket import BucketWriter, SharedBucket
