@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rondo.agents.external import ExternalAgent, load_agent
-from rondo.agents.single_turn import single_turn
+from rondo.agents.runner import single_turn
 from rondo.chat import encode_piece, encode_prompt
 from rondo.config import load
 from rondo.config.schema import FunctionConfig

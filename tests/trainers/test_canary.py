@@ -38,7 +38,8 @@ class _Probed(RolloutWorker):
     """With a hand on the engine of this process."""
 
     def change(self, name: str, by: float) -> None:
-        self.replicas.only().parameter(name).add_(by)  # type: ignore[attr-defined]
+        (engine,) = self.replicas.router.engines().values()
+        engine.parameter(name).add_(by)  # type: ignore[attr-defined]
 
 
 class _AndOneLost(WorkerGroup):

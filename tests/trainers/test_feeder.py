@@ -15,8 +15,9 @@ from rondo.columns import GREEDY_REWARD
 from rondo.config import load
 from rondo.config.schema import Config, FunctionConfig
 from rondo.controller import start_cluster
-from rondo.errors import ConfigError, RewardError, WorkerError
+from rondo.errors import ConfigError, RewardError
 from rondo.rewards import check_dropped_share
+from rondo.trainers.commands.check import check_rl
 from rondo.trainers.loop.buffer import Buffer, group_filter
 from rondo.trainers.loop.engine_side import EngineSide
 from rondo.trainers.loop.publish import WeightPublisher
@@ -141,18 +142,11 @@ def test_a_group_whose_greedy_answer_was_not_scored_is_dropped(
     assert dropped == dict.fromkeys([0, 2, 4], "the greedy baseline was not scored")
 
 
-def test_a_baseline_and_a_scorer_of_groups_exclude_each_other(
-    with_rollout: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_baseline_and_a_scorer_of_groups_exclude_each_other(recipe: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(SCORERS)
-
-    async def use(roles: Roles, prompts: Prompts, config: Config) -> None:
-        with pytest.raises(
-            (ConfigError, WorkerError), match="scores a whole group of answers; remove either"
-        ):
-            await take(make_buffer(), roles, prompts, config, greedy_baseline=True)
-
-    with_rollout(use, f"reward.functions=[{tmp_path}/mine.py:rank]")
+    overrides = ["algorithm.advantage=remax", f"reward.functions=[{tmp_path}/mine.py:rank]"]
+    with pytest.raises(ConfigError, match="scores a whole group of answers; remove either"):
+        check_rl(load([str(recipe)], overrides))
 
 
 @pytest.mark.parametrize("max_staleness", [0, 2])

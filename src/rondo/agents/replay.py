@@ -17,8 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from rondo.agents.runner import AgentLoop, TrajectoryScorer
-from rondo.agents.single_turn import Generate, single_turn
+from rondo.agents.runner import AgentLoop, Generate, TrajectoryScorer, single_turn
 from rondo.types import Completion, GenerateRequest, Prompt, Trajectory
 
 GREEDY = "greedy"
@@ -55,11 +54,11 @@ def entry_of(trajectory: Trajectory) -> dict[str, Any]:
     }
 
 
-def ended_column(trajectories: Sequence[Trajectory], greedy: Trajectory | None = None) -> list[str]:
-    """The column ENDED: an entry per row; the first also has that of the greedy answer."""
+def ended_column(trajectories: Sequence[Trajectory], greedy: Sequence[Trajectory] = ()) -> list[str]:
+    """The column ENDED: an entry per row; the first also has that of the greedy answer, if there is one."""
     entries = [entry_of(trajectory) for trajectory in trajectories]
-    if greedy is not None:
-        entries[0][GREEDY] = entry_of(greedy)
+    for answer in greedy:
+        entries[0][GREEDY] = entry_of(answer)
     return [json.dumps(entry) for entry in entries]
 
 

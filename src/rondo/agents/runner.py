@@ -1,4 +1,6 @@
-"""The episode runner: all trajectories of one prompt group, scored as they finish, as rows of one Batch."""
+"""The episode runner (all trajectories of one prompt group, scored as they finish), and the smallest agent
+loop: one prompt, one generate call, one turn.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,12 @@ from typing import Protocol
 
 import numpy as np
 
-from rondo.agents.single_turn import Generate, single_turn
-from rondo.errors import DeadlyRequestError
-from rondo.types import Prompt, SamplingParams, Trajectory
+from rondo.errors import DeadlyRequestError, RolloutError
+from rondo.types import Completion, GenerateRequest, Prompt, SamplingParams, Trajectory, Turn, request_seed
+
+Generate = Callable[[GenerateRequest], Awaitable[Completion]]
+Decode = Callable[[np.ndarray], str]
+AgentLoop = Callable[..., Awaitable[Trajectory]]
 
 
 class TrajectoryScorer(Protocol):
@@ -24,8 +29,57 @@ class TrajectoryScorer(Protocol):
     async def score_group(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]: ...
 
 
-Decode = Callable[[np.ndarray], str]
-AgentLoop = Callable[..., Awaitable[Trajectory]]
+async def single_turn(
+    prompt: Prompt,
+    generate: Generate,
+    *,
+    sampling: SamplingParams,
+    sample_index: int,
+    run_seed: int,
+    purpose: str = "train",
+    deadline_seconds: float | None = None,
+) -> Trajectory:
+    """One completion of `prompt` as an unscored trajectory.
+
+    Its noise depends on (run_seed, purpose, prompt, sample_index) only. Raises RolloutError when the engine
+    worked on other prompt tokens than it was given.
+    """
+    trajectory_id = f"{purpose}/{prompt.prompt_id}/{sample_index}"
+    request = GenerateRequest(
+        request_id=trajectory_id,
+        token_ids=prompt.token_ids,
+        sampling=sampling,
+        seed=request_seed(run_seed, purpose, prompt.seq, sample_index),
+        affinity=f"{purpose}/{prompt.seq}",
+        deadline_seconds=deadline_seconds,
+    )
+    completion = await generate(request)
+    if not np.array_equal(completion.prompt_ids, prompt.token_ids):
+        raise RolloutError(
+            f"{trajectory_id}: the engine generated from {len(completion.prompt_ids)} prompt tokens that "
+            f"are not the "
+            f"{len(prompt.token_ids)} it was sent; tokenizer and engine disagree"
+        )
+    length = len(completion.token_ids)
+    # An answer that a clock cut off is no sample of the policy, and one without a token nothing to score.
+    failure = ""
+    if completion.finish_reason == "deadline":
+        failure = f"{length} tokens after rollout.deadline_seconds = {deadline_seconds}"
+    elif length == 0:
+        failure = f"no token was generated ({completion.finish_reason})"
+    return Trajectory(
+        prompt=prompt,
+        trajectory_id=trajectory_id,
+        sample_index=sample_index,
+        response_ids=completion.token_ids,
+        response_mask=np.ones(length, np.uint8),
+        rollout_log_probs=completion.log_probs,
+        policy_versions=completion.policy_versions,
+        turns=(Turn("policy", 0, length),),
+        finish_reason=completion.finish_reason,
+        outcome="rollout_error" if failure else "scored",
+        failure=failure,
+    )
 
 
 class EpisodeRunner:
@@ -53,48 +107,30 @@ class EpisodeRunner:
         *,
         purpose: str = "train",
         deadline_seconds: float | None = None,
+        greedy_baseline: bool = False,
     ) -> list[Trajectory]:
-        """n scored trajectories of one prompt, in sample order. The first error cancels the others and is
+        """n scored trajectories of one prompt, in sample order; with greedy_baseline, the scored greedy
+        answer to the same prompt after them (ReMax, 2310.10505). The first error cancels the others and is
         raised.
+
+        The greedy answer has the next sample index, so that the others' noise is what it is without it. Group
+        scorers do not see it.
         """
-        return await self._run(prompt, [sampling] * n, n, purpose, deadline_seconds)
-
-    async def run_group_with_baseline(
-        self,
-        prompt: Prompt,
-        sampling: SamplingParams,
-        n: int,
-        *,
-        purpose: str = "train",
-        deadline_seconds: float | None = None,
-    ) -> tuple[list[Trajectory], Trajectory]:
-        """As `run_group`, and the scored greedy answer to the same prompt (ReMax, 2310.10505).
-
-        It has the next sample index, so that the others' noise is what it is without it. Group scorers do
-        not see it.
-        """
-        greedy = dataclasses.replace(sampling, temperature=0.0)
-        trajectories = await self._run(prompt, [*[sampling] * n, greedy], n, purpose, deadline_seconds)
-        return trajectories[:n], trajectories[n]
-
-    async def _run(
-        self,
-        prompt: Prompt,
-        samplings: Sequence[SamplingParams],
-        grouped: int,
-        purpose: str,
-        deadline_seconds: float | None,
-    ) -> list[Trajectory]:
-        """A trajectory for each of `samplings`; the first `grouped` of them are the group."""
+        samplings = [sampling] * n
+        if greedy_baseline:
+            samplings.append(dataclasses.replace(sampling, temperature=0.0))
         tasks = [
-            asyncio.create_task(self._trajectory(prompt, sampling, i, purpose, deadline_seconds))
-            for i, sampling in enumerate(samplings)
+            asyncio.create_task(self._trajectory(prompt, each, i, purpose, deadline_seconds))
+            for i, each in enumerate(samplings)
         ]
         try:
             trajectories = await asyncio.gather(*tasks)
-            return await self._scorer.score_group(trajectories[:grouped]) + trajectories[grouped:]
-        finally:
-            await _cancel(tasks)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
+        return await self._scorer.score_group(trajectories[:n]) + trajectories[n:]
 
     async def _trajectory(
         self,
@@ -137,11 +173,3 @@ def _failed(prompt: Prompt, sample_index: int, purpose: str, failure: str) -> Tr
         outcome="rollout_error",
         failure=failure,
     )
-
-
-async def _cancel(tasks: Sequence[asyncio.Task[Trajectory]]) -> None:
-    pending = [task for task in tasks if not task.done()]
-    for task in pending:
-        task.cancel()
-    if pending:
-        await asyncio.gather(*pending, return_exceptions=True)

@@ -63,11 +63,6 @@ class Replicas:
         first = engines[0].describe() if engines else f"{self._spec.engine}: no replica"
         return first if len(engines) == 1 else f"{len(engines)} × {first}"
 
-    def only(self) -> RolloutEngine:
-        """The engine of a worker that has one."""
-        (engine,) = self.router.engines().values()
-        return engine
-
     def sink(self) -> WeightFanout:
         """Where the next version's weights go: all engines that live, after those that are being started."""
         with self._lock:

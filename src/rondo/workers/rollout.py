@@ -14,15 +14,13 @@ import numpy as np
 
 from rondo.agents import replay
 from rondo.agents.external import ExternalAgent
-from rondo.agents.runner import AgentLoop, EpisodeRunner, TrajectoryScorer
-from rondo.agents.single_turn import single_turn
+from rondo.agents.runner import AgentLoop, EpisodeRunner, TrajectoryScorer, single_turn
 from rondo.batch import ROW_ID, Batch
 from rondo.chat import decode
 from rondo.columns import ENDED, GREEDY_REWARD, declared
 from rondo.config.schema import RewardConfig, RolloutConfig
 from rondo.controller import Worker, WorkerContext, dispatch
 from rondo.data.rows import prompt_text, rows_from_trajectories
-from rondo.errors import ConfigError
 from rondo.models import load_tokenizer
 from rondo.models.source import ModelSource
 from rondo.planning.placement import Phase
@@ -116,18 +114,15 @@ class RolloutWorker(ReceivesWeights, Worker):
             parameters=self._trainer().parameters_in_place() if share else None,
             accelerators=context.accelerators,
         )
-        if share:
-            self._assert_shared()
         self._run_seed = run_seed
         self._tokenizer = load_tokenizer(tokenizer, chat_template, trust_remote_code=source.trust_remote_code)
         self.scorer = Scorer(reward, seed=run_seed) if reward.functions else None
+        self._scores: Scorer | Unscored = self.scorer or Unscored()
         chosen = rollout.agent
         self._agent = ExternalAgent(chosen, self._tokenizer, max_context=max_context) if chosen else None
         self._unscored = self._make_runner(Unscored())
-        self._runner = self._make_runner(self.scorer or Unscored(), self._agent or single_turn)
-        self._evaluator = self._make_runner(
-            self.scorer or Unscored(), self._agent or single_turn, urgent=True
-        )
+        self._runner = self._make_runner(self._scores, self._agent or single_turn)
+        self._evaluator = self._make_runner(self._scores, self._agent or single_turn, urgent=True)
 
     def _make_runner(
         self, scorer: TrajectoryScorer, agent: AgentLoop = single_turn, *, urgent: bool = False
@@ -150,9 +145,12 @@ class RolloutWorker(ReceivesWeights, Worker):
         One that dies meanwhile is left out, and wants weights (`wants_weights`, `restarted`).
         """
         if self._share:
-            engine = self._assert_shared()
+            (engine,) = self.replicas.router.engines().values()
+            assert isinstance(engine, NativeEngine)
+            parameters = engine.parameters()
+            assert_shared(self._trainer().parameters_in_place(), parameters)
             engine.set_version(version)
-            return SyncReport(version, len(engine.parameters()), 0)
+            return SyncReport(version, len(parameters), 0)
         report = gather_into(
             self._trainer(),
             self.replicas.sink(),
@@ -167,12 +165,6 @@ class RolloutWorker(ReceivesWeights, Worker):
     def _trainer(self) -> Any:
         """The training engine in this process whose weights are served."""
         return self.context.peers[self._weights_from].engine  # type: ignore[attr-defined]
-
-    def _assert_shared(self) -> NativeEngine:
-        engine = self.replicas.only()
-        assert isinstance(engine, NativeEngine)
-        assert_shared(self._trainer().parameters_in_place(), engine.parameters())
-        return engine
 
     @dispatch("per_rank")
     async def wants_weights(self) -> int:
@@ -223,12 +215,17 @@ class RolloutWorker(ReceivesWeights, Worker):
         samples' noise, beside prompt and sample index.
 
         greedy_baseline: with the column greedy_reward, the reward of one greedy answer to the same prompt
-        (NaN where that was not scored). ended: with the column ENDED, for the journal. Raises ConfigError
-        with a reward function that compares a group's answers: it cannot score that one.
+        (NaN where that was not scored). ended: with the column ENDED, for the journal.
         """
-        self._refuse_group_functions(greedy_baseline)
-        made = await _run(self._runner, prompt, sampling, n, greedy_baseline, deadline_seconds, purpose)
-        return self._group(made, ended=ended)
+        made = await self._runner.run_group(
+            prompt,
+            sampling,
+            n,
+            purpose=purpose,
+            deadline_seconds=deadline_seconds,
+            greedy_baseline=greedy_baseline,
+        )
+        return self._rows(made, n, ended=ended)
 
     async def continue_group(
         self,
@@ -245,9 +242,8 @@ class RolloutWorker(ReceivesWeights, Worker):
         so_far = [None] * len(lengths) if before is None else _completions(before)
         runner = self._make_runner(Unscored(), replay.pieces(lengths, so_far))
         n = len(lengths) - greedy_baseline
-        trajectories, greedy = await _run(runner, prompt, sampling, n, greedy_baseline)
-        rows = rows_from_trajectories([*trajectories, *([] if greedy is None else [greedy])])
-        return rows.select((ROW_ID, *PIECE))
+        made = await runner.run_group(prompt, sampling, n, greedy_baseline=greedy_baseline)
+        return rows_from_trajectories(made).select((ROW_ID, *PIECE))
 
     async def finish_group(
         self,
@@ -261,31 +257,20 @@ class RolloutWorker(ReceivesWeights, Worker):
         """For a replay: as `run_group`, of responses that are there (`continue_group`). entries: how they
         ended in the journal.
         """
-        self._refuse_group_functions(greedy_baseline)
-        scores = replay.ReplayedScores(self.scorer or Unscored(), entries)
+        scores = replay.ReplayedScores(self._scores, entries)
         runner = self._make_runner(scores, replay.whole(_completions(made), entries))
         n = len(entries) - greedy_baseline
-        return self._group(await _run(runner, prompt, sampling, n, greedy_baseline), ended=True)
+        made_again = await runner.run_group(prompt, sampling, n, greedy_baseline=greedy_baseline)
+        return self._rows(made_again, n, ended=True)
 
-    def _refuse_group_functions(self, greedy_baseline: bool) -> None:
-        if greedy_baseline and self.scorer is not None and self.scorer.has_group_functions:
-            raise ConfigError(
-                "the advantage estimator reads greedy_reward, the reward of one greedy answer, and "
-                "reward.functions has one that scores a whole group of answers; remove either"
-            )
-
-    def _group(self, made: tuple[list[Trajectory], Trajectory | None], *, ended: bool) -> Batch:
-        trajectories, greedy = made
-        rows = self._rows(trajectories)
-        if greedy is not None:
-            rewards = np.full(len(trajectories), greedy.reward, np.float32)
-            rows = rows.with_columns({GREEDY_REWARD: rewards})
+    def _rows(self, made: Sequence[Trajectory], n: int, *, ended: bool) -> Batch:
+        """The n samples as rows; a greedy answer after them becomes columns of theirs."""
+        trajectories, greedy = made[:n], made[n:]
+        rows = rows_from_trajectories(trajectories, self._scores.names, accuracy=self._scores.accuracy)
+        if greedy:
+            # `commands/check.py` refuses functions that score whole groups: they cannot score this one.
+            rows = rows.with_columns({GREEDY_REWARD: np.full(n, greedy[0].reward, np.float32)})
         return rows.with_columns({ENDED: replay.ended_column(trajectories, greedy)}) if ended else rows
-
-    def _rows(self, trajectories: Sequence[Trajectory]) -> Batch:
-        if self.scorer is None:
-            return rows_from_trajectories(trajectories)
-        return rows_from_trajectories(trajectories, self.scorer.names, accuracy=self.scorer.accuracy)
 
     async def run_unscored(self, prompt: Prompt, sampling: SamplingParams, n: int, purpose: str) -> Batch:
         """Rows without a reward (0): for the canary, and for `rondo generate`."""
@@ -341,6 +326,7 @@ class Unscored:
     """No reward: for the canary, `rondo generate`, and a model without reward functions."""
 
     names: tuple[str, ...] = ()
+    accuracy: str | None = None
 
     async def score(self, trajectory: Trajectory) -> Trajectory:
         if trajectory.outcome != SCORED:  # without a token: nothing that a reward model could score
@@ -349,21 +335,6 @@ class Unscored:
 
     async def score_group(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         return list(trajectories)
-
-
-async def _run(
-    runner: EpisodeRunner,
-    prompt: Prompt,
-    sampling: SamplingParams,
-    n: int,
-    greedy_baseline: bool,
-    deadline_seconds: float | None = None,
-    purpose: str = "train",
-) -> tuple[list[Trajectory], Trajectory | None]:
-    """The samples, and the greedy answer where one is asked for."""
-    make = runner.run_group_with_baseline if greedy_baseline else runner.run_group
-    made = await make(prompt, sampling, n, purpose=purpose, deadline_seconds=deadline_seconds)
-    return made if greedy_baseline else (made, None)  # type: ignore[return-value]
 
 
 def _completions(rows: Batch) -> list[Completion]:
