@@ -233,7 +233,7 @@ def native_sink() -> Any:
     cpu, config = torch.device("cpu"), load_model_config(model_source())
     module = build_module(config, "eager", torch.float32, cpu, trust_remote_code=False)
     store = WeightStore(module, None, torch.float32, cpu)
-    for tensor in store.parameters().values():
+    for tensor in store.tensors.values():
         tensor.zero_()  # resident before the first sync
     return store
 

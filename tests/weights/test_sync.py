@@ -43,7 +43,7 @@ def test_the_native_engine_confirms_what_it_holds(engine: FsdpEngine) -> None:
     sink = store()
     report = gather_into(engine, sink, 5, 4000)
     assert (sink.version, sink.complete) == (5, True)
-    parameters = sink.parameters()
+    parameters = sink.tensors
     model = dict(build_model(source(), torch.float32).named_parameters(remove_duplicate=False))
     assert parameters.keys() == model.keys()
     assert "lm_head.weight" in parameters  # tied: came under the other name
@@ -57,7 +57,7 @@ def test_another_dtype_is_cast_once_and_still_confirmed(engine: FsdpEngine, wire
     sink = store(torch.bfloat16)
     gather_into(engine, sink, 1, 4000, dtype=wire)
     expected = dict(engine.gathered_parameters(4000))
-    assert all(torch.equal(sink.parameter(name), tensor.bfloat16()) for name, tensor in expected.items())
+    assert all(torch.equal(sink.tensors[name], tensor.bfloat16()) for name, tensor in expected.items())
 
 
 def test_a_flipped_bit_is_found_and_named(engine: FsdpEngine) -> None:
@@ -85,7 +85,7 @@ def test_a_tensor_that_changed_in_the_storage_is_found(engine: FsdpEngine) -> No
     sink.begin(1)
     for name, tensor in engine.gathered_parameters(1 << 20):
         sink.receive(name, tensor)
-    sink.parameter(NAME)[0, 0] += 1
+    sink.tensors[NAME][0, 0] += 1
     with pytest.raises(WeightSyncError, match=f"'{NAME}' is not what was sent"):
         sink.commit(1, engine.parameter_checksums())
 

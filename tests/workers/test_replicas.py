@@ -120,9 +120,9 @@ def test_killed_while_idle(
         assert two.wanting == 0
         assert {engine.version for engine in two.router.engines().values()} == {2}
         assert_same(await generate(two), undisturbed, 2)
-        stats = (await two.statistics()).sums
+        stats = (await two.router.statistics()).sums
         assert stats["rollout/engine_restarts"] == 1
-        assert (await two.statistics()).sums["rollout/engine_restarts"] == 0
+        assert (await two.router.statistics()).sums["rollout/engine_restarts"] == 0
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(two.restarted(), 0.05)  # nothing is wanted any more
 
@@ -209,7 +209,7 @@ def test_deaths_that_a_request_is_to_blame_for_are_no_restarts(monkeypatch: pyte
             ):
                 await ask("poison")
         assert [await ask("unlucky"), await ask("unluckier")] == ["stop", "stop"]
-        assert (await replicas.statistics()).sums["rollout/engine_restarts"] == 9 + module.MAX_RESTARTS
+        assert (await replicas.router.statistics()).sums["rollout/engine_restarts"] == 9 + module.MAX_RESTARTS
         with pytest.raises(RolloutError, match=r"no replica left \(0: it fell over\)"):
             await ask("the last straw")
 

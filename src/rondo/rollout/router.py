@@ -126,6 +126,7 @@ class _Counters:
     """Since the last `statistics`."""
 
     reissued: int = 0
+    restarts: int = 0  # replicas that died and are being replaced
     queue_length: int = 0
     in_flight: int = 0
 
@@ -190,17 +191,15 @@ class Router:
             self._affinity.forget(name)
             if not self._paused:  # nothing runs in a pause: whatever it died of, it was no request
                 self._blame(replica.running)
-        then = "none takes its place"
+        replaced = False
         try:
             # not under the lock: it takes locks of its own
-            if replica.coming and self._on_lost is not None and self._on_lost(name, why):
-                then = "another is being started in its place"
-            else:
-                replica.coming = False
-        except BaseException:
-            replica.coming = False
-            raise
+            replaced = self._on_lost is not None and self._on_lost(name, why)
         finally:
+            with self._lock:
+                replica.coming &= replaced
+                self._counters.restarts += replaced
+            then = "another is being started in its place" if replaced else "none takes its place"
             _log.warning("replica %s is lost: %s; %s", name, why, then)
             self._wake()
 
@@ -370,7 +369,7 @@ class Router:
 
     async def statistics(self) -> StepStats:
         """Counters since the last call: the engines' own, and rollout/tokens_per_second (of an engine, in the
-        time in which it had work), queue_length and in_flight (the highest), reissued.
+        time in which it had work), queue_length and in_flight (the highest), reissued, engine_restarts.
         """
         self._clock()
         parts = await self._everywhere("stats")
@@ -383,10 +382,12 @@ class Router:
                 total.add_mean("rollout/tokens_per_second", tokens, seconds)
                 total.add_min("rollout/tokens_per_second_min", tokens / seconds)
                 total.add_max("rollout/tokens_per_second_max", tokens / seconds)
-        counters, self._counters = self._counters, _Counters(in_flight=self._in_flight)
+        with self._lock:
+            counters, self._counters = self._counters, _Counters(in_flight=self._in_flight)
         total.add_max("rollout/queue_length", float(counters.queue_length))
         total.add_max("rollout/in_flight", float(counters.in_flight))
         total.add_sum("rollout/reissued", float(counters.reissued))
+        total.add_sum("rollout/engine_restarts", float(counters.restarts))
         return total
 
     async def _everywhere(self, operation: str) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from rondo.rollout import EngineSpec, RolloutEngine, build_engine, start_engine
 from rondo.rollout.fanout import WeightFanout
 from rondo.rollout.router import Router
 from rondo.rollout.server import EngineProcess
-from rondo.types import StepStats
 
 MAX_RESTARTS = 3  # of a worker's engines, in a run, but for deaths that a request is to blame for
 POLL_SECONDS = 0.1
@@ -42,7 +41,7 @@ class Replicas:
     ) -> None:
         self._spec, self._bucket_bytes, self._accelerators = spec, bucket_bytes, accelerators
         self._lock = threading.Lock()  # guards the next four
-        self._restarts = self._restarts_told = 0
+        self._restarts = 0
         self._closed = False
         self._news: str | None = None
         self._threads: list[threading.Thread] = []
@@ -94,14 +93,6 @@ class Replicas:
         while (news := self._news) is None:
             await asyncio.sleep(POLL_SECONDS)
         return news
-
-    async def statistics(self) -> StepStats:
-        """Counters of the router and its engines since the last call, and rollout/engine_restarts."""
-        stats = await self.router.statistics()
-        with self._lock:
-            new, self._restarts_told = self._restarts - self._restarts_told, self._restarts
-        stats.add_sum("rollout/engine_restarts", float(new))
-        return stats
 
     def close(self) -> None:
         """End the engines and their processes. Twice does no harm."""

@@ -106,12 +106,13 @@ class RolloutWorker(ReceivesWeights, Worker):
             seed=run_seed,
             options=rollout.engine_options,
         )
+        trainer: Any = context.peers[weights_from] if share else None
         self.replicas = Replicas(
             spec,
             count=rollout.replicas,
             own_process=runs_in_own_process(rollout),
             bucket_bytes=rollout.bucket_bytes,
-            parameters=self._trainer().parameters_in_place() if share else None,
+            parameters=trainer.engine.parameters_in_place() if trainer is not None else None,
             accelerators=context.accelerators,
         )
         self._run_seed = run_seed
@@ -144,15 +145,16 @@ class RolloutWorker(ReceivesWeights, Worker):
 
         One that dies meanwhile is left out, and wants weights (`wants_weights`, `restarted`).
         """
+        trainer: Any = self.context.peers[self._weights_from].engine  # type: ignore[attr-defined]
         if self._share:
             (engine,) = self.replicas.router.engines().values()
             assert isinstance(engine, NativeEngine)
             parameters = engine.parameters()
-            assert_shared(self._trainer().parameters_in_place(), parameters)
+            assert_shared(trainer.parameters_in_place(), parameters)
             engine.set_version(version)
             return SyncReport(version, len(parameters), 0)
         report = gather_into(
-            self._trainer(),
+            trainer,
             self.replicas.sink(),
             version,
             self._bucket_bytes,
@@ -161,10 +163,6 @@ class RolloutWorker(ReceivesWeights, Worker):
         )
         self.replicas.loaded(version)
         return report
-
-    def _trainer(self) -> Any:
-        """The training engine in this process whose weights are served."""
-        return self.context.peers[self._weights_from].engine  # type: ignore[attr-defined]
 
     @dispatch("per_rank")
     async def wants_weights(self) -> int:
@@ -303,7 +301,7 @@ class RolloutWorker(ReceivesWeights, Worker):
     @dispatch("per_rank")
     async def end_step(self) -> StepStats:
         """Counters of engines, router and scorer for the step that ends here; the next begins at 0."""
-        stats = await self.replicas.statistics()
+        stats = await self.replicas.router.statistics()
         return stats.merge(self.scorer.stats()) if self.scorer else stats
 
     @dispatch("per_rank")

@@ -199,27 +199,23 @@ class CompiledPath:
     # ---- steps ----
 
     def prefill(self, prompts: list[tuple[int, np.ndarray]]) -> None:
-        """(slot, tokens) pairs: compute their keys and values, many prompts per call."""
-        part: list[tuple[int, np.ndarray]] = []
+        """(slot, tokens) pairs: compute their keys and values, many prompts per call. Threads get whole
+        prompts: a row needs the earlier rows of its own prompt only.
+        """
+        parts: list[list[tuple[int, np.ndarray]]] = [[]]
         for slot, tokens in prompts:
-            if part and sum(len(t) for _, t in part) + len(tokens) > PREFILL_ROWS:
-                self._prefill(part)
-                part = []
-            part.append((slot, tokens))
-        self._prefill(part)
-
-    def _prefill(self, prompts: list[tuple[int, np.ndarray]]) -> None:
-        """Threads get whole prompts: a row needs the earlier rows of its own prompt only."""
-        shares = [prompts[i :: len(self._scratch)] for i in range(len(self._scratch))]
-        jobs = []
-        for share in shares:
-            if share:
+            if parts[-1] and sum(len(t) for _, t in parts[-1]) + len(tokens) > PREFILL_ROWS:
+                parts.append([])
+            parts[-1].append((slot, tokens))
+        for part in parts:
+            jobs = []
+            for first in range(min(len(self._scratch), len(part))):
+                share = part[first :: len(self._scratch)]
                 tokens = np.concatenate([t for _, t in share]).astype(np.int64)
                 slots = np.concatenate([np.full(len(t), slot, np.int64) for slot, t in share])
-                jobs.append(
-                    (tokens, slots, np.concatenate([np.arange(len(t), dtype=np.int64) for _, t in share]))
-                )
-        self._run(jobs, None)
+                positions = np.concatenate([np.arange(len(t), dtype=np.int64) for _, t in share])
+                jobs.append((tokens, slots, positions))
+            self._run(jobs, None)
 
     def decode(self, rows: np.ndarray, table: SlotTable) -> tuple[np.ndarray, np.ndarray]:
         """One token for each slot of `rows`. Returns ids int64 and log-probs float32."""

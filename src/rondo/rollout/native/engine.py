@@ -182,11 +182,11 @@ class NativeEngine:
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """Checkpoint name → the tensor that the decoder reads (tied names included)."""
-        return self._weights.parameters()
+        return dict(self._weights.tensors)
 
     def parameter(self, name: str) -> torch.Tensor:
         """One of `parameters`. Raises WeightSyncError for a name that the model does not have."""
-        return self._weights.parameter(name)
+        return self._weights.tensors[self._weights.canonical(name)]
 
     @property
     def version(self) -> int:
@@ -199,7 +199,7 @@ class NativeEngine:
             raise WeightSyncError("this engine has its own storage: send weights with begin, receive, commit")
 
         def change() -> None:
-            self._weights.finish(version)
+            self._weights.version = version  # nothing arrives in shared storage: it is complete as it is
             self._decoder.weights_changed()
 
         self._between_bursts("set_version", change)

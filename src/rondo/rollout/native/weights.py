@@ -51,7 +51,10 @@ def build_module(
 
 
 class WeightStore(Intake):
-    """The parameters of `module` under their checkpoint names, with the version that they are."""
+    """The parameters of `module` under their checkpoint names, with the version that they are.
+
+    tensors: every name, tied ones included, to the storage that the decoder reads.
+    """
 
     def __init__(
         self,
@@ -62,14 +65,14 @@ class WeightStore(Intake):
     ) -> None:
         super().__init__(module.named_parameters(remove_duplicate=False))
         self.shared = shared is not None
-        self._tensors: dict[str, torch.Tensor] = {}
-        tensors: Mapping[str, torch.Tensor] = shared or {}
-        for name in tensors:
+        self.tensors: dict[str, torch.Tensor] = {}
+        given_tensors: Mapping[str, torch.Tensor] = shared or {}
+        for name in given_tensors:
             self.canonical(name)
         kept = kept_in_float32(module, dtype)
         for canonical, names in self.names().items():
             own_dtype = torch.float32 if canonical in kept else dtype
-            given = next((tensors[name] for name in names if name in tensors), None)
+            given = next((given_tensors[name] for name in names if name in given_tensors), None)
             if shared is None:
                 given = torch.empty(self.shapes[canonical], dtype=own_dtype, device=device)
             elif given is None:
@@ -81,27 +84,17 @@ class WeightStore(Intake):
                     f"{own_dtype} on {device}: storage can be shared only as it is; set rollout.dtype to "
                     "match"
                 )
-            self._assign(module, canonical, names, given)
+            self._assign(module, names, given)
         if self.shared:
             self.finish(0)
 
-    def _assign(
-        self, module: torch.nn.Module, canonical: str, names: list[str], tensor: torch.Tensor
-    ) -> None:
+    def _assign(self, module: torch.nn.Module, names: list[str], tensor: torch.Tensor) -> None:
         parameter = torch.nn.Parameter(tensor.detach(), requires_grad=False)
         assert parameter.data_ptr() == tensor.data_ptr()
         for name in names:
             owner, _, leaf = name.rpartition(".")
             setattr(module.get_submodule(owner), leaf, parameter)
-        self._tensors[canonical] = parameter.data
-
-    def parameters(self) -> dict[str, torch.Tensor]:
-        """Every name, tied ones included, to the storage that the decoder reads."""
-        return {name: self._tensors[canonical] for name, canonical in self.canonical_names.items()}
-
-    def parameter(self, name: str) -> torch.Tensor:
-        """The storage behind a checkpoint name."""
-        return self._tensors[self.canonical(name)]
+            self.tensors[name] = parameter.data
 
     def begin(self, version: int) -> None:
         if self.shared:
@@ -112,7 +105,7 @@ class WeightStore(Intake):
 
     def receive(self, name: str, tensor: torch.Tensor) -> None:
         """Copy one tensor into the storage of its name."""
-        own = self._tensors[self.take(name, tensor.shape)]
+        own = self.tensors[self.take(name, tensor.shape)]
         own.copy_(tensor)
         if tensor.dtype != own.dtype:
             self.note({name: checksum(tensor)})
@@ -121,5 +114,5 @@ class WeightStore(Intake):
         """Serve `version`. checksums: of what was sent, by name: compared with the storage itself, or, where
         the dtype of the wire is another, with what arrived.
         """
-        self.check(version, checksums, lambda canonical: checksum(self._tensors[canonical]))
+        self.check(version, checksums, lambda canonical: checksum(self.tensors[canonical]))
         self.finish(version)
