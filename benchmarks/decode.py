@@ -31,8 +31,7 @@ import transformers
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from rondo.rollout import NativeEngine
-from rondo.rollout.native.build import library
-from rondo.rollout.native.compiled import _declare
+from rondo.rollout.native.kernels import library
 from rondo.types import GenerateRequest, SamplingParams
 
 PROMPT, NEW, GROUP = 16, 48, 8
@@ -155,7 +154,7 @@ def products(batch: int) -> list[tuple[int, int, int]]:
 
 def roofline(batch: int) -> dict[str, float]:
     """Measured product time per step, measured bandwidth, and the tokens per second that they allow."""
-    kernels = _declare(library())
+    kernels = library()
     panel, seconds, flops = kernels.rondo_panel(), 0.0, 0.0
     for K, N, times in products(batch):
         x, w, out = torch.randn(batch, K), torch.randn(N, K), torch.empty(batch, N)

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rondo.agents.replay import Entry, spans_of
+from rondo.agents.ended import Entry, spans_of
 from rondo.batch import ROW_ID, Batch, BatchRef, ragged_rows
 from rondo.columns import ENDED
 from rondo.data.rows import row_ids

@@ -10,7 +10,7 @@ import torch
 
 from rondo.errors import ConfigError, RolloutError
 from rondo.rollout import NativeEngine, cache_bytes
-from rondo.rollout.native import build as kernels
+from rondo.rollout.native import kernels
 from tests.rollout.conftest import (
     CONFIGS,
     LLAMA_LIKE,

@@ -71,8 +71,17 @@ def test_more_requests_than_slots(model: torch.nn.Module, decode: str) -> None:
 
 def test_a_group_is_prefilled_once(model: torch.nn.Module) -> None:
     engine = make_engine(model)
-    run(engine, [request(str(i), prompt(20), 4, seed=i, affinity="g") for i in range(8)])
-    stats = asyncio.run(engine.stats()).sums
+
+    async def main() -> dict[str, float]:
+        await engine.pause()  # so that the first is not done before the last is there
+        group = [request(str(i), prompt(20), 4, seed=i, affinity="g") for i in range(8)]
+        tasks = [asyncio.create_task(engine.generate(one)) for one in group]
+        await asyncio.sleep(0)
+        await engine.resume()
+        await asyncio.gather(*tasks)
+        return (await engine.stats()).sums
+
+    stats = asyncio.run(main())
     assert stats["perf/prefill_tokens"] == 19
     assert stats["perf/shared_prefill_tokens"] == 7 * 19
     engine.close()

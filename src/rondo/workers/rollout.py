@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from rondo.agents import replay
+from rondo.agents.ended import Entry, ended_column
 from rondo.agents.external import ExternalAgent
 from rondo.agents.runner import AgentLoop, EpisodeRunner, TrajectoryScorer, single_turn
 from rondo.batch import ROW_ID, Batch
@@ -248,7 +249,7 @@ class RolloutWorker(ReceivesWeights, Worker):
         made: Batch,
         prompt: Prompt,
         sampling: SamplingParams,
-        entries: Sequence[replay.Entry],
+        entries: Sequence[Entry],
         *,
         greedy_baseline: bool = False,
     ) -> Batch:
@@ -268,7 +269,7 @@ class RolloutWorker(ReceivesWeights, Worker):
         if greedy:
             # `commands/check.py` refuses functions that score whole groups: they cannot score this one.
             rows = rows.with_columns({GREEDY_REWARD: np.full(n, greedy[0].reward, np.float32)})
-        return rows.with_columns({ENDED: replay.ended_column(trajectories, greedy)}) if ended else rows
+        return rows.with_columns({ENDED: ended_column(trajectories, greedy)}) if ended else rows
 
     async def run_unscored(self, prompt: Prompt, sampling: SamplingParams, n: int, purpose: str) -> Batch:
         """Rows without a reward (0): for the canary, and for `rondo generate`."""

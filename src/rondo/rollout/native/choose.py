@@ -1,13 +1,14 @@
-"""Which decode path a model gets on a device, and why."""
+"""Which decode path a model gets on a device, and why; and which models get none."""
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 
 from rondo.errors import ConfigError
+from rondo.models.family import layers_beside_attention, window_of
 from rondo.rollout.native.cache import capacity_of
 from rondo.rollout.native.compiled import CompiledPath, why_not_compiled
 from rondo.rollout.native.generic import GenericPath
@@ -90,3 +91,23 @@ def choose_path(
         threads=threads,
     )
     return path, reason
+
+
+def refuse_what_masks_hide(model_config: Any, max_context: int) -> None:
+    """Some models keep windows or states out of the attention call; their config gives them away."""
+    config = model_config.get_text_config()
+    other, window = layers_beside_attention(config), window_of(config)
+    if other:
+        raise ConfigError(
+            f"the native engine cannot decode {config.model_type} models "
+            f"(layers: {', '.join(other)}); set rollout.engine=vllm"
+        )
+    if window is not None and window < max_context:
+        raise ConfigError(
+            f"the native engine has no sliding-window attention: {config.model_type} has a window "
+            f"of {window} < max_context {max_context}; lower max_context, or set rollout.engine=vllm"
+        )
+    if getattr(config, "is_encoder_decoder", False):
+        raise ConfigError(
+            f"{config.model_type} is an encoder-decoder model; the native engine decodes causal ones"
+        )

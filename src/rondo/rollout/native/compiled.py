@@ -18,38 +18,12 @@ import numpy as np
 import torch
 
 from rondo.errors import RolloutError
-from rondo.rollout.native import build
+from rondo.rollout.native import kernels
 from rondo.rollout.native.cache import LayerShape, layer_shapes
 from rondo.rollout.native.lean import layer_weights, rotary_tables, why_not_lean
 from rondo.rollout.native.scheduler import SlotTable
 
 PREFILL_ROWS = 4096  # prompt tokens per C call
-_POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
-_NORMS = ("input_norm", "post_norm", "q_norm", "k_norm")
-_PRODUCTS = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
-_LAYER_POINTERS = (*_NORMS, *_PRODUCTS, *(f"{name}_bias" for name in _PRODUCTS), "keys", "values")
-
-
-class _Layer(ctypes.Structure):
-    _fields_ = [(name, _POINTER) for name in _LAYER_POINTERS]
-
-
-class _Model(ctypes.Structure):
-    _fields_ = [
-        *(
-            (name, _INT)
-            for name in "hidden heads kv_heads head_dim intermediate vocab num_layers capacity".split()
-        ),
-        *((name, ctypes.c_double) for name in ("eps", "scale")),
-        *((name, _POINTER) for name in "embedding cos sin final_norm head head_bias layers".split()),
-    ]
-
-
-_TABLE_COLUMNS = "seeds indices top_k prefix_slots prefix_lengths temperature top_p min_p".split()
-
-
-class _Decoding(ctypes.Structure):
-    _fields_ = [(name, _POINTER) for name in _TABLE_COLUMNS]
 
 
 def why_not_compiled(
@@ -65,7 +39,7 @@ def why_not_compiled(
         return reason
     head_dim = layer_shapes(module.config)[0].key_dim
     try:
-        lanes = build.library().rondo_lanes()
+        lanes = kernels.library().rondo_lanes()
     except RolloutError as error:
         return str(error)
     return f"head_dim {head_dim} is not a multiple of {lanes}" if head_dim % lanes else ""
@@ -100,19 +74,19 @@ class CompiledPath:
     ) -> None:
         del max_context, dtype, device  # checked by why_not_compiled
         self.module, self._num_slots, self._capacity = module, num_slots, capacity
-        self._library = _declare(build.library())
+        self._library = kernels.library()
         self._lanes, self._panel = self._library.rondo_lanes(), self._library.rondo_panel()
         self._shape: LayerShape = layer_shapes(module.config)[0]
         self._rotary = rotary_tables(module, capacity, torch.device("cpu"))
         layers = layer_weights(module)
-        self._layer_records = (_Layer * len(layers))()
+        self._layer_records = (kernels.Layer * len(layers))()
         self._products: list[_Product] = []
         for record, layer in zip(self._layer_records, layers, strict=True):
-            for name, linears in _PRODUCTS.items():
+            for name, linears in kernels.PRODUCTS.items():
                 product = self._product([getattr(layer, linear) for linear in linears])
                 setattr(record, name, product.packed.data_ptr())
                 setattr(record, f"{name}_bias", _pointer(product.bias))
-            for name in _NORMS:
+            for name in kernels.NORMS:
                 setattr(record, name, _pointer(getattr(layer, name)))
         head = self._product([module.lm_head])
         self._model = self._model_record(head)
@@ -173,10 +147,10 @@ class CompiledPath:
         self._products.append(product)
         return product
 
-    def _model_record(self, head: _Product) -> _Model:
+    def _model_record(self, head: _Product) -> kernels.Model:
         config: Any = self.module.config
         inner: Any = self.module.model
-        return _Model(
+        return kernels.Model(
             hidden=config.hidden_size,
             heads=config.num_attention_heads,
             kv_heads=self._shape.kv_heads,
@@ -219,7 +193,7 @@ class CompiledPath:
 
     def decode(self, rows: np.ndarray, table: SlotTable) -> tuple[np.ndarray, np.ndarray]:
         """One token for each slot of `rows`. Returns ids int64 and log-probs float32."""
-        decoding = _Decoding(*(getattr(table, name).ctypes.data for name in _TABLE_COLUMNS))
+        decoding = kernels.Decoding(*(getattr(table, name).ctypes.data for name in kernels.TABLE_COLUMNS))
         parts = [part for part in np.array_split(rows, len(self._scratch)) if len(part)]
         jobs = [(table.tokens[part], part, table.positions[part]) for part in parts]
         results = self._run(jobs, decoding)
@@ -228,7 +202,7 @@ class CompiledPath:
         return np.concatenate([ids for ids, _ in results]), np.concatenate([lp for _, lp in results])
 
     def _run(
-        self, jobs: list[tuple[np.ndarray, np.ndarray, np.ndarray]], decoding: _Decoding | None
+        self, jobs: list[tuple[np.ndarray, np.ndarray, np.ndarray]], decoding: kernels.Decoding | None
     ) -> list[tuple[np.ndarray, np.ndarray]]:
         assert self._keys is not None
         if self._pool is None or len(jobs) < 2:
@@ -242,7 +216,7 @@ class CompiledPath:
     def _call(
         self,
         scratch: torch.Tensor,
-        decoding: _Decoding | None,
+        decoding: kernels.Decoding | None,
         tokens: np.ndarray,
         slots: np.ndarray,
         positions: np.ndarray,
@@ -266,18 +240,3 @@ class CompiledPath:
 
 def _pointer(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else int(tensor.data_ptr())
-
-
-def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
-    library.rondo_lanes.restype = library.rondo_panel.restype = _INT
-    library.rondo_pack.argtypes = [_POINTER, _INT, _INT, _POINTER, _INT]
-    library.rondo_pack.restype = None
-    library.rondo_gemm.argtypes = [_POINTER, _POINTER, _INT, _INT, _INT, _POINTER]
-    library.rondo_gemm.restype = None
-    library.rondo_copy.argtypes = [_POINTER, _INT, _INT, _INT]
-    library.rondo_copy.restype = None
-    library.rondo_scratch_floats.argtypes = [_POINTER]
-    library.rondo_scratch_floats.restype = _INT
-    library.rondo_step.argtypes = [_POINTER, _POINTER, _INT, *([_POINTER] * 3), _POINTER, _POINTER, _POINTER]
-    library.rondo_step.restype = _INT
-    return library

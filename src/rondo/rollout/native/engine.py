@@ -26,10 +26,9 @@ import torch
 
 from rondo import __version__
 from rondo.errors import ConfigError, RolloutError, WeightSyncError
-from rondo.models.family import layers_beside_attention, window_of
 from rondo.rollout.native import generic
 from rondo.rollout.native.cache import capacity_of
-from rondo.rollout.native.choose import Decode, choose_path
+from rondo.rollout.native.choose import Decode, choose_path, refuse_what_masks_hide
 from rondo.rollout.native.decoder import Decoder
 from rondo.rollout.native.scheduler import Sequence
 from rondo.rollout.native.weights import WeightStore, build_module
@@ -68,7 +67,7 @@ class NativeEngine:
             raise ConfigError("max_concurrent, max_context and threads must be at least 1")
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         device = indexed(torch.device(device))
-        _refuse_what_masks_hide(model_config, max_context)
+        refuse_what_masks_hide(model_config, max_context)
         generic.register()
         module = build_module(
             model_config, generic.ATTENTION, dtype, device, trust_remote_code=trust_remote_code
@@ -346,23 +345,3 @@ def _prepare_thread(threads: int, device: torch.device) -> None:
     torch.set_num_threads(threads)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-
-
-def _refuse_what_masks_hide(model_config: Any, max_context: int) -> None:
-    """Some models keep windows or states out of the attention call; their config gives them away."""
-    config = model_config.get_text_config()
-    other, window = layers_beside_attention(config), window_of(config)
-    if other:
-        raise ConfigError(
-            f"the native engine cannot decode {config.model_type} models "
-            f"(layers: {', '.join(other)}); set rollout.engine=vllm"
-        )
-    if window is not None and window < max_context:
-        raise ConfigError(
-            f"the native engine has no sliding-window attention: {config.model_type} has a window "
-            f"of {window} < max_context {max_context}; lower max_context, or set rollout.engine=vllm"
-        )
-    if getattr(config, "is_encoder_decoder", False):
-        raise ConfigError(
-            f"{config.model_type} is an encoder-decoder model; the native engine decodes causal ones"
-        )

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from rondo.errors import ReplicaLostError, RolloutError, RondoError, WeightSyncError
-from rondo.rollout.requests import News, Pending, deliver
 from rondo.rollout.protocol import WASTED_TOKENS, Capabilities, EngineSpec, OnTokens
+from rondo.rollout.requests import News, Pending, deliver
 from rondo.rollout.server.wire import Done, Ready, Tokens
 from rondo.transport.child import CallFailedError, Child, ProcessLostError
 from rondo.transport.link import Call

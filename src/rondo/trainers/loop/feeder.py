@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rondo.agents.replay import ended_of
+from rondo.agents.ended import ended_of
 from rondo.batch import BatchRef
 from rondo.columns import ENDED, GREEDY_REWARD
 from rondo.data import is_scored
@@ -42,7 +42,7 @@ class Episodes(Protocol):
         ...
 
     async def run_group(self, rank: int, seq: int) -> BatchRef:
-        """All rows of a prompt group, failures included; with the index column ENDED (`agents/replay.py`)
+        """All rows of a prompt group, failures included; with the index column ENDED (`agents/ended.py`)
         where there is a journal. Cancelling the task frees what it holds.
         """
         ...

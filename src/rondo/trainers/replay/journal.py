@@ -4,7 +4,7 @@
     replaying   journal.jsonl of another run ──whose turn is it?──▶ buffer;  feeder ◀──pieces──▶ episodes
 
 Every line is one change of the buffer's ledger, and all of them together are what is trained when, and what
-`buffer/…` says of it. Lines of groups that ended say how each trajectory did (`agents/replay.py`: tokens per
+`buffer/…` says of it. Lines of groups that ended say how each trajectory did (`agents/ended.py`: tokens per
 policy version, timeouts), which is all that time decides about its bits. A replay does the same changes in
 the same order: whoever is ready waits for its turn. A trajectory is made in pieces, one per version; `hold`
 lets no version pass before every group has its tokens of it. Nothing is aborted: a group that was given back
@@ -30,7 +30,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from rondo.agents.replay import entries_of, length_at
+from rondo.agents.ended import entries_of, length_at
 from rondo.config import Config, changes, leaves_of
 from rondo.errors import CheckpointError, ConfigError, TrainError
 from rondo.tracking import RunFolder

@@ -8,7 +8,7 @@ import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from rondo.agents.replay import Entry, ended_of, entries_of, length_at, versions_of
+from rondo.agents.ended import Entry, ended_of, entries_of, length_at, versions_of
 from rondo.batch import BatchRef
 from rondo.columns import ENDED
 from rondo.errors import TrainError

@@ -1,4 +1,6 @@
-"""Compiles kernels.c once per machine and loads it from the user's cache folder (named by content)."""
+"""kernels.c as Python calls it: its records and functions; compiled once per machine, and loaded from the
+user's cache folder (named by content).
+"""
 
 from __future__ import annotations
 
@@ -16,6 +18,40 @@ from rondo.errors import RolloutError
 
 SOURCE = Path(__file__).with_name("kernels.c")
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC", "-fno-math-errno")
+
+_POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
+NORMS = ("input_norm", "post_norm", "q_norm", "k_norm")
+# The C products of a layer, each of these linear layers of `lean.LayerWeights`.
+PRODUCTS = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
+_LAYER_POINTERS = (*NORMS, *PRODUCTS, *(f"{name}_bias" for name in PRODUCTS), "keys", "values")
+
+
+class Layer(ctypes.Structure):
+    """The addresses of one layer: its weights, and its part of the cache."""
+
+    _fields_ = [(name, _POINTER) for name in _LAYER_POINTERS]
+
+
+class Model(ctypes.Structure):
+    """Sizes and addresses of a whole model."""
+
+    _fields_ = [
+        *(
+            (name, _INT)
+            for name in "hidden heads kv_heads head_dim intermediate vocab num_layers capacity".split()
+        ),
+        *((name, ctypes.c_double) for name in ("eps", "scale")),
+        *((name, _POINTER) for name in "embedding cos sin final_norm head head_bias layers".split()),
+    ]
+
+
+TABLE_COLUMNS = "seeds indices top_k prefix_slots prefix_lengths temperature top_p min_p".split()
+
+
+class Decoding(ctypes.Structure):
+    """The addresses of the slot table's columns that a decode step reads."""
+
+    _fields_ = [(name, _POINTER) for name in TABLE_COLUMNS]
 
 
 def compiler() -> str | None:
@@ -37,7 +73,7 @@ def library() -> ctypes.CDLL:
     if not path.exists():
         _compile(command, path)
     try:
-        return ctypes.CDLL(str(path))
+        return _declare(ctypes.CDLL(str(path)))
     except OSError as error:
         raise RolloutError(
             f"the compiled kernels {path} cannot be loaded: {error}; delete the file"
@@ -77,3 +113,18 @@ def _processor() -> str:
     except OSError:
         return platform.platform()
     return platform.machine() + next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
+    library.rondo_lanes.restype = library.rondo_panel.restype = _INT
+    library.rondo_pack.argtypes = [_POINTER, _INT, _INT, _POINTER, _INT]
+    library.rondo_pack.restype = None
+    library.rondo_gemm.argtypes = [_POINTER, _POINTER, _INT, _INT, _INT, _POINTER]
+    library.rondo_gemm.restype = None
+    library.rondo_copy.argtypes = [_POINTER, _INT, _INT, _INT]
+    library.rondo_copy.restype = None
+    library.rondo_scratch_floats.argtypes = [_POINTER]
+    library.rondo_scratch_floats.restype = _INT
+    library.rondo_step.argtypes = [_POINTER, _POINTER, _INT, *([_POINTER] * 3), _POINTER, _POINTER, _POINTER]
+    library.rondo_step.restype = _INT
+    return library
