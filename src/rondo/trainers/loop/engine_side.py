@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from rondo.agents.ended import Entry
 from rondo.batch import BatchRef
 from rondo.columns import ENDED
 from rondo.config import Config
