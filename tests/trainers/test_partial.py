@@ -58,7 +58,9 @@ def test_a_trajectory_begins_under_old_weights_and_ends_under_new_ones(
     original = RolloutWorker.load_weights
 
     def load_weights(self: RolloutWorker, version: int) -> Any:
-        loaded[version] = {name: p.clone() for name, p in self._trainer().parameters_in_place().items()}
+        loaded[version] = {
+            name: p.clone() for name, p in self.context.peers["actor"].engine.parameters_in_place().items()
+        }
         return original(self, version)
 
     monkeypatch.setattr(RolloutWorker, "load_weights", functools.wraps(original)(load_weights))
