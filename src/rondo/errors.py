@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 
@@ -13,11 +13,27 @@ class RondoError(Exception):
 
 
 class ConfigError(RondoError, ValueError):
-    """A key, value or combination in the configuration cannot work; names key, file and line (or
-    argument). key: which one, where whoever raises it does not know the place; `commands/check.py` adds that.
-    """
+    """A key, value or combination in the configuration cannot work; names key and file:line or argument."""
 
-    key: str | None = None
+    def __init__(self, message: str = "", *, key: str | None = None) -> None:
+        super().__init__(message)
+        self.key = key
+        """Which one, also where whoever raises it does not know the place; `commands/check.py` adds that."""
+        self._several: tuple[ConfigError, ...] = ()
+
+    @property
+    def problems(self) -> tuple[ConfigError, ...]:
+        """All that is wrong, each by itself."""
+        return self._several or (self,)
+
+    @classmethod
+    def of(cls, problems: Sequence[ConfigError]) -> ConfigError:
+        """Returns one error that says all of `problems`, a line for each."""
+        if len(problems) == 1:
+            return problems[0]
+        error = cls("\n".join(map(str, problems)), key=problems[0].key)
+        error._several = tuple(problems)
+        return error
 
 
 @contextmanager

@@ -80,11 +80,12 @@ def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_config_error_is_one_block(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["config", "show", "lr=1"]) == 2
+    assert cli.main(["config", "show", "quickstart", "lr=1", "rollout.n=x"]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err == (
         "rondo config: ConfigError\n"
+        "  argument 'rollout.n=x': rollout.n must be an integer, got string 'x' (Trajectories per prompt)\n"
         "  argument 'lr=1': unknown key 'lr'; did you mean 'actor.optimizer.lr' (or 'critic.optimizer.lr', "
         "'prm.lr')?\n"
     )
@@ -166,7 +167,8 @@ def test_notes_on_foreign_keys_are_shown_once(capsys: pytest.CaptureFixture[str]
 def test_help_imports_nothing_heavy() -> None:
     code = (
         "import sys; from rondo.cli.main import main; main([]); "
-        "print([m for m in ('torch', 'ray', 'transformers', 'numpy', 'rich') if m in sys.modules])"
+        "heavy = ('torch', 'ray', 'transformers', 'numpy', 'rich', 'pydantic'); "
+        "print([m for m in heavy if m in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert out.stdout.splitlines()[-1] == "[]"

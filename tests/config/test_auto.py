@@ -41,7 +41,7 @@ def test_what_is_chosen_stays() -> None:
 
 @pytest.mark.parametrize("value", ["1", "yes", "bfloat16"])
 def test_gradient_checkpointing_is_auto_true_or_false(value: str) -> None:
-    with pytest.raises(ConfigError, match="must be one of auto, true, false, got"):
+    with pytest.raises(ConfigError, match="must be"):
         load([], [*ARGUMENTS, f"actor.gradient_checkpointing={value}"])
 
 

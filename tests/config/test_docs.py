@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rondo.config.verl import TABLE
+from rondo.compat.verl import TABLE
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "config.md"
 

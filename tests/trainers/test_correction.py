@@ -192,24 +192,6 @@ def test_what_the_correction_becomes(
     assert said in describe_correction(config)
 
 
-@pytest.mark.parametrize(
-    ("argument", "message"),
-    [
-        ("{mode: bypass, importance: {level: token}}", "every π_old/π_rollout is 1"),
-        ("{mode: bypass, reject: [{statistic: k1, upper: 2}]}", "reject has nothing to correct"),
-        ("{importance: {lower: 3}}", r"lower must be above 0 and at most .*upper \(2.0\), got 3.0"),
-        ("{importance: {upper: 0}}", "importance.upper must be above 0"),
-        ("{reject: [{statistic: k1, upper: 0.5}]}", "reject.0.upper must be at least 1"),
-        ("{reject: [{statistic: k1, upper: 2, level: max}]}", "for k1, which has a sign, got max"),
-        ("{reject: [{statistic: k3, upper: 2, lower: 1}]}", "only k1 has two bounds"),
-    ],
-)
-def test_settings_that_cannot_work(argument: str, message: str) -> None:
-    given = ["model.path=m", "trainer.total_steps=1", f"algorithm.rollout_correction={argument}"]
-    with pytest.raises(ConfigError, match=message):
-        load([], given)
-
-
 def rank_of(
     advantages: Tensor, old_log_probs: Tensor, response_mask: Tensor, seed: int, *, scale: float
 ) -> dict[str, Tensor]:
@@ -339,7 +321,7 @@ def test_resampled_rows_count_as_often_as_they_were_drawn(cluster: Cluster) -> N
 
 
 def test_a_row_without_trained_tokens_keeps_its_reward_under_a_kl(cluster: Cluster) -> None:
-    config = AlgorithmConfig(advantage=FunctionConfig("dr_grpo"), kl=KlConfig("k1", "reward", 0.0))
+    config = AlgorithmConfig(advantage=FunctionConfig("dr_grpo"), kl=KlConfig("k1", "reward", 1e-12))
     batch, _ = stepped(AdvantageStage(config), batch_of(cluster), cluster)
     np.testing.assert_allclose(batch.index.scalars("advantages"), [0.5, -0.5, 0.25, -0.25])
 

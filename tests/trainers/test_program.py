@@ -325,7 +325,7 @@ ERRORS = (
         "algorithm.filter=HOOKS:of_tokens",
         "reads 'response_mask', which is not there yet or is per token; it may",
     ),
-    ("reward.models=[{path: p, name: rollout}]", "must be another name than those of roles"),
+    ("reward.models=[{path: p, name: rollout}]", "is the name of a role"),
     ("algorithm.advantage=teacher_gap", "teacher.path is not set"),
     ("algorithm.advantage=safe_rlhf", "set algorithm.constraint.cost"),
     ("algorithm.pretrain_coef=0.1", "data.pretrain and algorithm.pretrain_coef"),

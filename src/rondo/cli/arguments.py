@@ -5,9 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rondo.config import LoadedConfig, load
-from rondo.config.load import RECIPES
+from rondo import recipes
+
+if TYPE_CHECKING:
+    from rondo.config import LoadedConfig
+    from rondo.config.load import Translation
+    from rondo.config.tree import Node
 
 
 def recipe_parser(
@@ -28,15 +34,23 @@ def add_recipes(parser: argparse.ArgumentParser, *, nargs: str) -> None:
         help="a YAML file, or the name of a recipe that rondo ships; several are merged in order, then "
         "key.sub=value overrides",
     )
-    names = sorted(path.stem for path in RECIPES.glob("*.yaml"))
+    names = sorted(path.stem for path in Path(recipes.__path__[0]).glob("*.yaml"))
     parser.epilog = f"Recipes that rondo ships: {', '.join(names)}."
 
 
 def load_arguments(arguments: Sequence[str], extra: Sequence[str] = ()) -> LoadedConfig:
     """Arguments with `=` before any `/` are overrides, the others recipes. Raises ConfigError."""
+    from rondo.config import load  # not for --help: pydantic takes longer than all else there
+
     overrides = [a for a in arguments if "=" in a and "/" not in a.split("=", 1)[0]]
     files = [a for a in arguments if a not in overrides]
-    loaded = load(files, [*overrides, *extra])
+    loaded = load(files, [*overrides, *extra], translate=_translated)
     for note in loaded.notes:  # keys in verl's spelling that mean nothing here
         print(f"note: {note}", file=sys.stderr)
     return loaded
+
+
+def _translated(tree: Node) -> Translation:
+    from rondo.compat.verl import translate  # only where keys are not ours
+
+    return translate(tree)

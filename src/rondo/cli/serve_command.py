@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rondo.cli.arguments import load_arguments, recipe_parser
-from rondo.config import LoadedConfig
-from rondo.config.load import recipe_path
 from rondo.errors import ConfigError
 
 if TYPE_CHECKING:
+    from rondo.config import LoadedConfig
     from rondo.trainers.commands.serve import Address, Serving
 
 HELP = "serve a model over an OpenAI-compatible endpoint"
@@ -66,6 +65,8 @@ def run(args: argparse.Namespace) -> int:
 
 def load_served(arguments: Sequence[str], replicas: int | None = None) -> LoadedConfig:
     """The configuration of a model folder or hub id, or of recipes, with overrides. Raises ConfigError."""
+    from rondo.config.load import recipe_path
+
     extra = [] if replicas is None else [f"rollout.replicas={replicas}"]
     if replicas is not None and replicas > 1:
         extra.append("rollout.process=own")

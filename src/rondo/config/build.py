@@ -1,227 +1,191 @@
-"""From a tree of YAML nodes to the typed schema: unknown keys, wrong types, missing values are errors."""
+"""From a tree of YAML nodes to the typed schema. All that is wrong in it is said, each with its place."""
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
-import types
+import json
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
-from rondo.config.schema import Config, FunctionConfig, RewardFunctionConfig
-from rondo.config.tree import Node, Origin, describe
+from pydantic import TypeAdapter, ValidationError
+
+from rondo.config.keys import DEFAULTS, FLATTENED, ROOT, Place, choices_of, meaning, nearest_keys
+from rondo.config.schema import Config
+from rondo.config.tree import Node, Origin, describe, shown
 from rondo.errors import ConfigError
 
-# Dataclasses with flattened options: every key that is no field of theirs is an option; a string is the name.
-FLATTENED = (FunctionConfig, RewardFunctionConfig)
+Origins = dict[str, Origin]
 
 
-def build(tree: Node) -> tuple[Config, dict[str, Origin]]:
-    """The configuration, and the origin of every leaf that was set. Raises ConfigError."""
-    origins: dict[str, Origin] = {}
-    config = _value(Config, tree, "", origins, Config())
-    return typing.cast(Config, config), origins
+@dataclass(frozen=True)
+class Built:
+    """A configuration from a tree, as far as it could be made."""
+
+    config: Config
+    origins: Mapping[str, Origin]
+    """Of every leaf that was set."""
+    problems: tuple[ConfigError, ...]
+    """What was wrong in the tree."""
+    broken: tuple[str, ...]
+    """The keys that have their defaults because of it."""
 
 
-@cache
-def fields_of(schema: type) -> Mapping[str, Any]:
-    """Field name to resolved type."""
-    return typing.get_type_hints(schema)
-
-
-def unwrap(kind: Any) -> tuple[Any, bool]:
-    """(the type without None, whether None is allowed)."""
-    if typing.get_origin(kind) in (types.UnionType, typing.Union):
-        others = [arg for arg in typing.get_args(kind) if arg is not type(None)]
-        assert len(others) == 1, f"the schema uses unions with None only, not {kind}"
-        return others[0], True
-    return kind, False
-
-
-def is_section(kind: Any) -> bool:
-    """A dataclass of the schema."""
-    return isinstance(kind, type) and dataclasses.is_dataclass(kind)
-
-
-def element_type(kind: Any, index: int) -> Any:
-    """Of a tuple type: what stands at `index`."""
-    args = typing.get_args(kind)
-    return args[0] if args[-1] is Ellipsis else args[min(index, len(args) - 1)]
-
-
-@cache
-def schema_keys() -> tuple[str, ...]:
-    """Every dotted key, sections included; list elements are `0`."""
-    return tuple(_walk(Config, ""))
-
-
-def _walk(kind: Any, prefix: str) -> Iterator[str]:
-    kind, _ = unwrap(kind)
-    if typing.get_origin(kind) is tuple:
-        if is_section(unwrap(element_type(kind, 0))[0]):
-            yield from _walk(element_type(kind, 0), f"{prefix}.0")
-    elif is_section(kind):
-        for name, field_type in fields_of(kind).items():
-            if kind in FLATTENED and name == "options":
-                continue
-            key = f"{prefix}.{name}" if prefix else name
-            yield key
-            yield from _walk(field_type, key)
-
-
-def _value(kind: Any, node: Node, key: str, origins: dict[str, Origin], default: Any = None) -> Any:
-    """default: what stands here when nothing is set; a section starts from it (critic.optimizer's lr)."""
-    kind, optional = unwrap(kind)
-    if node.value is None and optional:
-        origins[key] = node.origin
-        return None
-    if is_section(kind):
-        return _section(kind, node, key, origins, default)
-    shape = typing.get_origin(kind)
-    if shape is tuple:
-        return _tuple(kind, node, key, origins)
-    origins[key] = node.origin
-    if shape is Literal:
-        choices = typing.get_args(kind)
-        if not any(type(node.value) is type(choice) and node.value == choice for choice in choices):
-            names = tuple(str(choice).lower() if isinstance(choice, bool) else choice for choice in choices)
-            raise _wrong(node, key, "one of " + ", ".join(names), optional, _near(node.value, names))
-        return node.value
-    if getattr(shape, "__name__", "") == "Mapping":
-        del origins[key]
-        return _mapping(node, key, optional, origins)
-    if kind is Any:
-        return node.plain()
-    return _scalar(kind, node, key, optional)
-
-
-def _section(kind: Any, node: Node, key: str, origins: dict[str, Origin], default: Any) -> Any:
-    if kind in FLATTENED and isinstance(node.value, str):
-        node = Node({"name": node}, node.origin, node.layer)
-    if not isinstance(node.value, dict):
-        wanted = "a name, or a mapping with `name` and options" if kind in FLATTENED else "a mapping"
-        raise _wrong(node, key or "the recipe", wanted, False)
-    hints = fields_of(kind)
-    defaults = _defaults(kind, default)
-    values: dict[str, Any] = {}
-    options: dict[str, Any] = {}
-    for name, child in node.value.items():
-        child_key = f"{key}.{name}" if key else name
-        if kind in FLATTENED and name == "options":
-            raise ConfigError(
-                f"{child.origin.where}: {child_key}: the options of a function are written beside its name: "
-                f"{{name: {getattr(node.value.get('name'), 'value', '…')}, option: value}}"
-            )
-        if name in hints:
-            values[name] = _value(hints[name], child, child_key, origins, defaults.get(name))
-        elif kind in FLATTENED:
-            options[name] = child.plain()
-            origins.update((leaf_key, leaf.origin) for leaf_key, leaf in child.leaves(child_key))
+def build(tree: Node) -> Built:
+    """What is wrong is taken out, so that the rules can look at the rest."""
+    problems: list[ConfigError] = []
+    broken: list[list[str]] = []
+    while True:
+        origins: Origins = {}
+        try:
+            # Read as JSON, which is what YAML says here: a list may stand for a tuple then, and nothing else
+            # for something else.
+            config = _validator().validate_json(json.dumps(_shaped(ROOT, tree, "", origins)))
+        except ValidationError as error:
+            found = [_problem(one, tree) for one in error.errors(include_url=False)]
+            # What is taken out may be missed then: that is no second problem.
+            problems += [problem for problem, _ in found if (problem.key or "").split(".") not in broken]
+            broken += [path for _, path in found]
+            for _, path in found:
+                tree = _without(tree, path)
         else:
-            raise ConfigError(f"{child.origin.where}: unknown key '{child_key}'{_suggest(child_key, kind)}")
-    missing = [name for name in hints if name not in values and name not in defaults]
-    if missing:
-        raise ConfigError(f"{node.origin.where}: {key} lacks the key '{missing[0]}', which has no default")
-    if kind in FLATTENED:
-        values["options"] = options
-    if not node.value and key:
-        origins[key] = node.origin
-    return kind(**{**defaults, **values})
+            return Built(config, origins, tuple(problems), tuple(map(".".join, broken)))
 
 
-def _defaults(kind: Any, default: Any) -> dict[str, Any]:
-    """Field values of the section when nothing is set: those of `default`, or else the schema's."""
-    if isinstance(default, kind):
-        return {field.name: getattr(default, field.name) for field in dataclasses.fields(kind)}
-    found: dict[str, Any] = {}
-    for field in dataclasses.fields(kind):
-        if field.default is not dataclasses.MISSING:
-            found[field.name] = field.default
-        elif field.default_factory is not dataclasses.MISSING:
-            found[field.name] = field.default_factory()
-    return found
+@cache
+def _validator() -> TypeAdapter[Config]:
+    return TypeAdapter(Config)
 
 
-def _tuple(kind: Any, node: Node, key: str, origins: dict[str, Origin]) -> tuple[Any, ...]:
-    args = typing.get_args(kind)
-    fixed = args[-1] is not Ellipsis
-    wanted = f"a list of {len(args)} {_name(args[0])}s" if fixed else f"a list of {_name(args[0])}s"
-    if not isinstance(node.value, list) or (fixed and len(node.value) != len(args)):
-        length = f" of {len(node.value)}" if isinstance(node.value, list) else ""
-        raise _wrong(node, key, wanted, False, got=f"{describe(node.plain())}{length}")
-    if not node.value:
-        origins[key] = node.origin
-    return tuple(
-        _value(element_type(kind, i), child, f"{key}.{i}", origins) for i, child in enumerate(node.value)
-    )
+def _shaped(place: Place, node: Node, key: str, origins: Origins) -> Any:
+    """The node as the schema has it: names instead of short forms, options gathered. Notes the origins."""
+    node = place.named(node)
+    if not node.value or not isinstance(node.value, dict | list):
+        if key and node.origin is not DEFAULTS:
+            origins[key] = node.origin
+        return node.plain()
+    if isinstance(node.value, list):
+        return [_shaped(place.element(i), n, f"{key}.{i}", origins) for i, n in enumerate(node.value)]
+    children: Mapping[str, Node] = node.value
+    if place.tag is not None and place.tag not in children and place.choice(node) is not None:
+        children = {place.tag: Node(place.choice(node), DEFAULTS, -1), **children}
+    found = {
+        name: _shaped(place.child(name, node), child, f"{key}.{name}" if key else name, origins)
+        for name, child in children.items()
+    }
+    section = place.section(node)
+    if section not in FLATTENED:
+        return found
+    own = {name: value for name, value in found.items() if name in place.keys(node) and name != "options"}
+    return {**own, "options": {name: value for name, value in found.items() if name not in own}}
 
 
-def _mapping(node: Node, key: str, optional: bool, origins: dict[str, Origin]) -> dict[str, Any]:
-    if not isinstance(node.value, dict):
-        raise _wrong(node, key, "a mapping", optional)
-    origins.update((leaf_key, leaf.origin) for leaf_key, leaf in node.leaves(key))
-    return typing.cast(dict[str, Any], node.plain())
+def _problem(error: Any, tree: Node) -> tuple[ConfigError, list[str]]:
+    """One of pydantic's errors in our words, and the path to what is wrong: as far as the tree goes."""
+    steps = _steps(error["loc"], tree)
+    key = ".".join(step.name for step in steps)
+    there = [(step.name, step.node) for step in steps if step.node is not None]
+    path = [name for name, _ in there]
+    if path and error["type"] == "missing":
+        last = steps[-1].name
+        lacks = f"element {last}" if last.isdigit() else f"the key '{last}', which has no default"
+        message = f"{'.'.join(path)} lacks {lacks}"
+    elif error["type"] == "unexpected_keyword_argument":
+        message = f"unknown key '{key}'{nearest_keys(key, steps[-1].within)}"
+    else:
+        message = _wrong(error, key, steps[-1])
+    problem = ConfigError(f"{there[-1][1].origin.where}: {message}", key=key)
+    # An element cannot be taken out of a list: the others would get other keys.
+    lists = (i for i, (_, node) in enumerate(there) if isinstance(node.value, list))
+    return problem, path[: next(lists, len(path)) + 1]
 
 
-def _scalar(kind: type, node: Node, key: str, optional: bool) -> Any:
-    value = node.value
-    if kind is bool and isinstance(value, bool):
-        return value
-    if kind is str and isinstance(value, str):
-        return value
-    if not isinstance(value, bool):
-        if kind is int and (isinstance(value, int) or (isinstance(value, float) and value.is_integer())):
-            return int(value)  # 1e3 is a number of steps as good as 1000
-        if kind is float and isinstance(value, int | float):
-            return float(value)
+@dataclass(frozen=True)
+class _Step:
+    """One key on the way to a value."""
+
+    name: str
+    place: Place
+    node: Node | None
+    """None: nothing is set here."""
+    within: type
+    """The section that has this key."""
+
+
+def _steps(location: Sequence[str | int], tree: Node) -> list[_Step]:
+    place, node = ROOT, typing.cast("Node | None", tree)
+    section: type = Config
+    steps: list[_Step] = []
+    parts = iter(map(str, location))
+    for part in parts:
+        if len(place.sections) > 1:  # pydantic names the section that was chosen; it is no key
+            part = next(parts)
+        if place.is_list:
+            below = place.element(int(part))
+            elements = node.value if node is not None and isinstance(node.value, list) else []
+            child = elements[int(part)] if int(part) < len(elements) else None
+        else:
+            section = place.section(node) or section
+            below = place.child(part, node)
+            child = node.value.get(part) if node is not None and isinstance(node.value, dict) else None
+        steps.append(_Step(part, below, child, section))
+        place, node = below, child
+    return steps
+
+
+# pydantic's words for what JSON has, where ours are YAML's.
+_WANTED = {
+    "dataclass_type": "a mapping",
+    "dict_type": "a mapping",
+    "tuple_type": "a list",
+    "bool_type": "true or false",
+    "int_type": "an integer",
+    "float_type": "a number",
+    "string_type": "a string",
+}
+
+
+def _wrong(error: Any, key: str, step: _Step) -> str:
+    """`rollout.n must be an integer, got string 'four'`, and what the key means."""
+    kind, value = error["type"], error["input"]
+    choices: Sequence[Any]
     hint = ""
-    if kind is str and not isinstance(value, dict | list | None):
-        hint = "; put it in quotes"
-    raise _wrong(node, key, _name(kind, article=True), optional, hint)
+    if kind.startswith("union_tag"):
+        tag = step.place.tag
+        choices = [choice for section in step.place.sections for choice in choices_of(section)]
+        if kind == "union_tag_not_found":
+            return f"{key} lacks the key '{tag}', one of {', '.join(choices)}"
+        key, value = f"{key}.{tag}", value[tag]
+        wanted, hint = f"one of {', '.join(choices)}", _near(value, choices)
+    elif kind == "literal_error":
+        choices = typing.get_args(step.place.kind)
+        wanted, hint = f"one of {', '.join(map(shown, choices))}", _near(value, choices)
+    elif kind in _WANTED:
+        wanted = _WANTED[kind]
+        if step.place.tag is not None:
+            wanted = f"a name, or a mapping with `{step.place.tag}` and options"
+        if kind == "string_type" and isinstance(value, int | float):
+            hint = "; put it in quotes"
+    else:
+        wanted = error["msg"].removeprefix("Input should be ").removeprefix("Value error, must be ")
+        if wanted == error["msg"]:
+            return f"{key}: {wanted}"
+    about = meaning(step.within, step.name).rstrip(".")
+    return f"{key} must be {wanted}, got {describe(value)}{hint}{about and f' ({about})'}"
 
 
-def _wrong(node: Node, key: str, wanted: str, optional: bool, hint: str = "", got: str = "") -> ConfigError:
-    nullable = " or null" if optional else ""
-    found = got or describe(node.plain())
-    return ConfigError(f"{node.origin.where}: {key} must be {wanted}{nullable}, got {found}{hint}")
-
-
-def _name(kind: Any, article: bool = False) -> str:
-    kind, _ = unwrap(kind)
-    if kind is bool:
-        return "true or false"
-    name = {int: "integer", float: "number", str: "string"}.get(kind, "mapping")
-    return f"{'an' if name == 'integer' else 'a'} {name}" if article else name
-
-
-def _near(value: Any, choices: tuple[Any, ...]) -> str:
-    near = difflib.get_close_matches(str(value), [str(choice) for choice in choices], n=1)
+def _near(value: Any, choices: Sequence[Any]) -> str:
+    near = difflib.get_close_matches(str(value), map(str, choices), n=1)
     return f"; did you mean '{near[0]}'?" if near else ""
 
 
-def _suggest(key: str, section: type) -> str:
-    """The nearest valid keys: a sibling, the same name elsewhere in the schema, or something near."""
-    prefix, _, last = key.rpartition(".")
-    siblings = list(fields_of(section))
-    everywhere = [k for k in schema_keys() if ".0." not in k]
-
-    def full(name: str) -> str:
-        return f"{prefix}.{name}" if prefix else name
-
-    found = [full(name) for name in difflib.get_close_matches(last, siblings, n=1, cutoff=0.75)]
-    if not found:
-        same = [k for k in everywhere if k.rpartition(".")[2] == last]
-        below = [k for k in same if prefix and k.startswith(prefix + ".")]
-        found = (below or same)[:3]
-    if not found:
-        found = [full(name) for name in difflib.get_close_matches(last, siblings, n=1, cutoff=0.6)]
-    if not found:
-        lasts = sorted({k.rpartition(".")[2] for k in everywhere})
-        near = difflib.get_close_matches(last, lasts, n=1, cutoff=0.75)
-        found = [k for k in everywhere if near and k.rpartition(".")[2] == near[0]][:3]
-    if found:
-        others = f" (or {', '.join(repr(k) for k in found[1:])})" if found[1:] else ""
-        return f"; did you mean '{found[0]}'{others}?"
-    return f". Keys of {prefix or 'a recipe'}: {', '.join(siblings)}"
+def _without(node: Node, path: Sequence[str]) -> Node:
+    """The tree without what is at `path`; unchanged where that is gone already."""
+    rest = dict(node.value)
+    if len(path) == 1:
+        rest.pop(path[0], None)
+    elif path[0] in rest and isinstance(rest[path[0]].value, dict):
+        rest[path[0]] = _without(rest[path[0]], path[1:])
+    return Node(rest, node.origin, node.layer)

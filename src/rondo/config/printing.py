@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from rondo.config.build import FLATTENED
+from rondo.config.keys import FLATTENED
 from rondo.config.schema import Config
 from rondo.config.tree import FLOAT, INT, Origin
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -128,6 +128,13 @@ def describe(value: Any) -> str:
     if isinstance(value, dict | list):
         return names[type(value)]
     return f"{names.get(type(value), type(value).__name__)} {value!r}"
+
+
+def shown(value: Any) -> str:
+    """The value as it is written in a recipe; mappings are cut short."""
+    if value is None or isinstance(value, Mapping):
+        return "null" if value is None else "{…}"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 class _Loader(yaml.SafeLoader):

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from rondo.batch import BatchRef
+from rondo.compat.verl import translate
 from rondo.config import Config, RewardConfig, RewardFunctionConfig, load, to_yaml
 from rondo.controller import Cluster, WorkerGroup, start_cluster
 from rondo.errors import ConfigError, TrainError
@@ -89,7 +90,7 @@ async def open_session(
     the program ends without an error, curves, summary and (checkpoint.export) the model are written. Raises
     ConfigError for what cannot work.
     """
-    loaded = load([str(recipe) for recipe in recipes], overrides)
+    loaded = load([str(recipe) for recipe in recipes], overrides, translate=translate)
     loaded = dataclasses.replace(loaded, config=settled(loaded.config))
     with located(loaded):
         check_session(loaded)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from rondo.algorithms.registry import bind
-from rondo.config import Origin, load
-from rondo.config.build import schema_keys
+from rondo.compat.verl import FOREIGN_SECTIONS, TABLE, To, translate
+from rondo.compat.verl_joint import ESTIMATORS
+from rondo.config import LoadedConfig, Origin
+from rondo.config import load as load_ours
+from rondo.config.keys import schema_keys
 from rondo.config.schema import (
     FunctionConfig,
     ImportanceConfig,
@@ -16,12 +20,15 @@ from rondo.config.schema import (
     RejectionConfig,
     RolloutCorrectionConfig,
 )
-from rondo.config.verl import FOREIGN_SECTIONS, TABLE, To
-from rondo.config.verl_joint import ESTIMATORS
 from rondo.errors import ConfigError
 
 BASE = ("model.path=model", "trainer.total_steps=10")
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+
+
+def load(files: list[str], overrides: Sequence[str]) -> LoadedConfig:
+    return load_ours(files, overrides, translate=translate)
+
 
 # The keys of verl's GSM8K GRPO example, with its values.
 GRPO_EXAMPLE = [

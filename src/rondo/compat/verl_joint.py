@@ -90,12 +90,9 @@ _LEVELS = {"token": "token", "seq_sum": "sum", "seq_mean": "mean", "seq_max": "m
 def refused(key: str, node: Node, remedy: str) -> ConfigError:
     """The error for a key whose value has no counterpart here."""
     value = node.plain()
-    shown = (
-        str(value)
-        if isinstance(value, str | int | float) and not isinstance(value, bool)
-        else describe(value)
-    )
-    return ConfigError(f"{node.origin.where}: {key} (verl's spelling) cannot be {shown} here: {remedy}")
+    shown = describe(value) if isinstance(value, bool | dict | list | None) else value
+    text = f"{key} (verl's spelling) cannot be {shown} here: {remedy}"
+    return ConfigError(f"{node.origin.where}: {text}", key=key)
 
 
 def converted(key: str, node: Node, convert: Callable[[Any], Any]) -> Any:

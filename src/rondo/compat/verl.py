@@ -12,18 +12,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rondo.config import verl_joint as joint
+from rondo.compat import verl_joint as joint
+from rondo.compat.verl_joint import NOTE, Setting, Values, choice, converted, like, off_at, refused
+from rondo.config.load import Translation, collected
 from rondo.config.tree import Node
-from rondo.config.verl_joint import NOTE, Setting, Values, choice, converted, like, off_at, refused
 from rondo.errors import ConfigError
-
-
-@dataclass(frozen=True)
-class Assignment:
-    """A key of ours with the value that keys in verl's spelling ask for."""
-
-    key: str
-    value: Node
 
 
 @dataclass(frozen=True)
@@ -59,70 +52,69 @@ class Only:
 Rule = To | Joint | Ignored | Only
 
 
-def translate(tree: Node) -> tuple[Node, list[Assignment], tuple[str, ...]]:
-    """(the tree without keys in verl's spelling, what they say in ours, notes on those without a meaning).
-
-    Raises ConfigError for a key or value that has no counterpart, with the remedy.
-    """
+def translate(tree: Node) -> Translation:
+    """What keys in verl's spelling say in ours; a key or value that has no counterpart is a problem."""
     found: dict[str, Node] = {}
-    rest = _take(tree, "", found)
-    assignments: list[Assignment] = []
+    problems: list[ConfigError] = []
+    rest = _take(tree, "", found, problems)
+    settings: list[Setting] = []
     notes: list[str] = []
     joints: dict[Callable[[Values], list[Setting]], dict[str, Node]] = {}
     for key, node in found.items():
         rule = TABLE[key]
-        if isinstance(rule, Ignored):
-            notes.append(_note(key, rule.reason, found))
-        elif isinstance(rule, Only):
-            if node.plain() not in rule.values:
-                raise refused(key, node, rule.remedy)
-        elif isinstance(rule, To):
-            assignments.append(Assignment(rule.target, like(node, converted(key, node, rule.convert))))
-        else:
+        if isinstance(rule, Joint):
             joints.setdefault(rule.together, {})[key] = node
+        elif isinstance(rule, Ignored):
+            notes.append(_note(key, rule.reason, found))
+        elif isinstance(rule, To):
+            with collected(problems):
+                settings.append((rule.target, like(node, converted(key, node, rule.convert))))
+        elif node.plain() not in rule.values:
+            problems.append(refused(key, node, rule.remedy))
     for together, nodes in joints.items():
-        for key, value in together(nodes):
-            if key == NOTE:
-                theirs, reason = value
-                notes.append(_note(theirs, reason, nodes))
-            else:
-                assignments.append(Assignment(key, value))
-    return rest, assignments, tuple(notes)
+        with collected(problems):
+            for key, value in together(nodes):
+                if key == NOTE:
+                    theirs, reason = value
+                    notes.append(_note(theirs, reason, nodes))
+                else:
+                    settings.append((key, value))
+    return Translation(rest, settings, tuple(notes), tuple(problems))
 
 
 def _note(key: str, reason: str, found: Mapping[str, Node]) -> str:
     return f"{found[key].origin.where}: {key} has no meaning in rondo: {reason}"
 
 
-def _take(node: Node, prefix: str, found: dict[str, Node]) -> Node:
-    """Move table keys from the tree into `found`."""
+def _take(node: Node, prefix: str, found: dict[str, Node], problems: list[ConfigError]) -> Node:
+    """Moves keys of the table from the tree into `found`."""
     rest: dict[str, Node] = {}
     for name, child in node.value.items():
         key = f"{prefix}.{name}" if prefix else name
         if key in TABLE:
             found[key] = child
         elif isinstance(child.value, dict) and any(known.startswith(key + ".") for known in TABLE):
-            pruned = _take(child, key, found)
+            pruned = _take(child, key, found, problems)
             if pruned.value or not child.value:
                 rest[name] = pruned
         elif key.startswith(FOREIGN_SECTIONS):
-            leaf_key, leaf = next(child.leaves(key))
-            section, _, name_there = leaf_key.rpartition(".")
-            beside = {k.rpartition(".")[2]: k for k in TABLE if k.startswith(section + ".")}
-            close = difflib.get_close_matches(name_there, beside, n=1, cutoff=0.7)
-            near = [beside[match] for match in close]
-            hint = (
-                f"did you mean '{near[0]}'?"
-                if near
-                else "see docs/config.md for the keys that are translated"
-            )
-            raise ConfigError(
-                f"{leaf.origin.where}: '{leaf_key}' is verl's spelling, but rondo does not translate it; "
-                f"{hint}"
-            )
+            problems += [_unknown(leaf_key, leaf) for leaf_key, leaf in child.leaves(key)]
         else:
             rest[name] = child
     return Node(rest, node.origin, node.layer)
+
+
+def _unknown(key: str, leaf: Node) -> ConfigError:
+    section, _, name = key.rpartition(".")
+    beside = [k.rpartition(".")[2] for k in TABLE if k.startswith(section + ".")]
+    near = difflib.get_close_matches(name, beside, n=1, cutoff=0.7)
+    hint = (
+        f"did you mean '{section}.{near[0]}'?"
+        if near
+        else "see docs/config.md for the keys that are translated"
+    )
+    text = f"'{key}' is verl's spelling, but rondo does not translate it; {hint}"
+    return ConfigError(f"{leaf.origin.where}: {text}", key=key)
 
 
 # ---- the table

@@ -1,0 +1,193 @@
+"""What the schema says about a place in a recipe: what may stand there, and which keys it has."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import inspect
+import itertools
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from rondo.config.schema import Config, FunctionConfig, RewardFunctionConfig
+from rondo.config.tree import Node, Origin
+
+# Every key of these that is no field of theirs is an option, and stands beside the name.
+FLATTENED = (FunctionConfig, RewardFunctionConfig)
+DEFAULTS = Origin("default")
+
+
+@cache
+def fields_of(section: type) -> Mapping[str, Any]:
+    """Field name to resolved type, without the bounds."""
+    return typing.get_type_hints(section)
+
+
+@dataclass(frozen=True)
+class Place:
+    """What may stand at one key."""
+
+    kind: Any
+    """The type; None: anything, as in an open mapping."""
+    default: Any = None
+    """What stands there when nothing is set."""
+
+    @property
+    def sections(self) -> tuple[type, ...]:
+        """The section that stands here, or those that may: none for a value, a list or an open mapping."""
+        union = typing.get_origin(self.kind) in (types.UnionType, typing.Union)
+        kinds = typing.get_args(self.kind) if union else (self.kind,)
+        return tuple(kind for kind in kinds if isinstance(kind, type) and dataclasses.is_dataclass(kind))
+
+    @property
+    def tag(self) -> str | None:
+        """The key that chooses: `name` of a function, the first key of sections that exclude each other."""
+        sections = self.sections
+        if len(sections) > 1 or (sections and sections[0] in FLATTENED):
+            return next(iter(fields_of(sections[0])))
+        return None
+
+    def section(self, node: Node | None) -> type | None:
+        """The section that `node` is, or would be."""
+        if len(self.sections) < 2:
+            return self.sections[0] if self.sections else None
+        chosen = self.choice(node)
+        return next((s for s in self.sections if chosen in choices_of(s)), None)
+
+    def choice(self, node: Node | None) -> Any:
+        """The value of the tag in `node`, or else by default; None: nothing is chosen."""
+        assert self.tag is not None
+        named = self.named(node) if node is not None else None
+        if named is not None and isinstance(named.value, dict) and self.tag in named.value:
+            return named.value[self.tag].value
+        return getattr(self.default, self.tag, None)
+
+    def differ(self, old: Node | None, new: Node) -> bool:
+        """Whether the two choose different functions, or sections that exclude each other."""
+        if len(self.sections) > 1:
+            return self.section(old) is not self.section(new)
+        return self.tag is not None and self.choice(old) != self.choice(new)
+
+    def named(self, node: Node) -> Node:
+        """The short form `grpo` as {name: grpo}."""
+        if self.tag is None or not isinstance(node.value, str):
+            return node
+        return Node({self.tag: node}, node.origin, node.layer)
+
+    def child(self, key: str, node: Node | None = None) -> Place:
+        """The place at `key` below this one. node: what stands here, where that decides."""
+        section = self.section(node)
+        if section is None or key not in fields_of(section):
+            return ANYTHING
+        default = section.__pydantic_fields__[key].get_default(call_default_factory=True)  # type: ignore[attr-defined]
+        if isinstance(self.default, section):
+            default = getattr(self.default, key)
+        return Place(_not_none(fields_of(section)[key]), default)
+
+    def keys(self, node: Node | None = None) -> tuple[str, ...]:
+        """The keys of the section that stands here."""
+        section = self.section(node)
+        return tuple(fields_of(section)) if section is not None else ()
+
+    @property
+    def is_list(self) -> bool:
+        return typing.get_origin(self.kind) is tuple
+
+    def element(self, index: int) -> Place:
+        """The place of an element of a list."""
+        kinds = typing.get_args(self.kind) if self.is_list else (None, ...)
+        return Place(_not_none(kinds[0] if kinds[-1] is ... else kinds[min(index, len(kinds) - 1)]))
+
+
+ANYTHING = Place(None)
+ROOT = Place(Config, Config())
+
+
+def _not_none(kind: Any) -> Any:
+    if typing.get_origin(kind) not in (types.UnionType, typing.Union):
+        return kind
+    others = tuple(other for other in typing.get_args(kind) if other is not type(None))
+    return others[0] if len(others) == 1 else typing.Union[others]  # noqa: UP007
+
+
+def choices_of(section: type) -> tuple[Any, ...]:
+    """The values of the tag that choose a section."""
+    return typing.get_args(next(iter(fields_of(section).values())))
+
+
+def has_unknown_keys(node: Node, place: Place = ROOT) -> bool:
+    """Whether the tree has a key that is none of the schema's."""
+    if not isinstance(node.value, dict) or not place.sections:
+        return False
+    known = place.keys(node)
+    return any(
+        (key not in known and place.section(node) not in FLATTENED)
+        or has_unknown_keys(child, place.child(key, node))
+        for key, child in node.value.items()
+    )
+
+
+def meaning(section: type, name: str) -> str:
+    """What the schema says under a field, or under the one that it overrides."""
+    texts = (_texts(base).get(name) for base in section.__mro__[:-1])
+    return next((text for text in texts if text), "")
+
+
+@cache
+def _texts(section: type) -> Mapping[str, str]:
+    found: dict[str, str] = {}
+    (definition,) = ast.parse(inspect.getsource(section)).body
+    for field, text in itertools.pairwise(typing.cast(ast.ClassDef, definition).body):
+        match field, text:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(said))):
+                found[name] = " ".join(said.split())
+    return found
+
+
+@cache
+def schema_keys() -> tuple[str, ...]:
+    """Every dotted key, sections included; list elements are `0`."""
+    return tuple(dict.fromkeys(_walk(ROOT, "")))
+
+
+def _walk(place: Place, prefix: str) -> Iterator[str]:
+    if place.is_list:
+        if place.element(0).sections:
+            yield from _walk(place.element(0), f"{prefix}.0")
+    for section in place.sections:
+        for name, kind in fields_of(section).items():
+            if section in FLATTENED and name == "options":
+                continue
+            key = f"{prefix}.{name}" if prefix else name
+            yield key
+            yield from _walk(Place(_not_none(kind)), key)
+
+
+def nearest_keys(key: str, section: type) -> str:
+    """For the end of a message about an unknown key: a sibling, the same name elsewhere, or one like it."""
+    prefix, _, last = key.rpartition(".")
+    siblings = list(fields_of(section))
+    everywhere = [k for k in schema_keys() if ".0." not in k]
+
+    def full(names: list[str]) -> list[str]:
+        return [f"{prefix}.{name}" if prefix else name for name in names]
+
+    found = full(difflib.get_close_matches(last, siblings, n=1, cutoff=0.75))
+    if not found:
+        same = [k for k in everywhere if k.rpartition(".")[2] == last]
+        below = [k for k in same if prefix and k.startswith(prefix + ".")]
+        found = (below or same)[:3]
+    if not found:
+        found = full(difflib.get_close_matches(last, siblings, n=1, cutoff=0.6))
+    if not found:
+        near = difflib.get_close_matches(last, {k.rpartition(".")[2] for k in everywhere}, n=1, cutoff=0.75)
+        found = [k for k in everywhere if near and k.rpartition(".")[2] == near[0]][:3]
+    if not found:
+        return f". Keys of {prefix or 'a recipe'}: {', '.join(siblings)}"
+    others = f" (or {', '.join(repr(k) for k in found[1:])})" if found[1:] else ""
+    return f"; did you mean '{found[0]}'{others}?"

@@ -1,0 +1,364 @@
+"""Combinations that cannot work, one function per section; `commands/check.py` asks algorithms and engines.
+
+What one value may be stands beside it in the schema.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rondo.config.build import Built
+from rondo.config.schema import AlgorithmConfig, DataConfig, KlConfig, SourceConfig, TrainerConfig
+from rondo.config.tree import shown
+from rondo.errors import ConfigError
+from rondo.roles import ROLES, TRAINED_SECTIONS
+
+
+def violations(built: Built) -> list[ConfigError]:
+    """Returns what is wrong with the combination of values, in the order of the schema."""
+    check = Check(built)
+    rules = (_model, _data, _trained, _rollout, _reward, _algorithm, _rollout_correction, _trainer, _cluster)
+    for rule in (*rules, _trackers):
+        rule(check)
+    return check.problems
+
+
+class Check:
+    """The configuration under its rules, and what they have found."""
+
+    def __init__(self, built: Built) -> None:
+        self.config = built.config
+        self.problems: list[ConfigError] = []
+        self._built = built
+
+    def wrong(self, message: str, *keys: str) -> None:
+        """Notes a problem of `keys`: `recipe.yaml:3: <message>`, at the place of the first of them.
+
+        `{0}` in the message is `rollout.n = 4`; `{1}` and so on also say where. Where a key has its default
+        because of another problem, nothing is noted.
+        """
+        if any(_within(key, broken) or _within(broken, key) for key in keys for broken in self._built.broken):
+            return
+        where = self._where(keys[0])
+        named = [f"{key} = {shown(self._value(key))}" for key in keys]
+        others = [f"{text} ({self._where(key) or 'default'})" for text, key in zip(named, keys, strict=True)]
+        text = message.format(named[0], *others[1:])
+        self.problems.append(ConfigError(f"{where}: {text}" if where else text, key=keys[0]))
+
+    def _value(self, key: str) -> Any:
+        found: Any = self.config
+        for part in key.split("."):
+            if isinstance(found, Mapping):
+                found = found[part]
+            else:
+                found = found[int(part)] if part.isdigit() else getattr(found, part)
+        return found
+
+    def _where(self, key: str) -> str | None:
+        return next((o.where for known, o in self._built.origins.items() if _within(known, key)), None)
+
+
+def _within(key: str, above: str) -> bool:
+    return key == above or key.startswith(above + ".")
+
+
+def _model(check: Check) -> None:
+    model = check.config.model
+    sources = {
+        "model.path": model.path,
+        "model.config": model.config,
+        "trainer.warm_start": check.config.trainer.warm_start,
+    }
+    given = [key for key, value in sources.items() if value is not None]
+    if not given:
+        check.wrong(
+            "nothing says where the model comes from: set model.path (a folder or hub id), model.config (a "
+            "new model with random weights), or trainer.warm_start (an SFT recipe that is run first)",
+            "model",
+            "trainer.warm_start",
+        )
+    if len(given) > 1:
+        check.wrong(
+            "{0} and {1} both say where the model comes from; keep one, set the other to null",
+            given[1],
+            given[0],
+        )
+    if model.config is not None and not model.config.get("model_type"):
+        lacks = "model.config lacks model_type (qwen3, llama, …), which chooses the model"
+        check.wrong(lacks, "model.config")
+    if model.config is not None and model.tokenizer is None:
+        check.wrong(
+            "model.config makes a new model, which has no tokenizer; set model.tokenizer to a folder, a hub "
+            "id or a function",
+            "model.config",
+            "model.tokenizer",
+        )
+
+
+# Keys of a source besides those that all types have: (needed, possible).
+_SOURCE_KEYS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "parquet": ("path", ()),
+    "jsonl": ("path", ()),
+    "huggingface": ("path", ("split", "options")),
+    "reasoning_gym": ("task", ("options", "seed")),
+    "function": ("task", ("options", "seed")),
+}
+
+
+def _data(check: Check) -> None:
+    data = check.config.data
+    for part, sources in (("train", data.train), ("eval", data.eval), ("pretrain", data.pretrain)):
+        for index, source in enumerate(sources):
+            _source(check, f"data.{part}.{index}", source)
+
+
+def _source(check: Check, key: str, source: SourceConfig) -> None:
+    needed, possible = _SOURCE_KEYS[source.type]
+    defaults = SourceConfig(type=source.type)
+    if not getattr(source, needed):
+        check.wrong(f"{key} is of type {source.type} and needs the key '{needed}'", f"{key}.type")
+    for name in ("path", "task", "split", "options", "seed"):
+        if name not in (needed, *possible) and getattr(source, name) != getattr(defaults, name):
+            check.wrong(
+                f"{key}.{name} has no meaning for a source of type {source.type}; remove it", f"{key}.{name}"
+            )
+
+
+def _trained(check: Check) -> None:
+    batch_size = check.config.data.batch_size
+    for section in TRAINED_SECTIONS:
+        mini = getattr(check.config, section).mini_batch_size
+        if mini is not None and batch_size % mini:
+            divisors = (n for n in range(1, batch_size + 1) if batch_size % n == 0)
+            check.wrong(
+                "{0} does not divide {1}; both count prompt groups. "
+                f"Choose one of {', '.join(map(str, divisors))}",
+                f"{section}.mini_batch_size",
+                "data.batch_size",
+            )
+        schedule, name = getattr(check.config, section).optimizer.schedule, f"{section}.optimizer.schedule"
+        if schedule.name != "wsd" and schedule.decay_steps is not None:
+            check.wrong(
+                f"{name}.decay_steps is for schedule wsd only, not for {schedule.name}",
+                f"{name}.decay_steps",
+                f"{name}.name",
+            )
+        if schedule.name == "constant" and schedule.min_ratio != 0:
+            check.wrong(
+                f"{name}.min_ratio has no meaning for the constant schedule; choose linear, cosine or wsd, "
+                "or remove it",
+                f"{name}.min_ratio",
+                f"{name}.name",
+            )
+
+
+def _rollout(check: Check) -> None:
+    """Where engines run and how weights reach them; `trainers/commands/check.py` asks the engine itself."""
+    rollout = check.config.rollout
+    native = rollout.engine == "native"
+    if native and rollout.engine_options:
+        check.wrong(
+            "rollout.engine_options are for other engines; the native one is governed by the keys of rollout "
+            "itself. Remove them",
+            "rollout.engine_options",
+            "rollout.engine",
+        )
+    if native and rollout.tensor_parallel > 1:
+        check.wrong(
+            "{0}, but the native engine runs on one device; use rollout.engine=vllm or sglang, or "
+            "tensor_parallel=1",
+            "rollout.tensor_parallel",
+            "rollout.engine",
+        )
+    if not native and rollout.process == "host":
+        check.wrong(
+            "{0}, but {1} runs in a process of its own; use rollout.process=own, or leave it out",
+            "rollout.process",
+            "rollout.engine",
+        )
+    if not native and rollout.decode != "auto":
+        check.wrong(
+            "{0} is a path of the native engine, and {1}; remove it", "rollout.decode", "rollout.engine"
+        )
+    if rollout.replicas > 1 and native and rollout.process != "own":
+        check.wrong(
+            "{0} needs a process for each: set rollout.process=own",
+            "rollout.replicas",
+            "rollout.process",
+            "rollout.engine",
+        )
+    if rollout.sleep and check.config.trainer.max_staleness > 0:
+        check.wrong(
+            "{0} empties the engines while the trainer updates, but with {1} they go on then; use "
+            "max_staleness=0, or sleep=false",
+            "rollout.sleep",
+            "trainer.max_staleness",
+        )
+
+
+def _reward(check: Check) -> None:
+    for index, model in enumerate(check.config.reward.models):
+        if model.name in ROLES:
+            key = f"reward.models.{index}.name"
+            check.wrong(f"{{0}} is the name of a role ({', '.join(ROLES)}); choose another", key)
+
+
+def _algorithm(check: Check) -> None:
+    algorithm = check.config.algorithm
+    kl = algorithm.kl
+    for name in ("target", "horizon") if kl is not None and kl.controller == "fixed" else ():
+        if getattr(kl, name) != getattr(KlConfig, name):
+            check.wrong(
+                f"algorithm.kl.{name} is for the adaptive controller; set algorithm.kl.controller: adaptive, "
+                "or remove it",
+                f"algorithm.kl.{name}",
+            )
+    if algorithm.filter is None and algorithm.max_refills != AlgorithmConfig.max_refills:
+        check.wrong(
+            "algorithm.max_refills is for algorithm.filter, which is not set; remove it",
+            "algorithm.max_refills",
+            "algorithm.filter",
+        )
+    if algorithm.pretrain_coef > 0 and check.config.rollout.temperature != 1:
+        check.wrong(
+            "{0} and {1}: the policy's log-probs are at that temperature, so it would not be the "
+            "language-model loss; set rollout.temperature=1, or pretrain_coef=0",
+            "algorithm.pretrain_coef",
+            "rollout.temperature",
+        )
+    has_data, has_coef = bool(check.config.data.pretrain), algorithm.pretrain_coef > 0
+    if has_data != has_coef:
+        keys = ("data.pretrain", "algorithm.pretrain_coef")
+        check.wrong(
+            "data.pretrain and algorithm.pretrain_coef belong together; set both, or neither",
+            *(keys if has_data else reversed(keys)),
+        )
+    if not has_data and check.config.data.pretrain_batch_size != DataConfig.pretrain_batch_size:
+        check.wrong(
+            "{0} is for data.pretrain, which is empty; remove it", "data.pretrain_batch_size", "data.pretrain"
+        )
+
+
+def _rollout_correction(check: Check) -> None:
+    correction, key = check.config.algorithm.rollout_correction, "algorithm.rollout_correction"
+    if correction is None:
+        return
+    for name in ("importance", "reject"):
+        if correction.mode == "bypass" and getattr(correction, name):
+            check.wrong(
+                f"{key}.{name} has nothing to correct with {{1}}: bypass takes the sampler's log-probs for "
+                "the old ones, so that every π_old/π_rollout is 1 (the policy loss itself clips against the "
+                "sampler then). Use mode: decoupled, or remove it",
+                f"{key}.{name}",
+                f"{key}.mode",
+            )
+    importance = correction.importance
+    if importance is not None:
+        _lower_bound(check, f"{key}.importance", importance.lower, importance.upper)
+    for index, rule in enumerate(correction.reject):
+        where = f"{key}.reject.{index}"
+        if rule.statistic != "k1":
+            if rule.lower is not None:
+                check.wrong(
+                    f"{{0}}, but {rule.statistic} is bounded by upper alone; only k1 has two bounds",
+                    f"{where}.lower",
+                )
+            continue
+        if rule.level == "max":
+            check.wrong("{0}, but k1 has a sign: choose token, sum or mean", f"{where}.level")
+        if rule.lower is None and rule.upper < 1:
+            what = "{0} is below k1's lower bound, which is 1/upper by default; set lower for another"
+            check.wrong(what, f"{where}.upper")
+        _lower_bound(check, where, rule.lower, rule.upper)
+
+
+def _lower_bound(check: Check, key: str, lower: float | None, upper: float) -> None:
+    if lower is not None and lower > upper:
+        check.wrong("{0} is above {1}", f"{key}.lower", f"{key}.upper")
+
+
+def _trainer(check: Check) -> None:
+    trainer = check.config.trainer
+    if trainer.total_steps is None and trainer.epochs is None and check.config.rollout.recorded is None:
+        check.wrong(
+            "nothing says how long to train: set trainer.total_steps or trainer.epochs",
+            "trainer",
+            "rollout.recorded",
+        )
+    if trainer.total_steps is not None and trainer.epochs is not None:
+        check.wrong(
+            "{0} and {1} both say how long to train; keep one, set the other to null",
+            "trainer.epochs",
+            "trainer.total_steps",
+        )
+    if trainer.max_staleness == 0 and trainer.on_update not in (None, "finish"):
+        check.wrong(
+            "{0} has no meaning with {1}: nothing is in flight when weights arrive; set "
+            "trainer.max_staleness, or remove it",
+            "trainer.on_update",
+            "trainer.max_staleness",
+        )
+    if trainer.on_update != "abort" and trainer.max_aborts != TrainerConfig.max_aborts:
+        check.wrong(
+            "{0} is for trainer.on_update=abort; remove it", "trainer.max_aborts", "trainer.on_update"
+        )
+    if trainer.max_staleness == 0 and trainer.order != "prompt":
+        check.wrong(
+            "{0} has no meaning with {1}: every step trains on all that was started; set "
+            "trainer.max_staleness, or remove it",
+            "trainer.order",
+            "trainer.max_staleness",
+        )
+    evaluation, key = trainer.evaluation, "trainer.evaluation"
+    if evaluation.every is not None and not evaluation.greedy and not evaluation.samples:
+        check.wrong(
+            f"{{0}}, but there is nothing to evaluate: set {key}.greedy or {key}.samples",
+            f"{key}.every",
+            f"{key}.greedy",
+            f"{key}.samples",
+        )
+
+
+def _cluster(check: Check) -> None:
+    cluster = check.config.cluster
+    if cluster.backend == "local" and cluster.devices > 1:
+        check.wrong(
+            "{0} needs one process per device, and {1} has one process; use cluster.backend=process (on this "
+            "machine), or ray",
+            "cluster.devices",
+            "cluster.backend",
+        )
+    if cluster.backend != "ray" and cluster.ray_address is not None:
+        check.wrong(
+            "{0}, but {1}; use cluster.backend=ray, or remove it", "cluster.ray_address", "cluster.backend"
+        )
+    if cluster.backend != "local" and cluster.inline:
+        check.wrong(
+            "cluster.inline runs workers in this process, which {1} cannot; use cluster.backend=local, or "
+            "cluster.inline=false",
+            "cluster.inline",
+            "cluster.backend",
+        )
+    total = sum(cluster.pools.values())
+    if cluster.pools and total != cluster.devices:
+        check.wrong(
+            f"cluster.pools have {total} devices together, and {{1}}; make them equal",
+            "cluster.pools",
+            "cluster.devices",
+        )
+    roles = (*ROLES, *(model.name for model in check.config.reward.models))
+    for role, pool in cluster.placement.items():
+        key = f"cluster.placement.{role}"
+        if role not in roles:
+            check.wrong(f"{key}: there is no role {role!r}; the roles are {', '.join(roles)}", key)
+        if pool not in cluster.pools:
+            known = ", ".join(cluster.pools) or "none is named in cluster.pools"
+            check.wrong(f"{key}={pool}: there is no such pool ({known})", key, "cluster.pools")
+
+
+def _trackers(check: Check) -> None:
+    names: Sequence[str] = [tracker.name for tracker in check.config.tracking.trackers]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            check.wrong(f"tracking.trackers lists {name} twice; keep one", f"tracking.trackers.{index}")

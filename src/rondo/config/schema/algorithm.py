@@ -1,0 +1,130 @@
+"""Advantages, losses, and what goes with them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic.dataclasses import dataclass
+
+from rondo.config.schema.types import STRICT, Decay, FunctionConfig, NonNegative, Positive
+
+
+@dataclass(frozen=True, config=STRICT)
+class KlConfig:
+    """The divergence from the reference model."""
+
+    name: str
+    """The estimator: k1, k2, k3, abs, k1+, k3+."""
+    where: Literal["reward", "loss"]
+    """What it is taken off or added to."""
+    coef: Positive
+    """Its weight; no KL is algorithm.kl: null."""
+    controller: Literal["fixed", "adaptive"] = "fixed"
+    """Whether the coefficient changes."""
+    target: Positive = 0.1
+    """The divergence that the adaptive controller aims at."""
+    horizon: Positive = 10000.0
+    """Samples in which the adaptive controller corrects an error of 1."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class ImportanceConfig:
+    """Weights π_old/π_rollout of the policy loss (truncated: TIS; masked: IcePop, MIS)."""
+
+    level: Literal["token", "sequence", "geometric"] = "token"
+    """What a weight is of: a token, a row (product), or a row's geometric mean."""
+    lower: Positive | None = None
+    """The least weight; null: no lower bound."""
+    upper: Positive = 2.0
+    """The largest weight."""
+    outside: Literal["truncate", "mask"] = "truncate"
+    """Clip the weight to the bounds, or set it to 0."""
+    normalize: bool = False
+    """Divide by the batch's mean weight."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class RejectionConfig:
+    """Tokens or rows taken out of the loss: those whose statistic of π_old/π_rollout is out of bounds.
+
+    k1 is bounded by ratios (lower <= π_old/π_rollout <= upper; lower defaults to 1/upper), k2 and k3 by
+    `upper` alone.
+    """
+
+    statistic: Literal["k1", "k2", "k3"]
+    """The estimator of the divergence of the two policies."""
+    upper: Positive
+    """The largest value that stays."""
+    level: Literal["token", "sum", "mean", "max"] = "token"
+    """What a value is of; all but token reject whole rows."""
+    lower: Positive | None = None
+    """k1: the least ratio that stays."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class RolloutCorrectionConfig:
+    """For samples of another policy than the trainer's: stale, or an engine with other numerics."""
+
+    mode: Literal["auto", "decoupled", "bypass"] = "auto"
+    """auto: decoupled where the samples are another policy's (trainer.max_staleness > 0, or rollout.engine is
+    not native) or one of the other keys is set, else off. bypass: π_old is the sampler's; nothing is
+    recomputed.
+    """
+    importance: ImportanceConfig | None = None
+    """Weights of the policy loss; null: none."""
+    reject: tuple[RejectionConfig, ...] = ()
+    """What is taken out of the loss."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class ConstraintConfig:
+    """E[cost] <= limit, kept by a Lagrange multiplier (Safe-RLHF, 2310.12773)."""
+
+    cost: str
+    """The score that is the cost."""
+    limit: float = 0.0
+    """Of the mean cost."""
+    initial: Positive = 1.0
+    """The multiplier at the start (its logarithm is what changes)."""
+    lr: NonNegative = 0.1
+    """ln λ += lr · λ · (moving average of the cost - limit)."""
+    smoothing: Decay = 0.9
+    """Of the moving average; 0: the step's own mean."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class AlgorithmConfig:
+    """Advantage × policy loss × KL × aggregation are independent choices; a named algorithm is a recipe."""
+
+    advantage: FunctionConfig = FunctionConfig("grpo")
+    """The estimator of advantages."""
+    policy_loss: FunctionConfig = FunctionConfig("ppo_clip")
+    """Of a token."""
+    value_loss: FunctionConfig = FunctionConfig("clipped_value")
+    """Of a critic's token."""
+    aggregation: FunctionConfig = FunctionConfig("token-mean")
+    """How the losses of tokens become one number."""
+    kl: KlConfig | None = None
+    """The divergence from the reference model; null: none."""
+    entropy_coef: NonNegative = 0.0
+    """Weight of the entropy bonus; 0: off."""
+    filter: FunctionConfig | None = None
+    """Groups that are not trained on but replaced (dynamic sampling)."""
+    max_refills: Positive = 10.0
+    """Filtered groups per step at most, in units of data.batch_size; then an error."""
+    resample: FunctionConfig | None = None
+    """How often each sample of a prompt is trained on (PF-PPO)."""
+    mask_truncated: bool = False
+    """Responses cut off at rollout.max_tokens carry no loss."""
+    rollout_correction: RolloutCorrectionConfig | None = RolloutCorrectionConfig()
+    """For samples of another policy than the trainer's; null: off."""
+    positive_lm_coef: NonNegative = 0.0
+    """Weight of the language-model loss on right responses (VAPO); 0: off."""
+    pretrain_coef: NonNegative = 0.0
+    """Weight of the language-model loss on data.pretrain (PPO-ptx); 0: off."""
+    constraint: ConstraintConfig | None = None
+    """A bound on a cost; null: none."""
+    preference_loss: FunctionConfig = FunctionConfig("dpo")
+    """Of `rondo preference`."""
+    reward_model_loss: FunctionConfig = FunctionConfig("bradley_terry")
+    """Of `rondo reward-model`."""

@@ -1,0 +1,168 @@
+"""The policy, the models beside it, and the engines that train and evaluate them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic.dataclasses import dataclass
+
+from rondo.config.schema.types import (
+    STRICT,
+    AutoOrBool,
+    Count,
+    Decay,
+    Dtype,
+    Natural,
+    NonNegative,
+    Positive,
+    Share,
+)
+
+
+@dataclass(frozen=True, config=STRICT)
+class ModelConfig:
+    """The policy's model. One of `path`, `config` and `trainer.warm_start` says where weights come from."""
+
+    path: str | None = None
+    """A local folder or a hub id."""
+    config: Mapping[str, Any] | None = None
+    """A transformers config (model_type, …): random initialisation."""
+    tokenizer: str | None = None
+    """A folder, a hub id or a function `path.py:name`; default: model.path."""
+    chat_template: str | None = None
+    """A Jinja file that replaces the tokenizer's own template."""
+    attention: Literal["auto", "flash", "sdpa"] = "auto"
+    """The kernel behind the variable-length attention."""
+    trust_remote_code: bool = False
+    """Run the Python code that a model folder brings."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class ScheduleConfig:
+    """The learning rate over the run."""
+
+    name: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """How the rate falls after the warm-up."""
+    warmup_steps: Natural = 0
+    """Optimizer steps of linear warm-up from 0."""
+    min_ratio: Share = 0.0
+    """The final learning rate as a share of `lr` (linear, cosine, wsd)."""
+    decay_steps: Count | None = None
+    """wsd: length of the final decay; default a tenth of the run."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class OptimizerConfig:
+    """AdamW, its schedule, and clipping."""
+
+    lr: Positive = 1e-6
+    """The learning rate after the warm-up."""
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
+    """Decay of the two moving averages."""
+    eps: Positive = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: NonNegative = 0.01
+    """Decoupled weight decay."""
+    grad_clip: Positive | None = 1.0
+    """The largest global gradient norm; null: no clipping."""
+    schedule: ScheduleConfig = ScheduleConfig()
+    """The learning rate over the run."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class CriticOptimizerConfig(OptimizerConfig):
+    """A critic's optimizer: a value head starts from nothing, so it learns faster than the policy."""
+
+    lr: Positive = 1e-5
+    """The learning rate after the warm-up."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class FrozenEngineConfig:
+    """An engine (FSDP2) of a model that is evaluated only."""
+
+    token_budget: Count = 16384
+    """Tokens per micro-batch and rank; never exceeded."""
+    param_dtype: Dtype = "float32"
+    """Of the parameters at rest."""
+    compute_dtype: Literal["auto", Dtype] = "auto"
+    """Of the matrix products; auto: bfloat16 on CUDA, float32 elsewhere."""
+    offload_params: bool = False
+    """Parameters rest in host memory between calls."""
+    logits_chunk: Count = 4096
+    """Response positions whose logits exist at one time, at most: 512 MiB of them."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class EngineConfig(FrozenEngineConfig):
+    """A training engine. Master weights and optimizer state are in `param_dtype`."""
+
+    gradient_checkpointing: AutoOrBool = "auto"
+    """Compute transformer blocks again in the backward pass; auto: on CUDA."""
+    offload_optimizer: bool = False
+    """The optimizer's state rests in host memory between calls."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class ActorConfig(EngineConfig):
+    """The policy that is trained."""
+
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """How it learns."""
+    mini_batch_size: Count | None = None
+    """Prompt groups per optimizer step; default data.batch_size."""
+    epochs: Count = 1
+    """Passes over each batch."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class CriticConfig(EngineConfig):
+    """Used when a chosen function reads `values`; a cost critic (`cost_values`) has the same settings."""
+
+    path: str | None = None
+    """A folder or hub id; default: the actor's initial model."""
+    optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
+    """How it learns."""
+    mini_batch_size: Count | None = None
+    """Prompt groups per optimizer step; default data.batch_size."""
+    epochs: Count = 1
+    """Passes over each batch."""
+    warmup_steps: Natural = 0
+    """Trainer steps in which only the critic learns."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class ReferenceConfig(FrozenEngineConfig):
+    """Used when a chosen function reads `ref_log_probs`."""
+
+    path: str | None = None
+    """A folder or hub id; default: the actor's initial model."""
+    refresh_every: Count | None = None
+    """Steps after which the reference becomes the policy; null: frozen."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class PrmConfig:
+    """The implicit process reward model (PRIME), used when a chosen function reads `process_rewards`.
+
+    It starts as the reference model and is trained on the outcome (the column `accuracy`) of each step, on an
+    engine and in mini-batches like the actor's, with a learning rate of its own.
+    """
+
+    lr: Positive = 1e-6
+    """Its learning rate."""
+    beta: Positive = 0.05
+    """The reward of a token is beta · log(π_prm / π_ref)."""
+    update: Literal["before", "after"] = "before"
+    """It learns before or after it scores the step; "before" scores with what it learned."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class TeacherConfig(FrozenEngineConfig):
+    """Used when a chosen function reads `teacher_log_probs` or the teacher's top-k columns (distillation)."""
+
+    path: str | None = None
+    """A folder or hub id, required then; its tokenizer must be the policy's."""
+    top_k: Count = 16
+    """The likeliest tokens per position, where a function reads teacher_topk_*."""

@@ -1,0 +1,117 @@
+"""The run: its length, its machines, what is shown and kept of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from rondo.config.schema.types import STRICT, Count, FunctionConfig, Int, Mass, Natural, Positive
+
+
+@dataclass(frozen=True, config=STRICT)
+class EvaluationConfig:
+    """Answers to data.eval, scored like those of training."""
+
+    every: Count | None = None
+    """Steps; null: only before and after."""
+    before: bool = True
+    """Evaluate the initial policy."""
+    after: bool = True
+    """Evaluate the final policy."""
+    greedy: bool = True
+    """One greedy answer per prompt."""
+    samples: Natural = 0
+    """Sampled answers per prompt: mean@n, best@n, majority@n."""
+    temperature: Positive = 1.0
+    """Of sampled answers; greedy ones are `greedy: true`."""
+    top_p: Mass = 1.0
+    """Of sampled answers."""
+    limit: Count | None = None
+    """Prompts at most."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class TrainerConfig:
+    """How long, how far ahead, and from where."""
+
+    total_steps: Count | None = None
+    """Steps of the run; exactly one of total_steps and epochs is set."""
+    epochs: Positive | None = None
+    """Passes over the prompts."""
+    seed: Int = 0
+    """The one seed: of the order of prompts, of samples, of initial weights."""
+    max_staleness: Natural = 0
+    """How many policy versions a trajectory may be behind; 0: synchronous on-policy."""
+    on_update: Literal["finish", "resume", "abort"] | None = None
+    """What becomes of episodes in flight when weights arrive: finish on the old ones; resume under the new
+    ones; abort and start again. Default: finish up to max_staleness=1, resume above.
+    """
+    max_aborts: Natural = 2
+    """Of one prompt group (abort); then it may finish."""
+    order: Literal["prompt", "completion"] = "prompt"
+    """In which complete groups are trained."""
+    replay: str | None = None
+    """A run's folder: do what its journal says was trained when, to the same bits."""
+    run_dir: str | None = None
+    """Default: runs/<name of the first recipe>."""
+    warm_start: str | None = None
+    """An SFT recipe, run first; its export becomes model.path."""
+    evaluation: EvaluationConfig = EvaluationConfig()
+    """Answers to data.eval."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class ClusterConfig:
+    """Devices, and who is on them."""
+
+    backend: Literal["local", "process", "ray"] = "local"
+    """What runs the workers."""
+    devices: Count = 1
+    """How many, over all machines."""
+    pools: Mapping[str, Count] = Field(default_factory=dict)
+    """Name: number of devices; none: one pool of all."""
+    placement: Mapping[str, str] = Field(default_factory=dict)
+    """Role: pool; default: the first pool."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """What computes; auto: CUDA where it is."""
+    threads: Count | None = None
+    """Torch threads per device; default: cores shared out evenly."""
+    inline: bool = False
+    """Local only: calls run on the event loop's thread, so that a breakpoint just works."""
+    ray_address: str | None = None
+    """Of a Ray cluster; default: start Ray here."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class TrackingConfig:
+    """What is shown and kept of a run."""
+
+    trackers: tuple[FunctionConfig, ...] = ()
+    """tensorboard, wandb, mlflow, swanlab (each with its options)."""
+    project: str = "rondo"
+    """The name that trackers file runs under."""
+    console: Literal["auto", "live", "plain", "off"] = "auto"
+    """A live display, or a line per step."""
+    samples: Natural = 2
+    """Trajectories shown in the console and in the final table."""
+    save_rollouts: bool = True
+    """Write every trajectory to the run's folder."""
+    plot: bool = True
+    """Draw curves.png at the end (needs matplotlib)."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class CheckpointConfig:
+    """What a run that stopped goes on from, and what it leaves."""
+
+    every: Count | None = None
+    """Steps; null: none."""
+    keep: Count = 2
+    """The newest checkpoints that are kept."""
+    resume: Literal["auto", "never", "must"] = "auto"
+    """Go on from the newest checkpoint in the run's folder."""
+    export: bool = True
+    """Write a Hugging Face folder at the end."""

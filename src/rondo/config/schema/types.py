@@ -1,0 +1,59 @@
+"""What the sections share: how strict they are, kinds of numbers, and a function chosen by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Field, WrapValidator
+from pydantic.dataclasses import dataclass
+
+# Types are strict ("4" is no integer), unknown keys are errors. Validators are built when they are needed.
+# `keys.meaning` reads the texts under the fields: pydantic's reader would cost a fifth of a load, and forgets
+# what is inherited.
+STRICT = ConfigDict(strict=True, extra="forbid", defer_build=True)
+
+
+def whole(value: Any) -> Any:
+    """Takes 1e3 for a number of steps: as good as 1000."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _no_number(value: Any) -> Any:
+    """Refuses 1, which is equal to True."""
+    if type(value) in (int, float):
+        raise ValueError("must be auto, true or false")
+    return value
+
+
+def _function(value: Any, as_text: Callable[[Any], str]) -> Any:
+    """Takes the function itself for its name, in a program."""
+    return value if callable(value) else as_text(value)
+
+
+Name = Annotated[str, WrapValidator(_function)]
+Int = Annotated[int, BeforeValidator(whole)]
+Count = Annotated[int, Field(ge=1), BeforeValidator(whole)]
+Natural = Annotated[int, Field(ge=0), BeforeValidator(whole)]
+# A bucket is shared memory, in whole pages: less than one saves nothing, and costs a round per element.
+Buffer = Annotated[int, Field(ge=4096), BeforeValidator(whole)]
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+Mass = Annotated[float, Field(gt=0, le=1)]
+Dtype = Literal["float32", "bfloat16", "float16", "float64"]
+AutoOrBool = Annotated[Literal["auto", True, False], BeforeValidator(_no_number)]
+
+
+@dataclass(frozen=True, config=STRICT)
+class FunctionConfig:
+    """A function chosen by name; further keys are its options.
+
+    Written as `advantage: grpo` or `advantage: {name: grpo, normalize_std: false}`.
+    """
+
+    name: Name
+    """A built-in (`grpo`), `path.py:name` or dotted name."""
+    options: Mapping[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the function; in a recipe they stand beside its name."""

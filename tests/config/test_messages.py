@@ -1,0 +1,214 @@
+"""What is wrong with a configuration: which keys the error is about, and what it says.
+
+The texts are in messages.txt. After changing one on purpose, `python -m tests.config.test_messages` writes it
+anew.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rondo.config import load
+from rondo.errors import ConfigError
+
+MESSAGES = Path(__file__).with_name("messages.txt")
+BASE = {"model.path": "model", "trainer.total_steps": "10"}  # what every configuration needs
+
+# Arguments (besides BASE, unless they set it), and the keys that the errors are about.
+TYPES = [
+    ("rollout.n=four", "rollout.n"),
+    ("rollout.n=2.5", "rollout.n"),
+    ("rollout.n=true", "rollout.n"),
+    ("rollout.n=null", "rollout.n"),
+    ("rollout.n=[1]", "rollout.n"),
+    ("actor.optimizer.lr='1e-4'", "actor.optimizer.lr"),
+    ("actor.optimizer.lr=true", "actor.optimizer.lr"),
+    ("actor.optimizer.betas=[0.9]", "actor.optimizer.betas.1"),
+    ("actor.optimizer.betas=[0.9, 1]", "actor.optimizer.betas.1"),
+    ("actor.optimizer.betas=[0.9, 0.9, 0.9]", "actor.optimizer.betas"),
+    ("actor.gradient_checkpointing=1", "actor.gradient_checkpointing"),
+    ("actor.gradient_checkpointing=yes", "actor.gradient_checkpointing"),
+    ("data.shuffle=yes", "data.shuffle"),
+    ("data.shuffle=1", "data.shuffle"),
+    ("tracking.project=7", "tracking.project"),
+    ("rollout.stop=x", "rollout.stop"),
+    ("rollout.stop=[1]", "rollout.stop.0"),
+    ("rollout=3", "rollout"),
+    ("model.config=3", "model.config"),
+    ("algorithm.advantage=3", "algorithm.advantage"),
+    ("cluster.backend=rai", "cluster.backend"),
+    ("rollout.dtype=fp8", "rollout.dtype"),
+    ("algorithm.kl={name: k3, coef: 1}", "algorithm.kl.where"),
+    ("data.train=[{path: x}]", "data.train.0.type"),
+    ("tracking.trackers=[{mode: x}]", "tracking.trackers.0.name"),
+]
+BOUNDS = [
+    ("data.batch_size=0", "data.batch_size"),
+    ("data.max_prompt_tokens=0", "data.max_prompt_tokens"),
+    ("actor.optimizer.lr=0", "actor.optimizer.lr"),
+    ("critic.optimizer.lr=-1e-3", "critic.optimizer.lr"),
+    ("actor.optimizer.eps=0", "actor.optimizer.eps"),
+    ("actor.optimizer.grad_clip=0", "actor.optimizer.grad_clip"),
+    ("actor.optimizer.weight_decay=-1", "actor.optimizer.weight_decay"),
+    ("actor.optimizer.schedule.warmup_steps=-1", "actor.optimizer.schedule.warmup_steps"),
+    ("actor.epochs=0", "actor.epochs"),
+    ("actor.token_budget=0", "actor.token_budget"),
+    ("teacher.logits_chunk=0", "teacher.logits_chunk"),
+    ("reward.models=[{path: x, token_budget: 0}]", "reward.models.0.token_budget"),
+    ("reward.functions=[{name: gsm8k, sources: []}]", "reward.functions.0.sources"),
+    ("reward.max_dropped_share=2", "reward.max_dropped_share"),
+    ("rollout.n=0", "rollout.n"),
+    ("rollout.top_p=0", "rollout.top_p"),
+    ("rollout.top_p=1.5", "rollout.top_p"),
+    ("rollout.min_p=1", "rollout.min_p"),
+    ("rollout.top_k=-1", "rollout.top_k"),
+    ("rollout.temperature=0", "rollout.temperature"),
+    ("rollout.replicas=0", "rollout.replicas"),
+    ("rollout.bucket_bytes=4095", "rollout.bucket_bytes"),
+    ("trainer.total_steps=0", "trainer.total_steps"),
+    ("trainer.max_staleness=-1", "trainer.max_staleness"),
+    ("trainer.evaluation.every=0", "trainer.evaluation.every"),
+    ("checkpoint.every=0", "checkpoint.every"),
+    ("checkpoint.keep=0", "checkpoint.keep"),
+    ("cluster.pools={a: 0}", "cluster.pools.a"),
+    ("algorithm.kl={name: k3, where: loss, coef: 0}", "algorithm.kl.coef"),
+    ("data.train=[{type: jsonl, path: x, weight: 0}]", "data.train.0.weight"),
+    ("algorithm.rollout_correction.importance={upper: 0}", "algorithm.rollout_correction.importance.upper"),
+    ("data.train=[{type: jsonl, path: x, size: 0}]", "data.train.0.size"),
+]
+UNKNOWN = [
+    ("lr=1", "lr"),
+    ("actor.lr=1", "actor.lr"),
+    ("critic.lr=1", "critic.lr"),
+    ("actor.token_bugdet=1", "actor.token_bugdet"),
+    ("rolout=1", "rolout"),
+    ("trainer.n=1", "trainer.n"),
+    ("data.total_step=1", "data.total_step"),
+    ("reward.zzz=1", "reward.zzz"),
+    ("reference.gradient_checkpointing=true", "reference.gradient_checkpointing"),
+    ("teacher.offload_optimizer=true", "teacher.offload_optimizer"),
+]
+ARGUMENTS = [
+    ("n", None),
+    ("=3", None),
+    ("a..b=3", None),
+    (".a=1", None),
+    ("reward.functions=[gsm8k] reward.functions.1.weight=1", "reward.functions.1"),
+    ("reward.functions=[gsm8k] reward.functions.weight=1", "reward.functions"),
+]
+COMBINATIONS = [
+    ("model.path=null", "model"),
+    ("trainer.warm_start=sft.yaml", "trainer.warm_start"),
+    ("model.path=null model.config={hidden_size: 4} model.tokenizer=t", "model.config"),
+    ("model.path=null model.config={model_type: qwen3}", "model.config"),
+    ("trainer.total_steps=null", "trainer"),
+    ("trainer.epochs=2", "trainer.epochs"),
+    ("data.batch_size=12 actor.mini_batch_size=8", "actor.mini_batch_size"),
+    ("data.pretrain_batch_size=4", "data.pretrain_batch_size"),
+    ("data.pretrain=[{type: jsonl, path: x}]", "data.pretrain"),
+    ("algorithm.pretrain_coef=0.1", "algorithm.pretrain_coef"),
+    (
+        "data.pretrain=[{type: jsonl, path: x}] algorithm.pretrain_coef=0.1 rollout.temperature=0.8",
+        "algorithm.pretrain_coef",
+    ),
+    ("data.train=[{type: jsonl}]", "data.train.0.type"),
+    ("data.eval=[{type: jsonl, path: x, task: y}]", "data.eval.0.task"),
+    ("data.train=[{type: parquet, path: x, seed: 3}]", "data.train.0.seed"),
+    ("actor.optimizer.schedule.min_ratio=0.1", "actor.optimizer.schedule.min_ratio"),
+    ("actor.optimizer.schedule={name: linear, decay_steps: 5}", "actor.optimizer.schedule.decay_steps"),
+    ("rollout.engine_options={swap_space: 4}", "rollout.engine_options"),
+    ("rollout.tensor_parallel=2", "rollout.tensor_parallel"),
+    ("rollout.engine=vllm rollout.process=host", "rollout.process"),
+    ("rollout.engine=vllm rollout.decode=lean", "rollout.decode"),
+    ("rollout.replicas=2", "rollout.replicas"),
+    ("rollout.sleep=true trainer.max_staleness=1", "rollout.sleep"),
+    ("reward.models=[{path: x, name: critic}]", "reward.models.0.name"),
+    ("algorithm.kl={name: k3, where: loss, coef: 1, target: 6}", "algorithm.kl.target"),
+    ("algorithm.max_refills=3", "algorithm.max_refills"),
+    (
+        "algorithm.rollout_correction={mode: bypass, importance: {level: token}}",
+        "algorithm.rollout_correction.importance",
+    ),
+    (
+        "algorithm.rollout_correction={mode: bypass, reject: [{statistic: k1, upper: 2}]}",
+        "algorithm.rollout_correction.reject",
+    ),
+    (
+        "algorithm.rollout_correction.importance={lower: 3}",
+        "algorithm.rollout_correction.importance.lower",
+    ),
+    (
+        "algorithm.rollout_correction.reject=[{statistic: k2, upper: 1, lower: 0.5}]",
+        "algorithm.rollout_correction.reject.0.lower",
+    ),
+    (
+        "algorithm.rollout_correction.reject=[{statistic: k1, upper: 0.5, level: max}]",
+        "algorithm.rollout_correction.reject.0.level algorithm.rollout_correction.reject.0.upper",
+    ),
+    ("trainer.on_update=resume", "trainer.on_update"),
+    ("trainer.max_aborts=3", "trainer.max_aborts"),
+    ("trainer.order=completion", "trainer.order"),
+    ("trainer.evaluation={every: 1, greedy: false}", "trainer.evaluation.every"),
+    ("cluster.devices=2", "cluster.devices"),
+    ("cluster.backend=ray cluster.inline=true", "cluster.inline"),
+    ("cluster.ray_address=auto", "cluster.ray_address"),
+    ("cluster.pools={a: 1, b: 1}", "cluster.pools"),
+    ("cluster.placement={rollout: gpu}", "cluster.placement.rollout"),
+    ("cluster.pools={a: 1} cluster.placement={sampler: a}", "cluster.placement.sampler"),
+    ("tracking.trackers=[wandb, wandb]", "tracking.trackers.1"),
+]
+# All is said at once; but not what would follow from another problem.
+SEVERAL = [
+    (
+        "rollout.n=four actor.lr=1 actor.mini_batch_size=3 cluster.devices=2 =3",
+        "None actor.lr rollout.n actor.mini_batch_size cluster.devices",
+    ),
+    ("trainer.total_steps=many", "trainer.total_steps"),
+    ("data.batch_size=many actor.mini_batch_size=3", "data.batch_size"),
+    (
+        "data.train=[{type: jsonl, path: 3}, {path: 4, weight: -1}]",
+        "data.train.0.path data.train.1.type data.train.1.path data.train.1.weight",
+    ),
+    ("model.path=7 trainer.warm_start=sft.yaml", "model.path"),
+]
+CASES = [*TYPES, *BOUNDS, *UNKNOWN, *ARGUMENTS, *COMBINATIONS, *SEVERAL]
+
+
+def arguments(case: str) -> list[str]:
+    """The case's arguments, which are apart where a space is followed by `key=`, and those of BASE."""
+    given: list[str] = []
+    for word in case.split(" "):
+        if not given or "=" in word.split("{")[0].split("[")[0]:
+            given.append(word)
+        else:
+            given[-1] += f" {word}"
+    keys = {argument.partition("=")[0] for argument in given}
+    return [*(f"{key}={value}" for key, value in BASE.items() if key not in keys), *given]
+
+
+def error(case: str) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        load([], arguments(case))
+    return caught.value
+
+
+def written() -> str:
+    return "\n".join(f"{case}\n{error(case)}\n" for case, _ in CASES)
+
+
+@pytest.mark.parametrize(("case", "keys"), CASES)
+def test_an_error_is_about_its_keys(case: str, keys: str | None) -> None:
+    found = error(case)
+    assert " ".join(str(problem.key) for problem in found.problems) == str(keys)
+    assert str(found) == "\n".join(map(str, found.problems))
+    assert found.key == found.problems[0].key
+
+
+def test_what_it_says() -> None:
+    assert MESSAGES.read_text(encoding="utf-8") == written()
+
+
+if __name__ == "__main__":
+    MESSAGES.write_text(written(), encoding="utf-8")

@@ -1,0 +1,58 @@
+"""Combinations that work; those that cannot are in test_messages.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rondo.config import load
+from rondo.errors import ConfigError
+
+MODEL, LENGTH = "model.path=model", "trainer.total_steps=10"
+
+
+def test_mini_batches_divide_the_batch(in_tmp_path: Path) -> None:
+    (in_tmp_path / "r.yaml").write_text("data:\n  batch_size: 12\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"data.batch_size = 12 \(r.yaml:2\)"):
+        load(["r.yaml"], [MODEL, LENGTH, "actor.mini_batch_size=8"])
+    assert load(["r.yaml"], [MODEL, LENGTH, "actor.mini_batch_size=4"]).config.actor.mini_batch_size == 4
+
+
+def test_pretraining_rows_are_at_temperature_one() -> None:
+    rows = ("data.pretrain=[{type: jsonl, path: x}]", "algorithm.pretrain_coef=0.1")
+    assert load([], [MODEL, LENGTH, *rows]).config.algorithm.pretrain_coef == 0.1
+
+
+def test_frozen_engines_have_nothing_of_training() -> None:
+    assert load([], [MODEL, LENGTH, "critic.gradient_checkpointing=true"])
+
+
+def test_backends() -> None:
+    assert load([], [MODEL, LENGTH, "cluster.backend=ray", "cluster.devices=4"]).config.cluster.devices == 4
+
+
+def test_staleness_and_what_goes_with_it() -> None:
+    stale = (MODEL, LENGTH, "trainer.max_staleness=2")
+    assert load([], [*stale]).config.trainer.on_update is None
+    for more in ("trainer.on_update=finish", "trainer.on_update=resume", "trainer.order=completion"):
+        assert load([], [*stale, more]).config.trainer.max_staleness == 2
+    abort = load([], [*stale, "trainer.on_update=abort", "trainer.max_aborts=0"])
+    assert (abort.config.trainer.on_update, abort.config.trainer.max_aborts) == ("abort", 0)
+
+
+def test_engines_in_processes_of_their_own() -> None:
+    vllm = (MODEL, LENGTH, "rollout.engine=vllm")
+    config = load([], [*vllm, "rollout.replicas=2", "rollout.engine_options={swap_space: 4}"]).config
+    assert (config.rollout.engine, config.rollout.engine_options["swap_space"]) == ("vllm", 4)
+    assert load([], [MODEL, LENGTH, "rollout.replicas=2", "rollout.process=own"]).config.rollout.replicas == 2
+
+
+def test_pools() -> None:
+    ray = (MODEL, LENGTH, "cluster.backend=ray", "cluster.devices=3", "cluster.pools={train: 2, rollout: 1}")
+    placed = load([], [*ray, "cluster.placement={rollout: rollout}"]).config.cluster
+    assert placed.placement == {"rollout": "rollout"}
+
+
+def test_estimators_without_groups_take_one_sample() -> None:
+    assert load([], [MODEL, LENGTH, "rollout.n=1", "algorithm.advantage=gae"]).config.rollout.n == 1
