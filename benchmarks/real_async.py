@@ -37,7 +37,7 @@ PLACES: Mapping[str, tuple[str, ...]] = {
         "cluster.pools={train: 1, generate: 1}",
         "cluster.placement={rollout: generate}",
     ),
-    "own": ("rollout.process=own",),  # the engine in a child of the one host
+    "own": ("rollout.engine.process=own",),  # the engine in a child of the one host
 }
 BATCH, SAMPLES, SLOTS = 16, 8, 128  # of the quickstart
 # A decode step costs as much beside its sequences as this many of them, by decode path: docs/benchmarks.md,
@@ -83,7 +83,7 @@ def settings(place: str, steps: int, staleness: int, start: Path, folder: Path, 
         f"trainer.max_staleness={staleness}",
         "trainer.evaluation={before: false, after: false, every: null}",
         "algorithm.rollout_correction={mode: decoupled, importance: {level: token, upper: 2.0}}",
-        f"rollout.decode={decode}",
+        f"rollout.engine.decode={decode}",
         "checkpoint={every: null, export: false}",
         "tracking={console: 'off', plot: false, trackers: [], samples: 0}",
     ]

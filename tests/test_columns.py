@@ -33,7 +33,9 @@ from rondo.columns import (
     per_row,
 )
 from rondo.config.schema import (
+    AdaptiveKlConfig,
     AlgorithmConfig,
+    BypassConfig,
     Config,
     ConstraintConfig,
     FunctionConfig,
@@ -103,7 +105,7 @@ PROGRAMS = {
     "everything": AlgorithmConfig(
         advantage=FunctionConfig("safe_rlhf"),
         policy_loss=FunctionConfig("clip_cov"),
-        kl=KlConfig("k3", coef=0.1, where="loss", controller="adaptive"),
+        kl=KlConfig("k3", coef=0.1, where="loss", controller=AdaptiveKlConfig()),
         constraint=ConstraintConfig(cost="harm"),
         resample=FunctionConfig("pf_ppo"),
         rollout_correction=RolloutCorrectionConfig(mode="auto"),
@@ -112,9 +114,7 @@ PROGRAMS = {
     "prime": AlgorithmConfig(advantage=FunctionConfig("prime")),
     "otb": AlgorithmConfig(advantage=FunctionConfig("otb")),
     "teacher": AlgorithmConfig(policy_loss=FunctionConfig("forward_kl_topk")),
-    "bypass": AlgorithmConfig(
-        advantage=FunctionConfig("reinforce_pp"), rollout_correction=RolloutCorrectionConfig(mode="bypass")
-    ),
+    "bypass": AlgorithmConfig(advantage=FunctionConfig("reinforce_pp"), rollout_correction=BypassConfig()),
 }
 
 

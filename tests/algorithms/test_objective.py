@@ -11,7 +11,7 @@ import torch
 
 from rondo.algorithms import ActorLoss, CriticLoss, SftLoss, bind, lookup, names
 from rondo.algorithms.aggregation import loss_weights
-from rondo.config.schema import AlgorithmConfig, FunctionConfig, KlConfig
+from rondo.config.schema import AdaptiveKlConfig, AlgorithmConfig, FunctionConfig, KlConfig
 from rondo.errors import ConfigError, TrainError
 
 T = torch.tensor
@@ -230,7 +230,7 @@ def test_outputs_and_columns_follow_from_the_configuration() -> None:
 
 def test_an_adaptive_coefficient_in_the_loss_is_a_column() -> None:
     rows = Rows()
-    loss = ActorLoss(algorithm(kl=KlConfig("k3", "loss", 0.3, controller="adaptive")))
+    loss = ActorLoss(algorithm(kl=KlConfig("k3", "loss", 0.3, controller=AdaptiveKlConfig())))
     assert "kl_coef" in loss.columns
     rows.columns["kl_coef"] = torch.full_like(rows.columns["loss_weight"], 0.7)
     adaptive = rows.gradient(loss, [list(range(6))], "log_probs")

@@ -19,7 +19,7 @@ from rondo.algorithms import (
 )
 from rondo.algorithms.advantages.group import grpo
 from rondo.algorithms.registry import advantage, is_zero_at_zero_advantage
-from rondo.config.schema import AlgorithmConfig, FunctionConfig, KlConfig
+from rondo.config.schema import AdaptiveKlConfig, AlgorithmConfig, FunctionConfig, KlConfig
 from rondo.errors import ConfigError
 
 CUSTOM = '''
@@ -134,7 +134,7 @@ def test_every_estimator_passes_the_check_by_name(name: str) -> None:
 
 @pytest.mark.parametrize("name", names("policy_loss"))
 @pytest.mark.parametrize(
-    "kl", [None, KlConfig("k3+", "loss", 0.1), KlConfig("k1", "reward", 0.1, "adaptive")]
+    "kl", [None, KlConfig("k3+", "loss", 0.1), KlConfig("k1", "reward", 0.1, AdaptiveKlConfig())]
 )
 def test_every_loss_passes_the_check_by_name(name: str, kl: KlConfig | None) -> None:
     check_algorithm(AlgorithmConfig(policy_loss=FunctionConfig(name), kl=kl, entropy_coef=0.01))

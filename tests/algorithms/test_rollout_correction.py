@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from rondo.algorithms.rollout_correction import Correction, correct
-from rondo.config.schema import ImportanceConfig, RejectionConfig, RolloutCorrectionConfig
+from rondo.config.schema import (
+    DivergenceRejectionConfig,
+    ImportanceConfig,
+    RatioRejectionConfig,
+    RejectionConfig,
+    RolloutCorrectionConfig,
+)
 
 T = torch.tensor
 LOG2 = math.log(2.0)
@@ -61,8 +67,12 @@ def test_a_batch_normalised_by_tokens_or_by_rows() -> None:
 def test_equal_policies_need_no_correction() -> None:
     same = torch.ones_like(RATIOS)
     rules = [
-        RejectionConfig(statistic, upper, level)
-        for statistic, upper in (("k1", 1.0), ("k2", 1e-9), ("k3", 1e-9))
+        kind(statistic, upper, level)
+        for kind, statistic, upper in (
+            (RatioRejectionConfig, "k1", 1.0),
+            (DivergenceRejectionConfig, "k2", 1e-9),
+            (DivergenceRejectionConfig, "k3", 1e-9),
+        )
         for level in ("token", "sum", "mean")
     ]
     for level in ("token", "sequence", "geometric"):
@@ -79,22 +89,22 @@ def test_equal_policies_need_no_correction() -> None:
     ("rule", "first", "second"),
     [
         # k1's bounds are those of π_old/π_roll itself, not of its inverse (D2)
-        (RejectionConfig("k1", 3.0, lower=1e-9), [1, 1, 0, 0], [1, 1]),
-        (RejectionConfig("k1", 100.0, lower=0.4), [1, 0, 0, 1], [1, 1]),
-        (RejectionConfig("k1", 3.0), [1, 0, 0, 0], [1, 1]),  # ⅓ <= ratio <= 3
-        (RejectionConfig("k1", 5.0, "sum", lower=0.3), [1, 1, 0, 1], [0, 0]),  # 4 and ¼
-        (RejectionConfig("k1", 3.0, "sum", lower=0.1), [0, 0, 0, 0], [1, 1]),
-        (RejectionConfig("k1", 1.5, "mean", lower=0.1), [0, 0, 0, 0], [1, 1]),  # 4^⅓ = 1.587, ½
-        (RejectionConfig("k1", 1.6, "mean", lower=0.6), [1, 1, 0, 1], [0, 0]),
+        (RatioRejectionConfig("k1", 3.0, lower=1e-9), [1, 1, 0, 0], [1, 1]),
+        (RatioRejectionConfig("k1", 100.0, lower=0.4), [1, 0, 0, 1], [1, 1]),
+        (RatioRejectionConfig("k1", 3.0), [1, 0, 0, 0], [1, 1]),  # ⅓ <= ratio <= 3
+        (RatioRejectionConfig("k1", 5.0, "sum", lower=0.3), [1, 1, 0, 1], [0, 0]),  # 4 and ¼
+        (RatioRejectionConfig("k1", 3.0, "sum", lower=0.1), [0, 0, 0, 0], [1, 1]),
+        (RatioRejectionConfig("k1", 1.5, "mean", lower=0.1), [0, 0, 0, 0], [1, 1]),  # 4^⅓ = 1.587, ½
+        (RatioRejectionConfig("k1", 1.6, "mean", lower=0.6), [1, 1, 0, 1], [0, 0]),
         # k2 = (log ratio)²/2: .240, .961, 2.162 and .240, .240
-        (RejectionConfig("k2", 1.0), [1, 1, 0, 0], [1, 1]),
-        (RejectionConfig("k2", 1.0, "mean"), [0, 0, 0, 0], [1, 1]),  # 1.121
-        (RejectionConfig("k2", 0.4, "sum"), [0, 0, 0, 0], [0, 0]),  # 3.363, .480
-        (RejectionConfig("k2", 2.2, "max"), [1, 1, 0, 1], [1, 1]),
+        (DivergenceRejectionConfig("k2", 1.0), [1, 1, 0, 0], [1, 1]),
+        (DivergenceRejectionConfig("k2", 1.0, "mean"), [0, 0, 0, 0], [1, 1]),  # 1.121
+        (DivergenceRejectionConfig("k2", 0.4, "sum"), [0, 0, 0, 0], [0, 0]),  # 3.363, .480
+        (DivergenceRejectionConfig("k2", 2.2, "max"), [1, 1, 0, 1], [1, 1]),
         # k3 = ratio - 1 - log ratio: .307, .636, 4.921 and .193, .193
-        (RejectionConfig("k3", 0.31), [1, 0, 0, 0], [1, 1]),
-        (RejectionConfig("k3", 0.63, "max"), [0, 0, 0, 0], [1, 1]),
-        (RejectionConfig("k3", 5.9, "sum"), [1, 1, 0, 1], [1, 1]),  # 5.864, .386
+        (DivergenceRejectionConfig("k3", 0.31), [1, 0, 0, 0], [1, 1]),
+        (DivergenceRejectionConfig("k3", 0.63, "max"), [0, 0, 0, 0], [1, 1]),
+        (DivergenceRejectionConfig("k3", 5.9, "sum"), [1, 1, 0, 1], [1, 1]),  # 5.864, .386
     ],
 )
 def test_rejection(rule: RejectionConfig, first: list[int], second: list[int]) -> None:
@@ -105,7 +115,7 @@ def test_rejection(rule: RejectionConfig, first: list[int], second: list[int]) -
 
 
 def test_all_rules_must_accept_and_what_is_rejected_is_counted() -> None:
-    rules = RejectionConfig("k1", 3.0, lower=1e-9), RejectionConfig("k1", 100.0, "sum", lower=0.3)
+    rules = RatioRejectionConfig("k1", 3.0, lower=1e-9), RatioRejectionConfig("k1", 100.0, "sum", lower=0.3)
     result = run(ImportanceConfig(lower=0.5, upper=4.0), *rules)
     assert result.mask.tolist() == [[1, 1, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
     assert result.weights[0].tolist() == [2.0, 0.5, 0.0, 0.0]
@@ -117,7 +127,7 @@ def test_all_rules_must_accept_and_what_is_rejected_is_counted() -> None:
 
 
 def test_normalisation_is_over_what_is_still_trained_on() -> None:
-    weights = run(ImportanceConfig(upper=9.0, normalize=True), RejectionConfig("k1", 3.0)).weights
+    weights = run(ImportanceConfig(upper=9.0, normalize=True), RatioRejectionConfig("k1", 3.0)).weights
     torch.testing.assert_close(weights[0], T([2.0, 0, 0, 0]))  # mean of 2, ½, ½ is 1
 
 
@@ -150,7 +160,11 @@ def test_no_nan_whatever_the_gap_and_the_padding(level: str, outside: str) -> No
     rollout = T([[-0.1, -0.1, float("nan")], [-1e4, -1e4, float("nan")], [float("nan")] * 3])
     mask = T([[1, 1, 0], [1, 1, 0], [0, 0, 0]])
     importance = ImportanceConfig(level, upper=1e30, outside=outside, normalize=True)
-    for reject in [(), (RejectionConfig("k3", 1.0, "max"),), (RejectionConfig("k1", 2.0, "sum"),)]:
+    for reject in [
+        (),
+        (DivergenceRejectionConfig("k3", 1.0, "max"),),
+        (RatioRejectionConfig("k1", 2.0, "sum"),),
+    ]:
         for width, rows in ((3, 3), (3, 0), (0, 3)):
             config = RolloutCorrectionConfig(importance=importance, reject=reject)
             parts = (x[:rows, :width] for x in (old, rollout, mask))

@@ -65,7 +65,7 @@ def test_it_serves_a_folder_and_ends_with_all_it_started(folder: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH}
     environment.pop("RONDO_TOKEN", None)
     with subprocess.Popen(
-        [*command, "rollout.decode=lean", "rollout.process=own"],
+        [*command, "rollout.engine.decode=lean", "rollout.engine.process=own"],
         cwd=folder,
         env=environment,
         stdout=subprocess.PIPE,
@@ -117,7 +117,7 @@ def test_sigterm_ends_it_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
     announce = serve_command._announce
     monkeypatch.setattr(serve_command, "_announce", ready)
     monkeypatch.setenv("RONDO_TOKEN", "from-outside")
-    settings = ("cluster.threads=1", "rollout.decode=lean", "--port", "0", "--name", "mine")
+    settings = ("cluster.threads=1", "rollout.engine.decode=lean", "--port", "0", "--name", "mine")
     done = inline("serve", str(folder), *settings)
     assert answers == [greedy(folder, 6)]
     assert "model=mine" in done.stdout
@@ -134,7 +134,7 @@ def test_sigterm_ends_it_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
         (["--token", "two words"], "printable ASCII without spaces"),
         (["--port", "99999"], "choose another --port"),
         (["cluster.devices=2", "cluster.backend=ray"], "uses one device"),
-        (["rollout.engine_options={a: 1}"], "engine_options are for other engines"),
+        (["rollout.engine={a: 1}"], "unknown key 'rollout.engine.a'"),
         (["--replicas", "0"], "rollout.replicas"),
         (["--max-context", "1"], "--max-context 1 leaves no room"),
         (["rollout.sleep=true"], "rollout.sleep has no meaning for `rondo serve`: there is no trainer"),
@@ -143,7 +143,9 @@ def test_sigterm_ends_it_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
     ],
 )
 def test_what_it_refuses(folder: Path, arguments: list[str], message: str) -> None:
-    done = inline("serve", str(folder), "cluster.threads=1", "rollout.decode=lean", *arguments, check=False)
+    done = inline(
+        "serve", str(folder), "cluster.threads=1", "rollout.engine.decode=lean", *arguments, check=False
+    )
     assert done.returncode == 2
     assert message in " ".join(done.stderr.split())
 

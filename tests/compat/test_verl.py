@@ -14,10 +14,13 @@ from rondo.config import LoadedConfig, Origin
 from rondo.config import load as load_ours
 from rondo.config.keys import schema_keys
 from rondo.config.schema import (
+    AdaptiveKlConfig,
+    BypassConfig,
+    DivergenceRejectionConfig,
     FunctionConfig,
     ImportanceConfig,
     KlConfig,
-    RejectionConfig,
+    RatioRejectionConfig,
     RolloutCorrectionConfig,
 )
 from rondo.errors import ConfigError
@@ -106,7 +109,7 @@ def test_the_grpo_example() -> None:
     assert c.reference.offload_params
     assert c.algorithm.advantage == FunctionConfig("grpo")
     assert c.algorithm.kl == KlConfig("k3", "loss", 0.001)
-    assert (c.rollout.engine, c.rollout.n) == ("native", 5)
+    assert (c.rollout.engine.name, c.rollout.n) == ("native", 5)
     assert (c.cluster.devices, c.cluster.backend) == (8, "ray")
     assert (c.checkpoint.every, c.trainer.evaluation.every, c.trainer.epochs) == (20, 5, 15.0)
     assert c.tracking.trackers == (FunctionConfig("wandb"),)
@@ -167,7 +170,7 @@ def test_kl() -> None:
         "algorithm.kl_ctrl.type=adaptive",
         "algorithm.kl_ctrl.target_kl=0.2",
     )
-    assert kl(*adaptive) == KlConfig("k1", "reward", 0.001, "adaptive", 0.2, 10000.0)
+    assert kl(*adaptive) == KlConfig("k1", "reward", 0.001, AdaptiveKlConfig(target=0.2, horizon=10000.0))
     both = message(f"{A}.use_kl_loss=True", "algorithm.use_kl_in_reward=True")
     assert both.endswith("cannot be boolean true here: the KL is in the loss already; choose one of the two")
 
@@ -239,10 +242,13 @@ def test_group_filter() -> None:
         (
             ["rollout_rs='token_k1,seq_max_k3'", "rollout_rs_threshold='0.5_2.0,0.01'"],
             RolloutCorrectionConfig(
-                reject=(RejectionConfig("k1", 2.0, "token", 0.5), RejectionConfig("k3", 0.01, "max"))
+                reject=(
+                    RatioRejectionConfig("k1", 2.0, "token", 0.5),
+                    DivergenceRejectionConfig("k3", 0.01, "max"),
+                )
             ),
         ),
-        (["bypass_mode=True", "loss_type=ppo_clip"], RolloutCorrectionConfig(mode="bypass")),
+        (["bypass_mode=True", "loss_type=ppo_clip"], BypassConfig()),
     ],
 )
 def test_rollout_correction(overrides: list[str], expected: RolloutCorrectionConfig | None) -> None:
@@ -267,7 +273,10 @@ def test_rollout_correction(overrides: list[str], expected: RolloutCorrectionCon
         ([f"{C}.rollout_rs=token_k2"], "it needs rollout_rs_threshold"),
         ([f"{C}.rollout_is=token", f"{C}.rollout_is_threshold=high"], "give a number, or lower_upper"),
         ([f"{C}.loss_type=reinforce"], "choose the loss itself"),
-        ([f"{C}.rollout_is=token", f"{C}.bypass_mode=True"], "has nothing to correct with"),
+        (
+            [f"{C}.rollout_is=token", f"{C}.bypass_mode=True"],
+            "is for algorithm.rollout_correction=auto or decoupled",
+        ),
     ],
 )
 def test_algorithms_without_a_counterpart(overrides: list[str], expected: str) -> None:
@@ -294,13 +303,13 @@ def test_algorithms_without_a_counterpart(overrides: list[str], expected: str) -
 def test_engines(overrides: list[str], expected: tuple[str, int, dict[str, object]]) -> None:
     found = load([], [*BASE, *overrides])
     rollout = found.config.rollout
-    assert (rollout.engine, rollout.tensor_parallel, dict(rollout.engine_options)) == expected
+    assert (rollout.engine.name, rollout.engine.tensor_parallel, dict(rollout.engine.options)) == expected
     assert not found.notes
 
 
 def test_options_that_the_engine_does_not_have_are_noted() -> None:
     native = load([], [*BASE, f"{R}.gpu_memory_utilization=0.6"])
-    assert native.config.rollout.engine == "native"
+    assert native.config.rollout.engine.name == "native"
     assert "the native engine, the default here, has no such option" in native.notes[0]
     sglang = load([], [*BASE, f"{R}.name=sglang", f"{R}.max_num_batched_tokens=8192"])
     assert "max_num_batched_tokens has no meaning in rondo: the sglang engine has no" in sglang.notes[0]
@@ -309,22 +318,22 @@ def test_options_that_the_engine_does_not_have_are_noted() -> None:
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["staleness_threshold=0", "partial_rollout=True"], (0, None, "auto")),
-        (["staleness_threshold=0.5"], (1, None, "auto")),
+        (["staleness_threshold=0", "partial_rollout=True"], (0, "auto", "auto")),
+        (["staleness_threshold=0.5"], (1, "auto", "auto")),
         (["staleness_threshold=2", "partial_rollout=True"], (2, "resume", "auto")),
         (["staleness_threshold=1", "partial_rollout=False"], (1, "finish", "auto")),
-        (["staleness_threshold=1", "use_rollout_log_probs=True"], (1, None, "bypass")),
+        (["staleness_threshold=1", "use_rollout_log_probs=True"], (1, "auto", "bypass")),
         (
             ["staleness_threshold=1", "use_rollout_log_probs=True", "compute_prox_log_prob=True"],
-            (1, None, "decoupled"),
+            (1, "auto", "decoupled"),
         ),
     ],
 )
-def test_asynchrony(overrides: list[str], expected: tuple[int, str | None, str]) -> None:
+def test_asynchrony(overrides: list[str], expected: tuple[int, str, str]) -> None:
     config = load([], [*BASE, *(f"async_training.{override}" for override in overrides)]).config
     correction = config.algorithm.rollout_correction
     assert correction is not None
-    assert (config.trainer.max_staleness, config.trainer.on_update, correction.mode) == expected
+    assert (config.trainer.max_staleness, config.trainer.on_update.name, correction.mode) == expected
 
 
 def test_devices_of_the_rollout() -> None:
@@ -395,7 +404,7 @@ def test_each_value_says_which_key_it_is_from(in_tmp_path: Path) -> None:
         f"{correction}.reject.0.upper": "base.yaml:12",
         "trainer.epochs": "base.yaml:14",
         "trainer.max_staleness": "base.yaml:17",
-        "trainer.on_update": said["partial"],
+        "trainer.on_update.name": said["partial"],
         "cluster.devices": said["rollout"],
         "cluster.pools.train": "base.yaml:15",
         "cluster.pools.rollout": said["rollout"],

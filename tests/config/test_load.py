@@ -283,8 +283,10 @@ class TestPrinting:
         simple = {
             key for key in schema_keys() if key.startswith(("actor.", "rollout.", "trainer.evaluation."))
         }
-        sections = {"actor.optimizer", "actor.optimizer.schedule"}
-        nothing = {"rollout.agent.name"}  # of a function that is null
+        sections = {"actor.optimizer", "actor.optimizer.schedule", "rollout.engine"}
+        # Of a function that is null, and of choices that were not made.
+        nothing = {"rollout.agent.name", "rollout.engine.tensor_parallel"}
+        nothing |= {f"actor.optimizer.schedule.{key}" for key in ("min_ratio", "decay_steps")}
         assert simple - sections - nothing <= set(lines)
 
 

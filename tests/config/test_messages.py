@@ -38,6 +38,9 @@ TYPES = [
     ("rollout=3", "rollout"),
     ("model.config=3", "model.config"),
     ("algorithm.advantage=3", "algorithm.advantage"),
+    ("rollout.engine=vlm", "rollout.engine"),
+    ("rollout.engine=3", "rollout.engine"),
+    ("rollout.engine={name: vllm, tensor_parallel: two}", "rollout.engine.tensor_parallel"),
     ("cluster.backend=rai", "cluster.backend"),
     ("rollout.dtype=fp8", "rollout.dtype"),
     ("algorithm.kl={name: k3, coef: 1}", "algorithm.kl.where"),
@@ -90,6 +93,39 @@ UNKNOWN = [
     ("reference.gradient_checkpointing=true", "reference.gradient_checkpointing"),
     ("teacher.offload_optimizer=true", "teacher.offload_optimizer"),
 ]
+# Keys of a choice that was not made.
+CHOICES = [
+    ("actor.optimizer.schedule.min_ratio=0.1", "actor.optimizer.schedule.min_ratio"),
+    ("actor.optimizer.schedule={name: linear, decay_steps: 5}", "actor.optimizer.schedule.decay_steps"),
+    ("actor.optimizer.schedule=wavy", "actor.optimizer.schedule"),
+    ("rollout.engine={swap_space: 4}", "rollout.engine.swap_space"),
+    ("rollout.engine.tensor_parallel=2", "rollout.engine.tensor_parallel"),
+    (
+        "trainer.max_staleness=1 trainer.on_update={name: resume, max_aborts: 3}",
+        "trainer.on_update.max_aborts",
+    ),
+    (
+        "algorithm.kl={name: k3, where: loss, coef: 1, controller: {target: 6}}",
+        "algorithm.kl.controller.target",
+    ),
+    (
+        "algorithm.rollout_correction={mode: bypass, importance: {level: token}}",
+        "algorithm.rollout_correction.importance",
+    ),
+    (
+        "algorithm.rollout_correction={mode: bypass, reject: [{statistic: k1, upper: 2}]}",
+        "algorithm.rollout_correction.reject",
+    ),
+    (
+        "algorithm.rollout_correction.reject=[{statistic: k2, upper: 1, lower: 0.5}]",
+        "algorithm.rollout_correction.reject.0.lower",
+    ),
+    (
+        "algorithm.rollout_correction.reject=[{statistic: k1, upper: 2, level: max}]",
+        "algorithm.rollout_correction.reject.0.level",
+    ),
+    ("algorithm.rollout_correction.reject=[{upper: 2}]", "algorithm.rollout_correction.reject.0"),
+]
 ARGUMENTS = [
     ("n", None),
     ("=3", None),
@@ -116,39 +152,19 @@ COMBINATIONS = [
     ("data.train=[{type: jsonl}]", "data.train.0.type"),
     ("data.eval=[{type: jsonl, path: x, task: y}]", "data.eval.0.task"),
     ("data.train=[{type: parquet, path: x, seed: 3}]", "data.train.0.seed"),
-    ("actor.optimizer.schedule.min_ratio=0.1", "actor.optimizer.schedule.min_ratio"),
-    ("actor.optimizer.schedule={name: linear, decay_steps: 5}", "actor.optimizer.schedule.decay_steps"),
-    ("rollout.engine_options={swap_space: 4}", "rollout.engine_options"),
-    ("rollout.tensor_parallel=2", "rollout.tensor_parallel"),
-    ("rollout.engine=vllm rollout.process=host", "rollout.process"),
-    ("rollout.engine=vllm rollout.decode=lean", "rollout.decode"),
-    ("rollout.replicas=2", "rollout.replicas"),
+    ("rollout.engine.process=host rollout.replicas=2", "rollout.replicas"),
     ("rollout.sleep=true trainer.max_staleness=1", "rollout.sleep"),
     ("reward.models=[{path: x, name: critic}]", "reward.models.0.name"),
-    ("algorithm.kl={name: k3, where: loss, coef: 1, target: 6}", "algorithm.kl.target"),
     ("algorithm.max_refills=3", "algorithm.max_refills"),
-    (
-        "algorithm.rollout_correction={mode: bypass, importance: {level: token}}",
-        "algorithm.rollout_correction.importance",
-    ),
-    (
-        "algorithm.rollout_correction={mode: bypass, reject: [{statistic: k1, upper: 2}]}",
-        "algorithm.rollout_correction.reject",
-    ),
     (
         "algorithm.rollout_correction.importance={lower: 3}",
         "algorithm.rollout_correction.importance.lower",
     ),
     (
-        "algorithm.rollout_correction.reject=[{statistic: k2, upper: 1, lower: 0.5}]",
-        "algorithm.rollout_correction.reject.0.lower",
+        "algorithm.rollout_correction.reject=[{statistic: k1, upper: 0.5}]",
+        "algorithm.rollout_correction.reject.0.upper",
     ),
-    (
-        "algorithm.rollout_correction.reject=[{statistic: k1, upper: 0.5, level: max}]",
-        "algorithm.rollout_correction.reject.0.level algorithm.rollout_correction.reject.0.upper",
-    ),
-    ("trainer.on_update=resume", "trainer.on_update"),
-    ("trainer.max_aborts=3", "trainer.max_aborts"),
+    ("trainer.on_update=resume", "trainer.on_update.name"),
     ("trainer.order=completion", "trainer.order"),
     ("trainer.evaluation={every: 1, greedy: false}", "trainer.evaluation.every"),
     ("cluster.devices=2", "cluster.devices"),
@@ -173,7 +189,7 @@ SEVERAL = [
     ),
     ("model.path=7 trainer.warm_start=sft.yaml", "model.path"),
 ]
-CASES = [*TYPES, *BOUNDS, *UNKNOWN, *ARGUMENTS, *COMBINATIONS, *SEVERAL]
+CASES = [*TYPES, *BOUNDS, *UNKNOWN, *CHOICES, *ARGUMENTS, *COMBINATIONS, *SEVERAL]
 
 
 def arguments(case: str) -> list[str]:

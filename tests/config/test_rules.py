@@ -7,6 +7,13 @@ from pathlib import Path
 import pytest
 
 from rondo.config import load
+from rondo.config.schema import (
+    AbortConfig,
+    KeepConfig,
+    NativeEngineConfig,
+    SglangEngineConfig,
+    VllmEngineConfig,
+)
 from rondo.errors import ConfigError
 
 MODEL, LENGTH = "model.path=model", "trainer.total_steps=10"
@@ -34,18 +41,34 @@ def test_backends() -> None:
 
 def test_staleness_and_what_goes_with_it() -> None:
     stale = (MODEL, LENGTH, "trainer.max_staleness=2")
-    assert load([], [*stale]).config.trainer.on_update is None
+    assert load([], [*stale]).config.trainer.on_update == KeepConfig("auto")
     for more in ("trainer.on_update=finish", "trainer.on_update=resume", "trainer.order=completion"):
         assert load([], [*stale, more]).config.trainer.max_staleness == 2
-    abort = load([], [*stale, "trainer.on_update=abort", "trainer.max_aborts=0"])
-    assert (abort.config.trainer.on_update, abort.config.trainer.max_aborts) == ("abort", 0)
+    abort = load([], [*stale, "trainer.on_update={name: abort, max_aborts: 0}"])
+    assert abort.config.trainer.on_update == AbortConfig(max_aborts=0)
 
 
 def test_engines_in_processes_of_their_own() -> None:
     vllm = (MODEL, LENGTH, "rollout.engine=vllm")
-    config = load([], [*vllm, "rollout.replicas=2", "rollout.engine_options={swap_space: 4}"]).config
-    assert (config.rollout.engine, config.rollout.engine_options["swap_space"]) == ("vllm", 4)
-    assert load([], [MODEL, LENGTH, "rollout.replicas=2", "rollout.process=own"]).config.rollout.replicas == 2
+    config = load([], [*vllm, "rollout.replicas=2", "rollout.engine={swap_space: 4}"]).config
+    assert config.rollout.engine == VllmEngineConfig(options={"swap_space": 4})
+    wide = load([], [*vllm, "rollout.engine={name: vllm, tensor_parallel: 2, x: {y: 1}}"]).config
+    assert wide.rollout.engine == VllmEngineConfig(tensor_parallel=2, options={"x": {"y": 1}})
+
+
+def test_another_engine_replaces_all_of_the_other_ones_keys(in_tmp_path: Path) -> None:
+    (in_tmp_path / "r.yaml").write_text("rollout: {engine: {name: vllm, tensor_parallel: 2, a: 1}}\n")
+
+    def engine(*arguments: str) -> object:
+        return load(["r.yaml"], [MODEL, LENGTH, *arguments]).config.rollout.engine
+
+    assert engine("rollout.engine.b=2") == VllmEngineConfig(tensor_parallel=2, options={"a": 1, "b": 2})
+    for written in ("rollout.engine=sglang", "rollout.engine.name=sglang", "rollout.engine={name: sglang}"):
+        assert engine(written) == SglangEngineConfig()
+    assert engine("rollout.engine=native", "rollout.engine.decode=lean") == NativeEngineConfig(decode="lean")
+    assert load(
+        [], [MODEL, LENGTH, "rollout.engine.decode=lean", "rollout.engine=vllm"]
+    ).config.rollout.engine == (VllmEngineConfig())
 
 
 def test_pools() -> None:

@@ -269,14 +269,14 @@ def test_options_are_vllms_own() -> None:
     cases = {
         "max_num_batch_tokens": "no engine argument .*; did you mean 'max_num_batched_tokens'",
         "dtype": "rondo sets this; it is governed by rollout.dtype",
-        "tensor_parallel_size": "rollout.tensor_parallel",
+        "tensor_parallel_size": "rollout.engine.tensor_parallel",
         "generation_config": "governed by the keys of rollout",
         "speculative_config": "not supported with rondo",
         "kv_offloading_size": "not supported with rondo: keys and values of old weights",
         "logits_processors": "not supported with rondo",
     }
     for name, message in cases.items():
-        with pytest.raises(ConfigError, match=rf"rollout.engine_options.{name}.*{message}"):
+        with pytest.raises(ConfigError, match=rf"rollout.engine.{name}.*{message}"):
             check_engine("vllm", {name: 1}, tensor_parallel=1, device="cpu")
     with pytest.raises(ConfigError, match="is the CPU build, but the device is cuda:0"):
         check_engine("vllm", {}, tensor_parallel=1, device="cuda:0")

@@ -289,7 +289,9 @@ def test_a_killed_engines_requests_end_as_if_nothing_had_happened(
 
 
 def test_what_cannot_be_built_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"rollout.decode=fast: choose auto, generic, lean or compiled"):
+    with pytest.raises(
+        ConfigError, match=r"rollout.engine.decode=fast: choose auto, generic, lean or compiled"
+    ):
         start_engine(spec(decode="fast"))
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\necho 'a library is missing' >&2\nexit 3\n", encoding="utf-8")

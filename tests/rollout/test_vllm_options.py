@@ -86,8 +86,8 @@ def test_options_are_the_fields_of_its_arguments(install: Install) -> None:
     check_engine("vllm", {"block_size": 32}, tensor_parallel=2, device="cpu")
     cases: dict[str, Any] = {
         "blocksize": r"vLLM 0.32.0 has no engine argument 'blocksize'; did you mean 'block_size'\?",
-        "seed": r"rollout.engine_options.seed: rondo sets this; it is governed by trainer.seed",
-        "enable_lora": r"rollout.engine_options.enable_lora is not supported with rondo: adapters",
+        "seed": r"rollout.engine.seed: rondo sets this; it is governed by trainer.seed",
+        "enable_lora": r"rollout.engine.enable_lora is not supported with rondo: adapters",
     }
     for name, message in cases.items():
         with pytest.raises(ConfigError, match=message):
@@ -98,9 +98,7 @@ def test_options_are_the_fields_of_its_arguments(install: Install) -> None:
 def test_sleep_needs_a_gpu_and_its_option(install: Install) -> None:
     install("vllm", "0.32.0")
     vllm_options.check({}, 1, "cuda:0")
-    with pytest.raises(
-        ConfigError, match=r"rollout.sleep: add rollout.engine_options.enable_sleep_mode=true"
-    ):
+    with pytest.raises(ConfigError, match=r"rollout.sleep: add rollout.engine.enable_sleep_mode=true"):
         vllm_options.check({}, 1, "cuda:0", sleep=True)
 
 

@@ -345,7 +345,7 @@ def test_republishing_keeps_what_is_in_flight() -> None:
 
 
 def test_the_default_of_on_update() -> None:
-    chosen = [effective_on_update(None, k) for k in (0, 1, 2, 5)]
+    chosen = [effective_on_update("auto", k) for k in (0, 1, 2, 5)]
     assert chosen == ["finish", "finish", "resume", "resume"]
     assert effective_on_update("abort", 1) == "abort"
 

@@ -43,7 +43,7 @@ def test_an_engine_that_is_killed_is_replaced_and_no_prompt_is_lost(
     monkeypatch.setattr(RLTrainer, "take", take)
     run = tmp_path / "run"
     arguments = (*RESUME[1:], f"trainer.max_staleness={k}", f"trainer.on_update={mode}")
-    own = ("rollout.process=own", "trainer.total_steps=3")
+    own = ("rollout.engine.process=own", "trainer.total_steps=3")
     inline("train", str(recipe), *arguments, *own, f"trainer.run_dir={run}")
     assert sorted(seq for step in groups_by_step(run) for seq in step) == list(range(12))
     lines = metrics(run)

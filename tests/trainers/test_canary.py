@@ -92,7 +92,7 @@ def with_roles(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 ASYNCHRONOUS = "trainer.max_staleness=1"
-IN_PLACE = "rollout.decode=generic"  # this path reads the storage itself, the others a packed copy
+IN_PLACE = "rollout.engine.decode=generic"  # this path reads the storage itself, the others a packed copy
 
 
 @pytest.mark.parametrize("share", [True, False])

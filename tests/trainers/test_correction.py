@@ -17,12 +17,14 @@ from rondo.batch import ROW_ID, Batch, BatchRef, ragged_rows
 from rondo.config import load
 from rondo.config.schema import (
     AlgorithmConfig,
+    BypassConfig,
     ClusterConfig,
     ConstraintConfig,
+    DivergenceRejectionConfig,
     FunctionConfig,
     ImportanceConfig,
     KlConfig,
-    RejectionConfig,
+    RatioRejectionConfig,
     RolloutCorrectionConfig,
 )
 from rondo.controller import Cluster, start_cluster
@@ -100,7 +102,7 @@ def test_columns_go_out_and_back(cluster: Cluster) -> None:
 
 def test_correction_attaches_weights_and_shrinks_the_mask(cluster: Cluster) -> None:
     config = RolloutCorrectionConfig(
-        importance=ImportanceConfig(upper=3.0), reject=(RejectionConfig("k1", 5.0, lower=0.1),)
+        importance=ImportanceConfig(upper=3.0), reject=(RatioRejectionConfig("k1", 5.0, lower=0.1),)
     )
     stage = CorrectionStage(config)
     batch, stats = stepped(stage, batch_of(cluster), cluster)
@@ -114,7 +116,8 @@ def test_correction_attaches_weights_and_shrinks_the_mask(cluster: Cluster) -> N
 
 
 NORMALIZED = RolloutCorrectionConfig(
-    importance=ImportanceConfig(upper=8.0, normalize=True), reject=(RejectionConfig("k1", 5.0, lower=0.1),)
+    importance=ImportanceConfig(upper=8.0, normalize=True),
+    reject=(RatioRejectionConfig("k1", 5.0, lower=0.1),),
 )
 
 
@@ -168,7 +171,7 @@ SEQUENCE = RolloutCorrectionConfig("decoupled", ImportanceConfig("sequence"))
         (["importance={level: sequence}"], SEQUENCE, "per sequence, up to 2.0, truncated (auto"),
         (["trainer.max_staleness=2", "importance={level: sequence}"], SEQUENCE, "per sequence"),
         (["trainer.max_staleness=2", "=null"], None, "rollout correction: off"),
-        (["trainer.max_staleness=2", "mode=bypass"], RolloutCorrectionConfig("bypass"), "correction: bypass"),
+        (["trainer.max_staleness=2", "mode=bypass"], BypassConfig(), "correction: bypass"),
         (
             ["trainer.max_staleness=2", "mode=decoupled"],
             RolloutCorrectionConfig("decoupled"),
@@ -176,7 +179,7 @@ SEQUENCE = RolloutCorrectionConfig("decoupled", ImportanceConfig("sequence"))
         ),
         (
             ["reject=[{statistic: k3, upper: 0.1, level: mean}]"],
-            RolloutCorrectionConfig("decoupled", None, (RejectionConfig("k3", 0.1, "mean"),)),
+            RolloutCorrectionConfig("decoupled", None, (DivergenceRejectionConfig("k3", 0.1, "mean"),)),
             "reject k3 per mean (auto",
         ),
     ],

@@ -17,7 +17,7 @@ from rondo.types import GenerateRequest
 from tests.trainers.conftest import REPOSITORY, inline, metrics, weights
 from tests.waiting import wait_for, wait_until_gone
 
-OWN = ("rollout.process=own", "rollout.replicas=2")
+OWN = ("rollout.engine.process=own", "rollout.replicas=2")
 
 
 def engines_of(pid: int) -> list[int]:
@@ -85,7 +85,9 @@ def test_the_same_bits_as_in_the_host_also_when_an_engine_is_killed(
 @pytest.mark.slow
 def test_ctrl_c_leaves_no_process(recipe: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    run = start(recipe, f"trainer.run_dir={folder}", "trainer.total_steps=100000", "rollout.process=own")
+    run = start(
+        recipe, f"trainer.run_dir={folder}", "trainer.total_steps=100000", "rollout.engine.process=own"
+    )
     lines = folder / "metrics.jsonl"
     wait_for("a step", lambda: run.poll() is not None or (lines.exists() and "\n" in lines.read_text()))
     below = [*children(run.pid), *engines_of(run.pid)]

@@ -107,7 +107,7 @@ def test_engines_that_rest_while_the_trainer_computes(
 
     monkeypatch.setattr(NativeEngine, "sleep", sleep)
     settings = ["checkpoint.every=null", "trainer.total_steps=2", "trainer.evaluation.every=1"]
-    settings += [] if shared else ["rollout.process=host", "actor.offload_params=true"]
+    settings += [] if shared else ["rollout.engine.process=host", "actor.offload_params=true"]
     awake = run(f"awake-{shared}", *settings)
     assert bytes_before_and_after == []
     asleep = run(f"asleep-{shared}", *settings, "rollout.sleep=true")

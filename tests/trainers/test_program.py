@@ -18,7 +18,9 @@ from rondo.batch import ROW_ID, Batch, BatchRef
 from rondo.columns import column
 from rondo.config.auto import config_for
 from rondo.config.schema import (
+    AdaptiveKlConfig,
     AlgorithmConfig,
+    BypassConfig,
     Config,
     FunctionConfig,
     ImportanceConfig,
@@ -63,7 +65,7 @@ def test_each_column_once_and_after_what_it_is_made_from() -> None:
 
 
 def test_bypass_takes_the_samplers_log_probs() -> None:
-    correction = RolloutCorrectionConfig(mode="bypass")
+    correction = BypassConfig()
     config = algorithm(advantage=FunctionConfig("reinforce_pp"), rollout_correction=correction)
     (producer,) = plan_program(config).producers
     assert producer.method.__name__ == "adopt_rollout_log_prob"
@@ -375,7 +377,7 @@ def test_a_step_is_described_in_the_order_in_which_it_runs() -> None:
             rollout_correction=RolloutCorrectionConfig(importance=ImportanceConfig()),
             policy_loss=FunctionConfig("kl_cov"),
             pretrain_coef=0.1,
-            kl=KlConfig("k3", "loss", 0.1, "adaptive"),
+            kl=KlConfig("k3", "loss", 0.1, AdaptiveKlConfig()),
         ),
         reference=ReferenceConfig(refresh_every=3),
     )

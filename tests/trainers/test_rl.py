@@ -165,7 +165,8 @@ def test_kl_in_the_loss_starts_at_zero_and_pulls_back(run: Any) -> None:
 
 
 def test_kl_in_the_reward_adapts_its_coefficient_after_use(run: Any) -> None:
-    kl = "algorithm.kl={name: k1, where: reward, coef: 0.1, controller: adaptive, target: 0.5, horizon: 100}"
+    adaptive = "{name: adaptive, target: 0.5, horizon: 100}"
+    kl = f"algorithm.kl={{name: k1, where: reward, coef: 0.1, controller: {adaptive}}}"
     lines = metrics(run("adaptive", kl, "trainer.total_steps=3"))[1:]
     assert lines[0]["actor/kl_coef"] == pytest.approx(0.1)
     assert lines[0]["actor/kl_reward"] == pytest.approx(0.0, abs=1e-5)

@@ -212,7 +212,7 @@ def test_nobody_is_waited_for_who_will_never_answer(
 
 
 def test_an_engine_on_several_devices_takes_consecutive_ones(config: Callable[..., Config]) -> None:
-    wide = config("rollout.engine=vllm", "rollout.tensor_parallel=2")
+    wide = config("rollout.engine=vllm", "rollout.engine.tensor_parallel=2")
     for devices in ((0, 2), (0, 1, 2)):
         with pytest.raises(ConfigError, match=r"each engine takes 2 with consecutive numbers"):
             asyncio.run(create_rollout(None, wide, 8, share=False, threads=1, devices=devices))  # type: ignore[arg-type]

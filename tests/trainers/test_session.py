@@ -226,7 +226,7 @@ def test_an_engine_that_is_killed_gets_its_weights_again(run: Any, monkeypatch: 
         assert len(warned) == 1
         assert "it was started again and wants weights" in warned[0]
 
-    run(program, "rollout.process=own")
+    run(program, "rollout.engine.process=own")
 
 
 async def grpo(session: Session) -> None:
@@ -240,7 +240,8 @@ async def grpo(session: Session) -> None:
 
 
 ADAPTIVE = (
-    "algorithm.kl={name: k3, where: loss, coef: 0.1, controller: adaptive, target: 0.001, horizon: 100}"
+    "algorithm.kl={name: k3, where: loss, coef: 0.1, "
+    "controller: {name: adaptive, target: 0.001, horizon: 100}}"
 )
 POWERS = {
     "filter": (

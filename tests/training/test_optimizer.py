@@ -10,7 +10,13 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from rondo.config.schema import OptimizerConfig, ScheduleConfig
+from rondo.config.schema import (
+    ConstantScheduleConfig,
+    FallingScheduleConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    WsdScheduleConfig,
+)
 from rondo.errors import ConfigError, TrainError
 from rondo.models import ModelSource
 from rondo.training import lr_ratio
@@ -18,20 +24,20 @@ from rondo.training.sharding import as_shard
 from tests.training.helpers import PolicyLoss, ValueLoss, make_batch, make_engine
 
 SCHEDULES = [
-    (ScheduleConfig("constant", warmup_steps=4), None, {0: 0.25, 1: 0.5, 3: 1.0, 4: 1.0, 99: 1.0}),
-    (ScheduleConfig("linear", min_ratio=0.2), 8, {0: 1.0, 4: 0.6, 8: 0.2, 12: 0.2}),
-    (ScheduleConfig("linear", warmup_steps=2), 6, {0: 0.5, 1: 1.0, 2: 1.0, 3: 0.75, 5: 0.25}),
+    (ConstantScheduleConfig(warmup_steps=4), None, {0: 0.25, 1: 0.5, 3: 1.0, 4: 1.0, 99: 1.0}),
+    (FallingScheduleConfig("linear", min_ratio=0.2), 8, {0: 1.0, 4: 0.6, 8: 0.2, 12: 0.2}),
+    (FallingScheduleConfig("linear", warmup_steps=2), 6, {0: 0.5, 1: 1.0, 2: 1.0, 3: 0.75, 5: 0.25}),
     (
-        ScheduleConfig("cosine", min_ratio=0.1),
+        FallingScheduleConfig("cosine", min_ratio=0.1),
         4,
         {0: 1.0, 1: 0.1 + 0.9 * (1 + math.sqrt(0.5)) / 2, 2: 0.55, 4: 0.1},
     ),
     (
-        ScheduleConfig("wsd", warmup_steps=1, decay_steps=4),
+        WsdScheduleConfig(warmup_steps=1, decay_steps=4),
         10,
         {0: 1.0, 5: 1.0, 6: 1.0, 7: 0.75, 9: 0.25, 10: 0.0},
     ),
-    (ScheduleConfig("wsd"), 20, {17: 1.0, 18: 1.0, 19: 0.5}),
+    (WsdScheduleConfig(), 20, {17: 1.0, 18: 1.0, 19: 0.5}),
 ]
 
 
@@ -42,7 +48,7 @@ def test_schedules_by_hand(schedule: ScheduleConfig, total: int | None, expected
 
 def test_a_falling_schedule_needs_its_end(mesh: DeviceMesh) -> None:
     with pytest.raises(ConfigError, match="needs the number of optimizer steps"):
-        make_engine(mesh, optimizer=OptimizerConfig(schedule=ScheduleConfig("cosine")))
+        make_engine(mesh, optimizer=OptimizerConfig(schedule=FallingScheduleConfig("cosine")))
 
 
 @pytest.mark.parametrize("clip", [None, 0.05, 1e6])
@@ -65,7 +71,7 @@ def test_step_equals_torch_adamw_with_clip_grad_norm(mesh: DeviceMesh, clip: flo
 
 
 def test_a_nan_gradient_skips_the_step(mesh: DeviceMesh) -> None:
-    schedule = ScheduleConfig("linear")
+    schedule = FallingScheduleConfig("linear")
     engine = make_engine(mesh, optimizer=OptimizerConfig(lr=1.0, schedule=schedule), total_optimizer_steps=4)
     before = engine.snapshot()
     batch = make_batch()

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from rondo.config.schema import OptimizerConfig, ScheduleConfig
+from rondo.config.schema import FallingScheduleConfig, OptimizerConfig
 from rondo.errors import CheckpointError
 from rondo.planning.batches import balance
 from rondo.training import FsdpEngine
@@ -108,7 +108,7 @@ def test_ranks_without_rows_do_not_hang_and_change_nothing() -> None:
 
 def _engine(rank: int, world: int, seed: int = 3) -> FsdpEngine:
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
-    optimizer = OptimizerConfig(lr=0.01, schedule=ScheduleConfig("cosine", warmup_steps=2))
+    optimizer = OptimizerConfig(lr=0.01, schedule=FallingScheduleConfig("cosine", warmup_steps=2))
     return make_engine(mesh, source(), optimizer, total_optimizer_steps=9)
 
 

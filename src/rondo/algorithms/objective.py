@@ -117,7 +117,7 @@ class ActorLoss:
         self._has_lm = algorithm.positive_lm_coef > 0 or algorithm.pretrain_coef > 0
         correction = algorithm.rollout_correction
         extra = {
-            "kl_coef": self._kl is not None and self._kl.controller == "adaptive",
+            "kl_coef": self._kl is not None and self._kl.controller.name == "adaptive",
             "rollout_weights": correction is not None and correction.importance is not None,
             "lm_weight": self._has_lm,
             "teacher_topk_ids": asked["topk_log_probs"],
@@ -153,7 +153,7 @@ class ActorLoss:
             metrics["actor/entropy"] = ((inputs["entropy"] * mask).sum(), mask.sum())
         if self._kl is not None and self._estimator is not None:
             divergence = self._estimator(*(inputs[name] for name in self._estimator_reads))
-            coef = inputs["kl_coef"] if self._kl.controller == "adaptive" else self._kl.coef
+            coef = inputs["kl_coef"] if self._kl.controller.name == "adaptive" else self._kl.coef
             loss = loss + (weight * coef * divergence).sum()
             metrics["actor/kl_loss"] = ((divergence * mask).sum(), mask.sum())
         if self._has_lm:

@@ -108,14 +108,12 @@ def accepted(gap: Tensor, counted: Tensor, rule: RejectionConfig) -> Tensor:
     assert gap.ndim == counted.ndim == 2
     assert rule.upper > 0
     if rule.statistic == "k1":
-        assert rule.level != "max"  # k1 has a sign
         lower = 1.0 / rule.upper if rule.lower is None else rule.lower
         assert 0 < lower <= rule.upper
         # the bounds are those of the ratio, so they are compared with λ = -k1, not with k1 (D2)
         value = _by_level(gap, counted, rule.level)
         good = (value >= math.log(lower)) & (value <= math.log(rule.upper))
     else:
-        assert rule.lower is None
         divergence = gap.square() / 2 if rule.statistic == "k2" else gap.expm1() - gap
         good = _by_level(divergence, counted, rule.level) <= rule.upper
     return good | ~counted.any(1, keepdim=True)

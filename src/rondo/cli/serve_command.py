@@ -68,8 +68,6 @@ def load_served(arguments: Sequence[str], replicas: int | None = None) -> Loaded
     from rondo.config.load import recipe_path
 
     extra = [] if replicas is None else [f"rollout.replicas={replicas}"]
-    if replicas is not None and replicas > 1:
-        extra.append("rollout.process=own")
     first = arguments[0]
     if recipe_path(first).endswith((".yaml", ".yml")) or "=" in first:
         return load_arguments(arguments, extra)

@@ -237,7 +237,6 @@ TABLE: Mapping[str, Rule] = {
     ),
     f"{_R}.calculate_log_probs": Ignored("the sampler's log-probs are always kept"),
     f"{_R}.mode": Ignored("requests are always asynchronous"),
-    f"{_R}.tensor_model_parallel_size": To("rollout.tensor_parallel"),
     **dict.fromkeys((f"{_R}.{key}" for key in joint.ENGINE_KEYS), _ENGINE),
     f"{_R}.max_model_len": _LONGEST,
     f"{_R}.free_cache_engine": To("rollout.sleep"),

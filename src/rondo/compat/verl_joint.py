@@ -16,7 +16,6 @@ from rondo.errors import ConfigError
 Values = Mapping[str, Node]  # the keys of one joint function that are set
 Setting = tuple[str, Any]  # our key, and the node with its value: written where the value comes from
 
-
 KL_K3 = {"low_var_kl": "k3", "k3": "k3", "k1+": "k1+", "k3+": "k3+"}
 ESTIMATORS = {
     "gae": "gae",
@@ -71,15 +70,19 @@ LOSS_OPTIONS: Mapping[str, Mapping[str, str]] = {
 _ROLLOUT, _ASYNC, _HYBRID = "actor_rollout_ref.rollout.", "async_training.", "actor_rollout_ref.hybrid_engine"
 NOTE = ""  # instead of a key of ours: the value is (their key, why it has no meaning)
 ENGINES = {"hf": "native", "vllm": "vllm", "sglang": "sglang"}
-# Each engine's own argument for verl's keys below actor_rollout_ref.rollout.
+_PARALLEL = _ROLLOUT + "tensor_model_parallel_size"
+_VLLM = ("gpu_memory_utilization", "max_num_batched_tokens", "enforce_eager", "enable_chunked_prefill")
+# Each engine's key for verl's keys below actor_rollout_ref.rollout.
 ENGINE_OPTIONS: Mapping[str, Mapping[str, str]] = {
     "vllm": {
-        "gpu_memory_utilization": "gpu_memory_utilization",
-        "max_num_batched_tokens": "max_num_batched_tokens",
-        "enforce_eager": "enforce_eager",
-        "enable_chunked_prefill": "enable_chunked_prefill",
+        "tensor_model_parallel_size": "tensor_parallel",
+        **{key: key for key in _VLLM},
     },
-    "sglang": {"gpu_memory_utilization": "mem_fraction_static", "enforce_eager": "disable_cuda_graph"},
+    "sglang": {
+        "tensor_model_parallel_size": "tensor_parallel",
+        "gpu_memory_utilization": "mem_fraction_static",
+        "enforce_eager": "disable_cuda_graph",
+    },
 }
 ENGINE_KEYS = (*ENGINE_OPTIONS["vllm"], "engine_kwargs.vllm", "engine_kwargs.sglang")
 LOSS_KEYS = tuple(dict.fromkeys(key for options in LOSS_OPTIONS.values() for key in options))
@@ -189,9 +192,7 @@ def overlong(values: Values) -> list[Setting]:
         return [("data.overlong_prompts", made(values, "drop", dropped))]
     names = {"error": "error", "left": "truncate_left", "right": "truncate_right"}
     how = converted(truncated, values[truncated], choice(names)) if truncated in values else "error"
-    return [
-        ("data.overlong_prompts", made(values, how, *([truncated] if truncated in values else [dropped])))
-    ]
+    return [("data.overlong_prompts", made(values, how, truncated if truncated in values else dropped))]
 
 
 def kl(values: Values) -> list[Setting]:
@@ -217,16 +218,18 @@ def kl(values: Values) -> list[Setting]:
     else:
         return [("algorithm.kl", made(values, None, actor + "use_kl_loss", algorithm + "use_kl_in_reward"))]
     estimator = converted(kind, values[kind], estimators) if kind in values else default
-    kl = {
+    kl: dict[str, Any] = {
         "name": made(values, estimator, kind if kind in values else switch),
         "where": made(values, "loss" if in_loss else "reward", switch),
         "coef": values.get(coef, made(values, 0.001, switch)),
     }
     control = algorithm + "kl_ctrl."
     if in_reward and plain(values, control + "type") == "adaptive":
-        kl["controller"] = values[control + "type"]
-        kl["target"] = values.get(control + "target_kl", made(values, 0.1, control + "type"))
-        kl["horizon"] = values.get(control + "horizon", made(values, 10000, control + "type"))
+        kl["controller"] = {
+            "name": values[control + "type"],
+            "target": values.get(control + "target_kl", made(values, 0.1, control + "type")),
+            "horizon": values.get(control + "horizon", made(values, 10000, control + "type")),
+        }
     return [("algorithm.kl", made(values, kl, *values))]
 
 
@@ -295,16 +298,19 @@ def engine(values: Values) -> list[Setting]:
     if _ROLLOUT + "name" in values:
         node = values[_ROLLOUT + "name"]
         name = converted(_ROLLOUT + "name", node, choice(ENGINES))
-    settings: list[Setting] = [("rollout.engine", like(node, name))] if name else []
+    settings: list[Setting] = [("rollout.engine.name", like(node, name))] if name else []
     known = ENGINE_OPTIONS.get(name or "native", {})
+    parallel = values.get(_PARALLEL)
+    if parallel is not None and name not in ENGINE_OPTIONS and parallel.plain() != 1:
+        raise refused(_PARALLEL, parallel, "the native engine runs on one device; name vllm or sglang")
     for key, node in values.items():
         short = key.removeprefix(_ROLLOUT)
-        if short == "name":
+        if short == "name" or (node is parallel and name not in ENGINE_OPTIONS):
             continue
         if short in known:
-            settings.append((f"rollout.engine_options.{known[short]}", node))
+            settings.append((f"rollout.engine.{known[short]}", node))
         elif name in ("vllm", "sglang") and short == f"engine_kwargs.{name}":
-            settings += [(f"rollout.engine_options.{k}", v) for k, v in node.value.items()]
+            settings += [(f"rollout.engine.{k}", v) for k, v in node.value.items()]
         else:
             theirs = f"the {name} engine" if name else "the native engine, the default here,"
             settings.append((NOTE, (key, f"{theirs} has no such option")))

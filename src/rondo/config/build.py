@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from rondo.config.keys import DEFAULTS, FLATTENED, ROOT, Place, choices_of, meaning, nearest_keys
+from rondo.config.keys import DEFAULTS, FLATTENED, ROOT, Place, choices_of, meaning, unknown
 from rondo.config.schema import Config
 from rondo.config.tree import Node, Origin, describe, shown
 from rondo.errors import ConfigError
@@ -62,7 +62,7 @@ def _validator() -> TypeAdapter[Config]:
 def _shaped(place: Place, node: Node, key: str, origins: Origins) -> Any:
     """The node as the schema has it: names instead of short forms, options gathered. Notes the origins."""
     node = place.named(node)
-    if not node.value or not isinstance(node.value, dict | list):
+    if not isinstance(node.value, dict | list) or (not node.value and place.tag is None):
         if key and node.origin is not DEFAULTS:
             origins[key] = node.origin
         return node.plain()
@@ -93,7 +93,7 @@ def _problem(error: Any, tree: Node) -> tuple[ConfigError, list[str]]:
         lacks = f"element {last}" if last.isdigit() else f"the key '{last}', which has no default"
         message = f"{'.'.join(path)} lacks {lacks}"
     elif error["type"] == "unexpected_keyword_argument":
-        message = f"unknown key '{key}'{nearest_keys(key, steps[-1].within)}"
+        message = unknown(key, steps[-1].above, steps[-2].node if len(steps) > 1 else tree)
     else:
         message = _wrong(error, key, steps[-1])
     problem = ConfigError(f"{there[-1][1].origin.where}: {message}", key=key)
@@ -110,8 +110,10 @@ class _Step:
     place: Place
     node: Node | None
     """None: nothing is set here."""
+    above: Place
+    """The place that has this key."""
     within: type
-    """The section that has this key."""
+    """The section there."""
 
 
 def _steps(location: Sequence[str | int], tree: Node) -> list[_Step]:
@@ -130,7 +132,7 @@ def _steps(location: Sequence[str | int], tree: Node) -> list[_Step]:
             section = place.section(node) or section
             below = place.child(part, node)
             child = node.value.get(part) if node is not None and isinstance(node.value, dict) else None
-        steps.append(_Step(part, below, child, section))
+        steps.append(_Step(part, below, child, place, section))
         place, node = below, child
     return steps
 
@@ -157,7 +159,7 @@ def _wrong(error: Any, key: str, step: _Step) -> str:
         choices = [choice for section in step.place.sections for choice in choices_of(section)]
         if kind == "union_tag_not_found":
             return f"{key} lacks the key '{tag}', one of {', '.join(choices)}"
-        key, value = f"{key}.{tag}", value[tag]
+        value = value[tag]
         wanted, hint = f"one of {', '.join(choices)}", _near(value, choices)
     elif kind == "literal_error":
         choices = typing.get_args(step.place.kind)

@@ -9,23 +9,30 @@ import inspect
 import itertools
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from rondo.config.schema import Config, FunctionConfig, RewardFunctionConfig
+from rondo.config.schema import (
+    Config,
+    FunctionConfig,
+    RewardFunctionConfig,
+    SglangEngineConfig,
+    VllmEngineConfig,
+)
 from rondo.config.tree import Node, Origin
 
 # Every key of these that is no field of theirs is an option, and stands beside the name.
-FLATTENED = (FunctionConfig, RewardFunctionConfig)
+FLATTENED = (FunctionConfig, RewardFunctionConfig, VllmEngineConfig, SglangEngineConfig)
 DEFAULTS = Origin("default")
 
 
 @cache
 def fields_of(section: type) -> Mapping[str, Any]:
     """Field name to resolved type, without the bounds."""
-    return typing.get_type_hints(section)
+    hints = typing.get_type_hints(section)
+    return {field.name: hints[field.name] for field in dataclasses.fields(section)}
 
 
 @dataclass(frozen=True)
@@ -168,10 +175,18 @@ def _walk(place: Place, prefix: str) -> Iterator[str]:
             yield from _walk(Place(_not_none(kind)), key)
 
 
-def nearest_keys(key: str, section: type) -> str:
-    """For the end of a message about an unknown key: a sibling, the same name elsewhere, or one like it."""
+def unknown(key: str, place: Place, node: Node | None) -> str:
+    """What to say of a key that the section at `place` does not have: who has it, or the nearest one."""
     prefix, _, last = key.rpartition(".")
-    siblings = list(fields_of(section))
+    owners = [section for section in place.sections if last in fields_of(section)]
+    if owners:
+        names = " or ".join(choice for section in owners for choice in choices_of(section))
+        return f"{key} is for {prefix}={names}, and not for {place.choice(node)}"
+    return f"unknown key '{key}'{_nearest(key, prefix, last, place.keys(node))}"
+
+
+def _nearest(key: str, prefix: str, last: str, siblings: Sequence[str]) -> str:
+    """A sibling, the same name elsewhere, or one like it."""
     everywhere = [k for k in schema_keys() if ".0." not in k]
 
     def full(names: list[str]) -> list[str]:

@@ -17,11 +17,13 @@ OnUpdate = Literal["finish", "resume", "abort"]
 Order = Literal["prompt", "completion"]
 
 
-def effective_on_update(on_update: OnUpdate | None, max_staleness: int) -> OnUpdate:
-    """What happens to episodes in flight when weights arrive, where the user left it open: finish (the same
-    bits every time) while that costs little, resume from max_staleness = 2 on.
+def effective_on_update(on_update: OnUpdate | Literal["auto"], max_staleness: int) -> OnUpdate:
+    """What happens to episodes in flight when weights arrive; auto: finish (the same bits every time) while
+    that costs little, resume from max_staleness = 2 on.
     """
-    return on_update or ("finish" if max_staleness <= 1 else "resume")
+    if on_update != "auto":
+        return on_update
+    return "finish" if max_staleness <= 1 else "resume"
 
 
 def may_admit(

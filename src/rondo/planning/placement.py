@@ -126,13 +126,14 @@ def _check_roles(placement: Placement, roles: Sequence[str]) -> None:
 
 def _check_engines(placement: Placement) -> None:
     name, size = placement.pool(ROLLOUT), placement.tensor_parallel
-    if len(placement.pools[name]) < size:
+    devices = len(placement.pools[name])
+    if devices < size:
         raise ConfigError(
-            f"rollout.tensor_parallel={size}, but the rollout's pool {name} has {len(placement.pools[name])} "
-            "device(s): raise cluster.devices (or that pool of cluster.pools), or lower it"
+            f"rollout.engine.tensor_parallel={size}, but the rollout's pool {name} has {devices} device(s): "
+            "raise cluster.devices (or that pool of cluster.pools), or lower it"
         )
-    if len(placement.pools[name]) % size:
+    if devices % size:
         raise ConfigError(
-            f"rollout.tensor_parallel={size} does not divide the {len(placement.pools[name])} devices of the "
-            f"rollout's pool {name}: some would stand idle; change either"
+            f"rollout.engine.tensor_parallel={size} does not divide the {devices} devices of the rollout's "
+            f"pool {name}: some would stand idle; change either"
         )

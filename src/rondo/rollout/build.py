@@ -106,8 +106,8 @@ def visible_devices(spec: EngineSpec, visible: str | None) -> tuple[EngineSpec, 
     here = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
     if first + count > len(here):
         raise ConfigError(
-            f"rollout.tensor_parallel={count} from {spec.device} on, but this process sees {len(here)} GPUs "
-            f"({', '.join(here)})"
+            f"rollout.engine.tensor_parallel={count} from {spec.device} on, but this process sees "
+            f"{len(here)} GPUs ({', '.join(here)})"
         )
     own = {"CUDA_VISIBLE_DEVICES": ",".join(here[first : first + count])}
     return dataclasses.replace(spec, device="cuda:0"), own

@@ -22,7 +22,7 @@ class EngineSpec:
     """How to build an engine, in this process or another; picklable.
 
     device: "cpu", "cuda:i" or, with tensor_parallel > 1, the first of them. max_context: prompt and response
-    tokens of one request. options: the engine's own arguments (rollout.engine_options). folder: for files
+    tokens of one request. options: the engine's own arguments (rollout.engine.options). folder: for files
     that go with the engine's process; None: the machine's temporary folder.
     """
 

@@ -32,14 +32,14 @@ def check_options(
     governed: Mapping[str, str],
     refused: Callable[[str], str | None],
 ) -> None:
-    """Raises ConfigError for an option of rollout.engine_options that must not be passed on.
+    """Raises ConfigError for an option of rollout.engine that must not be passed on.
 
     engine: its name and version. known: its arguments. governed: those that rondo sets, and the key for each.
     refused: why an argument is not supported, or None.
     """
     names = sorted(known)
     for name in options:
-        where = f"rollout.engine_options.{name}"
+        where = f"rollout.engine.{name}"
         if name in governed:
             raise ConfigError(f"{where}: rondo sets this; it is governed by {governed[name]}")
         reason = refused(name)
@@ -52,7 +52,7 @@ def check_options(
 def check_parallel_and_sleep(tensor_parallel: int, sleep: bool, can_sleep: bool, why_not: str) -> None:
     """sleep: rollout.sleep. Raises ConfigError."""
     if tensor_parallel < 1:
-        raise ConfigError(f"rollout.tensor_parallel={tensor_parallel}: must be at least 1")
+        raise ConfigError(f"rollout.engine.tensor_parallel={tensor_parallel}: must be at least 1")
     if sleep and not can_sleep:
         raise ConfigError(f"rollout.sleep: {why_not}")
 

@@ -139,7 +139,7 @@ def lr_ratio(step: int, schedule: ScheduleConfig, total_steps: int | None) -> fl
     over the last decay_steps (default: a tenth of the run). Raises ConfigError when a falling schedule has no
     total_steps.
     """
-    warmup, floor = schedule.warmup_steps, schedule.min_ratio
+    warmup = schedule.warmup_steps
     if step < warmup:
         return (step + 1) / warmup
     if schedule.name == "constant":
@@ -154,4 +154,4 @@ def lr_ratio(step: int, schedule: ScheduleConfig, total_steps: int | None) -> fl
         start = max(warmup, total_steps - decay)
     done = min(1.0, max(0.0, (step - start) / max(1, total_steps - start)))
     fall = 0.5 * (1 - math.cos(math.pi * done)) if schedule.name == "cosine" else done
-    return 1.0 - (1.0 - floor) * fall
+    return 1.0 - (1.0 - schedule.min_ratio) * fall

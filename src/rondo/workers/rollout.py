@@ -66,8 +66,9 @@ class EvaluationRecord:
 
 
 def runs_in_own_process(rollout: RolloutConfig) -> bool:
-    """Where rollout.process=auto puts an engine: the native one into the host's process."""
-    return rollout.process == "own" or (rollout.process == "auto" and rollout.engine != "native")
+    """What rollout.engine.process=auto means: one engine shares the host's process."""
+    process = rollout.engine.process
+    return rollout.replicas > 1 if process == "auto" else process == "own"
 
 
 class RolloutWorker(ReceivesWeights, Worker):
@@ -95,17 +96,17 @@ class RolloutWorker(ReceivesWeights, Worker):
         self._weights_from, self._share, self._sleep = weights_from, share, rollout.sleep
         self._bucket_bytes, self._dtype = rollout.bucket_bytes, dtype
         spec = EngineSpec(
-            engine=rollout.engine,
+            engine=rollout.engine.name,
             source=source,
             dtype=dtype,
             device=context.device,
             max_context=max_context,
             max_concurrent=rollout.max_concurrent,
             threads=threads,
-            tensor_parallel=rollout.tensor_parallel,
-            decode=rollout.decode,
+            tensor_parallel=rollout.engine.tensor_parallel,
+            decode=rollout.engine.decode,
             seed=run_seed,
-            options=rollout.engine_options,
+            options=rollout.engine.options,
         )
         trainer: Any = context.peers[weights_from] if share else None
         self.replicas = Replicas(

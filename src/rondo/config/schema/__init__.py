@@ -11,19 +11,26 @@ from __future__ import annotations
 from pydantic.dataclasses import dataclass
 
 from rondo.config.schema.algorithm import (
+    AdaptiveKlConfig,
     AlgorithmConfig,
+    BypassConfig,
     ConstraintConfig,
+    DivergenceRejectionConfig,
+    FixedKlConfig,
     ImportanceConfig,
     KlConfig,
+    RatioRejectionConfig,
     RejectionConfig,
     RolloutCorrectionConfig,
 )
 from rondo.config.schema.data import DataConfig, SourceConfig
 from rondo.config.schema.models import (
     ActorConfig,
+    ConstantScheduleConfig,
     CriticConfig,
     CriticOptimizerConfig,
     EngineConfig,
+    FallingScheduleConfig,
     FrozenEngineConfig,
     ModelConfig,
     OptimizerConfig,
@@ -31,37 +38,58 @@ from rondo.config.schema.models import (
     ReferenceConfig,
     ScheduleConfig,
     TeacherConfig,
+    WsdScheduleConfig,
 )
-from rondo.config.schema.rollout import RewardConfig, RewardFunctionConfig, RewardModelConfig, RolloutConfig
+from rondo.config.schema.rollout import (
+    NativeEngineConfig,
+    RewardConfig,
+    RewardFunctionConfig,
+    RewardModelConfig,
+    RolloutConfig,
+    SglangEngineConfig,
+    VllmEngineConfig,
+)
 from rondo.config.schema.run import (
+    AbortConfig,
     CheckpointConfig,
     ClusterConfig,
     EvaluationConfig,
+    KeepConfig,
     TrackingConfig,
     TrainerConfig,
 )
 from rondo.config.schema.types import STRICT, Dtype, FunctionConfig
 
 __all__ = [
+    "AbortConfig",
     "ActorConfig",
+    "AdaptiveKlConfig",
     "AlgorithmConfig",
+    "BypassConfig",
     "CheckpointConfig",
     "ClusterConfig",
     "Config",
+    "ConstantScheduleConfig",
     "ConstraintConfig",
     "CriticConfig",
     "CriticOptimizerConfig",
     "DataConfig",
+    "DivergenceRejectionConfig",
     "Dtype",
     "EngineConfig",
     "EvaluationConfig",
+    "FallingScheduleConfig",
+    "FixedKlConfig",
     "FrozenEngineConfig",
     "FunctionConfig",
     "ImportanceConfig",
+    "KeepConfig",
     "KlConfig",
     "ModelConfig",
+    "NativeEngineConfig",
     "OptimizerConfig",
     "PrmConfig",
+    "RatioRejectionConfig",
     "ReferenceConfig",
     "RejectionConfig",
     "RewardConfig",
@@ -70,10 +98,13 @@ __all__ = [
     "RolloutConfig",
     "RolloutCorrectionConfig",
     "ScheduleConfig",
+    "SglangEngineConfig",
     "SourceConfig",
     "TeacherConfig",
     "TrackingConfig",
     "TrainerConfig",
+    "VllmEngineConfig",
+    "WsdScheduleConfig",
 ]
 
 

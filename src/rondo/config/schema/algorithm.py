@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, ClassVar, Literal
 
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from rondo.config.schema.types import STRICT, Decay, FunctionConfig, NonNegative, Positive
+
+
+@dataclass(frozen=True, config=STRICT)
+class FixedKlConfig:
+    """The coefficient of the KL stays as it is."""
+
+    name: Literal["fixed"] = "fixed"
+    """Whether the coefficient changes."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class AdaptiveKlConfig:
+    """The coefficient of the KL follows the divergence that is measured (1909.08593)."""
+
+    name: Literal["adaptive"] = "adaptive"
+    """Whether the coefficient changes."""
+    target: Positive = 0.1
+    """The divergence that it aims at."""
+    horizon: Positive = 10000.0
+    """Samples in which it corrects an error of 1."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -19,12 +40,8 @@ class KlConfig:
     """What it is taken off or added to."""
     coef: Positive
     """Its weight; no KL is algorithm.kl: null."""
-    controller: Literal["fixed", "adaptive"] = "fixed"
+    controller: FixedKlConfig | AdaptiveKlConfig = Field(default=FixedKlConfig(), discriminator="name")
     """Whether the coefficient changes."""
-    target: Positive = 0.1
-    """The divergence that the adaptive controller aims at."""
-    horizon: Positive = 10000.0
-    """Samples in which the adaptive controller corrects an error of 1."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -44,35 +61,57 @@ class ImportanceConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
-class RejectionConfig:
-    """Tokens or rows taken out of the loss: those whose statistic of π_old/π_rollout is out of bounds.
+class RatioRejectionConfig:
+    """Takes tokens or rows out of the loss whose ratio π_old/π_rollout is out of bounds."""
 
-    k1 is bounded by ratios (lower <= π_old/π_rollout <= upper; lower defaults to 1/upper), k2 and k3 by
-    `upper` alone.
-    """
+    statistic: Literal["k1"]
+    """The estimator of the divergence of the two policies."""
+    upper: Positive
+    """The largest ratio that stays."""
+    level: Literal["token", "sum", "mean"] = "token"
+    """What a ratio is of; all but token reject whole rows."""
+    lower: Positive | None = None
+    """The least ratio that stays; null: 1/upper."""
 
-    statistic: Literal["k1", "k2", "k3"]
+
+@dataclass(frozen=True, config=STRICT)
+class DivergenceRejectionConfig:
+    """Takes tokens or rows out of the loss whose divergence between π_old and π_rollout is above a bound."""
+
+    statistic: Literal["k2", "k3"]
     """The estimator of the divergence of the two policies."""
     upper: Positive
     """The largest value that stays."""
     level: Literal["token", "sum", "mean", "max"] = "token"
     """What a value is of; all but token reject whole rows."""
-    lower: Positive | None = None
-    """k1: the least ratio that stays."""
+
+
+RejectionConfig = RatioRejectionConfig | DivergenceRejectionConfig
+
+
+@dataclass(frozen=True, config=STRICT)
+class BypassConfig:
+    """The sampler's log-probs are the old ones, so that there is nothing to correct: every π_old/π_rollout is
+    1, and the policy loss itself clips against the sampler.
+    """
+
+    mode: Literal["bypass"] = "bypass"
+    """Where π_old is from."""
+    importance: ClassVar[None] = None
+    reject: ClassVar[tuple[()]] = ()
 
 
 @dataclass(frozen=True, config=STRICT)
 class RolloutCorrectionConfig:
     """For samples of another policy than the trainer's: stale, or an engine with other numerics."""
 
-    mode: Literal["auto", "decoupled", "bypass"] = "auto"
+    mode: Literal["auto", "decoupled"] = "auto"
     """auto: decoupled where the samples are another policy's (trainer.max_staleness > 0, or rollout.engine is
-    not native) or one of the other keys is set, else off. bypass: π_old is the sampler's; nothing is
-    recomputed.
+    not native) or one of the other keys is set, else off.
     """
     importance: ImportanceConfig | None = None
     """Weights of the policy loss; null: none."""
-    reject: tuple[RejectionConfig, ...] = ()
+    reject: tuple[Annotated[RejectionConfig, Field(discriminator="statistic")], ...] = ()
     """What is taken out of the loss."""
 
 
@@ -116,7 +155,9 @@ class AlgorithmConfig:
     """How often each sample of a prompt is trained on (PF-PPO)."""
     mask_truncated: bool = False
     """Responses cut off at rollout.max_tokens carry no loss."""
-    rollout_correction: RolloutCorrectionConfig | None = RolloutCorrectionConfig()
+    rollout_correction: RolloutCorrectionConfig | BypassConfig | None = Field(
+        default=RolloutCorrectionConfig(), discriminator="mode"
+    )
     """For samples of another policy than the trainer's; null: off."""
     positive_lm_coef: NonNegative = 0.0
     """Weight of the language-model loss on right responses (VAPO); 0: off."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from rondo.config.schema.types import (
@@ -39,17 +40,42 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
-class ScheduleConfig:
-    """The learning rate over the run."""
+class ConstantScheduleConfig:
+    """The learning rate stays after the warm-up."""
 
-    name: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    name: Literal["constant"] = "constant"
+    """How the rate falls after the warm-up."""
+    warmup_steps: Natural = 0
+    """Optimizer steps of linear warm-up from 0."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class FallingScheduleConfig:
+    """The learning rate falls from the warm-up to the end of the run."""
+
+    name: Literal["linear", "cosine"]
     """How the rate falls after the warm-up."""
     warmup_steps: Natural = 0
     """Optimizer steps of linear warm-up from 0."""
     min_ratio: Share = 0.0
-    """The final learning rate as a share of `lr` (linear, cosine, wsd)."""
+    """The final learning rate as a share of `lr`."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class WsdScheduleConfig:
+    """The learning rate stays after the warm-up, and falls at the end (warm-up, stable, decay)."""
+
+    name: Literal["wsd"] = "wsd"
+    """How the rate falls after the warm-up."""
+    warmup_steps: Natural = 0
+    """Optimizer steps of linear warm-up from 0."""
+    min_ratio: Share = 0.0
+    """The final learning rate as a share of `lr`."""
     decay_steps: Count | None = None
-    """wsd: length of the final decay; default a tenth of the run."""
+    """Length of the final decay; default a tenth of the run."""
+
+
+ScheduleConfig = ConstantScheduleConfig | FallingScheduleConfig | WsdScheduleConfig
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -66,7 +92,7 @@ class OptimizerConfig:
     """Decoupled weight decay."""
     grad_clip: Positive | None = 1.0
     """The largest global gradient norm; null: no clipping."""
-    schedule: ScheduleConfig = ScheduleConfig()
+    schedule: ScheduleConfig = Field(default=ConstantScheduleConfig(), discriminator="name")
     """The learning rate over the run."""
 
 

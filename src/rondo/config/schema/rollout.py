@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -25,11 +25,55 @@ from rondo.config.schema.types import (
 
 
 @dataclass(frozen=True, config=STRICT)
+class NativeEngineConfig:
+    """The engine that rondo brings: the same bits whatever else is in the batch."""
+
+    name: Literal["native"] = "native"
+    """What generates."""
+    decode: Literal["auto", "generic", "lean", "compiled"] = "auto"
+    """How a token is computed; auto: the fastest path for the model, dtype and device."""
+    process: Literal["auto", "host", "own"] = "auto"
+    """Where it runs; auto: in the host's process, and with several replicas each in its own."""
+    tensor_parallel: ClassVar[int] = 1
+    options: ClassVar[Mapping[str, Any]] = {}
+
+
+@dataclass(frozen=True, config=STRICT)
+class VllmEngineConfig:
+    """vLLM, in a process of its own; further keys are its `EngineArgs`."""
+
+    name: Literal["vllm"] = "vllm"
+    """What generates."""
+    tensor_parallel: Count = 1
+    """Devices per engine."""
+    options: Mapping[str, Any] = Field(default_factory=dict)
+    """Arguments of the engine; in a recipe they stand beside its name."""
+    decode: ClassVar[Literal["auto"]] = "auto"
+    process: ClassVar[Literal["own"]] = "own"
+
+
+@dataclass(frozen=True, config=STRICT)
+class SglangEngineConfig:
+    """SGLang, in a process of its own; further keys are its `ServerArgs`."""
+
+    name: Literal["sglang"] = "sglang"
+    """What generates."""
+    tensor_parallel: Count = 1
+    """Devices per engine."""
+    options: Mapping[str, Any] = Field(default_factory=dict)
+    """Arguments of the engine; in a recipe they stand beside its name."""
+    decode: ClassVar[Literal["auto"]] = "auto"
+    process: ClassVar[Literal["own"]] = "own"
+
+
+@dataclass(frozen=True, config=STRICT)
 class RolloutConfig:
     """How the policy is sampled."""
 
-    engine: Literal["native", "vllm", "sglang"] = "native"
-    """What generates."""
+    engine: NativeEngineConfig | VllmEngineConfig | SglangEngineConfig = Field(
+        default=NativeEngineConfig(), discriminator="name"
+    )
+    """What generates, and its own settings."""
     recorded: str | None = None
     """Train on what another run generated: its folder (with tracking.save_rollouts), or Parquet files."""
     n: Count = 8
@@ -50,18 +94,10 @@ class RolloutConfig:
     """Sequences decoded at one time (slots of the key/value cache)."""
     dtype: Dtype | None = None
     """Of the engine; default: the actor's compute dtype."""
-    decode: Literal["auto", "generic", "lean", "compiled"] = "auto"
-    """The decode path of the native engine."""
     deadline_seconds: Positive | None = None
     """Per request; null: none."""
-    engine_options: Mapping[str, Any] = Field(default_factory=dict)
-    """Arguments of vLLM or SGLang, as they name them."""
-    process: Literal["auto", "host", "own"] = "auto"
-    """Where an engine runs; auto: native in the host's process, others in their own."""
     replicas: Count = 1
-    """Engines per rank of the rollout group, behind one router (more than one: process=own)."""
-    tensor_parallel: Count = 1
-    """Devices per engine (vllm, sglang)."""
+    """Engines per rank of the rollout group, behind one router."""
     sleep: bool = False
     """Give the key/value cache back while the trainer updates (colocated, max_staleness=0)."""
     weight_transport: Literal["auto", "collective", "disk"] = "auto"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -34,6 +34,26 @@ class EvaluationConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
+class KeepConfig:
+    """Episodes in flight go on when weights arrive."""
+
+    name: Literal["auto", "finish", "resume"]
+    """finish on the old weights; resume under the new ones; auto: finish up to max_staleness=1, resume above.
+    """
+    max_aborts: ClassVar[int] = 0
+
+
+@dataclass(frozen=True, config=STRICT)
+class AbortConfig:
+    """Episodes in flight start again when weights arrive."""
+
+    name: Literal["abort"] = "abort"
+    """What becomes of episodes in flight."""
+    max_aborts: Natural = 2
+    """Of one prompt group; then it goes on as with resume."""
+
+
+@dataclass(frozen=True, config=STRICT)
 class TrainerConfig:
     """How long, how far ahead, and from where."""
 
@@ -45,12 +65,8 @@ class TrainerConfig:
     """The one seed: of the order of prompts, of samples, of initial weights."""
     max_staleness: Natural = 0
     """How many policy versions a trajectory may be behind; 0: synchronous on-policy."""
-    on_update: Literal["finish", "resume", "abort"] | None = None
-    """What becomes of episodes in flight when weights arrive: finish on the old ones; resume under the new
-    ones; abort and start again. Default: finish up to max_staleness=1, resume above.
-    """
-    max_aborts: Natural = 2
-    """Of one prompt group (abort); then it may finish."""
+    on_update: KeepConfig | AbortConfig = Field(default=KeepConfig("auto"), discriminator="name")
+    """What becomes of episodes in flight when weights arrive."""
     order: Literal["prompt", "completion"] = "prompt"
     """In which complete groups are trained."""
     replay: str | None = None

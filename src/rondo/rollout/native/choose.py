@@ -61,8 +61,8 @@ def choose_path(
 ) -> tuple[DecodePath, str]:
     """The path and the reason for it. ConfigError when `decode` names one that cannot run the model here."""
     if decode not in ("auto", "generic", "lean", "compiled"):
-        raise ConfigError(f"rollout.decode={decode}: choose auto, generic, lean or compiled")
-    name, reason = decode, f"rollout.decode={decode}"
+        raise ConfigError(f"rollout.engine.decode={decode}: choose auto, generic, lean or compiled")
+    name, reason = decode, f"rollout.engine.decode={decode}"
     if decode == "auto":
         name, reason = "compiled", "the fastest path for this model, dtype and device"
     why_not = ""
@@ -75,7 +75,9 @@ def choose_path(
         if why_not and decode == "auto":
             name, reason, why_not = "generic", f"neither compiled nor lean: {why_not}", ""
     if why_not:
-        raise ConfigError(f"rollout.decode={name} cannot be used: {why_not}; set rollout.decode=auto")
+        raise ConfigError(
+            f"rollout.engine.decode={name} cannot be used: {why_not}; set rollout.engine.decode=auto"
+        )
     paths: dict[str, type[GenericPath] | type[CompiledPath]] = {
         "generic": GenericPath,
         "lean": LeanPath,

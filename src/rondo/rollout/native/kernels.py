@@ -65,7 +65,9 @@ def library() -> ctypes.CDLL:
     """The kernels, compiled if need be. Raises RolloutError with the compiler's message."""
     command = compiler()
     if command is None:
-        raise RolloutError("no C compiler (cc, gcc or clang) found; install one, or set rollout.decode=lean")
+        raise RolloutError(
+            "no C compiler (cc, gcc or clang) found; install one, or set rollout.engine.decode=lean"
+        )
     key = hashlib.sha256("\0".join((SOURCE.read_text(), command, *FLAGS, _processor())).encode()).hexdigest()[
         :24
     ]

@@ -139,7 +139,7 @@ class SglangEngine:
         if not self._capabilities.sleep:
             raise RolloutError(
                 "SGLang cannot sleep here: it gives memory back on a GPU only, and with "
-                "rollout.engine_options.enable_memory_saver=true"
+                "rollout.engine.enable_memory_saver=true"
             )
         self._refuse_in_flight("sleep", RolloutError)
 
@@ -304,7 +304,7 @@ class SglangEngine:
         if len(job.token_ids) != wanted:
             raise RolloutError(
                 f"request {job.request.request_id!r}: SGLang stopped after {len(job.token_ids)} of {wanted} "
-                "tokens; its cache is too small for the request (rollout.engine_options.max_total_tokens)"
+                "tokens; its cache is too small for the request (rollout.engine.max_total_tokens)"
             )
         return "length"
 

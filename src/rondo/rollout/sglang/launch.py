@@ -101,7 +101,7 @@ class Core:
             self.close()
             raise ConfigError(
                 f"SGLang's cache has room for {self.cache_tokens} tokens, less than one request of "
-                f"{spec.max_context}; raise rollout.engine_options.mem_fraction_static or max_total_tokens"
+                f"{spec.max_context}; raise rollout.engine.mem_fraction_static or max_total_tokens"
             )
         _on_a_workers_death(_end_this_process)
 

@@ -1,6 +1,6 @@
 """What may be asked of SGLang here: installation, version, options, capabilities. Imports no SGLang.
 
-The options of `rollout.engine_options` are the fields of SGLang's own `ServerArgs`; their names are read from
+The options of `rollout.engine` are the fields of SGLang's own `ServerArgs`; their names are read from
 its source files, because importing SGLang takes ten seconds and changes the process.
 """
 
@@ -51,7 +51,7 @@ _GOVERNED = {
     "random_seed": "trainer.seed",
     "context_length": "data.max_prompt_tokens and rollout.max_tokens",
     "max_running_requests": "rollout.max_concurrent",
-    "tp_size": "rollout.tensor_parallel",
+    "tp_size": "rollout.engine.tensor_parallel",
     "device": "cluster.device",
     "base_gpu_id": "cluster.placement",
     "sampling_backend": "nothing: the sampler is rondo's (rollout/sglang/worker.py)",
@@ -125,7 +125,7 @@ def check(
             "test-engines` builds .venv-engines, which has stand-ins for those that it imports"
         )
     why_not = (
-        "add rollout.engine_options.enable_memory_saver=true"
+        "add rollout.engine.enable_memory_saver=true"
         if device.startswith("cuda")
         else "SGLang's release_memory_occupation gives nothing back on a CPU"
     )

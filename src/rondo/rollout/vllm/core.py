@@ -191,5 +191,5 @@ def _check_architecture(folder: Path, spec: EngineSpec) -> None:
     name = architectures[0]
     raise ConfigError(
         f"vLLM {installed_version()} does not know the architecture {name}{did_you_mean(name, known)} Use "
-        "rollout.engine=native, or try rollout.engine_options.model_impl=transformers"
+        "rollout.engine=native, or try rollout.engine.model_impl=transformers"
     )

@@ -189,7 +189,7 @@ class VllmEngine:
         if not self._capabilities.sleep:
             raise RolloutError(
                 "vLLM cannot sleep here: on a CPU its sleep does nothing, and on a GPU it needs "
-                "rollout.engine_options.enable_sleep_mode=true"
+                "rollout.engine.enable_sleep_mode=true"
             )
         if self._keys and not self._paused:
             raise RolloutError(f"sleep: {len(self._keys)} requests are in flight; await pause() first")

@@ -1,6 +1,6 @@
 """What may be asked of vLLM here: installation, version, options, capabilities. Imports no vLLM.
 
-The options of `rollout.engine_options` are the fields of vLLM's own `EngineArgs`; their names are read from
+The options of `rollout.engine` are the fields of vLLM's own `EngineArgs`; their names are read from
 its source file, because importing vLLM takes seconds and changes the process.
 """
 
@@ -42,7 +42,7 @@ _GOVERNED = {
     "seed": "trainer.seed",
     "max_model_len": "data.max_prompt_tokens and rollout.max_tokens",
     "max_num_seqs": "rollout.max_concurrent",
-    "tensor_parallel_size": "rollout.tensor_parallel",
+    "tensor_parallel_size": "rollout.engine.tensor_parallel",
     "logprobs_mode": "nothing: log-probs are those after temperature and before truncation",
     "worker_extension_cls": "nothing: it carries the weights",
     "worker_cls": "nothing: it carries the weights",
@@ -118,11 +118,7 @@ def check(
         governed=_GOVERNED,
         refused=_REFUSED.get,
     )
-    why_not = (
-        "vLLM's sleep does nothing on a CPU"
-        if on_cpu
-        else "add rollout.engine_options.enable_sleep_mode=true"
-    )
+    why_not = "vLLM's sleep does nothing on a CPU" if on_cpu else "add rollout.engine.enable_sleep_mode=true"
     can_sleep = capabilities(options, tensor_parallel, device).sleep
     check_parallel_and_sleep(tensor_parallel, sleep, can_sleep, why_not)
 

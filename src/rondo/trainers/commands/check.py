@@ -319,9 +319,11 @@ def check_backend(loaded: LoadedConfig) -> None:
         raise ConfigError('cluster.backend=ray, but Ray is not installed: pip install "rondo-rl[ray]"')
     with located(loaded):
         check_names(config)
-    if config.rollout.decode == "compiled" and config.rollout.recorded is None and shutil.which("cc") is None:
+    rollout = config.rollout
+    if rollout.engine.decode == "compiled" and rollout.recorded is None and shutil.which("cc") is None:
         raise ConfigError(
-            "rollout.decode=compiled needs a C compiler (cc); install one or set rollout.decode=auto"
+            "rollout.engine.decode=compiled needs a C compiler (cc); install one, or set "
+            "rollout.engine.decode=auto"
         )
 
 
@@ -359,16 +361,15 @@ def check_rollout_engine(loaded: LoadedConfig) -> None:
         return
     try:
         check_engine(
-            rollout.engine,
-            rollout.engine_options,
-            tensor_parallel=rollout.tensor_parallel,
+            rollout.engine.name,
+            rollout.engine.options,
+            tensor_parallel=rollout.engine.tensor_parallel,
             device="cuda:0" if planned_device(cluster) == "cuda" else "cpu",
             sleep=rollout.sleep,
             min_p=rollout.min_p > 0,
         )
     except ConfigError as error:
-        keys = ("engine_options", "sleep", "min_p", "tensor_parallel")
-        named = [f"rollout.{key}" for key in keys if f"rollout.{key}" in str(error)]
+        named = [key for key in ("rollout.sleep", "rollout.min_p") if key in str(error)]
         raise ConfigError(f"{_where(loaded, [*named, 'rollout.engine'][0])}{error}") from error
 
 

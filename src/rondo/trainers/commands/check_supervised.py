@@ -22,7 +22,6 @@ NOT_KEYS = (
     "reference.refresh_every",
     "trainer.max_staleness",
     "trainer.on_update",
-    "trainer.max_aborts",
     "trainer.order",
     "trainer.replay",
     "trainer.evaluation.before",

@@ -127,7 +127,8 @@ def _check_devices(config: Config) -> None:
     if config.cluster.devices > 1:
         raise ConfigError(
             f"cluster.devices={config.cluster.devices}: `rondo serve` uses one device; set cluster.devices=1 "
-            "(rollout.replicas are several engines on it, rollout.tensor_parallel one engine on several)"
+            "(rollout.replicas are several engines on it, rollout.engine.tensor_parallel one engine on "
+            "several)"
         )
 
 
@@ -144,21 +145,20 @@ def _spec(config: Config, max_context: int) -> EngineSpec:
     if planned == "cuda" and not torch.cuda.is_available():
         raise ConfigError("cluster.device=cuda, but torch sees no CUDA device here: set cluster.device=cpu")
     device = "cuda:0" if planned == "cuda" else "cpu"
-    check_engine(
-        rollout.engine, rollout.engine_options, tensor_parallel=rollout.tensor_parallel, device=device
-    )
+    engine = rollout.engine
+    check_engine(engine.name, engine.options, tensor_parallel=engine.tensor_parallel, device=device)
     return EngineSpec(
-        engine=rollout.engine,
+        engine=engine.name,
         source=model_source(config),
         dtype=rollout_dtype(config),
         device=device,
         max_context=max_context,
         max_concurrent=rollout.max_concurrent,
         threads=cluster.threads or max(1, (os.cpu_count() or 1) // rollout.replicas),
-        tensor_parallel=rollout.tensor_parallel,
-        decode=rollout.decode,
+        tensor_parallel=engine.tensor_parallel,
+        decode=engine.decode,
         seed=config.trainer.seed,
-        options=rollout.engine_options,
+        options=engine.options,
     )
 
 

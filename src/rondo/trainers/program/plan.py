@@ -120,14 +120,14 @@ def _in_flight(config: Config) -> str:
     trainer = config.trainer
     if trainer.max_staleness == 0:
         return ""
-    chosen = effective_on_update(trainer.on_update, trainer.max_staleness)
+    chosen = effective_on_update(trainer.on_update.name, trainer.max_staleness)
     return f"; episodes in flight: {chosen} (trainer.on_update), up to {trainer.max_staleness} versions old"
 
 
 def _adapted(config: Config) -> list[str]:
     """What changes after the actor has."""
     kl, every = config.algorithm.kl, config.reference.refresh_every
-    lines = ["adapt the KL coefficient"] if kl is not None and kl.controller == "adaptive" else []
+    lines = ["adapt the KL coefficient"] if kl is not None and kl.controller.name == "adaptive" else []
     lines += ["adapt the multiplier of algorithm.constraint"] if config.algorithm.constraint else []
     return lines + ([f"every {every} steps: reference <- actor"] if every is not None else [])
 
@@ -138,11 +138,11 @@ def plan_program(config: Config, recorded: Recorded | None = None) -> Program:
     """
     correction_config = effective_correction(config, _changed(recorded))
     algorithm = dataclasses.replace(config.algorithm, rollout_correction=correction_config)
-    bypass = correction_config is not None and correction_config.mode == "bypass"
+    bypass = isinstance(correction_config, BypassConfig)
     advantage = AdvantageStage(algorithm)
     loss = ActorLoss(algorithm, on_policy=_one_update(config) and not bypass)
     correction = None
-    if correction_config is not None and not bypass:
+    if isinstance(correction_config, RolloutCorrectionConfig):
         said = describe_correction(config, _changed(recorded))
         correction = CorrectionStage(correction_config, mask_truncated=algorithm.mask_truncated, said=said)
     preparation = PreparationStage.of(algorithm)

@@ -54,7 +54,7 @@ def placement_of(config: Config, roles: Sequence[str] | None = None) -> Placemen
     recorded = config.rollout.recorded is not None
     if config.rollout.sleep and not recorded:
         together.append(SameDevices("rollout", "actor", "rollout.sleep"))
-    size = 1 if recorded else config.rollout.tensor_parallel
+    size = 1 if recorded else config.rollout.engine.tensor_parallel
     return plan_placement(config.cluster, roles, tensor_parallel=size, together=together)
 
 
@@ -169,14 +169,14 @@ async def create_rollout(
     devices: Sequence[int] | None = None,
 ) -> WorkerGroup:
     """The generation engines. devices: of all engines together (default: those of the rollout's pool); with
-    rollout.tensor_parallel > 1 each engine takes that many of them, with consecutive numbers: ConfigError
+    rollout.engine.tensor_parallel > 1 each engine takes that many, with consecutive numbers: ConfigError
     where they are not.
     """
-    size = config.rollout.tensor_parallel
+    size = config.rollout.engine.tensor_parallel
     if devices is not None and [at + i for at in devices[::size] for i in range(size)] != list(devices):
         raise ConfigError(
-            f"rollout.tensor_parallel={size} on the devices {tuple(devices)}: each engine takes {size} with "
-            "consecutive numbers; name others, or lower it"
+            f"rollout.engine.tensor_parallel={size} on the devices {tuple(devices)}: each engine takes "
+            f"{size} with consecutive numbers; name others, or lower it"
         )
     return await cluster.create_group(
         ROLLOUT,
@@ -212,7 +212,7 @@ def one_storage(config: Config) -> bool:
     that stay where they are.
     """
     placement, rollout = placement_of(config), config.rollout
-    same_process = rollout.engine == "native" and rollout.process != "own" and rollout.replicas == 1
+    same_process = not runs_in_own_process(rollout)
     same_dtype = rollout_dtype(config) == config.actor.param_dtype
     one_device = len(placement.devices("actor")) == 1 and placement.colocated("actor", "rollout")
     return one_device and same_process and same_dtype and not config.actor.offload_params
@@ -243,4 +243,4 @@ def describe_planned(config: Config) -> str:
     else:
         route = "gathered in buckets, next to the engines"
     sleep = "; key/value cache given back from `take` to here" if rollout.sleep else ""
-    return f"({rollout.engine}, {where}), {route}{sleep}"
+    return f"({rollout.engine.name}, {where}), {route}{sleep}"

@@ -224,7 +224,6 @@ class CorrectionStage:
     def __init__(
         self, config: RolloutCorrectionConfig, *, mask_truncated: bool = False, said: str = ""
     ) -> None:
-        assert config.mode != "bypass", "π_old is π_rollout in bypass mode; there is nothing to correct"
         self._config, self._mask_truncated, self._said = config, mask_truncated, said
         self.writes: tuple[str, ...] = ("rollout_weights",) if config.importance is not None else ()
 

@@ -53,7 +53,7 @@ FREE = (
     "reward.timeout_seconds",
     "rollout.max_concurrent",
     "rollout.deadline_seconds",
-    "rollout.process",
+    "rollout.engine.process",
     "rollout.replicas",
     "rollout.sleep",
     "rollout.weight_transport",
@@ -310,10 +310,10 @@ def check_replay(config: Config) -> None:
             f"rollout.agent={rollout.agent.name}: the turns of an agent depend on its own time, which is in "
             "no journal"
         )
-    elif rollout.engine != "native":
+    elif rollout.engine.name != "native":
         why = (
-            f"rollout.engine={rollout.engine}: its bits depend on what else is in the batch, and a replay "
-            "has other batches; only the native engine's do not"
+            f"rollout.engine={rollout.engine.name}: its bits depend on what else is in the batch, and a "
+            "replay has other batches; only the native engine's do not"
         )
     if replay is not None and why is not None:
         raise ConfigError(f"trainer.replay={replay} cannot be followed with {why}; remove trainer.replay")

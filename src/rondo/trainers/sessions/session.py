@@ -407,7 +407,7 @@ class Session:
         program that makes its advantages in another way calls it, before the first update.
         """
         config = effective_correction(self.config)
-        if config is None:
+        if not isinstance(config, RolloutCorrectionConfig):  # `check_session` refuses the other one
             return batch
         if "old_log_probs" not in batch.columns:
             raise TrainError(
