@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import time
 
 import numpy as np
 
 from rondo.batch import ROW_ID, Batch, BatchRef, ragged_rows
-from rondo.config.schema import ClusterConfig
+from rondo.config.schema import ClusterConfig, RayBackendConfig
 from rondo.controller import Cluster, Worker, WorkerGroup, dispatch, start_cluster
 from rondo.types import StepStats
 
@@ -109,8 +110,9 @@ async def main() -> None:
     )
     print("|---|---|---|---|---|---|---|---|---|")
     for backend in arguments.backends:
-        devices = arguments.devices if backend == "ray" else 1
-        config = ClusterConfig(backend=backend, devices=devices, device="cpu", threads=1)
+        config = ClusterConfig(device="cpu", threads=1)
+        if backend == "ray":
+            config = dataclasses.replace(config, backend=RayBackendConfig(), devices=arguments.devices)
         async with await start_cluster(config) as cluster:
             await measure(cluster, backend)
 

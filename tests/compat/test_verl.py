@@ -110,7 +110,7 @@ def test_the_grpo_example() -> None:
     assert c.algorithm.advantage == FunctionConfig("grpo")
     assert c.algorithm.kl == KlConfig("k3", "loss", 0.001)
     assert (c.rollout.engine.name, c.rollout.n) == ("native", 5)
-    assert (c.cluster.devices, c.cluster.backend) == (8, "ray")
+    assert (c.cluster.devices, c.cluster.backend.name) == (8, "ray")
     assert (c.checkpoint.every, c.trainer.evaluation.every, c.trainer.epochs) == (20, 5, 15.0)
     assert c.tracking.trackers == (FunctionConfig("wandb"),)
     assert c.tracking.project == "verl_grpo_example_gsm8k"
@@ -343,7 +343,7 @@ def test_devices_of_the_rollout() -> None:
         "actor_rollout_ref.hybrid_engine=False",
     ]
     cluster = load([], [*BASE, *split]).config.cluster
-    assert (cluster.devices, cluster.backend) == (6, "ray")
+    assert (cluster.devices, cluster.backend.name) == (6, "ray")
     assert cluster.pools == {"train": 4, "rollout": 2}
     assert cluster.placement == {"rollout": "rollout"}
     assert load([], [*BASE, "actor_rollout_ref.hybrid_engine=True"]).config.cluster.devices == 1
@@ -409,7 +409,7 @@ def test_each_value_says_which_key_it_is_from(in_tmp_path: Path) -> None:
         "cluster.pools.train": "base.yaml:15",
         "cluster.pools.rollout": said["rollout"],
         "cluster.placement.rollout": said["rollout"],
-        "cluster.backend": said["rollout"],
+        "cluster.backend.name": said["rollout"],
     }
 
 

@@ -68,7 +68,7 @@ def test_devices_elsewhere_must_be_named(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(cluster.torch.cuda, "is_available", lambda: True)
     here = load([], [*ARGUMENTS, "cluster.backend=ray"])
     assert settled(here.config).actor.compute_dtype == "bfloat16"
-    elsewhere = [*ARGUMENTS, "cluster.backend=ray", "cluster.ray_address=auto"]
+    elsewhere = [*ARGUMENTS, "cluster.backend=ray", "cluster.backend.address=auto"]
     with pytest.raises(ConfigError, match=r"cluster\.device=auto"):
         settled(load([], elsewhere).config)
     named: LoadedConfig = load([], [*elsewhere, "cluster.device=cpu"])

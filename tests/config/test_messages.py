@@ -97,6 +97,8 @@ UNKNOWN = [
 CHOICES = [
     ("actor.optimizer.schedule.min_ratio=0.1", "actor.optimizer.schedule.min_ratio"),
     ("actor.optimizer.schedule={name: linear, decay_steps: 5}", "actor.optimizer.schedule.decay_steps"),
+    ("cluster.backend=ray cluster.backend.inline=true", "cluster.backend.inline"),
+    ("cluster.backend.address=auto", "cluster.backend.address"),
     ("actor.optimizer.schedule=wavy", "actor.optimizer.schedule"),
     ("rollout.engine={swap_space: 4}", "rollout.engine.swap_space"),
     ("rollout.engine.tensor_parallel=2", "rollout.engine.tensor_parallel"),
@@ -168,8 +170,6 @@ COMBINATIONS = [
     ("trainer.order=completion", "trainer.order"),
     ("trainer.evaluation={every: 1, greedy: false}", "trainer.evaluation.every"),
     ("cluster.devices=2", "cluster.devices"),
-    ("cluster.backend=ray cluster.inline=true", "cluster.inline"),
-    ("cluster.ray_address=auto", "cluster.ray_address"),
     ("cluster.pools={a: 1, b: 1}", "cluster.pools"),
     ("cluster.placement={rollout: gpu}", "cluster.placement.rollout"),
     ("cluster.pools={a: 1} cluster.placement={sampler: a}", "cluster.placement.sampler"),

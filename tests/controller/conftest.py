@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from rondo.config.schema import ClusterConfig
+from rondo.config.schema import ClusterConfig, LocalBackendConfig, ProcessBackendConfig, RayBackendConfig
 from rondo.controller import Cluster, start_cluster
 
+BACKENDS = {"local": LocalBackendConfig(), "process": ProcessBackendConfig(), "ray": RayBackendConfig()}
 MANY_DEVICES = 4
 SPARE_DEVICES = 3  # for the tests that break theirs
 
@@ -44,7 +45,7 @@ def ray_instance() -> Iterator[None]:
 
     from rondo.controller.ray_backend import start_ray
 
-    start_ray(ClusterConfig(backend="ray", devices=MANY_DEVICES + SPARE_DEVICES), threads=1)
+    start_ray(ClusterConfig(backend=RayBackendConfig(), devices=MANY_DEVICES + SPARE_DEVICES), threads=1)
     yield
     ray.shutdown()
 
@@ -56,7 +57,9 @@ def cluster(request: pytest.FixtureRequest, run: Run) -> Iterator[Cluster]:
         request.getfixturevalue("ray_instance")
     devices = 1 if request.param == "local" else MANY_DEVICES
     cluster = run(
-        start_cluster(ClusterConfig(backend=request.param, devices=devices, device="cpu", threads=1))
+        start_cluster(
+            ClusterConfig(backend=BACKENDS[request.param], devices=devices, device="cpu", threads=1)
+        )
     )
     yield cluster
     run(cluster.shutdown())

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rondo.config.schema import ClusterConfig
+from rondo.config.schema import ClusterConfig, RayBackendConfig
 from rondo.controller import Cluster, Mesh, Worker, WorkerGroup, start_cluster
 from rondo.errors import ConfigError, DataError, WorkerError
 from tests.controller.conftest import Run
@@ -27,7 +27,7 @@ assigned_device = ray_pools.assigned_device
 
 
 def config(devices: int, **pools: int) -> ClusterConfig:
-    return ClusterConfig(backend="ray", device="cpu", threads=1, devices=devices, pools=pools)
+    return ClusterConfig(backend=RayBackendConfig(), device="cpu", threads=1, devices=devices, pools=pools)
 
 
 def groups_of_ray() -> dict[str, dict[str, Any]]:

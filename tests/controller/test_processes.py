@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 from rondo.batch import ROW_ID, Batch, ragged_rows
-from rondo.config.schema import ClusterConfig
+from rondo.config.schema import ClusterConfig, RayBackendConfig
 from rondo.controller import Cluster, Mesh, Worker, WorkerGroup, start_cluster
 from rondo.errors import ConfigError, DataError, WorkerError
-from tests.controller.conftest import SPARE_DEVICES, Run
+from tests.controller.conftest import BACKENDS, SPARE_DEVICES, Run
 from tests.controller.sample_workers import Calculator
 from tests.waiting import wait_until_gone
 
@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 def shared(request: pytest.FixtureRequest, run: Run) -> Iterator[Cluster]:
     if request.param == "ray":
         request.getfixturevalue("ray_instance")
-    config = ClusterConfig(backend=request.param, devices=SPARE_DEVICES, device="cpu", threads=1)
+    config = ClusterConfig(BACKENDS[request.param], devices=SPARE_DEVICES, device="cpu", threads=1)
     cluster = run(start_cluster(config))
     every = run(cluster.create_group("every host", Worker))
     pids = run(every.call(Worker.process_id))
@@ -174,7 +174,7 @@ def test_a_killed_host_is_an_error_and_the_cause(
 
 def test_a_block_outlives_the_host_that_made_it(run: Run, role: str) -> None:
     async def lose_a_host() -> None:
-        config = ClusterConfig(backend="process", devices=2, device="cpu", threads=1)
+        config = ClusterConfig(BACKENDS["process"], devices=2, device="cpu", threads=1)
         async with await start_cluster(config) as cluster:
             group = await cluster.create_group(role, Calculator)
             alone = await cluster.create_group(role + "0", Calculator, devices=(0,))
@@ -191,12 +191,12 @@ def test_a_block_outlives_the_host_that_made_it(run: Run, role: str) -> None:
 
 def test_more_devices_than_the_cluster_has(ray_instance: None, run: Run) -> None:
     with pytest.raises(ConfigError, match=r"cluster\.devices=64, but the Ray cluster has"):
-        run(start_cluster(ClusterConfig(backend="ray", devices=64, device="cpu")))
+        run(start_cluster(ClusterConfig(backend=RayBackendConfig(), devices=64, device="cpu")))
 
 
 PROGRAM = """
     import asyncio, os, sys
-    from rondo.config.schema import ClusterConfig
+    from rondo.config.schema import ClusterConfig, ProcessBackendConfig, RayBackendConfig
     from rondo.controller import Worker, dispatch, start_cluster
 
     class W(Worker):  # lives in __main__
@@ -206,7 +206,8 @@ PROGRAM = """
             return os.getpid(), os.getcwd(), beside_the_program.VALUE, os.environ["OMP_NUM_THREADS"]
 
     async def main():
-        config = ClusterConfig(backend=sys.argv[2], device="cpu", threads=1)
+        backends = {"process": ProcessBackendConfig, "ray": RayBackendConfig}
+        config = ClusterConfig(backend=backends[sys.argv[2]](), device="cpu", threads=1)
         async with await start_cluster(config) as cluster:
             group = await cluster.create_group("w", W)
             for fact in await group.call(W.facts):

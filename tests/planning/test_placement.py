@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rondo.config.schema import ClusterConfig
+from rondo.config.schema import ClusterConfig, RayBackendConfig
 from rondo.errors import ConfigError
 from rondo.planning.placement import SameDevices, plan_placement
 
@@ -12,7 +12,7 @@ ROLES = ("actor", "critic", "reference", "rollout")
 
 
 def cluster(devices: int, pools: dict[str, int], **placement: str) -> ClusterConfig:
-    return ClusterConfig(backend="ray", devices=devices, pools=pools, placement=placement)
+    return ClusterConfig(backend=RayBackendConfig(), devices=devices, pools=pools, placement=placement)
 
 
 def test_without_pools_every_role_has_every_device() -> None:

@@ -60,7 +60,7 @@ def pids(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
 def test_two_nodes_equal_one(run: Any, nodes: Any, pids: dict[str, list[int]]) -> None:
     one = run("one", "trainer.total_steps=2", "trainer.evaluation.every=null")
     assert pids["actor"] == pids["rollout"] == [os.getpid()]
-    two = run("two", "trainer.total_steps=2", *SPLIT, f"cluster.ray_address={nodes.address}")
+    two = run("two", "trainer.total_steps=2", *SPLIT, f"cluster.backend.address={nodes.address}")
     assert pids["actor"] != pids["rollout"]
     assert weights(two) == weights(one)
     wait_until_gone([*pids["actor"], *pids["rollout"]])
@@ -76,7 +76,7 @@ def test_more_devices_than_both_nodes_have(run: Any, nodes: Any) -> None:
             *SPLIT,
             "cluster.devices=3",
             "cluster.pools.train=2",
-            f"cluster.ray_address={nodes.address}",
+            f"cluster.backend.address={nodes.address}",
         )
 
 
@@ -99,5 +99,5 @@ def test_a_node_that_is_lost_ends_the_run(run: Any, nodes: Any, tmp_path: Path, 
     )
     errors = (WorkerError, WeightSyncError, RolloutError, DataError)
     with pytest.raises(errors, match="|".join(ways)):
-        run("lost", "trainer.total_steps=5000", *SPLIT, f"cluster.ray_address={nodes.address}")
+        run("lost", "trainer.total_steps=5000", *SPLIT, f"cluster.backend.address={nodes.address}")
     wait_until_gone([*pids["actor"], *pids["rollout"]])

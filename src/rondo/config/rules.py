@@ -250,23 +250,12 @@ def _trainer(check: Check) -> None:
 
 def _cluster(check: Check) -> None:
     cluster = check.config.cluster
-    if cluster.backend == "local" and cluster.devices > 1:
+    if cluster.backend.name == "local" and cluster.devices > 1:
         check.wrong(
             "{0} needs one process per device, and {1} has one process; use cluster.backend=process (on this "
             "machine), or ray",
             "cluster.devices",
-            "cluster.backend",
-        )
-    if cluster.backend != "ray" and cluster.ray_address is not None:
-        check.wrong(
-            "{0}, but {1}; use cluster.backend=ray, or remove it", "cluster.ray_address", "cluster.backend"
-        )
-    if cluster.backend != "local" and cluster.inline:
-        check.wrong(
-            "cluster.inline runs workers in this process, which {1} cannot; use cluster.backend=local, or "
-            "cluster.inline=false",
-            "cluster.inline",
-            "cluster.backend",
+            "cluster.backend.name",
         )
     total = sum(cluster.pools.values())
     if cluster.pools and total != cluster.devices:

@@ -17,7 +17,6 @@ from rondo.controller.group import WorkerGroup
 from rondo.controller.host import CREATE, JOIN, NewMesh, NewWorker
 from rondo.controller.mesh import Mesh
 from rondo.controller.worker import Worker
-from rondo.errors import ConfigError
 
 
 class Cluster:
@@ -139,20 +138,12 @@ def planned_device(config: ClusterConfig) -> str:
 async def start_cluster(config: ClusterConfig) -> Cluster:
     """Start the hosts. Raises ConfigError when there are not enough devices or the backend is not
     installed."""
-    threads = config.threads or max(1, (os.cpu_count() or 1) // max(1, config.devices))
-    if config.devices < 1 or threads < 1:
-        raise ConfigError(
-            f"cluster.devices={config.devices}, cluster.threads={config.threads}: both are at least 1"
-        )
-    if config.backend == "local":
+    threads = config.threads or max(1, (os.cpu_count() or 1) // config.devices)
+    if config.backend.name == "local":
         from rondo.controller.local import start_local
 
         return await start_local(config, threads)
-    if config.inline:
-        raise ConfigError(
-            "cluster.inline=true works with cluster.backend=local only: calls run in other processes"
-        )
-    if config.backend == "process":
+    if config.backend.name == "process":
         from rondo.controller.process_backend import start_process_cluster
 
         return await start_process_cluster(config, threads)

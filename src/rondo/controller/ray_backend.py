@@ -301,20 +301,19 @@ async def _gone(pids: Sequence[int], seconds: float = 5.0) -> None:
 
 
 def start_ray(config: ClusterConfig, threads: int) -> Origin:
-    """Start Ray on this machine, or connect to `ray_address`, unless this process is connected already."""
+    """Start Ray on this machine, or connect to one that runs, unless this process is connected already."""
     if ray.is_initialized():
         return "found"
+    address = config.backend.address
     env = {"env_vars": worker_environment(threads)}
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False, "runtime_env": env}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about Ray's future defaults
-        if config.ray_address is not None:
+        if address is not None:
             try:
-                ray.init(address=config.ray_address, **quiet)
+                ray.init(address=address, **quiet)
             except (ConnectionError, RayError, ValueError) as error:
-                raise ConfigError(
-                    f"cluster.ray_address={config.ray_address}: no Ray there: {error}"
-                ) from error
+                raise ConfigError(f"cluster.backend.address={address}: no Ray there: {error}") from error
             return "connected"
         try:
             ray.init(
@@ -328,7 +327,7 @@ def start_ray(config: ClusterConfig, threads: int) -> Origin:
             ray.shutdown()
             raise ConfigError(
                 f"Ray did not start on this machine: {error} Is it overloaded, or is there an old Ray (`ray "
-                "stop`)? Or set cluster.ray_address to one that runs"
+                "stop`)? Or set cluster.backend.address to one that runs"
             ) from error
         return "started"
 

@@ -80,10 +80,42 @@ class TrainerConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
+class LocalBackendConfig:
+    """This process runs everything, on one device."""
+
+    name: Literal["local"] = "local"
+    """What runs the workers."""
+    inline: bool = False
+    """Calls run on the event loop's thread, so that a breakpoint just works."""
+    address: ClassVar[None] = None
+
+
+@dataclass(frozen=True, config=STRICT)
+class ProcessBackendConfig:
+    """A process per device of this machine."""
+
+    name: Literal["process"] = "process"
+    """What runs the workers."""
+    address: ClassVar[None] = None
+
+
+@dataclass(frozen=True, config=STRICT)
+class RayBackendConfig:
+    """Ray runs a process per device, on one machine or several."""
+
+    name: Literal["ray"] = "ray"
+    """What runs the workers."""
+    address: str | None = None
+    """Of a Ray cluster; default: start Ray here."""
+
+
+@dataclass(frozen=True, config=STRICT)
 class ClusterConfig:
     """Devices, and who is on them."""
 
-    backend: Literal["local", "process", "ray"] = "local"
+    backend: LocalBackendConfig | ProcessBackendConfig | RayBackendConfig = Field(
+        default=LocalBackendConfig(), discriminator="name"
+    )
     """What runs the workers."""
     devices: Count = 1
     """How many, over all machines."""
@@ -95,10 +127,6 @@ class ClusterConfig:
     """What computes; auto: CUDA where it is."""
     threads: Count | None = None
     """Torch threads per device; default: cores shared out evenly."""
-    inline: bool = False
-    """Local only: calls run on the event loop's thread, so that a breakpoint just works."""
-    ray_address: str | None = None
-    """Of a Ray cluster; default: start Ray here."""
 
 
 @dataclass(frozen=True, config=STRICT)

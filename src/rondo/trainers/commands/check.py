@@ -315,7 +315,7 @@ def _leaf(config: Config, key: str) -> Any:
 def check_backend(loaded: LoadedConfig) -> None:
     """Raises ConfigError for a backend or compiler that is not here."""
     config = loaded.config
-    if config.cluster.backend == "ray" and importlib.util.find_spec("ray") is None:
+    if config.cluster.backend.name == "ray" and importlib.util.find_spec("ray") is None:
         raise ConfigError('cluster.backend=ray, but Ray is not installed: pip install "rondo-rl[ray]"')
     with located(loaded):
         check_names(config)
@@ -339,7 +339,7 @@ def check_names(config: Config) -> None:
         ("algorithm.preference_loss", "pair_loss", algorithm.preference_loss),
         ("algorithm.reward_model_loss", "pair_loss", algorithm.reward_model_loss),
     )
-    for key, kind, chosen in in_workers if config.cluster.backend != "local" else ():
+    for key, kind, chosen in in_workers if config.cluster.backend.name != "local" else ():
         place = registered_by_user(kind, chosen.name) if chosen is not None else None
         if chosen is not None and place is not None:
             with about(key):
@@ -354,10 +354,10 @@ def check_names(config: Config) -> None:
 def check_rollout_engine(loaded: LoadedConfig) -> None:
     """Raises ConfigError for an engine that is not installed, or cannot do what it will be asked for.
 
-    On a cluster elsewhere (cluster.ray_address) the engines' own processes find that out.
+    On a cluster elsewhere (cluster.backend.address) the engines' own processes find that out.
     """
     rollout, cluster = loaded.config.rollout, loaded.config.cluster
-    if cluster.ray_address is not None:
+    if cluster.backend.address is not None:
         return
     try:
         check_engine(
@@ -390,12 +390,12 @@ def check_files(loaded: LoadedConfig) -> None:
 
 
 def _check_models(loaded: LoadedConfig) -> None:
-    """On a cluster elsewhere (cluster.ray_address) the workers' own machines have the folders."""
+    """On a cluster elsewhere (cluster.backend.address) the workers' own machines have the folders."""
     config = loaded.config
     if config.model.config is not None:
         with located(loaded), about("model.config"):
             load_model_config(model_source(config))
-    if config.cluster.ray_address is not None:
+    if config.cluster.backend.address is not None:
         return
     paths = {
         "model.path": config.model.path,

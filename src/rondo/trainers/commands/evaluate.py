@@ -156,7 +156,7 @@ def export_checkpoint(run: str, output: str, step: int | None = None) -> int:
         )
     config = on_one_pool(config)
     config = dataclasses.replace(
-        config, cluster=dataclasses.replace(config.cluster, backend="local", devices=1, ray_address=None)
+        config, cluster=dataclasses.replace(config.cluster, backend=LocalBackendConfig(), devices=1)
     )
     config = complete_model(config)
     store = CheckpointStore(Path(run) / "checkpoints", keep=config.checkpoint.keep)

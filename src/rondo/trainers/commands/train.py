@@ -138,7 +138,7 @@ async def _train(loaded: LoadedConfig, program: Program, console: Console) -> Su
             with console.phase("starting worker groups"):
                 longest = config.data.max_prompt_tokens + config.rollout.max_tokens
                 roles = await create_roles(cluster, config, program, schedule, longest)
-            reporter.device = f"{cluster.num_devices} x {cluster.device} ({config.cluster.backend})"
+            reporter.device = f"{cluster.num_devices} x {cluster.device} ({config.cluster.backend.name})"
             side = make_side(cluster, roles)
             trainer = RLTrainer(
                 program, config, cluster, roles, schedule, side, reporter, checkpoints, journal=journal
@@ -213,7 +213,7 @@ async def _run_supervised(
     """written: as the user wrote it; config: with the model of the warm start, where there is one."""
     config = complete_model(config)
     reporter = Reporter(config, folder, console, title=title, kind=task.kind)
-    reporter.device = f"{cluster.num_devices} x {cluster.device} ({config.cluster.backend})"
+    reporter.device = f"{cluster.num_devices} x {cluster.device} ({config.cluster.backend.name})"
     checkpoints = Checkpoints(written, folder)
     with console.phase("reading data, starting worker groups"):
         trainer = await SupervisedTrainer.create(task, config, cluster, reporter, checkpoints)
@@ -302,7 +302,7 @@ def _check_same_warm_start(path: Path, wanted: Config) -> None:
 
 @asynccontextmanager
 async def _cluster(config: Config, console: Console) -> AsyncIterator[Cluster]:
-    with console.phase(f"starting {config.cluster.backend} backend, {config.cluster.devices} device(s)"):
+    with console.phase(f"starting {config.cluster.backend.name} backend, {config.cluster.devices} device(s)"):
         cluster = await start_cluster(config.cluster)
     try:
         yield cluster

@@ -41,10 +41,11 @@ def settled(config: Config) -> Config:
     """
     device = planned_device(config.cluster)
     found = config_for(config, device)
-    if found != config and config.cluster.ray_address is not None and config.cluster.device == "auto":
+    if found != config and config.cluster.backend.address is not None and config.cluster.device == "auto":
         raise ConfigError(
-            "cluster.device=auto: what the nodes at cluster.ray_address have is not known here, and settings "
-            "of the engines depend on it (compute_dtype=auto); set cluster.device=cuda or cluster.device=cpu"
+            "cluster.device=auto: what the nodes at cluster.backend.address have is not known here, and "
+            "settings of the engines depend on it (compute_dtype=auto); set cluster.device=cuda or "
+            "cluster.device=cpu"
         )
     return found
 

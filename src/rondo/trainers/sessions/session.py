@@ -116,7 +116,7 @@ async def open_session(
         reporter = Reporter(started, folder, console, title=run_dir.name)
         folder.write_config(to_yaml(config))
         async with await start_cluster(started.cluster) as cluster:
-            reporter.device = f"{cluster.num_devices} x {cluster.device} ({started.cluster.backend})"
+            reporter.device = f"{cluster.num_devices} x {cluster.device} ({started.cluster.backend.name})"
             session = Session(started, cluster, data, reporter, checkpoints)
             with checkpoints.way_on_noted(), stop_on_interrupt(session, console):
                 try:
