@@ -150,16 +150,47 @@ TIMED = ("tokens_per_second", "queue_length", "in_flight", "cache_hit_rate")
 CLOCKS = ("timing/", "perf/", *(f"rollout/{x}" for x in TIMED))
 
 
+# What a run of CHECKOUT with these arguments says of itself: its config.yaml, and the head of its journal.
+SPELLING = """
+import json, sys
+from rondo.config import load, to_yaml
+from rondo.trainers.program.inputs import settled
+from rondo.trainers.replay.journal import settings_of
+config = settled(load(sys.argv[1:2], sys.argv[2:]).config)
+print(json.dumps([to_yaml(config), settings_of(config)]))
+"""
+
+
 def run(name: str, folder: Path, out: Path, replay: Path | None) -> None:
-    """One run of RECIPES by the command line of CHECKOUT; raises CalledProcessError with its output."""
+    """One run of RECIPES by the command line of CHECKOUT; exits with its output where it fails."""
     command = {"sft": "sft", "preference": "preference"}.get(name, "train")
     settings = [*SETTINGS.get(name, ()), f"trainer.run_dir={out / name}"]
     if name == "recorded":
-        settings.append(f"rollout.recorded={folder / 'base' / 'grpo'}")
+        recorded = folder / "base" / "grpo"
+        settings.append(f"rollout.recorded={respelled('grpo', folder, out) if replay else recorded}")
     if replay is not None and name in ("resume", "abort"):
-        settings.append(f"trainer.replay={replay / name}")
+        settings.append(f"trainer.replay={respelled(name, folder, out)}")
+    python(name, folder, "-m", "rondo.cli.main", command, str(folder / f"{name}.yaml"), *settings)
+
+
+def respelled(name: str, folder: Path, out: Path) -> Path:
+    """A copy of a recorded run with its settings in the words of CHECKOUT: keys may have other names now."""
+    copy = out / f"{name}-respelled"
+    shutil.copytree(folder / "base" / name, copy)
+    run_dir = f"trainer.run_dir={folder / 'base' / name}"
+    recipe = (str(folder / f"{name}.yaml"), *SETTINGS.get(name, ()), run_dir)
+    config, settings = json.loads(python(name, folder, "-c", SPELLING, *recipe))
+    (copy / "config.yaml").write_text(config)
+    head, _, lines = (copy / "journal.jsonl").read_text().partition("\n")
+    head = json.dumps({**json.loads(head), "settings": settings})
+    (copy / "journal.jsonl").write_text(f"{head}\n{lines}")
+    return copy
+
+
+def python(name: str, folder: Path, *arguments: str) -> str:
+    """The output of CHECKOUT's Python with these arguments."""
     done = subprocess.run(
-        [sys.executable, "-m", "rondo.cli.main", command, str(folder / f"{name}.yaml"), *settings],
+        [sys.executable, *arguments],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         capture_output=True,
@@ -167,6 +198,7 @@ def run(name: str, folder: Path, out: Path, replay: Path | None) -> None:
     )
     if done.returncode != 0:
         sys.exit(f"{name}: exit {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}")
+    return done.stdout
 
 
 def facts(run_folder: Path) -> Iterator[tuple[str, Any]]:

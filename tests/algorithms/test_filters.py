@@ -7,7 +7,7 @@ import pytest
 
 from rondo.algorithms import check_algorithm, lookup
 from rondo.algorithms.filters import accuracy_range, mixed_accuracy
-from rondo.config.schema import AlgorithmConfig, FunctionConfig
+from rondo.config.schema import AlgorithmConfig, FilterConfig, FunctionConfig
 from rondo.errors import ConfigError
 
 
@@ -38,10 +38,10 @@ def test_accuracy_range_includes_its_ends() -> None:
 
 
 def test_options_out_of_range_are_refused_at_the_start_of_a_run() -> None:
-    wrong = FunctionConfig("accuracy_range", {"low": 0.8, "high": 0.2})
+    wrong = FilterConfig("accuracy_range", {"low": 0.8, "high": 0.2})
     with pytest.raises(ConfigError, match="accuracy_range needs 0 <= low"):
         check_algorithm(AlgorithmConfig(filter=wrong))
     with pytest.raises(ConfigError, match="pf_ppo has no strategy"):
         check_algorithm(AlgorithmConfig(resample=FunctionConfig("pf_ppo", {"strategy": "worst"})))
-    fits = FunctionConfig("mixed_accuracy"), FunctionConfig("pf_ppo", {"strategy": "power", "power": 2.0})
+    fits = FilterConfig("mixed_accuracy"), FunctionConfig("pf_ppo", {"strategy": "power", "power": 2.0})
     check_algorithm(AlgorithmConfig(filter=fits[0], resample=fits[1]))

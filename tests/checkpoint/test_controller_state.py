@@ -18,7 +18,7 @@ from rondo.checkpoint import (
     load_controller_state,
     save_controller_state,
 )
-from rondo.config.schema import Config, DataConfig, ModelConfig, RolloutConfig, SourceConfig
+from rondo.config.schema import Config, DataConfig, FileSourceConfig, ModelConfig, RolloutConfig
 from rondo.errors import CheckpointError
 
 
@@ -76,7 +76,7 @@ def test_a_damaged_state_names_the_file(tmp_path: Path) -> None:
 
 CONFIG = Config(
     model=ModelConfig(config={"model_type": "qwen3", "hidden_size": 64}),
-    data=DataConfig(train=(SourceConfig("jsonl", path="a.jsonl"),), batch_size=16),
+    data=DataConfig(train=(FileSourceConfig(type="jsonl", path="a.jsonl"),), batch_size=16),
     rollout=RolloutConfig(n=8),
 )
 
@@ -93,7 +93,9 @@ def test_changed_settings_are_listed_with_both_values() -> None:
     check_compatible(old, compatibility_record(free))
     changed = dataclasses.replace(
         CONFIG,
-        data=DataConfig(train=(*CONFIG.data.train, SourceConfig("jsonl", path="b.jsonl")), batch_size=32),
+        data=DataConfig(
+            train=(*CONFIG.data.train, FileSourceConfig(type="jsonl", path="b.jsonl")), batch_size=32
+        ),
         trainer=dataclasses.replace(CONFIG.trainer, seed=1),
         model=ModelConfig(config={"model_type": "qwen3", "hidden_size": 128}),
     )

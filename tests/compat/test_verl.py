@@ -17,6 +17,7 @@ from rondo.config.schema import (
     AdaptiveKlConfig,
     BypassConfig,
     DivergenceRejectionConfig,
+    FilterConfig,
     FunctionConfig,
     ImportanceConfig,
     KlConfig,
@@ -226,7 +227,7 @@ F, C = "algorithm.filter_groups", "algorithm.rollout_correction"
 def test_group_filter() -> None:
     on = (f"{F}.enable=True", f"{F}.metric=acc")
     found = load([], [*BASE, *on, f"{F}.max_num_gen_batches=10"]).config.algorithm
-    assert (found.filter, found.max_refills) == (FunctionConfig("mixed_accuracy"), 9.0)
+    assert found.filter == FilterConfig("mixed_accuracy", max_refills=9.0)
     assert load([], [*BASE, f"{F}.enable=False", f"{F}.metric=acc"]).config.algorithm.filter is None
 
 
@@ -267,7 +268,7 @@ def test_rollout_correction(overrides: list[str], expected: RolloutCorrectionCon
         ),
         ([f"{A}.policy_loss.kl_cov_ratio=1e-3"], "the loss vanilla does not read it"),
         ([f"{F}.enable=True", f"{F}.metric=seq_reward"], "the built-in filters read the column accuracy"),
-        ([f"{F}.enable=True", f"{F}.max_num_gen_batches=0"], "set algorithm.max_refills"),
+        ([f"{F}.enable=True", f"{F}.max_num_gen_batches=0"], "set algorithm.filter.max_refills"),
         (["data.gen_batch_size=64"], "a filtered group is replaced by one other"),
         ([f"{C}.rollout_rs=geometric", f"{C}.rollout_rs_threshold=2"], "use one of token_k1"),
         ([f"{C}.rollout_rs=token_k2"], "it needs rollout_rs_threshold"),
@@ -275,7 +276,7 @@ def test_rollout_correction(overrides: list[str], expected: RolloutCorrectionCon
         ([f"{C}.loss_type=reinforce"], "choose the loss itself"),
         (
             [f"{C}.rollout_is=token", f"{C}.bypass_mode=True"],
-            "is for algorithm.rollout_correction=auto or decoupled",
+            "and not for bypass",
         ),
     ],
 )

@@ -6,10 +6,17 @@ import dataclasses
 from typing import Any
 
 from rondo.config.compare import changes, differing, leaves_of
-from rondo.config.schema import AlgorithmConfig, Config, DataConfig, FunctionConfig, KlConfig, SourceConfig
+from rondo.config.schema import (
+    AlgorithmConfig,
+    Config,
+    DataConfig,
+    FileSourceConfig,
+    FunctionConfig,
+    KlConfig,
+)
 
 CONFIG = Config(
-    data=DataConfig(train=(SourceConfig("jsonl", path="a"),), batch_size=4),
+    data=DataConfig(train=(FileSourceConfig(type="jsonl", path="a"),), batch_size=4),
     algorithm=AlgorithmConfig(advantage=FunctionConfig("gae", {"lam": 0.9})),
 )
 
@@ -22,7 +29,7 @@ def test_every_leaf_has_the_key_of_a_recipe() -> None:
     leaves = leaves_of(CONFIG, only=("data.train", "data.batch_size", "data.eval", "algorithm.advantage"))
     source = {key: value for key, value in leaves.items() if key.startswith("data.train.0.")}
     assert source["data.train.0.path"] == "a"
-    assert source["data.train.0.options"] == {}
+    assert source["data.train.0.prompt_key"] == "prompt"
     assert {key: value for key, value in leaves.items() if key not in source} == {
         "data.eval": [],
         "data.batch_size": 4,
@@ -46,7 +53,7 @@ def test_keys_that_differ() -> None:
     assert set(differing(old, new)) == {"data.batch_size", "data.shuffle"}
     assert differing(old, new, free=("data.shuffle",)) == ["data.batch_size"]
     assert differing(old, new, free=("data",)) == []
-    more = leaves_of(with_data(train=(*CONFIG.data.train, SourceConfig("jsonl", path="b"))))
+    more = leaves_of(with_data(train=(*CONFIG.data.train, FileSourceConfig(type="jsonl", path="b"))))
     assert "data.train.1.path" in differing(old, more)
 
 

@@ -11,7 +11,7 @@ import pytest
 from rondo.config import Origin, load, show, to_yaml
 from rondo.config.keys import schema_keys
 from rondo.config.load import RECIPES
-from rondo.config.schema import Config, FunctionConfig, KlConfig, RewardFunctionConfig, SourceConfig
+from rondo.config.schema import Config, FileSourceConfig, FunctionConfig, KlConfig, RewardFunctionConfig
 from rondo.config.tree import parse_scalar
 from rondo.errors import ConfigError
 
@@ -303,7 +303,7 @@ class TestRecipes:
 
 def test_sources_are_typed() -> None:
     found = config("data.train=[{type: parquet, path: p.parquet, weight: 2}]").data.train
-    assert found == (SourceConfig("parquet", path="p.parquet", weight=2.0),)
+    assert found == (FileSourceConfig(type="parquet", path="p.parquet", weight=2.0),)
 
 
 def test_loading_imports_nothing_heavy(tmp_path: Path) -> None:

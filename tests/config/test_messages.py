@@ -44,7 +44,7 @@ TYPES = [
     ("cluster.backend=rai", "cluster.backend"),
     ("rollout.dtype=fp8", "rollout.dtype"),
     ("algorithm.kl={name: k3, coef: 1}", "algorithm.kl.where"),
-    ("data.train=[{path: x}]", "data.train.0.type"),
+    ("data.train=[{path: x}]", "data.train.0"),
     ("tracking.trackers=[{mode: x}]", "tracking.trackers.0.name"),
 ]
 BOUNDS = [
@@ -97,6 +97,9 @@ UNKNOWN = [
 CHOICES = [
     ("actor.optimizer.schedule.min_ratio=0.1", "actor.optimizer.schedule.min_ratio"),
     ("actor.optimizer.schedule={name: linear, decay_steps: 5}", "actor.optimizer.schedule.decay_steps"),
+    ("data.train=[{type: jsonl}]", "data.train.0.path"),
+    ("data.eval=[{type: jsonl, path: x, task: y}]", "data.eval.0.task"),
+    ("data.train=[{type: parquet, path: x, seed: 3}]", "data.train.0.seed"),
     ("cluster.backend=ray cluster.backend.inline=true", "cluster.backend.inline"),
     ("cluster.backend.address=auto", "cluster.backend.address"),
     ("actor.optimizer.schedule=wavy", "actor.optimizer.schedule"),
@@ -151,13 +154,9 @@ COMBINATIONS = [
         "data.pretrain=[{type: jsonl, path: x}] algorithm.pretrain_coef=0.1 rollout.temperature=0.8",
         "algorithm.pretrain_coef",
     ),
-    ("data.train=[{type: jsonl}]", "data.train.0.type"),
-    ("data.eval=[{type: jsonl, path: x, task: y}]", "data.eval.0.task"),
-    ("data.train=[{type: parquet, path: x, seed: 3}]", "data.train.0.seed"),
     ("rollout.engine.process=host rollout.replicas=2", "rollout.replicas"),
     ("rollout.sleep=true trainer.max_staleness=1", "rollout.sleep"),
     ("reward.models=[{path: x, name: critic}]", "reward.models.0.name"),
-    ("algorithm.max_refills=3", "algorithm.max_refills"),
     (
         "algorithm.rollout_correction.importance={lower: 3}",
         "algorithm.rollout_correction.importance.lower",
@@ -185,7 +184,7 @@ SEVERAL = [
     ("data.batch_size=many actor.mini_batch_size=3", "data.batch_size"),
     (
         "data.train=[{type: jsonl, path: 3}, {path: 4, weight: -1}]",
-        "data.train.0.path data.train.1.type data.train.1.path data.train.1.weight",
+        "data.train.0.path data.train.1",
     ),
     ("model.path=7 trainer.warm_start=sft.yaml", "model.path"),
 ]

@@ -240,9 +240,9 @@ def test_the_bound_is_an_error_with_the_group_that_goes_beyond_it() -> None:
     text = str(caught.value)
     for part in (
         "dropped 5 prompt groups for one step of 2",
-        "algorithm.max_refills=2 times",
+        "algorithm.filter.max_refills=2 times",
         "4 because all right; 1 because all wrong",
-        "raise algorithm.max_refills",
+        "raise algorithm.filter.max_refills",
     ):
         assert part in text
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rondo.chat import encode_prompt
-from rondo.config.schema import SourceConfig
+from rondo.config.schema import FileSourceConfig
 from rondo.data import PairStream
 from rondo.errors import ConfigError, DataError
 from rondo.recipes.quickstart import eval_rows, pairs, tokenizer, train_rows
@@ -31,7 +31,7 @@ def stream(tok, tmp_path):
     def open_stream(rows, keys=None, **options):
         path = tmp_path / "pairs.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        source = SourceConfig(type="jsonl", path=str(path), **(keys or {}))
+        source = FileSourceConfig(type="jsonl", path=str(path), **(keys or {}))
         return PairStream((source,), tok, **{"max_prompt_tokens": 50, "shuffle": False, **options})
 
     return open_stream

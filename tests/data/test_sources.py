@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rondo.config.schema import SourceConfig
+from rondo.config.schema import FileSourceConfig, HuggingfaceSourceConfig, TaskSourceConfig
 from rondo.data.sources import open_source, open_sources, source_name
 from rondo.errors import ConfigError, DataError
 
@@ -45,11 +45,11 @@ def write_jsonl(path, rows):
 
 def test_jsonl(tmp_path):
     path = write_jsonl(tmp_path / "prompts.jsonl", ROWS)
-    source = open_source(SourceConfig(type="jsonl", path=path))
+    source = open_source(FileSourceConfig(type="jsonl", path=path))
     assert source.name == "prompts"
     assert list(source.rows) == ROWS
     assert source.where(16) == f"{path}, line 17"
-    assert len(open_source(SourceConfig(type="jsonl", path=path, size=5))) == 5
+    assert len(open_source(FileSourceConfig(type="jsonl", path=path, size=5))) == 5
 
 
 def test_jsonl_broken_line_17_is_named(tmp_path):
@@ -60,13 +60,13 @@ def test_jsonl_broken_line_17_is_named(tmp_path):
     with pytest.raises(
         DataError, match=r"prompts\.jsonl, line 17: broken JSON: Expecting value at column 37"
     ):
-        open_source(SourceConfig(type="jsonl", path=str(path)))
+        open_source(FileSourceConfig(type="jsonl", path=str(path)))
 
 
 def test_jsonl_counts_blank_lines_and_a_byte_order_mark(tmp_path):
     path = tmp_path / "p.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + b'{"prompt": "a"}\n\n{"prompt": "b"}\n')
-    source = open_source(SourceConfig(type="jsonl", path=str(path)))
+    source = open_source(FileSourceConfig(type="jsonl", path=str(path)))
     assert [row["prompt"] for row in source.rows] == ["a", "b"]
     assert source.where(1).endswith("line 3")
 
@@ -84,32 +84,32 @@ def test_jsonl_content_errors(tmp_path, content, wrong):
     path = tmp_path / "p.jsonl"
     path.write_bytes(content)
     with pytest.raises(DataError, match=wrong):
-        open_source(SourceConfig(type="jsonl", path=str(path)))
+        open_source(FileSourceConfig(type="jsonl", path=str(path)))
 
 
 def test_missing_file_names_the_nearest(tmp_path):
     write_jsonl(tmp_path / "prompts.jsonl", ROWS)
     with pytest.raises(ConfigError, match=r"promts\.jsonl is missing; did you mean 'prompts\.jsonl'"):
-        open_source(SourceConfig(type="jsonl", path=str(tmp_path / "promts.jsonl")))
+        open_source(FileSourceConfig(type="jsonl", path=str(tmp_path / "promts.jsonl")))
     with pytest.raises(ConfigError, match="is a folder"):
-        open_source(SourceConfig(type="parquet", path=str(tmp_path)))
+        open_source(FileSourceConfig(type="parquet", path=str(tmp_path)))
 
 
 def test_parquet(tmp_path):
     path = tmp_path / "prompts.parquet"
     rows = [{"prompt": [{"role": "user", "content": f"q {i}"}], "answer": i} for i in range(7)]
     pq.write_table(pa.Table.from_pylist(rows), path)
-    source = open_source(SourceConfig(type="parquet", path=str(path), size=6))
+    source = open_source(FileSourceConfig(type="parquet", path=str(path), size=6))
     assert list(source.rows) == rows[:6]
     assert source.where(3) == f"{path}, row 3"
     path.write_bytes(b"PAR1 no")
     with pytest.raises(DataError, match="cannot be read as Parquet"):
-        open_source(SourceConfig(type="parquet", path=str(path)))
+        open_source(FileSourceConfig(type="parquet", path=str(path)))
 
 
 def test_missing_column_names_the_columns_there_are(tmp_path):
     path = write_jsonl(tmp_path / "p.jsonl", [{"promt": "a", "answer": "1"}])
-    source = open_source(SourceConfig(type="jsonl", path=path))
+    source = open_source(FileSourceConfig(type="jsonl", path=path))
     with pytest.raises(
         DataError, match=r"line 1\): no column 'prompt'; did you mean 'promt'\? Columns: promt, answer"
     ):
@@ -123,7 +123,7 @@ def test_huggingface_folder_and_file(tmp_path):
     datasets.DatasetDict({"train": data, "test": data.select(range(4))}).save_to_disk(tmp_path / "dict")
 
     def rows(**keys):
-        return list(open_source(SourceConfig(type="huggingface", **keys)).rows)
+        return list(open_source(HuggingfaceSourceConfig(**keys)).rows)
 
     assert rows(path=str(tmp_path / "plain"), size=3) == ROWS[:3]
     assert rows(path=str(tmp_path / "dict"), split="test") == ROWS[:4]
@@ -139,18 +139,20 @@ def test_huggingface_missing_says_so(tmp_path, monkeypatch):
         "datasets.load_dataset", lambda *a, **k: (_ for _ in ()).throw(FileNotFoundError("offline"))
     )
     with pytest.raises(ConfigError, match=r"'no/such-set' on the hub.*offline"):
-        open_source(SourceConfig(type="huggingface", path="no/such-set"))
+        open_source(HuggingfaceSourceConfig(path="no/such-set"))
 
 
 def test_reasoning_gym():
     pytest.importorskip("reasoning_gym")
-    config = SourceConfig(type="reasoning_gym", task="chain_sum", size=4, seed=7, options={"max_terms": 3})
+    config = TaskSourceConfig(
+        type="reasoning_gym", task="chain_sum", size=4, seed=7, options={"max_terms": 3}
+    )
     rows = list(open_source(config).rows)
     assert rows == list(open_source(config).rows)
     assert len(rows) == 4
     assert set(rows[0]) == {"prompt", "answer", "task", "task_options", "entry"}
     assert rows[0]["answer"] == rows[0]["entry"]["answer"]
-    other = SourceConfig(type="reasoning_gym", task="chain_sum", size=4, seed=8, options={"max_terms": 3})
+    other = TaskSourceConfig(type="reasoning_gym", task="chain_sum", size=4, seed=8, options={"max_terms": 3})
     assert rows != list(open_source(other).rows)
 
 
@@ -166,7 +168,7 @@ def test_reasoning_gym():
 def test_reasoning_gym_errors(keys, wrong):
     pytest.importorskip("reasoning_gym")
     with pytest.raises(ConfigError, match=wrong):
-        open_source(SourceConfig(type="reasoning_gym", **keys))
+        open_source(TaskSourceConfig(type="reasoning_gym", **keys))
 
 
 @pytest.fixture
@@ -175,7 +177,7 @@ def functions(tmp_path):
     path.write_text(FUNCTIONS)
 
     def open_function(name, **keys):
-        return open_source(SourceConfig(type="function", task=f"{path}:{name}", **keys))
+        return open_source(TaskSourceConfig(type="function", task=f"{path}:{name}", **keys))
 
     return open_function
 
@@ -205,12 +207,15 @@ def test_function_errors(functions, name, keys, error, wrong):
 
 
 def test_names():
-    assert source_name(SourceConfig(type="jsonl", path="a/b.jsonl")) == "b"
-    assert source_name(SourceConfig(type="huggingface", path="openai/gsm8k")) == "gsm8k"
-    assert source_name(SourceConfig(type="function", task="pkg.mod.rows")) == "rows"
+    assert source_name(FileSourceConfig(type="jsonl", path="a/b.jsonl")) == "b"
+    assert source_name(HuggingfaceSourceConfig(path="openai/gsm8k")) == "gsm8k"
+    assert source_name(TaskSourceConfig(type="function", task="pkg.mod.rows")) == "rows"
     with pytest.raises(ConfigError, match="2 sources are called 'b'"):
         open_sources(
-            [SourceConfig(type="jsonl", path="a/b.jsonl"), SourceConfig(type="jsonl", path="c/b.jsonl")]
+            [
+                FileSourceConfig(type="jsonl", path="a/b.jsonl"),
+                FileSourceConfig(type="jsonl", path="c/b.jsonl"),
+            ]
         )
     with pytest.raises(ConfigError, match="no source of rows"):
         open_sources([])

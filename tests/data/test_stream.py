@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rondo.chat import encode_prompt
-from rondo.config.schema import SourceConfig
+from rondo.config.schema import FileSourceConfig
 from rondo.data import ConversationStream, PromptStream, eval_prompts
 from rondo.data.mixture import Mixture
 from rondo.errors import DataError
@@ -32,7 +32,7 @@ def jsonl(tmp_path):
     def write(rows, name="p", **keys):
         path = tmp_path / f"{name}.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return SourceConfig(type="jsonl", path=str(path), **keys)
+        return FileSourceConfig(type="jsonl", path=str(path), **keys)
 
     return write
 
@@ -205,14 +205,14 @@ def test_eval_prompts_once_each_and_limited_in_turn(tok, jsonl):
 
 PROGRAM = """
 import hashlib
-from rondo.config.schema import SourceConfig
+from rondo.config.schema import TaskSourceConfig
 from rondo.data import PromptStream
 from rondo.recipes.quickstart import demonstrations, eval_rows, held_out_triples, tokenizer
 tok = tokenizer()
 rows = "rondo.recipes.quickstart.train_rows"
 sources = (
-    SourceConfig(type="function", task=rows, name="a", size=40, seed=1),
-    SourceConfig(type="function", task=rows, name="b", size=40, seed=2, weight=0.3),
+    TaskSourceConfig(type="function", task=rows, name="a", size=40, seed=1),
+    TaskSourceConfig(type="function", task=rows, name="b", size=40, seed=2, weight=0.3),
 )
 stream = PromptStream(sources, tok, max_prompt_tokens=64, seed=9)
 prompts = [stream.prompt(seq) for seq in range(100)]

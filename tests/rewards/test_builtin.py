@@ -276,11 +276,11 @@ def test_catastrophic_regex_is_killed(trajectory):
 
 def test_reasoning_gym_scores_its_own_entries():
     pytest.importorskip("reasoning_gym")
-    from rondo.config.schema import SourceConfig
+    from rondo.config.schema import TaskSourceConfig
     from rondo.data.sources import open_source
     from tests.rewards.conftest import make_trajectory
 
-    row = open_source(SourceConfig(type="reasoning_gym", task="chain_sum", size=1)).rows[0]
+    row = open_source(TaskSourceConfig(type="reasoning_gym", task="chain_sum", size=1)).rows[0]
     fields = {key: value for key, value in row.items() if key != "prompt"}
     texts = [row["answer"], f"<answer>{row['answer']}</answer>", "no"]
     state = random.getstate()

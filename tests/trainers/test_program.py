@@ -22,6 +22,7 @@ from rondo.config.schema import (
     AlgorithmConfig,
     BypassConfig,
     Config,
+    FilterConfig,
     FunctionConfig,
     ImportanceConfig,
     KlConfig,
@@ -372,7 +373,7 @@ def test_a_step_is_described_in_the_order_in_which_it_runs() -> None:
         reward=RewardConfig((RewardFunctionConfig("gsm8k"),), (judge,)),
         algorithm=AlgorithmConfig(
             advantage=FunctionConfig("prime"),
-            filter=FunctionConfig("mixed_accuracy"),
+            filter=FilterConfig("mixed_accuracy"),
             resample=FunctionConfig("pf_ppo"),
             rollout_correction=RolloutCorrectionConfig(importance=ImportanceConfig()),
             policy_loss=FunctionConfig("kl_cov"),

@@ -248,7 +248,7 @@ POWERS = {
         "reward.accuracy=first_is_even",
         FIRST,
         "algorithm.filter=mixed_accuracy",
-        "algorithm.max_refills=50",
+        "algorithm.filter.max_refills=50",
     ),
     "adaptive": (ADAPTIVE,),
     "stale": ("trainer.max_staleness=2", "trainer.on_update=finish"),

@@ -404,9 +404,7 @@ def group_filter(values: Values) -> list[Setting]:
     """
     prefix, size = "algorithm.filter_groups.", values.get("data.gen_batch_size")
     if size is not None:
-        remedy = (
-            "a filtered group is replaced by one other; remove it, and bound them by algorithm.max_refills"
-        )
+        remedy = "a filtered group is replaced by one other; remove it, and set algorithm.filter.max_refills"
         raise refused("data.gen_batch_size", size, remedy)
     enabled = values.get(prefix + "enable")
     if enabled is None:
@@ -424,9 +422,9 @@ def group_filter(values: Values) -> list[Setting]:
     if batches is not None:
         number = batches.plain()
         if not isinstance(number, int) or number < 2:
-            remedy = "there is a bound, and it is above 0: set algorithm.max_refills, in batches"
+            remedy = "there is a bound, and it is above 0: set algorithm.filter.max_refills, in batches"
             raise refused(prefix + "max_num_gen_batches", batches, remedy)
-        settings.append(("algorithm.max_refills", like(batches, number - 1)))
+        settings.append(("algorithm.filter.max_refills", like(batches, number - 1)))
     return settings
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from rondo.config.schema import (
     Config,
+    FilterConfig,
     FunctionConfig,
     RewardFunctionConfig,
     SglangEngineConfig,
@@ -24,7 +25,7 @@ from rondo.config.schema import (
 from rondo.config.tree import Node, Origin
 
 # Every key of these that is no field of theirs is an option, and stands beside the name.
-FLATTENED = (FunctionConfig, RewardFunctionConfig, VllmEngineConfig, SglangEngineConfig)
+FLATTENED = (FunctionConfig, FilterConfig, RewardFunctionConfig, VllmEngineConfig, SglangEngineConfig)
 DEFAULTS = Origin("default")
 
 
@@ -181,7 +182,8 @@ def unknown(key: str, place: Place, node: Node | None) -> str:
     owners = [section for section in place.sections if last in fields_of(section)]
     if owners:
         names = " or ".join(choice for section in owners for choice in choices_of(section))
-        return f"{key} is for {prefix}={names}, and not for {place.choice(node)}"
+        tag = prefix if place.tag == "name" else f"{prefix}.{place.tag}"
+        return f"{key} is for {tag}={names}, and not for {place.choice(node)}"
     return f"unknown key '{key}'{_nearest(key, prefix, last, place.keys(node))}"
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rondo.config.build import Built
-from rondo.config.schema import AlgorithmConfig, DataConfig, SourceConfig
+from rondo.config.schema import DataConfig
 from rondo.config.tree import shown
 from rondo.errors import ConfigError
 from rondo.roles import ROLES, TRAINED_SECTIONS
@@ -18,7 +18,7 @@ from rondo.roles import ROLES, TRAINED_SECTIONS
 def violations(built: Built) -> list[ConfigError]:
     """Returns what is wrong with the combination of values, in the order of the schema."""
     check = Check(built)
-    rules = (_model, _data, _trained, _rollout, _reward, _algorithm, _rollout_correction, _trainer, _cluster)
+    rules = (_model, _trained, _rollout, _reward, _algorithm, _rollout_correction, _trainer, _cluster)
     for rule in (*rules, _trackers):
         rule(check)
     return check.problems
@@ -96,35 +96,6 @@ def _model(check: Check) -> None:
         )
 
 
-# Keys of a source besides those that all types have: (needed, possible).
-_SOURCE_KEYS: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "parquet": ("path", ()),
-    "jsonl": ("path", ()),
-    "huggingface": ("path", ("split", "options")),
-    "reasoning_gym": ("task", ("options", "seed")),
-    "function": ("task", ("options", "seed")),
-}
-
-
-def _data(check: Check) -> None:
-    data = check.config.data
-    for part, sources in (("train", data.train), ("eval", data.eval), ("pretrain", data.pretrain)):
-        for index, source in enumerate(sources):
-            _source(check, f"data.{part}.{index}", source)
-
-
-def _source(check: Check, key: str, source: SourceConfig) -> None:
-    needed, possible = _SOURCE_KEYS[source.type]
-    defaults = SourceConfig(type=source.type)
-    if not getattr(source, needed):
-        check.wrong(f"{key} is of type {source.type} and needs the key '{needed}'", f"{key}.type")
-    for name in ("path", "task", "split", "options", "seed"):
-        if name not in (needed, *possible) and getattr(source, name) != getattr(defaults, name):
-            check.wrong(
-                f"{key}.{name} has no meaning for a source of type {source.type}; remove it", f"{key}.{name}"
-            )
-
-
 def _trained(check: Check) -> None:
     batch_size = check.config.data.batch_size
     for section in TRAINED_SECTIONS:
@@ -162,12 +133,6 @@ def _reward(check: Check) -> None:
 
 def _algorithm(check: Check) -> None:
     algorithm = check.config.algorithm
-    if algorithm.filter is None and algorithm.max_refills != AlgorithmConfig.max_refills:
-        check.wrong(
-            "algorithm.max_refills is for algorithm.filter, which is not set; remove it",
-            "algorithm.max_refills",
-            "algorithm.filter",
-        )
     if algorithm.pretrain_coef > 0 and check.config.rollout.temperature != 1:
         check.wrong(
             "{0} and {1}: the policy's log-probs are at that temperature, so it would not be the "

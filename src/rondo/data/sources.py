@@ -16,7 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from rondo.config.functions import check_options, did_you_mean, resolve_function
-from rondo.config.schema import SourceConfig
+from rondo.config.schema import (
+    FileSourceConfig,
+    HuggingfaceSourceConfig,
+    SourceConfig,
+    TaskSourceConfig,
+)
 from rondo.errors import ConfigError, DataError
 
 Row = Mapping[str, Any]
@@ -64,7 +69,7 @@ def source_name(config: SourceConfig) -> str:
     """The configured name, or the last part of path or task without its suffix."""
     if config.name:
         return config.name
-    text = config.path or config.task or config.type
+    text = config.task if isinstance(config, TaskSourceConfig) else config.path
     if config.type == "function":
         return text.replace(":", ".").rsplit(".", 1)[-1]
     return Path(text).stem if config.type in ("parquet", "jsonl") else Path(text).name
@@ -77,7 +82,6 @@ def open_source(config: SourceConfig) -> Source:
     that are no objects, no rows at all. Which keys a type has is checked when a configuration is loaded.
     """
     name = source_name(config)
-    _assert_valid(config)
     source = _OPENERS[config.type](config, name)
     if not len(source):
         raise DataError(f"source {name!r} ({source.origin}) has no rows")
@@ -89,10 +93,9 @@ def check_source(config: SourceConfig) -> None:
     options.
     """
     name = source_name(config)
-    _assert_valid(config)
-    if config.type in ("parquet", "jsonl"):
+    if isinstance(config, FileSourceConfig):
         _existing_file(config, name)
-    elif config.type == "function":
+    elif isinstance(config, TaskSourceConfig) and config.type == "function":
         _function_of(config, name)
 
 
@@ -115,15 +118,8 @@ def open_sources(configs: Sequence[SourceConfig]) -> tuple[Source, ...]:
     return tuple(open_source(config) for config in configs)
 
 
-def _assert_valid(config: SourceConfig) -> None:
-    """What `rondo.config` checked."""
-    assert config.path or config.task
-    assert config.weight > 0
-    assert config.size is None or config.size > 0
-
-
-def _existing_file(config: SourceConfig, name: str) -> Path:
-    path = Path(config.path or "").expanduser()
+def _existing_file(config: FileSourceConfig, name: str) -> Path:
+    path = Path(config.path).expanduser()
     if not path.is_file():
         near = (
             did_you_mean(path.name, (p.name for p in path.parent.iterdir())) if path.parent.is_dir() else "."
@@ -154,7 +150,7 @@ class _TableRows(Sequence[Row]):
         return self._table.slice(row, 1).to_pylist()[0]
 
 
-def _open_parquet(config: SourceConfig, name: str) -> Source:
+def _open_parquet(config: FileSourceConfig, name: str) -> Source:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -166,7 +162,7 @@ def _open_parquet(config: SourceConfig, name: str) -> Source:
     return Source(name, config, _TableRows(table.slice(0, config.size)), str(path))
 
 
-def _open_jsonl(config: SourceConfig, name: str) -> Source:
+def _open_jsonl(config: FileSourceConfig, name: str) -> Source:
     path = _existing_file(config, name)
     rows: list[Row] = []
     places: list[str] = []
@@ -209,7 +205,7 @@ def _parse_line(line: bytes, where: str) -> Row:
 # libraries
 
 
-def _open_huggingface(config: SourceConfig, name: str) -> Source:
+def _open_huggingface(config: HuggingfaceSourceConfig, name: str) -> Source:
     """A folder written by `save_to_disk`, a folder or file of data, or a hub id. options go to
     `load_dataset`.
     """
@@ -220,7 +216,7 @@ def _open_huggingface(config: SourceConfig, name: str) -> Source:
             f"source {name!r}: type huggingface needs the package datasets: pip install 'rondo-rl[datasets]'"
         ) from error
 
-    path = Path(config.path or "").expanduser()
+    path = Path(config.path).expanduser()
     try:
         data = _load_dataset(datasets, path, config)
     except (OSError, ValueError, RuntimeError, TypeError) as error:
@@ -242,7 +238,7 @@ def _open_huggingface(config: SourceConfig, name: str) -> Source:
     return Source(name, config, data, f"{config.path}[{config.split}]")
 
 
-def _load_dataset(datasets: Any, path: Path, config: SourceConfig) -> Any:
+def _load_dataset(datasets: Any, path: Path, config: HuggingfaceSourceConfig) -> Any:
     if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
         return datasets.load_from_disk(str(path))
     if path.is_file():
@@ -275,14 +271,14 @@ def import_reasoning_gym() -> Any:
     return reasoning_gym
 
 
-def _open_reasoning_gym(config: SourceConfig, name: str) -> Source:
+def _open_reasoning_gym(config: TaskSourceConfig, name: str) -> Source:
     """`size` entries of a task. A row carries what the `reasoning_gym` scorer needs: task, its options, and
     the entry.
     """
     gym = import_reasoning_gym()
     from reasoning_gym.factory import DATASETS
 
-    task = config.task or ""
+    task = config.task
     if task not in DATASETS:
         raise ConfigError(
             f"source {name!r}: reasoning_gym has no task {task!r}{did_you_mean(task, DATASETS)}"
@@ -312,9 +308,9 @@ def _open_reasoning_gym(config: SourceConfig, name: str) -> Source:
     return Source(name, config, rows, f"reasoning_gym {task}, seed {settings['seed']}")
 
 
-def _open_function(config: SourceConfig, name: str) -> Source:
+def _open_function(config: TaskSourceConfig, name: str) -> Source:
     """Rows from a function."""
-    task = config.task or ""
+    task = config.task
     made = _function_of(config, name)()
     if isinstance(made, str | bytes | Mapping) or not isinstance(made, Iterable):
         raise ConfigError(
@@ -330,7 +326,7 @@ def _open_function(config: SourceConfig, name: str) -> Source:
     return Source(name, config, rows, task)
 
 
-def _function_of(config: SourceConfig, name: str) -> Callable[[], Any]:
+def _function_of(config: TaskSourceConfig, name: str) -> Callable[[], Any]:
     """The source's function. It is given `options`, and the source's `seed` and `size` where it has such
     parameters.
     """
@@ -348,7 +344,7 @@ def _function_of(config: SourceConfig, name: str) -> Callable[[], Any]:
     return functools.partial(function, **options)
 
 
-_OPENERS = {
+_OPENERS: Mapping[str, Callable[[Any, str], Source]] = {
     "parquet": _open_parquet,
     "jsonl": _open_jsonl,
     "huggingface": _open_huggingface,

@@ -16,6 +16,7 @@ from rondo.config.schema.algorithm import (
     BypassConfig,
     ConstraintConfig,
     DivergenceRejectionConfig,
+    FilterConfig,
     FixedKlConfig,
     ImportanceConfig,
     KlConfig,
@@ -23,7 +24,13 @@ from rondo.config.schema.algorithm import (
     RejectionConfig,
     RolloutCorrectionConfig,
 )
-from rondo.config.schema.data import DataConfig, SourceConfig
+from rondo.config.schema.data import (
+    DataConfig,
+    FileSourceConfig,
+    HuggingfaceSourceConfig,
+    SourceConfig,
+    TaskSourceConfig,
+)
 from rondo.config.schema.models import (
     ActorConfig,
     ConstantScheduleConfig,
@@ -82,9 +89,12 @@ __all__ = [
     "EngineConfig",
     "EvaluationConfig",
     "FallingScheduleConfig",
+    "FileSourceConfig",
+    "FilterConfig",
     "FixedKlConfig",
     "FrozenEngineConfig",
     "FunctionConfig",
+    "HuggingfaceSourceConfig",
     "ImportanceConfig",
     "KeepConfig",
     "KlConfig",
@@ -106,6 +116,7 @@ __all__ = [
     "ScheduleConfig",
     "SglangEngineConfig",
     "SourceConfig",
+    "TaskSourceConfig",
     "TeacherConfig",
     "TrackingConfig",
     "TrainerConfig",

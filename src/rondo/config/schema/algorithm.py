@@ -132,6 +132,14 @@ class ConstraintConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
+class FilterConfig(FunctionConfig):
+    """A function that says which groups are worth training on; further keys are its options."""
+
+    max_refills: Positive = 10.0
+    """Filtered groups per step at most, in units of data.batch_size; then an error."""
+
+
+@dataclass(frozen=True, config=STRICT)
 class AlgorithmConfig:
     """Advantage × policy loss × KL × aggregation are independent choices; a named algorithm is a recipe."""
 
@@ -147,10 +155,8 @@ class AlgorithmConfig:
     """The divergence from the reference model; null: none."""
     entropy_coef: NonNegative = 0.0
     """Weight of the entropy bonus; 0: off."""
-    filter: FunctionConfig | None = None
+    filter: FilterConfig | None = None
     """Groups that are not trained on but replaced (dynamic sampling)."""
-    max_refills: Positive = 10.0
-    """Filtered groups per step at most, in units of data.batch_size; then an error."""
     resample: FunctionConfig | None = None
     """How often each sample of a prompt is trained on (PF-PPO)."""
     mask_truncated: bool = False

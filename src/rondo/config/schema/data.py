@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -11,26 +11,16 @@ from pydantic.dataclasses import dataclass
 from rondo.config.schema.types import STRICT, Count, Int, Positive
 
 
-@dataclass(frozen=True, config=STRICT)
-class SourceConfig:
-    """One named source of rows (prompts for RL, conversations for SFT)."""
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class RowsConfig:
+    """What all sources of rows have (prompts for RL, conversations for SFT)."""
 
-    type: Literal["parquet", "jsonl", "huggingface", "reasoning_gym", "function"]
+    type: str
     """Where the rows come from."""
     name: str | None = None
     """Used in prompt ids and metrics of the source; default: from path or task."""
-    path: str | None = None
-    """A file (parquet, jsonl), a dataset id or folder (huggingface)."""
-    split: str = "train"
-    """Of a Hugging Face dataset."""
-    task: str | None = None
-    """A reasoning_gym task, or a function `path.py:name` that returns rows."""
-    options: Mapping[str, Any] = Field(default_factory=dict)
-    """Of the task or function."""
     size: Count | None = None
-    """reasoning_gym: how many; others: use only the first `size` rows."""
-    seed: Int = 0
-    """Of a procedural source."""
+    """Use only the first `size` rows; reasoning_gym: make so many."""
     weight: Positive = 1.0
     """Share of the stream relative to the other sources; leave a source out to switch it off."""
     prompt_key: str = "prompt"
@@ -39,15 +29,54 @@ class SourceConfig:
     """Put before every prompt of the source."""
 
 
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class FileSourceConfig(RowsConfig):
+    """The rows of a file."""
+
+    type: Literal["parquet", "jsonl"]
+    path: Annotated[str, Field(min_length=1)]
+    """The file."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class HuggingfaceSourceConfig(RowsConfig):
+    """The rows of a data set of Hugging Face."""
+
+    type: Literal["huggingface"] = "huggingface"
+    path: Annotated[str, Field(min_length=1)]
+    """A hub id, or a folder."""
+    split: str = "train"
+    """Which part of it."""
+    options: Mapping[str, Any] = Field(default_factory=dict)
+    """Arguments of `datasets.load_dataset`."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class TaskSourceConfig(RowsConfig):
+    """Rows that a program makes."""
+
+    type: Literal["reasoning_gym", "function"]
+    task: Annotated[str, Field(min_length=1)]
+    """A task of reasoning_gym, or a function `path.py:name` that returns rows."""
+    options: Mapping[str, Any] = Field(default_factory=dict)
+    """Of the task or function."""
+    seed: Int = 0
+    """Of the task or function."""
+
+
+SourceConfig = FileSourceConfig | HuggingfaceSourceConfig | TaskSourceConfig
+Sources = tuple[Annotated[SourceConfig, Field(discriminator="type")], ...]
+
+
 @dataclass(frozen=True, config=STRICT)
 class DataConfig:
     """What is learnt from, and how much of it a step takes."""
 
-    train: tuple[SourceConfig, ...] = ()
+    train: Sources = ()
     """Sources of what is trained on."""
-    eval: tuple[SourceConfig, ...] = ()
+    eval: Sources = ()
     """Sources of held-out prompts."""
-    pretrain: tuple[SourceConfig, ...] = ()
+    pretrain: Sources = ()
     """Conversations for algorithm.pretrain_coef (PPO-ptx)."""
     pretrain_batch_size: Count = 16
     """Conversations of `pretrain` per mini-batch."""

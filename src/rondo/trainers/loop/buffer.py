@@ -437,10 +437,11 @@ class Buffer:
         reasons = Counter(self.ledger.dropped[seq] for seq in filtered)
         return (
             f"algorithm.filter dropped {reasons.total()} prompt groups for one step of {self.batch_size}, "
-            f"more than algorithm.max_refills={self.max_refills:g} times data.batch_size: "
+            f"more than algorithm.filter.max_refills={self.max_refills:g} times data.batch_size: "
             + "; ".join(f"{count} because {reason}" for reason, count in reasons.most_common())
             + ". The prompts are too easy or too hard for this policy, or the score in reward.accuracy is "
-            "the wrong one: change them, or rollout.n, raise algorithm.max_refills, or remove the filter"
+            "the wrong one: change them, or rollout.n, raise algorithm.filter.max_refills, or remove the "
+            "filter"
         )
 
     def _count_filtered(self, groups: Sequence[Group], last: float) -> Mapping[str, float]:
