@@ -17,6 +17,7 @@ from rondo.controller.group import WorkerGroup
 from rondo.controller.host import CREATE, JOIN, NewMesh, NewWorker
 from rondo.controller.mesh import Mesh
 from rondo.controller.worker import Worker
+from rondo.errors import ConfigError
 
 
 class Cluster:
