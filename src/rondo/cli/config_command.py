@@ -1,19 +1,22 @@
-"""`rondo config show`: the resolved configuration, who set every value, and the dataflow that follows."""
+"""`rondo config`: the resolved configuration, who set every value, the dataflow that follows; the schema."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 
 from rondo.cli.arguments import add_recipes, load_arguments
 
 HELP = "show the resolved configuration and where every value comes from"
+SCHEMA = "write the JSON Schema of recipes, with which editors complete and check them"
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
     """Register the subcommand."""
     parser = subparsers.add_parser("config", help=HELP, description=HELP)
-    actions = parser.add_subparsers(dest="action", metavar="show", required=True)
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    actions.add_parser("schema", help=SCHEMA, description=SCHEMA)
     show = actions.add_parser("show", help=HELP, description=HELP)
     add_recipes(show, nargs="*")
     show.add_argument(
@@ -26,7 +29,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the keys, then (for an RL recipe) the stages of one step, and which role is on which devices."""
+    """Prints the schema; or the keys, then (for an RL recipe) the stages of one step, and who is where."""
+    if args.action == "schema":
+        from rondo.config.json_schema import json_schema
+
+        print(json.dumps(json_schema(), indent=1, ensure_ascii=False))
+        return 0
     from rondo.config import show, to_yaml
 
     loaded = load_arguments(args.config)
