@@ -207,7 +207,7 @@ class RayCluster(Cluster):
             addresses = ", ".join(dict.fromkeys(place.address for place in places))
             raise ConfigError(
                 f"the {len(places)} devices of one rank of {role} are on several nodes ({addresses}): make "
-                "its pool a whole number of such ranks per node, or lower rollout.tensor_parallel"
+                "its pool a whole number of such ranks per node, or lower rollout.engine.tensor_parallel"
             )
         return tuple(gpu for place in places for gpu in place.accelerators) if len(places) > 1 else ()
 
