@@ -16,6 +16,7 @@ import yaml
 from rondo.algorithms import ActorLoss
 from rondo.batch import ROW_ID, Batch, BatchRef
 from rondo.columns import column
+from rondo.config import load
 from rondo.config.auto import config_for
 from rondo.config.schema import (
     AdaptiveKlConfig,
@@ -34,6 +35,7 @@ from rondo.config.schema import (
 )
 from rondo.controller import Cluster
 from rondo.errors import ConfigError
+from rondo.trainers.commands.check import check_rl
 from rondo.trainers.program.plan import plan_program
 from rondo.trainers.program.producers import stages
 from rondo.trainers.program.step import Roles, Stage, Step
@@ -347,6 +349,25 @@ def test_what_does_not_fit_is_an_error(keys: str, expected: str, tmp_path: Path)
     done = inline("train", str(recipe), *overrides, f"trainer.run_dir={tmp_path / 'run'}", check=False)
     assert done.returncode == 2
     assert expected in " ".join(done.stderr.split()), done.stderr
+
+
+def test_all_that_does_not_fit_is_said_at_once(tmp_path: Path) -> None:
+    recipe = tmp_path / "tiny.yaml"
+    recipe.write_text(yaml.safe_dump(RECIPE))
+    wrong = {
+        "critic.epochs": "critic.epochs=2",
+        "rollout.n": "rollout.n=1",
+        "tracking.trackers.0": "tracking.trackers=[wandbb]",
+        "trainer.evaluation.every": "trainer.evaluation.every=1",
+        "model.chat_template": "model.chat_template=nowhere.jinja",
+        "data.train.0": "data.train=[{type: function, task: 'nowhere.py:rows'}]",
+    }
+    arguments = [*wrong.values(), "algorithm.advantage=grpo", "data.eval=[]"]
+    with pytest.raises(ConfigError) as caught:
+        check_rl(load([str(recipe)], arguments))
+    found = {problem.key: str(problem) for problem in caught.value.problems}
+    assert set(found) == set(wrong)
+    assert all(found[key].startswith(f"argument '{argument}': ") for key, argument in wrong.items())
 
 
 def test_right_or_wrong_is_asked_of_every_source(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -60,63 +60,92 @@ def located(loaded: LoadedConfig) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        key = error.key
-        where = _where(loaded, key) if key is not None else ""
-        if key is None or not where:
-            raise
-        named = key.startswith(re.split("[ :=]", str(error), maxsplit=1)[0])
-        raise ConfigError(f"{where}{'' if named else f'{key}: '}{error}") from error.__cause__
+        raise ConfigError.of([_located(loaded, one) for one in error.problems]) from error.__cause__
+
+
+def _located(loaded: LoadedConfig, error: ConfigError) -> ConfigError:
+    key, text = error.key, str(error)
+    where = _where(loaded, key) if key is not None else ""
+    if key is None or not where or text.startswith(where):
+        return error
+    named = key.startswith(re.split("[ :=]", text, maxsplit=1)[0])
+    return ConfigError(f"{where}{'' if named else f'{key}: '}{text}", key=key)
 
 
 def check_rl(loaded: LoadedConfig) -> Program:
-    """What `rondo train` will do; raises ConfigError for what it cannot do as configured."""
+    """What `rondo train` will do; raises ConfigError for all that it cannot do as configured."""
+    config, problems = loaded.config, list[ConfigError]()
     with located(loaded):
-        return _check_rl(loaded)
+        recorded = recorded_rollouts(config)
+        with collected(problems):
+            check_algorithm(config.algorithm)
+        program = None if problems else _planned(loaded, recorded, problems)
+        problems += _unread(loaded)
+        checks: list[Callable[[], None]] = [
+            lambda: check_trackers(config.tracking.trackers),
+            lambda: check_backend(loaded),
+            lambda: check_files(loaded),
+            lambda: check_replay(config),
+        ]
+        if recorded is None:
+            problems += _missing(config)
+            checks += [lambda: check_rollout_engine(loaded), lambda: _check_agent(config)]
+        for check in checks:
+            with collected(problems):
+                check()
+        if problems or program is None:
+            raise ConfigError.of(list({str(problem): problem for problem in problems}.values()))
+        return program
 
 
-def _check_rl(loaded: LoadedConfig) -> Program:
-    config, recorded = loaded.config, recorded_rollouts(loaded.config)
-    if not config.data.train and recorded is None:
-        raise ConfigError(
-            "data.train is empty: there is nothing to learn from; add a source (see docs/data.md)"
-        )
-    if not config.reward.functions and not config.reward.models and recorded is None:
-        raise ConfigError(
+def _planned(loaded: LoadedConfig, recorded: Recorded | None, problems: list[ConfigError]) -> Program | None:
+    """The program of a configuration whose algorithm stands by itself; what does not fit joins `problems`."""
+    with collected(problems):
+        _check_group_size(loaded)
+    with collected(problems):
+        _check_scores(loaded, recorded)
+    with collected(problems):
+        program = plan_program(loaded.config, recorded)
+        with collected(problems):
+            _check_combinations(loaded, program)
+        _check_roles(loaded, program)
+        return program
+    return None
+
+
+def _missing(config: Config) -> Iterator[ConfigError]:
+    """What a run needs that generates its own samples."""
+    if not config.data.train:
+        text = "data.train is empty: there is nothing to learn from; add a source (see docs/data.md)"
+        yield ConfigError(text, key="data.train")
+    if not config.reward.functions and not config.reward.models:
+        yield ConfigError(
             "reward.functions is empty: nothing says what is good; add a scorer, for example {name: gsm8k}, "
-            "or a model under reward.models"
+            "or a model under reward.models",
+            key="reward.functions",
         )
-    check_algorithm(config.algorithm)
-    _check_unread(loaded)
-    _check_group_size(loaded)
-    _check_scores(loaded, recorded)
-    if config.rollout.agent is not None and recorded is None:
+    if config.trainer.evaluation.every is not None and not config.data.eval:
+        yield ConfigError(
+            "trainer.evaluation.every is set, but data.eval is empty; add a source of held-out prompts",
+            key="trainer.evaluation.every",
+        )
+
+
+def _check_agent(config: Config) -> None:
+    if config.rollout.agent is not None:
         with about("rollout.agent"):
             load_agent(config.rollout.agent)
-    program = plan_program(config, recorded)
-    _check_combinations(loaded, program)
-    _check_roles(loaded, program)
-    check_trackers(config.tracking.trackers)
-    if config.trainer.evaluation.every is not None and not config.data.eval and recorded is None:
-        raise ConfigError(
-            "trainer.evaluation.every is set, but data.eval is empty; add a source of held-out prompts"
-        )
-    check_backend(loaded)
-    if recorded is None:
-        check_rollout_engine(loaded)
-    check_files(loaded)
-    check_replay(config)
-    return program
 
 
-def _check_unread(loaded: LoadedConfig) -> None:
+def _unread(loaded: LoadedConfig) -> Iterator[ConfigError]:
     """Keys that belong to other commands."""
     for key, command in (
         ("algorithm.preference_loss", "rondo preference"),
         ("algorithm.reward_model_loss", "rondo reward-model"),
     ):
-        for known, where in changed_keys(loaded):
+        for known, _ in changed_keys(loaded):
             if known.startswith(key):
-                raise ConfigError(f"{where}: {known} is read by `{command}` only; remove it")
+                yield ConfigError(f"{known} is read by `{command}` only; remove it", key=known)
 
 
 def _check_group_size(loaded: LoadedConfig) -> None:
@@ -124,9 +153,9 @@ def _check_group_size(loaded: LoadedConfig) -> None:
     n, name = loaded.config.rollout.n, loaded.config.algorithm.advantage.name
     if n < 2 and "group_id" in columns_read(lookup("advantage", name)):
         raise ConfigError(
-            f"{_where(loaded, 'rollout.n')}rollout.n = {n}, but algorithm.advantage = {name} compares the "
-            "trajectories of one prompt and needs at least 2; raise rollout.n, or choose another estimator "
-            "(gae, reinforce_pp)"
+            f"rollout.n = {n}, but algorithm.advantage = {name} compares the trajectories of one prompt and "
+            "needs at least 2; raise rollout.n, or choose another estimator (gae, reinforce_pp)",
+            key="rollout.n",
         )
 
 
@@ -140,22 +169,20 @@ def _check_scores(loaded: LoadedConfig, recorded: Recorded | None) -> None:
     for index, model in enumerate(config.reward.models):
         if recorded is not None and model.name not in recorded.scored_by(config):
             continue
-        where = _where(loaded, f"reward.models.{index}")
+        key = f"reward.models.{index}"
         if model.path is None:
-            raise ConfigError(
-                f"{where}reward.models.{index} ({model.name}) has no path; name the export of "
-                "`rondo reward-model`"
-            )
+            text = f"{key} ({model.name}) has no path; name the export of `rondo reward-model`"
+            raise ConfigError(text, key=key)
         if model.name in names:
-            raise ConfigError(
-                f"{where}reward.models.{index}: another scorer is called {model.name} too; set another name"
-            )
+            text = f"{key}: another scorer is called {model.name} too; set another name"
+            raise ConfigError(text, key=key)
         names.append(model.name)
     constraint = config.algorithm.constraint
     if constraint is not None and constraint.cost not in names:
         raise ConfigError(
-            f"{_where(loaded, 'algorithm.constraint.cost')}algorithm.constraint.cost={constraint.cost} is no "
-            f"score of this run{did_you_mean(constraint.cost, names)} There are: {', '.join(names)}"
+            f"algorithm.constraint.cost={constraint.cost} is no score of this run"
+            f"{did_you_mean(constraint.cost, names)} There are: {', '.join(names)}",
+            key="algorithm.constraint.cost",
         )
 
 
@@ -171,15 +198,16 @@ def _check_combinations(loaded: LoadedConfig, program: Program) -> None:
     name = algorithm.advantage.name
     if algorithm.constraint is not None and not {"multiplier", "token_costs"} & set(reads):
         raise ConfigError(
-            f"{_where(loaded, 'algorithm.constraint')}algorithm.constraint is set, but algorithm.advantage="
-            f"{name} reads neither multiplier nor token_costs, so nothing would keep the cost down; use "
-            "safe_rlhf, or remove the constraint"
+            f"algorithm.constraint is set, but algorithm.advantage={name} reads neither multiplier nor "
+            "token_costs, so nothing would keep the cost down; use safe_rlhf, or remove the constraint",
+            key="algorithm.constraint",
         )
     if algorithm.resample is not None and "group_id" in reads:
         raise ConfigError(
-            f"{_where(loaded, 'algorithm.resample')}algorithm.resample={algorithm.resample.name} changes how "
-            f"often each sample of a prompt counts, and the baseline of algorithm.advantage={name} would not "
-            "know; use an estimator that does not compare a prompt's samples (gae, reinforce_pp)"
+            f"algorithm.resample={algorithm.resample.name} changes how often each sample of a prompt counts, "
+            f"and the baseline of algorithm.advantage={name} would not know; use an estimator that does not "
+            "compare a prompt's samples (gae, reinforce_pp)",
+            key="algorithm.resample",
         )
     if program.reward_models:
         _check_model_rewards(loaded, program)
@@ -202,8 +230,9 @@ def _check_model_rewards(loaded: LoadedConfig, program: Program) -> None:
         wrong = [column for column in columns if column in late.get(key, {"step_reward"})]
         if function is not None and wrong:
             raise ConfigError(
-                f"{_where(loaded, key)}{key}={function.name} reads {wrong[0]}, which is without the scores "
-                "of reward.models: use reward functions, or a function that reads another column"
+                f"{key}={function.name} reads {wrong[0]}, which is without the scores of reward.models: use "
+                "reward functions, or a function that reads another column",
+                key=key,
             )
 
 
@@ -232,8 +261,9 @@ def _check_recorded(loaded: LoadedConfig, program: Program, recorded: Recorded) 
     config, path = loaded.config, recorded.recording.path
     if "rollout" in config.cluster.placement:
         raise ConfigError(
-            f"{_where(loaded, 'cluster.placement.rollout')}cluster.placement.rollout gives devices to "
-            f"engines, and with rollout.recorded={path} none run; remove it, and its pool from cluster.pools"
+            "cluster.placement.rollout gives devices to engines, and with rollout.recorded="
+            f"{path} none run; remove it, and its pool from cluster.pools",
+            key="cluster.placement.rollout",
         )
     if program.greedy_baseline and not recorded.recording.has_greedy_reward:
         raise ConfigError(
@@ -286,11 +316,12 @@ def check_token_budget(role: str, config: Config, loaded: LoadedConfig | None = 
 
 def _check_unset(loaded: LoadedConfig, key: str, columns: str) -> None:
     """ConfigError when something is set that nobody reads: no chosen function reads `columns`."""
-    for known, where in changed_keys(loaded):
+    for known, _ in changed_keys(loaded):
         if known == key or known.startswith(key + "."):
             raise ConfigError(
-                f"{where}: {known} is set, but no chosen function reads {columns}: there is nothing "
-                "for it to configure; remove the key, or choose a function that reads them"
+                f"{known} is set, but no chosen function reads {columns}: there is nothing for it to "
+                "configure; remove the key, or choose a function that reads them",
+                key=known,
             )
 
 
@@ -317,8 +348,7 @@ def check_backend(loaded: LoadedConfig) -> None:
     config = loaded.config
     if config.cluster.backend.name == "ray" and importlib.util.find_spec("ray") is None:
         raise ConfigError('cluster.backend=ray, but Ray is not installed: pip install "rondo-rl[ray]"')
-    with located(loaded):
-        check_names(config)
+    check_names(config)
     rollout = config.rollout
     if rollout.engine.decode == "compiled" and rollout.recorded is None and shutil.which("cc") is None:
         raise ConfigError(
@@ -370,30 +400,35 @@ def check_rollout_engine(loaded: LoadedConfig) -> None:
         )
     except ConfigError as error:
         named = [key for key in ("rollout.sleep", "rollout.min_p") if key in str(error)]
-        raise ConfigError(f"{_where(loaded, [*named, 'rollout.engine'][0])}{error}") from error
+        raise ConfigError(str(error), key=[*named, "rollout.engine"][0]) from error
 
 
 def check_files(loaded: LoadedConfig) -> None:
-    """Raises ConfigError for a file or a model folder that a key names and that is not there."""
-    _check_models(loaded)
+    """Raises ConfigError for all files and model folders that a key names and that are not there."""
+    problems: list[ConfigError] = []
+    with collected(problems):
+        _check_models(loaded)
     unread = () if loaded.config.rollout.recorded is None else ("train", "eval")
     for part in (part for part in ("train", "eval", "pretrain") if part not in unread):
         for index, source in enumerate(getattr(loaded.config.data, part)):
-            with located(loaded), about(f"data.{part}.{index}"):
+            with collected(problems), about(f"data.{part}.{index}"):
                 check_source(source)
     for key, path in (
         ("model.chat_template", loaded.config.model.chat_template),
         ("trainer.warm_start", loaded.config.trainer.warm_start),
     ):
         if path is not None:
-            beside_recipe(loaded, key, path)
+            with collected(problems):
+                beside_recipe(loaded, key, path)
+    if problems:
+        raise ConfigError.of(problems)
 
 
 def _check_models(loaded: LoadedConfig) -> None:
     """On a cluster elsewhere (cluster.backend.address) the workers' own machines have the folders."""
     config = loaded.config
     if config.model.config is not None:
-        with located(loaded), about("model.config"):
+        with about("model.config"):
             load_model_config(model_source(config))
     if config.cluster.backend.address is not None:
         return
@@ -405,26 +440,26 @@ def _check_models(loaded: LoadedConfig) -> None:
     }
     for key, path in paths.items():
         if path is not None:
-            _check_model(loaded, key, path)
+            _check_model(key, path)
     if config.rollout.recorded is not None:  # those that are asked again are checked where they are made
         return
     for index, model in enumerate(config.reward.models):
         key = f"reward.models.{index}.path"
         if not Path(model.path or "").is_dir():  # its value head is read from a folder
             raise ConfigError(
-                f"{_where(loaded, key)}{key}: there is no folder {model.path}; name the export folder of "
-                "`rondo reward-model`"
+                f"{key}: there is no folder {model.path}; name the export folder of `rondo reward-model`",
+                key=key,
             )
-        _check_model(loaded, key, str(model.path))
-        with located(loaded), about(key):
+        _check_model(key, str(model.path))
+        with about(key):
             source_of(model.name, config)  # is there a value head?
 
 
-def _check_model(loaded: LoadedConfig, key: str, path: str) -> None:
+def _check_model(key: str, path: str) -> None:
     try:
         check_model_folder(path)
     except DataError as error:
-        raise ConfigError(f"{_where(loaded, key)}{key}: {error}") from error
+        raise ConfigError(f"{key}: {error}", key=key) from error
 
 
 def beside_recipe(loaded: LoadedConfig, key: str, path: str) -> Path:
@@ -441,7 +476,7 @@ def beside_recipe(loaded: LoadedConfig, key: str, path: str) -> Path:
             return place
     where = f"{origin.where}: " if origin else ""
     looked = " and ".join(dict.fromkeys(str(place) for place in places[:2]))
-    raise ConfigError(f"{where}{key}: no such file: looked for {looked}{_near(places[1])}")
+    raise ConfigError(f"{where}{key}: no such file: looked for {looked}{_near(places[1])}", key=key)
 
 
 def _near(path: Path) -> str:
