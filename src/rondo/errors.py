@@ -28,7 +28,8 @@ class ConfigError(RondoError, ValueError):
 
     @classmethod
     def of(cls, problems: Sequence[ConfigError]) -> ConfigError:
-        """Returns one error that says all of `problems`, a line for each."""
+        """Returns one error that says all of `problems`, each once, in a line of its own."""
+        problems = list({str(problem): problem for problem in problems}.values())
         if len(problems) == 1:
             return problems[0]
         error = cls("\n".join(map(str, problems)), key=problems[0].key)

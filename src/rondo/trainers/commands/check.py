@@ -21,6 +21,7 @@ from rondo.config import (
     FunctionConfig,
     KlConfig,
     LoadedConfig,
+    collected,
     config_for,
     did_you_mean,
     recipe_path,
@@ -89,12 +90,15 @@ def check_rl(loaded: LoadedConfig) -> Program:
         ]
         if recorded is None:
             problems += _missing(config)
-            checks += [lambda: check_rollout_engine(loaded), lambda: _check_agent(config)]
+            checks += [lambda: check_rollout_engine(loaded)]
+            with collected(problems), about("rollout.agent"):
+                if config.rollout.agent is not None:
+                    load_agent(config.rollout.agent)
         for check in checks:
             with collected(problems):
                 check()
         if problems or program is None:
-            raise ConfigError.of(list({str(problem): problem for problem in problems}.values()))
+            raise ConfigError.of(problems)
         return program
 
 
@@ -131,12 +135,6 @@ def _missing(config: Config) -> Iterator[ConfigError]:
         )
 
 
-def _check_agent(config: Config) -> None:
-    if config.rollout.agent is not None:
-        with about("rollout.agent"):
-            load_agent(config.rollout.agent)
-
-
 def _unread(loaded: LoadedConfig) -> Iterator[ConfigError]:
     """Keys that belong to other commands."""
     for key, command in (
@@ -169,13 +167,11 @@ def _check_scores(loaded: LoadedConfig, recorded: Recorded | None) -> None:
     for index, model in enumerate(config.reward.models):
         if recorded is not None and model.name not in recorded.scored_by(config):
             continue
-        key = f"reward.models.{index}"
-        if model.path is None:
-            text = f"{key} ({model.name}) has no path; name the export of `rondo reward-model`"
-            raise ConfigError(text, key=key)
-        if model.name in names:
-            text = f"{key}: another scorer is called {model.name} too; set another name"
-            raise ConfigError(text, key=key)
+        with about(f"reward.models.{index}"):
+            if model.path is None:
+                raise ConfigError(f"{model.name} has no path; name the export of `rondo reward-model`")
+            if model.name in names:
+                raise ConfigError(f"another scorer is called {model.name} too; set another name")
         names.append(model.name)
     constraint = config.algorithm.constraint
     if constraint is not None and constraint.cost not in names:
@@ -287,7 +283,7 @@ def _check_roles(loaded: LoadedConfig, program: Program) -> None:
     for key, columns in unread.items():
         _check_unset(loaded, key, columns)
     for role in ("actor", *program.roles):
-        check_token_budget(role, config, loaded)
+        check_token_budget(role, config)
     if program.recorded is not None:
         _check_recorded(loaded, program, program.recorded)
     placement_of(config, program.all_roles)
@@ -298,19 +294,17 @@ def _check_roles(loaded: LoadedConfig, program: Program) -> None:
             path_of(role, config)
 
 
-def check_token_budget(role: str, config: Config, loaded: LoadedConfig | None = None) -> None:
-    """A sequence is computed whole, so that the longest must fit into a role's micro-batches. loaded: where
-    the settings are from, for the message. Raises ConfigError.
-    """
+def check_token_budget(role: str, config: Config) -> None:
+    """Raises ConfigError where the longest sequence, which is computed whole, does not fit a micro-batch."""
     section, engine = engine_of(role, config)
     budget, key = engine.token_budget, f"{section}.token_budget"
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_tokens
     if budget < prompt + response:
-        where = "" if loaded is None else _where(loaded, key) or _where(loaded, "rollout.max_tokens")
         raise ConfigError(
-            f"{where}{key}={budget} is less than the longest sequence, data.max_prompt_tokens={prompt} + "
+            f"{key}={budget} is less than the longest sequence, data.max_prompt_tokens={prompt} + "
             f"rollout.max_tokens={response} tokens; raise the budget to {prompt + response}, or lower one of "
-            "the two"
+            "the two",
+            key=key,
         )
 
 
@@ -375,7 +369,7 @@ def check_names(config: Config) -> None:
             with about(key):
                 raise ConfigError(
                     f"{key}: the name {chosen.name!r} is registered in this process only, and the "
-                    f"workers of cluster.backend={config.cluster.backend} are other processes; name "
+                    f"workers of cluster.backend={config.cluster.backend.name} are other processes; name "
                     f"the function with its file, {place} (a program can also "
                     "pass the function itself)"
                 )

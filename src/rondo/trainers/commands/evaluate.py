@@ -11,7 +11,15 @@ from typing import Any
 
 from rondo.chat import encode_prompt, stop_token_ids
 from rondo.checkpoint import CheckpointStore
-from rondo.config import Config, DataConfig, LoadedConfig, ModelConfig, RolloutConfig, load
+from rondo.config import (
+    Config,
+    DataConfig,
+    LoadedConfig,
+    LocalBackendConfig,
+    ModelConfig,
+    RolloutConfig,
+    load,
+)
 from rondo.controller import start_cluster
 from rondo.data import index_columns
 from rondo.errors import CheckpointError, ConfigError

@@ -89,7 +89,9 @@ class EngineSide:
         self.index_columns: tuple[str, ...] = index_columns(score_names, greedy_baseline=greedy_baseline)
         self.enter: Callable[[Phase], Awaitable[None]] | None
         self.enter = self._enter if config.rollout.sleep else None
-        self.on_update: OnUpdate = effective_on_update(config.trainer.on_update, config.trainer.max_staleness)
+        self.on_update: OnUpdate = effective_on_update(
+            config.trainer.on_update.name, config.trainer.max_staleness
+        )
         self.route: Route = make_route(config, roles, folder)
         self.canary: Callable[[int], Coroutine[Any, Any, float]] | None
         self.canary = Canary(roles, prompts, config).check

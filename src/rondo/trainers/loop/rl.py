@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Literal
@@ -82,13 +83,14 @@ class RLRun:
         self.total_steps = schedule.total_steps
         self.coefficients = Coefficients(config.algorithm)
         self._learners = learners
+        chosen = config.algorithm.filter
         self.buffer = side.buffer(
             batch_size=config.data.batch_size,
             total_steps=schedule.total_steps,
             total_groups=schedule.total_groups,
             order=config.trainer.order,
-            keep=group_filter(config.algorithm.filter) if config.algorithm.filter else None,
-            max_refills=config.algorithm.max_refills,
+            keep=group_filter(chosen) if chosen else None,
+            max_refills=chosen.max_refills if chosen else math.inf,
             check_failures=functools.partial(
                 check_dropped_share,
                 step_size=config.data.batch_size * config.rollout.n,
@@ -96,9 +98,8 @@ class RLRun:
             ),
             journal=journal,
         )
-        self.feeder = side.feeder(
-            self.buffer, n=config.rollout.n, max_aborts=config.trainer.max_aborts, warn=reporter.warn
-        )
+        aborts = config.trainer.on_update.max_aborts
+        self.feeder = side.feeder(self.buffer, n=config.rollout.n, max_aborts=aborts, warn=reporter.warn)
         reporter.note(side.describe())
         self.weights = WeightPublisher(
             side.route,

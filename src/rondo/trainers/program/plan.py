@@ -19,7 +19,14 @@ from rondo.algorithms import (
     seq_mean_token_mean,
 )
 from rondo.columns import GREEDY_REWARD
-from rondo.config import Config, FunctionConfig, ImportanceConfig, RewardModelConfig, RolloutCorrectionConfig
+from rondo.config import (
+    BypassConfig,
+    Config,
+    FunctionConfig,
+    ImportanceConfig,
+    RewardModelConfig,
+    RolloutCorrectionConfig,
+)
 from rondo.data import index_columns
 from rondo.errors import ConfigError
 from rondo.planning import effective_on_update
@@ -190,7 +197,9 @@ def plan_program(config: Config, recorded: Recorded | None = None) -> Program:
     )
 
 
-def effective_correction(config: Config, foreign: Sequence[str] = ()) -> RolloutCorrectionConfig | None:
+def effective_correction(
+    config: Config, foreign: Sequence[str] = ()
+) -> RolloutCorrectionConfig | BypassConfig | None:
     """What algorithm.rollout_correction becomes: decoupled, bypass or None (off).
 
     auto: off where the samples are the trainer's own policy's (trainer.max_staleness=0, native engine), or
@@ -213,7 +222,7 @@ def describe_correction(config: Config, foreign: Sequence[str] = ()) -> str:
     auto = written is not None and written.mode == "auto"
     causes = [
         f"trainer.max_staleness={config.trainer.max_staleness}",
-        f"rollout.engine={config.rollout.engine}",
+        f"rollout.engine={config.rollout.engine.name}",
         *(["recorded under other settings"] if foreign else []),
     ]
     why = f" (auto: {', '.join(causes)})" if auto else ""
@@ -232,7 +241,7 @@ def describe_correction(config: Config, foreign: Sequence[str] = ()) -> str:
 
 
 def _of_another_policy(config: Config) -> bool:
-    return config.trainer.max_staleness > 0 or config.rollout.engine != "native"
+    return config.trainer.max_staleness > 0 or config.rollout.engine.name != "native"
 
 
 def _changed(recorded: Recorded | None) -> tuple[str, ...]:

@@ -72,16 +72,17 @@ class Coefficients:
 
     @property
     def _adapts_kl(self) -> bool:
-        return self._kl is not None and self._kl.controller == "adaptive"
+        return self._kl is not None and self._kl.controller.name == "adaptive"
 
     def adapt(self, batch: BatchRef, stats: StepStats) -> None:
         """Comes after their use in a step. batch: all scored rows of the step; stats: its metrics."""
         kl = self._kl
         if kl is not None:
             stats.add_max("actor/kl_coef", self.kl_coef)
-            if kl.controller == "adaptive":
-                measured = stats.values().get(f"actor/kl_{kl.where}", kl.target)
-                self.kl_coef = update_kl_coef(self.kl_coef, measured, kl.target, kl.horizon, len(batch))
+            aim = kl.controller
+            if aim.name == "adaptive":
+                measured = stats.values().get(f"actor/kl_{kl.where}", aim.target)
+                self.kl_coef = update_kl_coef(self.kl_coef, measured, aim.target, aim.horizon, len(batch))
         if self._constraint is not None:
             self._follow_cost(self._constraint, batch, stats)
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from rondo.batch import BatchRef
 from rondo.compat.verl import translate
-from rondo.config import Config, RewardConfig, RewardFunctionConfig, load, to_yaml
+from rondo.config import Config, RewardConfig, RewardFunctionConfig, RolloutCorrectionConfig, load, to_yaml
 from rondo.controller import Cluster, WorkerGroup, start_cluster
 from rondo.errors import ConfigError, TrainError
 from rondo.rewards import BUILTINS, load_functions
