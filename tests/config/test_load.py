@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -102,6 +105,17 @@ class TestMerging:
             "my_reward.py:short_and_right", sources=("a",), options={"max_tokens": 24}
         )
         assert found.reward.functions == (expected,)
+
+    def test_it_travels_to_workers(self) -> None:
+        found = config("rollout.engine={name: vllm, a: 1}", "algorithm.kl={name: k3, where: loss, coef: 1}")
+        assert pickle.loads(pickle.dumps(found)) == copy.deepcopy(found) == found
+
+    def test_a_program_makes_sections_under_the_same_bounds(self) -> None:
+        assert dataclasses.replace(Config().rollout, n=4).n == 4
+        with pytest.raises(ValueError, match="greater than or equal to 1"):
+            dataclasses.replace(Config().rollout, n=0)
+        with pytest.raises(ValueError, match="valid integer"):
+            dataclasses.replace(Config().rollout, n="4")
 
     def test_defaults_equal_the_schema(self) -> None:
         found = config()

@@ -41,10 +41,10 @@ class Check:
         if any(_within(key, broken) or _within(broken, key) for key in keys for broken in self._built.broken):
             return
         where = self._where(keys[0])
-        named = [f"{key} = {shown(self._value(key))}" for key in keys]
-        others = [f"{text} ({self._where(key) or 'default'})" for text, key in zip(named, keys, strict=True)]
-        text = message.format(named[0], *others[1:])
-        self.problems.append(ConfigError(f"{where}: {text}" if where else text, key=keys[0]))
+        for number, key in enumerate(keys):
+            place = f" ({self._where(key) or 'default'})" if number else ""
+            message = message.replace(f"{{{number}}}", f"{key} = {shown(self._value(key))}{place}")
+        self.problems.append(ConfigError(f"{where}: {message}" if where else message, key=keys[0]))
 
     def _value(self, key: str) -> Any:
         found: Any = self.config

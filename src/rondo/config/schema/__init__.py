@@ -6,6 +6,7 @@ a tracker are not listed here: they are keyword parameters of that function, che
 `trainers/commands/check.py`. Nothing here imports torch or ray.
 """
 
+# ruff: noqa: F401
 from __future__ import annotations
 
 from pydantic.dataclasses import dataclass
@@ -69,60 +70,6 @@ from rondo.config.schema.run import (
     TrainerConfig,
 )
 from rondo.config.schema.types import STRICT, Dtype, FunctionConfig
-
-__all__ = [
-    "AbortConfig",
-    "ActorConfig",
-    "AdaptiveKlConfig",
-    "AlgorithmConfig",
-    "BypassConfig",
-    "CheckpointConfig",
-    "ClusterConfig",
-    "Config",
-    "ConstantScheduleConfig",
-    "ConstraintConfig",
-    "CriticConfig",
-    "CriticOptimizerConfig",
-    "DataConfig",
-    "DivergenceRejectionConfig",
-    "Dtype",
-    "EngineConfig",
-    "EvaluationConfig",
-    "FallingScheduleConfig",
-    "FileSourceConfig",
-    "FilterConfig",
-    "FixedKlConfig",
-    "FrozenEngineConfig",
-    "FunctionConfig",
-    "HuggingfaceSourceConfig",
-    "ImportanceConfig",
-    "KeepConfig",
-    "KlConfig",
-    "LocalBackendConfig",
-    "ModelConfig",
-    "NativeEngineConfig",
-    "OptimizerConfig",
-    "PrmConfig",
-    "ProcessBackendConfig",
-    "RatioRejectionConfig",
-    "RayBackendConfig",
-    "ReferenceConfig",
-    "RejectionConfig",
-    "RewardConfig",
-    "RewardFunctionConfig",
-    "RewardModelConfig",
-    "RolloutConfig",
-    "RolloutCorrectionConfig",
-    "ScheduleConfig",
-    "SglangEngineConfig",
-    "SourceConfig",
-    "TaskSourceConfig",
-    "TeacherConfig",
-    "TrackingConfig",
-    "TrainerConfig",
-    "VllmEngineConfig",
-    "WsdScheduleConfig",
-]
 
 
 @dataclass(frozen=True, config=STRICT)
