@@ -22,7 +22,8 @@ from rondo.rollout.native.engine import NativeEngine
 from rondo.rollout.protocol import Capabilities
 from rondo.rollout.router import Router
 from rondo.trainers.loop.canary import Canary
-from rondo.trainers.loop.routes import GatheredRoute, SharedRoute, make_route
+from rondo.trainers.loop.moving_routes import GatheredRoute
+from rondo.trainers.loop.routes import SharedRoute, make_route
 from rondo.trainers.program.inputs import Prompts, complete_model, load_prompts, settled
 from rondo.trainers.program.roles import create_model, create_rollout
 from rondo.trainers.program.step import Roles

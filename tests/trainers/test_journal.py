@@ -25,7 +25,8 @@ from rondo.rollout import NativeEngine
 from rondo.tracking import RunFolder
 from rondo.trainers.loop.buffer import Buffer, Group
 from rondo.trainers.loop.feeder import EpisodeFeeder
-from rondo.trainers.replay.journal import JournalFile, RunJournal, check_replay, followed_journal
+from rondo.trainers.loop.journal import RunJournal
+from rondo.trainers.replay.journal import FollowedJournal, JournalFile, check_replay, followed_journal
 from rondo.trainers.replay.replay import ReplayedBuffer, ReplayedFeeder
 from rondo.types import Completion, GenerateRequest, Trajectory
 from rondo.workers.models import ActorWorker
@@ -188,10 +189,10 @@ def simulated(
 
     async def main() -> Simulation:
         with RunFolder(folder) as run:
-            journal = RunJournal(run, {}, follow)
+            journal = RunJournal(run, {}) if follow is None else FollowedJournal(run, {}, follow)
             wanted: dict[str, Any] = {"slots": 8, "length": Lengths(120, 1.0, 900)} | options
             rollout = engines(n=2, fails=lambda seq, sample: unlucky(0, 0.2, seq, sample, 1), **wanted)
-            buffer = (Buffer if follow is None else ReplayedBuffer)(
+            buffer = (ReplayedBuffer if isinstance(journal, FollowedJournal) else Buffer)(
                 batch_size=3,
                 max_staleness=k,
                 total_steps=4,
@@ -201,7 +202,7 @@ def simulated(
                 journal=journal,
             )
             wanted = {"n": 2, "on_update": mode, "max_aborts": 1}
-            if isinstance(buffer, ReplayedBuffer):
+            if isinstance(journal, FollowedJournal):
                 feeder: EpisodeFeeder = ReplayedFeeder(journal, buffer, rollout, **wanted)
             else:
                 feeder = EpisodeFeeder(buffer, rollout, **wanted)

@@ -13,7 +13,8 @@ from rondo.config import load
 from rondo.config.schema import Config
 from rondo.errors import ConfigError, WeightSyncError, WorkerError
 from rondo.trainers.commands.train import train
-from rondo.trainers.loop.routes import CollectiveRoute, DiskRoute, GatheredRoute, SharedRoute, make_route
+from rondo.trainers.loop.moving_routes import CollectiveRoute, DiskRoute, GatheredRoute
+from rondo.trainers.loop.routes import SharedRoute, make_route
 from rondo.trainers.program.inputs import settled
 from rondo.trainers.program.roles import create_rollout
 from rondo.trainers.program.step import Roles
@@ -183,8 +184,8 @@ def test_nobody_is_waited_for_who_will_never_answer(
     config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One side failed, or hangs: the other one would wait for its messages for ten minutes, or for ever."""
-    monkeypatch.setattr("rondo.trainers.loop.routes.CAUSE_SECONDS", 0.01)
-    monkeypatch.setattr("rondo.trainers.loop.routes.DEATH_SECONDS", 0.01)
+    monkeypatch.setattr("rondo.trainers.loop.moving_routes.CAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("rondo.trainers.loop.moving_routes.DEATH_SECONDS", 0.01)
 
     def load_with(sent: Any, received: Callable[[int], Any], *, hung: set[int], hangs: bool = False) -> None:
         actor, rollout = groups(sent, received)

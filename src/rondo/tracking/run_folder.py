@@ -2,7 +2,7 @@
 
 config.yaml      the resolved configuration
 metrics.jsonl    one JSON object per logged step, only ever appended to
-journal.jsonl    what time decided (rondo.trainers.replay.journal), only ever appended to
+journal.jsonl    what time decided (rondo.trainers.loop.journal), only ever appended to
 timeline/        attempt-1.json: what ran when in each process of the run (rondo.tracking.timeline)
 summary.json     written at the end
 curves.png       written at the end

@@ -28,6 +28,7 @@ from rondo.trainers.loop import (
     Reporter,
     RLTrainer,
     RolloutSide,
+    RunJournal,
     already_finished,
     finish,
     remove_files,
@@ -50,9 +51,9 @@ from rondo.trainers.program import (
     shares_weights,
 )
 from rondo.trainers.replay import (
+    FollowedJournal,
     RecordedSide,
     ReplayedSide,
-    RunJournal,
     check_own_folder,
     followed_journal,
     open_journal,
@@ -148,13 +149,22 @@ async def _train(loaded: LoadedConfig, program: Program, console: Console) -> Su
                     reporter.note(line)
             await trainer.start()
             folder.write_config(to_yaml(loaded.config))
-            with stop_on_interrupt(trainer, console), checkpoints.way_on_noted():
-                finished = await trainer.run()
+            finished = await _run_trainer(trainer, checkpoints, console)
             if finished and config.checkpoint.export:
                 with console.phase("exporting the model"):
                     await roles.actor.call(ActorWorker.export, str(folder.export_dir))
                     open_tokenizer(config).save_pretrained(folder.export_dir)
         return _close(reporter, trainer, finished)
+
+
+async def _run_trainer(
+    trainer: RLTrainer | SupervisedTrainer, checkpoints: Checkpoints, console: Console
+) -> bool:
+    """Runs the trainer as a task of its own, like what runs beside it (feeder, mender). Returns False when it
+    was stopped on request.
+    """
+    with stop_on_interrupt(trainer, console), checkpoints.way_on_noted():
+        return await asyncio.create_task(trainer.run(), name="trainer")
 
 
 def _source_of_groups(
@@ -179,10 +189,9 @@ def _source_of_groups(
 
     def engines(cluster: Cluster, roles: Roles) -> RolloutSide:
         arguments = (config, roles, prompts, names, folder.path)
-        if config.trainer.replay is None:
-            return EngineSide(*arguments, greedy_baseline=program.greedy_baseline)
-        assert journal is not None
-        return ReplayedSide(journal, *arguments, greedy_baseline=program.greedy_baseline)
+        if isinstance(journal, FollowedJournal):
+            return ReplayedSide(journal, *arguments, greedy_baseline=program.greedy_baseline)
+        return EngineSide(*arguments, greedy_baseline=program.greedy_baseline)
 
     return plan_schedule(config, prompts.train.rows_per_epoch, program.learners), engines
 
@@ -219,8 +228,7 @@ async def _run_supervised(
         trainer = await SupervisedTrainer.create(task, config, cluster, reporter, checkpoints)
     await trainer.start()
     folder.write_config(to_yaml(written))
-    with stop_on_interrupt(trainer, console), checkpoints.way_on_noted():
-        finished = await trainer.run()
+    finished = await _run_trainer(trainer, checkpoints, console)
     if finished and config.checkpoint.export:
         await trainer.actor.call(ActorWorker.export, str(folder.export_dir))
         open_tokenizer(config).save_pretrained(folder.export_dir)

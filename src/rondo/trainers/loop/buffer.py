@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from rondo.config import FunctionConfig
 from rondo.data import is_scored
 from rondo.errors import ConfigError, TrainError
 from rondo.planning import Order, may_admit, select
+from rondo.trainers.loop.journal import RunJournal
 
 T = TypeVar("T")
 
@@ -30,7 +31,7 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class Group:
     """A complete prompt group. ref: its rows. oldest_version: of any policy token in it. ended: how, for the
-    journal (`Journal`).
+    journal (`RunJournal`).
     """
 
     seq: int
@@ -168,23 +169,6 @@ def group_filter(chosen: FunctionConfig) -> Callable[[Group], str | None]:
     return keep
 
 
-class Journal(Protocol):
-    """Is told of everything that the buffer does, in order (`replay/journal.py`)."""
-
-    def note(self, kind: str, **what: Any) -> None:
-        """It has been done. Raises TrainError where a journal that is followed has something else here."""
-        ...
-
-    @property
-    def mark(self) -> int | None:
-        """For a checkpoint: what to `restore`."""
-        ...
-
-    def restore(self, position: int | None) -> None:
-        """Go on from a checkpoint that was cut at this mark. Raises CheckpointError."""
-        ...
-
-
 class Buffer:
     """Between episodes and trainer.
 
@@ -210,7 +194,7 @@ class Buffer:
         keep: Callable[[Group], str | None] | None = None,
         max_refills: float = math.inf,
         check_failures: Callable[[Sequence[str]], None] = lambda outcomes: None,
-        journal: Journal | None = None,
+        journal: RunJournal | None = None,
     ) -> None:
         self.batch_size, self.max_staleness = batch_size, max_staleness
         self.total_steps, self.total_groups, self.order = total_steps, total_groups, order

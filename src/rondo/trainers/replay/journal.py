@@ -1,4 +1,4 @@
-"""The journal of a run: everything that time decided, in order; and its replay.
+"""The journal of a run (`loop/journal.py` writes it), read and followed by another run: a replay.
 
     recording   buffer ──admit, put, drop, give back, take, publish, resume──▶ journal.jsonl, as they happen
     replaying   journal.jsonl of another run ──whose turn is it?──▶ buffer;  feeder ◀──pieces──▶ episodes
@@ -28,15 +28,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from rondo.agents.ended import entries_of, length_at
 from rondo.config import Config, changes, leaves_of
 from rondo.errors import CheckpointError, ConfigError, TrainError
 from rondo.tracking import RunFolder
+from rondo.trainers.loop import JOURNAL_FILE, JOURNAL_FORMAT, RunJournal
 
-FILE = "journal.jsonl"
-FORMAT = 1
 KINDS = frozenset({"journal", "admit", "put", "drop", "give_back", "take", "publish", "resume"})
 OF_THE_TRAINER = ("take", "publish")
 
@@ -91,8 +90,8 @@ class JournalFile:
         kind = line["kind"]
         if kind not in KINDS or (kind == "journal") != (at == 0):
             raise ValueError(f"kind {kind!r}")
-        if kind == "journal" and line["format"] != FORMAT:
-            raise ValueError(f"format {line['format']}, this version of rondo reads {FORMAT}")
+        if kind == "journal" and line["format"] != JOURNAL_FORMAT:
+            raise ValueError(f"format {line['format']}, this version of rondo reads {JOURNAL_FORMAT}")
         if kind in ("journal", "resume"):
             self.settings.append((at + 1, dict(line["settings"])))
         if kind in ("put", "drop"):
@@ -122,11 +121,11 @@ class JournalFile:
     def read(cls, run: str) -> JournalFile:
         """Of a run folder, or of a file. A last line that a kill cut off is left out."""
         path = Path(run)
-        path = path / FILE if path.is_dir() else path
+        path = path / JOURNAL_FILE if path.is_dir() else path
         if not path.is_file():
             raise ConfigError(
                 f"trainer.replay={run}: there is no {path}; name the folder of a run of `rondo train` that "
-                f"has a {FILE}"
+                f"has a {JOURNAL_FILE}"
             )
         text = path.read_bytes().decode("utf-8", errors="replace")
         lines = text.split("\n")[:-1]  # what follows the last newline is no line
@@ -160,52 +159,31 @@ class JournalFile:
         return [at for at, end in self.endings.items() if at < position and (end is None or end >= position)]
 
 
-class RunJournal:
-    """`Journal` in the folder of a run. followed: the one to follow; None: this run decides.
-
-    settings: `settings_of` the configuration as the user wrote it. say: for the log.
-    """
+class FollowedJournal(RunJournal):
+    """The journal of a run that does what another's has, line by line. followed: that one."""
 
     def __init__(
         self,
         folder: RunFolder,
         settings: Mapping[str, Any],
-        followed: JournalFile | None = None,
+        followed: JournalFile,
         say: Callable[[str], None] = lambda message: None,
     ) -> None:
-        self._folder, self.path = folder, folder.path / FILE
-        self._settings, self._followed, self._say = settings, followed, say
-        self.replaying = followed is not None
-        self.position = 0  # lines written
-        self._step = 1  # in progress
+        super().__init__(folder, settings, say)
+        self._followed = followed
         self._fates: dict[int, Mapping[str, Any] | None] = {}  # of groups in flight: see `fate`
         self._upcoming: tuple[int, Mapping[str, Any]] = (-1, {})
-        self._file: IO[bytes] | None = None
-        self._off = False
 
     def note(self, kind: str, **what: Any) -> None:
-        if self._off:
-            return
-        if kind == "resume":
-            what["settings"] = self._settings
-        line = {"step": self._step, "kind": kind, **what}
-        if self._followed is not None and json.loads(json.dumps(line)) != self.upcoming:
+        line = self._line(kind, what)
+        if json.loads(json.dumps(line)) != self.upcoming:
             raise self.left(_difference(line, self.upcoming))
-        head = {"kind": "journal", "format": FORMAT, "settings": self._settings}
-        lines = [line] if self.position else [head, line]
-        if self._file is None:
-            self._file = self.path.open("ab")
-        self._file.write("".join(json.dumps(written) + "\n" for written in lines).encode())
-        self._file.flush()
-        self.position += len(lines)
-        if kind == "admit" and self._followed is not None:
+        super().note(kind, **what)
+        if kind == "admit":
             self._fates[what["seq"]] = self._followed.fate(self.position - 1)
-        if kind in ("publish", "resume"):
-            self._step = what["version"] + 1
 
     @property
     def upcoming(self) -> Mapping[str, Any]:
-        assert self._followed is not None
         at = max(self.position, 1)  # the head is nobody's turn
         if self._upcoming[0] != at:
             self._upcoming = (at, self._followed.line(at))
@@ -221,7 +199,6 @@ class RunJournal:
         return line.get("kind") == kind and all(line.get(key) == value for key, value in what.items())
 
     def open_groups(self) -> Mapping[int, int]:
-        assert self._followed is not None
         lines = [self._followed.line(at) for at in self._followed.open_at(self.position)]
         return {line["seq"]: line["version"] for line in lines}
 
@@ -229,7 +206,6 @@ class RunJournal:
         return self._fates[seq]
 
     def left(self, what: str) -> TrainError:
-        assert self._followed is not None
         return TrainError(
             f"the replay left the journal {self._followed.path} in step {self._step}, line "
             f"{self.position + 1}: {what}. Something gives other bits here: a data file or a reward function "
@@ -237,50 +213,26 @@ class RunJournal:
         )
 
     def _ended(self) -> TrainError:
-        assert self._followed is not None
         return TrainError(
             f"the replay is at the end of the journal {self._followed.path}, in step {self._step}: there "
             "that run was stopped, and nothing says how it goes on. To go on without it, remove "
             "trainer.replay and start the same command again"
         )
 
-    @property
-    def mark(self) -> int | None:
-        """For a checkpoint: what to `restore`."""
-        return None if self._off else self.position
-
     def restore(self, position: int | None) -> None:
-        """Go on from a checkpoint that was cut at `position` (`mark`; None: there was no journal). What was
-        written beyond it moves to discarded/. Raises CheckpointError.
-        """
-        text = self.path.read_bytes().decode(errors="replace") if self.path.exists() else ""
-        lines = text.splitlines(keepends=True)
-        if position is None or len(lines) < position:
-            why = f"{self.path} does not reach back to the start of this run"
-            if self._followed is not None:
-                raise CheckpointError(f"trainer.replay: {why}; begin another run: trainer.run_dir=…")
-            self._say(f"{why}: no journal is written, and this run cannot be replayed")
-            position, self._off = 0, True
-        kept, late = lines[:position], lines[position:]
-        self._folder.discard_lines(FILE, kept, late)
-        self.position = position
-        last = json.loads(kept[-1]) if kept else {}
-        self._step = last.get("step", 1) + (last.get("kind") == "publish")
-        if last.get("kind") == "resume":
-            self._step = last["version"] + 1
-        if self._followed is not None:
-            if [line.rstrip("\n") for line in kept] != list(self._followed.lines[:position]):
-                raise CheckpointError(
-                    f"trainer.replay: {self.path} is not the beginning of {self._followed.path}, so this "
-                    "run cannot follow it from here; begin another one: trainer.run_dir=…"
-                )
-            opened = self._followed.open_at(position)
-            self._fates = {self._followed.line(at)["seq"]: self._followed.fate(at) for at in opened}
+        """Goes on as any journal does, and where the one that is followed is at this position."""
+        super().restore(position)
+        kept = self.path.read_text(encoding="utf-8").splitlines() if self.position else []
+        if kept != list(self._followed.lines[: self.position]):
+            raise CheckpointError(
+                f"trainer.replay: {self.path} is not the beginning of {self._followed.path}, so this "
+                "run cannot follow it from here; begin another one: trainer.run_dir=…"
+            )
+        opened = self._followed.open_at(self.position)
+        self._fates = {self._followed.line(at)["seq"]: self._followed.fate(at) for at in opened}
 
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+    def _without_a_start(self, why: str) -> None:
+        raise CheckpointError(f"trainer.replay: {why}; begin another run: trainer.run_dir=…")
 
 
 def _difference(here: Mapping[str, Any], there: Mapping[str, Any]) -> str:
@@ -327,7 +279,7 @@ def followed_journal(config: Config, run_dir: str) -> JournalFile | None:
     if replay is None:
         return None
     followed = JournalFile.read(replay)
-    if followed.path.resolve() == (Path(run_dir) / FILE).resolve():
+    if followed.path.resolve() == (Path(run_dir) / JOURNAL_FILE).resolve():
         raise ConfigError(
             f"trainer.replay={replay} is the folder of this run; choose another trainer.run_dir"
         )
@@ -343,4 +295,5 @@ def open_journal(
         return None
     if followed is not None:
         say(f"replaying {followed.path}: {followed.num_steps} steps")
-    return RunJournal(folder, settings_of(config), followed, say)
+        return FollowedJournal(folder, settings_of(config), followed, say)
+    return RunJournal(folder, settings_of(config), say)

@@ -13,14 +13,14 @@ from rondo.batch import BatchRef
 from rondo.columns import ENDED
 from rondo.errors import TrainError
 from rondo.trainers.loop import Buffer, EngineSide, EpisodeFeeder, Episodes
-from rondo.trainers.replay.journal import RunJournal
+from rondo.trainers.replay.journal import FollowedJournal
 from rondo.workers import PIECE, PIECE_INDEX, RolloutWorker
 
 
 class ReplayedBuffer(Buffer):
     """A buffer in which the lines of a journal decide instead of time, credits and selection."""
 
-    def __init__(self, journal: RunJournal, **options: Any) -> None:
+    def __init__(self, journal: FollowedJournal, **options: Any) -> None:
         super().__init__(journal=journal, **options)
         self._followed = journal
 
@@ -83,7 +83,7 @@ class ReplayedFeeder(EpisodeFeeder):
     """A feeder that makes each group in pieces, one per policy version that the journal has of it."""
 
     def __init__(
-        self, journal: RunJournal, buffer: ReplayedBuffer, episodes: EpisodesInPieces, **options: Any
+        self, journal: FollowedJournal, buffer: ReplayedBuffer, episodes: EpisodesInPieces, **options: Any
     ) -> None:
         super().__init__(buffer, episodes, **options)
         self._journal = journal
@@ -202,7 +202,7 @@ class ReplayedFeeder(EpisodeFeeder):
 class ReplayedSide(EngineSide):
     """The engines of a run that follows `journal`."""
 
-    def __init__(self, journal: RunJournal, *arguments: Any, **options: Any) -> None:
+    def __init__(self, journal: FollowedJournal, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._journal = journal
 

@@ -1,0 +1,87 @@
+"""The journal of a run: everything that time decided, in order.
+
+    buffer ──admit, put, drop, give back, take, publish, resume──▶ journal.jsonl, as they happen
+
+Every line is one change of the buffer's ledger, and all of them together are what is trained when. How
+another run follows them is in `replay/journal.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import IO, Any
+
+from rondo.tracking import RunFolder
+
+JOURNAL_FILE = "journal.jsonl"
+JOURNAL_FORMAT = 1
+
+
+class RunJournal:
+    """In the folder of a run. settings: those that a replay must share. say: for the log."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        settings: Mapping[str, Any],
+        say: Callable[[str], None] = lambda message: None,
+    ) -> None:
+        self._folder = folder
+        self._settings = settings
+        self._say = say
+        self.path = folder.path / JOURNAL_FILE
+        self.position = 0  # lines written
+        self._step = 1  # in progress
+        self._file: IO[bytes] | None = None
+        self._off = False
+
+    def note(self, kind: str, **what: Any) -> None:
+        """It has been done. Raises TrainError where a journal that is followed has something else here."""
+        if self._off:
+            return
+        lines = [self._line(kind, what)]
+        if not self.position:
+            lines.insert(0, {"kind": "journal", "format": JOURNAL_FORMAT, "settings": self._settings})
+        if self._file is None:
+            self._file = self.path.open("ab")
+        self._file.write("".join(json.dumps(line) + "\n" for line in lines).encode())
+        self._file.flush()
+        self.position += len(lines)
+        if kind in ("publish", "resume"):
+            self._step = what["version"] + 1
+
+    def _line(self, kind: str, what: Mapping[str, Any]) -> dict[str, Any]:
+        line = {"step": self._step, "kind": kind, **what}
+        return line | {"settings": self._settings} if kind == "resume" else line
+
+    @property
+    def mark(self) -> int | None:
+        """For a checkpoint: what to `restore`."""
+        return None if self._off else self.position
+
+    def restore(self, position: int | None) -> None:
+        """Goes on from a checkpoint that was cut at `position` (`mark`; None: there was no journal). What was
+        written beyond it moves to discarded/. Raises CheckpointError.
+        """
+        text = self.path.read_bytes().decode(errors="replace") if self.path.exists() else ""
+        lines = text.splitlines(keepends=True)
+        if position is None or len(lines) < position:
+            self._without_a_start(f"{self.path} does not reach back to the start of this run")
+            position = 0
+        kept, late = lines[:position], lines[position:]
+        self._folder.discard_lines(JOURNAL_FILE, kept, late)
+        self.position = position
+        last = json.loads(kept[-1]) if kept else {}
+        self._step = last.get("step", 1) + (last.get("kind") == "publish")
+        if last.get("kind") == "resume":
+            self._step = last["version"] + 1
+
+    def _without_a_start(self, why: str) -> None:
+        self._say(f"{why}: no journal is written, and this run cannot be replayed")
+        self._off = True
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None

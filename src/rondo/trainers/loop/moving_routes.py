@@ -1,0 +1,176 @@
+"""Routes on which weights move: gathered beside their engines, point to point, by way of the disk."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rondo.config import Config
+from rondo.controller import WorkerGroup
+from rondo.errors import WeightSyncError, WorkerError
+from rondo.trainers.loop.feeder import cancel
+from rondo.trainers.program import rollout_dtype
+from rondo.weights import Layout, SendReport, SyncReport, Transfer
+from rondo.workers import ActorWorker, RolloutWorker
+
+CAUSE_SECONDS = 5.0  # after one side's error: how long the other may take to report its own
+DEATH_SECONDS = 60.0  # after a receiver went away: until its death is known (a whole node takes longest)
+
+
+class GatheredRoute:
+    """Each rank gathers all parameters, bucket by bucket, for the engines beside it."""
+
+    moves = True
+
+    def __init__(self, actor: WorkerGroup, rollout: WorkerGroup, config: Config) -> None:
+        self._actor, self._rollout = actor, rollout
+        self._dtype, self._bucket_bytes = rollout_dtype(config), config.rollout.bucket_bytes
+        # of an engine on several devices, only the first has the worker: the others' shards are needed too
+        devices = set(rollout.devices)
+        self._others = [rank for rank, device in enumerate(actor.devices) if device not in devices]
+
+    async def load(self, version: int) -> SyncReport:
+        loading = [self._rollout.call(RolloutWorker.load_weights, version)]
+        if self._others:
+            arguments = (self._bucket_bytes, self._dtype)
+            loading.append(self._actor.call(ActorWorker.gather_along, *arguments, ranks=self._others))
+        return (await asyncio.gather(*loading))[0]  # type: ignore[no-any-return]
+
+    def describe(self) -> str:
+        ranks = "one rank" if self._actor.size == 1 else f"{self._actor.size} ranks"
+        return f"weights: gathered in buckets on {ranks}, next to the engines"
+
+
+class CollectiveRoute:
+    """From the trainer's ranks to other hosts, point to point. A rollout rank that is gone gets nothing."""
+
+    moves = True
+
+    def __init__(self, actor: WorkerGroup, rollout: WorkerGroup, config: Config) -> None:
+        self._actor, self._rollout = actor, rollout
+        self._dtype, self._bucket_bytes = rollout_dtype(config), config.rollout.bucket_bytes
+        self._layout: Layout | None = None
+        self._ranks: tuple[int, ...] = ()
+
+    async def load(self, version: int) -> SyncReport:
+        ranks = await self._prepare()
+        sending = asyncio.create_task(self._actor.call(ActorWorker.send_weights, version=version))
+        receiving = {
+            rank: asyncio.create_task(self._rollout.call_rank(rank, RolloutWorker.receive_weights, version))
+            for rank in ranks
+        }
+        try:
+            lost = await self._lost(version, sending, receiving)
+        finally:
+            await cancel(sending, *receiving.values())
+        report = next(task.result() for rank, task in receiving.items() if rank not in lost)
+        return dataclasses.replace(report, lost=lost or None)
+
+    async def _prepare(self) -> tuple[int, ...]:
+        """The ranks to serve; both sides know the transfer to them."""
+        ranks = self._rollout.alive
+        if not ranks:
+            raise WeightSyncError("no rollout rank is left to send weights to")
+        if ranks != self._ranks:
+            if self._layout is None:
+                self._layout = await self._actor.call(ActorWorker.weight_layout, self._dtype)
+            targets = tuple(self._rollout.devices[rank] for rank in ranks)
+            transfer = Transfer(self._layout, targets, self._bucket_bytes)
+            await self._actor.call(ActorWorker.prepare_transfer, transfer)
+            await self._rollout.call_each(RolloutWorker.prepare_transfer, transfer)
+            self._ranks = ranks
+        return ranks
+
+    async def _lost(
+        self,
+        version: int,
+        sending: asyncio.Task[list[SendReport]],
+        receiving: Mapping[int, asyncio.Task[SyncReport]],
+    ) -> dict[int, str]:
+        """Rollout ranks that died meanwhile, when all others are done. Raises what is no death, without
+        waiting for those who now wait for ever.
+        """
+        pending: set[asyncio.Task[Any]] = {sending, *receiving.values()}
+        while pending:
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            if any(_broke_off(task, task is sending) for task in done):
+                if pending:
+                    await asyncio.wait(pending, timeout=CAUSE_SECONDS)
+                break
+            if sending in done and (missed := self._missed(sending)):
+                _, hung = await asyncio.wait({receiving[rank] for rank in missed}, timeout=DEATH_SECONDS)
+                if hung:
+                    break
+        self._raise_cause(version, self._missed(sending) if sending.done() else {}, receiving)
+        errors = {rank: task.exception() for rank, task in receiving.items()}
+        lost = {rank: error.message for rank, error in errors.items() if isinstance(error, WorkerError)}
+        if len(lost) == len(receiving):
+            rank, reason = next(iter(lost.items()))
+            raise WeightSyncError(f"version {version}: no rollout rank is left; rollout[{rank}]: {reason}")
+        return lost
+
+    def _missed(self, sending: asyncio.Task[list[SendReport]]) -> dict[int, str]:
+        """Rollout ranks that did not get everything. Raises the sender's error: a receiver's never becomes
+        one, so that it is a cause and no echo.
+        """
+        rank_of = {device: rank for rank, device in enumerate(self._rollout.devices)}
+        reports = reversed(sending.result())
+        return {rank_of[device]: reason for report in reports for device, reason in report.lost.items()}
+
+    def _raise_cause(
+        self, version: int, missed: Mapping[int, str], receiving: Mapping[int, asyncio.Task[SyncReport]]
+    ) -> None:
+        """Whatever happened that is no death: a receiver that hangs, then one that raised, then one that
+        knows nothing of what it missed.
+        """
+        unsent = f"version {version} was not sent whole to"
+        for rank, reason in missed.items():
+            if not receiving[rank].done():
+                raise WeightSyncError(f"{unsent} rollout[{rank}]: {reason}")
+        for task in receiving.values():
+            if task.done() and _broke_off(task):
+                task.result()
+        for rank, reason in missed.items():
+            if receiving[rank].exception() is None:
+                raise WeightSyncError(f"{unsent} rollout[{rank}]: {reason}")
+
+    def describe(self) -> str:
+        return (
+            f"weights: point to point from {self._actor.size} to {self._rollout.size} ranks, in rounds of at "
+            f"most {self._bucket_bytes} bytes"
+        )
+
+
+class DiskRoute:
+    """By way of safetensors in the run folder, which both sides must see."""
+
+    moves = True
+
+    def __init__(self, actor: WorkerGroup, rollout: WorkerGroup, folder: Path, config: Config) -> None:
+        self._actor, self._rollout, self._folder = actor, rollout, folder
+        self._dtype, self._bucket_bytes = rollout_dtype(config), config.rollout.bucket_bytes
+
+    async def load(self, version: int) -> SyncReport:
+        folder = str(self._folder.resolve())
+        written: SyncReport = await self._actor.call(
+            ActorWorker.write_weights, folder, version, self._bucket_bytes, self._dtype
+        )
+        read = await self._rollout.call_each(RolloutWorker.read_weights, folder, version)
+        return dataclasses.replace(
+            written,
+            bytes_moved=written.bytes_moved + sum(report.bytes_moved for report in read.values()),
+            bytes_needed=sum(report.bytes_needed for report in read.values()),
+            peak_bytes=max(written.peak_bytes, *(report.peak_bytes for report in read.values())),
+        )
+
+    def describe(self) -> str:
+        return f"weights: by way of {self._folder}, in files of at most {self._bucket_bytes} bytes"
+
+
+def _broke_off(task: asyncio.Task[Any], sender: bool = False) -> bool:
+    """It ended by an error that ends the sync: any of the sender's, and a receiver's that is no death."""
+    error = task.exception()
+    return error is not None and (sender or not isinstance(error, WorkerError) or not error.died)
