@@ -48,17 +48,17 @@ from rondo.config.schema import (
 from rondo.controller.dispatch import MARK
 from rondo.data.rows import index_columns, rows_from_trajectories
 from rondo.errors import DataError
+from rondo.trainers.program.advantages import MADE_OF, AdvantageStage
 from rondo.trainers.program.plan import HOOK_COLUMNS, plan_program
 from rondo.trainers.program.producers import ADOPT, PRODUCERS
 from rondo.trainers.program.stages import (
-    MADE_OF,
-    AdvantageStage,
     CorrectionStage,
     PreparationStage,
     Production,
+    Resampling,
     RewardModelScores,
 )
-from rondo.trainers.program.update import ActorWeights, LearnerUpdate, MiniBatches, Resampling
+from rondo.trainers.program.update import ActorWeights, LearnerUpdate, MiniBatches
 
 ROOT = Path(__file__).resolve().parents[1]
 MAKERS = {

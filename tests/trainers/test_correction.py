@@ -29,8 +29,9 @@ from rondo.config.schema import (
 )
 from rondo.controller import Cluster, start_cluster
 from rondo.errors import ConfigError, DataError, TrainError
+from rondo.trainers.program.advantages import AdvantageStage
 from rondo.trainers.program.plan import describe_correction, effective_correction
-from rondo.trainers.program.stages import AdvantageStage, CorrectionStage, PreparationStage
+from rondo.trainers.program.stages import CorrectionStage, PreparationStage
 from rondo.trainers.program.step import Roles, Stage, Step, attach, numbers, padded_columns
 from rondo.types import StepStats
 

@@ -37,9 +37,11 @@ from rondo.controller import Cluster
 from rondo.errors import ConfigError
 from rondo.trainers.commands.check import check_rl
 from rondo.trainers.program.plan import plan_program
+from rondo.trainers.program.pretraining import lm_weights
 from rondo.trainers.program.producers import stages
+from rondo.trainers.program.stages import Resampling
 from rondo.trainers.program.step import Roles, Stage, Step
-from rondo.trainers.program.update import ActorWeights, Resampling, lm_weights, without_idle
+from rondo.trainers.program.update import ActorWeights, without_idle
 from tests.trainers.conftest import RECIPE, inline, metrics, weights
 
 

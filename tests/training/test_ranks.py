@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from rondo.config.schema import FallingScheduleConfig, OptimizerConfig
 from rondo.errors import CheckpointError
-from rondo.planning.batches import balance
+from rondo.planning.shards import balance
 from rondo.training import FsdpEngine
 from tests.ranks import run_ranks
 from tests.training.helpers import (

@@ -5,7 +5,8 @@ from __future__ import annotations
 from rondo.tracking.clock import Clock
 from rondo.tracking.console import Console
 from rondo.tracking.curves import matplotlib_available, plot_curves
-from rondo.tracking.run_folder import RunFolder, read_metrics
+from rondo.tracking.run_files import read_metrics
+from rondo.tracking.run_folder import RunFolder
 from rondo.tracking.shown import BeforeAfter, Header, Report, Sample
 from rondo.tracking.summary import build_summary
 from rondo.tracking.timeline import Timeline

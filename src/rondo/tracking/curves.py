@@ -10,7 +10,7 @@ from typing import Any
 
 from rondo.errors import ConfigError, DataError
 from rondo.tracking import shown
-from rondo.tracking.run_folder import read_metrics
+from rondo.tracking.run_files import read_metrics
 
 Points = tuple[list[int], list[float]]
 

@@ -1,4 +1,5 @@
 """The folder of one run: what it holds, who may write into it, and what survives a kill.
+What a step adds to it is written by `run_files`.
 
 config.yaml      the resolved configuration
 metrics.jsonl    one JSON object per logged step, only ever appended to
@@ -17,18 +18,16 @@ run.lock         who is writing here
 from __future__ import annotations
 
 import json
-import math
-import numbers
 import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from rondo.batch import Batch
 from rondo.checkpoint.durable import free_name, sync_path, write_atomic
 from rondo.errors import CheckpointError, ConfigError, DataError
 from rondo.tracking.lock import RunLock
+from rondo.tracking.run_files import RunFiles, parse_metrics, read_metrics
 
 Resume = Literal["auto", "never", "must"]
 
@@ -44,75 +43,11 @@ OURS = (
     "export",
     "trackers",
 )
-# Key of a metrics line: {metric: "nan" | "inf" | "-inf"} for values that are null in it.
-NOT_FINITE = "not_finite"
-
 _CHECKPOINT = re.compile(r"step-(\d{8})")
 _STEP_FILE = re.compile(r"step-(\d{6,})\.(parquet|jsonl)")
 
 
-def metrics_line(step: int, metrics: Mapping[str, Any]) -> str:
-    """One JSON line. NaN and infinities are null, and named under `not_finite`.
-
-    Raises DataError on another type.
-    """
-    record: dict[str, Any] = {"step": int(step)}
-    odd: dict[str, str] = {}
-    for name, value in metrics.items():
-        if name in ("step", NOT_FINITE):
-            raise DataError(
-                f"a metric cannot be called {name!r}: the line of metrics.jsonl uses that key itself"
-            )
-        if value is None or isinstance(value, bool | str):
-            record[name] = value
-        elif isinstance(value, numbers.Integral):
-            record[name] = int(value)
-        elif isinstance(value, numbers.Real):
-            number = float(value)
-            record[name] = number if math.isfinite(number) else None
-            if not math.isfinite(number):
-                odd[name] = str(number)
-        else:
-            raise DataError(f"metric {name!r} is a {type(value).__name__}; log a number, a string or None")
-    if odd:
-        record[NOT_FINITE] = odd
-    return json.dumps(record, allow_nan=False)
-
-
-def parse_metrics(path: Path) -> list[tuple[str, dict[str, Any] | None]]:
-    """Returns (line with its newline, record) of every line; the record is None where that is no metrics."""
-    found = []
-    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
-        for line in file:
-            try:
-                record = json.loads(line) if line.endswith("\n") else None
-            except ValueError:
-                record = None
-            is_metrics = isinstance(record, dict) and isinstance(record.get("step"), int)
-            found.append((line, record if is_metrics else None))
-    return found
-
-
-def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The lines of `metrics.jsonl`, in order. A last line cut off by a kill is left out.
-
-    Raises DataError naming the file when it is missing, and the line when one in the middle is broken.
-    """
-    path = Path(run_dir) / "metrics.jsonl"
-    if not path.is_file():
-        raise DataError(f"{path}: no such file; {run_dir} is not the folder of a run that logged anything")
-    lines = parse_metrics(path)
-    if lines and lines[-1][1] is None:
-        lines.pop()
-    for number, (_, record) in enumerate(lines, 1):
-        if record is None:
-            raise DataError(
-                f"{path}:{number}: not a metrics line (a JSON object with an integer `step`); remove it"
-            )
-    return [record for _, record in lines if record is not None]
-
-
-class RunFolder:
+class RunFolder(RunFiles):
     """A run's folder, held exclusively until `close` (also a context manager).
 
     resume says what to do with a folder that has content:
@@ -123,7 +58,7 @@ class RunFolder:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, resume: Resume = "auto") -> None:
-        self.path = Path(path)
+        super().__init__(Path(path))
         existed = self.path.exists()
         if existed and not self.path.is_dir():
             raise ConfigError(f"trainer.run_dir: {self.path} is a file; choose another folder")
@@ -134,8 +69,6 @@ class RunFolder:
             raise ConfigError(f"trainer.run_dir: {self.path} cannot be made: {error.strerror}") from error
         self._lock = RunLock(self.path / "run.lock")
         previous = self._lock.acquire()
-        self._unsynced: set[Path] = set()
-        self._file: Any = None
         # Where an earlier run that had no checkpoint is now.
         self.moved_to: Path | None = None
         try:
@@ -235,30 +168,6 @@ class RunFolder:
             self._discard(path, self.attempt - 1)
         write_atomic(path, text)
 
-    def append_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Append one line to metrics.jsonl.
-
-        It survives the end of this process at once, a power cut after `sync`.
-        """
-        if self._file is None:
-            self._file = (self.path / "metrics.jsonl").open("ab")
-        self._file.write(metrics_line(step, metrics).encode() + b"\n")
-        self._file.flush()
-        self._unsynced.add(self.path / "metrics.jsonl")
-
-    def write_rollouts(self, step: int, batch: Batch) -> Path:
-        """rollouts/step-000012.parquet: whole or absent, whatever happens."""
-        folder = self.path / "rollouts"
-        path = folder / f"step-{step:06d}.parquet"
-        temporary = folder / f".{path.name}.tmp"
-        try:
-            batch.write_parquet(temporary)
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
-        self._unsynced |= {path, folder}
-        return path
-
     def sync(self) -> None:
         """Force everything written so far to disk. Call before a checkpoint is renamed into place."""
         others = {self.timeline_path, self.timeline_path.parent, self.path / "journal.jsonl"}
@@ -315,10 +224,8 @@ class RunFolder:
         return path
 
     def close(self) -> None:
-        """Close the files and release the lock. Idempotent."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        """Closes the files and releases the lock. Idempotent."""
+        super().close()
         self._lock.close()
 
 

@@ -1,6 +1,7 @@
 """What one trainer step computes: roles, inputs, stages, updates. Nothing here waits for an episode."""
 
 # ruff: noqa: F401
+from rondo.trainers.program.advantages import AdvantageStage
 from rondo.trainers.program.inputs import (
     Prompts,
     Recorded,
@@ -24,6 +25,7 @@ from rondo.trainers.program.plan import (
     schedule_of,
     warmup_steps,
 )
+from rondo.trainers.program.pretraining import Pretraining
 from rondo.trainers.program.roles import (
     create_model,
     create_rollout,
@@ -39,20 +41,17 @@ from rondo.trainers.program.roles import (
     source_of,
 )
 from rondo.trainers.program.stages import (
-    AdvantageStage,
     CorrectionStage,
     PreparationStage,
+    Resampling,
     RewardModelScores,
     model_scores,
-    with_scores_of,
 )
-from rondo.trainers.program.step import Coefficients, Roles, Stage, Step
+from rondo.trainers.program.step import Coefficients, Roles, Stage, Step, with_scores_of
 from rondo.trainers.program.update import (
     ActorWeights,
     Learner,
     LearnerUpdate,
     MiniBatches,
-    Pretraining,
-    Resampling,
     update_actor,
 )

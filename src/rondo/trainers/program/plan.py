@@ -32,18 +32,19 @@ from rondo.errors import ConfigError
 from rondo.planning import effective_on_update
 from rondo.rewards import accuracy_score
 from rondo.roles import ROLLOUT, of_section
+from rondo.trainers.program.advantages import AdvantageStage
 from rondo.trainers.program.inputs import Recorded
 from rondo.trainers.program.producers import Producer, stages
 from rondo.trainers.program.roles import describe_planned
 from rondo.trainers.program.stages import (
-    AdvantageStage,
     CorrectionStage,
     PreparationStage,
     Production,
+    Resampling,
     RewardModelScores,
 )
 from rondo.trainers.program.step import Stage
-from rondo.trainers.program.update import ActorWeights, Learner, LearnerUpdate, MiniBatches, Resampling
+from rondo.trainers.program.update import ActorWeights, Learner, LearnerUpdate, MiniBatches
 from rondo.workers import CriticWorker, PrmWorker, update_columns
 
 HOOK_COLUMNS = index_columns(greedy_baseline=True)  # what a filter or a resampling may read: small, per row

@@ -1,4 +1,5 @@
-"""The stages of a step: what is done with its rows on the way to the update, all with one signature.
+"""The stages of a step beside mini-batches, advantages and weights of the loss: what is done with its rows on
+the way to the update, all with one signature.
 
     scored rows ──▶ mini-batches, reward models ──▶ resampling, columns from the roles, advantages,
       correction, preparation of the loss, learners beside the actor, weights of the loss ──▶ update_actor
@@ -10,7 +11,7 @@ controller fetch what they read; estimators that read per-row numbers only never
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,16 +19,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rondo.algorithms import bind, bind_preparation, columns_read, correct, kl_reward
+from rondo.algorithms import bind, bind_preparation, columns_read, correct, draw
 from rondo.batch import BatchRef
 from rondo.columns import SCORE, UPDATE, declared, made_by
-from rondo.config import AlgorithmConfig, RewardModelConfig, RolloutCorrectionConfig
+from rondo.config import AlgorithmConfig, FunctionConfig, RewardModelConfig, RolloutCorrectionConfig
 from rondo.controller import WorkerGroup
-from rondo.errors import ConfigError, DataError, TrainError
-from rondo.roles import of_section
+from rondo.errors import TrainError
 from rondo.trainers.program.producers import PRODUCERS, Producer, is_given
 from rondo.trainers.program.step import Step, attach, numbers, padded_columns
-from rondo.types import StepStats, request_seed
+from rondo.types import request_seed
 from rondo.workers import RewardModelWorker
 
 
@@ -73,140 +73,25 @@ class RewardModelScores:
         return batch.with_index({SCORE(model.name): scores, "reward": reward}, replace=True)
 
 
-# What the advantage stage makes its columns of.
-MADE_OF: Mapping[str, tuple[str, ...]] = {
-    "token_rewards": declared("reward", "response_mask"),
-    "token_costs": declared("response_mask"),  # and the score that algorithm.constraint names
-    "scores": (),
-    "multiplier": (),
-}
-
-
-class AdvantageStage:
-    """reads: what the estimator names. columns: what it (and a KL in the reward) needs from producers.
-    writes: what it adds to the batch at least.
+@dataclass(frozen=True)
+class Resampling:
+    """How often each sample of a prompt counts (column sample_weight), drawn by algorithm.resample from the
+    step's seed; rows that were not drawn are gone, before any statistic is taken.
     """
 
-    phase = "advantages"
-
-    def __init__(self, algorithm: AlgorithmConfig) -> None:
-        self._name = algorithm.advantage.name
-        self._estimator = bind("advantage", algorithm.advantage)
-        self.reads: tuple[str, ...] = columns_read(self._estimator)
-        self._kl = algorithm.kl if algorithm.kl is not None and algorithm.kl.where == "reward" else None
-        cost = algorithm.constraint.cost if algorithm.constraint is not None else None
-        if "token_costs" in self.reads and cost is None:
-            raise ConfigError(
-                f"algorithm.advantage={self._name} reads token_costs: set algorithm.constraint.cost to the "
-                "name of the score that is the cost"
-            )
-        self._cost = SCORE(cost) if cost is not None and "token_costs" in self.reads else None
-        needed = [column for name in self.reads for column in MADE_OF.get(name, (name,))]
-        needed += [self._cost] if self._cost else []
-        needed += ["reward", "response_mask", "old_log_probs", "ref_log_probs"] if self._kl else []
-        self.columns: tuple[str, ...] = tuple(dict.fromkeys(needed))
-        targets = (role.learns_from for role in of_section("critic") if role.makes in self.reads)
-        self.writes: tuple[str, ...] = ("advantages", *filter(None, targets))
+    chosen: FunctionConfig
+    phase = "prepare"
+    writes = declared("sample_weight")
 
     def describe(self) -> str:
-        return f"{', '.join(self.writes)} <- controller ({self._name})"
+        return f"sample_weight <- controller (algorithm.resample={self.chosen.name})"
 
     async def __call__(self, batch: BatchRef, step: Step) -> BatchRef:
-        """The batch with advantages (and returns).
-
-        A row that counts k times (index column sample_weight) counts so in the estimator's mask and number of
-        trained tokens. Raises TrainError when the estimator returns something else than it should.
-        """
-        inputs = await self._inputs(batch, step.kl_coef, step.stats)
-        if step.multiplier is not None:
-            inputs["multiplier"] = torch.tensor(step.multiplier, dtype=torch.float32)
-        counted = inputs["response_mask"] > 0 if "response_mask" in inputs else None
-        if "sample_weight" in batch.index.columns:
-            weight = numbers(batch.index, "sample_weight").to(torch.float32)
-            for name in {"response_mask", "num_trained_tokens"} & set(inputs):
-                inputs[name] = inputs[name] * (weight if inputs[name].ndim == 1 else weight[:, None])
-        result = self._estimator(**{name: inputs[name] for name in self.reads})
-        named = self._named(result, counted)
-        _count_advantages(named["advantages"], counted, step.stats)
-        return attach(batch, named, step.cluster)
-
-    async def _inputs(self, batch: BatchRef, kl_coef: float, stats: StepStats) -> dict[str, Tensor]:
-        """The estimator's arguments by name: per-row [B], per-token [B, T] float32, response_mask [B, T]
-        float32.
-        """
-        in_index = set(self.columns) & set(batch.index.columns)
-        inputs = {name: numbers(batch.index, name) for name in in_index}
-        per_token = set(self.columns) - in_index
-        if per_token:
-            inputs |= await padded_columns(batch, {*per_token, "response_mask"})
-        if "scores" in self.reads:
-            names = SCORE.among(batch.index.columns)
-            scores = [numbers(batch.index, name).to(torch.float32) for name in names]
-            inputs["scores"] = torch.stack(scores, 1) if scores else torch.empty(len(batch), 0)
-        if self._kl is not None or "token_rewards" in self.reads:
-            self._reward(inputs, kl_coef, stats)
-        if self._cost is not None:
-            self._charge(inputs, self._cost, kl_coef)
-        return inputs
-
-    def _reward(self, inputs: dict[str, Tensor], kl_coef: float, stats: StepStats) -> None:
-        """token_rewards, and the reward with the KL inside."""
-        inputs["token_rewards"], kl_stats = self._on_tokens(inputs, inputs["reward"], self._share(kl_coef))
-        stats.merge(kl_stats)
-        if self._kl is not None:  # a row without trained tokens keeps the reward that it got
-            has_tokens = (inputs["response_mask"] > 0).any(1)
-            with_kl = inputs["token_rewards"].sum(1)
-            inputs["reward"] = torch.where(has_tokens, with_kl, inputs["reward"])
-
-    def _charge(self, inputs: dict[str, Tensor], cost: str, kl_coef: float) -> None:
-        """token_costs: the cost on the last trained token, plus half of the KL (Safe-RLHF, 2310.12773)."""
-        if bool(inputs[cost].isnan().any()):
-            raise DataError(f"{cost}, the cost of algorithm.constraint, is missing in some rows of the batch")
-        inputs["token_costs"], _ = self._on_tokens(inputs, inputs[cost], -self._share(kl_coef))
-
-    def _share(self, kl_coef: float) -> float:
-        return kl_coef / 2 if self._cost is not None else kl_coef
-
-    def _on_tokens(
-        self, inputs: Mapping[str, Tensor], outcome: Tensor, coef: float
-    ) -> tuple[Tensor, StepStats]:
-        return kl_reward(
-            outcome,
-            inputs["response_mask"],
-            inputs.get("old_log_probs"),
-            inputs.get("ref_log_probs"),
-            estimator=self._kl.name if self._kl else None,
-            coef=coef,
-        )
-
-    def _named(self, result: Any, counted: Tensor | None) -> dict[str, Tensor]:
-        """The columns that the estimator returned, 0 where the mask is 0."""
-        if isinstance(result, Mapping):
-            named = dict(result)
-        elif isinstance(result, tuple):
-            named = dict(zip(("advantages", "returns"), result, strict=True))
-        else:
-            named = {"advantages": result}
-        missing = sorted(set(self.writes) - set(named))
-        if missing:
-            raise TrainError(
-                f"the estimator {self._name!r} must return {missing[0]}; it returned {sorted(named)}"
-            )
-        return {
-            name: torch.where(counted, value, 0.0) if counted is not None and value.ndim == 2 else value
-            for name, value in named.items()
-        }
-
-
-def _count_advantages(advantages: Tensor, counted: Tensor | None, stats: StepStats) -> None:
-    values = advantages if counted is None or advantages.ndim == 1 else advantages[counted]
-    if values.numel():
-        stats.add_mean("actor/advantage", float(values.sum()), values.numel())
-        stats.add_mean("actor/advantage_abs", float(values.abs().sum()), values.numel())
-        stats.add_max("actor/advantage_max", float(values.max()))
-        stats.add_min("actor/advantage_min", float(values.min()))
-    rows = advantages if advantages.ndim == 1 else advantages.abs().sum(dim=1)
-    stats.add_mean("actor/zero_advantage_share", float((rows == 0).sum()), max(len(rows), 1))
+        function = bind("resample", self.chosen)
+        probabilities = function(**{name: numbers(batch.index, name) for name in columns_read(function)})
+        seed = request_seed(step.seed, "resample", step.number)
+        counts = draw(probabilities, numbers(batch.index, "group_id"), seed=seed).numpy()
+        return batch.with_index({"sample_weight": counts.astype(np.float32)}).take(np.flatnonzero(counts))
 
 
 class CorrectionStage:
@@ -349,17 +234,3 @@ async def model_scores(group: WorkerGroup, batch: BatchRef) -> np.ndarray:
             "its compute_dtype overflows: try reward.models.compute_dtype=float32, or train the model again"
         )
     return scores
-
-
-def with_scores_of(everything: BatchRef, scored: BatchRef) -> BatchRef:
-    """everything with the reward and the models' scores of `scored`, some of its rows in the same order; the
-    others, failures, have NaN.
-    """
-    names = [name for name in SCORE.among(scored.index.columns) if name not in everything.columns]
-    if not names:
-        return everything
-    at = np.flatnonzero(np.isin(everything.row_ids, scored.row_ids))
-    columns = {name: np.full(len(everything), np.nan, np.float32) for name in ("reward", *names)}
-    for name, column in columns.items():
-        column[at] = scored.index.scalars(name)
-    return everything.with_index(columns, replace=True)

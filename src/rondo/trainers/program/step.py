@@ -200,3 +200,17 @@ def attach(
         block = Batch.of({ROW_ID: batch.row_ids, **per_token})
         batch = batch.with_blocks(cluster.put(block, ()).blocks, replace)
     return batch
+
+
+def with_scores_of(everything: BatchRef, scored: BatchRef) -> BatchRef:
+    """everything with the reward and the models' scores of `scored`, some of its rows in the same order; the
+    others, failures, have NaN.
+    """
+    names = [name for name in SCORE.among(scored.index.columns) if name not in everything.columns]
+    if not names:
+        return everything
+    at = np.flatnonzero(np.isin(everything.row_ids, scored.row_ids))
+    columns = {name: np.full(len(everything), np.nan, np.float32) for name in ("reward", *names)}
+    for name, column in columns.items():
+        column[at] = scored.index.scalars(name)
+    return everything.with_index(columns, replace=True)

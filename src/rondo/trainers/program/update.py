@@ -10,18 +10,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
-from rondo.algorithms import ActorLoss, Aggregate, bind, columns_read, draw, loss_weights
-from rondo.batch import ROW_ID, BatchRef, ragged_array, wide_array
-from rondo.columns import LOSS_WEIGHT, MINI_BATCH, declared, per_row
-from rondo.config import ActorConfig, Config, CriticConfig, FunctionConfig
-from rondo.controller import Cluster, WorkerGroup
+from rondo.algorithms import ActorLoss, Aggregate, bind, loss_weights
+from rondo.batch import BatchRef
+from rondo.columns import LOSS_WEIGHT, MINI_BATCH, declared
+from rondo.config import ActorConfig, Config, CriticConfig
+from rondo.controller import WorkerGroup
 from rondo.planning import mini_batch_order, plan_mini_batches
-from rondo.trainers.program.inputs import conversations
-from rondo.trainers.program.step import Step, numbers
+from rondo.trainers.program.pretraining import Pretraining, lm_weights
+from rondo.trainers.program.step import Step
 from rondo.training import Loss
-from rondo.types import StepStats, request_seed
+from rondo.types import StepStats
 from rondo.workers import ActorWorker, update_columns
 
 
@@ -81,27 +80,6 @@ class MiniBatches:
             for name, size in zip(self.writes, sizes, strict=True)
         }
         return batch.with_index(made)
-
-
-@dataclass(frozen=True)
-class Resampling:
-    """How often each sample of a prompt counts (column sample_weight), drawn by algorithm.resample from the
-    step's seed; rows that were not drawn are gone, before any statistic is taken.
-    """
-
-    chosen: FunctionConfig
-    phase = "prepare"
-    writes = declared("sample_weight")
-
-    def describe(self) -> str:
-        return f"sample_weight <- controller (algorithm.resample={self.chosen.name})"
-
-    async def __call__(self, batch: BatchRef, step: Step) -> BatchRef:
-        function = bind("resample", self.chosen)
-        probabilities = function(**{name: numbers(batch.index, name) for name in columns_read(function)})
-        seed = request_seed(step.seed, "resample", step.number)
-        counts = draw(probabilities, numbers(batch.index, "group_id"), seed=seed).numpy()
-        return batch.with_index({"sample_weight": counts.astype(np.float32)}).take(np.flatnonzero(counts))
 
 
 @dataclass(frozen=True)
@@ -177,12 +155,6 @@ class ActorWeights:
         return batch.with_index(columns)
 
 
-def lm_weights(tokens: np.ndarray, mini_batch: np.ndarray, coef: float) -> np.ndarray:
-    """coef / (all of `tokens` in the row's mini-batch), 0 for rows without: the mean over those tokens."""
-    totals = np.bincount(mini_batch, weights=tokens, minlength=int(mini_batch.max(initial=-1)) + 1)
-    return np.where(tokens > 0, coef / np.maximum(totals[mini_batch], 1), 0.0)
-
-
 def orders(batch: BatchRef, column: str, epochs: int, *, seed: int, step: int) -> list[list[int]]:
     """The mini-batches' order in each epoch."""
     number = int(batch.index.scalars(column).max(initial=-1)) + 1
@@ -246,54 +218,3 @@ async def update_actor(
     order, idle = without_idle(order, batch, "mini_batch", *weights)
     stats.add_sum("actor/idle_mini_batches", float(idle))
     return stats.merge(await actor.call(ActorWorker.update_actor, batch, order, loss=name, reads=columns))
-
-
-class Pretraining:
-    """data.pretrain_batch_size conversations of data.pretrain join every mini-batch.
-
-    Their rows have loss_weight 0 (no part in the policy loss) and an lm_weight that makes the term
-    algorithm.pretrain_coef times their mean negative log-likelihood per token.
-    """
-
-    def __init__(self, config: Config) -> None:
-        self._coef, self._size = config.algorithm.pretrain_coef, config.data.pretrain_batch_size
-        self._stream = conversations(config, config.data.pretrain, shuffle=config.data.shuffle)
-        self._per_step = -(
-            -config.data.batch_size // (config.actor.mini_batch_size or config.data.batch_size)
-        )
-
-    async def join(self, batch: BatchRef, columns: tuple[str, ...], step: int, cluster: Cluster) -> BatchRef:
-        """batch and this step's conversations, which have every one of `columns` (zeros where none belongs).
-
-        The conversations of a step are a function of its number, so a resumed run sees the same.
-        """
-        number = int(batch.index.scalars("mini_batch").max()) + 1
-        first = step * self._per_step * self._size
-        rows = self._stream.batch(range(first, first + number * self._size))
-        mini_batch = np.repeat(np.arange(number), self._size)
-        offsets = np.concatenate([[0], np.cumsum(rows.lengths("response_ids"))])
-        tokens = [name for name in rows.columns if name not in per_row(rows.columns)]
-        missing = [name for name in columns if name not in (*batch.index.columns, *tokens)]
-        like = await batch.take([0]).fetch(missing)
-        per_token = {name: _zeros(like.array(name).type, offsets) for name in missing}
-        lengths = ("prompt_length", "response_length", "num_trained_tokens")
-        planned = {
-            ROW_ID: -1 - rows.scalars(ROW_ID),
-            "mini_batch": mini_batch,
-            "loss_weight": np.zeros(len(rows)),
-            "lm_weight": lm_weights(rows.scalars("num_trained_tokens"), mini_batch, self._coef),
-        }
-        planned |= {name: rows.scalars(name) for name in lengths}
-        repeated = batch.index.take(np.zeros(len(rows), np.int64))  # the same columns, whatever they are
-        index = repeated.with_columns(planned, replace=True)
-        whole = index.with_columns(rows.select(tokens)).with_columns(per_token)
-        return BatchRef.concat([batch, cluster.put(whole, tuple(index.columns))])
-
-
-def _zeros(kind: pa.ListType, offsets: np.ndarray) -> pa.ListArray:
-    """A per-token column of the type `kind`, all 0."""
-    value, number = kind.value_type, int(offsets[-1])
-    if pa.types.is_fixed_size_list(value):
-        dtype = value.value_type.to_pandas_dtype()
-        return wide_array(np.zeros((number, value.list_size), dtype), offsets)
-    return ragged_array(np.zeros(number, value.to_pandas_dtype()), offsets)

@@ -1,0 +1,117 @@
+"""What every step adds to its run's folder (a line of metrics.jsonl, a file of rollouts); metrics read."""
+
+from __future__ import annotations
+
+import json
+import math
+import numbers
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from rondo.batch import Batch
+from rondo.errors import DataError
+
+# Key of a metrics line: {metric: "nan" | "inf" | "-inf"} for values that are null in it.
+NOT_FINITE = "not_finite"
+
+
+def metrics_line(step: int, metrics: Mapping[str, Any]) -> str:
+    """One JSON line. NaN and infinities are null, and named under `not_finite`.
+
+    Raises DataError on another type.
+    """
+    record: dict[str, Any] = {"step": int(step)}
+    odd: dict[str, str] = {}
+    for name, value in metrics.items():
+        if name in ("step", NOT_FINITE):
+            raise DataError(
+                f"a metric cannot be called {name!r}: the line of metrics.jsonl uses that key itself"
+            )
+        if value is None or isinstance(value, bool | str):
+            record[name] = value
+        elif isinstance(value, numbers.Integral):
+            record[name] = int(value)
+        elif isinstance(value, numbers.Real):
+            number = float(value)
+            record[name] = number if math.isfinite(number) else None
+            if not math.isfinite(number):
+                odd[name] = str(number)
+        else:
+            raise DataError(f"metric {name!r} is a {type(value).__name__}; log a number, a string or None")
+    if odd:
+        record[NOT_FINITE] = odd
+    return json.dumps(record, allow_nan=False)
+
+
+def parse_metrics(path: Path) -> list[tuple[str, dict[str, Any] | None]]:
+    """Returns (line with its newline, record) of every line; the record is None where that is no metrics."""
+    found = []
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+        for line in file:
+            try:
+                record = json.loads(line) if line.endswith("\n") else None
+            except ValueError:
+                record = None
+            is_metrics = isinstance(record, dict) and isinstance(record.get("step"), int)
+            found.append((line, record if is_metrics else None))
+    return found
+
+
+def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The lines of `metrics.jsonl`, in order. A last line cut off by a kill is left out.
+
+    Raises DataError naming the file when it is missing, and the line when one in the middle is broken.
+    """
+    path = Path(run_dir) / "metrics.jsonl"
+    if not path.is_file():
+        raise DataError(f"{path}: no such file; {run_dir} is not the folder of a run that logged anything")
+    lines = parse_metrics(path)
+    if lines and lines[-1][1] is None:
+        lines.pop()
+    for number, (_, record) in enumerate(lines, 1):
+        if record is None:
+            raise DataError(
+                f"{path}:{number}: not a metrics line (a JSON object with an integer `step`); remove it"
+            )
+    return [record for _, record in lines if record is not None]
+
+
+class RunFiles:
+    """The files of the run in the folder `path` that grow with its steps."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._unsynced: set[Path] = set()
+        self._file: IO[bytes] | None = None
+
+    def append_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Append one line to metrics.jsonl.
+
+        It survives the end of this process at once, a power cut after `sync`.
+        """
+        if self._file is None:
+            self._file = (self.path / "metrics.jsonl").open("ab")
+        self._file.write(metrics_line(step, metrics).encode() + b"\n")
+        self._file.flush()
+        self._unsynced.add(self.path / "metrics.jsonl")
+
+    def write_rollouts(self, step: int, batch: Batch) -> Path:
+        """rollouts/step-000012.parquet: whole or absent, whatever happens."""
+        folder = self.path / "rollouts"
+        path = folder / f"step-{step:06d}.parquet"
+        temporary = folder / f".{path.name}.tmp"
+        try:
+            batch.write_parquet(temporary)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        self._unsynced |= {path, folder}
+        return path
+
+    def close(self) -> None:
+        """Closes what is open. Idempotent."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None

@@ -1,0 +1,155 @@
+"""The stage that makes a step's advantages (and returns): an estimator over rewards and columns, on the
+controller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rondo.algorithms import bind, columns_read, kl_reward
+from rondo.batch import BatchRef
+from rondo.columns import SCORE, declared
+from rondo.config import AlgorithmConfig
+from rondo.errors import ConfigError, DataError, TrainError
+from rondo.roles import of_section
+from rondo.trainers.program.step import Step, attach, numbers, padded_columns
+from rondo.types import StepStats
+
+# What the advantage stage makes its columns of.
+MADE_OF: Mapping[str, tuple[str, ...]] = {
+    "token_rewards": declared("reward", "response_mask"),
+    "token_costs": declared("response_mask"),  # and the score that algorithm.constraint names
+    "scores": (),
+    "multiplier": (),
+}
+
+
+class AdvantageStage:
+    """reads: what the estimator names. columns: what it (and a KL in the reward) needs from producers.
+    writes: what it adds to the batch at least.
+    """
+
+    phase = "advantages"
+
+    def __init__(self, algorithm: AlgorithmConfig) -> None:
+        self._name = algorithm.advantage.name
+        self._estimator = bind("advantage", algorithm.advantage)
+        self.reads: tuple[str, ...] = columns_read(self._estimator)
+        self._kl = algorithm.kl if algorithm.kl is not None and algorithm.kl.where == "reward" else None
+        cost = algorithm.constraint.cost if algorithm.constraint is not None else None
+        if "token_costs" in self.reads and cost is None:
+            raise ConfigError(
+                f"algorithm.advantage={self._name} reads token_costs: set algorithm.constraint.cost to the "
+                "name of the score that is the cost"
+            )
+        self._cost = SCORE(cost) if cost is not None and "token_costs" in self.reads else None
+        needed = [column for name in self.reads for column in MADE_OF.get(name, (name,))]
+        needed += [self._cost] if self._cost else []
+        needed += ["reward", "response_mask", "old_log_probs", "ref_log_probs"] if self._kl else []
+        self.columns: tuple[str, ...] = tuple(dict.fromkeys(needed))
+        targets = (role.learns_from for role in of_section("critic") if role.makes in self.reads)
+        self.writes: tuple[str, ...] = ("advantages", *filter(None, targets))
+
+    def describe(self) -> str:
+        return f"{', '.join(self.writes)} <- controller ({self._name})"
+
+    async def __call__(self, batch: BatchRef, step: Step) -> BatchRef:
+        """The batch with advantages (and returns).
+
+        A row that counts k times (index column sample_weight) counts so in the estimator's mask and number of
+        trained tokens. Raises TrainError when the estimator returns something else than it should.
+        """
+        inputs = await self._inputs(batch, step.kl_coef, step.stats)
+        if step.multiplier is not None:
+            inputs["multiplier"] = torch.tensor(step.multiplier, dtype=torch.float32)
+        counted = inputs["response_mask"] > 0 if "response_mask" in inputs else None
+        if "sample_weight" in batch.index.columns:
+            weight = numbers(batch.index, "sample_weight").to(torch.float32)
+            for name in {"response_mask", "num_trained_tokens"} & set(inputs):
+                inputs[name] = inputs[name] * (weight if inputs[name].ndim == 1 else weight[:, None])
+        result = self._estimator(**{name: inputs[name] for name in self.reads})
+        named = self._named(result, counted)
+        _count_advantages(named["advantages"], counted, step.stats)
+        return attach(batch, named, step.cluster)
+
+    async def _inputs(self, batch: BatchRef, kl_coef: float, stats: StepStats) -> dict[str, Tensor]:
+        """The estimator's arguments by name: per-row [B], per-token [B, T] float32, response_mask [B, T]
+        float32.
+        """
+        in_index = set(self.columns) & set(batch.index.columns)
+        inputs = {name: numbers(batch.index, name) for name in in_index}
+        per_token = set(self.columns) - in_index
+        if per_token:
+            inputs |= await padded_columns(batch, {*per_token, "response_mask"})
+        if "scores" in self.reads:
+            names = SCORE.among(batch.index.columns)
+            scores = [numbers(batch.index, name).to(torch.float32) for name in names]
+            inputs["scores"] = torch.stack(scores, 1) if scores else torch.empty(len(batch), 0)
+        if self._kl is not None or "token_rewards" in self.reads:
+            self._reward(inputs, kl_coef, stats)
+        if self._cost is not None:
+            self._charge(inputs, self._cost, kl_coef)
+        return inputs
+
+    def _reward(self, inputs: dict[str, Tensor], kl_coef: float, stats: StepStats) -> None:
+        """token_rewards, and the reward with the KL inside."""
+        inputs["token_rewards"], kl_stats = self._on_tokens(inputs, inputs["reward"], self._share(kl_coef))
+        stats.merge(kl_stats)
+        if self._kl is not None:  # a row without trained tokens keeps the reward that it got
+            has_tokens = (inputs["response_mask"] > 0).any(1)
+            with_kl = inputs["token_rewards"].sum(1)
+            inputs["reward"] = torch.where(has_tokens, with_kl, inputs["reward"])
+
+    def _charge(self, inputs: dict[str, Tensor], cost: str, kl_coef: float) -> None:
+        """token_costs: the cost on the last trained token, plus half of the KL (Safe-RLHF, 2310.12773)."""
+        if bool(inputs[cost].isnan().any()):
+            raise DataError(f"{cost}, the cost of algorithm.constraint, is missing in some rows of the batch")
+        inputs["token_costs"], _ = self._on_tokens(inputs, inputs[cost], -self._share(kl_coef))
+
+    def _share(self, kl_coef: float) -> float:
+        return kl_coef / 2 if self._cost is not None else kl_coef
+
+    def _on_tokens(
+        self, inputs: Mapping[str, Tensor], outcome: Tensor, coef: float
+    ) -> tuple[Tensor, StepStats]:
+        return kl_reward(
+            outcome,
+            inputs["response_mask"],
+            inputs.get("old_log_probs"),
+            inputs.get("ref_log_probs"),
+            estimator=self._kl.name if self._kl else None,
+            coef=coef,
+        )
+
+    def _named(self, result: Any, counted: Tensor | None) -> dict[str, Tensor]:
+        """The columns that the estimator returned, 0 where the mask is 0."""
+        if isinstance(result, Mapping):
+            named = dict(result)
+        elif isinstance(result, tuple):
+            named = dict(zip(("advantages", "returns"), result, strict=True))
+        else:
+            named = {"advantages": result}
+        missing = sorted(set(self.writes) - set(named))
+        if missing:
+            raise TrainError(
+                f"the estimator {self._name!r} must return {missing[0]}; it returned {sorted(named)}"
+            )
+        return {
+            name: torch.where(counted, value, 0.0) if counted is not None and value.ndim == 2 else value
+            for name, value in named.items()
+        }
+
+
+def _count_advantages(advantages: Tensor, counted: Tensor | None, stats: StepStats) -> None:
+    values = advantages if counted is None or advantages.ndim == 1 else advantages[counted]
+    if values.numel():
+        stats.add_mean("actor/advantage", float(values.sum()), values.numel())
+        stats.add_mean("actor/advantage_abs", float(values.abs().sum()), values.numel())
+        stats.add_max("actor/advantage_max", float(values.max()))
+        stats.add_min("actor/advantage_min", float(values.min()))
+    rows = advantages if advantages.ndim == 1 else advantages.abs().sum(dim=1)
+    stats.add_mean("actor/zero_advantage_share", float((rows == 0).sum()), max(len(rows), 1))
