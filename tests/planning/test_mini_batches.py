@@ -11,7 +11,7 @@ from rondo.algorithms.aggregation import loss_weights, token_mean
 from rondo.algorithms.registry import bind, lookup
 from rondo.config.schema import FunctionConfig
 from rondo.errors import TrainError
-from rondo.planning.batches import mini_batch_order, plan_mini_batches
+from rondo.planning.batches import mini_batch_orders, plan_mini_batches
 
 
 @settings(max_examples=60, deadline=None)
@@ -56,11 +56,11 @@ def test_a_mini_batch_of_nothing_is_refused() -> None:
 
 
 def test_each_epoch_visits_every_mini_batch_in_its_own_order() -> None:
-    orders = [mini_batch_order(8, seed=0, step=3, epoch=epoch) for epoch in range(4)]
+    orders = mini_batch_orders(np.array([7, 0, 3]), 4, seed=0, step=3)
     assert all(sorted(order) == list(range(8)) for order in orders)
     assert len({tuple(order) for order in orders}) == 4
-    assert orders[1] == mini_batch_order(8, seed=0, step=3, epoch=1)
-    assert mini_batch_order(0, seed=0, step=0, epoch=0) == []
+    assert mini_batch_orders(np.arange(8), 2, seed=0, step=3) == orders[:2]
+    assert mini_batch_orders(np.arange(0), 1, seed=0, step=0) == [[]]
 
 
 TOKENS = np.array([4, 0, 2, 6, 3])

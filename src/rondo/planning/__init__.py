@@ -2,5 +2,5 @@
 
 # ruff: noqa: F401
 from rondo.planning.admission import OnUpdate, Order, effective_on_update, may_admit, select
-from rondo.planning.batches import mini_batch_order, plan_mini_batches
+from rondo.planning.batches import mini_batch_orders, plan_mini_batches
 from rondo.planning.placement import Phase, Placement, SameDevices, plan_placement

@@ -34,13 +34,15 @@ def plan_mini_batches(group_ids: np.ndarray, mini_batch_size: int, *, seed: int,
     return mini_batch_of_group[row_group]
 
 
-def mini_batch_order(number: int, *, seed: int, step: int, epoch: int) -> list[int]:
-    """The order in which an epoch visits `number` mini-batches: a permutation drawn from (seed, step, epoch).
+def mini_batch_orders(mini_batch: np.ndarray, epochs: int, *, seed: int, step: int) -> list[list[int]]:
+    """The order in which each epoch visits the mini-batches: permutations drawn from (seed, step, epoch).
 
-    Membership is fixed for a step; only the order changes from epoch to epoch.
+    mini_batch: [B], of `plan_mini_batches`. Membership is fixed for a step; only the order changes from epoch
+    to epoch.
     """
-    generator = np.random.default_rng(request_seed(seed, "mini_batch_order", step, epoch))
-    return [int(i) for i in generator.permutation(number)]
+    number = int(mini_batch.max(initial=-1)) + 1
+    seeds = [request_seed(seed, "mini_batch_order", step, epoch) for epoch in range(epochs)]
+    return [np.random.default_rng(of_epoch).permutation(number).tolist() for of_epoch in seeds]
 
 
 def rows_of_units(units: np.ndarray) -> list[np.ndarray]:

@@ -93,11 +93,6 @@ class Ledger:
         self.complete(seq)
         self.dropped[seq] = reason
 
-    @property
-    def num_admitted(self) -> int:
-        """Groups that hold or have used a credit: everything started, less what waits to be started again."""
-        return self.next_seq - len(self.reissue)
-
     def records(self) -> list[dict[str, Any]]:
         """The account as lines for `buffer/ledger.jsonl`. What is in flight will be issued again."""
         reissue = sorted([*self.reissue, *self.open])
@@ -324,7 +319,7 @@ class Buffer:
     def credits(self) -> int:
         """How many more groups may start now."""
         return may_admit(
-            num_admitted=self.ledger.num_admitted,
+            num_admitted=self.ledger.next_seq - len(self.ledger.reissue),  # they hold or have used a credit
             num_dropped=len(self.ledger.dropped) - self._unused,
             version=self.version,
             max_staleness=self.max_staleness,

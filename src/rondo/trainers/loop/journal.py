@@ -40,7 +40,9 @@ class RunJournal:
         """It has been done. Raises TrainError where a journal that is followed has something else here."""
         if self._off:
             return
-        lines = [self._line(kind, what)]
+        if kind == "resume":
+            what["settings"] = self._settings
+        lines = [{"step": self._step, "kind": kind, **what}]
         if not self.position:
             lines.insert(0, {"kind": "journal", "format": JOURNAL_FORMAT, "settings": self._settings})
         if self._file is None:
@@ -50,10 +52,6 @@ class RunJournal:
         self.position += len(lines)
         if kind in ("publish", "resume"):
             self._step = what["version"] + 1
-
-    def _line(self, kind: str, what: Mapping[str, Any]) -> dict[str, Any]:
-        line = {"step": self._step, "kind": kind, **what}
-        return line | {"settings": self._settings} if kind == "resume" else line
 
     @property
     def mark(self) -> int | None:

@@ -16,7 +16,7 @@ from rondo.batch import BatchRef
 from rondo.columns import LOSS_WEIGHT, MINI_BATCH, declared
 from rondo.config import ActorConfig, Config, CriticConfig
 from rondo.controller import WorkerGroup
-from rondo.planning import mini_batch_order, plan_mini_batches
+from rondo.planning import mini_batch_orders, plan_mini_batches
 from rondo.trainers.program.pretraining import Pretraining, lm_weights
 from rondo.trainers.program.step import Step
 from rondo.training import Loss
@@ -101,7 +101,8 @@ class LearnerUpdate:
     async def __call__(self, batch: BatchRef, step: Step) -> BatchRef:
         learner = self.learner
         weighted = with_learner_weights(batch, learner, self.config)
-        order = orders(batch, learner.mini_batch, learner.section.epochs, seed=step.seed, step=step.number)
+        mini_batch, epochs = batch.index.scalars(learner.mini_batch), learner.section.epochs
+        order = mini_batch_orders(mini_batch, epochs, seed=step.seed, step=step.number)
         order, _ = without_idle(order, weighted, learner.mini_batch, learner.loss_weight)
         group = step.roles.group(learner.role)
         step.stats.merge(await group.call(learner.method, weighted, order, reads=learner.columns))
@@ -155,12 +156,6 @@ class ActorWeights:
         return batch.with_index(columns)
 
 
-def orders(batch: BatchRef, column: str, epochs: int, *, seed: int, step: int) -> list[list[int]]:
-    """The mini-batches' order in each epoch."""
-    number = int(batch.index.scalars(column).max(initial=-1)) + 1
-    return [mini_batch_order(number, seed=seed, step=step, epoch=epoch) for epoch in range(epochs)]
-
-
 def without_idle(
     order: Sequence[Sequence[int]], batch: BatchRef, column: str, *weights: str
 ) -> tuple[list[list[int]], int]:
@@ -206,7 +201,8 @@ async def update_actor(
     """Takes all optimizer steps of the policy on a batch whose mini-batches and loss weights are planned.
     loss: the worker's loss called `name`. epochs: over the mini-batches. pretraining: joins each of them.
     """
-    order = orders(batch, "mini_batch", epochs, seed=step.seed, step=step.number)
+    mini_batch = batch.index.scalars("mini_batch")
+    order = mini_batch_orders(mini_batch, epochs, seed=step.seed, step=step.number)
     if loss.zero_where_advantage_is_zero and "advantages" in batch.index.columns:
         batch = batch.take(np.flatnonzero(batch.index.scalars("advantages") != 0))
     stats = StepStats()

@@ -175,7 +175,9 @@ class FollowedJournal(RunJournal):
         self._upcoming: tuple[int, Mapping[str, Any]] = (-1, {})
 
     def note(self, kind: str, **what: Any) -> None:
-        line = self._line(kind, what)
+        if kind == "resume":
+            what["settings"] = self._settings
+        line = {"step": self._step, "kind": kind, **what}
         if json.loads(json.dumps(line)) != self.upcoming:
             raise self.left(_difference(line, self.upcoming))
         super().note(kind, **what)
