@@ -100,7 +100,7 @@ CHOICES = [
     ("data.train=[{type: jsonl}]", "data.train.0.path"),
     ("data.eval=[{type: jsonl, path: x, task: y}]", "data.eval.0.task"),
     ("data.train=[{type: parquet, path: x, seed: 3}]", "data.train.0.seed"),
-    ("cluster.backend=ray cluster.backend.inline=true", "cluster.backend.inline"),
+    ("cluster.backend=ray cluster.inline=true", "cluster.inline"),
     ("cluster.backend.address=auto", "cluster.backend.address"),
     ("actor.optimizer.schedule=wavy", "actor.optimizer.schedule"),
     ("rollout.engine={swap_space: 4}", "rollout.engine.swap_space"),

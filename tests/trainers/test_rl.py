@@ -112,7 +112,7 @@ def test_micro_batching_does_not_change_the_run(run: Any) -> None:
 
 
 def test_inline_and_threaded_are_the_same_bits(run: Any) -> None:
-    assert weights(run("inline", "cluster.backend.inline=true")) == weights(run("threaded"))
+    assert weights(run("inline", "cluster.inline=true")) == weights(run("threaded"))
 
 
 def test_one_step_off_policy_keeps_the_bound_and_its_bits(run: Any) -> None:

@@ -222,6 +222,12 @@ def _cluster(check: Check) -> None:
             "cluster.devices",
             "cluster.backend.name",
         )
+    if cluster.inline and cluster.backend.name != "local":
+        check.wrong(
+            "{0} runs workers in this process, which {1} cannot; use cluster.backend=local, or remove it",
+            "cluster.inline",
+            "cluster.backend.name",
+        )
     total = sum(cluster.pools.values())
     if cluster.pools and total != cluster.devices:
         check.wrong(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rondo.batch import Batch, BatchRef
-from rondo.config.schema import ClusterConfig, LocalBackendConfig
+from rondo.config.schema import ClusterConfig
 from rondo.controller.calls import Answer, Call, HostHandle
 from rondo.controller.cluster import Cluster, planned_device
 from rondo.controller.host import Host
@@ -84,8 +84,7 @@ async def start_local(config: ClusterConfig, threads: int) -> LocalCluster:
             "cluster.device=cuda, but torch sees no CUDA device here: set cluster.device=cpu or auto"
         )
     device = "cuda:0" if planned == "cuda" else "cpu"
-    assert isinstance(config.backend, LocalBackendConfig)
-    host = Host(0, 1, device, threads, inline=config.backend.inline)
+    host = Host(0, 1, device, threads, inline=config.inline)
     try:
         await host.start()
     except BaseException:

@@ -85,8 +85,6 @@ class LocalBackendConfig:
 
     name: Literal["local"] = "local"
     """What runs the workers."""
-    inline: bool = False
-    """Calls run on the event loop's thread, so that a breakpoint just works."""
     address: ClassVar[None] = None
 
 
@@ -127,6 +125,8 @@ class ClusterConfig:
     """What computes; auto: CUDA where it is."""
     threads: Count | None = None
     """Torch threads per device; default: cores shared out evenly."""
+    inline: bool = False
+    """Of the local backend: calls run on the event loop's thread, so that a breakpoint just works."""
 
 
 @dataclass(frozen=True, config=STRICT)
