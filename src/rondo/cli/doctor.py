@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 HELP = "what is usable on this machine, and why not"
 State = Literal["ok", "no", "info"]
+CORE = ("torch", "transformers", "numpy", "pyarrow", "PyYAML", "rich", "safetensors", "Jinja2", "pydantic")
 OLDEST = {"torch": (2, 11), "transformers": (5, 17)}
 
 
@@ -79,7 +80,7 @@ def _core() -> Iterator[Finding]:
     from rondo import __version__
 
     yield Finding("core", "rondo", "ok", __version__)
-    for name in ("torch", "transformers", "numpy", "pyarrow", "PyYAML", "rich", "safetensors", "Jinja2"):
+    for name in CORE:
         found = _version(name)
         if found is None:
             yield Finding("core", name, "no", "not installed", "pip install rondo-rl")

@@ -20,9 +20,9 @@ import numpy as np
 from rondo.chat import encode_continuation, encode_piece, encode_prompt, parse_tool_calls, stop_token_ids
 from rondo.errors import ConfigError, DataError, RolloutError
 from rondo.serving.answers import Frame, Piece, call_ids, tool_calls
-from rondo.serving.messages import Conversation, message_key, read_messages
+from rondo.serving.messages import message_key, message_keys
 from rondo.serving.problems import ApiError, refuse
-from rondo.serving.requests import ApiRequest, Kind, read_request
+from rondo.serving.requests import ApiRequest, ChatRequest, Kind, TextRequest, read_request
 from rondo.serving.sessions import InsertedKind, Key, ModelCall, Session, Sessions
 from rondo.serving.text import TextStream, answer_text
 from rondo.types import Completion, GenerateRequest, Prompt, SamplingParams, request_seed
@@ -48,6 +48,10 @@ class Prepared:
     def prompt_ids(self) -> np.ndarray:
         return self.requests[0].token_ids
 
+    @property
+    def with_tools(self) -> bool:
+        return isinstance(self.asked, ChatRequest) and bool(self.asked.tools)
+
 
 def prompt_key(prompt: Prompt, text: str) -> Key:
     """The key of the conversation that a prompt's token ids stand for: its messages, with the tools of its
@@ -57,11 +61,17 @@ def prompt_key(prompt: Prompt, text: str) -> Key:
         return ("text", text)
     tools = prompt.fields.get("tools") or None
     tools = json.loads(tools) if isinstance(tools, str) else tools
-    return (*_chat_head(tools), *read_messages([*prompt.messages]).keys)
+    return (*_chat_head(tools), *message_keys(prompt.messages))
 
 
 def _chat_head(tools: Any) -> Key:
     return ("chat", json.dumps(tools and list(tools), sort_keys=True))
+
+
+def _kind_of(added: list[Any]) -> InsertedKind:
+    """Who wrote these messages: tool, user or (mixed, anything else) environment."""
+    roles = {message["role"] for message in added}
+    return "tool" if roles == {"tool"} else "user" if roles == {"user"} else "environment"
 
 
 class Endpoint:
@@ -104,10 +114,10 @@ class Endpoint:
             raise ApiError("the session has ended", code="session_ended", status=410)
         if session.error is not None:  # a client's retries do not mend an engine
             raise ApiError(str(session.error), code="engine_failed", status=500)
-        if kind == "chat":
-            assert asked.conversation is not None
-            key, parent, inserted, prompt_ids = self._chat_prompt(asked, asked.conversation, session)
+        if isinstance(asked, ChatRequest):
+            key, parent, inserted, prompt_ids = self._chat_prompt(asked, session)
         else:
+            assert isinstance(asked, TextRequest)
             key, parent, inserted, prompt_ids = self._text_prompt(asked, session)
         sampling = self._sampling(asked, session, parent, prompt_ids)
         rules = session.rules
@@ -165,7 +175,7 @@ class Endpoint:
         calls = [one(i, request) for i, request in enumerate(prepared.requests)]
         running = asyncio.ensure_future(self._run(prepared, _all(calls)))
         stops = prepared.requests[0].sampling.stop_token_ids
-        texts = [TextStream(self._tokenizer, stops, with_tools=bool(asked.tools)) for _ in calls]
+        texts = [TextStream(self._tokenizer, stops, with_tools=prepared.with_tools) for _ in calls]
         sent, finished = [0] * len(calls), 0
         try:
             yield frame.opening(prepared.prompt_ids, len(calls))
@@ -182,7 +192,7 @@ class Endpoint:
             completions = await running
             for made in completions:
                 self._record(prepared, self._piece(prepared, made), made)
-            if asked.include_usage:
+            if asked.stream_options and asked.stream_options.include_usage:
                 yield frame.closing(prepared.prompt_ids, completions)
         finally:
             if not running.done():
@@ -233,12 +243,13 @@ class Endpoint:
     # ---- what to send to the engine ----
 
     def _chat_prompt(
-        self, asked: ApiRequest, conversation: Conversation, session: Session
+        self, asked: ChatRequest, session: Session
     ) -> tuple[Key, int | None, InsertedKind, np.ndarray]:
         """(key, parent, kind, prompt tokens)."""
-        tools = list(asked.tools) if asked.tools else None
+        tools = asked.tools or None
         head = _chat_head(tools)
-        keys, messages = conversation.keys, conversation.messages
+        messages: list[Any] = asked.messages
+        keys = [message_key(message) for message in messages]
         key = (*head, *keys)
         if messages[-1]["role"] == "assistant":
             raise refuse("messages", "must end with a message for the assistant to answer")
@@ -257,16 +268,15 @@ class Endpoint:
             )
         except (DataError, ConfigError) as error:
             raise refuse("messages", str(error)) from error
-        return key, parent, conversation.kind_behind(turn), np.concatenate([call.token_ids, new])
+        return key, parent, _kind_of(messages[turn + 1 :]), np.concatenate([call.token_ids, new])
 
     def _text_prompt(
-        self, asked: ApiRequest, session: Session
+        self, asked: TextRequest, session: Session
     ) -> tuple[Key, int | None, InsertedKind, np.ndarray]:
         """(key, parent, kind, prompt tokens)."""
         prompt, rules = asked.prompt, session.rules
         if isinstance(prompt, np.ndarray):
             return ("ids",), session.extended_ids(prompt), "environment", prompt
-        assert prompt is not None
         key = ("text", prompt)
         found = session.extended_text(prompt)
         if found is not None:
@@ -333,7 +343,7 @@ class Endpoint:
     def _piece(self, prepared: Prepared, made: Completion) -> Piece:
         text = answer_text(self._tokenizer, made.token_ids, prepared.requests[0].sampling.stop_token_ids)
         calls = ()
-        if prepared.asked.tools:
+        if prepared.with_tools:
             text, calls = parse_tool_calls(text)  # type: ignore[assignment]
         return _piece_of(made, text, calls, call_ids(made, len(calls)))
 

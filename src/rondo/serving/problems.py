@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
 
 from rondo.errors import RondoError
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+# pydantic's kinds of errors in OpenAI's codes; what is not here is a wrong type.
+_CODES = {
+    "missing": "missing_required_parameter",
+    "extra_forbidden": "unknown_parameter",
+    "literal_error": "unsupported_value",
+    "unsupported_value": "unsupported_value",
+} | dict.fromkeys(
+    ("greater_than", "greater_than_equal", "less_than_equal", "finite_number", "invalid_value"),
+    "invalid_value",
+)
+_NO_VALUE = {"missing": "is missing", "extra_forbidden": "is no parameter here"}
+
+T = TypeVar("T")
 
 
 class ApiError(RondoError):
@@ -28,3 +43,16 @@ class ApiError(RondoError):
 def refuse(param: str, message: str, code: str = "invalid_value") -> ApiError:
     """A 400 about one parameter."""
     return ApiError(f"{param}: {message}", param=param, code=code)
+
+
+def checked(kind: TypeAdapter[T], value: Any, *where: str) -> T:
+    """`value` as `kind` reads it. where: its parameter. Raises ApiError (400) for the first fault."""
+    try:
+        return kind.validate_python(value)
+    except ValidationError as error:
+        fault = error.errors(include_url=False)[0]
+    text = _NO_VALUE.get(fault["type"])
+    if text is None:
+        text = f"{fault['msg'].replace('Input should be', 'must be')}, got {fault['input']!r:.40}"
+    param = ".".join(map(str, (*where, *fault["loc"])))
+    raise refuse(param, text, _CODES.get(fault["type"], "invalid_type"))
