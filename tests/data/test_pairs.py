@@ -54,7 +54,7 @@ def test_a_pair_is_two_rows_of_one_unit_chosen_first(stream, tok):
 @pytest.mark.parametrize("system", [None, "Add."])
 @pytest.mark.parametrize("prompt", ["3+4?", CHAT])
 def test_the_prompt_is_what_a_rollout_would_be_prompted_with(stream, tok, prompt, system):
-    pair = stream([{**GOOD, "prompt": prompt}], {"system_prompt": system}).pair(0)
+    pair = stream([{**GOOD, "prompt": prompt}], {"system_prompt": system}).row(0)
     for tokens, _, mask in (pair.chosen, pair.rejected):
         assert np.array_equal(tokens, encode_prompt(tok, prompt, system))
         assert mask.tolist() == [1, 1]
@@ -65,9 +65,9 @@ def test_answers_may_be_messages_or_the_whole_conversation(stream):
     as_lists = {key: [answer] for key, answer in answers.items()}
     whole = {key: [{"role": "user", "content": "3+4?"}, answer] for key, answer in answers.items()}
     rows = stream([GOOD, {**GOOD, **answers}, {**GOOD, **as_lists}, {**GOOD, **whole}])
-    first = rows.pair(0)
+    first = rows.row(0)
     for seq in (1, 2, 3):
-        other = rows.pair(seq)
+        other = rows.row(seq)
         assert all(np.array_equal(a, b) for a, b in zip(first.chosen, other.chosen, strict=True))
         assert all(np.array_equal(a, b) for a, b in zip(first.rejected, other.rejected, strict=True))
 
@@ -108,7 +108,7 @@ def test_a_pair_that_is_too_long_is_dropped_as_a_whole(stream, tok):
     assert stream([GOOD, long], max_tokens=20).dropped == {"pairs": 1}
     with pytest.raises(DataError, match=r"line 2\): 12 prompt tokens and 43 in all"):
         stream([GOOD, long], max_tokens=20, overlong="error")
-    cut = stream([long], max_tokens=20, overlong="truncate_right").pair(0)
+    cut = stream([long], max_tokens=20, overlong="truncate_right").row(0)
     assert (tok.decode(cut.chosen[1]), tok.decode(cut.rejected[1])) == ("7<|im_end|>", "3" * 8)
     same_beginning = {**GOOD, "chosen": "3" * 29, "rejected": "3" * 30}
     kept = stream([GOOD, same_beginning], max_tokens=20, overlong="truncate_right")

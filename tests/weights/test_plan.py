@@ -6,11 +6,12 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rondo.errors import WeightSyncError
-from rondo.weights.layout import ITEM_BYTES, Box, Layout, Parameter
+from rondo.weights.layout import Box, Layout, Parameter
 from rondo.weights.plan import Move, TransferPlan, plan_transfer
 
 W = Parameter("w", (4, 3), "float32")
@@ -145,7 +146,7 @@ def test_every_element_arrives_once_from_a_holder_within_the_bound(case: tuple[L
     for move in plan.moves():
         parameter = by_name[move.name]
         assert any(box.contains(move.box) for box in source.held(move.source, move.name))
-        assert move.num_bytes == move.box.size * ITEM_BYTES[parameter.dtype] <= bucket_bytes
+        assert move.num_bytes == move.box.size * getattr(torch, parameter.dtype).itemsize <= bucket_bytes
         key = (move.target, move.name)
         arrived[key] = arrived.get(key, 0) + _places(parameter, move.box)
     for rank in target.ranks:

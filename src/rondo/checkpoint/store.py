@@ -13,12 +13,11 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from rondo import __version__
@@ -31,9 +30,8 @@ FORMAT = 1
 _NAME = re.compile(r"step-(\d{8})")
 _WRITING, _REMOVING = ".writing-", ".removing-"
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
-_NEARLY_FULL = (
-    16 * 2**20
-)  # libraries that hide the errno (torch.save) are believed when less than this is free
+# Libraries that hide the errno (torch.save) are believed when less than this is free.
+_NEARLY_FULL = 16 * 2**20
 
 
 @dataclass(frozen=True)
@@ -108,7 +106,8 @@ class CheckpointStore:
                 )
         return f"No older checkpoint is valid. To begin anew: `{aside}`, and start again"
 
-    def writing(self, step: int, expected_bytes: int | None = None) -> AbstractContextManager[Path]:
+    @contextmanager
+    def writing(self, step: int, expected_bytes: int | None = None) -> Iterator[Path]:
         """`with store.writing(12) as folder:` write into `folder`; at the end it becomes the newest
         checkpoint.
 
@@ -117,7 +116,28 @@ class CheckpointStore:
         `step` has a checkpoint already, and when the disk is full (needed and free bytes in the message);
         other exceptions pass through.
         """
-        return _Writing(self, step, expected_bytes)
+        target = self.path_of(step)
+        folder = self.directory / f"{_WRITING}{target.name}"
+        if target.exists():
+            raise CheckpointError(f"{target} exists already; ask `has({step})` before writing")
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.clean()
+        free = shutil.disk_usage(self.directory).free
+        if expected_bytes is not None and free < expected_bytes:
+            raise CheckpointError(self._full_message(step, expected_bytes, free))
+        try:
+            folder.mkdir()
+            yield folder
+            _seal(folder, step)
+            folder.rename(target)
+            sync_path(self.directory)
+        except BaseException as error:
+            message = self._disk_full_message(step, folder, error)
+            shutil.rmtree(folder, ignore_errors=True)
+            if message:
+                raise CheckpointError(message) from error
+            raise
+        self._prune(step)
 
     def clean(self) -> None:
         """Remove what a killed writer left. For the writer only: it must hold the run folder's lock."""
@@ -125,7 +145,7 @@ class CheckpointStore:
             if path.name.startswith((_WRITING, _REMOVING)):
                 shutil.rmtree(path)
 
-    def prune(self, written: int) -> None:
+    def _prune(self, written: int) -> None:
         """All but the newest `keep` go; `written` never. Renamed first: a kill leaves no half checkpoint."""
         for step in self.steps()[: -self.keep]:
             if step != written:
@@ -134,7 +154,7 @@ class CheckpointStore:
                 path.rename(aside)
                 shutil.rmtree(aside)
 
-    def full_message(self, step: int, needed: int, free: int) -> str:
+    def _full_message(self, step: int, needed: int, free: int) -> str:
         """What to tell the user when the checkpoint of `step` does not fit (bytes)."""
         older = self.steps()
         kept = f"the checkpoint of step {older[-1]} is intact" if older else "there was no earlier checkpoint"
@@ -144,62 +164,14 @@ class CheckpointStore:
             f"unaffected. Free some space, or lower checkpoint.keep (now {self.keep})"
         )
 
-
-class _Writing(AbstractContextManager[Path]):
-    """One checkpoint under way (see CheckpointStore.writing)."""
-
-    def __init__(self, store: CheckpointStore, step: int, expected_bytes: int | None) -> None:
-        self._store = store
-        self._step = step
-        self._expected = expected_bytes
-        self._target = store.path_of(step)
-        self._folder = store.directory / f"{_WRITING}{self._target.name}"
-
-    def __enter__(self) -> Path:
-        store = self._store
-        if self._target.exists():
-            raise CheckpointError(f"{self._target} exists already; ask `has({self._step})` before writing")
-        store.directory.mkdir(parents=True, exist_ok=True)
-        store.clean()
-        free = shutil.disk_usage(store.directory).free
-        if self._expected is not None and free < self._expected:
-            raise CheckpointError(store.full_message(self._step, self._expected, free))
-        try:
-            self._folder.mkdir()
-        except OSError as error:
-            self._fail(error)
-            raise
-        return self._folder
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
-        if error is not None:
-            self._fail(error)
-            return
-        try:
-            _seal(self._folder, self._step)
-            self._folder.rename(self._target)
-            sync_path(self._store.directory)
-        except OSError as failure:
-            self._fail(failure)
-            raise
-        self._store.prune(self._step)
-
-    def _fail(self, error: BaseException) -> None:
-        """Remove the partial files. Raises CheckpointError when `error` means a full disk."""
-        message = self._disk_full_message(error)
-        shutil.rmtree(self._folder, ignore_errors=True)
-        if message:
-            raise CheckpointError(message) from error
-
-    def _disk_full_message(self, error: BaseException) -> str:
+    def _disk_full_message(self, step: int, folder: Path, error: BaseException) -> str:
         """Empty when the disk is not the reason. Looks while the partial files are still there."""
-        store = self._store
-        free, written = shutil.disk_usage(store.directory).free, _folder_bytes(self._folder)
+        free, written = shutil.disk_usage(self.directory).free, _folder_bytes(folder)
         interrupted = isinstance(error, KeyboardInterrupt | SystemExit | asyncio.CancelledError)
         if interrupted or not (_says_full(error) or free < _NEARLY_FULL):
             return ""
-        needed = max([written, *(_manifest_bytes(store.path_of(s)) for s in store.steps()[-1:])])
-        return store.full_message(self._step, needed, free + written)
+        needed = max([written, *(_manifest_bytes(self.path_of(s)) for s in self.steps()[-1:])])
+        return self._full_message(step, needed, free + written)
 
 
 def _seal(path: Path, step: int) -> None:

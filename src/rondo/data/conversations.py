@@ -113,20 +113,14 @@ class TrainingStream(SourceStream[T]):
 class ConversationStream(TrainingStream[Conversation]):
     """The endless stream of conversations for SFT; order, weights and epochs as in `PromptStream`.
 
-    A row is (prompt_ids: tokens up to the first assistant turn, response_ids: the rest, response_mask: 1 on
-    assistant turns with their end-of-turn token). overlong is applied when the prompt is longer than
-    `max_prompt_tokens` or all of it longer than `max_tokens`: truncation cuts the prompt at the side named
-    and the response at its end.
+    A row is (prompt_ids int32 [P]: tokens up to the first assistant turn, response_ids int32 [T]: the rest,
+    response_mask uint8 [T]: 1 on assistant turns with their end-of-turn token). overlong is applied when the
+    prompt is longer than `max_prompt_tokens` or all of it longer than `max_tokens`: truncation cuts the
+    prompt at the side named and the response at its end.
     """
 
     def _encoder(self, conversations: ConversationEncoder) -> ConversationEncoder:
         return conversations
-
-    def row(self, seq: int) -> Conversation:
-        """(prompt_ids int32 [P], response_ids int32 [T], response_mask uint8 [T]) at sequence number
-        `seq`.
-        """
-        return self._item(seq)
 
     def batch(self, seqs: Sequence[int]) -> Batch:
         """The rows at `seqs` (row_id = seq), with the columns that training reads."""

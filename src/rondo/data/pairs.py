@@ -165,16 +165,12 @@ class PairStream(TrainingStream[Pair]):
         """Says whether every row tells which of its answers are harmless."""
         return all(pair.safe is not None for kept in self._kept for pair in kept.items)
 
-    def pair(self, seq: int) -> Pair:
-        """The pair at sequence number `seq` (from 0, without end)."""
-        return self._item(seq)
-
     def batch(self, seqs: Sequence[int]) -> Batch:
         """Two rows per pair (row_id = 2 · seq, + 1 for rejected) with the columns that training reads.
 
         unit: seq. margin: of the pair, on both rows. safe: ±1, only where every row of the data says it.
         """
-        pairs, numbers = [self.pair(seq) for seq in seqs], np.array(seqs, np.int64)
+        pairs, numbers = [self.row(seq) for seq in seqs], np.array(seqs, np.int64)
         rows = [side for pair in pairs for side in (pair.chosen, pair.rejected)]
         row_ids = (2 * numbers[:, None] + np.arange(2)).reshape(-1)
         columns = {

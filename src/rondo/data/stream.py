@@ -133,7 +133,7 @@ class SourceStream(Generic[T]):
         # Of all sources, less what was dropped.
         self.rows_per_epoch: int = self._mixture.epoch_length
 
-    def _item(self, seq: int) -> T:
+    def row(self, seq: int) -> T:
         """The encoded row at sequence number `seq` (from 0, without end)."""
         place = self._mixture.place(seq)
         return self._kept[place.source].items[place.position]

@@ -7,20 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-ITEM_BYTES = {
-    "bool": 1,
-    "uint8": 1,
-    "int8": 1,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "bfloat16": 2,
-    "float16": 2,
-    "int16": 2,
-    "float32": 4,
-    "int32": 4,
-    "float64": 8,
-    "int64": 8,
-}
+import torch
 
 
 @dataclass(frozen=True, order=True)
@@ -108,7 +95,8 @@ class Parameter:
 
     @property
     def item_bytes(self) -> int:
-        return ITEM_BYTES[self.dtype]
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype.itemsize
 
     @property
     def num_bytes(self) -> int:
