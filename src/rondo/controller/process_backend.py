@@ -16,20 +16,21 @@ import os
 import resource
 import time
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from rondo.batch import ROW_ID, Batch, BatchRef, Block
+from rondo.batch import Batch
 from rondo.config.schema import ClusterConfig
-from rondo.controller.calls import Answer, Call, Failure, HostHandle, Reply
-from rondo.controller.cluster import Cluster, planned_device
+from rondo.controller.calls import Answer, Failure, Reply
+from rondo.controller.cluster import planned_device
 from rondo.controller.remote import (
     CLOSE_SECONDS,
     START_SECONDS,
     Packed,
-    pack,
+    RemoteCluster,
+    RemoteHandle,
+    StoredBlock,
     unpack_reply,
     worker_environment,
 )
@@ -43,29 +44,17 @@ from rondo.transport.link import Call as Message
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class StoredBlock:
-    """The handle of a block."""
-
-    shared: SharedObject
-    num_bytes: int
-
-
-class ProcessHandle(HostHandle):
+class ProcessHandle(RemoteHandle):
     """Sends calls to one host process."""
 
     def __init__(self, device: int, child: Child) -> None:
         super().__init__(device)
         self.child = child
 
-    def pack(self, call: Call) -> Packed:
-        """Pickles the call; blocks travel as descriptors."""
-        return pack(call)
-
     def send(self, packed: Packed, ticket: int | None) -> Coroutine[Any, Any, Answer]:
         """Sends the call now; a dead process becomes a Failure."""
         self.num_bytes += len(packed.payload)
-        blocks = tuple(handle.shared for handle in packed.handles)
+        blocks = tuple(handle.place for handle in packed.handles)
         try:
             number, answer = self.child.numbered_call("run", ticket, packed.payload, blocks)
         except ProcessLostError as error:
@@ -91,7 +80,7 @@ async def _lost(error: ProcessLostError) -> Answer:
     return Reply(failure=Failure(f"{error}{tail}", at=time.time(), died=True)), None
 
 
-class ProcessCluster(Cluster):
+class ProcessCluster(RemoteCluster):
     """One process per device, forked from one that has imported what workers need."""
 
     def __init__(self, num_devices: int, device: str, threads: int) -> None:
@@ -99,8 +88,6 @@ class ProcessCluster(Cluster):
         self._environment = {**os.environ, **worker_environment(threads)}
         self._forkserver = ForkServer(["rondo.controller.remote", *WORKER_MODULES], self._environment)
         self._handles: list[ProcessHandle] = []
-        self._moved_bytes = 0  # what was put and fetched; the handles count their calls and replies
-        self._closed = False
 
     async def start_hosts(self) -> None:
         """Start one process per device, and let them join one torch.distributed world."""
@@ -129,21 +116,11 @@ class ProcessCluster(Cluster):
     async def resolve(self, handles: Sequence[Any]) -> list[Batch]:
         """See Cluster.resolve. Whole blocks are mapped here, and counted."""
         self._moved_bytes += sum({id(handle): handle.num_bytes for handle in handles}.values())
-        return [handle.shared.load() for handle in handles]
+        return [handle.place.load() for handle in handles]
 
-    def put(self, batch: Batch, index_columns: Sequence[str] = ()) -> BatchRef:
-        """See Cluster.put."""
-        index, data = batch.parted(index_columns)
-        self._moved_bytes += index.num_bytes + data.num_bytes
-        if not data.columns:
-            return BatchRef(index, (), self.resolve)
-        stored = StoredBlock(SharedObject.of(data), data.num_bytes)
-        block = Block(stored, tuple(data.columns), index.scalars(ROW_ID))
-        return BatchRef(index, (block,), self.resolve)
-
-    def driver_bytes(self) -> int:
-        """See Cluster.driver_bytes: pickled calls and replies, and what is put and fetched."""
-        return self._moved_bytes + sum(handle.num_bytes for handle in self._handles)
+    def store(self, data: Batch) -> SharedObject:
+        """See RemoteCluster.store."""
+        return SharedObject.of(data)
 
     async def cpu_seconds(self) -> dict[int, float]:
         """See Cluster.cpu_seconds; the fork server counts nowhere."""

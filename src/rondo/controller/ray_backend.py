@@ -19,16 +19,17 @@ from typing import Any, Literal
 
 import torch
 
-from rondo.batch import ROW_ID, Batch, BatchRef, Block
+from rondo.batch import Batch
 from rondo.config.schema import ClusterConfig
-from rondo.controller.calls import Answer, Call, Failure, HostHandle, Reply
-from rondo.controller.cluster import Cluster
+from rondo.controller.calls import Answer, Failure, Reply
 from rondo.controller.remote import (
     CLOSE_SECONDS,
     START_SECONDS,
     HostProgram,
     Packed,
-    pack,
+    RemoteCluster,
+    RemoteHandle,
+    StoredBlock,
     unpack_reply,
     worker_environment,
 )
@@ -49,14 +50,6 @@ INLINE_BYTES = 1024
 RAY_DEFAULT_INLINE_BYTES = 100 * 1024
 Origin = Literal["started", "connected", "found"]
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class StoredBlock:
-    """The handle of a block: a reference into the object store, and the size of what is there."""
-
-    ref: ray.ObjectRef
-    num_bytes: int
 
 
 @dataclass(frozen=True)
@@ -100,7 +93,7 @@ class HostActor(HostProgram):
         return await self.run(ticket, payload, blocks)
 
 
-class RayHandle(HostHandle):
+class RayHandle(RemoteHandle):
     """Sends calls to one host actor."""
 
     def __init__(self, device: int, actor: Any, place: Whereabouts, inline_bytes: int) -> None:
@@ -109,16 +102,12 @@ class RayHandle(HostHandle):
         self.place = place
         self._inline_bytes = inline_bytes
 
-    def pack(self, call: Call) -> Packed:
-        """Pickles the call; references to blocks become top-level arguments."""
-        return pack(call)
-
     def send(self, packed: Packed, ticket: int | None) -> Coroutine[Any, Any, Answer]:
         """Sends to the actor now; a dead process becomes a Failure."""
         sizes = [handle.num_bytes for handle in packed.handles]
         self.num_bytes += len(packed.payload) + sum(size for size in sizes if size <= self._inline_bytes)
         method = self.actor.run_on.options(num_returns=2)
-        reply, kept = method.remote(ticket, packed.payload, *(handle.ref for handle in packed.handles))
+        reply, kept = method.remote(ticket, packed.payload, *(handle.place for handle in packed.handles))
         return self._answer(reply, kept, is_async=ticket is None)
 
     async def _answer(self, reply_ref: ray.ObjectRef, kept_ref: ray.ObjectRef, *, is_async: bool) -> Answer:
@@ -143,7 +132,7 @@ class RayHandle(HostHandle):
         return reply, StoredBlock(kept_ref, reply.kept.num_bytes)
 
 
-class RayCluster(Cluster):
+class RayCluster(RemoteCluster):
     """One actor per device. origin: how this process came to Ray."""
 
     def __init__(
@@ -159,10 +148,8 @@ class RayCluster(Cluster):
         self._pools = RayPools(pools, device)
         self._owns_ray = origin != "found"
         self._inline_bytes = INLINE_BYTES if origin == "started" else RAY_DEFAULT_INLINE_BYTES
-        self._moved_bytes = 0  # what was put and fetched; the handles count their calls and replies
         self._handles: list[RayHandle] = []
         self._actors: list[Any] = []
-        self._closed = False
 
     async def start_hosts(self, env: Mapping[str, str]) -> None:
         """Start the actors of each pool, number them node by node, and let them join one torch.distributed
@@ -214,7 +201,7 @@ class RayCluster(Cluster):
     async def resolve(self, handles: Sequence[Any]) -> list[Batch]:
         """See Cluster.resolve. Whole blocks come to the controller and are counted."""
         try:
-            blocks: list[Batch] = await _all(handle.ref for handle in handles)
+            blocks: list[Batch] = await _all(handle.place for handle in handles)
         except RayError as error:
             raise DataError(
                 f"a block of this batch is lost, its host process or node is gone: {error}"
@@ -222,20 +209,9 @@ class RayCluster(Cluster):
         self._moved_bytes += sum({id(handle): handle.num_bytes for handle in handles}.values())
         return blocks
 
-    def put(self, batch: Batch, index_columns: Sequence[str] = ()) -> BatchRef:
-        """See Cluster.put."""
-        index, data = batch.parted(index_columns)
-        self._moved_bytes += index.num_bytes + data.num_bytes
-        if not data.columns:
-            return BatchRef(index, (), self.resolve)
-        stored = StoredBlock(ray.put(data), data.num_bytes)
-        block = Block(stored, tuple(data.columns), index.scalars(ROW_ID))
-        return BatchRef(index, (block,), self.resolve)
-
-    def driver_bytes(self) -> int:
-        """See Cluster.driver_bytes: pickled calls and replies, what is put and fetched, and inlined
-        blocks."""
-        return self._moved_bytes + sum(handle.num_bytes for handle in self._handles)
+    def store(self, data: Batch) -> ray.ObjectRef:
+        """See RemoteCluster.store."""
+        return ray.put(data)
 
     async def cpu_seconds(self) -> dict[int, float]:
         """See Cluster.cpu_seconds; Ray's own processes count nowhere."""

@@ -1,4 +1,4 @@
-"""Hosts in processes of their own, whoever starts them: calls and replies as bytes, the host's program."""
+"""Hosts in processes of their own, whoever starts them: calls, replies and blocks, and the host's program."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from typing import Any
 import cloudpickle
 import torch.distributed as dist
 
-from rondo.batch import Batch, Shard
-from rondo.controller.calls import Call, Reply
+from rondo.batch import ROW_ID, Batch, BatchRef, Block, Shard
+from rondo.controller.calls import Call, HostHandle, Reply
+from rondo.controller.cluster import Cluster
 from rondo.controller.host import Host, failure_of
 from rondo.transport.link import PICKLE_ERRORS
 from rondo.usage import children_cpu_seconds
@@ -34,15 +35,55 @@ class Packed:
     handles: tuple[Any, ...]
 
 
-def pack(call: Call) -> Packed:
-    """Pickles a call (classes and functions of `__main__` by value)."""
-    handles: dict[int, Any] = {}
-    if call.shard is not None:
-        handles = {id(piece.handle): piece.handle for piece in call.shard.pieces}
-        places = {key: place for place, key in enumerate(handles)}
-        pieces = tuple(replace(piece, handle=places[id(piece.handle)]) for piece in call.shard.pieces)
-        call = replace(call, shard=Shard(call.shard.index, pieces))
-    return Packed(cloudpickle.dumps(call), tuple(handles.values()))
+@dataclass(frozen=True)
+class StoredBlock:
+    """The handle of a block: where its backend keeps it, and its size."""
+
+    place: Any
+    num_bytes: int
+
+
+class RemoteHandle(HostHandle):
+    """Sends calls to a host process."""
+
+    def pack(self, call: Call) -> Packed:
+        """Pickles a call (classes and functions of `__main__` by value); blocks travel apart from it."""
+        handles: dict[int, Any] = {}
+        if call.shard is not None:
+            handles = {id(piece.handle): piece.handle for piece in call.shard.pieces}
+            places = {key: place for place, key in enumerate(handles)}
+            pieces = tuple(replace(piece, handle=places[id(piece.handle)]) for piece in call.shard.pieces)
+            call = replace(call, shard=Shard(call.shard.index, pieces))
+        return Packed(cloudpickle.dumps(call), tuple(handles.values()))
+
+
+class RemoteCluster(Cluster):
+    """Devices with a host process each. A backend says where blocks are kept: `store` and `resolve`."""
+
+    def __init__(self, num_devices: int, device: str, threads: int) -> None:
+        super().__init__(num_devices, device, threads)
+        self._moved_bytes = 0  # what was put and fetched; the handles count their calls and replies
+        self._closed = False
+
+    def store(self, data: Batch) -> Any:
+        """Returns the place of a block that the controller puts."""
+        raise NotImplementedError
+
+    def put(self, batch: Batch, index_columns: Sequence[str] = ()) -> BatchRef:
+        """See Cluster.put."""
+        index, data = batch.parted(index_columns)
+        self._moved_bytes += index.num_bytes + data.num_bytes
+        if not data.columns:
+            return BatchRef(index, (), self.resolve)
+        stored = StoredBlock(self.store(data), data.num_bytes)
+        block = Block(stored, tuple(data.columns), index.scalars(ROW_ID))
+        return BatchRef(index, (block,), self.resolve)
+
+    def driver_bytes(self) -> int:
+        """See Cluster.driver_bytes: pickled calls and replies, what is put and fetched, and blocks inside
+        messages.
+        """
+        return self._moved_bytes + sum(handle.num_bytes for handle in self._handles)
 
 
 def unpack_reply(raw: bytes) -> Reply:

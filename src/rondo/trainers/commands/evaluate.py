@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from rondo.config import (
     RolloutConfig,
     load,
 )
-from rondo.controller import start_cluster
+from rondo.controller import Cluster, WorkerGroup, start_cluster
 from rondo.data import index_columns
 from rondo.errors import CheckpointError, ConfigError
 from rondo.models import load_tokenizer
@@ -56,12 +55,8 @@ def evaluate_model(loaded: LoadedConfig) -> EvaluationResult:
 
 async def _evaluate(config: Config) -> EvaluationResult:
     prompts = load_prompts(config)
-    cluster = await start_cluster(config.cluster)
-    try:
-        await create_model(cluster, "actor", config)
-        rollout = await create_rollout(
-            cluster, config, prompts.max_context, share=one_storage(config), threads=cluster.threads
-        )
+    async with await start_cluster(config.cluster) as cluster:
+        rollout = await _engines(cluster, config, prompts.max_context)
 
         async def load() -> None:
             """At the start, and for an engine that was started again."""
@@ -73,8 +68,13 @@ async def _evaluate(config: Config) -> EvaluationResult:
         async with Mender(lambda: restarted(rollout), load) as mender:
             work = evaluate(rollout, prompts.eval, config.trainer.evaluation, prompts.sampling)
             return await mender.served(work)
-    finally:
-        await cluster.shutdown()
+
+
+async def _engines(cluster: Cluster, config: Config, max_context: int) -> WorkerGroup:
+    """The engines beside the actor whose weights they serve."""
+    await create_model(cluster, "actor", config)
+    share = one_storage(config)
+    return await create_rollout(cluster, config, max_context, share=share, threads=cluster.threads)
 
 
 def generate(
@@ -109,13 +109,8 @@ def generate(
 async def _generate(
     config: Config, rows: Sequence[Prompt], texts: Sequence[str], sampling: SamplingParams, n: int
 ) -> list[dict[str, Any]]:
-    cluster = await start_cluster(config.cluster)
-    try:
-        await create_model(cluster, "actor", config)
-        max_context = config.data.max_prompt_tokens + sampling.max_tokens
-        rollout = await create_rollout(
-            cluster, config, max_context, share=one_storage(config), threads=cluster.threads
-        )
+    async with await start_cluster(config.cluster) as cluster:
+        rollout = await _engines(cluster, config, config.data.max_prompt_tokens + sampling.max_tokens)
         await rollout.call(RolloutWorker.load_weights, 0)
         await rollout.call(RolloutWorker.resume)
         refs = await asyncio.gather(
@@ -127,8 +122,6 @@ async def _generate(
             )
         )
         batches = [await ref.fetch() for ref in refs]
-    finally:
-        await cluster.shutdown()
     tables = [batch.table.to_pylist() for batch in batches]
     return [
         {
@@ -138,9 +131,8 @@ async def _generate(
             "log_probs": row["rollout_log_probs"],
             "finish_reason": row["finish_reason"],
         }
-        for text, row in itertools.chain.from_iterable(
-            ((text, row) for row in rows) for text, rows in zip(texts, tables, strict=True)
-        )
+        for text, table in zip(texts, tables, strict=True)
+        for row in table
     ]
 
 
@@ -178,11 +170,8 @@ def export_checkpoint(run: str, output: str, step: int | None = None) -> int:
 
 
 async def _export(config: Config, checkpoint: str, output: str) -> None:
-    cluster = await start_cluster(config.cluster)
-    try:
+    async with await start_cluster(config.cluster) as cluster:
         actor = await create_model(cluster, "actor", config)
         await actor.call(ActorWorker.load, checkpoint)
         await actor.call(ActorWorker.export, output)
-    finally:
-        await cluster.shutdown()
     open_tokenizer(config).save_pretrained(output)

@@ -11,13 +11,13 @@ import dataclasses
 import functools
 import signal
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 from rondo.config import Config, LoadedConfig, changes, leaves_of, load, to_yaml
-from rondo.controller import Cluster, start_cluster
+from rondo.controller import Cluster, WorkerGroup, start_cluster
 from rondo.errors import ConfigError
 from rondo.tracking import Console, RunFolder
 from rondo.trainers.commands.check import beside_recipe, check_rl, located
@@ -88,9 +88,8 @@ def train(loaded: LoadedConfig) -> Summary:
     """
     loaded = dataclasses.replace(loaded, config=settled(loaded.config))
     program = check_rl(loaded)
-    console = Console(loaded.config.tracking.console, samples=loaded.config.tracking.samples)
     with located(loaded):
-        return asyncio.run(_train(loaded, program, console))
+        return asyncio.run(_train(loaded, program, _console(loaded.config)))
 
 
 def sft(loaded: LoadedConfig) -> Summary:
@@ -112,10 +111,13 @@ def reward_model(loaded: LoadedConfig) -> Summary:
 
 def _supervised(loaded: LoadedConfig, task: Task) -> Summary:
     loaded = dataclasses.replace(loaded, config=settled(loaded.config))
-    console = Console(loaded.config.tracking.console, samples=loaded.config.tracking.samples)
     with located(loaded):
         check_supervised(loaded, task)
-        return asyncio.run(_supervise(loaded, task, console))
+        return asyncio.run(_supervise(loaded, task, _console(loaded.config)))
+
+
+def _console(config: Config) -> Console:
+    return Console(config.tracking.console, samples=config.tracking.samples)
 
 
 async def _train(loaded: LoadedConfig, program: Program, console: Console) -> Summary:
@@ -135,11 +137,10 @@ async def _train(loaded: LoadedConfig, program: Program, console: Console) -> Su
         config = complete_model(await warm_start(loaded, folder.path, console))
         schedule, make_side = _source_of_groups(config, program, folder, console, journal)
         reporter = Reporter(config, folder, console, title=Path(folder_path).name)
-        async with _cluster(config, console) as cluster:
+        async with await _cluster(config, console) as cluster:
             with console.phase("starting worker groups"):
                 longest = config.data.max_prompt_tokens + config.rollout.max_tokens
                 roles = await create_roles(cluster, config, program, schedule, longest)
-            reporter.device = f"{cluster.num_devices} x {cluster.device} ({config.cluster.backend.name})"
             side = make_side(cluster, roles)
             trainer = RLTrainer(
                 program, config, cluster, roles, schedule, side, reporter, checkpoints, journal=journal
@@ -147,24 +148,7 @@ async def _train(loaded: LoadedConfig, program: Program, console: Console) -> Su
             if roles.rollout is not None:
                 for line in dict.fromkeys(await roles.rollout.call(RolloutWorker.decode_path)):
                     reporter.note(line)
-            await trainer.start()
-            folder.write_config(to_yaml(loaded.config))
-            finished = await _run_trainer(trainer, checkpoints, console)
-            if finished and config.checkpoint.export:
-                with console.phase("exporting the model"):
-                    await roles.actor.call(ActorWorker.export, str(folder.export_dir))
-                    open_tokenizer(config).save_pretrained(folder.export_dir)
-        return _close(reporter, trainer, finished)
-
-
-async def _run_trainer(
-    trainer: RLTrainer | SupervisedTrainer, checkpoints: Checkpoints, console: Console
-) -> bool:
-    """Runs the trainer as a task of its own, like what runs beside it (feeder, mender). Returns False when it
-    was stopped on request.
-    """
-    with stop_on_interrupt(trainer, console), checkpoints.way_on_noted():
-        return await asyncio.create_task(trainer.run(), name="trainer")
+            return await _run_to_the_end(trainer, roles.actor, loaded.config, config, reporter, checkpoints)
 
 
 def _source_of_groups(
@@ -205,7 +189,7 @@ async def _supervise(loaded: LoadedConfig, task: Task, console: Console) -> Summ
             console.note(f"{folder.path}: this run is finished; to train again, set another trainer.run_dir")
             return done
         started = await warm_start(loaded, folder.path, console)
-        async with _cluster(started, console) as cluster:
+        async with await _cluster(started, console) as cluster:
             title = Path(folder_path).name
             return await _run_supervised(task, loaded.config, started, cluster, folder, console, title)
 
@@ -222,17 +206,10 @@ async def _run_supervised(
     """written: as the user wrote it; config: with the model of the warm start, where there is one."""
     config = complete_model(config)
     reporter = Reporter(config, folder, console, title=title, kind=task.kind)
-    reporter.device = f"{cluster.num_devices} x {cluster.device} ({config.cluster.backend.name})"
     checkpoints = Checkpoints(written, folder)
     with console.phase("reading data, starting worker groups"):
         trainer = await SupervisedTrainer.create(task, config, cluster, reporter, checkpoints)
-    await trainer.start()
-    folder.write_config(to_yaml(written))
-    finished = await _run_trainer(trainer, checkpoints, console)
-    if finished and config.checkpoint.export:
-        await trainer.actor.call(ActorWorker.export, str(folder.export_dir))
-        open_tokenizer(config).save_pretrained(folder.export_dir)
-    return _close(reporter, trainer, finished)
+    return await _run_to_the_end(trainer, trainer.actor, written, config, reporter, checkpoints)
 
 
 async def create_roles(
@@ -271,7 +248,7 @@ async def warm_start(loaded: LoadedConfig, folder: Path, console: Console) -> Co
         _check_same_warm_start(path, sft_config)
     else:
         with located(written), RunFolder(path, resume="auto") as sft_folder:
-            async with _cluster(sft_config, console) as cluster:
+            async with await _cluster(sft_config, console) as cluster:
                 await _run_supervised(
                     SFT, sft_config, sft_config, cluster, sft_folder, console, title="warm start"
                 )
@@ -308,14 +285,9 @@ def _check_same_warm_start(path: Path, wanted: Config) -> None:
         )
 
 
-@asynccontextmanager
-async def _cluster(config: Config, console: Console) -> AsyncIterator[Cluster]:
+async def _cluster(config: Config, console: Console) -> Cluster:
     with console.phase(f"starting {config.cluster.backend.name} backend, {config.cluster.devices} device(s)"):
-        cluster = await start_cluster(config.cluster)
-    try:
-        yield cluster
-    finally:
-        await cluster.shutdown()
+        return await start_cluster(config.cluster)
 
 
 @contextmanager
@@ -342,11 +314,30 @@ def stop_on_interrupt(trainer: Stoppable, console: Console) -> Iterator[None]:
         loop.remove_signal_handler(signal.SIGINT)
 
 
-def _close(reporter: Reporter, trainer: RLTrainer | SupervisedTrainer, finished: bool) -> Summary:
+async def _run_to_the_end(
+    trainer: RLTrainer | SupervisedTrainer,
+    actor: WorkerGroup,
+    written: Config,
+    config: Config,
+    reporter: Reporter,
+    checkpoints: Checkpoints,
+) -> Summary:
+    """written: the configuration as the user wrote it. Raises KeyboardInterrupt where the run was stopped."""
+    folder, console, cluster = reporter.folder, reporter.console, trainer.cluster
+    reporter.device = f"{cluster.num_devices} x {cluster.device} ({config.cluster.backend.name})"
+    await trainer.start()
+    folder.write_config(to_yaml(written))
+    with stop_on_interrupt(trainer, console), checkpoints.way_on_noted():
+        # A task of its own, like what runs beside it (feeder, mender).
+        finished = await asyncio.create_task(trainer.run(), name="trainer")
+    if finished and config.checkpoint.export:
+        with console.phase("exporting the model"):
+            await actor.call(ActorWorker.export, str(folder.export_dir))
+            open_tokenizer(config).save_pretrained(folder.export_dir)
     summary = finish(reporter, trainer.step, finished)
     if not finished:
         raise KeyboardInterrupt(
             f"stopped after step {trainer.step}; run the same command again to go on from there "
-            f"({reporter.folder.path / 'checkpoints'})"
+            f"({folder.path / 'checkpoints'})"
         )
     return summary
