@@ -49,7 +49,7 @@ needs_sglang = pytest.mark.skipif(not INSTALLED, reason="needs SGLang: make test
 @pytest.mark.skipif(INSTALLED, reason="SGLang is installed here")
 def test_what_to_install() -> None:
     with pytest.raises(ConfigError, match=r"needs SGLang.*make test-engines"):
-        check_engine("sglang", {}, tensor_parallel=1, device="cpu")
+        check_engine("sglang", {}, device="cpu")
 
 
 def test_on_a_cpu_it_needs_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,8 +58,8 @@ def test_on_a_cpu_it_needs_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(options, "argument_names", lambda: frozenset({"max_total_tokens"}))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"sgl_kernel\) are built for GPUs only; `make test-engines`"):
-        check({}, 1, "cpu")
-    check({}, 1, "cuda:0")
+        check({}, "cpu")
+    check({}, "cuda:0")
 
 
 def test_environment_of_the_process() -> None:
@@ -120,17 +120,17 @@ except ModuleNotFoundError:
 )
 def test_options_are_checked(options: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        check_engine("sglang", options, tensor_parallel=1, device="cpu")
+        check_engine("sglang", options, device="cpu")
 
 
 @needs_sglang
 def test_options_that_pass_and_what_they_give() -> None:
-    check({"max_total_tokens": 4096, "disable_radix_cache": True}, 2, "cpu")
+    check({"max_total_tokens": 4096, "disable_radix_cache": True}, "cpu")
     assert len(argument_names()) > 300
-    assert not capabilities({"enable_memory_saver": True}, 1, "cpu").sleep
-    assert capabilities({"enable_memory_saver": True}, 1, "cuda:0").sleep
+    assert not capabilities({"enable_memory_saver": True}, "cpu").sleep
+    assert capabilities({"enable_memory_saver": True}, "cuda:0").sleep
     with pytest.raises(ConfigError, match=r"rollout\.sleep.*CPU"):
-        check({}, 1, "cpu", sleep=True)
+        check({}, "cpu", sleep=True)
 
 
 @needs_sglang

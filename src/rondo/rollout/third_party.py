@@ -49,14 +49,6 @@ def check_options(
             raise ConfigError(f"{where}: {engine} has no engine argument {name!r}{did_you_mean(name, names)}")
 
 
-def check_parallel_and_sleep(tensor_parallel: int, sleep: bool, can_sleep: bool, why_not: str) -> None:
-    """sleep: rollout.sleep. Raises ConfigError."""
-    if tensor_parallel < 1:
-        raise ConfigError(f"rollout.engine.tensor_parallel={tensor_parallel}: must be at least 1")
-    if sleep and not can_sleep:
-        raise ConfigError(f"rollout.sleep: {why_not}")
-
-
 def package_folder(name: str, how_to_install: str) -> Path:
     """The folder of an installed package; ConfigError with `how_to_install` where there is none."""
     spec = importlib.util.find_spec(name)

@@ -56,12 +56,12 @@ class SglangEngine:
     """
 
     def __init__(self, spec: EngineSpec) -> None:
-        check(spec.options, spec.tensor_parallel, spec.device)
+        check(spec.options, spec.device)
         self._spec = spec
         self._weights = expected_weights(
             load_model_config(spec.source), trust_remote_code=spec.source.trust_remote_code
         )
-        self._capabilities = capabilities(spec.options, spec.tensor_parallel, spec.device)
+        self._capabilities = capabilities(spec.options, spec.device)
         self._core = Core(spec)
         self._loop = asyncio.new_event_loop()
         self._gate = asyncio.Event()  # no holds

@@ -20,7 +20,6 @@ from rondo.rollout.protocol import Capabilities, EngineSpec
 from rondo.rollout.third_party import (
     annotated_fields,
     check_options,
-    check_parallel_and_sleep,
     check_version,
     package_folder,
 )
@@ -105,9 +104,7 @@ def installed_version() -> str:
     return version
 
 
-def check(
-    options: Mapping[str, Any], tensor_parallel: int = 1, device: str = "cpu", *, sleep: bool = False
-) -> None:
+def check(options: Mapping[str, Any], device: str = "cpu", *, sleep: bool = False) -> None:
     """Whether SGLang can be built like this: raises ConfigError (not installed, version, option, capability).
 
     sleep: rollout.sleep.
@@ -129,8 +126,8 @@ def check(
         if device.startswith("cuda")
         else "SGLang's release_memory_occupation gives nothing back on a CPU"
     )
-    can_sleep = capabilities(options, tensor_parallel, device).sleep
-    check_parallel_and_sleep(tensor_parallel, sleep, can_sleep, why_not)
+    if sleep and not capabilities(options, device).sleep:
+        raise ConfigError(f"rollout.sleep: {why_not}")
 
 
 def _refused(name: str) -> str | None:
@@ -138,7 +135,7 @@ def _refused(name: str) -> str | None:
     return _REFUSED.get(name) or next(families, None)
 
 
-def capabilities(options: Mapping[str, Any], tensor_parallel: int = 1, device: str = "cpu") -> Capabilities:
+def capabilities(options: Mapping[str, Any], device: str = "cpu") -> Capabilities:
     """What SGLang can do with these options on this device."""
     return Capabilities(
         engine="sglang",

@@ -49,9 +49,9 @@ class VllmEngine:
     """
 
     def __init__(self, spec: EngineSpec) -> None:
-        check(spec.options, spec.tensor_parallel, spec.device)
+        check(spec.options, spec.device)
         self._spec = spec
-        self._capabilities = capabilities(spec.options, spec.tensor_parallel, spec.device)
+        self._capabilities = capabilities(spec.options, spec.device)
         self._weights = expected_weights(
             load_model_config(spec.source), trust_remote_code=spec.source.trust_remote_code
         )

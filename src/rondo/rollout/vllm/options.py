@@ -18,7 +18,6 @@ from rondo.rollout.protocol import Capabilities, EngineSpec
 from rondo.rollout.third_party import (
     annotated_fields,
     check_options,
-    check_parallel_and_sleep,
     check_version,
     package_folder,
 )
@@ -94,9 +93,7 @@ def _distribution() -> tuple[str, str]:
     raise ConfigError(_INSTALL)
 
 
-def check(
-    options: Mapping[str, Any], tensor_parallel: int = 1, device: str = "cpu", *, sleep: bool = False
-) -> None:
+def check(options: Mapping[str, Any], device: str = "cpu", *, sleep: bool = False) -> None:
     """Whether vLLM can be built like this: raises ConfigError (not installed, version, option, capability).
 
     sleep: rollout.sleep.
@@ -119,11 +116,11 @@ def check(
         refused=_REFUSED.get,
     )
     why_not = "vLLM's sleep does nothing on a CPU" if on_cpu else "add rollout.engine.enable_sleep_mode=true"
-    can_sleep = capabilities(options, tensor_parallel, device).sleep
-    check_parallel_and_sleep(tensor_parallel, sleep, can_sleep, why_not)
+    if sleep and not capabilities(options, device).sleep:
+        raise ConfigError(f"rollout.sleep: {why_not}")
 
 
-def capabilities(options: Mapping[str, Any], tensor_parallel: int = 1, device: str = "cpu") -> Capabilities:
+def capabilities(options: Mapping[str, Any], device: str = "cpu") -> Capabilities:
     """What vLLM can do with these options on this device."""
     return Capabilities(
         engine="vllm",

@@ -387,7 +387,6 @@ def check_rollout_engine(loaded: LoadedConfig) -> None:
         check_engine(
             rollout.engine.name,
             rollout.engine.options,
-            tensor_parallel=rollout.engine.tensor_parallel,
             device="cuda:0" if planned_device(cluster) == "cuda" else "cpu",
             sleep=rollout.sleep,
             min_p=rollout.min_p > 0,

@@ -146,7 +146,7 @@ def _spec(config: Config, max_context: int) -> EngineSpec:
         raise ConfigError("cluster.device=cuda, but torch sees no CUDA device here: set cluster.device=cpu")
     device = "cuda:0" if planned == "cuda" else "cpu"
     engine = rollout.engine
-    check_engine(engine.name, engine.options, tensor_parallel=engine.tensor_parallel, device=device)
+    check_engine(engine.name, engine.options, device=device)
     return EngineSpec(
         engine=engine.name,
         source=model_source(config),
