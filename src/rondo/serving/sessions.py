@@ -124,7 +124,7 @@ class Session:
     async def run(self, work: Awaitable[Any]) -> Any:
         """Await `work`, which the end of the session cancels: ApiError (410) then."""
         if self.closed:
-            raise _ended()
+            raise ended()
         running = asyncio.ensure_future(work)
         self._running.add(running)
         try:
@@ -132,7 +132,7 @@ class Session:
         except asyncio.CancelledError:
             running.cancel()
             if self.closed:
-                raise _ended() from None
+                raise ended() from None
             raise
         finally:
             self._running.discard(running)
@@ -187,7 +187,8 @@ class Sessions:
             session.close()
 
 
-def _ended() -> ApiError:
+def ended() -> ApiError:
+    """What a call of a closed session gets."""
     return ApiError("the session has ended", code="session_ended", status=410)
 
 
