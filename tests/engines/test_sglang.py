@@ -110,7 +110,7 @@ except ModuleNotFoundError:
     ("options", "words"),
     [
         ({"max_total_token": 5}, r"max_total_token.*did you mean 'max_total_tokens'"),
-        ({"tp_size": 2}, r"tp_size.*rollout\.tensor_parallel"),
+        ({"tp_size": 2}, r"tp_size.*rollout\.engine\.tensor_parallel"),
         ({"sampling_backend": "flashinfer"}, "sampler is rondo's"),
         ({"quantization": "fp8"}, "not supported with rondo"),
         ({"speculative_algorithm": "EAGLE"}, "drafted tokens"),
