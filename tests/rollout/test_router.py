@@ -225,7 +225,7 @@ def test_requests_wait_for_a_replica_that_comes_back_with_weights() -> None:
         await settle()
         a.die({"r": [10]})
         await settle()
-        router.add("a", again)  # type: ignore[arg-type]
+        router.members.add("a", again)  # type: ignore[arg-type]
         late = start(router, "late")["late"]
         await settle()
         assert not again.calls
@@ -255,7 +255,7 @@ def test_no_replica_left() -> None:
         with pytest.raises(RolloutError, match="no replica left"):
             await router.generate(req("new"))
         with pytest.raises(RolloutError, match="no replica left"):
-            router.check_hope()
+            router.members.check_hope()
 
     run(test)
 
@@ -269,8 +269,8 @@ def test_a_replacement_that_cannot_be_made() -> None:
         a.die({})
         await settle()
         assert not task.done()
-        assert router.num_coming == 1
-        await asyncio.to_thread(router.give_up, "a", "no memory for another")
+        assert router.members.num_coming == 1
+        await asyncio.to_thread(router.members.give_up, "a", "no memory for another")
         with pytest.raises(RolloutError, match=r"no replica left .*no memory for another"):
             await task
 
@@ -392,9 +392,9 @@ def test_on_lost_may_wait_for_a_thread_that_asks_the_router() -> None:
     thread = threading.Thread(target=ask)
     thread.start()
     held.wait(10)
-    router.mark_dead("a", "it fell over")
+    router.members.mark_dead("a", "it fell over")
     thread.join()
-    assert router.num_coming == 1  # on_lost got the lock
+    assert router.members.num_coming == 1  # on_lost got the lock
 
 
 def test_pause_holds_new_requests() -> None:
@@ -425,7 +425,7 @@ class Dying:
         self.engines[name].die(last_lines=last_lines)
         await settle()
         self.engines[name] = Engine()
-        self.router.add(name, self.engines[name])  # type: ignore[arg-type]
+        self.router.members.add(name, self.engines[name])  # type: ignore[arg-type]
         await settle()
 
     def running(self, name: str) -> list[str]:
@@ -456,7 +456,7 @@ def test_a_request_that_replicas_die_of_is_found_and_the_others_are_answered() -
             assert of.running("a") == [name]
             await of.answer("a", name)
         assert of.running("a") == ["poison"]
-        assert of.router.num_explained == 0
+        assert of.router.members.num_explained == 0
         await of.die("a", last_lines="a line\nout of cheese")
         with pytest.raises(
             DeadlyRequestError,
@@ -464,7 +464,7 @@ def test_a_request_that_replicas_die_of_is_found_and_the_others_are_answered() -
             r"they were running it, .* nothing else: it fell over; it wrote last:\na line\nout of cheese$",
         ):
             await tasks.pop("poison")
-        assert of.router.num_explained == 4
+        assert of.router.members.num_explained == 4
         for name in "efghi":
             assert of.running("a") == [name]
             await of.answer("a", name)
@@ -532,7 +532,7 @@ def test_the_quarantine_waits_for_what_runs_there_and_ends_with_its_last_suspect
         await of.die("a")
         with pytest.raises(DeadlyRequestError, match=r"3 replicas died .* it wrote nothing"):
             await again
-        assert of.router.num_explained == 3
+        assert of.router.members.num_explained == 3
         await asyncio.gather(late, *others.values())
 
     run(test)
@@ -549,7 +549,7 @@ def test_nobody_is_to_blame_for_a_death_in_a_pause() -> None:
             await of.router.resume()
             await settle()
         assert of.running("a") == ["r"]
-        assert of.router.num_explained == 0
+        assert of.router.members.num_explained == 0
         await of.answer("a", "r")
         assert (await task).finish_reason == "stop"
 
@@ -606,14 +606,14 @@ def test_a_replica_that_nobody_can_replace_is_not_waited_for() -> None:
         tasks = start(router, "waits", "waits too")
         await settle()
         with pytest.raises(RuntimeError):
-            router.mark_dead("a", "it fell over")
+            router.members.mark_dead("a", "it fell over")
         with pytest.raises(RolloutError, match="no replica left"):
             await tasks["waits too"]
         a.die()
         with pytest.raises(RolloutError, match="no replica left"):
             await tasks["waits"]
-        router.give_up("a", "again")  # too late, and no harm
-        router.give_up("nobody", "never there")
+        router.members.give_up("a", "again")  # too late, and no harm
+        router.members.give_up("nobody", "never there")
 
     run(test)
 
@@ -622,7 +622,7 @@ def test_a_loop_that_is_closed_is_not_woken() -> None:
     engines = {"a": Engine(), "b": Engine()}
     router = Router(engines, limit=1)  # type: ignore[arg-type]
     asyncio.run(router.pause())
-    router.mark_dead("a", "it fell over")
+    router.members.mark_dead("a", "it fell over")
     assert list(router.engines()) == ["b"]
 
 

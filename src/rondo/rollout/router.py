@@ -8,7 +8,7 @@ Requests wait in the queue while the router is paused, while every replica is fu
 died are being replaced or have no weights yet. Requests that several replicas died with are suspects: they
 wait for one replica that is theirs alone (`quarantine`). Tokens pass through untouched.
 
-Requests belong to one event loop; replicas may come and go from any thread (`_lock` guards their table).
+Requests belong to one event loop; replicas may come and go from any thread (`members`).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rondo.errors import ReplicaLostError, RolloutError
+from rondo.rollout.members import Entry, Members, OnLost, Replica
 from rondo.rollout.protocol import OnTokens, RolloutEngine
 from rondo.rollout.quarantine import Suspects, deadly_error
 from rondo.rollout.requests import complete_as_it_is, so_far
@@ -32,9 +32,6 @@ from rondo.types import Completion, GenerateRequest, StepStats
 
 REMEMBER = 4096  # affinity keys, and requests that were running when a replica died
 _log = logging.getLogger(__name__)
-
-# (name, why): a replica died. Returns whether another will take its place (`replace` or `give_up` follows).
-OnLost = Callable[[str, str], bool]
 
 
 def choose(in_flight: Mapping[str, int], limit: int, preferred: str | None = None) -> str | None:
@@ -75,58 +72,11 @@ class Affinity:
         self.names = OrderedDict((key, value) for key, value in self.names.items() if value != name)
 
 
-@dataclass(eq=False)
-class _Replica:
-    """running: in flight here. dead: why; coming: dead, but another will take its place."""
-
-    name: str
-    engine: RolloutEngine
-    running: set[_Entry] = field(default_factory=set)
-    dead: str | None = None
-    coming: bool = False
-    busy_seconds: float = 0.0
-    counted_at: float = 0.0
-
-    def serves(self) -> bool:
-        return self.dead is None and self.engine.version >= 0
-
-    def admits(self, suspect: _Entry, limit: int) -> bool:
-        """Suspects of one kind may run together."""
-        assert suspect.company is not None
-        alike = all(one.company == suspect.company for one in self.running)
-        return alike and len(self.running) < min(suspect.company, limit)
-
-
-@dataclass(eq=False)
-class _Entry:
-    """A generate call. deadline: on its event loop's clock. replica: runs it. place: while it waits for one;
-    resolved with the replica, or None when it shall not run any more. company: see `Suspects.company`.
-    guilty: a replica died of it.
-    """
-
-    request: GenerateRequest
-    deadline: float | None
-    replica: _Replica | None = None
-    place: asyncio.Future[_Replica | None] | None = None
-    cancelled: bool = False
-    company: int | None = None
-    guilty: bool = False
-
-    def answer(self, place: _Replica | RolloutError | None) -> None:
-        """End its waiting."""
-        assert self.place is not None
-        if isinstance(place, RolloutError):
-            self.place.set_exception(place)
-        else:
-            self.place.set_result(place)
-
-
 @dataclass
 class _Counters:
     """Since the last `statistics`."""
 
     reissued: int = 0
-    restarts: int = 0  # replicas that died and are being replaced
     queue_length: int = 0
     in_flight: int = 0
 
@@ -135,7 +85,7 @@ class Router:
     """Routes requests over named engines of one model; its `generate` is an engine's.
 
     limit: requests in flight on one replica at most. on_lost: told once for every replica that dies, from any
-    thread.
+    thread. members: which replicas there are.
     """
 
     def __init__(
@@ -146,100 +96,25 @@ class Router:
         on_lost: OnLost | None = None,
         remember: int = REMEMBER,
     ) -> None:
-        self._limit, self._on_lost = limit, on_lost
-        self._lock = threading.RLock()
-        self._replicas: dict[str, _Replica] = {}
+        self._limit = limit
         self._affinity, self._suspects = Affinity(remember), Suspects(remember)
-        self._queues: dict[str, deque[_Entry]] = {kind: deque() for kind in ("suspect", "urgent", "rest")}
-        self._quarantine: _Replica | None = None  # gets suspects only
-        self._active: dict[str, _Entry] = {}
+        self._queues: dict[str, deque[Entry]] = {kind: deque() for kind in ("suspect", "urgent", "rest")}
+        self._quarantine: Replica | None = None  # gets suspects only
+        self._active: dict[str, Entry] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._paused = False
         self._in_flight = 0
         self._counters = _Counters()
+        self.members = Members(
+            self._suspects, forget=self._affinity.forget, changed=self._wake, on_lost=on_lost
+        )
+        self._replicas = self.members.replicas
         for name, engine in engines.items():
-            self.add(name, engine)
-
-    # ---- replicas: from any thread ----
+            self.members.add(name, engine)
 
     def engines(self) -> dict[str, RolloutEngine]:
         """Those that live, by name."""
-        with self._lock:
+        with self.members.lock:
             return {name: one.engine for name, one in self._replicas.items() if one.dead is None}
-
-    def add(self, name: str, engine: RolloutEngine) -> None:
-        """One more replica, or one in the place of a dead one. It gets requests when it has weights; the
-        router looks at the next `resume`.
-        """
-        with self._lock:
-            old = self._replicas.get(name)
-            if old is not None and old.dead is None:
-                raise ValueError(f"there is a replica {name!r} already")
-            self._replicas[name] = _Replica(name, engine)
-        self._wake()
-
-    def mark_dead(self, name: str, why: str, engine: RolloutEngine | None = None) -> None:
-        """It gets no more requests; what it works on is re-issued when its own calls fail. engine: only if it
-        is this one (its successor has the same name).
-        """
-        with self._lock:
-            replica = self._replicas.get(name)
-            if replica is None or replica.dead is not None or engine not in (None, replica.engine):
-                return
-            replica.dead = why
-            replica.coming = self._on_lost is not None
-            self._affinity.forget(name)
-            if not self._paused:  # nothing runs in a pause: whatever it died of, it was no request
-                self._blame(replica.running)
-        replaced = False
-        try:
-            # not under the lock: it takes locks of its own
-            replaced = self._on_lost is not None and self._on_lost(name, why)
-        finally:
-            with self._lock:
-                replica.coming &= replaced
-                self._counters.restarts += replaced
-            then = "another is being started in its place" if replaced else "none takes its place"
-            _log.warning("replica %s is lost: %s; %s", name, why, then)
-            self._wake()
-
-    def _blame(self, running: set[_Entry]) -> None:
-        """A replica died while it was running these."""
-        if self._suspects.died([entry.request.request_id for entry in running]):
-            next(iter(running)).guilty = True
-            return
-        suspects = sum(self._suspects.company(entry.request.request_id) is not None for entry in running)
-        if suspects:
-            _log.warning("%d requests that it was running go into quarantine", suspects)
-
-    @property
-    def num_explained(self) -> int:
-        """Deaths of replicas that were the fault of one request each, or of the same."""
-        with self._lock:
-            return self._suspects.num_explained
-
-    def give_up(self, name: str, why: str) -> None:
-        """Nothing will take the place of a dead replica."""
-        with self._lock:
-            replica = self._replicas.get(name)
-            if replica is not None and replica.coming:
-                replica.coming, replica.dead = False, why
-        self._wake()
-
-    @property
-    def num_coming(self) -> int:
-        """Dead replicas that are being replaced."""
-        with self._lock:
-            return sum(one.coming for one in self._replicas.values())
-
-    def check_hope(self) -> None:
-        """Raises RolloutError when no replica lives or is being replaced."""
-        with self._lock:
-            if all(one.dead is not None and not one.coming for one in self._replicas.values()):
-                reasons = "; ".join(f"{one.name}: {one.dead}" for one in self._replicas.values())
-                raise RolloutError(
-                    f"no replica left ({reasons or 'none was added'}); what they wrote last is in the log"
-                )
 
     # ---- requests ----
 
@@ -252,7 +127,7 @@ class Router:
         if request.request_id in self._active:
             raise RolloutError(f"request {request.request_id!r} is in flight already; ids must be unique")
         seconds = request.deadline_seconds
-        entry = _Entry(request, None if seconds is None else self._loop.time() + seconds)
+        entry = Entry(request, None if seconds is None else self._loop.time() + seconds)
         self._active[request.request_id] = entry
         try:
             while True:
@@ -275,15 +150,15 @@ class Router:
             try:
                 await replica.engine.cancel(request_id)
             except ReplicaLostError as error:  # then the call itself ends, with what it has
-                self.mark_dead(replica.name, str(error), replica.engine)
-        elif entry.place is not None and not entry.place.done():
-            entry.answer(None)
+                self.members.mark_dead(replica.name, str(error), replica.engine)
+        elif not entry.place.done():
+            entry.place.set_result(None)
 
-    async def _place(self, entry: _Entry) -> _Replica | None:
+    async def _place(self, entry: Entry) -> Replica | None:
         """The replica that will run it, counted there; None: cancelled, or the deadline has come."""
         place = entry.place = asyncio.get_running_loop().create_future()
         if self._suspects.deaths:
-            with self._lock:
+            with self.members.lock:
                 entry.company = self._suspects.company(entry.request.request_id)
         if entry.company is None:
             queue = self._queues["urgent" if entry.request.urgent else "rest"]
@@ -304,13 +179,12 @@ class Router:
                 raise
             return None
         finally:
-            entry.place = None
             if place.cancelled() or place.exception() is not None or place.result() is None:
                 with contextlib.suppress(ValueError):  # it is out of the queue
                     queue.remove(entry)
                 self._pump()  # others may have waited behind it
 
-    async def _run(self, entry: _Entry, replica: _Replica, on_tokens: OnTokens | None) -> Completion | None:
+    async def _run(self, entry: Entry, replica: Replica, on_tokens: OnTokens | None) -> Completion | None:
         """None: the replica died, and the entry's request has the tokens so far as its prefix."""
         request = entry.request
         if entry.deadline is not None:
@@ -322,7 +196,7 @@ class Router:
                 return so_far(request, "cancelled")
             done = await replica.engine.generate(request, on_tokens)
             if self._suspects.deaths and done.finish_reason in ("stop", "length"):
-                with self._lock:
+                with self.members.lock:
                     self._suspects.ended(request.request_id)
             return done
         except ReplicaLostError as error:
@@ -331,9 +205,9 @@ class Router:
             entry.replica = None
             self._leave(entry, replica)
 
-    def _after_death(self, entry: _Entry, replica: _Replica, error: ReplicaLostError) -> Completion | None:
+    def _after_death(self, entry: Entry, replica: Replica, error: ReplicaLostError) -> Completion | None:
         """Of the replica that ran it. None: it goes on elsewhere."""
-        self.mark_dead(replica.name, str(error), replica.engine)
+        self.members.mark_dead(replica.name, str(error), replica.engine)
         if isinstance(error.partial, Completion):
             entry.request = dataclasses.replace(entry.request, prefix=error.partial)
         if entry.cancelled:
@@ -351,14 +225,14 @@ class Router:
     async def pause(self) -> None:
         """Every engine stops at a token boundary; new requests wait in the queue."""
         self._clock()
-        self._paused = True
+        self.members.paused = True
         await self._everywhere("pause")
 
     async def resume(self) -> None:
         """Go on, also with replicas that have got weights meanwhile."""
         await self._everywhere("resume")
         self._clock()
-        self._paused = False
+        self.members.paused = False
         self._pump()
 
     async def sleep(self) -> None:
@@ -382,12 +256,13 @@ class Router:
                 total.add_mean("rollout/tokens_per_second", tokens, seconds)
                 total.add_min("rollout/tokens_per_second_min", tokens / seconds)
                 total.add_max("rollout/tokens_per_second_max", tokens / seconds)
-        with self._lock:
+        with self.members.lock:
             counters, self._counters = self._counters, _Counters(in_flight=self._in_flight)
+            restarts, self.members.restarts = self.members.restarts, 0
         total.add_max("rollout/queue_length", float(counters.queue_length))
         total.add_max("rollout/in_flight", float(counters.in_flight))
         total.add_sum("rollout/reissued", float(counters.reissued))
-        total.add_sum("rollout/engine_restarts", float(counters.restarts))
+        total.add_sum("rollout/engine_restarts", float(restarts))
         return total
 
     async def _everywhere(self, operation: str) -> dict[str, Any]:
@@ -398,7 +273,7 @@ class Router:
         results = dict(zip(engines, await asyncio.gather(*calls, return_exceptions=True), strict=True))
         for name, result in list(results.items()):
             if isinstance(result, ReplicaLostError):
-                self.mark_dead(name, str(result), engines[name])
+                self.members.mark_dead(name, str(result), engines[name])
                 del results[name]
         for result in results.values():
             if isinstance(result, BaseException):
@@ -415,65 +290,64 @@ class Router:
 
     def _pump(self) -> None:
         """Give those at the front of the queues their places; RolloutError to all when there is no hope."""
-        with self._lock:
+        with self.members.lock:
             if self._quarantine is None and not any(self._queues.values()):
                 return  # nobody waits
-            try:
-                self.check_hope()
-            except RolloutError as error:
-                for queue in self._queues.values():
-                    while entry := _first(queue):
-                        entry.answer(RolloutError(str(error)))
-            if not self._paused:
+            serving = [one for one in self._replicas.values() if one.dead is None and one.engine.version >= 0]
+            if not serving:
+                self._tell_the_hopeless()
+            if not self.members.paused:
                 if self._suspects.deaths or self._quarantine is not None:
-                    self._seat_suspects()
+                    self._seat_suspects(serving)
+                in_flight = {one.name: len(one.running) for one in serving if one is not self._quarantine}
                 for queue in (self._queues["urgent"], self._queues["rest"]):
-                    while (entry := _first(queue)) and (replica := self._lease(entry)):
-                        entry.answer(replica)
+                    while entry := _first(queue):
+                        had_it_last = self._affinity.names.get(entry.request.affinity)
+                        name = choose(in_flight, self._limit, had_it_last)
+                        if name is None:
+                            break
+                        self._seat(entry, self._replicas[name])
+                        in_flight[name] += 1
             waiting = sum(len(queue) for queue in self._queues.values())
             self._counters.queue_length = max(self._counters.queue_length, waiting)
 
-    def _seat_suspects(self) -> None:
+    def _tell_the_hopeless(self) -> None:
+        """Nobody serves: those that wait get an error, unless a replica is to come or wants weights."""
+        try:
+            self.members.check_hope()
+        except RolloutError as error:
+            for queue in self._queues.values():
+                while entry := _first(queue):
+                    entry.place.set_exception(RolloutError(str(error)))
+
+    def _seat_suspects(self, serving: Sequence[Replica]) -> None:
         """While there are any, one replica gets them only: the least loaded, from when it has answered what
         it had. The others go on.
         """
         queue, own = self._queues["suspect"], self._quarantine
-        if own is not None and (self._replicas.get(own.name) is not own or not own.serves()):
+        if own not in serving:
             own = None
         if _first(queue) is None:
             busy = own is not None and any(entry.company is not None for entry in own.running)
             self._quarantine = own if busy else None
             return
         if own is None:
-            serving = [one for one in self._replicas.values() if one.serves()]
             own = min(serving, key=lambda one: len(one.running), default=None)
         self._quarantine = own
         while own is not None and (entry := _first(queue)) is not None and own.admits(entry, self._limit):
             self._seat(entry, own)
-            entry.answer(own)
 
-    def _lease(self, entry: _Entry) -> _Replica | None:
-        """The replica that runs it, counted there; None: all are full."""
-        in_flight = {
-            name: len(one.running)
-            for name, one in self._replicas.items()
-            if one.serves() and one is not self._quarantine
-        }
-        name = choose(in_flight, self._limit, self._affinity.names.get(entry.request.affinity))
-        if name is None:
-            return None
-        self._seat(entry, self._replicas[name])
-        return self._replicas[name]
-
-    def _seat(self, entry: _Entry, replica: _Replica) -> None:
+    def _seat(self, entry: Entry, replica: Replica) -> None:
+        """Give a waiting request its place, counted there."""
         self._affinity.put(entry.request.affinity, replica.name)
         self._clock()
         replica.running.add(entry)
         self._in_flight += 1
         self._counters.in_flight = max(self._counters.in_flight, self._in_flight)
+        entry.place.set_result(replica)
 
-    def _leave(self, entry: _Entry, replica: _Replica) -> None:
-        with self._lock:
+    def _leave(self, entry: Entry, replica: Replica) -> None:
+        with self.members.lock:
             self._clock()
             replica.running.remove(entry)
             self._in_flight -= 1
@@ -482,15 +356,15 @@ class Router:
     def _clock(self) -> None:
         """Count the time in which replicas had work. Call it before anything changes that."""
         now = time.monotonic()
-        with self._lock:
+        with self.members.lock:
             for one in self._replicas.values():
-                if one.running and not self._paused:
+                if one.running and not self.members.paused:
                     one.busy_seconds += now - one.counted_at
                 one.counted_at = now
 
 
-def _first(queue: deque[_Entry]) -> _Entry | None:
+def _first(queue: deque[Entry]) -> Entry | None:
     """The first that still waits; those before it that do not are dropped."""
-    while queue and (queue[0].place is None or queue[0].place.done()):
+    while queue and queue[0].place.done():
         queue.popleft()
     return queue[0] if queue else None

@@ -68,11 +68,11 @@ class Replicas:
             threads = list(self._threads)
         for thread in threads:
             thread.join()
-        return WeightFanout(self.router.engines(), self._bucket_bytes, self.router.mark_dead)
+        return WeightFanout(self.router.engines(), self._bucket_bytes, self.router.members.mark_dead)
 
     def loaded(self, version: int) -> None:
         """After a load. Engines that died meanwhile want weights still; RolloutError when none can come."""
-        self.router.check_hope()
+        self.router.members.check_hope()
         with self._lock:
             if all(engine.version == version for engine in self.router.engines().values()):
                 self._news = None
@@ -86,7 +86,7 @@ class Replicas:
     def wanting(self) -> int:
         """How many engines want weights: those without, and those that are being started."""
         engines = self.router.engines().values()
-        return self.router.num_coming + sum(engine.version < 0 for engine in engines)
+        return self.router.members.num_coming + sum(engine.version < 0 for engine in engines)
 
     async def restarted(self) -> str:
         """Returns when an engine was started again and wants weights; a sentence that says so."""
@@ -127,12 +127,12 @@ class Replicas:
     def _watch(self, name: str, engine: RolloutEngine) -> None:
         """So that a death is noticed while nobody asks anything of the engine."""
         if isinstance(engine, EngineProcess):
-            engine.when_lost(lambda why: self.router.mark_dead(name, why, engine))
+            engine.when_lost(lambda why: self.router.members.mark_dead(name, why, engine))
 
     def _restart(self, name: str, why: str) -> bool:
         """The router's on_lost, from any thread: whether the replica is being started again."""
         with self._lock:
-            if self._closed or self._restarts - self.router.num_explained >= MAX_RESTARTS:
+            if self._closed or self._restarts - self.router.members.num_explained >= MAX_RESTARTS:
                 return False
             thread = threading.Thread(
                 target=self._start_again, args=(name, why), name=f"rondo-restart-{name}", daemon=True
@@ -150,9 +150,9 @@ class Replicas:
         try:
             engine = self._start(name)
         except (RondoError, OSError, RuntimeError) as error:  # the last two: no memory, process, thread left
-            self.router.give_up(name, f"{why}; and could not be started again: {error}")
+            self.router.members.give_up(name, f"{why}; and could not be started again: {error}")
             return
-        self.router.add(name, engine)
+        self.router.members.add(name, engine)
         self._watch(name, engine)
         with self._lock:
             closed = self._closed
