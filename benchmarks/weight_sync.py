@@ -142,7 +142,7 @@ def side(
 
     from rondo.weights.disk import read_weights, write_weights
     from rondo.weights.exchange import Transfer, piece_of, receive, send
-    from rondo.weights.sync import gather_along, gather_into
+    from rondo.weights.gather import gather_along, gather_into
 
     ranks, bucket, route = case["ranks"], case["bucket"], case["route"]
     group = dist.new_group(list(range(ranks)))

@@ -15,7 +15,8 @@ from rondo.rollout.native.weights import WeightStore, build_module
 from rondo.training import FsdpEngine
 from rondo.types import StepStats
 from rondo.weights.checksum import checksum
-from rondo.weights.sync import SyncReport, gather_along, gather_into
+from rondo.weights.gather import gather_along, gather_into
+from rondo.weights.sync import SyncReport
 from tests.ranks import run_ranks
 from tests.training.helpers import make_engine, one_rank_mesh, source
 from tests.weights.sinks import Keeping

@@ -23,7 +23,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from rondo.errors import WeightSyncError
-from rondo.weights.sync import SyncReport, WeightSink, WeightSource, gathering_bytes
+from rondo.weights.gather import gathering_bytes
+from rondo.weights.sync import SyncReport, WeightSink, WeightSource
 
 INDEX = "index.json"
 

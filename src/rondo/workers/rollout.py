@@ -38,7 +38,8 @@ from rondo.types import (
     StepStats,
     Trajectory,
 )
-from rondo.weights.sync import SyncReport, assert_shared, gather_into
+from rondo.weights.gather import gather_into
+from rondo.weights.sync import SyncReport, assert_shared
 from rondo.workers.replicas import Replicas
 from rondo.workers.transfer import ReceivesWeights
 

@@ -20,8 +20,9 @@ from rondo.types import GenerateRequest, SamplingParams
 from rondo.weights.checksum import checksum
 from rondo.weights.disk import read_weights, remove_weights, write_weights
 from rondo.weights.exchange import SendReport, Transfer, piece_of, receive, send
+from rondo.weights.gather import gather_along
 from rondo.weights.layout import Layout
-from rondo.weights.sync import SyncReport, gather_along
+from rondo.weights.sync import SyncReport
 
 if TYPE_CHECKING:
     from rondo.workers.replicas import Replicas

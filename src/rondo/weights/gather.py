@@ -1,0 +1,74 @@
+"""The way that needs no plan: full tensors, gathered in bounded buckets."""
+
+from __future__ import annotations
+
+import time
+
+from rondo.weights.layout import Layout
+from rondo.weights.sync import SyncReport, WeightSink, WeightSource
+
+DEFAULT_BUCKET_BYTES = 256 << 20
+
+
+def gather_into(
+    source: WeightSource,
+    sink: WeightSink,
+    version: int,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    *,
+    dtype: str | None = None,
+    processes: int = 0,
+) -> SyncReport:
+    """Stream the full parameters into the sampler's own copy, and have it confirm their checksums. Collective
+    over the trainer's ranks.
+
+    Beside the two models there is what `peak_bytes` of the report says: a few buckets (or largest tensors,
+    where those are larger), never a second copy. dtype: to send them in, cast on each rank before anything
+    moves. processes: how many engines behind the sink have processes of their own.
+    """
+    started = time.perf_counter()
+    checksums = source.parameter_checksums(dtype)
+    layout = source.layout(dtype)
+    sink.begin(version)
+    for name, tensor in source.gathered_parameters(bucket_bytes, dtype):
+        sink.receive(name, tensor)
+        del tensor  # or it would be held while the next one is gathered
+    sink.commit(version, checksums)
+    ranks = len(layout.ranks)
+    largest = max((parameter.num_bytes for parameter in layout.parameters), default=0)
+    bucket = min(max(bucket_bytes, largest), layout.num_bytes)
+    own = ranks * processes * layout.num_bytes
+    return SyncReport(
+        version,
+        num_tensors=len(layout.parameters),
+        bytes_moved=_gathered_bytes(layout) + own,
+        bytes_needed=own or (ranks - 1) * layout.num_bytes,
+        seconds=time.perf_counter() - started,
+        peak_bytes=gathering_bytes(layout, bucket_bytes) + (2 * bucket if processes else 0),
+        rounds=-(-layout.num_bytes // bucket_bytes),
+    )
+
+
+def gather_along(source: WeightSource, bucket_bytes: int, dtype: str | None) -> None:
+    """The part of a trainer's rank that has no engine beside it in the others' `gather_into`."""
+    source.parameter_checksums(dtype)
+    for _ in source.gathered_parameters(bucket_bytes, dtype):
+        pass
+
+
+def gathering_bytes(layout: Layout, bucket_bytes: int) -> int:
+    """What gathering needs on a rank beside its shards: its part of a bucket, everyone's, the copy of that
+    which gloo makes, and one full tensor; nothing on one rank.
+    """
+    ranks, largest = len(layout.ranks), max((p.num_bytes for p in layout.parameters), default=0)
+    bucket = min(max(bucket_bytes, largest), layout.num_bytes)
+    return 2 * bucket + bucket // ranks + largest if ranks > 1 else 0
+
+
+def _gathered_bytes(layout: Layout) -> int:
+    """An all-gather gives every rank the other ranks' rows, padded to equal numbers."""
+    ranks, total = len(layout.ranks), 0
+    for parameter in layout.parameters:
+        rows = parameter.shape[0]
+        total += (ranks - 1) * -(-rows // ranks) * ranks * (parameter.num_bytes // max(rows, 1))
+    return total
