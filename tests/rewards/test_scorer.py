@@ -14,7 +14,7 @@ import pytest
 
 from rondo.config.schema import RewardConfig, RewardFunctionConfig, RewardModelConfig
 from rondo.errors import ConfigError, RewardError
-from rondo.rewards import Scorer, accuracy_score, check_dropped_share
+from rondo.rewards import Scorer, accuracy_score, check_dropped_share, score_names
 from tests.rewards.conftest import make_trajectory
 
 FUNCTIONS = """
@@ -168,11 +168,16 @@ def test_per_source_functions(scorer, path):
     assert (b.reward, b.scores) == (6.0, {"slow_length": 2.0})
     with pytest.raises(RewardError, match="source 'c' has no reward function"):
         run(s, make_trajectory("xy", source="c"))
-    s.check_sources(["a", "b"])
+
+
+def test_every_source_has_a_function_and_every_function_its_sources(path):
+    one, two = named(path, "length", sources=("a",)), named(path, "slow_length", sources=("b",))
+    config = RewardConfig((one, two))
+    assert score_names(config, ["a", "b"]) == ("length", "slow_length")
     with pytest.raises(ConfigError, match=r"there is no source 'a'.*Sources: b, aa"):
-        s.check_sources(["b", "aa"])
+        score_names(config, ["b", "aa"])
     with pytest.raises(ConfigError, match="source 'c' has no reward function"):
-        s.check_sources(["a", "b", "c"])
+        score_names(config, ["a", "b", "c"])
 
 
 def test_a_weight_of_zero_is_a_named_score_only(scorer, path):
@@ -208,22 +213,22 @@ def test_an_accuracy_that_does_not_exist(path, name, wrong):
         Scorer(config)
 
 
-def test_every_source_has_the_accuracy(scorer, path):
-    s = scorer(named(path, "length", sources=("a",)), named(path, "slow_length"), accuracy="length")
-    s.check_sources(["a"], reads_accuracy=True)
-    s.check_sources(["a", "b"])  # nobody reads it
+def test_every_source_has_the_accuracy(path):
+    one, two = named(path, "length", sources=("a",)), named(path, "slow_length")
+    config = RewardConfig((one, two), accuracy="length")
+    score_names(config, ["a"], reads_accuracy=True)
+    score_names(config, ["a", "b"])  # nobody reads it
     with pytest.raises(ConfigError, match=r"reward.accuracy=length, is no score of source 'b'"):
-        s.check_sources(["a", "b"], reads_accuracy=True)
+        score_names(config, ["a", "b"], reads_accuracy=True)
 
 
 def test_the_only_score_is_an_accuracy_where_it_applies(path):
     """Sources that only a reward model scores have none."""
     models = (RewardModelConfig(name="judge"),)
-    s = Scorer(RewardConfig((named(path, "length", sources=("a",)),), models))
-    s.check_sources(["a", "b"])
+    config = RewardConfig((named(path, "length", sources=("a",)),), models)
+    assert score_names(config, ["a", "b"]) == ("length",)
     with pytest.raises(ConfigError, match=r"reward.accuracy=length, is no score of source 'b'"):
-        s.check_sources(["a", "b"], reads_accuracy=True)
-    s.close()
+        score_names(config, ["a", "b"], reads_accuracy=True)
 
 
 @pytest.mark.parametrize("value", [True, 1, np.float32(1.0), np.int64(1), np.bool_(True), np.array(1.0)])

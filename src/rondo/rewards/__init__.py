@@ -7,7 +7,8 @@ from __future__ import annotations
 from rondo.rewards.builtin import BUILTINS
 from rondo.rewards.failures import check_dropped_share
 from rondo.rewards.functions import RewardFunction, load_functions, reward_function
-from rondo.rewards.scorer import Scorer, accuracy_score
+from rondo.rewards.names import accuracy_score, score_names
+from rondo.rewards.scorer import Scorer
 
 __all__ = [
     "BUILTINS",
@@ -17,4 +18,5 @@ __all__ = [
     "check_dropped_share",
     "load_functions",
     "reward_function",
+    "score_names",
 ]

@@ -22,13 +22,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rondo.config.functions import did_you_mean
 from rondo.config.schema import RewardConfig
 from rondo.errors import ConfigError, DataError, RewardError
 from rondo.rewards.builtin import BUILTINS
 from rondo.rewards.execution import DaemonThreads, ProcessPool
 from rondo.rewards.failures import FailurePolicy, ScoringError
 from rondo.rewards.functions import RewardFunction, load_functions
+from rondo.rewards.names import accuracy_among
 from rondo.types import SCORED, StepStats, Trajectory, request_seed
 
 _THREADS = 8
@@ -56,36 +56,8 @@ class Scorer:
         # Source -> the functions that score its trajectories.
         self._chosen = functools.cache(lambda source: tuple(f for f in self._functions if f.applies(source)))
         self.names: tuple[str, ...] = tuple(name for f in self._functions for name in f.names)
-        self.accuracy = _accuracy(config, self.names)
+        self.accuracy = accuracy_among(self.names, config)
         self.has_group_functions: bool = any(f.group for f in self._functions)
-
-    def check_sources(self, names: Sequence[str], *, reads_accuracy: bool = False) -> None:
-        """ConfigError when a function is for a source that does not exist, or a source has no function.
-
-        reads_accuracy: somebody reads whether an answer is right, so every source must have the score
-        that says so.
-        """
-        for function in self._functions:
-            for source in function.sources or ():
-                if source not in names:
-                    raise ConfigError(
-                        f"reward function {function.name}: there is no source "
-                        f"{source!r}{did_you_mean(source, names)} "
-                        f"Sources: {', '.join(names)}"
-                    )
-            if reads_accuracy and self.accuracy in function.names:
-                for name in names:
-                    if not function.applies(name):
-                        raise ConfigError(
-                            f"the configured algorithm reads whether an answer is right, and the score that "
-                            f"says so, reward.accuracy={self.accuracy}, is no score of source {name!r}: add "
-                            f"it to the `sources` of {function.name}, or name another score"
-                        )
-        for name in names:
-            if not self._config.models and not any(f.applies(name) for f in self._functions):
-                raise ConfigError(
-                    f"source {name!r} has no reward function: add one, or add it to a function's sources"
-                )
 
     async def score(self, trajectory: Trajectory) -> Trajectory:
         """The trajectory with reward, scores and outcome. One that failed before is returned as it is.
@@ -205,34 +177,6 @@ class Scorer:
             return function.function(*args, **options)
         value = await self._threads.run(lambda: function.function(*args, **options), timeout)
         return await asyncio.wait_for(value, timeout) if inspect.isawaitable(value) else value
-
-
-def accuracy_score(reward: RewardConfig) -> str | None:
-    """The score that says whether an answer is right (> 0): the name in `reward.accuracy`, else the only
-    score there is; None when there are several, or none.
-
-    Raises ConfigError for a name that is no score of a reward function.
-    """
-    functions = load_functions(reward.functions, BUILTINS) if reward.functions else ()
-    return _accuracy(reward, [name for function in functions for name in function.names])
-
-
-def _accuracy(reward: RewardConfig, names: Sequence[str]) -> str | None:
-    wanted = reward.accuracy
-    if wanted is None:
-        return names[0] if len(names) == 1 else None
-    if wanted not in names:
-        model = any(model.name == wanted for model in reward.models)
-        why = (
-            " It is a reward model's, and an answer is right or wrong before the models see it."
-            if model
-            else ""
-        )
-        raise ConfigError(
-            f"reward.accuracy={wanted} is no score of a reward function{did_you_mean(wanted, names)}{why} "
-            f"Scores: {', '.join(names) or 'none'}"
-        )
-    return wanted
 
 
 def _reward(functions: Sequence[RewardFunction], scores: Mapping[str, float]) -> float:

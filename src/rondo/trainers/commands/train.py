@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from rondo.config import Config, LoadedConfig, changes, leaves_of, load, to_yaml
 from rondo.controller import Cluster, WorkerGroup, start_cluster
 from rondo.errors import ConfigError
+from rondo.rewards import score_names
 from rondo.tracking import Console, RunFolder
 from rondo.trainers.commands.check import beside_recipe, check_rl, located
 from rondo.trainers.commands.check_supervised import check_supervised
@@ -46,7 +47,6 @@ from rondo.trainers.program import (
     placement_of,
     plan_schedule,
     schedule_of,
-    score_names,
     settled,
     shares_weights,
 )
@@ -169,7 +169,7 @@ def _source_of_groups(
         return schedule_of(config, steps, groups, program.learners), lambda cluster, roles: side(cluster)
     with console.phase("reading prompts"):
         prompts = load_prompts(config)
-    names = score_names(config, prompts, reads_accuracy=program.reads_accuracy)
+    names = score_names(config.reward, prompts.train.source_names, reads_accuracy=program.reads_accuracy)
 
     def engines(cluster: Cluster, roles: Roles) -> RolloutSide:
         arguments = (config, roles, prompts, names, folder.path)

@@ -10,7 +10,6 @@ from rondo.trainers.program.inputs import (
     load_prompts,
     open_tokenizer,
     sampling_params,
-    score_names,
     settled,
 )
 from rondo.trainers.program.plan import (

@@ -13,7 +13,6 @@ from rondo.data import ConversationStream, PromptStream, eval_prompts
 from rondo.data.rollout_files import Recording
 from rondo.errors import ConfigError
 from rondo.models import load_tokenizer
-from rondo.rewards import Scorer
 from rondo.trainers.program.roles import tokenizer_name
 from rondo.types import Prompt, SamplingParams
 
@@ -155,13 +154,3 @@ class Recorded:
         if not self.changed:
             return "the settings are the recorded run's: the samples are this policy's own"
         return "the samples are another policy's: " + "; ".join(self.changed)
-
-
-def score_names(config: Config, prompts: Prompts, *, reads_accuracy: bool) -> tuple[str, ...]:
-    """The scores that reward.functions give. Raises ConfigError where they do not fit the sources."""
-    scorer = Scorer(config.reward)
-    try:
-        scorer.check_sources(prompts.train.source_names, reads_accuracy=reads_accuracy)
-        return tuple(scorer.names)
-    finally:
-        scorer.close()

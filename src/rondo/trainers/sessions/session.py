@@ -25,7 +25,7 @@ from rondo.compat.verl import translate
 from rondo.config import Config, RewardConfig, RewardFunctionConfig, RolloutCorrectionConfig, load, to_yaml
 from rondo.controller import Cluster, WorkerGroup, start_cluster
 from rondo.errors import ConfigError, TrainError
-from rondo.rewards import BUILTINS, load_functions
+from rondo.rewards import BUILTINS, load_functions, score_names
 from rondo.roles import of_section
 from rondo.tracking import Console, RunFolder
 from rondo.trainers.commands.check import check_names, check_session, check_token_budget, located
@@ -58,7 +58,6 @@ from rondo.trainers.program import (
     open_tokenizer,
     placement_of,
     plan_schedule,
-    score_names,
     settled,
     shares_weights,
 )
@@ -213,7 +212,7 @@ class Session:
         )
         roles = Roles(model, rollout, self._models)
         reads_accuracy = "accuracy" in columns_of_hooks(config)
-        names = score_names(config, self.data, reads_accuracy=reads_accuracy)
+        names = score_names(config.reward, self.data.train.source_names, reads_accuracy=reads_accuracy)
         side = EngineSide(config, roles, self.data, names, self._reporter.folder.path)
         self._run = RLRun(
             config,
