@@ -13,8 +13,8 @@ from rondo.chat.encode import (
     encode_piece,
     encode_prompt,
     encode_prompts,
-    stop_token_ids,
 )
+from rondo.chat.stops import stop_token_ids
 from rondo.chat.tools import ToolCall, parse_tool_calls, settled_length
 
 __all__ = [

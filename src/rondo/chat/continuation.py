@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rondo.chat.encode import Message, encode_piece, end_of_turn_ids, render
+from rondo.chat.encode import Message, encode_piece, render
+from rondo.chat.stops import end_of_turn_ids
 from rondo.errors import DataError
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rondo.chat.encode import Message, Messages, as_messages, render, stop_token_ids, tokenise
+from rondo.chat.encode import Message, Messages, as_messages, render, tokenise
+from rondo.chat.stops import stop_token_ids
 from rondo.errors import ConfigError, DataError
 
 if TYPE_CHECKING:

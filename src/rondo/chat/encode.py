@@ -135,39 +135,6 @@ def encode_piece(tokenizer: PreTrainedTokenizerBase, text: str) -> np.ndarray:
     return tokens[1:] if anchor else tokens
 
 
-def stop_token_ids(tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...] = ()) -> tuple[int, ...]:
-    """The tokens that end a response, sorted: end of sequence, the template's end of turn, and the strings in
-    `stop`.
-
-    Raises ConfigError when a string of `stop` is not one token.
-    """
-    ids = set()
-    if tokenizer.eos_token_id is not None:
-        ids.add(int(tokenizer.eos_token_id))
-    if tokenizer.chat_template is not None:
-        ids |= end_of_turn_ids(tokenizer)
-    for text in stop:
-        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
-        if len(tokens) != 1:
-            pieces = tokenizer.convert_ids_to_tokens(tokens)
-            raise ConfigError(
-                f"rollout.stop: {text!r} is {len(tokens)} tokens for this tokenizer ({pieces}); it must be "
-                "one"
-            )
-        ids.add(int(tokens[0]))
-    return tuple(sorted(ids))
-
-
-def end_of_turn_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """The special token that the template writes right behind an assistant's content, if it writes one."""
-    question, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "rondo"}
-    text = render(tokenizer, [question, answer], generation=False)
-    tail = text[text.rfind("rondo") + len("rondo") :].strip() if "rondo" in text else ""
-    ids = tokenizer(tail, add_special_tokens=False)["input_ids"] if tail else []
-    special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
-    return {int(ids[0])} & special if ids else set()
-
-
 def decode(tokenizer: PreTrainedTokenizerBase, token_ids: np.ndarray | Sequence[int]) -> str:
     """The text of `token_ids` without special tokens (end of turn, padding), as scorers see it."""
     return str(
