@@ -1,21 +1,14 @@
-"""Finding the answer in a response, and reading numbers. Every function takes time linear in the text."""
+"""Finding the answer in a response, and in the prompt's row. Every function takes time linear in the text."""
 
 from __future__ import annotations
 
 import re
-from fractions import Fraction
 from typing import Any, Literal
 
 from rondo.errors import DataError
 from rondo.types import Prompt
 
 Extract = Literal["text", "tag", "hash", "last_line"]
-
-# A maximal run that may be a number: sign and currency (a '-' behind a digit or word is a minus between two),
-# digits.
-_RUN = re.compile(r"(?:(?<![\w)])[-+$]{1,2})?(?:(?<![0-9])\.)?[0-9][0-9.,/]*", re.ASCII)
-_NUMBER = re.compile(r"(?:[-+]?\$?|\$[-+])(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)")
-_LONGEST_NUMBER = 100
 
 
 def extract_answer(text: str, how: Extract) -> str | None:
@@ -47,38 +40,6 @@ def final_answer(text: str) -> str | None:
             return answer
     boxed = re.findall(r"\\boxed\{([^{}]*)\}", text)
     return boxed[-1].strip() if boxed else None
-
-
-def parse_number(text: str) -> Fraction | None:
-    """`-$1,234.50` or `42.` as an exact number; None for anything else (`12,34`, `1.2.3`, `1/2`, `.`,
-    nothing).
-    """
-    text = text.strip()
-    if not 0 < len(text) <= _LONGEST_NUMBER:
-        return None
-    text = text.rstrip(".,")
-    if not _NUMBER.fullmatch(text):
-        return None
-    return Fraction(re.sub(r"[$,]", "", text))
-
-
-def last_number(text: str) -> Fraction | None:
-    """The last number anywhere in the text."""
-    for run in reversed(_RUN.findall(text)):
-        number = parse_number(run)
-        if number is not None:
-            return number
-    return None
-
-
-def hash_number(text: str) -> Fraction | None:
-    """The number right behind the last `####` that has one."""
-    for rest in reversed(text.split("####")[1:]):
-        run = _RUN.match(rest.lstrip(" \t"))
-        number = parse_number(run.group()) if run else None
-        if number is not None:
-            return number
-    return None
 
 
 def required_field(prompt: Prompt, key: str, option: str) -> Any:

@@ -15,18 +15,12 @@ import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Any
 
-from rondo.errors import ConfigError, DataError
-from rondo.rewards.answers import (
-    Extract,
-    extract_answer,
-    hash_number,
-    last_number,
-    parse_number,
-    required_field,
-)
+from rondo.errors import ConfigError
+from rondo.rewards.answers import Extract, extract_answer, required_field
 from rondo.rewards.functions import reward_function
+from rondo.rewards.gsm8k import gsm8k
 from rondo.rewards.math_equivalence import math
 from rondo.types import Prompt, Trajectory
 
@@ -51,31 +45,6 @@ def exact_match(
     if ignore_case:
         return float(found.casefold() in [str(a).strip().casefold() for a in accepted])
     return float(found in [str(a).strip() for a in accepted])
-
-
-@reward_function(run_in="loop")
-def gsm8k(
-    prompt: Prompt,
-    trajectory: Trajectory,
-    *,
-    method: Literal["strict", "flexible"] = "strict",
-    answer_key: str = "answer",
-) -> float:
-    """1 when the answer is the row's number. strict: the number behind the last `####`; flexible: the last
-    number.
-
-    The row's answer is a number or a GSM8K solution that ends in `#### number`. Numbers are compared as
-    numbers: `$`, thousands commas and a trailing full stop do not matter (`42.` = `42` = `42.0`). The whole
-    text is searched.
-    """
-    answer = str(required_field(prompt, answer_key, "answer_key"))
-    truth = hash_number(answer) if "####" in answer else parse_number(answer)
-    if truth is None:
-        raise DataError(
-            f"prompt {prompt.prompt_id}: answer {answer!r:.80} (column {answer_key!r}) is no number"
-        )
-    found = hash_number(trajectory.text) if method == "strict" else last_number(trajectory.text)
-    return float(found == truth)
 
 
 @reward_function(run_in="loop")
