@@ -15,10 +15,17 @@ from typing import Any
 
 from rondo.agents.ended import Entry
 from rondo.agents.runner import AgentLoop, Generate, TrajectoryScorer, single_turn
+from rondo.batch import Batch
+from rondo.columns import declared
 from rondo.types import Completion, GenerateRequest, Prompt, Trajectory
 
 # What time decides, or the death of a process: a scorer's timeout, a request's deadline.
 IMPOSED = ("reward_timeout", "rollout_error")
+
+# The columns of responses under way; those of PIECE_INDEX stay with the controller.
+PIECE_INDEX = declared("response_length", "finish_reason")
+PIECE_TOKENS = declared("prompt_ids", "response_ids", "rollout_log_probs", "policy_versions")
+PIECE = (*PIECE_INDEX, *PIECE_TOKENS)
 
 
 def pieces(lengths: Sequence[int], so_far: Sequence[Completion | None]) -> AgentLoop:
@@ -58,6 +65,16 @@ def whole(completions: Sequence[Completion], entries: Sequence[Entry]) -> AgentL
         return await single_turn(prompt, generate_whole, sample_index=sample_index, **options)
 
     return run
+
+
+def completions_of(rows: Batch) -> list[Completion]:
+    """What rows of PIECE were made of."""
+    prompts, responses, log_probs, versions = (rows.rows(name) for name in PIECE_TOKENS)
+    reasons = rows.scalars("finish_reason")
+    return [
+        Completion(f"row {i}", prompts[i], responses[i], log_probs[i], versions[i], reasons[i])
+        for i in range(len(rows))
+    ]
 
 
 class ReplayedScores:

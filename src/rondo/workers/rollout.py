@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,15 +17,14 @@ from rondo.agents.external import ExternalAgent
 from rondo.agents.runner import AgentLoop, EpisodeRunner, TrajectoryScorer, single_turn
 from rondo.batch import ROW_ID, Batch
 from rondo.chat import decode
-from rondo.columns import ENDED, GREEDY_REWARD, declared
+from rondo.columns import ENDED, GREEDY_REWARD
 from rondo.config.schema import RewardConfig, RolloutConfig
 from rondo.controller import Worker, WorkerContext, dispatch
-from rondo.data.rows import prompt_text, rows_from_trajectories
+from rondo.data.rows import rows_from_trajectories
 from rondo.models import load_tokenizer
 from rondo.models.source import ModelSource
 from rondo.planning.placement import Phase
 from rondo.rewards import Scorer
-from rondo.rewards.answers import final_answer
 from rondo.rollout import EngineSpec, NativeEngine
 from rondo.rollout.protocol import OnTokens
 from rondo.types import (
@@ -40,30 +38,9 @@ from rondo.types import (
 )
 from rondo.weights.gather import gather_into
 from rondo.weights.sync import SyncReport, assert_shared
+from rondo.workers.evaluation import EvaluationRecord, record_of
 from rondo.workers.replicas import Replicas
 from rondo.workers.transfer import ReceivesWeights
-
-# The columns of responses under way; those of PIECE_INDEX stay with the controller.
-PIECE_INDEX = declared("response_length", "finish_reason")
-PIECE_TOKENS = declared("prompt_ids", "response_ids", "rollout_log_probs", "policy_versions")
-PIECE = (*PIECE_INDEX, *PIECE_TOKENS)
-
-
-@dataclass(frozen=True)
-class EvaluationRecord:
-    """One evaluated trajectory, small enough to travel."""
-
-    prompt_id: str
-    source: str
-    sample_index: int
-    reward: float
-    response_length: int
-    finish_reason: str
-    outcome: str
-    prompt: str
-    text: str
-    answer: str | None = None
-    scores: dict[str, float] = field(default_factory=dict)
 
 
 def runs_in_own_process(rollout: RolloutConfig) -> bool:
@@ -238,13 +215,14 @@ class RolloutWorker(ReceivesWeights, Worker):
         greedy_baseline: bool = False,
     ) -> Batch:
         """For a replay: the responses to one prompt up to lengths[i] tokens, nothing scored. before: what an
-        earlier call returned, to go on from. The columns are PIECE; the greedy answer's row is the last.
+        earlier call returned, to go on from. The columns are `replay.PIECE`; the greedy answer's row is the
+        last.
         """
-        so_far = [None] * len(lengths) if before is None else _completions(before)
+        so_far = [None] * len(lengths) if before is None else replay.completions_of(before)
         runner = self._make_runner(Unscored(), replay.pieces(lengths, so_far))
         n = len(lengths) - greedy_baseline
         made = await runner.run_group(prompt, sampling, n, greedy_baseline=greedy_baseline)
-        return rows_from_trajectories(made).select((ROW_ID, *PIECE))
+        return rows_from_trajectories(made).select((ROW_ID, *replay.PIECE))
 
     async def finish_group(
         self,
@@ -259,7 +237,7 @@ class RolloutWorker(ReceivesWeights, Worker):
         ended in the journal.
         """
         scores = replay.ReplayedScores(self._scores, entries)
-        runner = self._make_runner(scores, replay.whole(_completions(made), entries))
+        runner = self._make_runner(scores, replay.whole(replay.completions_of(made), entries))
         n = len(entries) - greedy_baseline
         made_again = await runner.run_group(prompt, sampling, n, greedy_baseline=greedy_baseline)
         return self._rows(made_again, n, ended=True)
@@ -284,22 +262,7 @@ class RolloutWorker(ReceivesWeights, Worker):
         groups = await asyncio.gather(
             *(self._evaluator.run_group(prompt, sampling, n, purpose=purpose) for prompt in prompts)
         )
-        return [self._record(trajectory) for group in groups for trajectory in group]
-
-    def _record(self, t: Trajectory) -> EvaluationRecord:
-        return EvaluationRecord(
-            prompt_id=t.prompt.prompt_id,
-            source=t.prompt.source,
-            sample_index=t.sample_index,
-            reward=float(t.reward),
-            response_length=len(t.response_ids),
-            finish_reason=t.finish_reason,
-            outcome=t.outcome,
-            prompt=prompt_text(t.prompt) or decode(self._tokenizer, t.prompt.token_ids),
-            text=t.text,
-            answer=final_answer(t.text),
-            scores=dict(t.scores),
-        )
+        return [record_of(trajectory, self._tokenizer) for group in groups for trajectory in group]
 
     @dispatch("per_rank")
     async def end_step(self) -> StepStats:
@@ -336,13 +299,3 @@ class Unscored:
 
     async def score_group(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         return list(trajectories)
-
-
-def _completions(rows: Batch) -> list[Completion]:
-    """What the rows of `continue_group` were made of."""
-    prompts, responses, log_probs, versions = (rows.rows(name) for name in PIECE_TOKENS)
-    reasons = rows.scalars("finish_reason")
-    return [
-        Completion(f"row {i}", prompts[i], responses[i], log_probs[i], versions[i], reasons[i])
-        for i in range(len(rows))
-    ]

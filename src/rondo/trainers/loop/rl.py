@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from rondo.agents.replay import PIECE_INDEX
 from rondo.algorithms import explained_variance
 from rondo.batch import BatchRef
 from rondo.checkpoint import ControllerState
@@ -52,7 +53,7 @@ from rondo.trainers.program import (
     with_scores_of,
 )
 from rondo.types import StepStats
-from rondo.workers import PIECE_INDEX, ActorWorker, ModelWorker
+from rondo.workers import ActorWorker, ModelWorker
 
 
 class RLRun:

@@ -9,12 +9,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from rondo.agents.ended import Entry, ended_of, entries_of, length_at, versions_of
+from rondo.agents.replay import PIECE, PIECE_INDEX
 from rondo.batch import BatchRef
 from rondo.columns import ENDED
 from rondo.errors import TrainError
 from rondo.trainers.loop import Buffer, EngineSide, EpisodeFeeder, Episodes
 from rondo.trainers.replay.journal import FollowedJournal
-from rondo.workers import PIECE, PIECE_INDEX, RolloutWorker
+from rondo.workers import RolloutWorker
 
 
 class ReplayedBuffer(Buffer):

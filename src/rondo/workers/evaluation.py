@@ -1,0 +1,48 @@
+"""What an evaluation keeps of a trajectory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from rondo.chat import decode
+from rondo.data.rows import prompt_text
+from rondo.rewards.answers import final_answer
+from rondo.types import Trajectory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class EvaluationRecord:
+    """One evaluated trajectory, small enough to travel."""
+
+    prompt_id: str
+    source: str
+    sample_index: int
+    reward: float
+    response_length: int
+    finish_reason: str
+    outcome: str
+    prompt: str
+    text: str
+    answer: str | None = None
+    scores: dict[str, float] = field(default_factory=dict)
+
+
+def record_of(t: Trajectory, tokenizer: PreTrainedTokenizerBase) -> EvaluationRecord:
+    """Returns the record of a trajectory that is scored. tokenizer: reads a prompt that is token ids only."""
+    return EvaluationRecord(
+        prompt_id=t.prompt.prompt_id,
+        source=t.prompt.source,
+        sample_index=t.sample_index,
+        reward=float(t.reward),
+        response_length=len(t.response_ids),
+        finish_reason=t.finish_reason,
+        outcome=t.outcome,
+        prompt=prompt_text(t.prompt) or decode(tokenizer, t.prompt.token_ids),
+        text=t.text,
+        answer=final_answer(t.text),
+        scores=dict(t.scores),
+    )
