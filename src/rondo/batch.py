@@ -338,20 +338,19 @@ class BatchRef:
     def with_index(self, new: Mapping[str, ColumnLike], replace: bool = False) -> BatchRef:
         """Add per-row columns to the index. A name that is there already is an error unless `replace`."""
         held = {name for block in self.blocks for name in block.columns} & set(new)
-        return BatchRef(
-            self.index.with_columns(new, replace), self._blocks_without(held, replace), self.resolve
-        )
+        blocks = self._blocks_without(held, replace) if held else self.blocks
+        return BatchRef(self.index.with_columns(new, replace), blocks, self.resolve)
 
     def with_blocks(self, new: Sequence[Block], replace: bool = False) -> BatchRef:
         """Add columns that a worker wrote. A name that is there already is an error unless `replace`."""
         held = {name for block in new for name in block.columns} & set(self.columns)
+        if not held:
+            return BatchRef(self.index, (*self.blocks, *new), self.resolve)
         blocks = (*self._blocks_without(held, replace), *new)
         return BatchRef(self.index.without(*held), blocks, self.resolve)
 
     def _blocks_without(self, names: set[str], replace: bool) -> tuple[Block, ...]:
         """The blocks less the columns that are about to be written again."""
-        if not names:
-            return self.blocks
         if not replace:
             there = ", ".join(sorted(names))
             raise DataError(f"columns {there} are there already; pass replace=True to overwrite them")

@@ -174,7 +174,7 @@ async def invoke(
         pending = set(tasks)
         while pending:
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            if any(_failure(task, hosts[tasks[task]]) for task in done):
+            if any(task.cancelled() or task.result()[0].failure for task in done):
                 error = await _first_cause(tasks, calls, hosts)
                 raise error from error.cause_error
         answers = {rank: task.result() for task, rank in tasks.items()}

@@ -121,11 +121,12 @@ class NativeEngine:
         decoding.
         """
         self._check(request)
-        done = complete_as_it_is(request)
-        if done is not None:
-            return done
-        call = Pending(request, on_tokens)
         prefix = () if request.prefix is None else request.prefix.token_ids
+        if len(prefix):
+            done = complete_as_it_is(request)
+            if done is not None:
+                return done
+        call = Pending(request, on_tokens)
         tokens = np.concatenate([request.token_ids, prefix]).astype(np.int64)
         sequence = Sequence(request, tokens, len(prefix), call)
         timer = None
