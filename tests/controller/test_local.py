@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rondo.config.schema import ClusterConfig, LocalBackendConfig
+from rondo.config.schema import ClusterConfig
 from rondo.controller import Worker, dispatch, start_cluster
 from rondo.errors import ConfigError
 from tests.controller.sample_workers import Calculator
@@ -25,7 +25,7 @@ def test_inline_runs_on_the_event_loops_thread() -> None:
     async def main() -> list[str]:
         names = []
         for inline in (True, False):
-            config = ClusterConfig(backend=LocalBackendConfig(inline=inline), device="cpu")
+            config = ClusterConfig(inline=inline, device="cpu")
             async with await start_cluster(config) as cluster:
                 names.append(await (await cluster.create_group("w", WhichThread)).call(WhichThread.name))
         return names
