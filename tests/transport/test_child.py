@@ -98,6 +98,27 @@ def test_values_and_failures(start: Callable[..., Child]) -> None:
     assert child.call("add", 1, 2).result(240) == 3
 
 
+def test_a_reply_that_nobody_waits_for_any_more_does_no_harm(start: Callable[..., Child]) -> None:
+    child = start("turn")
+    given_up = [child.call("add", n) for n in range(100)]
+    assert all(answer.cancel() or answer.done() for answer in given_up)
+    assert child.call("add", 1, 2).result(240) == 3
+    assert child.lost is None
+    assert not child._calls
+
+
+def test_a_caller_that_gives_up_as_the_reply_is_read(start: Callable[..., Child]) -> None:
+    child = start("turn")
+    popped = threading.Event()
+    answer = child.call("add", 1)
+    answer._done_callbacks.clear()  # as if the reply had been taken from the list a moment before
+    answer.cancel()
+    answer.add_done_callback(lambda _: popped.set())
+    assert popped.wait(240)
+    assert child.call("add", 1, 2).result(240) == 3
+    assert child.lost is None
+
+
 def test_records_of_its_own_come_a_frame_at_once(start: Callable[..., Child]) -> None:
     taken: list[Any] = []
     came = threading.Event()

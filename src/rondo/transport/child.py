@@ -89,10 +89,11 @@ class Child:
             if self._lost is not None:
                 raise self._lost
             self._calls[number] = answer
+        answer.add_done_callback(lambda _: self._calls.pop(number, None))  # also of a caller that gave up
         try:
             self._link.send(Call(number, operation, args))
         except PICKLE_ERRORS:
-            self._calls.pop(number, None)
+            answer.cancel()
             raise
         return number, answer
 
@@ -125,6 +126,8 @@ class Child:
             call = self._calls.pop(record.number, None) if isinstance(record, Reply) else None
             if call is None:
                 others.append(record)
+            elif not call.set_running_or_notify_cancel():  # given up by its caller, just before this reply
+                continue
             elif record.failure is None:
                 call.set_result(record.value)
             else:
@@ -144,6 +147,6 @@ class Child:
             self._calls.clear()
         self._on_end(error)
         for call in calls:
-            if not call.done():
+            if call.set_running_or_notify_cancel():
                 call.set_exception(error)
         self._told.set()
