@@ -297,7 +297,7 @@ class TestPrinting:
         simple = {
             key for key in schema_keys() if key.startswith(("actor.", "rollout.", "trainer.evaluation."))
         }
-        sections = {"actor.optimizer", "actor.optimizer.schedule", "rollout.engine"}
+        sections = {"actor.backend", "actor.optimizer", "actor.optimizer.schedule", "rollout.engine"}
         # Of a function that is null, and of choices that were not made.
         nothing = {"rollout.agent.name", "rollout.engine.tensor_parallel"}
         nothing |= {f"actor.optimizer.schedule.{key}" for key in ("min_ratio", "decay_steps")}

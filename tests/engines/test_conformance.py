@@ -129,7 +129,7 @@ def test_impossible_requests(served: Bench) -> None:
             served.run([wrong])
     twice = request(prompt(4), 50)
     with pytest.raises(RolloutError, match="in flight already"):
-        served.run([twice, twice])
+        served.run_held([twice, twice])
     (out,) = served.run([request(prompt(4), 3)])
     assert len(out.token_ids) == 3
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
 
-from rondo.config.schema import FallingScheduleConfig, OptimizerConfig
+from rondo.config.schema import FallingScheduleConfig, OptimizerConfig, TorchBackendConfig
 from rondo.errors import CheckpointError
 from rondo.planning.shards import balance
 from rondo.training import FsdpEngine
@@ -205,3 +206,29 @@ def _load_into_other(rank: int, world: int, path: str) -> str:
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     run_ranks(1, _train_and_save, str(tmp_path / "state"))
     assert "another" in run_ranks(1, _load_into_other, str(tmp_path / "state"))[0]
+
+
+def _gathers(rank: int, world: int) -> dict[bool, tuple[int, int, Gradients]]:
+    """reshard -> all-gathers of a forward and of a training pass, and the gradients."""
+    mesh, out = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",)), {}
+    for reshard in (True, False):
+        engine = make_engine(mesh, backend=TorchBackendConfig(reshard=reshard))
+        counts = []
+        for verb in (
+            lambda engine=engine: engine.forward(_shard(rank, world), {"log_probs": "old_log_probs"}),
+            lambda engine=engine: engine.forward_backward(_shard(rank, world), PolicyLoss()),
+        ):
+            with CommDebugMode() as calls:
+                verb()
+            counts.append(calls.get_comm_counts()[torch.ops.c10d._allgather_base_])
+        out[reshard] = (*counts, full_gradients(engine))
+    return out
+
+
+def test_what_is_kept_between_forward_and_backward_is_not_gathered_twice() -> None:
+    result = run_ranks(2, _gathers)[0]
+    blocks = source().config["num_hidden_layers"]
+    assert result[True][:2] == (blocks + 1, 2 * blocks + 1)  # the root is never given back in between
+    assert result[False][:2] == (blocks + 1, blocks + 1)
+    for name, gradient in result[True][2].items():
+        assert torch.equal(gradient, result[False][2][name]), name

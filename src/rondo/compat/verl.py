@@ -210,6 +210,8 @@ TABLE: Mapping[str, Rule] = {
     f"{_A}.use_kl_loss": Joint(joint.kl),
     f"{_A}.kl_loss_coef": Joint(joint.kl),
     f"{_A}.kl_loss_type": Joint(joint.kl),
+    f"{_A}.fsdp_config.reshard_after_forward": To("actor.backend.reshard"),
+    "critic.model.fsdp_config.reshard_after_forward": Ignored("as the actor's: actor.backend.reshard"),
     f"{_A}.use_torch_compile": Ignored("the training engine does not compile"),
     "critic.model.path": To("critic.path"),
     "critic.model.tokenizer_path": Ignored("there is one tokenizer: model.tokenizer"),

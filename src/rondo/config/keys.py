@@ -54,11 +54,16 @@ class Place:
 
     @property
     def tag(self) -> str | None:
-        """The key that chooses: `name` of a function, the first key of sections that exclude each other."""
+        """The key that chooses: `name` of a function, the first key of sections that exclude each other.
+
+        A section without others beside it has one, too, where its first field lists what may stand there.
+        """
         sections = self.sections
-        if len(sections) > 1 or (sections and sections[0] in FLATTENED):
-            return next(iter(fields_of(sections[0])))
-        return None
+        if not sections:
+            return None
+        name, kind = next(iter(fields_of(sections[0]).items()))
+        one_of = typing.get_origin(kind) is typing.Literal
+        return name if len(sections) > 1 or one_of or sections[0] in FLATTENED else None
 
     def section(self, node: Node | None) -> type | None:
         """The section that `node` is, or would be."""

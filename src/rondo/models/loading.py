@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -70,13 +70,18 @@ def _config_from_mapping(mapping: Mapping[str, Any]) -> PreTrainedConfig:
 
 
 def build_model(
-    source: ModelSource, dtype: torch.dtype, device: torch.device | str = "cpu"
+    source: ModelSource,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    kernels: Literal["auto", "transformers"] = "auto",
 ) -> PreTrainedModel:
     """A causal LM with parameters in `dtype` (`cast_model`) on `device`, dropout off, whose attention reads
     packed documents.
 
     Random weights depend on `source.seed` only; the global generator is left as it was. Models that cannot be
-    packed (`Family.not_packable`) keep transformers' own attention. Raises DataError or ConfigError.
+    packed (`Family.not_packable`) keep transformers' own attention. kernels: "auto" replaces norms and
+    attention modules by leaner ones that compute the same (`models/fused.py`). Raises DataError or
+    ConfigError.
     """
     config = load_model_config(source)
     family = family_of(config)
@@ -95,7 +100,7 @@ def build_model(
     model = model.to(device)
     if dtype is torch.float64:
         model.set_experts_implementation("eager")  # torch's grouped product of matrices has no float64
-    if not family.not_packable:
+    if kernels == "auto" and not family.not_packable:
         use_fused_modules(model)
     return model
 

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from rondo.batch import ROW_ID, Batch, ragged_array
 from rondo.columns import TOPK_IDS
 from rondo.config.auto import engine_for
-from rondo.config.schema import EngineConfig, FrozenEngineConfig, OptimizerConfig
+from rondo.config.schema import EngineConfig, FrozenEngineConfig, OptimizerConfig, TorchBackendConfig
 from rondo.errors import ConfigError, TrainError
 from rondo.models.attention import fitting
 from rondo.models.experts import separate
@@ -38,7 +38,7 @@ from rondo.training.head import TokenModel
 from rondo.training.loss import Loss
 from rondo.training.optimizer import OptimizerStats, ShardedAdamW
 from rondo.training.packed import PackedLayout, PackedRows, dummy, expand_columns, pack, plan_passes
-from rondo.training.sharding import as_shard, checksums_of, gather_buckets, layout_of, shard_model
+from rondo.training.sharding import as_shard, checksums_of, gather_buckets, layout_of, reshard, shard_model
 from rondo.types import StepStats
 from rondo.weights.layout import Layout
 
@@ -59,6 +59,7 @@ class FsdpEngine:
         optimizer: OptimizerConfig | None,
         *,
         mesh: DeviceMesh,
+        backend: TorchBackendConfig | None = None,
         head: Literal["lm", "value"] = "lm",
         temperature: float = 1.0,
         total_optimizer_steps: int | None = None,
@@ -67,12 +68,12 @@ class FsdpEngine:
         if temperature <= 0:
             raise ConfigError(f"temperature={temperature}: log-probs need a temperature above 0")
         self.device = torch.device(device)
-        engine = engine_for(engine, self.device.type)
+        engine, backend = engine_for(engine, self.device.type), backend or TorchBackendConfig()
         self.source, self.config = source, engine
         self.mesh = _data_parallel(mesh)
         self._group, self._world = self.mesh.get_group(), self.mesh.size()
         param_dtype, compute_dtype = getattr(torch, engine.param_dtype), getattr(torch, engine.compute_dtype)
-        lm = build_model(source, param_dtype, self.device)
+        lm = build_model(source, param_dtype, self.device, backend.kernels)
         family = family_of(lm.config)
         value_head = None
         if head == "value":
@@ -88,6 +89,7 @@ class FsdpEngine:
             self.mesh,
             compute_dtype,
             gradient_checkpointing=isinstance(engine, EngineConfig) and engine.gradient_checkpointing is True,
+            reshard_after_forward=backend.reshard,
         )
         self._shards: dict[str, DTensor] = {
             family.checkpoint_name(name.removeprefix("lm.")): parameter
@@ -143,7 +145,7 @@ class FsdpEngine:
                     order.append(packed.rows)
                     for name in outputs:
                         flat[name].append(results[name])
-            self._model.reshard()
+            reshard(self._model)
         columns = {column: _in_row_order(batch, order, flat[name]) for name, column in outputs.items()}
         return batch.select([ROW_ID]).with_columns(columns)
 
@@ -200,7 +202,7 @@ class FsdpEngine:
                     total = sum(output.sum() for output in outputs.values()) * 0.0
                 if backward:
                     total.backward()
-            self._model.reshard()
+            reshard(self._model)
         return _step_stats(seen)
 
     def _passes(self, batch: Batch, outputs: Collection[str] = ()) -> Iterator[PackedRows]:

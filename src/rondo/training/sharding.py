@@ -20,7 +20,12 @@ from rondo.weights.layout import Layout, Parameter
 
 
 def shard_model(
-    model: TokenModel, mesh: DeviceMesh, compute_dtype: torch.dtype, *, gradient_checkpointing: bool
+    model: TokenModel,
+    mesh: DeviceMesh,
+    compute_dtype: torch.dtype,
+    *,
+    gradient_checkpointing: bool,
+    reshard_after_forward: bool,
 ) -> None:
     """Shard over the mesh's one axis, block by block; gradients are summed over ranks, not averaged.
 
@@ -42,12 +47,21 @@ def shard_model(
         fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
     if mesh.size() > 1:
         for block in blocks:
-            fully_shard(block, mesh=mesh, mp_policy=policy)
+            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+    for unit in _units(model):
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+
+
+def reshard(model: TokenModel) -> None:
+    """Gives back every gathered parameter that the last pass left."""
+    for unit in _units(model):
+        unit.reshard()
+
+
+def _units(model: TokenModel) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def _precise_modules(model: TokenModel, dtypes: Iterable[torch.dtype]) -> list[torch.nn.Module]:

@@ -11,7 +11,7 @@ import torch
 
 from rondo.batch import ROW_ID, Batch
 from rondo.columns import MINI_BATCH, declared
-from rondo.config.schema import FrozenEngineConfig, OptimizerConfig
+from rondo.config.schema import FrozenEngineConfig, OptimizerConfig, TorchBackendConfig
 from rondo.controller import Worker, WorkerContext, dispatch
 from rondo.errors import TrainError
 from rondo.models.source import ModelSource
@@ -38,6 +38,7 @@ class ModelWorker(Worker):
         *,
         source: ModelSource,
         engine: FrozenEngineConfig,
+        backend: TorchBackendConfig | None = None,
         optimizer: OptimizerConfig | None = None,
         head: str = "lm",
         temperature: float = 1.0,
@@ -50,6 +51,7 @@ class ModelWorker(Worker):
             engine,
             optimizer,
             mesh=context.device_mesh(),
+            backend=backend,
             head=head,  # type: ignore[arg-type]
             temperature=temperature,
             total_optimizer_steps=total_optimizer_steps,

@@ -46,6 +46,7 @@ from rondo.config.schema.models import (
     ReferenceConfig,
     ScheduleConfig,
     TeacherConfig,
+    TorchBackendConfig,
     WsdScheduleConfig,
 )
 from rondo.config.schema.rollout import (

@@ -105,8 +105,20 @@ class CriticOptimizerConfig(OptimizerConfig):
 
 
 @dataclass(frozen=True, config=STRICT)
+class TorchBackendConfig:
+    """Transformers' models, sharded over the ranks by PyTorch's FSDP2."""
+
+    name: Literal["torch"] = "torch"
+    """What computes the model."""
+    reshard: bool = True
+    """A block's gathered parameters are given back after its forward pass; false: after the backward pass."""
+    kernels: Literal["auto", "transformers"] = "auto"
+    """auto: leaner norms and attention where they compute the same; transformers: its own code as it is."""
+
+
+@dataclass(frozen=True, config=STRICT)
 class FrozenEngineConfig:
-    """An engine (FSDP2) of a model that is evaluated only."""
+    """The engine of a model that is evaluated only."""
 
     token_budget: Count = 16384
     """Tokens per micro-batch and rank; never exceeded."""
@@ -134,6 +146,8 @@ class EngineConfig(FrozenEngineConfig):
 class ActorConfig(EngineConfig):
     """The policy that is trained."""
 
+    backend: TorchBackendConfig = TorchBackendConfig()
+    """What computes this model and those beside it (critic, reference, teacher, …), with its own settings."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """How it learns."""
     mini_batch_size: Count | None = None

@@ -124,7 +124,11 @@ def role_spec(
     ConfigError for a role that the configuration does not describe.
     """
     row = ROLES.get(role, REWARD_MODEL)
-    kwargs: dict[str, Any] = {"source": source_of(role, config), "engine": engine_of(role, config)[1]}
+    kwargs: dict[str, Any] = {
+        "source": source_of(role, config),
+        "engine": engine_of(role, config)[1],
+        "backend": config.actor.backend,
+    }
     kwargs |= {"head": "value"} if row.value_head else {"temperature": config.rollout.temperature}
     kwargs |= {name: functools.reduce(getattr, key.split("."), config) for name, key in row.options.items()}
     if row.learns_from is not None and losses is not None:
