@@ -60,7 +60,7 @@ ALLOWED: dict[str, set[str]] = {
     }
     | {"weights"},
 }
-# Rooms to come (docs/index.md has the map): what they may import is fixed before their first file.
+# Rooms to come (docs/architecture.md has the map): what they may import is fixed before their first file.
 ALLOWED |= {
     "compat": {"config", "errors"},
     "environments": BASE,
