@@ -33,6 +33,7 @@ from rondo.config import load
 from rondo.config.load import RECIPES
 from rondo.tracking.run_files import read_metrics
 from rondo.tracking.summary import versions
+from rondo.trainers.commands import supervised
 from rondo.trainers.commands import train as runs
 from rondo.trainers.commands.evaluate import evaluate_model
 
@@ -73,7 +74,7 @@ def warm_start(seed: int, work: Path) -> Task:
     folder = work / f"warm_start_{seed}"
     overrides = [*SETTINGS, f"trainer.seed={seed}", f"trainer.run_dir={folder}"]
     recipe = "quickstart_sft"
-    return Task("warm_start", seed, folder, lambda: runs.sft(load([recipe], overrides)))
+    return Task("warm_start", seed, folder, lambda: supervised.sft(load([recipe], overrides)))
 
 
 def training(name: str, seed: int, steps: int, work: Path) -> Task:
@@ -104,7 +105,7 @@ def _starting_from(run: Path) -> list[str]:
 
 def _from_pairs(recipe: str, overrides: Sequence[str], folder: Path, start: Path) -> None:
     """Train from pairs, then evaluate both ends as a run with rollouts would."""
-    steps = runs.preference(load([recipe], overrides))["steps"]
+    steps = supervised.preference(load([recipe], overrides))["steps"]
     (folder / "evaluations").mkdir(exist_ok=True)
     for step, model in ((0, start), (steps, folder)):
         settings = [*_starting_from(model), *SETTINGS, *RL_SETTINGS]

@@ -59,9 +59,9 @@ def test_every_training_command_runs_its_own_program(monkeypatch: pytest.MonkeyP
     called: list[str] = []
     for program in ("train", "sft", "preference", "reward_model"):
         record = functools.partial(called.append, program)
-        monkeypatch.setattr(
-            f"rondo.trainers.commands.train.{program}", lambda loaded, record=record: record()
-        )
+        module = "train" if program == "train" else "supervised"
+        place = f"rondo.trainers.commands.{module}.{program}"
+        monkeypatch.setattr(place, lambda loaded, record=record: record())
     for command in ("train", "sft", "preference", "reward-model"):
         assert cli.main([command, "quickstart"]) == 0
     assert called == ["train", "sft", "preference", "reward_model"]

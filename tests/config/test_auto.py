@@ -11,7 +11,7 @@ from rondo.config.auto import config_for
 from rondo.config.schema import Config, CriticConfig, RewardModelConfig
 from rondo.controller import cluster
 from rondo.errors import ConfigError
-from rondo.trainers.commands.check import changed_keys
+from rondo.trainers.commands.recipe import changed_keys
 from rondo.trainers.loop.resume import differences
 from rondo.trainers.program.inputs import settled
 from rondo.trainers.replay.journal import settings_of

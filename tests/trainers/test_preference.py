@@ -18,8 +18,9 @@ from rondo.config import load
 from rondo.errors import CheckpointError, ConfigError
 from rondo.models.source import ModelSource
 from rondo.recipes.quickstart import train_rows
-from rondo.trainers.commands.train import preference, reward_model
-from rondo.trainers.supervised.tasks import pair_stream
+from rondo.trainers.commands.check_supervised import check_supervised
+from rondo.trainers.commands.supervised import preference, reward_model
+from rondo.trainers.supervised.tasks import PREFERENCE, pair_stream
 from rondo.training import FsdpEngine
 from tests.trainers.conftest import RECIPE, inline, metrics, weights
 from tests.training.conftest import mesh  # noqa: F401 (a fixture)
@@ -162,6 +163,22 @@ def test_what_a_command_does_not_read_is_an_error(
     assert done.returncode == 2
     assert said in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_all_that_does_not_fit_is_said_at_once(recipe: Path) -> None:
+    wrong = {
+        "rollout.n": "rollout.n=4",
+        "reference.token_budget": "reference.token_budget=100",
+        "trainer.evaluation.every": "trainer.evaluation.every=1",
+        "tracking.trackers.0": "tracking.trackers=[wandbb]",
+        "model.chat_template": "model.chat_template=nowhere.jinja",
+        "data.train.0": "data.train=[{type: jsonl, path: nowhere.jsonl}]",
+    }
+    with pytest.raises(ConfigError) as caught:
+        check_supervised(load([str(recipe)], [*wrong.values(), "data.eval=[]"]), PREFERENCE)
+    found = {problem.key: str(problem) for problem in caught.value.problems}
+    assert set(found) == set(wrong)
+    assert all(found[key].startswith(f"argument '{argument}': ") for key, argument in wrong.items())
 
 
 def test_the_commands_run_what_config_yaml_says(run: Any, recipe: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import yaml
 from rondo.batch import ROW_ID, Batch, BatchRef
 from rondo.config import load
 from rondo.errors import TrainError
-from rondo.trainers.commands.train import reward_model
+from rondo.trainers.commands.supervised import reward_model
 from rondo.trainers.program.stages import model_scores
 from rondo.types import Prompt, Trajectory
 from rondo.workers.rollout import Unscored

@@ -16,8 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from rondo.config import load
 from rondo.errors import ConfigError, DataError, TrainError, WorkerError
 from rondo.trainers.loop.report import Reporter
+from rondo.trainers.sessions.check import check_session
 from rondo.trainers.sessions.handles import per_group
 from rondo.trainers.sessions.session import Session, open_session
 from rondo.types import Prompt, Trajectory
@@ -62,6 +64,22 @@ def first(session: Session, number: int = 4) -> list[Prompt]:
 
 def short(prompt: Prompt, trajectory: Trajectory) -> float:
     return -float(len(trajectory.response_ids))
+
+
+def test_all_that_does_not_fit_is_said_at_once(recipe: Path) -> None:
+    wrong = {
+        "trainer.replay": "trainer.replay=other",
+        "algorithm.rollout_correction.mode": "algorithm.rollout_correction={mode: bypass}",
+        "trainer.evaluation.every": "trainer.evaluation.every=1",
+        "data.train": "data.train=[]",
+        "model.chat_template": "model.chat_template=nowhere.jinja",
+        "reward.models.0": "reward.models=[{name: judge}]",
+    }
+    with pytest.raises(ConfigError) as caught:
+        check_session(load([str(recipe)], [*wrong.values(), "data.eval=[]"]))
+    found = {problem.key: str(problem) for problem in caught.value.problems}
+    assert set(found) == set(wrong)
+    assert all(found[key].startswith(f"argument '{argument}': ") for key, argument in wrong.items())
 
 
 def test_the_greedy_baseline(run: Any) -> None:
@@ -317,7 +335,7 @@ def test_a_program_that_is_stopped_saves_and_goes_on(run: Any, tmp_path: Path) -
         await grpo(session)
         await interrupting
 
-    with pytest.raises(KeyboardInterrupt, match="run the same program again to go on from there"):
+    with pytest.raises(KeyboardInterrupt, match="run the same command again to go on from there"):
         run(stopped, *settings)
     assert 1 <= len(metrics(tmp_path / "run")) < 3
     run(grpo, *settings)

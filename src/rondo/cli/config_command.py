@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 
 from rondo.cli.arguments import add_recipes, load_arguments
@@ -47,10 +46,10 @@ def run(args: argparse.Namespace) -> int:
     if args.no_stages or not scored:  # it is no RL recipe
         return 0
     from rondo.trainers.commands.check import check_rl
-    from rondo.trainers.program.inputs import settled
-    from rondo.trainers.program.roles import placement_of
+    from rondo.trainers.commands.recipe import settled_recipe
+    from rondo.trainers.program import placement_of
 
-    loaded = dataclasses.replace(loaded, config=settled(loaded.config))
+    loaded = settled_recipe(loaded)
     program = check_rl(loaded)
     print("\nOne step:")
     for number, line in enumerate(program.describe(loaded.config), 1):

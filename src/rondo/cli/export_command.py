@@ -18,7 +18,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Write the folder and say where it is."""
-    from rondo.trainers.commands.evaluate import export_checkpoint
+    from rondo.trainers.commands.export import export_checkpoint
 
     step = export_checkpoint(args.run, args.output, args.step)
     print(f"wrote step {step} of {args.run} to {args.output}")

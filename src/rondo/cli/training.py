@@ -23,7 +23,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Train; the console shows progress and the final table. Returns the exit code."""
     loaded = load_arguments(args.config)
-    from rondo.trainers.commands.train import preference, reward_model, sft, train
+    from rondo.trainers.commands.supervised import preference, reward_model, sft
+    from rondo.trainers.commands.train import train
 
     programs = {"train": train, "sft": sft, "preference": preference, "reward-model": reward_model}
     programs[args.command](loaded)

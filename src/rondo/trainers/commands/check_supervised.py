@@ -4,18 +4,20 @@ anything starts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
-from rondo.config import LoadedConfig
+from rondo.config import Config, LoadedConfig
 from rondo.errors import ConfigError
 from rondo.tracking import check_trackers
-from rondo.trainers.commands.check import changed_keys, check_backend, check_files
+from rondo.trainers.commands.check import without_data
+from rondo.trainers.commands.check_machine import check_backend, check_files
+from rondo.trainers.commands.recipe import changed_keys, second_pass
 from rondo.trainers.program import placement_of
 from rondo.trainers.supervised import Task
 
 # Keys that supervised training reads; any other key that is set would be ignored, so it is an error.
-KEYS = ("model.", "data.", "actor.", "trainer.", "cluster.", "tracking.", "checkpoint.")
-NOT_KEYS = (
+READ = ("model.", "data.", "actor.", "trainer.", "cluster.", "tracking.", "checkpoint.")
+UNREAD = (
     "data.pretrain",
     "actor.mini_batch_size",
     "actor.epochs",
@@ -34,50 +36,54 @@ NOT_KEYS = (
     "tracking.samples",
     "tracking.save_rollouts",
 )
-# What some tasks read besides, and one does not.
-ALSO: Mapping[str, tuple[str, ...]] = {
-    "sft": (),
+# What some tasks read besides, and what one of them does not.
+READ_BESIDES: Mapping[str, tuple[str, ...]] = {
     "preference": ("reference.", "algorithm.preference_loss"),
     "reward_model": ("algorithm.reward_model_loss",),
 }
-NOR: Mapping[str, tuple[str, ...]] = {
-    "sft": ("trainer.warm_start",),
-    "preference": (),
-    "reward_model": (),
-}
+UNREAD_BESIDES: Mapping[str, tuple[str, ...]] = {"sft": ("trainer.warm_start",)}
 
 
 def check_supervised(loaded: LoadedConfig, task: Task) -> None:
-    """Raises ConfigError for what the task's command cannot do as configured, keys that it would not read
+    """Raises ConfigError for all that the task's command cannot do as configured, keys that it would not read
     included.
     """
     config = loaded.config
-    if not config.data.train:
-        raise ConfigError(
-            "data.train is empty: there is nothing to learn from; add a source (see docs/data.md)"
-        )
-    needs_reference = task.needs_reference(config)  # makes the loss: its name and options are checked here
-    for key, where in changed_keys(loaded):
-        ours = key.startswith((*KEYS, *ALSO[task.kind])) and not key.startswith((*NOT_KEYS, *NOR[task.kind]))
-        if not ours:
-            raise ConfigError(f"{where}: {key} has no meaning for {task.title}; remove it")
-        if key.startswith("reference.") and not needs_reference:
-            raise ConfigError(
-                f"{where}: {key} is set, but algorithm.preference_loss="
-                f"{config.algorithm.preference_loss.name} reads no ref_log_probs: there is no reference to "
-                "configure; remove the key, or choose a loss that needs one"
+    with second_pass(loaded) as found:
+        found.problems += without_data(config)
+        # Makes the loss: its name and options are checked here. None: they are wrong.
+        needs_reference = found.of(task.needs_reference, config)
+        found.problems += _unread(loaded, task, needs_reference)
+        if needs_reference is not None:
+            found.of(placement_of, config, task.roles(config))
+        if needs_reference:
+            found.of(_check_reference, config)
+        found.of(check_trackers, config.tracking.trackers)
+        found.of(check_backend, config)
+        found.of(check_files, loaded)
+
+
+def _unread(loaded: LoadedConfig, task: Task, needs_reference: bool | None) -> Iterator[ConfigError]:
+    """Yields keys that are set and that nothing reads. needs_reference: None where it is not known."""
+    read = (*READ, *READ_BESIDES.get(task.kind, ()))
+    unread = (*UNREAD, *UNREAD_BESIDES.get(task.kind, ()))
+    loss = loaded.config.algorithm.preference_loss.name
+    for key, _ in changed_keys(loaded):
+        if key.startswith(unread) or not key.startswith(read):
+            yield ConfigError(f"{key} has no meaning for {task.title}; remove it", key=key)
+        elif key.startswith("reference.") and needs_reference is False:
+            yield ConfigError(
+                f"{key} is set, but algorithm.preference_loss={loss} reads no ref_log_probs: there is no "
+                "reference to configure; remove the key, or choose a loss that needs one",
+                key=key,
             )
-    placement_of(config, task.roles(config))
+
+
+def _check_reference(config: Config) -> None:
     longest = config.actor.token_budget // 2
-    if needs_reference and config.reference.token_budget < longest:
+    if config.reference.token_budget < longest:
         raise ConfigError(
             f"reference.token_budget={config.reference.token_budget} is less than the longest sequence of a "
-            f"pair, actor.token_budget // 2 = {longest}; raise it, or lower actor.token_budget"
+            f"pair, actor.token_budget // 2 = {longest}; raise it, or lower actor.token_budget",
+            key="reference.token_budget",
         )
-    if config.trainer.evaluation.every is not None and not config.data.eval:
-        raise ConfigError(
-            "trainer.evaluation.every is set, but data.eval is empty; add a source of held-out rows"
-        )
-    check_trackers(config.tracking.trackers)
-    check_backend(loaded)
-    check_files(loaded)

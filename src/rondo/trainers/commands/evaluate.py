@@ -1,29 +1,21 @@
-"""Using a model without training it: evaluation, generation, export of a checkpoint."""
+"""Answers of a model that is not trained: scored ones to the prompts of a recipe, or to any prompts."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 from rondo.chat import encode_prompt, stop_token_ids
-from rondo.checkpoint import CheckpointStore
-from rondo.config import (
-    Config,
-    DataConfig,
-    LoadedConfig,
-    LocalBackendConfig,
-    ModelConfig,
-    RolloutConfig,
-    load,
-)
-from rondo.controller import Cluster, WorkerGroup, start_cluster
+from rondo.config import Config, DataConfig, LoadedConfig, ModelConfig, RolloutConfig
+from rondo.controller import WorkerGroup, start_cluster
 from rondo.data import index_columns
-from rondo.errors import CheckpointError, ConfigError
+from rondo.errors import ConfigError
 from rondo.models import load_tokenizer
 from rondo.trainers.commands.check import check_rl
+from rondo.trainers.commands.recipe import settled_recipe
 from rondo.trainers.loop import EvaluationResult, Mender, evaluate, restarted
 from rondo.trainers.program import (
     complete_model,
@@ -32,20 +24,19 @@ from rondo.trainers.program import (
     load_prompts,
     on_one_pool,
     one_storage,
-    open_tokenizer,
     settled,
 )
 from rondo.types import Prompt, SamplingParams
-from rondo.workers import ActorWorker, RolloutWorker
+from rondo.workers import RolloutWorker
 
 
 def evaluate_model(loaded: LoadedConfig) -> EvaluationResult:
-    """Answers of model.path to data.eval, as trainer.evaluation says, on all devices whatever cluster.pools
-    says. Raises ConfigError when there are no prompts.
+    """Returns scored answers of model.path to data.eval, as trainer.evaluation says, generated on all devices
+    whatever cluster.pools says. Raises ConfigError when there are no prompts.
     """
     if loaded.config.rollout.recorded is not None:
         raise ConfigError("rollout.recorded is for `rondo train`; an evaluation generates: set it to null")
-    loaded = dataclasses.replace(loaded, config=settled(loaded.config))
+    loaded = settled_recipe(loaded)
     check_rl(loaded)
     config = on_one_pool(complete_model(loaded.config))
     if not config.data.eval:
@@ -55,26 +46,27 @@ def evaluate_model(loaded: LoadedConfig) -> EvaluationResult:
 
 async def _evaluate(config: Config) -> EvaluationResult:
     prompts = load_prompts(config)
+    async with _serving(config, prompts.max_context) as (rollout, mender):
+        work = evaluate(rollout, prompts.eval, config.trainer.evaluation, prompts.sampling)
+        return await mender.served(work)
+
+
+@asynccontextmanager
+async def _serving(config: Config, max_context: int) -> AsyncIterator[tuple[WorkerGroup, Mender]]:
+    """Engines that serve the model's weights, also once they had to be started again."""
     async with await start_cluster(config.cluster) as cluster:
-        rollout = await _engines(cluster, config, prompts.max_context)
+        await create_model(cluster, "actor", config)
+        share = one_storage(config)
+        rollout = await create_rollout(cluster, config, max_context, share=share, threads=cluster.threads)
 
         async def load() -> None:
-            """At the start, and for an engine that was started again."""
             await rollout.call(RolloutWorker.pause)
             await rollout.call(RolloutWorker.load_weights, 0)
             await rollout.call(RolloutWorker.resume)
 
         await load()
         async with Mender(lambda: restarted(rollout), load) as mender:
-            work = evaluate(rollout, prompts.eval, config.trainer.evaluation, prompts.sampling)
-            return await mender.served(work)
-
-
-async def _engines(cluster: Cluster, config: Config, max_context: int) -> WorkerGroup:
-    """The engines beside the actor whose weights they serve."""
-    await create_model(cluster, "actor", config)
-    share = one_storage(config)
-    return await create_rollout(cluster, config, max_context, share=share, threads=cluster.threads)
+            yield rollout, mender
 
 
 def generate(
@@ -88,7 +80,9 @@ def generate(
     seed: int = 0,
     system: str | None = None,
 ) -> list[dict[str, Any]]:
-    """Completions by the native engine: mappings with prompt, text, token_ids, log_probs, finish_reason."""
+    """Returns completions by the native engine: mappings with prompt, text, token_ids, log_probs,
+    finish_reason.
+    """
     if not prompts:
         raise ConfigError("no prompt was given: pass one as an argument or on standard input")
     tokenizer = load_tokenizer(model)
@@ -103,26 +97,7 @@ def generate(
         max_tokens, temperature=temperature, top_p=top_p, stop_token_ids=stop_token_ids(tokenizer, ())
     )
     rows = [Prompt(i, f"prompt/0/{i}", "prompt", ids) for i, ids in enumerate(encoded)]
-    return asyncio.run(_generate(settled(config), rows, prompts, sampling, n))
-
-
-async def _generate(
-    config: Config, rows: Sequence[Prompt], texts: Sequence[str], sampling: SamplingParams, n: int
-) -> list[dict[str, Any]]:
-    async with await start_cluster(config.cluster) as cluster:
-        rollout = await _engines(cluster, config, config.data.max_prompt_tokens + sampling.max_tokens)
-        await rollout.call(RolloutWorker.load_weights, 0)
-        await rollout.call(RolloutWorker.resume)
-        refs = await asyncio.gather(
-            *(
-                rollout.call_rank(
-                    0, RolloutWorker.run_unscored, row, sampling, n, "generate", keep=index_columns()
-                )
-                for row in rows
-            )
-        )
-        batches = [await ref.fetch() for ref in refs]
-    tables = [batch.table.to_pylist() for batch in batches]
+    tables = asyncio.run(_generate(settled(config), rows, sampling))
     return [
         {
             "prompt": text,
@@ -131,47 +106,28 @@ async def _generate(
             "log_probs": row["rollout_log_probs"],
             "finish_reason": row["finish_reason"],
         }
-        for text, table in zip(texts, tables, strict=True)
+        for text, table in zip(prompts, tables, strict=True)
         for row in table
     ]
 
 
-def export_checkpoint(run: str, output: str, step: int | None = None) -> int:
-    """Write the actor of a checkpoint of `run` to `output` with its tokenizer; returns the step.
-
-    Raises CheckpointError when the run has no such checkpoint, ConfigError when `output` is in use.
-    """
-    target = Path(output)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(f"{output}: exists and is not an empty folder; choose another place to export to")
-    if not (Path(run) / "config.yaml").is_file():
-        raise CheckpointError(f"{run}: not a run folder (no config.yaml)")
-    config = load([str(Path(run) / "config.yaml")]).config
-    if config.trainer.warm_start is not None:
-        warm = str(Path(run) / "warm_start" / "export")
-        config = dataclasses.replace(
-            config,
-            model=dataclasses.replace(config.model, path=warm, tokenizer=warm),
-            trainer=dataclasses.replace(config.trainer, warm_start=None),
+async def _generate(
+    config: Config, prompts: Sequence[Prompt], sampling: SamplingParams
+) -> list[list[dict[str, Any]]]:
+    """Returns a table for each prompt, a row of it for each completion."""
+    max_context = config.data.max_prompt_tokens + sampling.max_tokens
+    async with _serving(config, max_context) as (rollout, mender):
+        calls = (
+            rollout.call_rank(
+                0,
+                RolloutWorker.run_unscored,
+                prompt,
+                sampling,
+                config.rollout.n,
+                "generate",
+                keep=index_columns(),
+            )
+            for prompt in prompts
         )
-    config = on_one_pool(config)
-    config = dataclasses.replace(
-        config, cluster=dataclasses.replace(config.cluster, backend=LocalBackendConfig(), devices=1)
-    )
-    config = complete_model(config)
-    store = CheckpointStore(Path(run) / "checkpoints", keep=config.checkpoint.keep)
-    checkpoint = store.latest() if step is None else store.open(step)
-    if checkpoint is None:
-        raise CheckpointError(
-            f"{run}: has no checkpoint; set checkpoint.every in the recipe, or use its export/ folder"
-        )
-    asyncio.run(_export(config, str(checkpoint.path / "actor"), output))
-    return int(checkpoint.step)
-
-
-async def _export(config: Config, checkpoint: str, output: str) -> None:
-    async with await start_cluster(config.cluster) as cluster:
-        actor = await create_model(cluster, "actor", config)
-        await actor.call(ActorWorker.load, checkpoint)
-        await actor.call(ActorWorker.export, output)
-    open_tokenizer(config).save_pretrained(output)
+        refs = await mender.served(asyncio.gather(*calls))
+        return [(await ref.fetch()).table.to_pylist() for ref in refs]

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 import torch
 
 from rondo.config import Config, LoadedConfig
-from rondo.controller import planned_device
 from rondo.errors import ConfigError
 from rondo.models import build_model, family_of, load_model_config
 from rondo.rollout import EngineSpec, check_engine
 from rondo.serving import Endpoint, Sessions
 from rondo.serving.http import HttpServer, check_installed
-from rondo.trainers.commands.check import changed_keys
+from rondo.trainers.commands.check_machine import engine_device
+from rondo.trainers.commands.open_run import caught
+from rondo.trainers.commands.recipe import changed_keys
 from rondo.trainers.loop import Mender
 from rondo.trainers.program import (
     complete_model,
@@ -32,7 +33,6 @@ from rondo.workers import Replicas, runs_in_own_process
 
 MAX_SESSIONS = 1024  # that are remembered
 MAX_WAITING = 1024  # sequences in the queue
-
 
 # What is read here; model.* and rollout.* besides, but for what has no meaning without a trainer.
 READ = (
@@ -55,12 +55,14 @@ WITHOUT_MEANING: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Address:
-    """Where to listen and who may ask. port 0: a free one. given: the token was chosen by the user."""
+    """Where to listen, and who may ask."""
 
     host: str
     port: int
+    """0: a free one."""
     token: str
     given: bool
+    """Whether the user chose the token."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class Serving:
 def serve(
     config: Config, address: Address, *, model: str, max_context: int | None, ready: Callable[[Serving], None]
 ) -> None:
-    """Serve config.model until SIGINT or SIGTERM; every process that was started has ended then.
+    """Serves config.model until SIGINT or SIGTERM; every process that was started has ended then.
 
     model: the name under which it is served. max_context: prompt and answer tokens (default: as the recipe
     trains, data.max_prompt_tokens + rollout.max_tokens). ready: called once. Raises ConfigError, DataError,
@@ -87,24 +89,29 @@ def serve(
         raise ConfigError(
             f"--max-context {max_context} leaves no room for a prompt and an answer; at least 2"
         )
-    asyncio.run(_serve(complete_model(settled(config)), address, model, max_context, ready))
+    config = complete_model(settled(config))
+    max_context = max_context or config.data.max_prompt_tokens + config.rollout.max_tokens
+    asyncio.run(_serve(config, address, model, _spec(config, max_context), ready))
 
 
 def unread(loaded: LoadedConfig) -> list[str]:
-    """Keys of a recipe's rollout section that `rondo serve` does not read, with the reason. A recipe's other
-    sections are a trainer's. Raises ConfigError for such a key on the command line.
+    """Returns a line for each key of a recipe's rollout section that `rondo serve` does not read, with the
+    reason. A recipe's other sections are a trainer's. Raises ConfigError for such a key on the command line.
     """
-    _check_devices(loaded.config)
+    if loaded.config.cluster.devices > 1:
+        raise ConfigError(
+            f"cluster.devices={loaded.config.cluster.devices}: `rondo serve` uses one device; set "
+            "cluster.devices=1 (rollout.replicas are several engines on it, rollout.engine.tensor_parallel "
+            "one engine on several)"
+        )
     notes: dict[str, str] = {}
     for key, where in changed_keys(loaded):
         known = next((known for known in WITHOUT_MEANING if f"{key}.".startswith(f"{known}.")), None)
+        reason = f": {WITHOUT_MEANING[known]}" if known else ""
         if known is not None:
-            reason = f": {WITHOUT_MEANING[known]}"
             notes.setdefault(known, f"{where}: {known} has no meaning for `rondo serve`{reason}")
         if where.startswith("argument ") and (known or not key.startswith(("model.", "rollout.", *READ))):
-            raise ConfigError(
-                f"{where}: {key} has no meaning for `rondo serve`{reason if known else ''}; remove it"
-            )
+            raise ConfigError(f"{where}: {key} has no meaning for `rondo serve`{reason}; remove it")
     return list(notes.values())
 
 
@@ -123,15 +130,6 @@ def _check(config: Config, address: Address) -> None:
         raise ConfigError("there is no model to serve: name a model folder, or a recipe with model.path")
 
 
-def _check_devices(config: Config) -> None:
-    if config.cluster.devices > 1:
-        raise ConfigError(
-            f"cluster.devices={config.cluster.devices}: `rondo serve` uses one device; set cluster.devices=1 "
-            "(rollout.replicas are several engines on it, rollout.engine.tensor_parallel one engine on "
-            "several)"
-        )
-
-
 def _is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -140,12 +138,9 @@ def _is_loopback(host: str) -> bool:
 
 
 def _spec(config: Config, max_context: int) -> EngineSpec:
-    rollout, cluster = config.rollout, config.cluster
-    planned = planned_device(cluster)
-    if planned == "cuda" and not torch.cuda.is_available():
+    rollout, engine, device = config.rollout, config.rollout.engine, engine_device(config)
+    if device != "cpu" and not torch.cuda.is_available():
         raise ConfigError("cluster.device=cuda, but torch sees no CUDA device here: set cluster.device=cpu")
-    device = "cuda:0" if planned == "cuda" else "cpu"
-    engine = rollout.engine
     check_engine(engine.name, engine.options, device=device)
     return EngineSpec(
         engine=engine.name,
@@ -154,7 +149,7 @@ def _spec(config: Config, max_context: int) -> EngineSpec:
         device=device,
         max_context=max_context,
         max_concurrent=rollout.max_concurrent,
-        threads=cluster.threads or max(1, (os.cpu_count() or 1) // rollout.replicas),
+        threads=config.cluster.threads or max(1, (os.cpu_count() or 1) // rollout.replicas),
         tensor_parallel=engine.tensor_parallel,
         decode=engine.decode,
         seed=config.trainer.seed,
@@ -163,21 +158,21 @@ def _spec(config: Config, max_context: int) -> EngineSpec:
 
 
 async def _serve(
-    config: Config,
-    address: Address,
-    model: str,
-    max_context: int | None,
-    ready: Callable[[Serving], None],
+    config: Config, address: Address, model: str, spec: EngineSpec, ready: Callable[[Serving], None]
 ) -> None:
-    rollout = config.rollout
-    tokenizer = open_tokenizer(config)
-    spec = _spec(config, max_context or config.data.max_prompt_tokens + rollout.max_tokens)
+    rollout, tokenizer = config.rollout, open_tokenizer(config)
     replicas = Replicas(
         spec,
         count=rollout.replicas,
         own_process=runs_in_own_process(rollout),
         bucket_bytes=rollout.bucket_bytes,
     )
+
+    async def reload() -> None:
+        await replicas.router.pause()
+        await asyncio.to_thread(_load, replicas, spec)
+        await replicas.router.resume()
+
     try:
         _load(replicas, spec)
         endpoint = Endpoint(
@@ -190,10 +185,14 @@ async def _serve(
             max_pending=rollout.replicas * rollout.max_concurrent + MAX_WAITING,
             deadline_seconds=rollout.deadline_seconds,
         )
-        server = HttpServer(endpoint, address.token)
+        server, stop = HttpServer(endpoint, address.token), asyncio.Event()
         base_url = await server.start(address.host, address.port)
         try:
-            await _until_stopped(replicas, spec, lambda: ready(Serving(base_url, model, replicas.describe())))
+            with caught(stop.set, signal.SIGINT, signal.SIGTERM):
+                # An engine that died and was started again gets its weights.
+                async with Mender(replicas.restarted, reload) as mender:
+                    ready(Serving(base_url, model, replicas.describe()))
+                    await mender.served(stop.wait())
         finally:
             await server.close()
     finally:
@@ -201,7 +200,7 @@ async def _serve(
 
 
 def _load(replicas: Replicas, spec: EngineSpec) -> None:
-    """Send the model's weights, as version 0, to all engines; they must be idle or paused."""
+    """Sends the model's weights, as version 0, to all engines; they must be idle or paused."""
     module = build_model(spec.source, getattr(torch, spec.dtype))
     family = family_of(load_model_config(spec.source))
     sink = replicas.sink()
@@ -210,23 +209,3 @@ def _load(replicas: Replicas, spec: EngineSpec) -> None:
         sink.receive(family.checkpoint_name(name), parameter.detach())
     sink.commit(0)
     replicas.loaded(0)
-
-
-async def _until_stopped(replicas: Replicas, spec: EngineSpec, started: Callable[[], None]) -> None:
-    """Until a signal; an engine that died and was started again gets its weights meanwhile."""
-    stop, loop = asyncio.Event(), asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
-
-    async def reload() -> None:
-        await replicas.router.pause()
-        await asyncio.to_thread(_load, replicas, spec)
-        await replicas.router.resume()
-
-    try:
-        async with Mender(replicas.restarted, reload) as mender:
-            started()
-            await mender.served(stop.wait())
-    finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)

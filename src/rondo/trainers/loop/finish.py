@@ -22,11 +22,8 @@ from rondo.usage import process_usage
 from rondo.workers import EvaluationRecord
 
 
-def finish(reporter: Reporter, step: int, finished: bool) -> dict[str, Any]:
-    """Writes summary.json and curves.png, shows the final table; none of it for a run that was stopped.
-
-    Returns the summary.
-    """
+def finish(reporter: Reporter, step: int) -> dict[str, Any]:
+    """Writes summary.json and curves.png, shows the final table. Returns the summary."""
     config, folder, console = reporter.config, reporter.folder, reporter.console
     lines = folder.read_metrics()
     evaluations = [line for line in lines if any(key.startswith("eval/") for key in line)]
@@ -42,8 +39,6 @@ def finish(reporter: Reporter, step: int, finished: bool) -> dict[str, Any]:
         eval_after=after,
         peak_memory_bytes=int(max(peak, usage.peak_memory_bytes)),
     )
-    if not finished:
-        return summary
     folder.write_summary(summary)
     facts = {"time": f"{summary['wall_seconds']:.0f} s ({summary['cpu_seconds']:.0f} CPU-s)"}
     if reporter.kind != "rl":

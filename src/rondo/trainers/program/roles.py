@@ -20,6 +20,8 @@ from rondo.roles import REWARD_MODEL, ROLES, ROLLOUT, Role
 from rondo.training import Loss
 from rondo.workers import ModelWorker, runs_in_own_process
 
+EXPORT_OF_ONE = "name the export folder of `rondo reward-model`"
+
 
 def model_source(config: Config, path: str | None = None) -> ModelSource:
     """path: overrides model.path (a critic's or reference's own)."""
@@ -87,12 +89,15 @@ def engine_of(role: str, config: Config) -> tuple[str, FrozenEngineConfig]:
 
 def source_of(role: str, config: Config) -> ModelSource:
     """The weights that a role with a training engine starts from. Raises ConfigError where none are named."""
-    engine = engine_of(role, config)[1]
+    section, engine = engine_of(role, config)
     if isinstance(engine, RewardModelConfig):
-        if not (Path(engine.path or "") / VALUE_HEAD_FILE).is_file():
+        if engine.path is None:
+            raise ConfigError(f"{section}: {role} has no path; {EXPORT_OF_ONE}", key=section)
+        if not (Path(engine.path) / VALUE_HEAD_FILE).is_file():
             raise ConfigError(
-                f"reward.models: {role} at {engine.path} has no {VALUE_HEAD_FILE} and would score every "
-                "response 0; name the export folder of `rondo reward-model`"
+                f"{section}.path: there is no {VALUE_HEAD_FILE} in {engine.path}, without which every response "
+                f"would score 0; {EXPORT_OF_ONE}",
+                key=f"{section}.path",
             )
         return model_source(config, engine.path)
     return model_source(config, path_of(role, config))

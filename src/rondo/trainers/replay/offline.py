@@ -23,7 +23,7 @@ from rondo.errors import ConfigError
 from rondo.models import load_model_config
 from rondo.planning import OnUpdate, Phase
 from rondo.trainers.loop import Buffer, EpisodeFeeder, EvaluationResult, Group, Ledger, Route, differences
-from rondo.trainers.program import Recorded, engine_of, model_source
+from rondo.trainers.program import Program, Recorded, engine_of, model_source
 from rondo.types import Prompt, StepStats
 from rondo.weights import SyncReport
 
@@ -148,8 +148,7 @@ class NoRoute:
 
 class RecordedSide:
     """`RolloutSide` of a recording, whose prompt groups are read from files: the one that is read from now
-    stays in memory. roles: those with a model beside the actor. reads_accuracy: the program does.
-    greedy_baseline: it reads that column.
+    stays in memory.
     """
 
     size = 1
@@ -158,23 +157,14 @@ class RecordedSide:
     canary: Callable[[int], Coroutine[Any, Any, float]] | None = None
     eval: Sequence[Prompt] = ()
 
-    def __init__(
-        self,
-        recorded: Recorded,
-        config: Config,
-        roles: Sequence[str],
-        cluster: Cluster,
-        *,
-        reads_accuracy: bool,
-        greedy_baseline: bool,
-    ) -> None:
+    def __init__(self, recorded: Recorded, program: Program, config: Config, cluster: Cluster) -> None:
         self._recorded = recorded
         self._cluster = cluster
-        self._limits = _limits(config, roles, reads_accuracy)
+        self._limits = _limits(config, program)
         self._reading = asyncio.Lock()
         self._file = -1
         self._rows = Batch.of({})
-        self.index_columns = index_columns(recorded.recording.scores, greedy_baseline=greedy_baseline)
+        self.index_columns = index_columns(recorded.recording.scores, greedy_baseline=program.greedy_baseline)
         self.route: Route = NoRoute()
 
     def describe(self) -> str:
@@ -215,9 +205,11 @@ class RecordedSide:
         raise AssertionError("there are no prompts to evaluate on")
 
 
-def _limits(config: Config, roles: Sequence[str], reads_accuracy: bool) -> Limits:
+def _limits(config: Config, program: Program) -> Limits:
     """What every model of the run can take; the smallest token budget decides."""
-    engines = dict(engine_of(role, config) for role in ("actor", *roles))
+    engines = dict(engine_of(role, config) for role in ("actor", *program.roles))
     key = min(engines, key=lambda key: engines[key].token_budget)
     vocab_size = int(load_model_config(model_source(config)).get_text_config().vocab_size)
-    return Limits(vocab_size, engines[key].token_budget, f"{key}.token_budget", accuracy=reads_accuracy)
+    return Limits(
+        vocab_size, engines[key].token_budget, f"{key}.token_budget", accuracy=program.reads_accuracy
+    )

@@ -23,22 +23,16 @@ import numpy as np
 from rondo.batch import BatchRef
 from rondo.compat.verl import translate
 from rondo.config import Config, RewardConfig, RewardFunctionConfig, RolloutCorrectionConfig, load, to_yaml
-from rondo.controller import Cluster, WorkerGroup, start_cluster
+from rondo.controller import Cluster, WorkerGroup
 from rondo.errors import ConfigError, TrainError
 from rondo.rewards import BUILTINS, load_functions, score_names
 from rondo.roles import of_section
-from rondo.tracking import Console, RunFolder
-from rondo.trainers.commands.check import check_names, check_session, check_token_budget, located
-from rondo.trainers.commands.train import stop_on_interrupt, warm_start
-from rondo.trainers.loop import (
-    Checkpoints,
-    EngineSide,
-    Reporter,
-    RLRun,
-    already_finished,
-    finish,
-    remove_files,
-)
+from rondo.trainers.commands.check import check_token_budget
+from rondo.trainers.commands.check_machine import check_names
+from rondo.trainers.commands.open_run import open_console, open_run
+from rondo.trainers.commands.recipe import settled_recipe
+from rondo.trainers.commands.supervised import warm_started
+from rondo.trainers.loop import Checkpoints, EngineSide, Reporter, RLRun, already_finished
 from rondo.trainers.program import (
     AdvantageStage,
     CorrectionStage,
@@ -48,19 +42,17 @@ from rondo.trainers.program import (
     Roles,
     Step,
     columns_of_hooks,
-    complete_model,
     create_model,
     create_rollout,
     critic_learner,
     describe_correction,
     effective_correction,
     load_prompts,
-    open_tokenizer,
     placement_of,
     plan_schedule,
-    settled,
     shares_weights,
 )
+from rondo.trainers.sessions.check import check_session
 from rondo.trainers.sessions.handles import (
     Actor,
     Cost,
@@ -72,7 +64,6 @@ from rondo.trainers.sessions.handles import (
     chosen_function,
 )
 from rondo.types import Prompt, StepStats
-from rondo.workers import ActorWorker
 
 
 @contextlib.asynccontextmanager
@@ -89,49 +80,35 @@ async def open_session(
     the program ends without an error, curves, summary and (checkpoint.export) the model are written. Raises
     ConfigError for what cannot work.
     """
-    loaded = load([str(recipe) for recipe in recipes], overrides, translate=translate)
-    loaded = dataclasses.replace(loaded, config=settled(loaded.config))
-    with located(loaded):
-        check_session(loaded)
+    loaded = settled_recipe(load([str(recipe) for recipe in recipes], overrides, translate=translate))
+    check_session(loaded)
     config = loaded.config
-    console = Console(config.tracking.console, samples=config.tracking.samples)
-    for note in loaded.notes:
-        console.note(note)
-    if effective_correction(config) is not None:
-        console.note(describe_correction(config))
-    run_dir = Path(config.trainer.run_dir or "runs/session")
-    with RunFolder(run_dir, resume=config.checkpoint.resume) as folder, contextlib.ExitStack() as at_end:
-        at_end.callback(remove_files, folder.path)
-        checkpoints = Checkpoints(config, folder)
-        checkpoints.check()
-        if already_finished(folder, config, console) is not None:
-            console.note(f"{folder.path}: this program is finished, and nothing is left to train")
-        started = complete_model(await warm_start(loaded, run_dir.parent, console))
+    folder = Path(config.trainer.run_dir or "runs/session")
+    with open_console(config) as console, open_run(loaded, folder, console) as run:
+        for note in loaded.notes:
+            console.note(note)
+        if effective_correction(config) is not None:
+            console.note(describe_correction(config))
+        if already_finished(run.folder, config, console) is not None:
+            console.note(f"{folder}: this program is finished, and nothing is left to train")
+        config = await warm_started(run, folder.parent)
         if reward is not None:
             own = RewardConfig(functions=(RewardFunctionConfig(reward),))  # type: ignore[arg-type]
-            started = dataclasses.replace(started, reward=own)
+            config = dataclasses.replace(config, reward=own)
         with console.phase("reading prompts"):
-            data = load_prompts(started)
-        reporter = Reporter(started, folder, console, title=run_dir.name)
-        folder.write_config(to_yaml(config))
-        async with await start_cluster(started.cluster) as cluster:
-            reporter.device = f"{cluster.num_devices} x {cluster.device} ({started.cluster.backend.name})"
-            session = Session(started, cluster, data, reporter, checkpoints)
-            with checkpoints.way_on_noted(), stop_on_interrupt(session, console):
+            data = load_prompts(config)
+        run.folder.write_config(to_yaml(loaded.config))
+        async with run.started(config) as (cluster, reporter):
+            session = Session(config, cluster, data, reporter, run.checkpoints)
+            with run.stoppable(session):
                 try:
                     yield session
                 except BaseException as error:
                     await session.close(error)
                     raise
                 await session.close()
-            if session.stopped:
-                raise KeyboardInterrupt(
-                    f"stopped after step {session.step}; run the same program again to go on from there "
-                    f"({folder.path / 'checkpoints'})"
-                )
-            await session.finish()
-        if session.step:
-            finish(reporter, session.step, finished=True)
+            if session.step or session.stopped:
+                await run.end(session.run, finished=not session.stopped)
 
 
 class Session:
@@ -455,15 +432,6 @@ class Session:
         else:
             with contextlib.suppress(StopAsyncIteration):
                 await self._steps.athrow(error)
-
-    async def finish(self) -> None:
-        """The export; `open_session` calls it."""
-        if self._run is None or not self.step:
-            return
-        if self.config.checkpoint.export:
-            folder = self._reporter.folder.export_dir
-            await self._run.roles.actor.call(ActorWorker.export, str(folder))
-            open_tokenizer(self.config).save_pretrained(folder)
 
     def _idle_pools(self) -> list[str]:
         """Those without a model or an engine."""

@@ -10,7 +10,7 @@ import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from rondo.controller import Cluster, WorkerGroup
 from rondo.errors import ConfigError
 from rondo.tracking.shown import Kind
 from rondo.trainers.loop import Checkpoints, Reporter
-from rondo.trainers.program import create_model, placement_of, role_spec
+from rondo.trainers.program import Roles, create_model, placement_of, role_spec
 from rondo.training import Loss
 from rondo.types import StepStats
 from rondo.workers import ActorWorker, ReferenceWorker, update_columns
@@ -39,30 +39,30 @@ class RowStream(Protocol):
 
 @dataclass(frozen=True)
 class Task:
-    """A kind of supervised training. title: in messages and the console.
-
-    stream: of data.train, or of data.eval where its second argument (held out) is true. weights: the
-    loss_weight of each row of one optimizer step. value_head: the model gives a score instead of tokens.
-    """
+    """A kind of supervised training."""
 
     kind: Kind
     title: str
+    """What messages call it."""
     loss: Callable[[Config], Loss]
     stream: Callable[[Config, bool], RowStream]
+    """Reads data.train, or data.eval where its second argument (held out) is true."""
     weights: Callable[[Batch], np.ndarray]
+    """Returns the loss_weight of each row of one optimizer step."""
     value_head: bool = False
+    """Whether the model gives a score instead of tokens."""
 
     def roles(self, config: Config) -> tuple[str, ...]:
-        """Its worker groups."""
+        """Returns the names of its worker groups."""
         return ("actor", "reference") if self.needs_reference(config) else ("actor",)
 
     def needs_reference(self, config: Config) -> bool:
-        """Whether the loss compares with the model as it was at the start."""
+        """Says whether the loss compares with the model as it was at the start."""
         return "ref_log_probs" in self.loss(config).columns
 
 
 def total_steps(config: Config, rows_per_epoch: int) -> int:
-    """Optimizer steps of the run: one per batch."""
+    """Returns the optimizer steps of the run: one per batch."""
     if config.trainer.total_steps is not None:
         return config.trainer.total_steps
     steps = math.ceil((config.trainer.epochs or 0) * rows_per_epoch / config.data.batch_size)
@@ -72,56 +72,48 @@ def total_steps(config: Config, rows_per_epoch: int) -> int:
 
 
 class SupervisedTrainer:
-    """data.batch_size source rows per optimizer step."""
+    """Takes one optimizer step on data.batch_size source rows at a time. Reads the data when it is made."""
 
     def __init__(
-        self,
-        task: Task,
-        config: Config,
-        cluster: Cluster,
-        actor: WorkerGroup,
-        reference: WorkerGroup | None,
-        stream: RowStream,
-        held_out: RowStream | None,
-        steps: int,
-        reporter: Reporter,
-        checkpoints: Checkpoints,
+        self, task: Task, config: Config, cluster: Cluster, reporter: Reporter, checkpoints: Checkpoints
     ) -> None:
-        self.task, self.config, self.cluster = task, config, cluster
-        self.actor, self.reference, self.stream, self.held_out = actor, reference, stream, held_out
-        self.total_steps, self.reporter, self.checkpoints = steps, reporter, checkpoints
+        self.task = task
+        self.config = config
+        self.cluster = cluster
+        self.reporter = reporter
+        self.checkpoints = checkpoints
+        self.loss = task.loss(config)
+        self.stream = task.stream(config, False)
+        self.held_out = task.stream(config, True) if config.data.eval else None
+        self.total_steps = total_steps(config, self.stream.rows_per_epoch)
         self.step = 0
+        self.roles: Roles
+        """The actor, and the reference where the loss compares with it; `start` makes them."""
         self.clock = reporter.watch(cluster)
-        self._reads = update_columns(task.loss(config))
+        self._reads = update_columns(self.loss)
         self._held_out_batch: BatchRef | None = None
         self._stop = asyncio.Event()
 
-    @classmethod
-    async def create(
-        cls, task: Task, config: Config, cluster: Cluster, reporter: Reporter, checkpoints: Checkpoints
-    ) -> SupervisedTrainer:
-        """Load the data, then start the worker groups: the model, and its reference if the loss has one."""
-        stream = task.stream(config, False)
-        held_out = task.stream(config, True) if config.data.eval else None
-        steps = total_steps(config, stream.rows_per_epoch)
-        worker, kwargs = role_spec("actor", config, {task.kind: task.loss(config)}, steps)
-        kwargs |= {"head": "value"} if task.value_head else {}
-        devices = placement_of(config, task.roles(config)).devices("actor")
-        actor = await cluster.create_group("actor", worker, kwargs=kwargs, devices=devices)
-        reference = await create_model(cluster, "reference", config) if task.needs_reference(config) else None
-        return cls(task, config, cluster, actor, reference, stream, held_out, steps, reporter, checkpoints)
-
     def request_stop(self) -> None:
-        """Stop after the step that is being done; the state is saved and resumable."""
+        """Stops after the step that is being done; the state is saved and resumable."""
         self._stop.set()
 
     async def start(self) -> None:
-        """Resume if there is something to resume."""
+        """Starts the worker groups, and resumes if there is something to resume."""
+        config, task = self.config, self.task
+        with self.reporter.console.phase("starting worker groups"):
+            worker, kwargs = role_spec("actor", config, {task.kind: self.loss}, self.total_steps)
+            kwargs |= {"head": "value"} if task.value_head else {}
+            devices = placement_of(config, task.roles(config)).devices("actor")
+            actor = await self.cluster.create_group("actor", worker, kwargs=kwargs, devices=devices)
+            self.roles = Roles(actor, None)
+            if task.needs_reference(config):
+                self.roles.models["reference"] = await create_model(self.cluster, "reference", config)
         await self.checkpoints.restore(self)
 
     async def run(self) -> bool:
-        """Train. Returns False when stopped on request before the end."""
-        parameters = await self.actor.call(ActorWorker.num_parameters)
+        """Trains. Returns False when stopped on request before the end."""
+        parameters = await self.roles.actor.call(ActorWorker.num_parameters)
         with self.reporter.running(self.total_steps, self.step, parameters):
             self.clock.count_cpu(await self.cluster.cpu_seconds())  # from here on: not what loading took
             self.clock.start_step()
@@ -135,15 +127,15 @@ class SupervisedTrainer:
         return finished
 
     def saved_roles(self) -> Mapping[str, WorkerGroup]:
-        """The reference never changes: it is made anew from where it came from."""
-        return {"actor": self.actor}
+        """Leaves the reference out: it never changes, and is made anew from where it came from."""
+        return {"actor": self.roles.actor}
 
     async def state(self) -> ControllerState:
         """The stream is a function of the step: there is nothing else to keep."""
         return ControllerState(step=self.step, version=self.step, timers=self.clock.state())
 
     async def load_state(self, state: ControllerState) -> None:
-        """Go on where `state` was cut."""
+        """Goes on where `state` was cut."""
         self.step = state.step
         self.clock.load_state(state.timers)
 
@@ -153,39 +145,42 @@ class SupervisedTrainer:
             rows = self.stream.batch(range(self.step * size, (self.step + 1) * size))
         batch = await self._prepared(rows)
         with self.clock.phase("update_actor"):
-            stats: StepStats = await self.actor.call(
+            stats: StepStats = await self.roles.actor.call(
                 ActorWorker.update_actor, batch, [[0]], self.task.kind, reads=self._reads
             )
         self.step += 1
         stats.add_sum("perf/trained_tokens", float(rows.scalars("num_trained_tokens").sum()))
-        extra: dict[str, Any] = {}
+        held_out: dict[str, float] = {}
         every, last = self.config.trainer.evaluation.every, self.step == self.total_steps
         if self.held_out and (last or (every and self.step % every == 0)):
             with self.clock.phase("evaluate"):
-                extra |= await self._evaluate(self.held_out)
-        for peak in await self.actor.call(ActorWorker.peak_memory_bytes):
+                held_out = await self._evaluate(self.held_out)
+        for peak in await self.roles.actor.call(ActorWorker.peak_memory_bytes):
             stats.add_max("perf/peak_memory_bytes", float(peak))
         self.clock.count_cpu(await self.cluster.cpu_seconds())
-        self.reporter.step(self.step, stats, extra)
+        self.reporter.step(self.step, stats, held_out)
         with self.clock.phase("checkpoint"):
             await self.checkpoints.snapshot_if_due(self)
             await self.checkpoints.write_if_cut(self)
 
     async def _prepared(self, rows: Batch) -> BatchRef:
-        """The rows of one optimizer step with everything that the loss reads."""
+        """Returns the rows of one optimizer step with everything that the loss reads."""
         batch = self.cluster.put(rows, per_row(rows.columns)).with_index(
             {"mini_batch": np.zeros(len(rows), np.int64), "loss_weight": self.task.weights(rows)}
         )
-        if self.reference is not None:
+        reference = self.roles.models.get("reference")
+        if reference is not None:
             with self.clock.phase("reference"):
-                batch = await self.reference.call(ReferenceWorker.compute_ref_log_prob, batch)
+                batch = await reference.call(ReferenceWorker.compute_ref_log_prob, batch)
         return batch
 
     async def _evaluate(self, stream: RowStream) -> dict[str, float]:
-        """Every held-out row once. They are prepared once: the reference's log-probs stay what they are."""
+        """Measures the loss on every held-out row. They are prepared once: the reference's log-probs stay
+        what they are.
+        """
         if self._held_out_batch is None:
             self._held_out_batch = await self._prepared(stream.batch(range(stream.rows_per_epoch)))
-        stats: StepStats = await self.actor.call(
+        stats: StepStats = await self.roles.actor.call(
             ActorWorker.evaluate_loss, self._held_out_batch, self.task.kind, reads=self._reads
         )
         return {f"eval/{name}": value for name, value in stats.values().items()}

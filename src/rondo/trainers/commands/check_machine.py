@@ -1,0 +1,135 @@
+"""Checks of what a configuration needs from this machine: files, model folders, packages, an engine.
+
+On a cluster elsewhere (cluster.backend.address) other machines have the model folders and the engines: their
+own processes find out what is missing there.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from collections.abc import Sequence
+
+from rondo.algorithms import Kind, registered_by_user
+from rondo.config import Config, FunctionConfig, KlConfig, LoadedConfig, collected
+from rondo.controller import planned_device
+from rondo.data import check_source
+from rondo.errors import ConfigError, DataError, about
+from rondo.models import check_model_folder, load_model_config
+from rondo.rollout import check_engine
+from rondo.trainers.commands.recipe import beside_recipe
+from rondo.trainers.program import model_source, source_of
+
+
+def check_backend(config: Config) -> None:
+    """Raises ConfigError for a backend or compiler that is not here."""
+    if config.cluster.backend.name == "ray" and importlib.util.find_spec("ray") is None:
+        raise ConfigError(
+            'cluster.backend=ray, but Ray is not installed: pip install "rondo-rl[ray]"',
+            key="cluster.backend.name",
+        )
+    check_names(config)
+    rollout = config.rollout
+    if rollout.engine.decode == "compiled" and rollout.recorded is None and shutil.which("cc") is None:
+        raise ConfigError(
+            "rollout.engine.decode=compiled needs a C compiler (cc); install one, or set "
+            "rollout.engine.decode=auto",
+            key="rollout.engine.decode",
+        )
+
+
+def check_names(config: Config) -> None:
+    """Raises ConfigError for a short name, registered by the user's code in this process, of a function that
+    runs in workers that are other processes.
+    """
+    if config.cluster.backend.name == "local":
+        return
+    algorithm = config.algorithm
+    in_workers: tuple[tuple[str, Kind, FunctionConfig | KlConfig | None], ...] = (
+        ("policy_loss", "policy_loss", algorithm.policy_loss),
+        ("value_loss", "value_loss", algorithm.value_loss),
+        ("kl", "kl", algorithm.kl),
+        ("preference_loss", "pair_loss", algorithm.preference_loss),
+        ("reward_model_loss", "pair_loss", algorithm.reward_model_loss),
+    )
+    for name, kind, chosen in in_workers:
+        place = registered_by_user(kind, chosen.name) if chosen is not None else None
+        if chosen is not None and place is not None:
+            key = f"algorithm.{name}"
+            raise ConfigError(
+                f"{key}: the name {chosen.name!r} is registered in this process only, and the workers of "
+                f"cluster.backend={config.cluster.backend.name} are other processes; name the function with "
+                f"its file, {place} (a program can also pass the function itself)",
+                key=key,
+            )
+
+
+def engine_device(config: Config) -> str:
+    """Returns what engines of this configuration are built for, as torch names it."""
+    return "cuda:0" if planned_device(config.cluster) == "cuda" else "cpu"
+
+
+def check_rollout_engine(config: Config) -> None:
+    """Raises ConfigError for an engine that is not installed, or cannot do what it will be asked for."""
+    rollout = config.rollout
+    if config.cluster.backend.address is not None:
+        return
+    try:
+        check_engine(
+            rollout.engine.name,
+            rollout.engine.options,
+            device=engine_device(config),
+            sleep=rollout.sleep,
+            min_p=rollout.min_p > 0,
+        )
+    except ConfigError as error:
+        named = [key for key in ("rollout.sleep", "rollout.min_p") if key in str(error)]
+        raise ConfigError(str(error), key=[*named, "rollout.engine"][0]) from error
+
+
+def check_files(loaded: LoadedConfig) -> None:
+    """Raises ConfigError for all files and model folders that a key names and that are not there."""
+    config, problems = loaded.config, list[ConfigError]()
+    if config.model.config is not None:
+        with collected(problems), about("model.config"):
+            load_model_config(model_source(config))
+    for key in ("model", "critic", "reference", "teacher"):
+        with collected(problems):
+            _check_model(config, f"{key}.path", getattr(config, key).path)
+    parts = {"pretrain": config.data.pretrain}
+    if config.rollout.recorded is None:  # else the prompts, too, are those that were recorded
+        parts |= {"train": config.data.train, "eval": config.data.eval}
+    for part, sources in parts.items():
+        for index, source in enumerate(sources):
+            with collected(problems), about(f"data.{part}.{index}"):
+                check_source(source)
+    for key, path in (
+        ("model.chat_template", config.model.chat_template),
+        ("trainer.warm_start", config.trainer.warm_start),
+    ):
+        if path is not None:
+            with collected(problems):
+                beside_recipe(loaded, key, path)
+    if problems:
+        raise ConfigError.of(problems)
+
+
+def check_reward_models(config: Config, names: Sequence[str]) -> None:
+    """Raises ConfigError for those of reward.models called `names` that are not there."""
+    problems: list[ConfigError] = []
+    for index, model in enumerate(config.reward.models):
+        if model.name in names and config.cluster.backend.address is None:
+            with collected(problems), about(f"reward.models.{index}"):
+                _check_model(config, f"reward.models.{index}.path", model.path)
+                source_of(model.name, config)  # is there a value head?
+    if problems:
+        raise ConfigError.of(problems)
+
+
+def _check_model(config: Config, key: str, path: str | None) -> None:
+    if path is None or config.cluster.backend.address is not None:
+        return
+    try:
+        check_model_folder(path)
+    except DataError as error:
+        raise ConfigError(f"{key}: {error}", key=key) from error

@@ -1,0 +1,58 @@
+"""A trained model as a Hugging Face folder: of a run that ends, or of a checkpoint (`rondo export`)."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from pathlib import Path
+
+from rondo.checkpoint import CheckpointStore
+from rondo.config import Config, LocalBackendConfig, load
+from rondo.controller import WorkerGroup, start_cluster
+from rondo.errors import CheckpointError, ConfigError
+from rondo.trainers.program import complete_model, create_model, on_one_pool, open_tokenizer
+from rondo.workers import ActorWorker
+
+
+def with_model(config: Config, export: Path) -> Config:
+    """Returns the configuration with the model and the tokenizer of an export folder."""
+    model = dataclasses.replace(config.model, path=str(export), tokenizer=str(export))
+    return dataclasses.replace(config, model=model)
+
+
+async def export_model(actor: WorkerGroup, config: Config, folder: Path) -> None:
+    """Writes the actor's model, and the tokenizer that the configuration names."""
+    await actor.call(ActorWorker.export, str(folder))
+    open_tokenizer(config).save_pretrained(folder)
+
+
+def export_checkpoint(run: str, output: str, step: int | None = None) -> int:
+    """Writes the actor of a checkpoint of `run` to `output` with its tokenizer; returns the step.
+
+    Raises CheckpointError when the run has no such checkpoint, ConfigError when `output` is in use.
+    """
+    folder, target = Path(run), Path(output)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{output}: exists and is not an empty folder; choose another place to export to")
+    if not (folder / "config.yaml").is_file():
+        raise CheckpointError(f"{run}: not a run folder (no config.yaml)")
+    config = on_one_pool(load([str(folder / "config.yaml")]).config)
+    if config.trainer.warm_start is not None:
+        config = with_model(config, folder / "warm_start" / "export")
+    cluster = dataclasses.replace(config.cluster, backend=LocalBackendConfig(), devices=1)
+    config = complete_model(dataclasses.replace(config, cluster=cluster))
+    store = CheckpointStore(folder / "checkpoints", keep=config.checkpoint.keep)
+    checkpoint = store.latest() if step is None else store.open(step)
+    if checkpoint is None:
+        raise CheckpointError(
+            f"{run}: has no checkpoint; set checkpoint.every in the recipe, or use its export/ folder"
+        )
+    asyncio.run(_export(config, checkpoint.path / "actor", target))
+    return int(checkpoint.step)
+
+
+async def _export(config: Config, checkpoint: Path, target: Path) -> None:
+    async with await start_cluster(config.cluster) as cluster:
+        actor = await create_model(cluster, "actor", config)
+        await actor.call(ActorWorker.load, str(checkpoint))
+        await export_model(actor, config, target)

@@ -1,0 +1,147 @@
+"""The start and the end of a run, for every command that trains and for a program of the user's:
+
+with open_run(loaded, folder, console) as run:      the folder is held; what is in it fits
+    config = await warm_started(run)                where the model comes from
+    async with run.started(config) as (cluster, reporter):
+        …                                           data, worker groups, a trainer
+        return await run.train(trainer)             until the end or a signal; then export and summary
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from rondo.config import Config, LoadedConfig, to_yaml
+from rondo.controller import Cluster, start_cluster
+from rondo.tracking import Console, RunFolder
+from rondo.tracking.shown import Kind
+from rondo.trainers.commands.export import export_model
+from rondo.trainers.loop import Checkpoints, Reporter, finish, remove_files
+from rondo.trainers.program import Roles
+
+Summary = dict[str, Any]
+
+
+class Stoppable(Protocol):
+    """What trains, as a signal sees it."""
+
+    def request_stop(self) -> None: ...
+
+
+class Trained(Protocol):
+    """What has been trained, as the end of a run sees it."""
+
+    config: Config
+    reporter: Reporter
+    step: int
+
+    @property
+    def roles(self) -> Roles: ...
+
+
+class Trainer(Stoppable, Trained, Protocol):
+    """A training loop that runs by itself."""
+
+    async def start(self) -> None: ...
+
+    async def run(self) -> bool: ...
+
+
+def open_console(config: Config) -> Console:
+    """Returns the console that the configuration asks for."""
+    return Console(config.tracking.console, samples=config.tracking.samples)
+
+
+@contextmanager
+def open_run(loaded: LoadedConfig, path: str | Path, console: Console) -> Iterator[Run]:
+    """Holds the folder of a run. Raises CheckpointError where the run cannot go on from what is in it."""
+    with RunFolder(path, resume=loaded.config.checkpoint.resume) as folder, ExitStack() as at_end:
+        at_end.callback(remove_files, folder.path)
+        run = Run(loaded, folder, console, at_end)
+        run.checkpoints.check()
+        yield run
+
+
+class Run:
+    """A run whose folder is held."""
+
+    def __init__(self, loaded: LoadedConfig, folder: RunFolder, console: Console, at_end: ExitStack) -> None:
+        self.loaded = loaded
+        """As the user wrote it: before a warm start says where the model comes from."""
+        self.folder = folder
+        self.console = console
+        self.at_end = at_end
+        """What is closed before the folder is."""
+        self.checkpoints = Checkpoints(loaded.config, folder)
+
+    @asynccontextmanager
+    async def started(self, config: Config, kind: Kind = "rl") -> AsyncIterator[tuple[Cluster, Reporter]]:
+        """Starts trackers and cluster. config: what is trained, complete."""
+        reporter = Reporter(config, self.folder, self.console, title=self.folder.path.name, kind=kind)
+        backend, devices = config.cluster.backend.name, config.cluster.devices
+        with self.console.phase(f"starting {backend} backend, {devices} device(s)"):
+            cluster = await start_cluster(config.cluster)
+        async with cluster:
+            reporter.device = f"{cluster.num_devices} x {cluster.device} ({backend})"
+            yield cluster, reporter
+
+    async def train(self, trainer: Trainer) -> Summary:
+        """Trains, and ends the run."""
+        await trainer.start()
+        self.folder.write_config(to_yaml(self.loaded.config))
+        with self.stoppable(trainer):
+            # A task of its own, like what runs beside it (feeder, mender).
+            finished = await asyncio.create_task(trainer.run(), name="trainer")
+        return await self.end(trainer, finished)
+
+    @contextmanager
+    def stoppable(self, trainer: Stoppable) -> Iterator[None]:
+        """Around training: the first Ctrl-C stops it at the next safe point, and its state is saved; the
+        second one stops it at once. An error that ends it says how the run can go on.
+        """
+
+        def stop() -> None:
+            trainer.request_stop()
+            self.console.note(
+                "stopping at the next safe point, then saving; Ctrl-C again stops at once, without saving"
+            )
+            asyncio.get_running_loop().remove_signal_handler(signal.SIGINT)
+
+        with caught(stop, signal.SIGINT), self.checkpoints.way_on_noted():
+            yield
+
+    async def end(self, trained: Trained, finished: bool) -> Summary:
+        """Exports the model, writes and returns the summary. Raises KeyboardInterrupt where the run was
+        stopped before its end.
+        """
+        if not finished:
+            raise KeyboardInterrupt(
+                f"stopped after step {trained.step}; run the same command again to go on from there "
+                f"({self.folder.checkpoints_dir})"
+            )
+        if trained.config.checkpoint.export:
+            with self.console.phase("exporting the model"):
+                await export_model(trained.roles.actor, trained.config, self.folder.export_dir)
+        return finish(trained.reporter, trained.step)
+
+
+@contextmanager
+def caught(act: Callable[[], None], *signals: signal.Signals) -> Iterator[None]:
+    """Calls `act` on the event loop when one of the signals comes. They reach the main thread only."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    for number in signals:
+        loop.add_signal_handler(number, act)
+    try:
+        yield
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)

@@ -1,0 +1,115 @@
+"""A loaded recipe as the commands see it: settled, its run's folder, and where each of its keys was set."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rondo.config import DEVICES, Config, LoadedConfig, collected, config_for, recipe_path
+from rondo.errors import ConfigError
+from rondo.trainers.program import settled
+
+T = TypeVar("T")
+
+
+def settled_recipe(loaded: LoadedConfig) -> LoadedConfig:
+    """Returns the recipe with what its configuration leaves to the device; see `settled`."""
+    return dataclasses.replace(loaded, config=settled(loaded.config))
+
+
+def run_dir(loaded: LoadedConfig) -> str:
+    """Returns trainer.run_dir, or runs/<name of the first recipe>."""
+    if loaded.config.trainer.run_dir is not None:
+        return loaded.config.trainer.run_dir
+    if not loaded.files:
+        raise ConfigError(
+            "trainer.run_dir is not set and there is no recipe file to name the run after; set it"
+        )
+    return str(Path("runs") / Path(loaded.files[0]).stem)
+
+
+@contextmanager
+def located(loaded: LoadedConfig) -> Iterator[None]:
+    """A ConfigError raised inside that knows its key only (`errors.about`) begins with where that was set."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError.of([_located(loaded, one) for one in error.problems]) from error.__cause__
+
+
+class Findings:
+    """What is wrong with a recipe, collected over several checks."""
+
+    def __init__(self) -> None:
+        self.problems: list[ConfigError] = []
+
+    def of(self, check: Callable[..., T], *arguments: Any) -> T | None:
+        """Returns what the check returns; None where it raises a ConfigError, which is kept."""
+        with collected(self.problems):
+            return check(*arguments)
+        return None
+
+
+@contextmanager
+def second_pass(loaded: LoadedConfig) -> Iterator[Findings]:
+    """The checks of a command stand inside; what they find is raised at the end, located, as one error."""
+    findings = Findings()
+    with located(loaded):
+        with collected(findings.problems):
+            yield findings
+        if findings.problems:
+            raise ConfigError.of(findings.problems)
+
+
+def _located(loaded: LoadedConfig, error: ConfigError) -> ConfigError:
+    key, text = error.key, str(error)
+    if key is None:
+        return error
+    set_here = (known for known in loaded.origins if known == key or known.startswith(key + "."))
+    origin = next((loaded.origins[known] for known in set_here), None)
+    if origin is None or text.startswith(f"{origin.where}: "):
+        return error
+    named = key.startswith(re.split("[ :=]", text, maxsplit=1)[0])
+    return ConfigError(f"{origin.where}: {'' if named else f'{key}: '}{text}", key=key)
+
+
+def changed_keys(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
+    """Yields (key, where it was set) for every key with another value than its default, whatever `auto`
+    became.
+    """
+    defaults = (Config(), *(config_for(Config(), device) for device in DEVICES))
+    for key, origin in loaded.origins.items():
+        if all(_leaf(loaded.config, key) != _leaf(default, key) for default in defaults):
+            yield key, origin.where
+
+
+def _leaf(config: Config, key: str) -> Any:
+    """The section or value below which the dotted `key` lies, as deep as there are fields."""
+    value: Any = config
+    for part in key.split("."):
+        if not hasattr(value, part):
+            break
+        value = getattr(value, part)
+    return value
+
+
+def beside_recipe(loaded: LoadedConfig, key: str, path: str) -> Path:
+    """Returns the file that `key` names: relative to the working directory, else to the recipe that set the
+    key, else a recipe that rondo ships.
+
+    Raises ConfigError naming both places.
+    """
+    origin = loaded.origins.get(key)
+    recipe = Path(origin.where.rpartition(":")[0]) if origin else Path()
+    places = [Path(path), recipe.parent / path, Path(recipe_path(path))]
+    for place in places:
+        if place.is_file():
+            return place
+    looked = " and ".join(dict.fromkeys(str(place) for place in places[:2]))
+    near = sorted(found.name for found in places[1].parent.glob("*" + places[1].suffix))
+    there = f"; there are: {', '.join(near)}" if near else ""
+    raise ConfigError(f"{key}: no such file: looked for {looked}{there}", key=key)

@@ -1,0 +1,108 @@
+"""Supervised runs: what `rondo sft`, `preference` and `reward-model` call, and warm starts."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from pathlib import Path
+
+from rondo.config import Config, LoadedConfig, changes, leaves_of, load
+from rondo.errors import ConfigError
+from rondo.tracking import Console
+from rondo.trainers.commands.check_supervised import check_supervised
+from rondo.trainers.commands.export import with_model
+from rondo.trainers.commands.open_run import Run, Summary, open_console, open_run
+from rondo.trainers.commands.recipe import beside_recipe, located, run_dir, settled_recipe
+from rondo.trainers.loop import already_finished
+from rondo.trainers.program import complete_model, placement_of
+from rondo.trainers.supervised import PREFERENCE, REWARD_MODEL, SFT, SupervisedTrainer, Task
+
+# What a warm start's export depends on: one that is there is used only where these are the same. Where it
+# ran, and what it told, makes no difference.
+OF_WARM_STARTS = ("model", "data", "actor", "trainer")
+
+
+def sft(loaded: LoadedConfig) -> Summary:
+    """Fine-tunes on conversations, from a configuration; as `train`."""
+    return _supervised(loaded, SFT)
+
+
+def preference(loaded: LoadedConfig) -> Summary:
+    """Trains on preference pairs (DPO and its relatives), from a configuration; as `train`."""
+    return _supervised(loaded, PREFERENCE)
+
+
+def reward_model(loaded: LoadedConfig) -> Summary:
+    """Trains a reward model on preference pairs, from a configuration; as `train`. Its export is what
+    reward.models.path takes.
+    """
+    return _supervised(loaded, REWARD_MODEL)
+
+
+def _supervised(loaded: LoadedConfig, task: Task) -> Summary:
+    loaded = settled_recipe(loaded)
+    check_supervised(loaded, task)
+    with located(loaded), open_console(loaded.config) as console:
+        return asyncio.run(_supervise(loaded, task, console))
+
+
+async def _supervise(loaded: LoadedConfig, task: Task, console: Console) -> Summary:
+    with open_run(loaded, run_dir(loaded), console) as run:
+        done = already_finished(run.folder, loaded.config, console)
+        if done is not None:
+            console.note(
+                f"{run.folder.path}: this run is finished; to train again, set another trainer.run_dir"
+            )
+            return done
+        return await _trained(run, task, await warm_started(run, run.folder.path))
+
+
+async def _trained(run: Run, task: Task, config: Config) -> Summary:
+    async with run.started(config, task.kind) as (cluster, reporter):
+        with run.console.phase("reading data"):
+            trainer = SupervisedTrainer(task, config, cluster, reporter, run.checkpoints)
+        return await run.train(trainer)
+
+
+async def warm_started(run: Run, folder: Path) -> Config:
+    """Returns the run's configuration with a complete model: that of trainer.warm_start's recipe, trained
+    once into <folder>/warm_start, where it is set.
+    """
+    config, path = run.loaded.config, folder / "warm_start"
+    if config.trainer.warm_start is None:
+        return complete_model(config)
+    recipe = load([str(beside_recipe(run.loaded, "trainer.warm_start", config.trainer.warm_start))])
+    recipe = settled_recipe(dataclasses.replace(recipe, config=_warm_start_config(recipe.config, config)))
+    if (path / "export" / "config.json").exists() and (path / "summary.json").exists():
+        _check_same_warm_start(path, recipe.config)
+    else:
+        with located(recipe), open_run(recipe, path, run.console) as first:
+            await _trained(first, SFT, complete_model(recipe.config))
+    return complete_model(with_model(config, path / "export"))
+
+
+def _warm_start_config(sft_config: Config, config: Config) -> Config:
+    """The SFT recipe with this run's seed, trackers and cluster; it always exports.
+
+    It trains the actor on as many devices as the run will, so that the placement of other roles changes
+    nothing.
+    """
+    devices = len(placement_of(config).devices("actor"))
+    return dataclasses.replace(
+        sft_config,
+        cluster=dataclasses.replace(config.cluster, devices=devices, pools={}, placement={}),
+        trainer=dataclasses.replace(sft_config.trainer, seed=config.trainer.seed),
+        tracking=dataclasses.replace(config.tracking, plot=False),
+        checkpoint=dataclasses.replace(sft_config.checkpoint, export=True, resume="auto"),
+    )
+
+
+def _check_same_warm_start(path: Path, wanted: Config) -> None:
+    """Raises ConfigError where a warm start that is there already was made with other settings."""
+    made = leaves_of(load([str(path / "config.yaml")]).config, only=OF_WARM_STARTS)
+    lines = "\n".join(f"  {line}" for line in changes(made, leaves_of(wanted, only=OF_WARM_STARTS), "before"))
+    if lines:
+        raise ConfigError(
+            f"{path}: this warm start was made with other settings than those of trainer.warm_start's recipe "
+            f"with this run's seed:\n{lines}\nRemove that folder, or choose another trainer.run_dir"
+        )
