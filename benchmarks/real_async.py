@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 from algorithms import ROOT, Task, run_all
 from rondo.config import load
 from rondo.planning.admission import OnUpdate
-from rondo.tracking.run_files import read_metrics
+from rondo.tracking import read_metrics
 from rondo.trainers.commands import train as runs
 from virtual_cluster import Rates, Setup, run
 

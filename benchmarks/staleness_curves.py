@@ -25,7 +25,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from algorithms import ROOT, SETTINGS, Task, machine, result_of, run_all, warm_start
 from rondo.config import load
-from rondo.tracking.run_files import read_metrics
+from rondo.tracking import read_metrics
 from rondo.trainers.commands import train as runs
 
 VARIANTS: Mapping[str, tuple[str, ...]] = {

@@ -13,7 +13,7 @@ import pytest
 
 from rondo.config.schema import FunctionConfig
 from rondo.errors import ConfigError
-from rondo.tracking import RunFolder, Sample, check_trackers, make_trackers
+from rondo.tracking import RunFolder, Sample, TrackerContext, check_trackers, make_trackers
 from tests.waiting import wait_for
 
 CONFIG = {"data": {"batch_size": 16}, "model": {"path": None}}
@@ -24,15 +24,9 @@ def log_run(
     folder: RunFolder, name: str, options: dict[str, Any], resume_step: int | None = None
 ) -> list[str]:
     warnings: list[str] = []
-    (tracker,) = make_trackers(
-        [FunctionConfig(name, options)],
-        folder,
-        "rondo-test",
-        "run-a",
-        CONFIG,
-        resume_step=resume_step,
-        warn=warnings.append,
-    )
+    folder.resume_step = resume_step
+    context = TrackerContext(folder, "rondo-test", "run-a", CONFIG, warnings.append)
+    (tracker,) = make_trackers([FunctionConfig(name, options)], context)
     first = 1 if resume_step is None else resume_step + 1
     for step in range(first, first + 3):
         tracker.log(step, {"reward/mean": step / 10, "eval/best@4": 1.0})
@@ -155,7 +149,7 @@ def test_a_missing_package_names_the_pip_line(
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     with RunFolder(tmp_path / "run") as folder, pytest.raises(ConfigError) as caught:
-        make_trackers([FunctionConfig(name)], folder, "p", "r", {})
+        make_trackers([FunctionConfig(name)], TrackerContext(folder, "p", "r", {}, pytest.fail))
     assert f'pip install "rondo-rl[{name}]"' in str(caught.value)
 
 

@@ -1,32 +1,12 @@
 """What a run leaves behind and shows: the run folder, trackers, console, curves, clock, summary."""
 
-from __future__ import annotations
-
+# ruff: noqa: F401
 from rondo.tracking.clock import Clock
 from rondo.tracking.console import Console
 from rondo.tracking.curves import matplotlib_available, plot_curves
-from rondo.tracking.run_files import read_metrics
+from rondo.tracking.metrics import read_metrics
 from rondo.tracking.run_folder import RunFolder
-from rondo.tracking.shown import BeforeAfter, Header, Report, Sample
+from rondo.tracking.shown import BeforeAfter, Header, Kind, Report, Sample
 from rondo.tracking.summary import build_summary
 from rondo.tracking.timeline import Timeline
 from rondo.tracking.trackers import Tracker, TrackerContext, check_trackers, make_trackers
-
-__all__ = [
-    "BeforeAfter",
-    "Clock",
-    "Console",
-    "Header",
-    "Report",
-    "RunFolder",
-    "Sample",
-    "Timeline",
-    "Tracker",
-    "TrackerContext",
-    "build_summary",
-    "check_trackers",
-    "make_trackers",
-    "matplotlib_available",
-    "plot_curves",
-    "read_metrics",
-]

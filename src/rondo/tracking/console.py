@@ -28,11 +28,12 @@ _PLAIN_SUPERVISED_LINES = 40  # steps of supervised training are many and short:
 
 
 class Console:
-    """mode: `auto` is live on a terminal that can show it and plain otherwise; `off` shows warnings only.
+    """What is shown of a run. A context manager, which leaves the terminal as it was found, with the last
+    picture on it.
 
+    mode: `auto` is live on a terminal that can show it and plain otherwise; `off` shows warnings only.
     samples: how many trajectories of a step are shown in plain mode, and pairs in the final table. `out`
-    and `clock` (seconds) are seams for tests. A context manager; `close` leaves the last picture on the
-    screen.
+    and `clock` (seconds) are seams for tests.
     """
 
     def __init__(
@@ -44,9 +45,11 @@ class Console:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.out = out or RichConsole(highlight=False)
-        utf8 = self.out.encoding.lower().startswith("utf")
-        drawable = self.out.is_terminal and not self.out.is_dumb_terminal and utf8
-        self.mode: Mode = ("live" if drawable else "plain") if mode == "auto" else mode
+        if mode == "auto":
+            utf8 = self.out.encoding.lower().startswith("utf")
+            drawable = self.out.is_terminal and not self.out.is_dumb_terminal and utf8
+            mode = "live" if drawable else "plain"
+        self.mode: Mode = mode
         self.samples = samples
         self._clock = clock
         self._view: RunView | None = None
@@ -66,10 +69,11 @@ class Console:
     def start(
         self, header: Header, total_steps: int | None, *, kind: Kind = "rl", first_step: int = 0
     ) -> None:
-        """Begin a stage (SFT, RL). first_step: steps already done by the run that this one goes on with."""
+        """Begins a stage (SFT, RL). first_step: steps already done by the run that this one goes on with."""
         self.end_stage()
         self._view = RunView(header, total_steps, kind, step=first_step)
-        self._started, self._first_step = self._clock(), first_step
+        self._started = self._clock()
+        self._first_step = first_step
         if self.mode == "plain":
             steps = "" if total_steps is None else f", {total_steps} steps"
             resumed = f", going on after step {first_step}" if first_step else ""
@@ -78,7 +82,7 @@ class Console:
         self._show()
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """One step is done. metrics as logged; whatever is missing is not shown."""
+        """Shows a step that is done. metrics: as logged; what is missing is not shown."""
         view = self._view
         if view is None:
             return
@@ -94,7 +98,7 @@ class Console:
             self.warn(message, where=f"step {step}")
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Trajectories of a step, as text. Live: the first one stays until the next call."""
+        """Shows trajectories of a step, as text. Live: the first one stays until the next call."""
         if self._view is not None and samples:
             self._view.sample = (step, samples[0])
         if self.mode == "plain":
@@ -105,18 +109,18 @@ class Console:
                 )
 
     def evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Results of an evaluation; labels as in `metrics`, less a leading `eval/`."""
+        """Shows results of an evaluation; labels as in `metrics`, less a leading `eval/`."""
         shown = {n.removeprefix("eval/"): v for n, v in metrics.items() if isinstance(v, int | float)}
         numbers = "  ".join(f"{name} {format_number(float(value))}" for name, value in shown.items())
         self.note(f"evaluation at step {step}: {numbers}")
 
     def note(self, message: str) -> None:
-        """A line that stays."""
+        """Writes a line that stays."""
         if self.mode != "off":
             self._line(message)
 
     def warn(self, message: str, where: str = "") -> None:
-        """Loud, in every mode. Live: stays in the panel with how often it came."""
+        """Shows a warning in every mode. Live: it stays in the panel with how often it came."""
         key = clean_text(message)
         self._warnings[key] = self._warnings.pop(key, 0) + 1
         if self.mode != "live" or self._live is None or self._view is None:
@@ -124,7 +128,7 @@ class Console:
 
     @contextmanager
     def phase(self, label: str) -> Iterator[None]:
-        """Progress of something long that is no step: `with console.phase("loading model"): …`."""
+        """Shows the progress of something long that is no step: `with console.phase("loading model"): …`."""
         started = self._clock()
         self._activities.append((label, started))
         if self.mode == "plain":
@@ -139,31 +143,25 @@ class Console:
                 self._line(f"{label}: {format_duration(taken)}")
 
     def end_stage(self) -> None:
-        """Close the stage: its panel stays as it is now, and a line says where it began and ended."""
-        view = self._view
-        self._stop_live()
-        self._view = None
+        """Closes the stage: its panel stays as it is now, and a line says where it began and ended."""
+        self.close()
+        view, self._view = self._view, None
         if view is None or self.mode == "off":
             return
         label = "reward" if view.kind == "rl" else "loss"
         values = view.history.get(label, [])
         course = f", {label} {format_number(values[0])} to {format_number(values[-1])}" if values else ""
         elapsed = format_duration(self._clock() - self._started)
-        done = f"{view.step - self._first_step} steps" + (
-            f", to step {view.step}," if self._first_step else ""
-        )
-        self._line(f"{view.header.algorithm}: {done} in {elapsed}{course}")
+        to = f", to step {view.step}," if self._first_step else ""
+        steps = view.step - self._first_step
+        self._line(f"{view.header.algorithm}: {steps} steps{to} in {elapsed}{course}")
 
     def report(self, report: Report) -> None:
-        """The final table. Ends the stage."""
+        """Shows the final table. Ends the stage."""
         self.end_stage()
         if self.mode != "off":
             shown = Report(report.before, report.after, list(report.samples)[: self.samples], report.facts)
             self.out.print(render_report(shown, self.out.encoding))
-
-    def close(self) -> None:
-        """Leave the terminal as it was found, with the last picture on it. Idempotent."""
-        self._stop_live()
 
     def _show(self) -> None:
         if self.mode == "live" and self._live is None:
@@ -175,19 +173,19 @@ class Console:
             )
             self._live.start()
 
-    def _stop_live(self) -> None:
-        """The panel becomes ordinary text; warnings for which it had no room follow."""
-        live, self._live = self._live, None
-        if live is not None:
-            live.stop()
+    def close(self) -> None:
+        """Turns the panel into ordinary text; warnings for which it had no room follow. Idempotent."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
             for message, count in list(self._warnings.items())[:-_WARNINGS_SHOWN]:
                 self._line(f"WARNING {message}{f' ({count} times)' if count > 1 else ''}", style="bold red")
         self._warnings.clear()
 
     def _render(self) -> RenderableType:
         """Called by the live display's thread."""
-        activities, view = list(self._activities), self._view
-        activity: RenderableType | None = None
+        view, activity = self._view, None
+        activities = list(self._activities)  # the loop's thread may end one meanwhile
         if activities:
             label, started = activities[-1]
             self._spinner.update(

@@ -10,7 +10,7 @@ from typing import Any
 
 from rondo.errors import ConfigError, DataError
 from rondo.tracking import shown
-from rondo.tracking.run_files import read_metrics
+from rondo.tracking.metrics import read_metrics
 
 Points = tuple[list[int], list[float]]
 
@@ -24,13 +24,17 @@ PANELS: Sequence[tuple[str, Sequence[tuple[str, tuple[str, ...]]], bool]] = (
     ("gradient norm", [("gradient norm", shown.GRAD_NORM)], True),
     ("log-prob gap, sampler to trainer", [("gap", shown.LOG_PROB_GAP)], True),
     ("tokens per second", [("generated", shown.GENERATED_RATE), ("trained", shown.TRAINED_RATE)], False),
-    ("staleness, versions", [("mean", shown.STALENESS), ("most", shown.STALENESS_MAX)], False),
-    ("busy share of the step", [("trainer", shown.TRAINER_BUSY), ("rollout", shown.ROLLOUT_BUSY)], False),
+    ("staleness, versions", [("mean", shown.STALENESS), ("most", ("buffer/staleness_max",))], False),
+    (
+        "busy share of the step",
+        [("trainer", ("perf/trainer_busy_share",)), ("rollout", ("perf/rollout_busy_share",))],
+        False,
+    ),
 )
 _ASYNCHRONOUS = ("staleness, versions", "busy share of the step")  # shown where anything was stale
 EVALS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "reward": {"greedy": ("eval/greedy/reward",), "sampled": ("eval/sampled/reward",)},
-    "loss": {"held out": shown.EVAL_LOSS},
+    "loss": {"held out": ("eval/sft/loss", "eval/pair/loss")},
     "response length, tokens": {"greedy": ("eval/greedy/response_length",)},
 }
 _LINES = ("#2457a8", "#c2571a")
@@ -43,7 +47,7 @@ def matplotlib_available() -> bool:
 
 
 def plot_curves(run_dir: str | os.PathLike[str]) -> Path:
-    """Draw run_dir/metrics.jsonl into run_dir/curves.png; returns its path.
+    """Draws run_dir/metrics.jsonl into run_dir/curves.png; returns its path.
 
     Raises ConfigError when matplotlib is missing, DataError when there is nothing to draw.
     """
@@ -88,14 +92,8 @@ def _draw(axes: Any, lines: Sequence[Mapping[str, Any]], title: str, curves: Any
         drawn += values
         smooth = _smoothed(values)
         if smooth is None:
-            axes.plot(
-                steps,
-                values,
-                color=colour,
-                linewidth=1.4,
-                label=label,
-                marker="." if len(steps) < 20 else None,
-            )
+            marker = "." if len(steps) < 20 else None
+            axes.plot(steps, values, color=colour, linewidth=1.4, label=label, marker=marker)
         else:
             axes.plot(steps, values, color=colour, linewidth=0.7, alpha=0.3)
             axes.plot(steps, smooth, color=colour, linewidth=1.6, label=label)
@@ -118,19 +116,16 @@ def _draw(axes: Any, lines: Sequence[Mapping[str, Any]], title: str, curves: Any
 
 
 def _series(lines: Sequence[Mapping[str, Any]], metric: tuple[str, ...]) -> Points:
-    """(steps, values), rising; of lines of the same step the last counts."""
+    """Returns (steps, values) in ascending order; of lines of the same step the last counts."""
     found = {line["step"]: value for line in lines if (value := shown.find(line, metric)) is not None}
     steps = sorted(found)
     return steps, [found[step] for step in steps]
 
 
 def _smoothed(values: Sequence[float]) -> list[float] | None:
-    """Running mean over about a twentieth of the run; None when the run is too short for one."""
+    """Returns the running mean over about a twentieth of the run; None when the run is too short for one."""
     half = len(values) // 40
     if half < 1:
         return None
-    out = []
-    for i in range(len(values)):
-        window = values[max(0, i - half) : i + half + 1]
-        out.append(sum(window) / len(window))
-    return out
+    windows = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
+    return [sum(window) / len(window) for window in windows]

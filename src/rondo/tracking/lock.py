@@ -15,7 +15,7 @@ from rondo.errors import ConfigError
 
 
 def read_holder(path: Path) -> dict[str, Any]:
-    """What the last holder wrote (pid, host, started, attempt); empty when there is nothing readable."""
+    """Returns what the last holder wrote (pid, host, started, attempt); nothing where it is not readable."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -36,9 +36,8 @@ class RunLock:
         self._descriptor: int | None = None
 
     def acquire(self) -> dict[str, Any]:
-        """Take the lock; returns the previous holder's record.
-
-        Raises ConfigError naming the process that holds it.
+        """Takes the lock; returns the previous holder's record. Raises ConfigError naming the process that
+        holds it.
         """
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
@@ -63,7 +62,7 @@ class RunLock:
         return read_holder(self.path)
 
     def write_holder(self, attempt: int) -> None:
-        """Record pid, host, start time (UNIX seconds) and attempt, for whoever finds the folder locked."""
+        """Writes pid, host, start time (UNIX seconds) and attempt, for those that find the folder locked."""
         assert self._descriptor is not None, "acquire first"
         record = {
             "pid": os.getpid(),
@@ -76,8 +75,7 @@ class RunLock:
         os.ftruncate(self._descriptor, len(data))
 
     def close(self) -> None:
-        """Close this process's copy of the file: releases the lock, unless we are a forked child.
-
+        """Closes this process's copy of the file, which releases the lock, unless this is a forked child.
         Idempotent.
         """
         if self._descriptor is not None:
@@ -88,10 +86,9 @@ class RunLock:
 def _refusal(path: Path) -> str:
     holder = read_holder(path)
     pid, host = holder.get("pid", "?"), holder.get("host", "?")
-    started = holder.get("started")
-    since = (
-        time.strftime(" since %Y-%m-%d %H:%M:%S", time.localtime(started)) if isinstance(started, int) else ""
-    )
+    since, started = "", holder.get("started")
+    if isinstance(started, int):
+        since = time.strftime(" since %Y-%m-%d %H:%M:%S", time.localtime(started))
     return (
         f"{path.parent}: another run is writing into this folder (pid {pid} on {host}{since}). "
         f"Wait for it, stop it (kill -INT {pid}), or choose another folder: trainer.run_dir=…"

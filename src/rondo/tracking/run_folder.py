@@ -1,5 +1,4 @@
 """The folder of one run: what it holds, who may write into it, and what survives a kill.
-What a step adds to it is written by `run_files`.
 
 config.yaml      the resolved configuration
 metrics.jsonl    one JSON object per logged step, only ever appended to
@@ -22,12 +21,14 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
+from rondo.batch import Batch
+from rondo.checkpoint import CheckpointStore
 from rondo.checkpoint.durable import free_name, sync_path, write_atomic
 from rondo.errors import CheckpointError, ConfigError, DataError
 from rondo.tracking.lock import RunLock
-from rondo.tracking.run_files import RunFiles, parse_metrics, read_metrics
+from rondo.tracking.metrics import metrics_line, parse_metrics, read_metrics
 
 Resume = Literal["auto", "never", "must"]
 
@@ -43,11 +44,10 @@ OURS = (
     "export",
     "trackers",
 )
-_CHECKPOINT = re.compile(r"step-(\d{8})")
 _STEP_FILE = re.compile(r"step-(\d{6,})\.(parquet|jsonl)")
 
 
-class RunFolder(RunFiles):
+class RunFolder:
     """A run's folder, held exclusively until `close` (also a context manager).
 
     resume says what to do with a folder that has content:
@@ -58,7 +58,9 @@ class RunFolder(RunFiles):
     """
 
     def __init__(self, path: str | os.PathLike[str], *, resume: Resume = "auto") -> None:
-        super().__init__(Path(path))
+        self.path = Path(path)
+        self._unsynced: set[Path] = set()
+        self._metrics: IO[bytes] | None = None
         existed = self.path.exists()
         if existed and not self.path.is_dir():
             raise ConfigError(f"trainer.run_dir: {self.path} is a file; choose another folder")
@@ -93,7 +95,7 @@ class RunFolder(RunFiles):
 
     def _prepare(self, resume: Resume) -> int | None:
         present = [name for name in OURS if _has_content(self.path / name)]
-        checkpoints = checkpoint_steps(self.path)
+        checkpoints = CheckpointStore(self.checkpoints_dir).steps()
         if checkpoints and resume != "never":
             return checkpoints[-1]
         if resume == "must":
@@ -108,30 +110,27 @@ class RunFolder(RunFiles):
                 "Set checkpoint.resume=auto to go on with it, or choose another trainer.run_dir"
             )
         for name in present:
-            self._discard(self.path / name, self.attempt - 1)
+            self._discard(self.path / name)
             self.moved_to = self.path / "discarded" / str(max(self.attempt - 1, 1))
         return None
 
-    def _discard(self, path: Path, attempt: int) -> None:
-        path.rename(self._discarded(path, attempt))
+    def _discard(self, path: Path) -> None:
+        path.rename(self._discarded(path))
 
-    def _discarded(self, path: Path, attempt: int) -> Path:
-        """The free place in discarded/<attempt>/ for what is, or was, at `path`."""
-        target = self.path / "discarded" / str(max(attempt, 1)) / path.relative_to(self.path)
+    def _discarded(self, path: Path) -> Path:
+        """Returns the free place in discarded/<the attempt before this>/ for what is, or was, at `path`."""
+        target = self.path / "discarded" / str(max(self.attempt - 1, 1)) / path.relative_to(self.path)
         target.parent.mkdir(parents=True, exist_ok=True)
         return free_name(target)
 
-    def discard_lines(
-        self, name: str, kept: Sequence[str], late: Sequence[str], attempt: int | None = None
-    ) -> None:
-        """Leaves the lines `kept` in the file `name` and moves `late` to discarded/<attempt>/.
-
-        attempt: whose they are (default: the one before this). Nothing happens where nothing is late.
+    def discard_lines(self, name: str, kept: Sequence[str], late: Sequence[str]) -> None:
+        """Leaves the lines `kept` in the file `name` and moves `late` to discarded/<the attempt before
+        this>/. Nothing happens where nothing is late.
         """
         if not late:
             return
         path = self.path / name
-        write_atomic(self._discarded(path, self.attempt - 1 if attempt is None else attempt), "".join(late))
+        write_atomic(self._discarded(path), "".join(late))
         if kept:
             write_atomic(path, "".join(kept))
         else:
@@ -151,25 +150,45 @@ class RunFolder(RunFiles):
         return self.path / "export"
 
     def trackers_dir(self, name: str) -> Path:
-        """Where a tracker keeps its local files: trackers/<name>, created."""
+        """Makes and returns the place of a tracker's local files: trackers/<name>."""
         path = self.path / "trackers" / name
         path.mkdir(parents=True, exist_ok=True)
         return path
 
     def write_config(self, text: str) -> None:
-        """config.yaml.
-
-        One that differs (the run is resumed with other settings) moves to discarded/<attempt>/.
-        """
+        """Writes config.yaml. One that differs (the run is resumed with other settings) moves to discarded/."""
         path = self.path / "config.yaml"
         if path.exists():
             if path.read_text(encoding="utf-8") == text:
                 return
-            self._discard(path, self.attempt - 1)
+            self._discard(path)
         write_atomic(path, text)
 
+    def append_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Appends one line to metrics.jsonl. It survives the end of this process at once, a power cut after
+        `sync`.
+        """
+        if self._metrics is None:
+            self._metrics = (self.path / "metrics.jsonl").open("ab")
+        self._metrics.write(metrics_line(step, metrics).encode() + b"\n")
+        self._metrics.flush()
+        self._unsynced.add(self.path / "metrics.jsonl")
+
+    def write_rollouts(self, step: int, batch: Batch) -> Path:
+        """Writes rollouts/step-000012.parquet, which is whole or absent, whatever happens."""
+        folder = self.path / "rollouts"
+        path = folder / f"step-{step:06d}.parquet"
+        temporary = folder / f".{path.name}.tmp"
+        try:
+            batch.write_parquet(temporary)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        self._unsynced |= {path, folder}
+        return path
+
     def sync(self) -> None:
-        """Force everything written so far to disk. Call before a checkpoint is renamed into place."""
+        """Forces everything written so far to disk, before a checkpoint is renamed into place."""
         others = {self.timeline_path, self.timeline_path.parent, self.path / "journal.jsonl"}
         for path in sorted(self._unsynced | {path for path in others if path.exists()}):
             sync_path(path)
@@ -177,28 +196,27 @@ class RunFolder(RunFiles):
             sync_path(self.path)
         self._unsynced.clear()
 
-    def discard_beyond(self, step: int, attempt: int | None = None) -> int:
-        """Move metrics lines, rollouts and evaluations of steps > `step` to discarded/<attempt>/; returns the
-        number of metrics lines. The timeline stays: it says what each process did, whatever became of it.
+    def discard_beyond(self, step: int) -> int:
+        """Moves metrics lines, rollouts and evaluations of steps > `step` to discarded/<the attempt before
+        this>/; returns the number of metrics lines. The timeline stays: it says what each process did,
+        whatever became of it.
 
-        attempt: whose they are (default: the one before this). Lines that a kill cut off move too. A
-        summary, curves and export of the earlier attempt move when anything else does. Call on resume,
-        before anything is logged.
+        Lines that a kill cut off move too. A summary, curves and export of the earlier attempt move when
+        anything else does. Call on resume, before anything is logged.
         """
-        whose = self.attempt - 1 if attempt is None else attempt
-        moved = self._discard_metrics(step, whose)
+        moved = self._discard_metrics(step)
         folders = [self.path / name for name in ("rollouts", "evaluations") if (self.path / name).is_dir()]
         late = [path for folder in folders for path in sorted(folder.iterdir()) if _step_of(path) > step]
         for path in late:
-            self._discard(path, whose)
+            self._discard(path)
         if moved or late:
             for name in ("summary.json", "curves.png", "export"):
                 if (self.path / name).exists():
-                    self._discard(self.path / name, whose)
+                    self._discard(self.path / name)
         return moved
 
-    def _discard_metrics(self, step: int, attempt: int) -> int:
-        assert self._file is None, "discard_beyond comes before the first append_metrics of this process"
+    def _discard_metrics(self, step: int) -> int:
+        assert self._metrics is None, "discard_beyond comes before the first append_metrics of this process"
         path = self.path / "metrics.jsonl"
         if not path.exists():
             return 0
@@ -206,7 +224,7 @@ class RunFolder(RunFiles):
         late: list[str] = []
         for line, record in parse_metrics(path):
             (kept if record is not None and record["step"] <= step else late).append(line)
-        self.discard_lines(path.name, kept, late, attempt)
+        self.discard_lines(path.name, kept, late)
         return len(late)
 
     def read_metrics(self) -> list[dict[str, Any]]:
@@ -214,7 +232,7 @@ class RunFolder(RunFiles):
         return read_metrics(self.path) if (self.path / "metrics.jsonl").exists() else []
 
     def write_summary(self, summary: Mapping[str, Any]) -> Path:
-        """summary.json, atomically. Raises DataError on a NaN or a value that JSON does not have."""
+        """Writes summary.json atomically. Raises DataError on a NaN or a value that JSON does not have."""
         path = self.path / "summary.json"
         try:
             text = json.dumps(summary, indent=2, allow_nan=False)
@@ -225,16 +243,10 @@ class RunFolder(RunFiles):
 
     def close(self) -> None:
         """Closes the files and releases the lock. Idempotent."""
-        super().close()
+        if self._metrics is not None:
+            self._metrics.close()
+            self._metrics = None
         self._lock.close()
-
-
-def checkpoint_steps(run_dir: Path) -> list[int]:
-    """Steps of the checkpoints in a run folder, oldest first, by name only (rondo.checkpoint verifies
-    them)."""
-    folder = run_dir / "checkpoints"
-    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    return sorted(int(match[1]) for name in names if (match := _CHECKPOINT.fullmatch(name)))
 
 
 def _has_content(path: Path) -> bool:

@@ -1,7 +1,7 @@
 """What people are shown of a run, as plain state: metrics, their course, alarms, answers. `view` draws it.
 
-Metrics go by the names under which they are logged. Each constant is a tuple of names: the first that is
-there counts. A metric that is not there is not shown.
+Metrics go by the names under which they are logged. A tuple of names stands for the first of them that is
+there. A metric that is not there is not shown.
 """
 
 from __future__ import annotations
@@ -14,32 +14,16 @@ from rondo.tracking.text import format_duration, format_number
 
 REWARD = ("reward/mean",)
 RESPONSE_LENGTH = ("rollout/response_length",)
-TRUNCATED = ("rollout/truncated_share",)
 REFERENCE_KL = ("actor/kl_loss", "actor/kl_reward")  # how far the policy has gone from the reference
 UPDATE_KL = ("actor/ppo_kl",)  # how far one update goes: to the policy before it (0 with one optimizer step)
 ENTROPY = ("actor/entropy", "actor/entropy_sampled")
 GRAD_NORM = ("actor/grad_norm",)
 LOG_PROB_GAP = ("rollout/log_prob_gap_mean", "rollout/log_prob_gap")
 LOSS = ("sft/loss", "pair/loss")
-EVAL_LOSS = ("eval/sft/loss", "eval/pair/loss")
-PAIR_ACCURACY = ("pair/accuracy",)
-PAIR_MARGIN = ("pair/margin",)
 LEARNING_RATE = ("actor/lr",)
-VALUE_LOSS = ("critic/loss",)
-COST = ("reward/cost_average",)
-MULTIPLIER = ("actor/multiplier",)
-PRM_LOSS = ("prm/loss",)
-FILTERED = ("buffer/filtered_share",)
 GENERATED_RATE = ("rollout/tokens_per_second", "perf/generated_tokens_per_s")
 TRAINED_RATE = ("perf/trained_tokens_per_s",)
-# Of asynchronous runs: staleness of the groups trained on, in versions; groups in flight when weights came;
-# seconds of a weight transfer; shares of a step in which the trainer's and the rollout's hosts had work.
 STALENESS = ("buffer/staleness_mean",)
-STALENESS_MAX = ("buffer/staleness_max",)
-IN_FLIGHT = ("buffer/in_flight",)
-SYNC_SECONDS = ("timing/weight_sync_s",)
-TRAINER_BUSY = ("perf/trainer_busy_share",)
-ROLLOUT_BUSY = ("perf/rollout_busy_share",)
 
 # Anything above 0 here is said loudly. The text is what one of them means.
 ALARMS: Mapping[str, str] = {
@@ -55,8 +39,8 @@ Fields = Sequence[tuple[str, str, tuple[str, ...]]]
 
 _PAIRS: Fields = (
     ("loss", "loss", LOSS),
-    ("pairs right", "right", PAIR_ACCURACY),
-    ("margin", "margin", PAIR_MARGIN),
+    ("pairs right", "right", ("pair/accuracy",)),
+    ("margin", "margin", ("pair/margin",)),
     ("grad norm", "grad", GRAD_NORM),
     ("learning rate", "lr", LEARNING_RATE),
     ("tokens/s", "tok/s", TRAINED_RATE),
@@ -72,16 +56,16 @@ FIELDS: Mapping[Kind, Fields] = {
         ("entropy", "ent", ENTROPY),
         ("grad norm", "grad", GRAD_NORM),
         ("log-prob gap", "gap", LOG_PROB_GAP),
-        ("value loss", "vloss", VALUE_LOSS),
-        ("cost", "cost", COST),
-        ("multiplier", "λ", MULTIPLIER),
-        ("process-reward loss", "prm", PRM_LOSS),
-        ("filtered groups", "filtered", FILTERED),
+        ("value loss", "vloss", ("critic/loss",)),
+        ("cost", "cost", ("reward/cost_average",)),
+        ("multiplier", "λ", ("actor/multiplier",)),
+        ("process-reward loss", "prm", ("prm/loss",)),
+        ("filtered groups", "filtered", ("buffer/filtered_share",)),
         ("tokens/s", "tok/s", GENERATED_RATE),
         ("staleness", "stale", STALENESS),
-        ("groups in flight", "flying", IN_FLIGHT),
-        ("weight sync, s", "sync", SYNC_SECONDS),
-        ("truncated", "trunc", TRUNCATED),
+        ("groups in flight", "flying", ("buffer/in_flight",)),
+        ("weight sync, s", "sync", ("timing/weight_sync_s",)),
+        ("truncated", "trunc", ("rollout/truncated_share",)),
     ),
     "sft": (
         ("loss", "loss", LOSS),
@@ -99,17 +83,13 @@ _PANEL_ONLY = ("truncated", "groups in flight", "weight sync, s")
 
 @dataclass(frozen=True)
 class Sample:
-    """One trajectory as text. note: anything short to show beside it (`length`, `reward_timeout`, the
-    expected answer)."""
+    """One trajectory as text."""
 
     prompt: str
     response: str
     reward: float | None = None
     note: str = ""
-
-    def as_dict(self) -> dict[str, str | float | None]:
-        """Returns the fields in a fixed order, for tables."""
-        return {"prompt": self.prompt, "response": self.response, "reward": self.reward, "note": self.note}
+    """Anything short to show beside it: `length`, `reward_timeout`, the expected answer."""
 
 
 @dataclass(frozen=True)
@@ -122,17 +102,16 @@ class BeforeAfter:
 
 @dataclass(frozen=True)
 class Report:
-    """What the final table shows.
-
-    before, after: numbers by label, in the order to show them (`greedy accuracy`, `mean@4`, `response
-    length`, …); a label may be in one of them only. samples: the same prompts answered before and after.
-    facts: single lines for the end (wall time, where the export lies).
-    """
+    """What the final table shows."""
 
     before: Mapping[str, float] = field(default_factory=dict)
+    """Numbers by label (`greedy accuracy`, `mean@4`, …), in the order to show them."""
     after: Mapping[str, float] = field(default_factory=dict)
+    """As `before`; a label may be in one of them only."""
     samples: Sequence[BeforeAfter] = ()
+    """The same prompts answered before and after."""
     facts: Mapping[str, str] = field(default_factory=dict)
+    """Single lines for the end: wall time, where the export lies."""
 
 
 @dataclass(frozen=True)
@@ -147,16 +126,18 @@ class Header:
 
 @dataclass
 class RunView:
-    """State of one stage (SFT, RL, …). history: by label, of each step. seconds: per phase, over the steps
-    seen. sample: the newest, and its step."""
+    """State of one stage (SFT, RL, …)."""
 
     header: Header
     total_steps: int | None
     kind: Kind = "rl"
     step: int = 0
     history: dict[str, list[float]] = field(default_factory=dict)
+    """By label, the value of each step."""
     seconds: dict[str, float] = field(default_factory=dict)
+    """Of each phase, over the steps seen."""
     sample: tuple[int, Sample] | None = None
+    """The newest one's step, and itself."""
     elapsed: float = 0.0
     left: float | None = None
 

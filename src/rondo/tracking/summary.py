@@ -12,7 +12,6 @@ from typing import Any
 import rondo
 from rondo.tracking.clock import Clock
 from rondo.tracking.shown import REWARD, find
-from rondo.usage import process_usage
 
 PACKAGES = ("torch", "transformers", "numpy", "pyarrow", "ray")
 WINDOW = 0.05  # of the steps, at least one: what reward_first and reward_last are means over
@@ -23,35 +22,33 @@ def build_summary(
     clock: Clock,
     *,
     steps: int,
-    eval_before: Mapping[str, float] | None = None,
-    eval_after: Mapping[str, float] | None = None,
-    peak_memory_bytes: int | None = None,
+    eval_before: Mapping[str, float] | None,
+    eval_after: Mapping[str, float] | None,
+    peak_memory_bytes: int,
 ) -> dict[str, Any]:
     """Returns the content of summary.json.
 
     metrics: the lines of metrics.jsonl. reward_first and reward_last are means of `reward/mean` over the
     first and the last 5 % of the steps that have it, at least one. Times and tokens are the run's, over all
-    its attempts; tokens as handed to `Clock.end_step(generated=…, trained=…)`. peak_memory_bytes: default
-    this process's. phase_shares: of the wall time. No paths of this machine.
+    its attempts; tokens as handed to `Clock.end_step(generated=…, trained=…)`. phase_shares: of the wall
+    time. No paths of this machine.
     """
     by_step = {line["step"]: reward for line in metrics if (reward := find(line, REWARD)) is not None}
     rewards = [reward for _, reward in sorted(by_step.items())]
     window = max(1, round(WINDOW * len(rewards)))
-    shares = clock.shares()
+    shares = clock.shares()  # first: it brings the clock's other totals up to now
     return {
         "reward_first": _mean(rewards[:window]),
         "reward_last": _mean(rewards[-window:]),
         "reward_window_steps": window if rewards else 0,
-        "eval_before": dict(eval_before) if eval_before else None,
-        "eval_after": dict(eval_after) if eval_after else None,
+        "eval_before": eval_before,
+        "eval_after": eval_after,
         "steps": steps,
         "wall_seconds": clock.wall_seconds,
         "cpu_seconds": clock.cpu_seconds,
         "generated_tokens": clock.counts.get("generated", 0),
         "trained_tokens": clock.counts.get("trained", 0),
-        "peak_memory_bytes": process_usage().peak_memory_bytes
-        if peak_memory_bytes is None
-        else peak_memory_bytes,
+        "peak_memory_bytes": peak_memory_bytes,
         "phase_shares": shares,
         "versions": versions(),
         "git_commit": git_commit(),
@@ -59,7 +56,7 @@ def build_summary(
 
 
 def versions() -> dict[str, str]:
-    """rondo, Python, and those of the packages that numbers depend on, where installed."""
+    """Returns the versions of rondo, Python, and the packages that numbers depend on, where installed."""
     found = {"rondo": rondo.__version__, "python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -70,8 +67,9 @@ def versions() -> dict[str, str]:
 
 
 def git_commit() -> str | None:
-    """The commit of rondo's own source tree, with `+` when tracked files differ from it; None when not in
-    one."""
+    """Returns the commit of rondo's own source tree, with `+` when tracked files differ from it; None when
+    not in one.
+    """
     root = Path(rondo.__file__).parents[2]
     if not (root / ".git").exists():
         return None

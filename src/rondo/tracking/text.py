@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Sequence
 
 _BARS = "▁▂▃▄▅▆▇█"
-_ASCII_BARS = "_.-:=+*#"
 
 
 def format_number(value: float | None) -> str:
@@ -31,7 +30,7 @@ def format_number(value: float | None) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """0:07, 12:30, 3:05:00, 2d 04:00:00."""
+    """Writes a duration as 0:07, 12:30, 3:05:00 or 2d 04:00:00."""
     whole = max(0, round(seconds))
     days, rest = divmod(whole, 86400)
     hours, rest = divmod(rest, 3600)
@@ -41,9 +40,10 @@ def format_duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{seconds_left:02d}" if hours else f"{minutes}:{seconds_left:02d}"
 
 
-def sparkline(values: Sequence[float], width: int = 20, ascii_only: bool = False) -> str:
-    """The course of `values` in at most `width` characters; neighbours are averaged when there are more
-    values."""
+def sparkline(values: Sequence[float], width: int = 20) -> str:
+    """Draws the course of `values` in at most `width` characters; neighbours are averaged when there are more
+    values.
+    """
     finite = [v for v in values if v == v and abs(v) != float("inf")]
     if len(finite) < 2:
         return ""
@@ -51,21 +51,18 @@ def sparkline(values: Sequence[float], width: int = 20, ascii_only: bool = False
     edges = [len(finite) * i // cells for i in range(cells + 1)]
     means = [sum(finite[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
     low, high = min(means), max(means)
-    bars = _ASCII_BARS if ascii_only else _BARS
     if high - low <= 1e-12 * max(abs(high), abs(low)):
-        return bars[3] * cells
-    return "".join(bars[min(7, int(8 * (mean - low) / (high - low)))] for mean in means)
+        return _BARS[3] * cells
+    return "".join(_BARS[min(7, int(8 * (mean - low) / (high - low)))] for mean in means)
 
 
 def clean_text(text: str, encoding: str = "utf-8") -> str:
-    """A model's text without terminal control: what is not printable (but newline) is shown as an escape."""
+    """Returns a model's text without terminal control: a tab becomes a blank, and what else is not printable
+    (but newline) an escape.
+    """
+    plain = text.replace("\t", " ")
     shown = "".join(
-        c
-        if c == "\n" or c.isprintable()
-        else " "
-        if c == "\t"
-        else c.encode("unicode_escape").decode("ascii")
-        for c in text
+        c if c == "\n" or c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in plain
     )
     return shown.encode(encoding, errors="backslashreplace").decode(encoding, errors="replace")
 

@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from typing import Any, Literal, Protocol
 
@@ -26,24 +26,17 @@ from rondo.tracking.shown import Sample
 Status = Literal["finished", "failed", "stopped"]
 
 
-def _silent(message: str) -> None:
-    del message
-
-
 @dataclass(frozen=True)
 class TrackerContext:
-    """What every tracker is told. config: the resolved configuration, nested; resume_step: the checkpoint's
-    step, or None.
-
-    warn: called with a message when a remote service fails; the run goes on, metrics.jsonl has everything.
-    """
+    """What every tracker is told."""
 
     folder: RunFolder
     project: str
     run_name: str
     config: Mapping[str, Any]
-    resume_step: int | None = None
-    warn: Callable[[str], None] = _silent
+    """The resolved configuration, nested."""
+    warn: Callable[[str], None]
+    """Called with a message when a remote service fails; the run goes on, metrics.jsonl has everything."""
 
 
 class Tracker(Protocol):
@@ -52,13 +45,13 @@ class Tracker(Protocol):
     where: str
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Finite numbers of one step. Steps rise; a step may be logged in several calls."""
+        """Takes finite numbers of one step. Steps ascend; a step may be logged in several calls."""
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """A few trajectories as text."""
+        """Takes a few trajectories as text."""
 
     def finish(self, status: Status) -> None:
-        """Flush and close."""
+        """Flushes and closes."""
 
 
 class TensorBoard:
@@ -73,9 +66,10 @@ class TensorBoard:
         _require("tensorboard", "tensorboard")
         writer = _require("torch.utils.tensorboard", "tensorboard").SummaryWriter
         self.where = log_dir or str(context.folder.trackers_dir("tensorboard"))
-        purge = None if context.resume_step is None else context.resume_step + 1
+        resumed = context.folder.resume_step
+        purge = None if resumed is None else resumed + 1
         self._writer: Any = writer(self.where, purge_step=purge, flush_secs=flush_seconds)
-        self._writer.add_text("config", _as_code(context.config), context.resume_step or 0)
+        self._writer.add_text("config", _as_code(context.config), resumed or 0)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
@@ -83,7 +77,7 @@ class TensorBoard:
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
         for number, sample in enumerate(samples):
-            self._writer.add_text(f"samples/{number}", _as_code(sample.as_dict()), step)
+            self._writer.add_text(f"samples/{number}", _as_code(asdict(sample)), step)
 
     def finish(self, status: Status) -> None:
         self._writer.close()
@@ -134,9 +128,9 @@ class Wandb:
         self._run.log({"step": step, **metrics})
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        rows = [list(sample.as_dict().values()) for sample in samples]
+        rows = [asdict(sample) for sample in samples]
         if rows:
-            table = self._wandb.Table(columns=list(samples[0].as_dict()), data=rows)
+            table = self._wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
             self._run.log({"step": step, "samples": table})
 
     def finish(self, status: Status) -> None:
@@ -201,9 +195,9 @@ class Mlflow:
             self._warn(f"mlflow: the metrics of step {step} were not stored: {error}")
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        rows = [sample.as_dict() for sample in samples]
+        rows = json.dumps([asdict(sample) for sample in samples], indent=2)
         try:
-            self._client.log_text(self._run_id, json.dumps(rows, indent=2), f"samples/step-{step:06d}.json")
+            self._client.log_text(self._run_id, rows, f"samples/step-{step:06d}.json")
         except self._error as error:
             self._warn(f"mlflow: the samples of step {step} were not stored: {error}")
 
@@ -250,7 +244,7 @@ class Swanlab:
         self._run.log(dict(metrics), step=step)
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        texts = [self._swanlab.Text(json.dumps(s.as_dict(), indent=2, ensure_ascii=False)) for s in samples]
+        texts = [self._swanlab.Text(json.dumps(asdict(s), indent=2, ensure_ascii=False)) for s in samples]
         if texts:
             self._run.log({"samples": texts}, step=step)
 
@@ -267,23 +261,13 @@ BUILT_IN: Mapping[str, Callable[..., Tracker]] = {
 }
 
 
-def make_trackers(
-    configs: Sequence[FunctionConfig],
-    folder: RunFolder,
-    project: str,
-    run_name: str,
-    config: Mapping[str, Any],
-    *,
-    resume_step: int | None = None,
-    warn: Callable[[str], None] = _silent,
-) -> list[Tracker]:
+def make_trackers(configs: Sequence[FunctionConfig], context: TrackerContext) -> list[Tracker]:
     """Starts the trackers that `tracking.trackers` names.
 
     Raises ConfigError for an unknown tracker or option (with the nearest name), or a missing package (with
     the pip line).
     """
     check_trackers(configs)
-    context = TrackerContext(folder, project, run_name, config, resume_step, warn)
     made: list[Tracker] = []
     try:
         for entry in configs:
@@ -296,8 +280,8 @@ def make_trackers(
 
 
 def check_trackers(configs: Sequence[FunctionConfig]) -> None:
-    """Names, options, and whether they are installed; starts nothing and imports no tracker's library. Raises
-    ConfigError.
+    """Raises ConfigError for a name or an option that does not exist, or a package that is not installed;
+    starts nothing and imports no tracker's library.
     """
     for number, entry in enumerate(configs):
         where = f"tracking.trackers.{number}"
@@ -320,10 +304,11 @@ def _not_installed(extra: str, error: str) -> str:
 
 
 def _remembered_id(context: TrackerContext, name: str, create: Callable[[], str]) -> str:
-    """The service's id of this run: kept in trackers/<name>/run_id, used again only when the run is
-    resumed."""
+    """Returns the service's id of this run: kept in trackers/<name>/run_id, used again only when the run is
+    resumed.
+    """
     path = context.folder.trackers_dir(name) / "run_id"
-    if context.resume_step is not None and path.exists():
+    if context.folder.resuming and path.exists():
         return path.read_text(encoding="utf-8").strip()
     run_id = create()
     path.write_text(run_id + "\n", encoding="utf-8")

@@ -19,8 +19,7 @@ from typing import Any, Protocol
 
 from rondo.config import Config, LoadedConfig, to_yaml
 from rondo.controller import Cluster, start_cluster
-from rondo.tracking import Console, RunFolder
-from rondo.tracking.shown import Kind
+from rondo.tracking import Console, Kind, RunFolder
 from rondo.trainers.commands.export import export_model
 from rondo.trainers.loop import Checkpoints, Reporter, finish, remove_files
 from rondo.trainers.program import Roles

@@ -19,8 +19,17 @@ from rondo.batch import BatchRef
 from rondo.columns import GREEDY_REWARD, SCORE
 from rondo.config import Config
 from rondo.controller import Cluster
-from rondo.tracking import Clock, Console, Header, RunFolder, Sample, Timeline, make_trackers
-from rondo.tracking.shown import Kind
+from rondo.tracking import (
+    Clock,
+    Console,
+    Header,
+    Kind,
+    RunFolder,
+    Sample,
+    Timeline,
+    TrackerContext,
+    make_trackers,
+)
 from rondo.trainers.loop.evaluation import (
     EvaluationResult,
     evaluation_file,
@@ -46,15 +55,10 @@ class Reporter:
         self.stopped = False  # on request, before the end
         self.device: str = config.cluster.device
         self._samples: list[Sample] = []
-        self._trackers = make_trackers(
-            config.tracking.trackers,
-            folder,
-            config.tracking.project,
-            title,
-            dataclasses.asdict(config),
-            resume_step=folder.resume_step,
-            warn=console.warn,
+        context = TrackerContext(
+            folder, config.tracking.project, title, dataclasses.asdict(config), console.warn
         )
+        self._trackers = make_trackers(config.tracking.trackers, context)
 
     def watch(self, cluster: Cluster, gauges: Callable[[], Mapping[str, float]] = dict) -> Clock:
         """Starts the run's clock, which hears of this cluster's calls, and returns it.

@@ -16,7 +16,7 @@ from rondo.batch import Batch
 from rondo.config import Config
 from rondo.data import ConversationStream, PairStream
 from rondo.errors import DataError
-from rondo.tracking.shown import Kind
+from rondo.tracking import Kind
 from rondo.trainers.program import conversations, open_tokenizer
 from rondo.trainers.supervised.trainer import Task
 from rondo.training import Loss

@@ -20,7 +20,7 @@ from rondo.columns import per_row
 from rondo.config import Config
 from rondo.controller import Cluster, WorkerGroup
 from rondo.errors import ConfigError
-from rondo.tracking.shown import Kind
+from rondo.tracking import Kind
 from rondo.trainers.loop import Checkpoints, Reporter
 from rondo.trainers.program import Roles, create_model, placement_of, role_spec
 from rondo.training import Loss

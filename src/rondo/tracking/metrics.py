@@ -1,4 +1,4 @@
-"""What every step adds to its run's folder (a line of metrics.jsonl, a file of rollouts); metrics read."""
+"""The lines of metrics.jsonl, written and read."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import numbers
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from rondo.batch import Batch
 from rondo.errors import DataError
 
 # Key of a metrics line: {metric: "nan" | "inf" | "-inf"} for values that are null in it.
@@ -18,7 +17,7 @@ NOT_FINITE = "not_finite"
 
 
 def metrics_line(step: int, metrics: Mapping[str, Any]) -> str:
-    """One JSON line. NaN and infinities are null, and named under `not_finite`.
+    """Returns one JSON line. NaN and infinities are null, and named under `not_finite`.
 
     Raises DataError on another type.
     """
@@ -29,17 +28,14 @@ def metrics_line(step: int, metrics: Mapping[str, Any]) -> str:
             raise DataError(
                 f"a metric cannot be called {name!r}: the line of metrics.jsonl uses that key itself"
             )
-        if value is None or isinstance(value, bool | str):
-            record[name] = value
-        elif isinstance(value, numbers.Integral):
-            record[name] = int(value)
-        elif isinstance(value, numbers.Real):
-            number = float(value)
-            record[name] = number if math.isfinite(number) else None
-            if not math.isfinite(number):
-                odd[name] = str(number)
-        else:
+        if isinstance(value, numbers.Real) and not isinstance(value, bool):
+            value = int(value) if isinstance(value, numbers.Integral) else float(value)
+        elif value is not None and not isinstance(value, bool | str):
             raise DataError(f"metric {name!r} is a {type(value).__name__}; log a number, a string or None")
+        if isinstance(value, float) and not math.isfinite(value):
+            odd[name] = str(value)
+            value = None
+        record[name] = value
     if odd:
         record[NOT_FINITE] = odd
     return json.dumps(record, allow_nan=False)
@@ -60,7 +56,7 @@ def parse_metrics(path: Path) -> list[tuple[str, dict[str, Any] | None]]:
 
 
 def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The lines of `metrics.jsonl`, in order. A last line cut off by a kill is left out.
+    """Returns the lines of `metrics.jsonl`, in order. A last line cut off by a kill is left out.
 
     Raises DataError naming the file when it is missing, and the line when one in the middle is broken.
     """
@@ -76,42 +72,3 @@ def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
                 f"{path}:{number}: not a metrics line (a JSON object with an integer `step`); remove it"
             )
     return [record for _, record in lines if record is not None]
-
-
-class RunFiles:
-    """The files of the run in the folder `path` that grow with its steps."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._unsynced: set[Path] = set()
-        self._file: IO[bytes] | None = None
-
-    def append_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Append one line to metrics.jsonl.
-
-        It survives the end of this process at once, a power cut after `sync`.
-        """
-        if self._file is None:
-            self._file = (self.path / "metrics.jsonl").open("ab")
-        self._file.write(metrics_line(step, metrics).encode() + b"\n")
-        self._file.flush()
-        self._unsynced.add(self.path / "metrics.jsonl")
-
-    def write_rollouts(self, step: int, batch: Batch) -> Path:
-        """rollouts/step-000012.parquet: whole or absent, whatever happens."""
-        folder = self.path / "rollouts"
-        path = folder / f"step-{step:06d}.parquet"
-        temporary = folder / f".{path.name}.tmp"
-        try:
-            batch.write_parquet(temporary)
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
-        self._unsynced |= {path, folder}
-        return path
-
-    def close(self) -> None:
-        """Closes what is open. Idempotent."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
