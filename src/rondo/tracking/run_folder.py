@@ -156,7 +156,7 @@ class RunFolder:
         return path
 
     def write_config(self, text: str) -> None:
-        """Writes config.yaml. One that differs (the run is resumed with other settings) moves to discarded/."""
+        """Writes config.yaml. One that differs moves to discarded/: the run goes on with other settings."""
         path = self.path / "config.yaml"
         if path.exists():
             if path.read_text(encoding="utf-8") == text:
