@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from rondo.trainers.sessions.session import open_session
+from rondo.trainers.sessions import open_session
 
 HERE = Path(__file__).parent
 RECIPES = ["quickstart", HERE / "settings.yaml"]

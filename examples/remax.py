@@ -7,8 +7,7 @@ import asyncio
 import sys
 from pathlib import Path
 
-from rondo.trainers.sessions.handles import per_group
-from rondo.trainers.sessions.session import open_session
+from rondo.trainers.sessions import open_session, per_group
 
 HERE = Path(__file__).parent
 RECIPES = ["remax", HERE / "settings.yaml"]

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from rondo.controller import together
-from rondo.trainers.sessions.session import open_session
+from rondo.trainers.sessions import open_session
 
 HERE = Path(__file__).parent
 RECIPES = ["safe_rlhf", HERE / "settings.yaml"]

@@ -147,7 +147,7 @@ def test_exit_code_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_overrides_may_stand_after_options(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr("rondo.cli.eval_command.run", lambda args: seen.append(args) or 0)
+    monkeypatch.setattr("rondo.cli.model_command.run", lambda args: seen.append(args) or 0)
     assert cli.main(["eval", "a.yaml", "--model", "m", "rollout.n=4"]) == 0
     assert seen[0].config == ["a.yaml", "rollout.n=4"]
     with pytest.raises(SystemExit, match="2"):

@@ -23,7 +23,7 @@ from rondo.trainers.program.inputs import Recorded, settled
 from rondo.trainers.program.plan import plan_program
 from rondo.trainers.program.stages import CorrectionStage
 from rondo.trainers.replay.offline import RecordedBuffer, recorded_rollouts
-from rondo.trainers.sessions.session import open_session
+from rondo.trainers.sessions import open_session
 from rondo.workers.rollout import RolloutWorker
 from tests.trainers.conftest import RECIPE, inline, metrics, weights
 

@@ -19,9 +19,8 @@ from torch import Tensor
 from rondo.config import load
 from rondo.errors import ConfigError, DataError, TrainError, WorkerError
 from rondo.trainers.loop.report import Reporter
+from rondo.trainers.sessions import Session, open_session, per_group
 from rondo.trainers.sessions.check import check_session
-from rondo.trainers.sessions.handles import per_group
-from rondo.trainers.sessions.session import Session, open_session
 from rondo.types import Prompt, Trajectory
 from rondo.workers.models import ActorWorker
 from tests.trainers.conftest import inline, metrics, weights

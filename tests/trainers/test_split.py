@@ -15,7 +15,7 @@ from rondo.trainers.commands.train import train
 from rondo.trainers.loop.checkpoints import Checkpoints
 from rondo.trainers.loop.report import Reporter
 from rondo.trainers.loop.rl import RLTrainer
-from rondo.trainers.sessions.session import open_session
+from rondo.trainers.sessions import open_session
 from tests.trainers.conftest import weights
 from tests.trainers.test_placement import PPO, SPLIT, learned
 

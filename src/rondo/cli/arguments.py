@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 def recipe_parser(
     subparsers: argparse._SubParsersAction[argparse.ArgumentParser], command: str, about: str
 ) -> argparse.ArgumentParser:
-    """The parser of a subcommand that takes recipes and overrides."""
+    """Makes the parser of a subcommand that takes recipes and overrides."""
     parser = subparsers.add_parser(command, help=about, description=about)
     add_recipes(parser, nargs="+")
     return parser
 
 
 def add_recipes(parser: argparse.ArgumentParser, *, nargs: str) -> None:
-    """Let a parser take recipes and overrides, and list the recipes that rondo ships below its help."""
+    """Lets a parser take recipes and overrides, and lists the recipes that rondo ships below its help."""
     parser.add_argument(
         "config",
         nargs=nargs,
@@ -39,7 +39,7 @@ def add_recipes(parser: argparse.ArgumentParser, *, nargs: str) -> None:
 
 
 def load_arguments(arguments: Sequence[str], extra: Sequence[str] = ()) -> LoadedConfig:
-    """Arguments with `=` before any `/` are overrides, the others recipes. Raises ConfigError."""
+    """Loads recipes and overrides: arguments with `=` before any `/`. Raises ConfigError."""
     from rondo.config import load  # not for --help: pydantic takes longer than all else there
 
     overrides = [a for a in arguments if "=" in a and "/" not in a.split("=", 1)[0]]

@@ -12,7 +12,7 @@ SCHEMA = "write the JSON Schema of recipes, with which editors complete and chec
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    """Register the subcommand."""
+    """Registers the subcommand."""
     parser = subparsers.add_parser("config", help=HELP, description=HELP)
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     actions.add_parser("schema", help=SCHEMA, description=SCHEMA)

@@ -34,7 +34,7 @@ class Finding:
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    """Register the subcommand."""
+    """Registers the subcommand."""
     parser = subparsers.add_parser("doctor", help=HELP, description=HELP)
     parser.add_argument("--json", action="store_true", help="machine-readable")
     return parser

@@ -23,10 +23,10 @@ COMMANDS = {
     "sft": "rondo.cli.training",
     "preference": "rondo.cli.training",
     "reward-model": "rondo.cli.training",
-    "eval": "rondo.cli.eval_command",
-    "generate": "rondo.cli.generate_command",
+    "eval": "rondo.cli.model_command",
+    "generate": "rondo.cli.model_command",
+    "export": "rondo.cli.model_command",
     "serve": "rondo.cli.serve_command",
-    "export": "rondo.cli.export_command",
     "config": "rondo.cli.config_command",
     "doctor": "rondo.cli.doctor",
 }
@@ -42,7 +42,7 @@ A recipe is one or more YAML files, merged in order, then key.sub=value override
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `rondo` with `argv` (default: the process's arguments); the exit code."""
+    """Runs `rondo` with `argv` (default: the process's arguments); returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     show_traceback = "--traceback" in arguments or os.environ.get("RONDO_TRACEBACK", "0") not in ("", "0")
     arguments = [argument for argument in arguments if argument != "--traceback"]
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def error_block(command: str, error: RondoError) -> str:
-    """What the user sees of an error: its kind, the message, and how to see more."""
+    """Returns what the user sees of an error: its kind, the message, and how to see more."""
     notes = getattr(error, "__notes__", ())
     cause = getattr(error, "cause_error", None)
     if isinstance(error, WorkerError) and isinstance(cause, RondoError):  # said by rondo itself, in a worker

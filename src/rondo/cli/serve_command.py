@@ -22,7 +22,7 @@ TOKEN_VARIABLE = "RONDO_TOKEN"
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    """Register the subcommand."""
+    """Registers the subcommand."""
     parser = recipe_parser(subparsers, "serve", HELP)
     parser.epilog = (
         f"The first argument is a model folder, a hub id, or a recipe with model.path. {parser.epilog}"
@@ -44,7 +44,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the address and what a client needs, then serve until Ctrl-C."""
+    """Prints the address and what a client needs, then serves until Ctrl-C."""
     loaded = load_served(args.config, args.replicas)
     from rondo.trainers.commands.serve import Address, serve, unread
 
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def load_served(arguments: Sequence[str], replicas: int | None = None) -> LoadedConfig:
-    """The configuration of a model folder or hub id, or of recipes, with overrides. Raises ConfigError."""
+    """Loads the configuration of a model folder or hub id, or of recipes. Raises ConfigError."""
     from rondo.config.load import recipe_path
 
     extra = [] if replicas is None else [f"rollout.replicas={replicas}"]

@@ -15,13 +15,13 @@ HELP = {
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the four subcommands."""
+    """Registers the four subcommands."""
     for command, about in HELP.items():
         recipe_parser(subparsers, command, about)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train; the console shows progress and the final table. Returns the exit code."""
+    """Trains; the console shows progress and the final table. Returns the exit code."""
     loaded = load_arguments(args.config)
     from rondo.trainers.commands.supervised import preference, reward_model, sft
     from rondo.trainers.commands.train import train

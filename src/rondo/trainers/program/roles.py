@@ -95,8 +95,8 @@ def source_of(role: str, config: Config) -> ModelSource:
             raise ConfigError(f"{section}: {role} has no path; {EXPORT_OF_ONE}", key=section)
         if not (Path(engine.path) / VALUE_HEAD_FILE).is_file():
             raise ConfigError(
-                f"{section}.path: there is no {VALUE_HEAD_FILE} in {engine.path}, without which it scores every "
-                f"response 0; {EXPORT_OF_ONE}",
+                f"{section}.path: there is no {VALUE_HEAD_FILE} in {engine.path}, without which it scores "
+                f"every response 0; {EXPORT_OF_ONE}",
                 key=f"{section}.path",
             )
         return model_source(config, engine.path)

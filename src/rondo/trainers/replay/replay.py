@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from rondo.agents.ended import Entry, ended_of, entries_of, length_at, versions_of
 from rondo.agents.replay import PIECE, PIECE_INDEX
 from rondo.batch import BatchRef
 from rondo.columns import ENDED
 from rondo.errors import TrainError
-from rondo.trainers.loop import Buffer, EngineSide, EpisodeFeeder, Episodes
+from rondo.trainers.loop import Buffer, EngineSide, EpisodeFeeder
 from rondo.trainers.replay.journal import FollowedJournal
 from rondo.workers import RolloutWorker
 
@@ -64,31 +64,15 @@ class ReplayedBuffer(Buffer):
         self.num_aborted = self.num_given_back = 0
 
 
-class EpisodesInPieces(Episodes, Protocol):
-    """What a replay needs."""
-
-    async def continue_group(
-        self, rank: int, seq: int, lengths: Sequence[int], before: BatchRef | None
-    ) -> BatchRef:
-        """The responses of a prompt group, the greedy one last, up to lengths[i] tokens. before: what an
-        earlier call returned, to go on from.
-        """
-        ...
-
-    async def finish_group(self, rank: int, seq: int, made: BatchRef, entries: Sequence[Entry]) -> BatchRef:
-        """As `run_group`, of responses that are there, as they ended in the journal."""
-        ...
-
-
 class ReplayedFeeder(EpisodeFeeder):
     """A feeder that makes each group in pieces, one per policy version that the journal has of it."""
 
     def __init__(
-        self, journal: FollowedJournal, buffer: ReplayedBuffer, episodes: EpisodesInPieces, **options: Any
+        self, journal: FollowedJournal, buffer: ReplayedBuffer, side: ReplayedSide, **options: Any
     ) -> None:
-        super().__init__(buffer, episodes, **options)
+        super().__init__(buffer, side, **options)
         self._journal = journal
-        self._pieces = episodes
+        self._side = side
         self._make = self._in_pieces
         # Of groups in flight: their responses so far, and the version of the next piece (inf: none is left).
         self._partials: dict[int, BatchRef] = {}
@@ -100,7 +84,7 @@ class ReplayedFeeder(EpisodeFeeder):
         await super().run()
 
     def partial(self) -> dict[int, BatchRef]:
-        """The responses so far of groups in flight."""
+        """Returns the responses so far of groups in flight."""
         return dict(self._partials)
 
     def restore_partial(self, partial: Mapping[int, BatchRef]) -> None:
@@ -135,8 +119,8 @@ class ReplayedFeeder(EpisodeFeeder):
         return any(self._next_piece(seq) <= self._buffer.version for seq in self._buffer.ledger.open)
 
     def _next_piece(self, seq: int) -> float:
-        """The version of the next piece (-1: of a group without a token); inf: all are made, or none is to
-        be.
+        """Returns the version of the next piece: -1 for a group without a token; inf where all pieces are
+        made, or none is to be.
         """
         fate = self._journal.fate(seq)
         if fate is None:  # this time; it may be admitted again
@@ -155,8 +139,8 @@ class ReplayedFeeder(EpisodeFeeder):
         return math.inf
 
     async def _in_pieces(self, rank: int, seq: int) -> BatchRef:
-        """The rows of a group, when it is their turn. Raises TrainError where it ends otherwise than in the
-        journal.
+        """Returns the rows of a group when it is their turn. Raises TrainError where it ends otherwise than
+        in the journal.
         """
         buffer, turn, fate = self._buffer, self._journal.turn, self._journal.fate(seq)
         assert fate is not None
@@ -169,20 +153,19 @@ class ReplayedFeeder(EpisodeFeeder):
                     "checkpoint from which this run goes on does not hold what was in flight there"
                 )
             lengths = [length_at(entry, int(version)) for entry in entries]
-            made = await self._pieces.continue_group(rank, seq, lengths, self._partials.get(seq))
+            made = await self._side.continue_group(rank, seq, lengths, self._partials.get(seq))
             self._check_lengths(seq, int(version), lengths, made)
             self._partials[seq] = made
             self._next[seq] = self._first_missing(seq, entries)
             buffer.change()
-        ref = await self._pieces.finish_group(rank, seq, self._partials[seq], entries)
+        ref = await self._side.finish_group(rank, seq, self._partials[seq], entries)
         self._check_entries(seq, entries, entries_of(ended_of(list(ref.index.scalars(ENDED)))))
         await buffer.until(lambda: turn("put", seq=seq) or turn("drop", seq=seq))
         return ref
 
     def _check_lengths(self, seq: int, version: int, wanted: Sequence[int], made: BatchRef) -> None:
-        for sample, (length, want) in enumerate(
-            zip(made.index.scalars("response_length").tolist(), wanted, strict=True)
-        ):
+        lengths = made.index.scalars("response_length").tolist()
+        for sample, (length, want) in enumerate(zip(lengths, wanted, strict=True)):
             if length != want:
                 raise self._journal.left(
                     f"group {seq}, trajectory {sample}: its answer ends after {length} tokens, and there it "
@@ -218,6 +201,9 @@ class ReplayedSide(EngineSide):
     async def continue_group(
         self, rank: int, seq: int, lengths: Sequence[int], before: BatchRef | None
     ) -> BatchRef:
+        """Makes the responses of a prompt group, the greedy one last, up to lengths[i] tokens. before: what
+        an earlier call returned, to go on from.
+        """
         return await self._rollout.call_rank(
             rank,
             RolloutWorker.continue_group,
@@ -231,6 +217,7 @@ class ReplayedSide(EngineSide):
         )
 
     async def finish_group(self, rank: int, seq: int, made: BatchRef, entries: Sequence[Entry]) -> BatchRef:
+        """Returns what `run_group` does, of responses that are there, as they ended in the journal."""
         return await self._rollout.call_rank(
             rank,
             RolloutWorker.finish_group,

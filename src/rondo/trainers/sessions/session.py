@@ -1,38 +1,23 @@
-"""An RL algorithm as a program: the roles of a run, handed out one by one to a loop that you write.
-
-    async with open_session(["ppo"]) as session:
-        actor, critic, reward = await session.actor(), await session.critic(), await session.reward()
-        async for prompts in session.prompts():
-            batch = await actor.generate_sequences(prompts)
-            ...
-
-The recipe has the numbers, the program the algorithm. Episodes, asynchrony, filters, evaluation, checkpoints
-and resume are the built-in loop's (`loop/rl.py`). docs/programming_guide.md explains a program line by line.
-"""
+"""The session behind a program of the user's: its roles, its loop, and the pure functions of a step."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rondo.batch import BatchRef
-from rondo.compat.verl import translate
-from rondo.config import Config, RewardConfig, RewardFunctionConfig, RolloutCorrectionConfig, load, to_yaml
+from rondo.config import Config, RolloutCorrectionConfig
 from rondo.controller import Cluster, WorkerGroup
 from rondo.errors import ConfigError, TrainError
 from rondo.rewards import BUILTINS, load_functions, score_names
 from rondo.roles import of_section
 from rondo.trainers.commands.check import check_token_budget
 from rondo.trainers.commands.check_machine import check_names
-from rondo.trainers.commands.open_run import open_console, open_run
-from rondo.trainers.commands.recipe import settled_recipe
-from rondo.trainers.commands.supervised import warm_started
-from rondo.trainers.loop import Checkpoints, EngineSide, Reporter, RLRun, already_finished
+from rondo.trainers.loop import Checkpoints, EngineSide, Reporter, RLRun
 from rondo.trainers.program import (
     AdvantageStage,
     CorrectionStage,
@@ -47,12 +32,10 @@ from rondo.trainers.program import (
     critic_learner,
     describe_correction,
     effective_correction,
-    load_prompts,
     placement_of,
     plan_schedule,
     shares_weights,
 )
-from rondo.trainers.sessions.check import check_session
 from rondo.trainers.sessions.handles import (
     Actor,
     Cost,
@@ -64,51 +47,6 @@ from rondo.trainers.sessions.handles import (
     chosen_function,
 )
 from rondo.types import Prompt, StepStats
-
-
-@contextlib.asynccontextmanager
-async def open_session(
-    recipes: Sequence[str | Path], overrides: Sequence[str] = (), *, reward: Function | None = None
-) -> AsyncIterator[Session]:
-    """Starts a cluster and a run folder for the program inside.
-
-    recipes (files or shipped names, merged in order) and overrides (`key.sub=value`) as for `rondo train`.
-    reward: replaces reward.functions by one, which may be a Python function of (prompt, trajectory). The
-    folder is trainer.run_dir (default runs/session). With checkpoint.every a program that was killed or
-    stopped goes on where it was when it is started again; without, what an earlier program wrote there moves
-    to discarded/. A warm start is kept beside the folder, for all programs that run next to each other. When
-    the program ends without an error, curves, summary and (checkpoint.export) the model are written. Raises
-    ConfigError for what cannot work.
-    """
-    loaded = settled_recipe(load([str(recipe) for recipe in recipes], overrides, translate=translate))
-    check_session(loaded)
-    config = loaded.config
-    folder = Path(config.trainer.run_dir or "runs/session")
-    with open_console(config) as console, open_run(loaded, folder, console) as run:
-        for note in loaded.notes:
-            console.note(note)
-        if effective_correction(config) is not None:
-            console.note(describe_correction(config))
-        if already_finished(run.folder, config, console) is not None:
-            console.note(f"{folder}: this program is finished, and nothing is left to train")
-        config = await warm_started(run, folder.parent)
-        if reward is not None:
-            own = RewardConfig(functions=(RewardFunctionConfig(reward),))  # type: ignore[arg-type]
-            config = dataclasses.replace(config, reward=own)
-        with console.phase("reading prompts"):
-            data = load_prompts(config)
-        run.folder.write_config(to_yaml(loaded.config))
-        async with run.started(config) as (cluster, reporter):
-            session = Session(config, cluster, data, reporter, run.checkpoints)
-            with run.stoppable(session):
-                try:
-                    yield session
-                except BaseException as error:
-                    await session.close(error)
-                    raise
-                await session.close()
-            if session.step or session.stopped:
-                await run.end(session.run, finished=not session.stopped)
 
 
 class Session:

@@ -7,7 +7,10 @@ computed together, so each may have half of actor.token_budget.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -15,36 +18,71 @@ from rondo.algorithms import PreferenceLoss, RewardModelLoss, SftLoss, loss_weig
 from rondo.batch import Batch
 from rondo.config import Config
 from rondo.data import ConversationStream, PairStream
-from rondo.errors import DataError
+from rondo.errors import ConfigError, DataError
 from rondo.tracking import Kind
 from rondo.trainers.program import conversations, open_tokenizer
-from rondo.trainers.supervised.trainer import Task
 from rondo.training import Loss
 
 
+class RowStream(Protocol):
+    """Source rows by sequence number, without end."""
+
+    @property
+    def rows_per_epoch(self) -> int: ...
+
+    def batch(self, seqs: Sequence[int]) -> Batch: ...
+
+
+@dataclass(frozen=True)
+class Task:
+    """A kind of supervised training."""
+
+    kind: Kind
+    title: str
+    """What messages call it."""
+    loss: Callable[[Config], Loss]
+    stream: Callable[[Config, bool], RowStream]
+    """Reads data.train, or data.eval where its second argument (held out) is true."""
+    weights: Callable[[Batch], np.ndarray]
+    """Returns the loss_weight of each row of one optimizer step."""
+    value_head: bool = False
+    """Whether the model gives a score instead of tokens."""
+
+    def roles(self, config: Config) -> tuple[str, ...]:
+        """Returns the names of its worker groups."""
+        return ("actor", "reference") if self.needs_reference(config) else ("actor",)
+
+    def needs_reference(self, config: Config) -> bool:
+        """Says whether the loss compares with the model as it was at the start."""
+        return "ref_log_probs" in self.loss(config).columns
+
+
+def total_steps(config: Config, rows_per_epoch: int) -> int:
+    """Returns the optimizer steps of the run: one per batch."""
+    if config.trainer.total_steps is not None:
+        return config.trainer.total_steps
+    steps = math.ceil((config.trainer.epochs or 0) * rows_per_epoch / config.data.batch_size)
+    if steps < 1:
+        raise ConfigError("trainer.epochs gives a run of 0 steps; ask for at least one")
+    return steps
+
+
 def conversation_stream(config: Config, held_out: bool) -> ConversationStream:
-    """The conversations of data.train or data.eval."""
-    if held_out:
-        return conversations(config, config.data.eval, shuffle=False)
-    return conversations(config, config.data.train, shuffle=config.data.shuffle)
+    """Reads the conversations of data.train or data.eval."""
+    sources = config.data.eval if held_out else config.data.train
+    return conversations(config, sources, shuffle=config.data.shuffle and not held_out)
 
 
 def mean_over_tokens(rows: Batch) -> np.ndarray:
-    """1 / trained tokens of the step on every row: float64 [B]."""
+    """Returns 1 / trained tokens of the step for every row: float64 [B]."""
     return loss_weights(token_mean, rows.scalars("num_trained_tokens"), np.zeros(len(rows), np.int64))
 
 
-SFT = Task(
-    kind="sft",
-    title="supervised fine-tuning",
-    loss=lambda config: SftLoss(),
-    stream=conversation_stream,
-    weights=mean_over_tokens,
-)
+SFT = Task("sft", "supervised fine-tuning", lambda config: SftLoss(), conversation_stream, mean_over_tokens)
 
 
 def pair_stream(config: Config, held_out: bool, loss: Loss) -> PairStream:
-    """Pairs of data.train or data.eval. Raises DataError where they lack what the loss reads."""
+    """Reads the pairs of data.train or data.eval. Raises DataError where they lack what the loss reads."""
     stream = PairStream(
         config.data.eval if held_out else config.data.train,
         open_tokenizer(config),
@@ -63,30 +101,23 @@ def pair_stream(config: Config, held_out: bool, loss: Loss) -> PairStream:
 
 
 def mean_over_pairs(rows: Batch) -> np.ndarray:
-    """1 / pairs of the step on both rows of each: float64 [2 · pairs]."""
+    """Returns 1 / pairs of the step for both rows of each: float64 [2 · pairs]."""
     return np.full(len(rows), 2.0 / len(rows))
 
 
-def _task(kind: Kind, title: str, loss: Callable[[Config], Loss], *, value_head: bool) -> Task:
-    return Task(
-        kind=kind,
-        title=title,
-        loss=loss,
-        stream=lambda config, held_out: pair_stream(config, held_out, loss(config)),
-        weights=mean_over_pairs,
-        value_head=value_head,
-    )
+def _of_pairs(kind: Kind, title: str, loss: Callable[[Config], Loss], *, value_head: bool = False) -> Task:
+    def stream(config: Config, held_out: bool) -> PairStream:
+        return pair_stream(config, held_out, loss(config))
+
+    return Task(kind, title, loss, stream, mean_over_pairs, value_head)
 
 
-PREFERENCE = _task(
-    "preference",
-    "preference learning",
-    lambda c: PreferenceLoss(c.algorithm.preference_loss),
-    value_head=False,
+PREFERENCE = _of_pairs(
+    "preference", "preference learning", lambda config: PreferenceLoss(config.algorithm.preference_loss)
 )
-REWARD_MODEL = _task(
+REWARD_MODEL = _of_pairs(
     "reward_model",
     "reward-model training",
-    lambda c: RewardModelLoss(c.algorithm.reward_model_loss),
+    lambda config: RewardModelLoss(config.algorithm.reward_model_loss),
     value_head=True,
 )

@@ -7,10 +7,7 @@ optimizer step -> held-out loss, checkpoint, report. What differs between them i
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -19,56 +16,11 @@ from rondo.checkpoint import ControllerState
 from rondo.columns import per_row
 from rondo.config import Config
 from rondo.controller import Cluster, WorkerGroup
-from rondo.errors import ConfigError
-from rondo.tracking import Kind
 from rondo.trainers.loop import Checkpoints, Reporter
 from rondo.trainers.program import Roles, create_model, placement_of, role_spec
-from rondo.training import Loss
+from rondo.trainers.supervised.tasks import RowStream, Task, total_steps
 from rondo.types import StepStats
 from rondo.workers import ActorWorker, ReferenceWorker, update_columns
-
-
-class RowStream(Protocol):
-    """Source rows by sequence number, without end."""
-
-    @property
-    def rows_per_epoch(self) -> int: ...
-
-    def batch(self, seqs: Sequence[int]) -> Batch: ...
-
-
-@dataclass(frozen=True)
-class Task:
-    """A kind of supervised training."""
-
-    kind: Kind
-    title: str
-    """What messages call it."""
-    loss: Callable[[Config], Loss]
-    stream: Callable[[Config, bool], RowStream]
-    """Reads data.train, or data.eval where its second argument (held out) is true."""
-    weights: Callable[[Batch], np.ndarray]
-    """Returns the loss_weight of each row of one optimizer step."""
-    value_head: bool = False
-    """Whether the model gives a score instead of tokens."""
-
-    def roles(self, config: Config) -> tuple[str, ...]:
-        """Returns the names of its worker groups."""
-        return ("actor", "reference") if self.needs_reference(config) else ("actor",)
-
-    def needs_reference(self, config: Config) -> bool:
-        """Says whether the loss compares with the model as it was at the start."""
-        return "ref_log_probs" in self.loss(config).columns
-
-
-def total_steps(config: Config, rows_per_epoch: int) -> int:
-    """Returns the optimizer steps of the run: one per batch."""
-    if config.trainer.total_steps is not None:
-        return config.trainer.total_steps
-    steps = math.ceil((config.trainer.epochs or 0) * rows_per_epoch / config.data.batch_size)
-    if steps < 1:
-        raise ConfigError("trainer.epochs gives a run of 0 steps; ask for at least one")
-    return steps
 
 
 class SupervisedTrainer:

@@ -1,0 +1,75 @@
+"""`rondo eval`, `generate` and `export`: what is done with a model that is there."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+from rondo.cli.arguments import load_arguments, recipe_parser
+
+HELP = {
+    "eval": "evaluate a model on a recipe's evaluation prompts",
+    "generate": "generate completions of prompts by the native engine",
+    "export": "write a checkpoint as a Hugging Face folder",
+}
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Registers the three subcommands."""
+    evaluate = recipe_parser(subparsers, "eval", HELP["eval"])
+    evaluate.add_argument("--model", help="model folder or hub id (default: model.path of the recipe)")
+    evaluate.add_argument("--output", help="write all answers to this JSON-lines file")
+    generate = subparsers.add_parser("generate", help=HELP["generate"], description=HELP["generate"])
+    generate.add_argument("model", help="model folder or hub id")
+    generate.add_argument("prompt", nargs="*", help="prompts (default: one per line of standard input)")
+    generate.add_argument("-n", type=int, default=1, help="completions per prompt")
+    generate.add_argument("--max-tokens", type=int, default=256)
+    generate.add_argument("--temperature", type=float, default=1.0, help="0 is greedy")
+    generate.add_argument("--top-p", type=float, default=1.0)
+    generate.add_argument("--seed", type=int, default=0)
+    generate.add_argument("--system", help="system prompt")
+    generate.add_argument("--json", action="store_true", help="one JSON object per completion")
+    export = subparsers.add_parser("export", help=HELP["export"], description=HELP["export"])
+    export.add_argument("run", help="run folder (runs/quickstart)")
+    export.add_argument("output", help="folder to write; must not exist or be empty")
+    export.add_argument("--step", type=int, help="which checkpoint (default: the newest)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the subcommand and prints what it made."""
+    {"eval": _evaluate, "generate": _generate, "export": _export}[args.command](args)
+    return 0
+
+
+def _evaluate(args: argparse.Namespace) -> None:
+    extra = [f"model.path={args.model}", "model.config=null", "trainer.warm_start=null"] if args.model else []
+    loaded = load_arguments(args.config, extra)
+    from rondo.trainers.commands.evaluate import evaluate_model
+
+    result = evaluate_model(loaded)
+    if args.output:
+        lines = [json.dumps(dataclasses.asdict(record), ensure_ascii=False) for record in result.samples]
+        Path(args.output).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    print(json.dumps(result.metrics, indent=2))
+
+
+def _generate(args: argparse.Namespace) -> None:
+    prompts = args.prompt or [line.rstrip("\n") for line in sys.stdin if line.strip()]
+    from rondo.trainers.commands.evaluate import generate
+
+    options = {name: getattr(args, name) for name in ("n", "max_tokens", "temperature", "top_p", "seed")}
+    for completion in generate(args.model, prompts, system=args.system, **options):
+        if args.json:
+            print(json.dumps(completion, ensure_ascii=False))
+        else:
+            print(f">>> {completion['prompt']}\n{completion['text']}\n")
+
+
+def _export(args: argparse.Namespace) -> None:
+    from rondo.trainers.commands.export import export_checkpoint
+
+    step = export_checkpoint(args.run, args.output, args.step)
+    print(f"wrote step {step} of {args.run} to {args.output}")
