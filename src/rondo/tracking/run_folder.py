@@ -59,6 +59,8 @@ class RunFolder:
 
     def __init__(self, path: str | os.PathLike[str], *, resume: Resume = "auto") -> None:
         self.path = Path(path)
+        self.checkpoints_dir = self.path / "checkpoints"
+        self.export_dir = self.path / "export"
         self._unsynced: set[Path] = set()
         self._metrics: IO[bytes] | None = None
         existed = self.path.exists()
@@ -140,14 +142,6 @@ class RunFolder:
     def resuming(self) -> bool:
         """Says whether there is a checkpoint to go on from."""
         return self.resume_step is not None
-
-    @property
-    def checkpoints_dir(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def export_dir(self) -> Path:
-        return self.path / "export"
 
     def trackers_dir(self, name: str) -> Path:
         """Makes and returns the place of a tracker's local files: trackers/<name>."""

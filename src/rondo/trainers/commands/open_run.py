@@ -15,41 +15,16 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rondo.config import Config, LoadedConfig, to_yaml
 from rondo.controller import Cluster, start_cluster
 from rondo.tracking import Console, Kind, RunFolder
 from rondo.trainers.commands.export import export_model
-from rondo.trainers.loop import Checkpoints, Reporter, finish, remove_files
-from rondo.trainers.program import Roles
+from rondo.trainers.loop import Checkpoints, Reporter, RLRun, RLTrainer, finish, remove_files
+from rondo.trainers.supervised import SupervisedTrainer
 
 Summary = dict[str, Any]
-
-
-class Stoppable(Protocol):
-    """What trains, as a signal sees it."""
-
-    def request_stop(self) -> None: ...
-
-
-class Trained(Protocol):
-    """What has been trained, as the end of a run sees it."""
-
-    config: Config
-    reporter: Reporter
-    step: int
-
-    @property
-    def roles(self) -> Roles: ...
-
-
-class Trainer(Stoppable, Trained, Protocol):
-    """A training loop that runs by itself."""
-
-    async def start(self) -> None: ...
-
-    async def run(self) -> bool: ...
 
 
 def open_console(config: Config) -> Console:
@@ -90,23 +65,23 @@ class Run:
             reporter.device = f"{cluster.num_devices} x {cluster.device} ({backend})"
             yield cluster, reporter
 
-    async def train(self, trainer: Trainer) -> Summary:
+    async def train(self, trainer: RLTrainer | SupervisedTrainer) -> Summary:
         """Trains, and ends the run."""
         await trainer.start()
         self.folder.write_config(to_yaml(self.loaded.config))
-        with self.stoppable(trainer):
+        with self.stoppable(trainer.request_stop):
             # A task of its own, like what runs beside it (feeder, mender).
             finished = await asyncio.create_task(trainer.run(), name="trainer")
         return await self.end(trainer, finished)
 
     @contextmanager
-    def stoppable(self, trainer: Stoppable) -> Iterator[None]:
-        """Around training: the first Ctrl-C stops it at the next safe point, and its state is saved; the
+    def stoppable(self, request_stop: Callable[[], None]) -> Iterator[None]:
+        """Around training: the first Ctrl-C asks it to stop at the next safe point and to save its state, the
         second one stops it at once. An error that ends it says how the run can go on.
         """
 
         def stop() -> None:
-            trainer.request_stop()
+            request_stop()
             self.console.note(
                 "stopping at the next safe point, then saving; Ctrl-C again stops at once, without saving"
             )
@@ -115,7 +90,7 @@ class Run:
         with caught(stop, signal.SIGINT), self.checkpoints.way_on_noted():
             yield
 
-    async def end(self, trained: Trained, finished: bool) -> Summary:
+    async def end(self, trained: RLRun | SupervisedTrainer, finished: bool) -> Summary:
         """Exports the model, writes and returns the summary. Raises KeyboardInterrupt where the run was
         stopped before its end.
         """

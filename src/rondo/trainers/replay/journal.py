@@ -10,7 +10,7 @@ the same order: whoever is ready waits for its turn. A trajectory is made in pie
 lets no version pass before every group has its tokens of it. Nothing is aborted: a group that was given back
 in the journal is not even started before.
 
-Why a replay never waits for ever: look at the first line that is not done yet. All before it are, so
+Why a replay never waits forever: look at the first line that is not done yet. All before it are, so
 - admit: the feeder waits for nothing else. The trainer serves the version, since the publish line is before.
 - put, drop: the group was admitted. Its tokens are of versions that were served when the line was written,
   whose publish lines are before it: the trainer loads them (after a publish line it waits for no line until
@@ -61,18 +61,23 @@ FREE = (
 
 
 def settings_of(config: Config) -> dict[str, Any]:
-    """What a replay must share."""
+    """Returns what a replay must share."""
     return leaves_of(config, free=FREE)
 
 
 class JournalFile:
-    """The journal of another run, read to be followed. lines: as text, the first is the head."""
+    """The journal of another run, read to be followed."""
 
     def __init__(self, path: Path, lines: Sequence[str]) -> None:
-        """Raises ConfigError naming the first line that is none of a journal."""
-        self.path, self.lines = path, lines
-        self.endings: dict[int, int | None] = {}  # line of an admission → the one that ends it
-        self.settings: list[tuple[int, dict[str, Any]]] = []  # (line, settings) of each start of the run
+        """lines: as text; the first is the head. Raises ConfigError naming the first line that is none of a
+        journal.
+        """
+        self.path = path
+        self.lines = lines
+        self.endings: dict[int, int | None] = {}
+        """The line of each admission, and the one that ends it."""
+        self.settings: list[tuple[int, dict[str, Any]]] = []
+        """(line, settings) of each start of the run."""
         self.num_steps = 0
         admitted: dict[int, int] = {}
         ready: set[int] = set()
@@ -86,7 +91,9 @@ class JournalFile:
                 ) from error
 
     def _index(self, at: int, line: Mapping[str, Any], admitted: dict[int, int], ready: set[int]) -> None:
-        """admitted: the groups in flight, and the lines that started them. ready: those that are complete."""
+        """Takes in one line. admitted: the groups in flight, and the lines that started them. ready: those
+        that are complete.
+        """
         kind = line["kind"]
         if kind not in KINDS or (kind == "journal") != (at == 0):
             raise ValueError(f"kind {kind!r}")
@@ -119,7 +126,7 @@ class JournalFile:
 
     @classmethod
     def read(cls, run: str) -> JournalFile:
-        """Of a run folder, or of a file. A last line that a kill cut off is left out."""
+        """Reads the journal of a run folder, or a file. A last line that a kill cut off is left out."""
         path = Path(run)
         path = path / JOURNAL_FILE if path.is_dir() else path
         if not path.is_file():
@@ -147,15 +154,15 @@ class JournalFile:
         return json.loads(self.lines[at]) if at < len(self.lines) else {}
 
     def fate(self, at: int) -> Mapping[str, Any] | None:
-        """How the group that was admitted in this line ended: its put or drop; None where it was given back,
-        or was in flight at the end.
+        """Returns how the group that was admitted in this line ended: its put or drop; None where it was
+        given back, or was in flight at the end.
         """
         end = self.endings[at]
         line = self.line(end) if end is not None else {}
         return line if line.get("kind") in ("put", "drop") else None
 
     def open_at(self, position: int) -> list[int]:
-        """The lines of admission of what is in flight before line `position`."""
+        """Returns the lines that admitted what is in flight before line `position`."""
         return [at for at, end in self.endings.items() if at < position and (end is None or end >= position)]
 
 
@@ -186,7 +193,7 @@ class FollowedJournal(RunJournal):
 
     @property
     def upcoming(self) -> Mapping[str, Any]:
-        at = max(self.position, 1)  # the head is nobody's turn
+        at = max(self.position, 1)  # not the head, which no change waits for
         if self._upcoming[0] != at:
             self._upcoming = (at, self._followed.line(at))
         return self._upcoming[1]
@@ -274,8 +281,8 @@ def check_replay(config: Config) -> None:
 
 
 def followed_journal(config: Config, run_dir: str) -> JournalFile | None:
-    """What trainer.replay names, checked before anything is made; None where it is not set. run_dir: of the
-    run that follows it. Raises ConfigError.
+    """Reads what trainer.replay names, checked before anything is made; None where it is not set. run_dir: of
+    the run that follows it. Raises ConfigError.
     """
     replay = config.trainer.replay
     if replay is None:
@@ -292,7 +299,7 @@ def followed_journal(config: Config, run_dir: str) -> JournalFile | None:
 def open_journal(
     config: Config, folder: RunFolder, followed: JournalFile | None, say: Callable[[str], None]
 ) -> RunJournal | None:
-    """The journal of the run in `folder`; None where time decides nothing (rollout.recorded)."""
+    """Makes the journal of the run in `folder`; None where time decides nothing (rollout.recorded)."""
     if config.rollout.recorded is not None:
         return None
     if followed is not None:

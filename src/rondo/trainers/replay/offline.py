@@ -29,15 +29,23 @@ from rondo.weights import SyncReport
 
 # Settings of what is not done again: they change no number.
 UNREAD = (
-    *(KEY, "data.train", "data.eval", "data.shuffle", "data.overlong_prompts", "reward.functions"),
-    *("reward.timeout_seconds", "reward.on_error", "reward.on_timeout", "reward.max_retries"),
+    KEY,
+    "data.train",
+    "data.eval",
+    "data.shuffle",
+    "data.overlong_prompts",
+    "reward.functions",
+    "reward.timeout_seconds",
+    "reward.on_error",
+    "reward.on_timeout",
+    "reward.max_retries",
     "trainer.replay",
 )
 
 
 def recorded_rollouts(config: Config) -> Recorded | None:
-    """What rollout.recorded names; None where it is not set. Raises ConfigError or DataError for what cannot
-    be trained on as configured.
+    """Opens what rollout.recorded names; None where it is not set. Raises ConfigError or DataError for what
+    cannot be trained on as configured.
     """
     if config.rollout.recorded is None:
         return None
@@ -74,7 +82,7 @@ def _changed(recording: Recording, config: Config, steps: int) -> Iterable[str]:
 
 
 def _check_rewards(recording: Recording, old: Config, new: Config) -> None:
-    """Rewards are as recorded: who asks for others would not get them."""
+    """Raises ConfigError where other rewards are asked for than those that are recorded, and used."""
     why = f"the rewards of {KEY}={recording.path} are used as they are"
     if new.reward.functions and new.reward.functions != old.reward.functions:
         raise ConfigError(
@@ -91,7 +99,7 @@ def _check_rewards(recording: Recording, old: Config, new: Config) -> None:
 
 
 def check_own_folder(recorded: Recorded | None, run_dir: str) -> None:
-    """ConfigError where the run would write into the folder that it reads."""
+    """Raises ConfigError where the run would write into the folder that it reads."""
     own = Path(run_dir).resolve()
     if recorded and any(file.resolve().is_relative_to(own) for file in recorded.recording.files):
         raise ConfigError(
@@ -121,21 +129,21 @@ class RecordedBuffer(Buffer):
         self._leave_empty()
 
     def _leave_empty(self) -> None:
-        """The places of this step and of those before that have no group."""
+        """Counts the places of this step and of those before that have no group."""
         sizes = self._recorded.sizes
         self.step_size = sizes[self.version] if self.version < len(sizes) else self.batch_size
         places = (self.version + 1) * self.batch_size
         self._unused = places - self.ledger.num_trained - self.step_size
 
     def staleness(self, groups: Sequence[Group]) -> list[int]:
-        """That which they had when they were recorded."""
+        """Returns the staleness that they had when they were recorded."""
         recording = self._recorded.recording
         versions = [recording.version(recording.place(group.seq)[0]) for group in groups]
         return [at - group.oldest_version for at, group in zip(versions, groups, strict=True)]
 
 
 class NoRoute:
-    """`Route` to nobody."""
+    """A `Route` where no engine wants weights."""
 
     moves = False
 
@@ -206,7 +214,7 @@ class RecordedSide:
 
 
 def _limits(config: Config, program: Program) -> Limits:
-    """What every model of the run can take; the smallest token budget decides."""
+    """Returns what every model of the run can take; the smallest token budget decides."""
     engines = dict(engine_of(role, config) for role in ("actor", *program.roles))
     key = min(engines, key=lambda key: engines[key].token_budget)
     vocab_size = int(load_model_config(model_source(config)).get_text_config().vocab_size)

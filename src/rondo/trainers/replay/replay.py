@@ -1,5 +1,5 @@
 """A replay: the buffer and the feeder of a run that follows another run's journal (`journal.py` says how, and
-why it never waits for ever).
+why it never waits forever).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class ReplayedBuffer(Buffer):
         ledger.reissue = [seq for seq in ledger.reissue if seq not in ledger.open]
 
     async def ticket(self) -> int:
-        """Also does what nobody here causes (an abort, a lost rank, a resume of the run that is followed),
-        when it is its turn.
+        """Also does, when it is their turn, what happened to the other run only: an abort, a lost rank, a
+        resume.
         """
         turn = self._followed.turn
         while True:
@@ -91,7 +91,7 @@ class ReplayedFeeder(EpisodeFeeder):
         self._partials = dict(partial)
 
     def _start(self, seq: int) -> None:
-        if self._journal.fate(seq) is not None:  # else it was given back in the journal: nobody makes it
+        if self._journal.fate(seq) is not None:  # else it was given back in the journal: it is not made
             super()._start(seq)
 
     def _lost(self, seq: int) -> None:

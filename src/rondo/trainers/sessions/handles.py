@@ -5,8 +5,8 @@ needs besides the batch (mini-batches, loss weights, seeds) is planned by the st
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -42,7 +42,7 @@ POLICY, ON_POLICY = "policy", "on_policy"
 
 
 def actor_losses(config: Config) -> dict[str, ActorLoss]:
-    """The actor's loss with `old_log_probs` read, and with them taken from the update's own forward."""
+    """Returns the loss that reads `old_log_probs`, and the one that takes them from the update's forward."""
     return {name: ActorLoss(config.algorithm, on_policy=name == ON_POLICY) for name in (POLICY, ON_POLICY)}
 
 
@@ -61,9 +61,9 @@ class Actor:
     async def generate_sequences(
         self, prompts: Sequence[Prompt], *, n: int | None = None, do_sample: bool = True
     ) -> BatchRef:
-        """n responses (default rollout.n) to each prompt, scored by reward.functions; or its one greedy
-        response with do_sample=False. Rows whose episode or score failed are gone (see reward.on_error);
-        RewardError when they are more than reward.max_dropped_share.
+        """Returns n responses (default rollout.n) to each prompt, scored by reward.functions; or its one
+        greedy response with do_sample=False. Rows whose episode or score failed are gone (see
+        reward.on_error); RewardError when they are more than reward.max_dropped_share.
 
         Rows are in the order of `prompts`, the samples of a prompt next to each other. The noise of a sample
         depends on seed, prompt and sample index alone. What `session.prompts()` yields was generated while
@@ -76,7 +76,7 @@ class Actor:
         session.check_published("generate_sequences")
         sampling = session.data.sampling
         if not do_sample:
-            sampling = dataclasses.replace(sampling, temperature=0.0)
+            sampling = replace(sampling, temperature=0.0)
         number = (n or self._config.rollout.n) if do_sample else 1
         purpose = "train" if do_sample else "greedy"
         calls = asyncio.gather(
@@ -102,8 +102,8 @@ class Actor:
         return rows.take(np.flatnonzero(is_scored(rows.index)))
 
     async def compute_log_prob(self, batch: BatchRef, *, also: tuple[str, ...] = ()) -> BatchRef:
-        """old_log_probs: of the response tokens under the policy as it is now. also: entropy, sum_p_squared,
-        under their own names.
+        """Adds old_log_probs, of the response tokens under the policy as it is now. also: entropy,
+        sum_p_squared, under their own names.
         """
         with self._session.run.clock.phase("log_prob"):
             return await self.model.call(ActorWorker.compute_log_prob, batch, also=also)  # type: ignore[no-any-return]
@@ -123,7 +123,7 @@ class Actor:
             )
         self._check_corrected(batch)
         which = self._which_loss(batch)
-        step = dataclasses.replace(session.step_state, stats=StepStats())
+        step = replace(session.step_state, stats=StepStats())
         batch = await MiniBatches(config, ())(batch, step)
         if self._preparation is not None:
             batch = await self._preparation(batch, step)
@@ -166,41 +166,41 @@ class Actor:
         )
 
 
+@dataclass(frozen=True)
 class Critic:
     """A value function, of the reward (role critic) or of the cost (cost_critic)."""
 
-    def __init__(self, session: Session, learner: Learner, model: WorkerGroup) -> None:
-        self.model = model
-        self._session = session
-        self._learner = learner
+    session: Session
+    learner: Learner
+    model: WorkerGroup
 
     async def compute_values(self, batch: BatchRef) -> BatchRef:
-        """values (cost_values): of the state before each response token."""
-        with self._session.run.clock.phase("values"):
+        """Adds values (cost_values): of the state before each response token."""
+        with self.session.run.clock.phase("values"):
             return await self.model.call(CriticWorker.compute_values, batch)  # type: ignore[no-any-return]
 
     async def update_critic(self, batch: BatchRef) -> StepStats:
         """Takes all optimizer steps of one trainer step (critic.epochs × mini-batches) on values and returns
         (cost_values, cost_returns).
         """
-        session, config = self._session, self._session.config
-        step = dataclasses.replace(session.step_state, stats=StepStats())
-        update = LearnerUpdate(self._learner, config)
+        session, config = self.session, self.session.config
+        step = replace(session.step_state, stats=StepStats())
+        update = LearnerUpdate(self.learner, config)
         with session.run.clock.phase(update.phase):
-            await update(await MiniBatches(config, (self._learner,))(batch, step), step)
+            await update(await MiniBatches(config, (self.learner,))(batch, step), step)
         return step.stats
 
 
+@dataclass(frozen=True)
 class Reference:
     """The frozen policy that a KL term measures against."""
 
-    def __init__(self, session: Session, model: WorkerGroup) -> None:
-        self.model = model
-        self._session = session
+    session: Session
+    model: WorkerGroup
 
     async def compute_log_prob(self, batch: BatchRef) -> BatchRef:
-        """ref_log_probs: of the response tokens."""
-        with self._session.run.clock.phase("ref_log_prob"):
+        """Adds ref_log_probs, of the response tokens."""
+        with self.session.run.clock.phase("ref_log_prob"):
             return await self.model.call(ReferenceWorker.compute_ref_log_prob, batch)  # type: ignore[no-any-return]
 
     async def follow(self, actor: Actor) -> None:
@@ -208,43 +208,44 @@ class Reference:
         await self.model.call(ModelWorker.copy_parameters_from, actor.model.role)
 
 
+@dataclass(frozen=True)
 class Reward:
     """What is trained for: reward functions, which score where rows are generated, and reward models."""
 
-    def __init__(self, session: Session, models: Sequence[RewardModelConfig]) -> None:
-        self._session = session
-        self._models = models
+    session: Session
+    models: Sequence[RewardModelConfig]
 
     async def compute_reward(self, batch: BatchRef) -> BatchRef:
-        """The batch with the scores of reward.models in `reward`, and as score/<name>. What reward.functions
-        say of a row is in it from the start.
+        """Adds the scores of reward.models to `reward`, and as score/<name>. What reward.functions say of a
+        row is in it from the start.
         """
-        with self._session.run.clock.phase("reward"):
-            for model in self._models:
-                batch = await RewardModelScores(model)(batch, self._session.step_state)
+        with self.session.run.clock.phase("reward"):
+            for model in self.models:
+                batch = await RewardModelScores(model)(batch, self.session.step_state)
         return batch
 
 
+@dataclass(frozen=True)
 class Cost:
-    """What a constraint bounds: the score of a reward function, or of a reward model. judge: that model."""
+    """What a constraint bounds: the score of a reward function, or of a reward model."""
 
-    def __init__(self, session: Session, name: str, judge: WorkerGroup | None) -> None:
-        self._session = session
-        self._name = name
-        self._judge = judge
+    session: Session
+    name: str
+    judge: WorkerGroup | None
+    """That reward model; None: the score is a reward function's, there from the start."""
 
     async def compute_cost(self, batch: BatchRef) -> BatchRef:
-        """score/<name>, the cost of each response. The reward stays as it is."""
-        if self._judge is None:  # a reward function's score, there from the start
+        """Adds score/<name>, the cost of each response. The reward stays as it is."""
+        if self.judge is None:
             return batch
-        with self._session.run.clock.phase("cost"):
-            scores = await model_scores(self._judge, batch)
-        return batch.with_index({SCORE(self._name): scores}, replace=True)
+        with self.session.run.clock.phase("cost"):
+            scores = await model_scores(self.judge, batch)
+        return batch.with_index({SCORE(self.name): scores}, replace=True)
 
 
 def per_group(batch: BatchRef, other: BatchRef, column: str) -> np.ndarray:
-    """For each row of `batch` the value of `column` in the row of `other` with the same group_id (one row per
-    group, such as greedy answers): float32 [B]. Raises DataError for a group without that row.
+    """Returns for each row of `batch` the value of `column` in the row of `other` with the same group_id (one
+    row per group, such as greedy answers): float32 [B]. Raises DataError for a group without that row.
     """
     values = dict(zip(other.index.scalars("group_id"), other.index.scalars(column), strict=True))
     groups = batch.index.scalars("group_id")
@@ -257,7 +258,9 @@ def per_group(batch: BatchRef, other: BatchRef, column: str) -> np.ndarray:
 def chosen_function(
     default: FunctionConfig, function: Function | None, options: Mapping[str, Any]
 ) -> FunctionConfig:
-    """A function that a program names, with its options; without one, the recipe's with further options."""
+    """Returns a function that a program names, with its options; without one, the recipe's with further
+    options.
+    """
     if function is None:
         return FunctionConfig(default.name, {**default.options, **options})
     return FunctionConfig(function, options)  # type: ignore[arg-type]

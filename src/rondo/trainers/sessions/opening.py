@@ -63,7 +63,7 @@ async def open_session(
         run.folder.write_config(to_yaml(loaded.config))
         async with run.started(config) as (cluster, reporter):
             session = Session(config, cluster, data, reporter, run.checkpoints)
-            with run.stoppable(session):
+            with run.stoppable(session.request_stop):
                 try:
                     yield session
                 except BaseException as error:

@@ -50,19 +50,21 @@ from rondo.types import Prompt, StepStats
 
 
 class Session:
-    """Hands out roles, prompts and pure functions; made by `open_session`. config: of the run. cluster: for
-    worker groups of your own. data: prompts, and how responses are sampled. corrected: the program has made a
-    rollout correction.
-    """
+    """Hands out roles, prompts and pure functions; made by `open_session`."""
 
     def __init__(
         self, config: Config, cluster: Cluster, data: Prompts, reporter: Reporter, checkpoints: Checkpoints
     ) -> None:
         self.config = config
+        """The run's."""
         self.cluster = cluster
+        """For worker groups of your own."""
         self.data = data
+        """The prompts, and how responses are sampled."""
         self.corrected = False
-        self.stopped = False  # by request, before the last step; the state is saved
+        """Whether the program has made a rollout correction."""
+        self.stopped = False
+        """Whether it was stopped on request, before the last step; then its state is saved."""
         self._stop_asked = False
         self._reporter = reporter
         self._checkpoints = checkpoints
@@ -81,7 +83,7 @@ class Session:
 
     @property
     def run(self) -> RLRun:
-        """The run behind the program. Raises ConfigError before there is an actor."""
+        """Returns the run behind the program. Raises ConfigError before there is an actor."""
         if self._run is None:
             raise ConfigError(
                 "the session has no actor yet: `actor = await session.actor()` comes before the loop"
@@ -90,12 +92,14 @@ class Session:
 
     @property
     def step(self) -> int:
-        """Trainer steps that are done: the version of the policy that is served."""
+        """Counts the trainer steps that are done: the version of the policy that is served."""
         return 0 if self._run is None else self._run.step
 
     @property
     def step_state(self) -> Step:
-        """What the stages of this step share; outside of the loop, of the step that the next update makes."""
+        """Returns what the stages of this step share; outside of the loop, of the step that the next update
+        makes.
+        """
         if self._step is not None:
             return self._step
         if self._outside is None or self._outside.number != self.step:
@@ -105,7 +109,7 @@ class Session:
     async def actor(
         self, policy_loss: Function | None = None, *, devices: Sequence[int] | None = None, **options: Any
     ) -> Actor:
-        """The policy with its generation engines, which serve its weights from here on.
+        """Makes the policy with its generation engines, which serve its weights from here on.
 
         policy_loss: a name or a function (see docs/algorithms.md) with its options; default
         algorithm.policy_loss. devices: of both (default: those of their pools in cluster.placement).
@@ -145,41 +149,46 @@ class Session:
         return Actor(self, config, model, rollout)
 
     async def critic(self, role: str = "critic", *, devices: Sequence[int] | None = None) -> Critic:
-        """A value function of the reward; with role="cost_critic" of the cost. `critic.…` configures both."""
+        """Makes a value function of the reward; with role="cost_critic" of the cost. `critic.…` configures
+        both.
+        """
         learner = self._learners[role]
         model = await self.model(role, {"critic": learner.loss}, devices=devices)
         return Critic(self, learner, model)
 
     async def reference(self, *, devices: Sequence[int] | None = None) -> Reference:
-        """The initial policy, frozen."""
+        """Makes the initial policy, frozen."""
         return Reference(self, await self.model("reference", devices=devices))
 
     async def reward(self) -> Reward:
-        """reward.functions and reward.models, but for the model that is the cost."""
-        models = [model for model in self.config.reward.models if model.name != self._cost_name()]
+        """Makes the reward: reward.functions and reward.models, but for the model that is the cost."""
+        constraint = self.config.algorithm.constraint
+        cost = None if constraint is None else constraint.cost
+        models = [model for model in self.config.reward.models if model.name != cost]
         for model in models:
             await self.model(model.name)
         return Reward(self, models)
 
     async def cost(self) -> Cost:
-        """The reward function (of weight 0, so that it is no part of the reward) or reward model that
-        algorithm.constraint.cost names.
+        """Makes what is bounded: the reward function (of weight 0, so that it is no part of the reward) or
+        reward model that algorithm.constraint.cost names.
         """
-        name = self._cost_name()
-        if name is None:
+        constraint = self.config.algorithm.constraint
+        if constraint is None:
             raise ConfigError("algorithm.constraint is not set: it names the score that is the cost")
+        name = constraint.cost
         functions = load_functions(self.config.reward.functions, BUILTINS)
         is_function = any(name in function.names for function in functions)
         return Cost(self, name, None if is_function else await self.model(name))
 
     def pretraining(self) -> Pretraining:
-        """The conversations of data.pretrain, for update_actor(…, pretrain=…)."""
+        """Reads the conversations of data.pretrain, for update_actor(…, pretrain=…)."""
         return Pretraining(self.config)
 
     async def model(
         self, role: str, losses: Mapping[str, Any] = {}, *, devices: Sequence[int] | None = None
     ) -> WorkerGroup:
-        """The worker group of any role with a model (teacher, prm, …), to `call` its methods yourself.
+        """Makes the worker group of any role with a model (teacher, prm, …), to `call` its methods yourself.
         losses: of a role that learns; its state is part of a checkpoint.
         """
         self._models[role] = await self._create(role, losses, devices)
@@ -197,13 +206,14 @@ class Session:
     # ---- the loop ----
 
     async def prompts(self) -> AsyncIterator[list[Prompt]]:
-        """The prompts of each step: data.batch_size of them, for trainer.total_steps steps (or
+        """Yields the prompts of each step: data.batch_size of them, for trainer.total_steps steps (or
         trainer.epochs), evaluating in between as trainer.evaluation says. A step begins when their responses
         are there; algorithm.filter has replaced what it drops. When the program asks for the next ones, the
         step ends: new weights are served, a due checkpoint is written. A program that goes on from a
         checkpoint gets what is left; its state is restored here, not before.
         """
-        for pool in self._idle_pools():
+        devices = [device for group in self.run.roles.all() for device in group.devices]
+        for pool in placement_of(self.config).idle(devices):
             self._reporter.warn(
                 f"cluster.pools.{pool}: no role of this program is in that pool, and its devices stand idle; "
                 "name it for a role that the program makes in cluster.placement, or remove it"
@@ -226,7 +236,9 @@ class Session:
             self.stopped = not await run.ended()
 
     async def _end_step(self, run: RLRun, step: Step) -> None:
-        logged, self._logged, self._generated = self._logged, None, None
+        self._generated = None
+        logged = self._logged
+        self._logged = None
         await run.weights.hold(if_shared=True)  # as in a step that updates; else versions count on
         if self._has_updated and logged is not None:
             run.coefficients.adapt(logged, step.stats)
@@ -244,8 +256,8 @@ class Session:
             await run.checkpoints.write_if_cut(run)
 
     def generated(self, prompts: Sequence[Prompt]) -> BatchRef | None:
-        """The rows that the run generated for `prompts` in this step, failures included, in their order; None
-        where it did not.
+        """Returns the rows that the run generated for `prompts` in this step, failures included, in their
+        order; None where it did not.
         """
         if self._generated is None:
             return None
@@ -265,7 +277,9 @@ class Session:
             )
 
     async def updated(self) -> None:
-        """The actor was; outside of the loop its weights are served at once, as a step of its own."""
+        """Is told of the actor's update; outside of the loop the new weights are served at once, as a step of
+        their own.
+        """
         if self._step is not None:
             self._has_updated = True
             return
@@ -280,7 +294,7 @@ class Session:
         multiplier: float | None = None,
         **options: Any,
     ) -> BatchRef:
-        """advantages, and the returns that critics learn from, by a pure function.
+        """Adds advantages, and the returns that critics learn from, by a pure function.
 
         estimator: a name or a function (see docs/algorithms.md) with its options; default
         algorithm.advantage. A KL in the reward is that of algorithm.kl, with another coefficient where
@@ -307,8 +321,8 @@ class Session:
         return batch if "rollout_weights" in batch.columns else await self.compute_correction(batch)
 
     async def resample(self, batch: BatchRef) -> BatchRef:
-        """sample_weight: how often each row counts, drawn by algorithm.resample; rows that were not drawn are
-        gone.
+        """Adds sample_weight: how often each row counts, drawn by algorithm.resample; rows that were not
+        drawn are gone.
         """
         chosen = self.config.algorithm.resample
         if chosen is None:
@@ -316,7 +330,7 @@ class Session:
         return await Resampling(chosen)(batch, self.step_state)
 
     async def compute_correction(self, batch: BatchRef) -> BatchRef:
-        """rollout_weights, and a smaller response_mask where something is rejected: what
+        """Adds rollout_weights, and shrinks response_mask where something is rejected: what
         algorithm.rollout_correction asks for, which may be nothing. compute_advantages does it by itself; a
         program that makes its advantages in another way calls it, before the first update.
         """
@@ -335,7 +349,7 @@ class Session:
         return batch
 
     async def evaluate(self) -> dict[str, float]:
-        """Scored answers to the held-out prompts, as trainer.evaluation says, shown and logged."""
+        """Scores answers to the held-out prompts, as trainer.evaluation says; they are shown and logged."""
         if not self.data.eval:
             return {}
         self.check_published("evaluate")
@@ -344,8 +358,8 @@ class Session:
         return result.metrics
 
     async def log(self, batch: BatchRef, *metrics: StepStats) -> None:
-        """This step's rows to rollouts/; its metrics to console, metrics.jsonl and trackers when it ends. An
-        adaptive KL coefficient and a constraint's multiplier follow these metrics and rows.
+        """Writes this step's rows to rollouts/; its metrics to console, metrics.jsonl and trackers when it
+        ends. An adaptive KL coefficient and a constraint's multiplier follow these metrics and rows.
         """
         step = self.step_state
         for part in metrics:
@@ -356,7 +370,7 @@ class Session:
     # ---- the end ----
 
     def request_stop(self) -> None:
-        """The loop over `prompts()` ends at the next step boundary, and the state is saved."""
+        """Ends the loop over `prompts()` at the next step boundary; the state is saved."""
         self._stop_asked = True
         if self._run is not None:
             self._run.request_stop()
@@ -370,12 +384,3 @@ class Session:
         else:
             with contextlib.suppress(StopAsyncIteration):
                 await self._steps.athrow(error)
-
-    def _idle_pools(self) -> list[str]:
-        """Those without a model or an engine."""
-        devices = [device for group in self.run.roles.all() for device in group.devices]
-        return placement_of(self.config).idle(devices)
-
-    def _cost_name(self) -> str | None:
-        constraint = self.config.algorithm.constraint
-        return None if constraint is None else constraint.cost
