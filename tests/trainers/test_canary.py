@@ -76,7 +76,7 @@ def with_roles(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             try:
                 actor = await create_model(cluster, "actor", config)
                 prompts = load_prompts(config)
-                rollout = await create_rollout(cluster, config, prompts.max_context, share=share, threads=1)
+                rollout = await create_rollout(cluster, config, share=share)
                 roles = Roles(actor, rollout)
                 route = make_route(config, roles, tmp_path)
                 assert isinstance(route, SharedRoute if share else GatheredRoute)

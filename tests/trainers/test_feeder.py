@@ -57,7 +57,7 @@ def with_rollout(recipe: Path) -> Callable[..., Any]:
             try:
                 actor = await create_model(cluster, "actor", config)
                 prompts = load_prompts(config)
-                rollout = await create_rollout(cluster, config, prompts.max_context, share=True, threads=1)
+                rollout = await create_rollout(cluster, config, share=True)
                 return await use(Roles(actor, rollout), prompts, config)
             finally:
                 await cluster.shutdown()

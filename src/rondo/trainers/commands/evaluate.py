@@ -46,18 +46,17 @@ def evaluate_model(loaded: LoadedConfig) -> EvaluationResult:
 
 async def _evaluate(config: Config) -> EvaluationResult:
     prompts = load_prompts(config)
-    async with _serving(config, prompts.max_context) as (rollout, mender):
+    async with _serving(config) as (rollout, mender):
         work = evaluate(rollout, prompts.eval, config.trainer.evaluation, prompts.sampling)
         return await mender.served(work)
 
 
 @asynccontextmanager
-async def _serving(config: Config, max_context: int) -> AsyncIterator[tuple[WorkerGroup, Mender]]:
+async def _serving(config: Config) -> AsyncIterator[tuple[WorkerGroup, Mender]]:
     """Engines that serve the model's weights, also once they had to be started again."""
     async with await start_cluster(config.cluster) as cluster:
         await create_model(cluster, "actor", config)
-        share = one_storage(config)
-        rollout = await create_rollout(cluster, config, max_context, share=share, threads=cluster.threads)
+        rollout = await create_rollout(cluster, config, share=one_storage(config))
 
         async def load() -> None:
             await rollout.call(RolloutWorker.pause)
@@ -115,8 +114,7 @@ async def _generate(
     config: Config, prompts: Sequence[Prompt], sampling: SamplingParams
 ) -> list[list[dict[str, Any]]]:
     """Returns a table for each prompt, a row of it for each completion."""
-    max_context = config.data.max_prompt_tokens + sampling.max_tokens
-    async with _serving(config, max_context) as (rollout, mender):
+    async with _serving(config) as (rollout, mender):
         calls = (
             rollout.call_rank(
                 0,

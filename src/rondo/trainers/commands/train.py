@@ -77,8 +77,7 @@ async def _train(loaded: LoadedConfig, program: Program, console: Console) -> Su
             schedule, make_side = _engines(config, program, run, journal)
         async with run.started(config) as (cluster, reporter):
             with console.phase("starting worker groups"):
-                longest = config.data.max_prompt_tokens + config.rollout.max_tokens
-                roles = await create_roles(cluster, config, program, schedule, longest)
+                roles = await create_roles(cluster, config, program, schedule)
             side = make_side(cluster, roles)
             trainer = RLTrainer(
                 program, config, cluster, roles, schedule, side, reporter, run.checkpoints, journal=journal
@@ -111,9 +110,7 @@ def _engines(config: Config, program: Program, run: Run, journal: RunJournal | N
     return plan_schedule(config, prompts.train.rows_per_epoch, program.learners), side
 
 
-async def create_roles(
-    cluster: Cluster, config: Config, program: Program, schedule: Schedule, max_context: int
-) -> Roles:
+async def create_roles(cluster: Cluster, config: Config, program: Program, schedule: Schedule) -> Roles:
     """Starts the worker groups on the devices of their pools: the actor, the other models, then the rollout
     engines (which share or gather the actor's weights, or get them from another pool), unless rollouts are
     recorded.
@@ -127,6 +124,4 @@ async def create_roles(
         models[role] = await create_model(cluster, role, config, losses, steps.get(role))
     if program.recorded is not None:
         return Roles(actor, None, models)
-    share = shares_weights(config)
-    rollout = await create_rollout(cluster, config, max_context, share=share, threads=cluster.threads)
-    return Roles(actor, rollout, models)
+    return Roles(actor, await create_rollout(cluster, config, share=shares_weights(config)), models)

@@ -19,12 +19,11 @@ from rondo.types import Prompt, SamplingParams
 
 @dataclass(frozen=True)
 class Prompts:
-    """Data of a run. max_context: prompt and response tokens together."""
+    """The prompts of a run, and how responses to them are sampled."""
 
     train: PromptStream
     eval: list[Prompt]
     sampling: SamplingParams
-    max_context: int
 
 
 def open_tokenizer(config: Config) -> Any:
@@ -74,8 +73,7 @@ def complete_model(config: Config) -> Config:
 
 def load_prompts(config: Config) -> Prompts:
     """Read and tokenise the sources. Raises DataError or ConfigError naming file, row and column."""
-    tokenizer = open_tokenizer(config)
-    data, rollout = config.data, config.rollout
+    tokenizer, data = open_tokenizer(config), config.data
     train = PromptStream(
         data.train,
         tokenizer,
@@ -91,9 +89,7 @@ def load_prompts(config: Config) -> Prompts:
         overlong=data.overlong_prompts,
         limit=config.trainer.evaluation.limit,
     )
-    return Prompts(
-        train, held_out, sampling_params(config, tokenizer), data.max_prompt_tokens + rollout.max_tokens
-    )
+    return Prompts(train, held_out, sampling_params(config, tokenizer))
 
 
 def sampling_params(config: Config, tokenizer: object) -> SamplingParams:

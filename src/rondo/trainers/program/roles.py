@@ -169,16 +169,10 @@ async def create_model(
 
 
 async def create_rollout(
-    cluster: Cluster,
-    config: Config,
-    max_context: int,
-    *,
-    share: bool,
-    threads: int,
-    devices: Sequence[int] | None = None,
+    cluster: Cluster, config: Config, *, share: bool, devices: Sequence[int] | None = None
 ) -> WorkerGroup:
-    """The generation engines. devices: of all engines together (default: those of the rollout's pool); with
-    rollout.engine.tensor_parallel > 1 each engine takes that many, with consecutive numbers: ConfigError
+    """Starts the generation engines. devices: of all engines together (default: those of the rollout's pool);
+    with rollout.engine.tensor_parallel > 1 each engine takes that many, with consecutive numbers: ConfigError
     where they are not.
     """
     size = config.rollout.engine.tensor_parallel
@@ -199,9 +193,9 @@ async def create_rollout(
             "rollout": config.rollout,
             "reward": config.reward,
             "dtype": rollout_dtype(config),
-            "max_context": max_context,
+            "max_context": config.data.max_prompt_tokens + config.rollout.max_tokens,
             "run_seed": config.trainer.seed,
-            "threads": threads,
+            "threads": cluster.threads,
             "share": share,
         },
     )

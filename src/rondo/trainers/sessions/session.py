@@ -121,14 +121,8 @@ class Session:
         config = dataclasses.replace(self.config, algorithm=algorithm)
         check_names(config)
         model = await self._create("actor", actor_losses(config), devices)
-        rollout = await create_rollout(
-            self.cluster,
-            config,
-            self.data.max_context,
-            share=shares_weights(config) and model.size == 1,
-            threads=self.cluster.threads,
-            devices=devices,
-        )
+        share = shares_weights(config) and model.size == 1
+        rollout = await create_rollout(self.cluster, config, share=share, devices=devices)
         roles = Roles(model, rollout, self._models)
         reads_accuracy = "accuracy" in columns_of_hooks(config)
         names = score_names(config.reward, self.data.train.source_names, reads_accuracy=reads_accuracy)
