@@ -18,7 +18,7 @@ class ConfigError(RondoError, ValueError):
     def __init__(self, message: str = "", *, key: str | None = None) -> None:
         super().__init__(message)
         self.key = key
-        """Which one, also where whoever raises it does not know the place; `commands/check.py` adds that."""
+        """Which one, also where whoever raises it does not know the place; `commands/recipe.py` adds that."""
         self._several: tuple[ConfigError, ...] = ()
 
     @property

@@ -8,7 +8,7 @@ count_cpu, mark, count ────┘            └─▶ the timeline's file,
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -49,7 +49,7 @@ class Clock:
         self.wall_seconds = 0.0
         self.cpu_seconds = 0.0
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        self.counts: defaultdict[str, int] = defaultdict(int)
+        self.counts: Counter[str] = Counter()
         self._timeline = timeline
         self._gauges = gauges
         self._now = now
@@ -94,7 +94,7 @@ class Clock:
             self._sample()
 
     def call_sent(self, role: str, rank: int, device: int, method: str) -> None:
-        """A call went out; see CallWatcher."""
+        """Is told that a call went out; see CallWatcher."""
         busy = self._busy_on(role, device)
         if role != ROLLOUT or method in GENERATING:
             busy.running += 1
@@ -105,7 +105,7 @@ class Clock:
     def call_ended(
         self, role: str, rank: int, device: int, method: str, start: float, end: float, *, died: bool
     ) -> None:
-        """A call came back, or its host died; see CallWatcher."""
+        """Is told that a call came back, or that its host died; see CallWatcher."""
         busy = self._busy_on(role, device)
         if role != ROLLOUT or method in GENERATING:
             busy.running -= 1
@@ -202,8 +202,7 @@ class Clock:
         self._started_cpu += float(state["cpu_seconds"])
         for name, value in state["seconds"].items():
             self.seconds[name] += float(value)
-        for name, value in state["counts"].items():
-            self.counts[name] += int(value)
+        self.counts.update(state["counts"])  # adds
 
     def _read(self) -> float:
         """Brings the totals up to now, which it returns."""

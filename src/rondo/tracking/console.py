@@ -145,7 +145,8 @@ class Console:
     def end_stage(self) -> None:
         """Closes the stage: its panel stays as it is now, and a line says where it began and ended."""
         self.close()
-        view, self._view = self._view, None
+        view = self._view
+        self._view = None
         if view is None or self.mode == "off":
             return
         label = "reward" if view.kind == "rl" else "loss"

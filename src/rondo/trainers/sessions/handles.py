@@ -50,7 +50,7 @@ class Actor:
     """The policy: a training engine and the generation engines that serve its weights."""
 
     def __init__(self, session: Session, config: Config, model: WorkerGroup, rollout: WorkerGroup) -> None:
-        """config: the run's, with the program's policy loss and what algorithm.rollout_correction became."""
+        """config: that of the run, with the program's policy loss and what rollout_correction became."""
         self.model = model
         self.rollout = rollout
         self._session = session

@@ -221,12 +221,13 @@ class Session:
         async with run.serving():
             async with run.feeding():
                 while groups := await run.take():
-                    everything, self._step = run.begin_step(groups)
+                    everything, step = run.begin_step(groups)
+                    self._step = step
                     prompts = [self.data.train.prompt(group.seq) for group in groups]
                     ids = {prompt.prompt_id: group.seq for prompt, group in zip(prompts, groups, strict=True)}
                     self._generated = (everything, ids)
                     yield prompts
-                    await self._end_step(run, self._step)
+                    await self._end_step(run, step)
             self.stopped = not await run.ended()
 
     async def _end_step(self, run: RLRun, step: Step) -> None:
