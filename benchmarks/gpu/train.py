@@ -19,7 +19,8 @@ import torch
 import transformers
 
 from rondo.config import load
-from rondo.trainers.commands.train import run_dir, train
+from rondo.trainers.commands.recipe import run_dir
+from rondo.trainers.commands.train import train
 from rondo.types import Prompt, Trajectory
 
 RECIPE = Path(__file__).with_name("qwen3_0.6b.yaml")

@@ -216,4 +216,4 @@ def test_an_engine_on_several_devices_takes_consecutive_ones(config: Callable[..
     wide = config("rollout.engine=vllm", "rollout.engine.tensor_parallel=2")
     for devices in ((0, 2), (0, 1, 2)):
         with pytest.raises(ConfigError, match=r"each engine takes 2 with consecutive numbers"):
-            asyncio.run(create_rollout(None, wide, 8, share=False, threads=1, devices=devices))  # type: ignore[arg-type]
+            asyncio.run(create_rollout(None, wide, share=False, devices=devices))  # type: ignore[arg-type]
