@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from rondo.algorithms.ranks import ranked
 from rondo.algorithms.registry import aggregation
 from rondo.errors import ConfigError
 
@@ -59,6 +60,7 @@ def seq_mean_token_sum_norm(num_trained_tokens: np.ndarray, *, divisor: float) -
     return (num_trained_tokens > 0) / (_num_sequences(num_trained_tokens) * divisor)
 
 
+@ranked("rows")
 def loss_weights(aggregate: Aggregate, num_trained_tokens: np.ndarray, mini_batch: np.ndarray) -> np.ndarray:
     """The weight of each row's tokens in the loss: float64 [B]. aggregate: an aggregation mode.
 

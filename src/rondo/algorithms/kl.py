@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rondo.algorithms.ranks import ranked
 from rondo.algorithms.registry import columns_read, kl_estimator, lookup
 from rondo.algorithms.statistics import masked_mean
 from rondo.errors import DataError
@@ -79,6 +80,7 @@ def k3_unbiased(log_probs: Tensor, ref_log_probs: Tensor, old_log_probs: Tensor)
     return _straight_through(ratio * (torch.expm1(-bounded) + bounded), ratio * d * log_probs)
 
 
+@ranked("rows")
 def kl_reward(
     reward: Tensor,
     response_mask: Tensor,

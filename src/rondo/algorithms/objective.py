@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rondo.algorithms.policy_losses.ratio import LOG_RATIO_LIMIT
+from rondo.algorithms.ranks import ranked
 from rondo.algorithms.registry import bind, columns_read, is_zero_at_zero_advantage, lookup
 from rondo.algorithms.statistics import Metrics, row_index
 from rondo.columns import LOSS_WEIGHT
@@ -70,6 +71,7 @@ def _kl_in_loss(kl: KlConfig) -> Callable[..., Any]:
     return lookup("kl", kl.name)
 
 
+@ranked("flat", mask="token")
 def rollout_gap(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Metrics:
     """Measures how far log-probs [N] (0 where masked) of sampler and trainer are apart; see `ActorLoss`."""
     difference = (old_log_probs - rollout_log_probs).detach()

@@ -9,8 +9,9 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal
 
+from rondo.algorithms.ranks import AnyFunction, Layout, ranked
 from rondo.config import functions
 from rondo.config.schema import FunctionConfig
 from rondo.errors import ConfigError
@@ -18,9 +19,19 @@ from rondo.errors import ConfigError
 Kind = Literal[
     "advantage", "policy_loss", "value_loss", "kl", "aggregation", "filter", "resample", "pair_loss"
 ]
-AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
-_FUNCTIONS: dict[Kind, dict[str, Callable[..., Any]]] = {kind: {} for kind in get_args(Kind)}
+# How the columns lie that a kind of function reads; a filter sees one group, numpy [n].
+_LAYOUTS: Mapping[Kind, Layout] = {
+    "advantage": "rows",
+    "policy_loss": "flat",
+    "value_loss": "flat",
+    "kl": "any",
+    "aggregation": "rows",
+    "filter": "rows",
+    "resample": "rows",
+    "pair_loss": "pairs",
+}
+_FUNCTIONS: dict[Kind, dict[str, Callable[..., Any]]] = {kind: {} for kind in _LAYOUTS}
 _ZERO_AT_ZERO_ADVANTAGE: set[Callable[..., Any]] = set()
 _PREPARE: dict[Callable[..., Any], Callable[..., Any]] = {}
 
@@ -33,6 +44,8 @@ def _register(kind: Kind, name: str) -> Callable[[AnyFunction], AnyFunction]:
                 f"{kind} {name!r} exists already ({old.__module__}.{old.__qualname__}); choose another name"
             )
         columns_read(function)
+        if function not in _FUNCTIONS[kind].values():  # under another name, and so ranked already
+            function = ranked(_LAYOUTS[kind])(function)
         _FUNCTIONS[kind][name] = function
         return function
 
@@ -64,7 +77,7 @@ def policy_loss(
     """
 
     def add(function: AnyFunction) -> AnyFunction:
-        _register("policy_loss", name)(function)
+        function = _register("policy_loss", name)(function)
         if zero_at_zero_advantage:
             _ZERO_AT_ZERO_ADVANTAGE.add(function)
         if prepare is not None:
@@ -144,34 +157,32 @@ def bind(kind: Kind, config: FunctionConfig, *, key: str | None = None) -> funct
     fit.
     """
     function = lookup(kind, config.name, key=key)
-    own, prepare = _options(function), _PREPARE.get(function)
-    declared = own if prepare is None else _options_of_prepare(prepare) | own
+    declared = _options(function)
+    if function in _PREPARE:
+        declared = _options(_PREPARE[function]) | declared
     title = getattr(function, "__name__", str(function))
     functions.check_declared(declared.values(), config.options, key or f"algorithm.{kind}", title)
-    return functools.partial(function, **_declared(own, config.options))
+    return _with_own(function, config.options)
 
 
 def bind_preparation(config: FunctionConfig) -> functools.partial[Any] | None:
     """Returns the `prepare` of a policy loss with the options that it declares; None where it has none."""
-    prepare = _PREPARE.get(bind("policy_loss", config).func)
-    if prepare is None:
-        return None
-    return functools.partial(prepare, **_declared(_options_of_prepare(prepare), config.options))
+    prepare = _PREPARE.get(lookup("policy_loss", config.name))
+    return None if prepare is None else _with_own(prepare, config.options)
+
+
+def _with_own(function: Callable[..., Any], options: Mapping[str, Any]) -> functools.partial[Any]:
+    """Fills in those of the options that the function itself declares."""
+    own = _options(function)
+    return functools.partial(function, **{name: value for name, value in options.items() if name in own})
 
 
 def _options(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    parameters = inspect.signature(function).parameters.values()
-    return {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
-
-
-def _options_of_prepare(prepare: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    options = _options(prepare)
-    options.pop("seed", None)  # the run gives it, a recipe does not
+    """Returns what a recipe may set of a function; a `prepare` gets its `seed` from the run."""
+    options = {p.name: p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    if function in _PREPARE.values():
+        options.pop("seed", None)
     return options
-
-
-def _declared(by: Mapping[str, inspect.Parameter], options: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if name in by}
 
 
 def columns_read(function: Callable[..., Any]) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rondo.algorithms.ranks import ranked
 from rondo.algorithms.registry import resampler
 from rondo.algorithms.statistics import Groups
 from rondo.errors import ConfigError
@@ -60,6 +61,7 @@ def _relative_size(groups: Groups, reward: Tensor) -> Tensor:
     return torch.where(largest > 0, size / largest, 1.0)
 
 
+@ranked("rows", probabilities="row")
 def draw(probabilities: Tensor, group_id: Tensor, *, seed: int) -> Tensor:
     """Draws how often each row counts: int64 [B]; with replacement, as often per group as the group has rows.
 

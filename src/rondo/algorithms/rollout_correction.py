@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rondo.algorithms.policy_losses.ratio import LOG_RATIO_LIMIT
+from rondo.algorithms.ranks import ranked
 from rondo.config.schema import ImportanceConfig, RejectionConfig, RolloutCorrectionConfig
 from rondo.types import StepStats
 
@@ -28,6 +29,7 @@ class Correction:
     stats: StepStats  # the diagnostics
 
 
+@ranked("rows")
 def correct(
     old_log_probs: Tensor,
     rollout_log_probs: Tensor,
@@ -64,6 +66,7 @@ def correct(
     return Correction(weights.to(torch.float32), torch.where(keep, response_mask, 0), stats)
 
 
+@ranked("rows", gap="token", counted="token")
 def importance_ratio(gap: Tensor, counted: Tensor, level: str) -> Tensor:
     """Returns π_old/π_roll of each token's unit, [B, T], from λ [B, T] (0 where not `counted`).
 
@@ -96,6 +99,7 @@ def _bounded(ratio: Tensor, keep: Tensor, config: ImportanceConfig) -> tuple[Ten
     return weights, outside
 
 
+@ranked("rows", gap="token", counted="token")
 def accepted(gap: Tensor, counted: Tensor, rule: RejectionConfig) -> Tensor:
     """Returns what one rule lets through: bool [B, T] (level token) or [B, 1]. gap: λ, 0 where not `counted`.
 
@@ -105,7 +109,6 @@ def accepted(gap: Tensor, counted: Tensor, rule: RejectionConfig) -> Tensor:
     response for sum, its geometric mean for mean), lower 1/upper by default. A row without trained tokens is
     accepted. Which combinations mean something is checked when a configuration is loaded.
     """
-    assert gap.ndim == counted.ndim == 2
     assert rule.upper > 0
     if rule.statistic == "k1":
         lower = 1.0 / rule.upper if rule.lower is None else rule.lower

@@ -41,7 +41,6 @@ def gae(
         fits = value is None or 0.0 <= value <= 1.0
         if not fits:
             raise ConfigError(f"algorithm.advantage: gae needs {name} between 0 and 1, got {value}")
-    assert token_rewards.ndim == values.ndim == response_mask.ndim == 2
     counted = response_mask > 0
     rewards = torch.where(counted, token_rewards, 0.0).to(torch.float64)
     before = torch.where(counted, values, 0.0).to(torch.float64)

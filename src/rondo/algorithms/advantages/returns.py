@@ -7,6 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rondo.algorithms.ranks import ranked
 from rondo.algorithms.registry import advantage
 from rondo.algorithms.statistics import Groups, whiten
 from rondo.errors import ConfigError
@@ -21,11 +22,11 @@ def require_gamma(estimator: str, gamma: float) -> None:
         raise ConfigError(f"algorithm.advantage: {estimator} needs gamma between 0 and 1, got {gamma}")
 
 
+@ranked("rows")
 def returns_to_go(token_rewards: Tensor, response_mask: Tensor, gamma: float = 1.0) -> Tensor:
     """G_t = r_t + γ G_next over trained tokens, [B, T] float64; passes through holes of the mask, where it is
     0.
     """
-    assert token_rewards.ndim == response_mask.ndim == 2
     counted = response_mask > 0
     rewards = torch.where(counted, token_rewards, 0.0).to(torch.float64)
     out = torch.zeros_like(rewards)

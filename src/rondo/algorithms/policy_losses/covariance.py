@@ -15,14 +15,15 @@ from torch import Tensor
 
 from rondo.algorithms.policy_losses.clipped import ppo_clip
 from rondo.algorithms.policy_losses.ratio import log_ratio, ratio_metrics
+from rondo.algorithms.ranks import ranked
 from rondo.algorithms.registry import policy_loss
 from rondo.algorithms.statistics import Metrics, share
 from rondo.errors import ConfigError
 
 
+@ranked("rows")
 def covariances(advantages: Tensor, old_log_probs: Tensor, response_mask: Tensor) -> Tensor:
     """(A - mean A)(ℓ_old - mean ℓ_old) of the N trained tokens of columns [B, T], row by row: float64 [N]."""
-    assert advantages.ndim == old_log_probs.ndim == response_mask.ndim == 2
     counted = response_mask > 0
     advantage, log_prob = (column[counted].to(torch.float64) for column in (advantages, old_log_probs))
     return (advantage - advantage.mean()) * (log_prob - log_prob.mean())
@@ -45,6 +46,7 @@ def _column(chosen: Tensor, response_mask: Tensor) -> dict[str, Tensor]:
     return {"covariance_selected": selected}
 
 
+@ranked("rows")
 def select_largest(
     advantages: Tensor, old_log_probs: Tensor, response_mask: Tensor, *, fraction: float = 2e-3
 ) -> dict[str, Tensor]:
@@ -57,6 +59,7 @@ def select_largest(
     return _column(torch.argsort(covariance, descending=True, stable=True)[:number], response_mask)
 
 
+@ranked("rows")
 def select_between(
     advantages: Tensor,
     old_log_probs: Tensor,

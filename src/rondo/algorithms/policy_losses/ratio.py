@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rondo.algorithms.ranks import ranked
 from rondo.algorithms.statistics import Metrics, share
 from rondo.errors import ConfigError
 
@@ -15,9 +16,9 @@ from rondo.errors import ConfigError
 LOG_RATIO_LIMIT = 20.0
 
 
+@ranked("flat")
 def log_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
     """Returns δ = ℓ - ℓ_old, clamped to ±20 (no inf; beyond it the gradient is 0): [N]."""
-    assert log_probs.ndim == old_log_probs.ndim == 1
     return (log_probs - old_log_probs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
@@ -32,6 +33,7 @@ def clip_range(clip: float, clip_low: float | None, clip_high: float | None) -> 
     return low, high
 
 
+@ranked("flat", is_clipped="token", mask="token")
 def clip_fractions(is_clipped: Tensor, advantages: Tensor, mask: Tensor) -> Metrics:
     """Counts the trained tokens [N] that a loss clipped: all of them, those with A < 0, those with A > 0."""
     return {
@@ -41,6 +43,7 @@ def clip_fractions(is_clipped: Tensor, advantages: Tensor, mask: Tensor) -> Metr
     }
 
 
+@ranked("flat", delta="token", mask="token")
 def ratio_metrics(delta: Tensor, mask: Tensor) -> Metrics:
     """Makes actor/ppo_kl (masked mean of -δ) and actor/ratio (mean and maximum) of log-ratios [N]."""
     delta = delta.detach()
