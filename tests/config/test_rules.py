@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from rondo.config import load
 from rondo.config.schema import (
     AbortConfig,
+    AlgorithmConfig,
+    ClusterConfig,
+    FunctionConfig,
     KeepConfig,
     NativeEngineConfig,
+    OptimizerConfig,
+    RewardConfig,
+    RolloutConfig,
     SglangEngineConfig,
+    TrackingConfig,
+    TrainerConfig,
     VllmEngineConfig,
 )
 from rondo.errors import ConfigError
@@ -79,3 +91,43 @@ def test_pools() -> None:
 
 def test_estimators_without_groups_take_one_sample() -> None:
     assert load([], [MODEL, LENGTH, "rollout.n=1", "algorithm.advantage=gae"]).config.rollout.n == 1
+
+
+@pytest.mark.parametrize(
+    ("in_a_program", "arguments", "key"),
+    [
+        (lambda: ClusterConfig(backend="ray"), ["cluster.backend=ray"], "cluster"),
+        (
+            lambda: RolloutConfig(engine="vllm", agent="m.f"),
+            ["rollout={engine: vllm, agent: m.f}"],
+            "rollout",
+        ),
+        (
+            lambda: TrainerConfig(1, on_update="resume", max_staleness=1),
+            ["trainer.on_update=resume"],
+            "trainer",
+        ),
+        (lambda: OptimizerConfig(schedule="cosine"), ["actor.optimizer.schedule=cosine"], "actor.optimizer"),
+        (
+            lambda: AlgorithmConfig(advantage="gae", filter="mixed_accuracy", rollout_correction="bypass"),
+            ["algorithm={advantage: gae, filter: mixed_accuracy, rollout_correction: bypass}"],
+            "algorithm",
+        ),
+        (lambda: RewardConfig(functions=("gsm8k",)), ["reward.functions=[gsm8k]"], "reward"),
+        (lambda: TrackingConfig(trackers=("wandb",)), ["tracking.trackers=[wandb]"], "tracking"),
+    ],
+)
+def test_the_name_of_a_choice_stands_for_it_in_a_program_as_in_a_recipe(
+    in_a_program: Callable[[], Any], arguments: list[str], key: str
+) -> None:
+    loaded = load([], ["model.path=m", "trainer.total_steps=1", "trainer.max_staleness=1", *arguments])
+    assert in_a_program() == operator.attrgetter(key)(loaded.config)
+
+
+def test_a_program_may_give_the_function_itself() -> None:
+    assert AlgorithmConfig(advantage=len).advantage == FunctionConfig(len)
+
+
+def test_a_program_that_names_no_choice_is_told_the_choices() -> None:
+    with pytest.raises(ValidationError, match="must be one of local, process, ray"):
+        ClusterConfig(backend="rya")

@@ -63,6 +63,6 @@ def _shapes(names: Sequence[str], layout: str, others: Mapping[str, str]) -> dic
     """Returns what the shape of each column must be ("[B, T]"), for those of the names that are known."""
     if layout == "pairs":
         return dict.fromkeys(names, "[P]")
-    belongs_to = {column.name: column.per for column in TABLE} | others
+    belongs_to = {**{column.name: column.per for column in TABLE}, **others}
     known = {name: _SHAPES[layout].get(per) for name, per in belongs_to.items()} | _OWN_SHAPES
     return {name: shape for name in names if (shape := known.get(name)) is not None}

@@ -22,18 +22,12 @@ from rondo.config.schema import (
     SglangEngineConfig,
     VllmEngineConfig,
 )
+from rondo.config.schema.types import choices_of, fields_of
 from rondo.config.tree import Node, Origin
 
 # Every key of these that is no field of theirs is an option, and stands beside the name.
 FLATTENED = (FunctionConfig, FilterConfig, RewardFunctionConfig, VllmEngineConfig, SglangEngineConfig)
 DEFAULTS = Origin("default")
-
-
-@cache
-def fields_of(section: type) -> Mapping[str, Any]:
-    """Field name to resolved type, without the bounds."""
-    hints = typing.get_type_hints(section)
-    return {field.name: hints[field.name] for field in dataclasses.fields(section)}
 
 
 @dataclass(frozen=True)
@@ -126,11 +120,6 @@ def _not_none(kind: Any) -> Any:
         return kind
     others = tuple(other for other in typing.get_args(kind) if other is not type(None))
     return others[0] if len(others) == 1 else typing.Union[others]  # noqa: UP007
-
-
-def choices_of(section: type) -> tuple[Any, ...]:
-    """The values of the tag that choose a section."""
-    return typing.get_args(next(iter(fields_of(section).values())))
 
 
 def has_unknown_keys(node: Node, place: Place = ROOT) -> bool:

@@ -7,7 +7,15 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from rondo.config.schema.types import STRICT, Decay, FunctionConfig, NonNegative, Positive
+from rondo.config.schema.types import (
+    STRICT,
+    Chosen,
+    Decay,
+    Function,
+    FunctionConfig,
+    NonNegative,
+    Positive,
+)
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -40,7 +48,7 @@ class KlConfig:
     """What it is taken off or added to."""
     coef: Positive
     """Its weight; no KL is algorithm.kl: null."""
-    controller: FixedKlConfig | AdaptiveKlConfig = Field(default=FixedKlConfig(), discriminator="name")
+    controller: Annotated[FixedKlConfig | AdaptiveKlConfig, Chosen()] = FixedKlConfig()
     """Whether the coefficient changes."""
 
 
@@ -143,26 +151,26 @@ class FilterConfig(FunctionConfig):
 class AlgorithmConfig:
     """Advantage × policy loss × KL × aggregation are independent choices; a named algorithm is a recipe."""
 
-    advantage: FunctionConfig = FunctionConfig("grpo")
+    advantage: Function = FunctionConfig("grpo")
     """The estimator of advantages."""
-    policy_loss: FunctionConfig = FunctionConfig("ppo_clip")
+    policy_loss: Function = FunctionConfig("ppo_clip")
     """Of a token."""
-    value_loss: FunctionConfig = FunctionConfig("clipped_value")
+    value_loss: Function = FunctionConfig("clipped_value")
     """Of a critic's token."""
-    aggregation: FunctionConfig = FunctionConfig("token-mean")
+    aggregation: Function = FunctionConfig("token-mean")
     """How the losses of tokens become one number."""
     kl: KlConfig | None = None
     """The divergence from the reference model; null: none."""
     entropy_coef: NonNegative = 0.0
     """Weight of the entropy bonus; 0: off."""
-    filter: FilterConfig | None = None
+    filter: Annotated[FilterConfig, Chosen()] | None = None
     """Groups that are not trained on but replaced (dynamic sampling)."""
-    resample: FunctionConfig | None = None
+    resample: Function | None = None
     """How often each sample of a prompt is trained on (PF-PPO)."""
     mask_truncated: bool = False
     """Responses cut off at rollout.max_tokens carry no loss."""
-    rollout_correction: RolloutCorrectionConfig | BypassConfig | None = Field(
-        default=RolloutCorrectionConfig(), discriminator="mode"
+    rollout_correction: Annotated[RolloutCorrectionConfig | BypassConfig | None, Chosen()] = (
+        RolloutCorrectionConfig()
     )
     """For samples of another policy than the trainer's; null: off."""
     positive_lm_coef: NonNegative = 0.0
@@ -171,7 +179,7 @@ class AlgorithmConfig:
     """Weight of the language-model loss on data.pretrain (PPO-ptx); 0: off."""
     constraint: ConstraintConfig | None = None
     """A bound on a cost; null: none."""
-    preference_loss: FunctionConfig = FunctionConfig("dpo")
+    preference_loss: Function = FunctionConfig("dpo")
     """Of `rondo preference`."""
-    reward_model_loss: FunctionConfig = FunctionConfig("bradley_terry")
+    reward_model_loss: Function = FunctionConfig("bradley_terry")
     """Of `rondo reward-model`."""

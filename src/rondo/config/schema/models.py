@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from rondo.config.schema.types import (
     STRICT,
     AutoOrBool,
+    Chosen,
     Count,
     Decay,
     Dtype,
@@ -92,7 +92,7 @@ class OptimizerConfig:
     """Decoupled weight decay."""
     grad_clip: Positive | None = 1.0
     """The largest global gradient norm; null: no clipping."""
-    schedule: ScheduleConfig = Field(default=ConstantScheduleConfig(), discriminator="name")
+    schedule: Annotated[ScheduleConfig, Chosen()] = ConstantScheduleConfig()
     """The learning rate over the run."""
 
 

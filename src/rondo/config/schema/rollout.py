@@ -12,10 +12,11 @@ from rondo.config.schema.models import FrozenEngineConfig
 from rondo.config.schema.types import (
     STRICT,
     Buffer,
+    Chosen,
     Count,
     Decay,
     Dtype,
-    FunctionConfig,
+    Function,
     Mass,
     Name,
     Natural,
@@ -70,8 +71,8 @@ class SglangEngineConfig:
 class RolloutConfig:
     """How the policy is sampled."""
 
-    engine: NativeEngineConfig | VllmEngineConfig | SglangEngineConfig = Field(
-        default=NativeEngineConfig(), discriminator="name"
+    engine: Annotated[NativeEngineConfig | VllmEngineConfig | SglangEngineConfig, Chosen()] = (
+        NativeEngineConfig()
     )
     """What generates, and its own settings."""
     recorded: str | None = None
@@ -104,7 +105,7 @@ class RolloutConfig:
     """How weights reach the engines; auto: in place, gathered or collective."""
     bucket_bytes: Buffer = 256 << 20
     """Of weights in transit, at most, beside the two models."""
-    agent: FunctionConfig | None = None
+    agent: Function | None = None
     """An agent that talks to the OpenAI endpoint; null: one turn per prompt."""
 
 
@@ -138,7 +139,7 @@ class RewardModelConfig(FrozenEngineConfig):
 class RewardConfig:
     """What is good, and what happens when that cannot be said."""
 
-    functions: tuple[RewardFunctionConfig, ...] = ()
+    functions: tuple[Annotated[RewardFunctionConfig, Chosen()], ...] = ()
     """Scorers in Python; the reward is the weighted sum of their scores."""
     models: tuple[RewardModelConfig, ...] = ()
     """Model-based rewards; their scores are added to the functions'."""

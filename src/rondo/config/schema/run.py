@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from rondo.config.schema.types import STRICT, Count, FunctionConfig, Int, Mass, Natural, Positive
+from rondo.config.schema.types import STRICT, Chosen, Count, Function, Int, Mass, Natural, Positive
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -65,7 +65,7 @@ class TrainerConfig:
     """The one seed: of the order of prompts, of samples, of initial weights."""
     max_staleness: Natural = 0
     """How many policy versions a trajectory may be behind; 0: synchronous on-policy."""
-    on_update: KeepConfig | AbortConfig = Field(default=KeepConfig("auto"), discriminator="name")
+    on_update: Annotated[KeepConfig | AbortConfig, Chosen()] = KeepConfig("auto")
     """What becomes of episodes in flight when weights arrive."""
     order: Literal["prompt", "completion"] = "prompt"
     """In which complete groups are trained."""
@@ -111,8 +111,8 @@ class RayBackendConfig:
 class ClusterConfig:
     """Devices, and who is on them."""
 
-    backend: LocalBackendConfig | ProcessBackendConfig | RayBackendConfig = Field(
-        default=LocalBackendConfig(), discriminator="name"
+    backend: Annotated[LocalBackendConfig | ProcessBackendConfig | RayBackendConfig, Chosen()] = (
+        LocalBackendConfig()
     )
     """What runs the workers."""
     devices: Count = 1
@@ -133,7 +133,7 @@ class ClusterConfig:
 class TrackingConfig:
     """What is shown and kept of a run."""
 
-    trackers: tuple[FunctionConfig, ...] = ()
+    trackers: tuple[Function, ...] = ()
     """tensorboard, wandb, mlflow, swanlab (each with its options)."""
     project: str = "rondo"
     """The name that trackers file runs under."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import typing
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, WrapValidator
+from pydantic import BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, WrapValidator
 from pydantic.dataclasses import dataclass
+from pydantic_core import CoreSchema, core_schema
 
 # Types are strict ("4" is no integer), unknown keys are errors. Validators are built when they are needed.
 # `keys.meaning` reads the texts under the fields: pydantic's reader would cost a fifth of a load, and forgets
@@ -46,6 +50,43 @@ Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 AutoOrBool = Annotated[Literal["auto", True, False], BeforeValidator(_no_number)]
 
 
+@cache
+def fields_of(section: type) -> Mapping[str, Any]:
+    """Returns the resolved type of each field by its name, without the bounds."""
+    hints = typing.get_type_hints(section)
+    return {field.name: hints[field.name] for field in dataclasses.fields(section)}
+
+
+def choices_of(section: type) -> tuple[Any, ...]:
+    """Returns the values of the first key that choose a section; none where that is any function's name."""
+    return typing.get_args(next(iter(fields_of(section).values())))
+
+
+class Chosen:
+    """Marks a section, or sections that exclude each other, for which the value of the first key may stand.
+
+    `ClusterConfig(backend="ray")` is what `backend: ray` is in a recipe, where `keys.Place.named` says so.
+    """
+
+    def __get_pydantic_core_schema__(self, kind: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        sections = [one for one in typing.get_args(kind) or (kind,) if one is not type(None)]
+        if len(sections) > 1:
+            kind = Annotated[kind, Field(discriminator=next(iter(fields_of(sections[0]))))]
+
+        def section(value: Any) -> Any:
+            if not isinstance(value, str) and not callable(value):
+                return value
+            choices = {choice: one for one in sections for choice in choices_of(one)}
+            if choices and value not in choices:
+                raise ValueError(f"must be one of {', '.join(choices)}")
+            return choices.get(value, sections[0])(value)
+
+        # Behind a function of ours JSON would be checked as Python is, where a list is no tuple.
+        schema = handler.generate_schema(kind)
+        python = core_schema.no_info_before_validator_function(section, schema)
+        return core_schema.json_or_python_schema(json_schema=schema, python_schema=python)
+
+
 @dataclass(frozen=True, config=STRICT)
 class FunctionConfig:
     """A function chosen by name; further keys are its options.
@@ -57,3 +98,6 @@ class FunctionConfig:
     """A built-in (`grpo`), `path.py:name` or dotted name."""
     options: Mapping[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function; in a recipe they stand beside its name."""
+
+
+Function = Annotated[FunctionConfig, Chosen()]
