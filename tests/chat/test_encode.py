@@ -8,7 +8,6 @@ import pytest
 from rondo.chat import (
     as_messages,
     decode,
-    encode_conversation,
     encode_conversations,
     encode_prompt,
     encode_prompts,
@@ -44,6 +43,11 @@ def trained(tok, ids, mask):
     """The text of each stretch of ones, special tokens visible."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], mask, [0]])))
     return [tok.decode(ids[a:b]) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+
+
+def encode_conversation(tok, messages):
+    (encoded,) = encode_conversations(tok, [messages])
+    return encoded
 
 
 def test_prompt_is_the_template_with_generation_prompt(tok):

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rondo.errors import TrainError
-from rondo.planning.batches import micro_batches, rows_of_units
-from rondo.planning.shards import balance
+from rondo.planning.batches import balance, micro_batches, rows_of_units
 
 LENGTHS = st.lists(st.integers(0, 60), max_size=40)
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from rondo.config.schema import FallingScheduleConfig, OptimizerConfig, TorchBackendConfig
 from rondo.errors import CheckpointError
-from rondo.planning.shards import balance
+from rondo.planning.batches import balance
 from rondo.training import FsdpEngine
 from tests.ranks import run_ranks
 from tests.training.helpers import (

@@ -5,7 +5,7 @@ engines.
 from __future__ import annotations
 
 from rondo.chat.continuation import encode_continuation
-from rondo.chat.conversations import encode_conversation, encode_conversations
+from rondo.chat.conversations import encode_conversations
 from rondo.chat.encode import (
     Messages,
     as_messages,
@@ -23,7 +23,6 @@ __all__ = [
     "as_messages",
     "decode",
     "encode_continuation",
-    "encode_conversation",
     "encode_conversations",
     "encode_piece",
     "encode_prompt",

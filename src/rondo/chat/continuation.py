@@ -26,7 +26,8 @@ def encode_continuation(
     *,
     last_token: int | None,
 ) -> np.ndarray:
-    """int32 [N]: the tokens between assistant message `turn`, already there as tokens, and the next answer.
+    """Returns the tokens, int32 [N], between assistant message `turn`, already there as tokens, and the next
+    answer.
 
     messages: the whole conversation, the new messages behind `turn` included. last_token: the last one of
     the answer; the template's end of turn is not written twice where the answer ended with it, and is added
@@ -54,8 +55,8 @@ def encode_continuation(
 
 
 def _behind(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], turn: int, tools: Any) -> str:
-    """The rendered text behind the content of message `turn` or, where the template drops that beside tool
-    calls, behind the name of the last call: what follows starts with the rest of the turn.
+    """Returns the rendered text behind the content of message `turn` or, where the template drops that beside
+    tool calls, behind the name of the last call: what follows starts with the rest of the turn.
     """
     marker = "rondo" + hashlib.blake2b(repr(messages).encode(), digest_size=12).hexdigest()
     answer = messages[turn]

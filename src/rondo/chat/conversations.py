@@ -25,7 +25,14 @@ def encode_conversations(
     conversations: Sequence[Sequence[Message]],
     tools: Sequence[Any] | None = None,
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(token_ids int32 [T], mask uint8 [T]) of each conversation; see `encode_conversation`."""
+    """Returns token ids (int32 [T]) and a mask (uint8 [T]) of each conversation. tools: an entry for each.
+
+    The tokens go up to the end of the last assistant turn; the mask is 1 on assistant turns. A turn is what
+    follows its generation prompt, the end-of-turn token included, white space behind that excluded. Without
+    a chat template a conversation is one user and one assistant message: raw text, answer, end-of-sequence
+    token. Raises DataError when there is no assistant turn, or the template re-renders what came before a
+    turn so that the turn's place is not defined.
+    """
     cut = [
         _pieces(tokenizer, as_messages(c), tools[i] if tools else None) for i, c in enumerate(conversations)
     ]
@@ -37,8 +44,7 @@ def encode_conversations(
         ids, mask = [], []
         for i, (_, trained) in enumerate(pieces):
             tokens = next(encoded)
-            # Behind an end-of-sequence token a piece is tokenised as it is inside a text (no dummy prefix
-            # space).
+            # Behind an end-of-sequence token a piece is tokenised as inside a text: no dummy prefix space.
             tokens = tokens[1:] if i and anchor else tokens
             ids.append(tokens)
             mask.append(np.full(len(tokens), trained, np.uint8))
@@ -46,22 +52,8 @@ def encode_conversations(
     return out
 
 
-def encode_conversation(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Any = None
-) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids (int32 [T]) up to the end of the last assistant turn, and a mask (uint8 [T]) that is 1 on
-    assistant turns.
-
-    A turn is what follows its generation prompt, the end-of-turn token included, white space behind that
-    excluded. Without a chat template a conversation is one user and one assistant message: raw text, answer,
-    end-of-sequence token. Raises DataError when there is no assistant turn, or the template re-renders what
-    came before a turn so that the turn's place is not defined.
-    """
-    return encode_conversations(tokenizer, [messages], [tools])[0]
-
-
 def _pieces(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Any) -> list[tuple[str, bool]]:
-    """The conversation's text cut at the borders of assistant turns: (text, is an assistant turn)."""
+    """Cuts the conversation's text at the borders of assistant turns: (text, is an assistant turn)."""
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns:
         raise DataError(f"no assistant turn to learn from; roles are {[m['role'] for m in messages]}")
@@ -88,7 +80,9 @@ def _pieces(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Any) 
 def _turn_end(
     tokenizer: PreTrainedTokenizerBase, messages: Messages, turn: int, tools: Any, whole: str, start: int
 ) -> int:
-    """Where in `whole` the assistant turn that starts at `start` ends, its end-of-turn token included."""
+    """Returns where in `whole` the assistant turn that starts at `start` ends, its end-of-turn token
+    included.
+    """
     last = turn == len(messages) - 1
     through = whole if last else render(tokenizer, messages[: turn + 1], tools=tools, generation=False)
     if whole.startswith(through):

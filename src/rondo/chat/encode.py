@@ -18,7 +18,7 @@ Messages = tuple[Message, ...]
 
 
 def as_messages(prompt: Any, system: str | None = None) -> Messages:
-    """A string becomes one user message; a list of {role, content, …} is checked. `system` goes in front of
+    """Makes a string one user message, and checks a list of {role, content, …}. `system` goes in front of
     messages that have no system message of their own.
 
     Keys whose value is None are left out (Arrow fills them in). Raises DataError saying what is wrong with
@@ -60,7 +60,7 @@ def _checked(message: Any, index: int) -> Message:
 def render(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, tools: Any = None, generation: bool
 ) -> str:
-    """The template's text for `messages`; `generation` adds the header of the assistant's next turn.
+    """Returns the template's text for `messages`; `generation` adds the header of the assistant's next turn.
 
     Raises ConfigError when the tokenizer has no template, DataError when the template refuses the messages.
     """
@@ -87,7 +87,8 @@ def encode_prompts(
     system: str | None = None,
     tools: Sequence[Any] | None = None,
 ) -> list[np.ndarray]:
-    """Token ids (int32 [P]) of each prompt, a string or a list of messages, ready for an answer to follow.
+    """Returns token ids (int32 [P]) of each prompt, a string or a list of messages, ready for an answer to
+    follow.
 
     With a chat template: rendered with the generation prompt. Without one: a string's own tokens (special
     tokens as the tokenizer adds them); messages and system prompts are a ConfigError. tools: one entry per
@@ -116,12 +117,12 @@ def encode_prompts(
 def encode_prompt(
     tokenizer: PreTrainedTokenizerBase, prompt: Any, system: str | None = None, tools: Any = None
 ) -> np.ndarray:
-    """One prompt's token ids, int32 [P]. See `encode_prompts`."""
+    """Returns one prompt's token ids, int32 [P]; see `encode_prompts`."""
     return encode_prompts(tokenizer, [prompt], system, [tools])[0]
 
 
 def tokenise(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special: bool) -> list[np.ndarray]:
-    """int32 [N] of each text. special: with the special tokens that the tokenizer adds."""
+    """Returns the tokens, int32 [N], of each text. special: with those that the tokenizer adds."""
     encoded = tokenizer(texts, add_special_tokens=special, return_attention_mask=False, verbose=False)[
         "input_ids"
     ]
@@ -129,14 +130,14 @@ def tokenise(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special: b
 
 
 def encode_piece(tokenizer: PreTrainedTokenizerBase, text: str) -> np.ndarray:
-    """int32 [N]: `text` as it is tokenised inside a longer one (no special tokens, no dummy prefix space)."""
+    """Returns `text` as it is tokenised inside a longer one, int32 [N]: no special token, no prefix space."""
     anchor = tokenizer.eos_token or ""
     (tokens,) = tokenise(tokenizer, [anchor + text], special=False)
     return tokens[1:] if anchor else tokens
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, token_ids: np.ndarray | Sequence[int]) -> str:
-    """The text of `token_ids` without special tokens (end of turn, padding), as scorers see it."""
+    """Returns the text of `token_ids` without special tokens (end of turn, padding), as scorers see it."""
     return str(
         tokenizer.decode(
             [int(t) for t in token_ids], skip_special_tokens=True, clean_up_tokenization_spaces=False

@@ -12,8 +12,7 @@ if TYPE_CHECKING:
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...] = ()) -> tuple[int, ...]:
-    """The tokens that end a response, sorted: end of sequence, the template's end of turn, and the strings in
-    `stop`.
+    """Returns the tokens that end a response, sorted: end of sequence, the template's end of turn, `stop`.
 
     Raises ConfigError when a string of `stop` is not one token.
     """
@@ -35,7 +34,9 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...] = (
 
 
 def end_of_turn_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """The special token that the template writes right behind an assistant's content, if it writes one."""
+    """Returns the special token that the template writes right behind an assistant's content, if it writes
+    one.
+    """
     question, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "rondo"}
     text = render(tokenizer, [question, answer], generation=False)
     tail = text[text.rfind("rondo") + len("rondo") :].strip() if "rondo" in text else ""

@@ -13,15 +13,16 @@ _CALL = re.compile(rf"{OPEN}(.*?){CLOSE}", re.DOTALL)
 
 @dataclass(frozen=True)
 class ToolCall:
-    """arguments: a JSON object as text."""
+    """One call of a tool."""
 
     name: str
     arguments: str
+    """A JSON object as text."""
 
 
 def parse_tool_calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
-    """(text before the calls, the calls) of an answer that ends in `<tool_call>{"name": …, "arguments":
-    {…}}</tool_call>`, once or more, with nothing but white space between and behind.
+    """Returns the text before the calls and the calls of an answer that ends in `<tool_call>{"name": …,
+    "arguments": {…}}</tool_call>`, once or more, with nothing but white space between and behind.
 
     Anything else (broken JSON, an open tag, text behind a call) is no call: (text, ()).
     """
@@ -42,7 +43,7 @@ def parse_tool_calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
 
 
 def settled_length(text: str) -> int:
-    """How many characters of an unfinished answer cannot become part of a tool call."""
+    """Says how many characters of an unfinished answer cannot become part of a tool call."""
     start = text.find(OPEN)
     if start >= 0:
         return start

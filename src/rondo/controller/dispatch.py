@@ -11,7 +11,7 @@ import numpy as np
 
 from rondo.batch import Batch
 from rondo.columns import UNIT, column, declared
-from rondo.planning.shards import balance
+from rondo.planning.batches import balance
 
 How = Literal["broadcast", "split", "per_rank"]
 COST_COLUMNS = declared("prompt_length", "response_length")

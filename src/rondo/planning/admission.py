@@ -18,8 +18,8 @@ Order = Literal["prompt", "completion"]
 
 
 def effective_on_update(on_update: OnUpdate | Literal["auto"], max_staleness: int) -> OnUpdate:
-    """What happens to episodes in flight when weights arrive; auto: finish (the same bits every time) while
-    that costs little, resume from max_staleness = 2 on.
+    """Returns what becomes of episodes in flight when weights arrive; auto: finish (the same bits every time)
+    while that costs little, resume from max_staleness = 2 on.
     """
     if on_update != "auto":
         return on_update
@@ -36,7 +36,7 @@ def may_admit(
     total_steps: int,
     total_groups: int,
 ) -> int:
-    """How many more groups may start now (0 or more). This is all the back-pressure there is.
+    """Returns how many more groups may start now (0 or more). This is all the back-pressure there is.
 
     num_admitted: groups that were ever started and not given back (dropped ones included); num_dropped: those
     that were dropped since, whose credit admits another. Each version grants batch_size credits,
@@ -55,7 +55,7 @@ def select(
     want: int,
     order: Order = "prompt",
 ) -> list[int] | None:
-    """Sequence numbers to train on now, rising, or None to wait.
+    """Returns the sequence numbers to train on now, ascending, or None to wait.
 
     ready: complete groups, sequence number -> version at admission (prompt order needs the numbers only).
     open_groups: the same of groups in flight. want: groups per step (fewer in a short last step, 0 when
@@ -67,7 +67,7 @@ def select(
     first before the rest. That alone would break the bound: newer groups that finish first would take the
     places of older ones, more of which are then due at one version than a step can take. So it also waits
     while the groups left behind, open or ready, could not all be trained in time (`all_in_time`). It never
-    waits for ever: with every open group complete, those due first are chosen, and then the rest fits.
+    waits forever: with every open group complete, those due first are chosen, and then the rest fits.
     """
     if want == 0:
         return []
@@ -88,7 +88,7 @@ def select(
 
 
 def all_in_time(due: Iterable[int], version: int, batch_size: int) -> bool:
-    """Whether steps of batch_size groups, the first at `version`, can train every group at the version at
-    which it is due, or before: no more than (d - version + 1) · batch_size are due by any version d.
+    """Says whether steps of batch_size groups, the first at `version`, can train every group at the version
+    at which it is due, or before: no more than (d - version + 1) · batch_size are due by any version d.
     """
     return all(count <= (last - version + 1) * batch_size for count, last in enumerate(sorted(due), start=1))

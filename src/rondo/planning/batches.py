@@ -1,11 +1,13 @@
-"""Which rows are computed together: the mini-batches of a step and their order, and micro-batches under a
-token budget; shards over data-parallel ranks are in `shards`. Pure numpy.
+"""Which rows are computed together: the mini-batches of a step and their order, shards over data-parallel
+ranks, and micro-batches under a token budget. Pure numpy.
 
 All of it follows from ids and token counts. The mini-batches do not depend on the number of ranks, and no
 gradient on either (`algorithms/aggregation.py`).
 """
 
 from __future__ import annotations
+
+import heapq
 
 import numpy as np
 
@@ -14,7 +16,7 @@ from rondo.types import request_seed
 
 
 def plan_mini_batches(group_ids: np.ndarray, mini_batch_size: int, *, seed: int, step: int) -> np.ndarray:
-    """The mini-batch 0, 1, … of each row: int64 [B]. Rows of a prompt group stay together.
+    """Returns the mini-batch 0, 1, … of each row: int64 [B]. Rows of a prompt group stay together.
 
     group_ids: [B], any order. mini_batch_size: prompt groups per mini-batch at most. There are as few
     mini-batches as that allows (a short last step has fewer), their sizes differ by at most one group, and
@@ -35,7 +37,7 @@ def plan_mini_batches(group_ids: np.ndarray, mini_batch_size: int, *, seed: int,
 
 
 def mini_batch_orders(mini_batch: np.ndarray, epochs: int, *, seed: int, step: int) -> list[list[int]]:
-    """The order in which each epoch visits the mini-batches: permutations drawn from (seed, step, epoch).
+    """Returns the order in which each epoch visits the mini-batches, drawn from (seed, step, epoch).
 
     mini_batch: [B], of `plan_mini_batches`. Membership is fixed for a step; only the order changes from epoch
     to epoch.
@@ -46,7 +48,7 @@ def mini_batch_orders(mini_batch: np.ndarray, epochs: int, *, seed: int, step: i
 
 
 def rows_of_units(units: np.ndarray) -> list[np.ndarray]:
-    """Row positions of each unit (rows of equal value), rising; units in the order of their first rows."""
+    """Returns the rows of each unit (equal value), ascending; units in the order of their first rows."""
     _, first, unit = np.unique(units, return_index=True, return_inverse=True)
     order = np.argsort(first[unit], kind="stable")
     cuts = np.flatnonzero(np.diff(first[unit][order])) + 1
@@ -54,16 +56,16 @@ def rows_of_units(units: np.ndarray) -> list[np.ndarray]:
 
 
 def rows_in(whole: list[np.ndarray], units: np.ndarray) -> np.ndarray:
-    """The rows of these units, unit by unit. whole: of `rows_of_units`."""
+    """Returns the rows of these units, unit by unit. whole: of `rows_of_units`."""
     return np.concatenate([whole[unit] for unit in units]) if len(units) else np.empty(0, np.int64)
 
 
 def micro_batches(lengths: np.ndarray, budget: int, units: np.ndarray | None = None) -> list[np.ndarray]:
-    """Cut rows into bins of at most `budget` tokens, few of them: first-fit decreasing (≤ 11/9 of the fewest
-    + 1).
+    """Cuts rows into bins of at most `budget` tokens, few of them (first-fit decreasing: ≤ 11/9 of the
+    fewest, + 1).
 
     lengths: int [B], tokens per row. units: [B]; rows of equal value share a bin and lie next to each other
-    there. Returns row positions per bin, rising within a bin (with units: the units by their first rows);
+    there. Returns row positions per bin, ascending within it (with units: the units by their first rows);
     the fullest bins come first, so that what will not fit in memory fails in the first pass. Raises
     TrainError naming a row or a unit longer than the budget.
     """
@@ -99,3 +101,69 @@ def micro_batches(lengths: np.ndarray, budget: int, units: np.ndarray | None = N
         bins[where].append(int(row))
     fullest_first = np.argsort(room[: len(bins)], kind="stable")
     return [np.sort(np.asarray(bins[where], np.int64)) for where in fullest_first]
+
+
+def balance(
+    costs: np.ndarray, parts: int, groups: np.ndarray | None = None, units: np.ndarray | None = None
+) -> list[np.ndarray]:
+    """Cuts rows into `parts` shards of nearly equal cost, separately within every value of `groups`.
+
+    costs: [B], not negative (the caller's measure of work: tokens, squares of lengths). groups: [B], e.g. the
+    mini-batch of each row; every shard gets its share of each group, so that no rank idles in any of them.
+    units: [B]; rows of equal value stay together. Returns row positions per part, ascending; parts may differ
+    in row count and may be empty. Deterministic. Within a group the heaviest and the lightest part differ by
+    at most the group's costliest row (unit). Largest differencing (Karmarkar & Karp 1982); a group's heaviest
+    part goes to the part with least so far. Raises TrainError for a unit in two groups.
+    """
+    costs = np.asarray(costs, np.float64)
+    if parts < 1 or costs.ndim != 1 or np.any(~(costs >= 0)):
+        raise TrainError(
+            f"balance needs parts >= 1 (got {parts}) and costs [B] that are finite and not negative"
+        )
+    labels = np.zeros(len(costs), np.int64) if groups is None else np.asarray(groups)
+    if len(labels) != len(costs):
+        raise TrainError(f"balance got {len(costs)} costs and {len(labels)} group labels")
+    if units is not None:
+        whole = rows_of_units(units)
+        for rows in whole:
+            if len(set(labels[rows].tolist())) > 1:
+                raise TrainError(
+                    f"unit {units[rows[0]]} lies in the mini-batches {sorted(set(labels[rows].tolist()))}: "
+                    "rows that stay together need the same one (plan mini-batches by unit)"
+                )
+        unit_costs = np.array([costs[rows].sum() for rows in whole])
+        of_units = balance(unit_costs, parts, np.array([labels[rows[0]] for rows in whole]))
+        return [np.sort(rows_in(whole, part)) for part in of_units]
+    shards: list[list[int]] = [[] for _ in range(parts)]
+    totals = np.zeros(parts)
+    for value in np.unique(labels):
+        rows = np.flatnonzero(labels == value)
+        sums, members = _largest_differencing(costs[rows], parts)
+        lightest_first = np.argsort(totals, kind="stable")
+        for part, share in zip(lightest_first, np.argsort(-sums, kind="stable"), strict=True):
+            shards[part].extend(rows[members[share]].tolist())
+            totals[part] += sums[share]
+    return [np.sort(np.asarray(shard, np.int64)) for shard in shards]
+
+
+def _largest_differencing(costs: np.ndarray, parts: int) -> tuple[np.ndarray, list[list[int]]]:
+    """Returns sums [parts] and rows of each part: joins the two least even partial partitions until one is
+    left.
+    """
+    if parts == 1 or len(costs) == 0:
+        return np.full(parts, costs.sum()), [list(range(len(costs))), *([] for _ in range(parts - 1))]
+    heap: list[tuple[float, int, np.ndarray, list[list[int]]]] = []
+    for i, cost in enumerate(costs):
+        sums = np.zeros(parts)
+        sums[0] = cost
+        heap.append((-float(cost), i, sums, [[i], *([] for _ in range(parts - 1))]))
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        _, first, sums_a, members_a = heapq.heappop(heap)
+        _, _, sums_b, members_b = heapq.heappop(heap)
+        sums = sums_a + sums_b[::-1]  # the fullest of one meets the emptiest of the other
+        order = np.argsort(-sums, kind="stable")
+        members = [members_a[k] + members_b[parts - 1 - k] for k in order]
+        sums = sums[order]
+        heapq.heappush(heap, (float(sums[-1] - sums[0]), first, sums, members))
+    return heap[0][2], heap[0][3]

@@ -33,36 +33,37 @@ class SameDevices:
 
 @dataclass(frozen=True)
 class Placement:
-    """pools: name → device numbers, rising. pool_of: role → pool; a role that is not in it is in the first.
-    tensor_parallel: devices of one rollout engine.
-    """
+    """Says which role stands on which devices."""
 
     pools: Mapping[str, tuple[int, ...]]
+    """Name → device numbers, ascending."""
     pool_of: Mapping[str, str] = field(default_factory=dict)
+    """Role → pool; a role that is not in it is in the first one."""
     tensor_parallel: int = 1
+    """Devices of one rollout engine."""
 
     def pool(self, role: str) -> str:
-        """The name of the role's pool."""
+        """Returns the name of the role's pool."""
         return self.pool_of.get(role, next(iter(self.pools)))
 
     def devices(self, role: str) -> tuple[int, ...]:
-        """One device number per rank, rising; of a rollout engine the first of its devices."""
+        """Returns a device number per rank, ascending; of a rollout engine the first of its devices."""
         return self.pools[self.pool(role)][:: self.devices_per_rank(role)]
 
     def devices_per_rank(self, role: str) -> int:
-        """How many devices, with consecutive numbers, one rank of the role computes on."""
+        """Says how many devices, with consecutive numbers, one rank of the role computes on."""
         return self.tensor_parallel if role == ROLLOUT else 1
 
     def idle(self, devices: Collection[int]) -> list[str]:
-        """The pools of which none of `devices`, those in use, is one."""
+        """Returns the pools of which none of `devices`, those in use, is one."""
         return [name for name, own in self.pools.items() if not set(own) & set(devices)]
 
     def colocated(self, role: str, other: str) -> bool:
-        """Whether both roles are in one pool, and so in the same host processes."""
+        """Says whether both roles are in one pool, and so in the same host processes."""
         return self.pool(role) == self.pool(other)
 
     def describe(self, roles: Sequence[str]) -> list[str]:
-        """A line per pool: `train: devices 0 1: actor, critic`; for `rondo config show`."""
+        """Returns a line per pool: `train: devices 0 1: actor, critic`; for `rondo config show`."""
         lines = []
         for name, devices in self.pools.items():
             here = [self._named(role) for role in roles if self.pool(role) == name]
@@ -82,7 +83,7 @@ def plan_placement(
     tensor_parallel: int = 1,
     together: Sequence[SameDevices] = (),
 ) -> Placement:
-    """Pools take consecutive device numbers in the order in which they are written.
+    """Gives pools consecutive device numbers in the order in which they are written.
 
     roles: all of the run; None: not known (a program of your own), then no pool counts as unused. together:
     roles that must share a pool. Raises ConfigError: a role that the run does not have, a pool without a

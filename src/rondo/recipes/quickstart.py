@@ -29,52 +29,11 @@ if TYPE_CHECKING:
 
 Triple = tuple[int, int, int]
 
-NAMES = (
-    "Tom",
-    "Ana",
-    "Ben",
-    "Eva",
-    "Max",
-    "Mia",
-    "Leo",
-    "Zoe",
-    "Sam",
-    "Ivy",
-    "Kim",
-    "Raj",
-    "Ada",
-    "Hugo",
-    "Nina",
-    "Omar",
-)
+NAMES = "Tom Ana Ben Eva Max Mia Leo Zoe Sam Ivy Kim Raj Ada Hugo Nina Omar".split()
 OBJECTS = (
-    *(
-        "apples",
-        "pens",
-        "books",
-        "coins",
-        "cards",
-        "eggs",
-        "cups",
-        "keys",
-        "nuts",
-        "shells",
-        "stamps",
-        "toys",
-    ),
-    *(
-        "buttons",
-        "marbles",
-        "pencils",
-        "tickets",
-        "flowers",
-        "candles",
-        "baskets",
-        "feathers",
-        "ribbons",
-        "lemons",
-    ),
-)
+    "apples pens books coins cards eggs cups keys nuts shells stamps toys buttons marbles "
+    "pencils tickets flowers candles baskets feathers ribbons lemons"
+).split()
 NUMBERS = range(2, 10)
 HELD_OUT_TRIPLES = 64
 
@@ -83,7 +42,7 @@ _OPERATIONS: dict[str, Callable[[int, int], int]] = {"+": int.__add__, "-": int.
 
 @dataclass(frozen=True)
 class Template:
-    """A wording and the two operations that answer it: (a first b) second c."""
+    """A wording, and the two operations of its answer: (a first b) second c."""
 
     text: str
     first: str
@@ -102,12 +61,14 @@ TEMPLATES = (
 
 @dataclass(frozen=True)
 class Problem:
-    """One word problem. worked: both steps and the answer; numbers: as they stand in the text."""
+    """One word problem."""
 
     text: str
     worked: str
+    """Both steps and the answer."""
     answer: int
     numbers: Triple
+    """As they stand in the text."""
 
 
 def _solve(template: Template, numbers: Triple) -> tuple[int, int]:
@@ -134,7 +95,7 @@ def held_out_triples() -> frozenset[Triple]:
 
 
 def _problems(stream: str, seed: int, held_out: bool) -> Iterator[Problem]:
-    """Endless random problems; a function of its arguments only. Results of both steps are never negative."""
+    """Makes random problems without end, from its arguments alone. No step has a negative result."""
     rng = random.Random(f"rondo quickstart: {stream}: {seed}")
     triples = [t for t in _all_triples() if (t in held_out_triples()) == held_out]
     possible = {t: [template for template in TEMPLATES if min(_solve(template, t)) >= 0] for t in triples}
@@ -158,22 +119,18 @@ def _distinct_rows(problems: Iterator[Problem], size: int, most: int) -> list[di
 
 
 def train_rows(size: int = 4096, seed: int = 0) -> list[dict[str, Any]]:
-    """`size` distinct training prompts: rows with prompt, answer (the number) and solution (the worked
-    answer).
-    """
+    """Makes `size` distinct training prompts: rows with prompt, answer (the number) and solution (worked)."""
     return _distinct_rows(_problems("train", seed, held_out=False), size, most=100_000)
 
 
 def eval_rows(size: int = 256, seed: int = 0) -> list[dict[str, Any]]:
-    """`size` distinct test prompts, rows as in `train_rows`; their number triples occur in no training
-    prompt.
-    """
+    """Makes `size` distinct test prompts, rows as in `train_rows`; no training prompt has their triples."""
     return _distinct_rows(_problems("eval", seed, held_out=True), size, most=10_000)
 
 
 def demonstrations(size: int = 4096, seed: int = 0, worked_share: float = 0.4) -> list[dict[str, Any]]:
-    """Rows with prompt and response for the warm start: `worked_share` of them worked, the rest lazy (`####
-    3`).
+    """Makes rows with prompt and response for the warm start: `worked_share` of them worked, the rest lazy
+    (`#### 3`).
     """
     if size < 1 or not 0.0 <= worked_share <= 1.0:
         raise ConfigError(
@@ -191,8 +148,8 @@ def demonstrations(size: int = 4096, seed: int = 0, worked_share: float = 0.4) -
 def pairs(
     size: int = 4096, seed: int = 0, mistake_share: float = 0.5, held_out: bool = False
 ) -> list[dict[str, Any]]:
-    """Rows with prompt, chosen (the worked answer) and rejected: for `mistake_share` of them the working with
-    a wrong result in one of its steps, for the others a wrong number from the text (`#### 3`).
+    """Makes rows with prompt, chosen (the worked answer) and rejected: for `mistake_share` of them the
+    working with a wrong result in one of its steps, for the others a wrong number from the text (`#### 3`).
 
     held_out: prompts as in `eval_rows`, whose numbers occur in no training prompt. ConfigError for impossible
     values.
@@ -214,7 +171,9 @@ def _lazy(row: dict[str, Any], rng: random.Random) -> str:
 
 
 def _miscalculated(worked: str, rng: random.Random) -> str:
-    """`3+9=12\\n12+9=21\\n#### 21` with the result of one step off by 1 or 2, and what follows from it."""
+    """Returns `3+9=12\\n12+9=21\\n#### 21` with the result of one step off by 1 or 2, and what follows from
+    it.
+    """
     first, second, _ = worked.split("\n")
     (task, middle), (sum_, result) = first.split("="), second.split("=")
     start, answer, rest = int(middle), int(result), sum_.removeprefix(middle)
@@ -225,7 +184,7 @@ def _miscalculated(worked: str, rng: random.Random) -> str:
 
 
 def longer_than(prompt: Prompt, trajectory: Trajectory, *, tokens: int) -> float:
-    """A cost to constrain: 1 when the response has more than `tokens` tokens (worked answers: 16 to 20)."""
+    """Is a cost to constrain: 1 when the response has more than `tokens` tokens (worked answers: 16 to 20)."""
     return float(len(trajectory.response_ids) > tokens)
 
 
@@ -237,8 +196,8 @@ def chain_sum_demonstrations(
     held_out_seed: int | None = None,
     held_out_size: int = 256,
 ) -> list[dict[str, Any]]:
-    """Demonstrations as above for reasoning_gym's `chain_sum` with `terms` one-digit numbers: worked term by
-    term (`3-8=-5\\n-5+2=-3\\n#### -3`) or lazy (a number from the text).
+    """Makes demonstrations as above for reasoning_gym's `chain_sum` with `terms` one-digit numbers: worked
+    term by term (`3-8=-5\\n-5+2=-3\\n#### -3`) or lazy (a number from the text).
 
     held_out_seed, held_out_size: the evaluation source's; its problems are left out. `seed` is the library's,
     whose entry i is a function of seed + i alone: two seeds that differ by less than `size` share entries.
@@ -261,7 +220,7 @@ def chain_sum_demonstrations(
 
 
 def _chain_sums(terms: int, size: int, seed: int) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Question and expression (`("3", "-", "8")`) of the library's entries."""
+    """Yields question and expression (`("3", "-", "8")`) of the library's entries."""
     options = {"min_terms": terms, "max_terms": terms, "min_digits": 1, "max_digits": 1}
     for entry in import_reasoning_gym().create_dataset("chain_sum", **options, size=size, seed=seed):
         yield entry["question"], tuple(entry["metadata"]["expression"].split())
@@ -298,8 +257,8 @@ CHAT_TEMPLATE = """\
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE trained here on 2,000 generated examples: always the same vocabulary, in well under a
-    second.
+    """Returns a byte-level BPE that is trained here on 2,000 generated examples: always the same vocabulary,
+    in well under a second.
 
     Every digit is its own token, every word of the task is one token; ChatML template; special tokens for
     chat turns (`<|im_end|>` ends a turn and a sequence) and tool calls (these stay visible in decoded text).
@@ -314,13 +273,13 @@ def _word_problem_bpe() -> str:
 
 
 def chain_sum_tokenizer() -> PreTrainedTokenizerFast:
-    """As `tokenizer`, trained on 500 generated `chain_sum_demonstrations`. Needs reasoning_gym."""
+    """Returns one like `tokenizer`, trained on 500 `chain_sum_demonstrations`. Needs reasoning_gym."""
     rows = chain_sum_demonstrations(500, seed=0, worked_share=1.0)
     return _fast_tokenizer(_train_bpe(f"user\n{row['prompt']}\nassistant\n{row['response']}" for row in rows))
 
 
 def _train_bpe(texts: Iterable[str]) -> str:
-    """The trained tokenizer as JSON."""
+    """Returns the trained tokenizer as JSON."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     bpe = Tokenizer(models.BPE())
