@@ -4,55 +4,32 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from rondo.batch import ROW_ID, Batch, ragged_rows
 from rondo.chat import Messages, as_messages, encode_conversations
-from rondo.config.schema import SourceConfig
 from rondo.data.sources import Source
-from rondo.data.stream import Encoder, Overlong, SourceStream, about, encode_together
+from rondo.data.stream import Encoder, SourceStream, encode_together
 from rondo.errors import DataError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
 Conversation = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
-class ConversationEncoder:
-    """Conversations of a source as (prompt, response, mask), cut or dropped where they are too long."""
-
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        max_prompt_tokens: int,
-        max_tokens: int | None,
-        overlong: Overlong,
-    ) -> None:
-        self.tokenizer = tokenizer
-        self.max_prompt_tokens = max_prompt_tokens
-        self.max_tokens = max_tokens
-        self.overlong = overlong
-        in_all = f" or {max_tokens} tokens in all" if max_tokens else ""
-        self.limit = f"{max_prompt_tokens} prompt tokens{in_all}"
-
-    def __call__(self, source: Source, rows: range) -> list[Conversation | None]:
-        """Each row's messages; None drops it."""
-        encoded = self.encode(source, rows, [_conversation(source, row) for row in rows])
-        return [self.fit(source, row, ids, mask) for row, (ids, mask) in zip(rows, encoded, strict=True)]
+class ConversationEncoder(Encoder[T]):
+    """Makes conversations into token ids, and splits them where training begins."""
 
     def encode(
         self, source: Source, rows: range, conversations: Sequence[Messages]
     ) -> list[tuple[np.ndarray, np.ndarray]]:
-        """(token ids, mask) of one conversation per row. Raises DataError naming the row."""
+        """Returns token ids and mask of one conversation per row. Raises DataError naming the row."""
         encode = functools.partial(encode_conversations, self.tokenizer)
         return encode_together(source, rows, encode, conversations)
 
     def fit(self, source: Source, row: int, ids: np.ndarray, mask: np.ndarray) -> Conversation | None:
-        """Split at the first token under the mask; None where the row is too long and `overlong` drops it."""
+        """Splits at the first token under the mask; None where the row is too long and is to be dropped."""
         if not mask.any():
             raise source.error(row, "the assistant turns are empty; nothing to learn from")
         start = int(np.argmax(mask))
@@ -75,10 +52,10 @@ class ConversationEncoder:
 
 
 def _conversation(source: Source, row: int) -> Messages:
-    """A row's `messages`, or its prompt (string or messages) followed by its `response`."""
+    """Returns a row's `messages`, or its prompt (string or messages) followed by its `response`."""
     columns = source.rows[row]
     key, system = source.config.prompt_key, source.config.system_prompt
-    with about(source, row):
+    with source.about(row):
         if columns.get("messages") is not None and columns.get("response") is None:
             return as_messages(columns["messages"], system)
         if columns.get(key) is None or columns.get("response") is None:
@@ -88,30 +65,14 @@ def _conversation(source: Source, row: int) -> Messages:
         return (*as_messages(columns[key], system), {"role": "assistant", "content": columns["response"]})
 
 
-class TrainingStream(SourceStream[T]):
-    """A stream of what is trained on as it stands in the data."""
-
-    def __init__(
-        self,
-        sources: tuple[SourceConfig, ...],
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        max_prompt_tokens: int,
-        max_tokens: int | None = None,
-        overlong: Overlong = "drop",
-        shuffle: bool = True,
-        seed: int = 0,
-    ) -> None:
-        conversations = ConversationEncoder(tokenizer, max_prompt_tokens, max_tokens, overlong)
-        super().__init__(sources, self._encoder(conversations), shuffle=shuffle, seed=seed)
-
-    def _encoder(self, conversations: ConversationEncoder) -> Encoder[T]:
-        """Returns the encoder of this stream's rows, which consist of conversations."""
-        raise NotImplementedError
+class _RowEncoder(ConversationEncoder[Conversation]):
+    def __call__(self, source: Source, rows: range) -> list[Conversation | None]:
+        encoded = self.encode(source, rows, [_conversation(source, row) for row in rows])
+        return [self.fit(source, row, ids, mask) for row, (ids, mask) in zip(rows, encoded, strict=True)]
 
 
-class ConversationStream(TrainingStream[Conversation]):
-    """The endless stream of conversations for SFT; order, weights and epochs as in `PromptStream`.
+class ConversationStream(SourceStream[Conversation]):
+    """The endless stream of conversations for SFT.
 
     A row is (prompt_ids int32 [P]: tokens up to the first assistant turn, response_ids int32 [T]: the rest,
     response_mask uint8 [T]: 1 on assistant turns with their end-of-turn token). overlong is applied when the
@@ -119,16 +80,15 @@ class ConversationStream(TrainingStream[Conversation]):
     prompt at the side named and the response at its end.
     """
 
-    def _encoder(self, conversations: ConversationEncoder) -> ConversationEncoder:
-        return conversations
+    encoder = _RowEncoder
 
     def batch(self, seqs: Sequence[int]) -> Batch:
-        """The rows at `seqs` (row_id = seq), with the columns that training reads."""
+        """Returns the rows at `seqs` (row_id = seq), with the columns that training reads."""
         return token_rows(np.array(seqs, np.int64), [self.row(seq) for seq in seqs])
 
 
 def token_rows(row_ids: np.ndarray, rows: Sequence[Conversation]) -> Batch:
-    """The columns that training reads of rows (prompt, response, mask)."""
+    """Makes the columns that training reads of rows (prompt, response, mask)."""
     return Batch.of(
         {
             ROW_ID: row_ids,

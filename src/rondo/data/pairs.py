@@ -16,9 +16,9 @@ import numpy as np
 
 from rondo.batch import Batch
 from rondo.chat import Messages, as_messages
-from rondo.data.conversations import Conversation, ConversationEncoder, TrainingStream, token_rows
+from rondo.data.conversations import Conversation, ConversationEncoder, token_rows
 from rondo.data.sources import Source
-from rondo.data.stream import about
+from rondo.data.stream import SourceStream
 
 CHOSEN, REJECTED = "chosen", "rejected"
 SAFE = ("chosen_safe", "rejected_safe")  # of a cost model's data: is the answer harmless?
@@ -30,21 +30,16 @@ class Pair:
 
     chosen: Conversation
     rejected: Conversation
-    # How much better the chosen answer is.
     margin: float
-    # Is the answer harmless? ±1 of chosen and rejected; None where the row does not say.
+    """How much better the chosen answer is."""
     safe: tuple[float, float] | None
+    """Whether the answer is harmless, ±1 of chosen and rejected; None where the row does not say."""
 
 
-class _PairEncoder:
-    """Makes rows of a source into pairs, and drops those of which a side is too long."""
-
-    def __init__(self, conversations: ConversationEncoder) -> None:
-        self._conversations = conversations
-        self.limit = conversations.limit
+class _PairEncoder(ConversationEncoder[Pair]):
+    """Makes rows into pairs, and drops those of which a side is too long."""
 
     def __call__(self, source: Source, rows: range) -> list[Pair | None]:
-        """Each row's pair; None drops it."""
         prompts = [_prompt(source, row) for row in rows]
         sides = []
         for key in (CHOSEN, REJECTED):
@@ -52,7 +47,7 @@ class _PairEncoder:
                 (*prompt, _answer(source, row, key, prompt))
                 for row, prompt in zip(rows, prompts, strict=True)
             ]
-            sides.append(self._conversations.encode(source, rows, messages))
+            sides.append(self.encode(source, rows, messages))
         return [
             self._pair(source, row, chosen, rejected)
             for row, chosen, rejected in zip(rows, *sides, strict=True)
@@ -68,9 +63,7 @@ class _PairEncoder:
         if np.array_equal(chosen[0], rejected[0]):
             raise source.error(row, f"{CHOSEN!r} and {REJECTED!r} are the same answer; take the row out")
         margin, safe = _margin(source, row), _safe(source, row)
-        better, worse = (
-            self._conversations.fit(source, row, ids, _last_turn(mask)) for ids, mask in (chosen, rejected)
-        )
+        better, worse = (self.fit(source, row, ids, _last_turn(mask)) for ids, mask in (chosen, rejected))
         if better is None or worse is None or np.array_equal(better[1], worse[1]):  # equal as far as they fit
             return None
         return Pair(better, worse, margin, safe)
@@ -78,7 +71,7 @@ class _PairEncoder:
 
 def _prompt(source: Source, row: int) -> Messages:
     prompt = source.prompt(row)
-    with about(source, row):
+    with source.about(row):
         messages = as_messages(prompt, source.config.system_prompt)
     if messages[-1]["role"] == "assistant":
         raise source.error(
@@ -90,7 +83,7 @@ def _prompt(source: Source, row: int) -> Messages:
 
 
 def _answer(source: Source, row: int, key: str, prompt: Messages) -> Mapping[str, Any]:
-    """The column `key` as one assistant message: a string, a message, or a list that ends in one."""
+    """Returns the column `key` as one assistant message: a string, a message, or a list that ends in one."""
     columns = source.rows[row]
     if key not in columns:
         raise source.error(
@@ -108,7 +101,7 @@ def _answer(source: Source, row: int, key: str, prompt: Messages) -> Mapping[str
             row,
             f"{key!r} must be a string or an assistant message, got {type(value).__name__}: {value!r:.80}",
         )
-    with about(source, row):
+    with source.about(row):
         messages = as_messages(value)
     if not messages or messages[-1]["role"] != "assistant":
         raise source.error(row, f"{key!r} must be an answer (a string or a message of the assistant)")
@@ -141,15 +134,15 @@ def _safe(source: Source, row: int) -> tuple[float, float] | None:
 
 
 def _last_turn(mask: np.ndarray) -> np.ndarray:
-    """The mask without the turns of the assistant that are part of the prompt."""
+    """Returns the mask without the turns of the assistant that are part of the prompt."""
     before = np.flatnonzero(mask == 0)
     last = np.zeros_like(mask)
     last[before[-1] + 1 if len(before) else 0 :] = 1
     return last
 
 
-class PairStream(TrainingStream[Pair]):
-    """The endless stream of preference pairs; order, weights and epochs as in `PromptStream`.
+class PairStream(SourceStream[Pair]):
+    """The endless stream of preference pairs.
 
     A source row has a prompt (a string or messages), `chosen` and `rejected` (a string, or a message of the
     assistant), and may have `margin` (how much better, default 0) and `chosen_safe`, `rejected_safe`
@@ -157,8 +150,7 @@ class PairStream(TrainingStream[Pair]):
     in `ConversationStream`, and a pair is dropped as a whole. Raises DataError naming source, row and column.
     """
 
-    def _encoder(self, conversations: ConversationEncoder) -> _PairEncoder:
-        return _PairEncoder(conversations)
+    encoder = _PairEncoder
 
     @functools.cached_property
     def has_safe(self) -> bool:
@@ -166,7 +158,8 @@ class PairStream(TrainingStream[Pair]):
         return all(pair.safe is not None for kept in self._kept for pair in kept.items)
 
     def batch(self, seqs: Sequence[int]) -> Batch:
-        """Two rows per pair (row_id = 2 · seq, + 1 for rejected) with the columns that training reads.
+        """Returns two rows per pair (row_id = 2 · seq, + 1 for rejected) with the columns that training
+        reads.
 
         unit: seq. margin: of the pair, on both rows. safe: ±1, only where every row of the data says it.
         """

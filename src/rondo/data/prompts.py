@@ -1,49 +1,88 @@
-"""Prompts for RL and for evaluation, by their place."""
+"""Prompts for RL and for evaluation, by their place. They become token ids once, at a run's start."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import functools
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rondo.chat import Messages, as_messages
+from rondo.chat import Messages, as_messages, encode_prompt, encode_prompts
 from rondo.config.schema import SourceConfig
 from rondo.data.mixture import Place
-from rondo.data.prompt_tokens import PromptEncoder
-from rondo.data.sources import open_sources
-from rondo.data.stream import Kept, Overlong, SourceStream, encode_source
+from rondo.data.sources import Source, open_sources
+from rondo.data.stream import Encoder, Kept, Overlong, SourceStream, encode_source, encode_together
 from rondo.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# Token ids, and the messages if they were cut.
+Encoded = tuple[np.ndarray, Messages | None]
 
-class PromptStream(SourceStream[tuple[np.ndarray, "Messages | None"]]):
+
+class PromptEncoder(Encoder[Encoded]):
+    """Makes prompts into token ids."""
+
+    def __call__(self, source: Source, rows: range) -> list[Encoded | None]:
+        prompts = [source.prompt(row) for row in rows]
+        encode = functools.partial(encode_prompts, self.tokenizer, system=source.config.system_prompt)
+        encoded = encode_together(source, rows, encode, prompts)
+        return [
+            (ids, None) if len(ids) <= self.max_prompt_tokens else self._too_long(source, row, prompt, ids)
+            for row, prompt, ids in zip(rows, prompts, encoded, strict=True)
+        ]
+
+    def _too_long(self, source: Source, row: int, prompt: Any, ids: np.ndarray) -> Encoded | None:
+        if self.overlong == "drop":
+            return None
+        if self.overlong == "error":
+            raise source.error(
+                row,
+                f"the prompt has {len(ids)} tokens, more than data.max_prompt_tokens="
+                f"{self.max_prompt_tokens}; raise it, or set data.overlong_prompts to drop or truncate_left",
+            )
+        if self.tokenizer.chat_template is None:
+            return self._cut(ids, self.max_prompt_tokens), None
+        messages = as_messages(prompt, source.config.system_prompt)
+        return self._cut_last_message(source, row, messages, len(ids))
+
+    def _cut(self, ids: np.ndarray, size: int) -> np.ndarray:
+        return ids[len(ids) - size :] if self.overlong == "truncate_left" else ids[:size]
+
+    def _cut_last_message(self, source: Source, row: int, messages: Messages, length: int) -> Encoded:
+        """Shortens the last message until the prompt fits, so that the template's own tokens stay whole."""
+        last = messages[-1]
+        if not isinstance(last["content"], str):
+            raise source.error(row, "only text can be truncated, and the last message has parts")
+        content = np.asarray(self.tokenizer(last["content"], add_special_tokens=False)["input_ids"], np.int32)
+        size, tools = len(content) - (length - self.max_prompt_tokens), source.tools(row)
+        while size > 0:
+            text = str(self.tokenizer.decode(self._cut(content, size)))
+            cut = (*messages[:-1], {**last, "content": text})
+            ids = encode_prompt(self.tokenizer, cut, None, tools)
+            if len(ids) <= self.max_prompt_tokens:
+                return ids, cut
+            size -= len(ids) - self.max_prompt_tokens
+        raise source.error(
+            row,
+            f"the prompt has {length} tokens and does not fit in "
+            f"{self.max_prompt_tokens} even without its last message; raise data.max_prompt_tokens or set "
+            "data.overlong_prompts=drop",
+        )
+
+
+class PromptStream(SourceStream[Encoded]):
     """The endless stream of training prompts: `prompt(seq)` is a function of `seq` and of the constructor's
     arguments.
-
-    Sources are interleaved by weight and each is shuffled anew in every pass over it (see `Mixture`); batches
-    may straddle epochs. Raises ConfigError and DataError (file, line, remedy) for anything wrong in any row.
     """
 
-    def __init__(
-        self,
-        sources: tuple[SourceConfig, ...],
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        max_prompt_tokens: int,
-        overlong: Overlong = "drop",
-        shuffle: bool = True,
-        seed: int = 0,
-    ) -> None:
-        encoder = PromptEncoder(tokenizer, max_prompt_tokens, overlong)
-        super().__init__(sources, encoder, shuffle=shuffle, seed=seed)
-        self._chat = tokenizer.chat_template is not None
+    encoder = PromptEncoder
 
     def prompt(self, seq: int) -> Prompt:
-        """The prompt at sequence number `seq` (from 0, without end)."""
+        """Returns the prompt at sequence number `seq` (from 0, without end)."""
         place = self._mixture.place(seq)
-        return _prompt(self._kept[place.source], place, seq, self._chat)
+        return _prompt(self._kept[place.source], place, seq, self._has_template)
 
 
 def eval_prompts(
@@ -54,14 +93,14 @@ def eval_prompts(
     overlong: Overlong = "drop",
     limit: int | None = None,
 ) -> list[Prompt]:
-    """Every prompt of the evaluation sources once, in file order; `limit` takes the first ones of each source
-    in turn.
+    """Returns every prompt of the evaluation sources once, in file order; `limit` takes the first ones of
+    each source in turn.
 
     Prompt ids are `eval:source/0/row`, so that none is also a training prompt's. Without sources: none.
     """
     if not sources:
         return []
-    encoder = PromptEncoder(tokenizer, max_prompt_tokens, overlong)
+    encoder = PromptEncoder(tokenizer, max_prompt_tokens, overlong=overlong)
     kept = [encode_source(source, encoder) for source in open_sources(sources)]
     in_turn = sorted((position, i) for i, part in enumerate(kept) for position in range(len(part.items)))
     chosen = sorted((i, position) for position, i in in_turn[:limit])
@@ -72,9 +111,7 @@ def eval_prompts(
     ]
 
 
-def _prompt(
-    kept: Kept[tuple[np.ndarray, Messages | None]], place: Place, seq: int, chat: bool, prefix: str = ""
-) -> Prompt:
+def _prompt(kept: Kept[Encoded], place: Place, seq: int, chat: bool, prefix: str = "") -> Prompt:
     source, row = kept.source, int(kept.rows[place.position])
     token_ids, messages = kept.items[place.position]
     columns, key = source.rows[row], source.config.prompt_key

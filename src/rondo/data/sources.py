@@ -6,12 +6,13 @@ line.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import itertools
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,27 +29,45 @@ Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Source:
-    """The rows of one configured source."""
+class Rows:
+    """What was found behind a configured source."""
 
-    name: str
-    config: SourceConfig
     rows: Sequence[Row]
-    # What the rows came from, for messages.
     origin: str
-    # Where each row stands there (line numbers), if not at `row <position>`.
+    """What the rows came from, for messages."""
     places: Sequence[str] | None = None
+    """Where each row stands there (line numbers), if not at `row <position>`."""
+
+
+@dataclass(frozen=True)
+class Source(Rows):
+    """The rows of one configured source, which know where they are from."""
+
+    config: SourceConfig = field(kw_only=True)
+
+    @property
+    def name(self) -> str:
+        """Its name, which goes into prompt ids and metrics."""
+        return source_name(self.config)
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def where(self, row: int) -> str:
-        """`prompts.jsonl, line 17`: for messages."""
+        """Says where a row is from, for messages: `prompts.jsonl, line 17`."""
         return f"{self.origin}, {self.places[row] if self.places is not None else f'row {row}'}"
 
     def error(self, row: int, message: str) -> DataError:
-        """A DataError that says which row of which source it is about."""
+        """Returns a DataError that says which row of which source it is about."""
         return DataError(f"source {self.name!r} ({self.where(row)}): {message}")
+
+    @contextlib.contextmanager
+    def about(self, row: int) -> Iterator[None]:
+        """A DataError raised inside is told with source, file and line."""
+        try:
+            yield
+        except DataError as error:
+            raise self.error(row, str(error)) from error
 
     def prompt(self, row: int) -> Any:
         """Returns the prompt of a row as it was written. Raises DataError for an absent or empty one."""
@@ -64,9 +83,19 @@ class Source:
             raise self.error(row, f"the prompt (column {key!r}) is empty; take the row out")
         return prompt
 
+    def tools(self, row: int) -> Any:
+        """Returns a row's tool schemas for the chat template (column `tools`: a list, or its JSON text)."""
+        tools = self.rows[row].get("tools")
+        if not isinstance(tools, str):
+            return tools or None
+        try:
+            return json.loads(tools) if tools else None
+        except json.JSONDecodeError as error:
+            raise self.error(row, f"column 'tools' is no JSON: {error}") from error
+
 
 def source_name(config: SourceConfig) -> str:
-    """The configured name, or the last part of path or task without its suffix."""
+    """Returns the configured name, or the last part of path or task without its suffix."""
     if config.name:
         return config.name
     text = config.task if isinstance(config, TaskSourceConfig) else config.path
@@ -76,32 +105,42 @@ def source_name(config: SourceConfig) -> str:
 
 
 def open_source(config: SourceConfig) -> Source:
-    """Read or make the rows of one source.
+    """Reads or makes the rows of one source.
 
     Raises ConfigError for missing files, packages and functions; DataError for content: broken lines, rows
     that are no objects, no rows at all. Which keys a type has is checked when a configuration is loaded.
     """
     name = source_name(config)
-    source = _OPENERS[config.type](config, name)
-    if not len(source):
-        raise DataError(f"source {name!r} ({source.origin}) has no rows")
-    return source
+    with _named(name):
+        found = _OPENERS[config.type](config)
+        if not len(found.rows):
+            raise DataError(f"{found.origin} has no rows")
+    return Source(found.rows, found.origin, found.places, config=config)
 
 
 def check_source(config: SourceConfig) -> None:
     """Raises ConfigError, as `open_source` would, without reading rows: for the file, or the function and its
     options.
     """
-    name = source_name(config)
-    if isinstance(config, FileSourceConfig):
-        _existing_file(config, name)
-    elif isinstance(config, TaskSourceConfig) and config.type == "function":
-        _function_of(config, name)
+    with _named(source_name(config)):
+        if isinstance(config, FileSourceConfig):
+            _existing_file(config)
+        elif isinstance(config, TaskSourceConfig) and config.type == "function":
+            _function_of(config)
+
+
+@contextlib.contextmanager
+def _named(name: str) -> Iterator[None]:
+    """An error that is raised inside begins with the source's name."""
+    try:
+        yield
+    except (ConfigError, DataError) as error:
+        raise type(error)(f"source {name!r}: {error}") from error
 
 
 def open_sources(configs: Sequence[SourceConfig]) -> tuple[Source, ...]:
-    """All sources; ConfigError when there are none or two have one name (names go into prompt ids and
-    metrics).
+    """Opens all sources. Raises ConfigError when there are none, or two have one name (names go into prompt
+    ids and metrics).
     """
     if not configs:
         raise ConfigError(
@@ -118,16 +157,13 @@ def open_sources(configs: Sequence[SourceConfig]) -> tuple[Source, ...]:
     return tuple(open_source(config) for config in configs)
 
 
-def _existing_file(config: FileSourceConfig, name: str) -> Path:
+def _existing_file(config: FileSourceConfig) -> Path:
     path = Path(config.path).expanduser()
     if not path.is_file():
-        near = (
-            did_you_mean(path.name, (p.name for p in path.parent.iterdir())) if path.parent.is_dir() else "."
-        )
+        beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         kind = "a folder" if path.is_dir() else "missing"
-        raise ConfigError(
-            f"source {name!r}: file {path} is {kind}{near} Paths are relative to the working directory"
-        )
+        near = did_you_mean(path.name, beside)
+        raise ConfigError(f"file {path} is {kind}{near} Paths are relative to the working directory")
     return path
 
 
@@ -150,20 +186,20 @@ class _TableRows(Sequence[Row]):
         return self._table.slice(row, 1).to_pylist()[0]
 
 
-def _open_parquet(config: FileSourceConfig, name: str) -> Source:
+def _open_parquet(config: FileSourceConfig) -> Rows:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    path = _existing_file(config, name)
+    path = _existing_file(config)
     try:
         table = pq.ParquetFile(path).read()
     except (OSError, pa.ArrowInvalid) as error:
-        raise DataError(f"source {name!r}: {path} cannot be read as Parquet: {error}") from error
-    return Source(name, config, _TableRows(table.slice(0, config.size)), str(path))
+        raise DataError(f"{path} cannot be read as Parquet: {error}") from error
+    return Rows(_TableRows(table.slice(0, config.size)), str(path))
 
 
-def _open_jsonl(config: FileSourceConfig, name: str) -> Source:
-    path = _existing_file(config, name)
+def _open_jsonl(config: FileSourceConfig) -> Rows:
+    path = _existing_file(config)
     rows: list[Row] = []
     places: list[str] = []
     with path.open("rb") as file:
@@ -171,9 +207,9 @@ def _open_jsonl(config: FileSourceConfig, name: str) -> Source:
             if config.size is not None and len(rows) == config.size:
                 break
             if line.strip():
-                rows.append(_parse_line(line, f"source {name!r}: {path}, line {number}"))
+                rows.append(_parse_line(line, f"{path}, line {number}"))
                 places.append(f"line {number}")
-    return Source(name, config, rows, str(path), places)
+    return Rows(rows, str(path), places)
 
 
 def _parse_line(line: bytes, where: str) -> Row:
@@ -185,11 +221,8 @@ def _parse_line(line: bytes, where: str) -> Row:
         ) from error
     except json.JSONDecodeError as error:
         text = line.decode("utf-8-sig").strip()
-        hint = (
-            " (a JSON array? write one object per line instead)"
-            if text in ("[", "[{") or text.startswith("[{")
-            else ""
-        )
+        is_array = text == "[" or text.startswith("[{")
+        hint = " (a JSON array? write one object per line instead)" if is_array else ""
         raise DataError(
             f"{where}: broken JSON: {error.msg.removesuffix(' at')} at column {error.colno}{hint}: "
             f"{text[:80]!r}"
@@ -205,16 +238,15 @@ def _parse_line(line: bytes, where: str) -> Row:
 # libraries
 
 
-def _open_huggingface(config: HuggingfaceSourceConfig, name: str) -> Source:
-    """A folder written by `save_to_disk`, a folder or file of data, or a hub id. options go to
+def _open_huggingface(config: HuggingfaceSourceConfig) -> Rows:
+    """Opens a folder written by `save_to_disk`, a folder or file of data, or a hub id. options go to
     `load_dataset`.
     """
     try:
         import datasets
     except ImportError as error:
-        raise ConfigError(
-            f"source {name!r}: type huggingface needs the package datasets: pip install 'rondo-rl[datasets]'"
-        ) from error
+        remedy = "pip install 'rondo-rl[datasets]'"
+        raise ConfigError(f"type huggingface needs the package datasets: {remedy}") from error
 
     path = Path(config.path).expanduser()
     try:
@@ -222,46 +254,36 @@ def _open_huggingface(config: HuggingfaceSourceConfig, name: str) -> Source:
     except (OSError, ValueError, RuntimeError, TypeError) as error:
         kind = "on this machine" if path.exists() else "on the hub (no local file or folder has that name)"
         raise ConfigError(
-            f"source {name!r}: dataset {config.path!r} {kind}, split {config.split!r}, options "
-            f"{dict(config.options)} cannot "
+            f"dataset {config.path!r} {kind}, split {config.split!r}, options {dict(config.options)} cannot "
             f"be loaded: {type(error).__name__}: {error}"
         ) from error
     if isinstance(data, Mapping):
         if config.split not in data:
             near = did_you_mean(config.split, data)
-            raise ConfigError(
-                f"source {name!r}: no split {config.split!r} in {path}{near} Splits: {', '.join(data)}"
-            )
+            raise ConfigError(f"no split {config.split!r} in {path}{near} Splits: {', '.join(data)}")
         data = data[config.split]
     if config.size is not None:
         data = data.select(range(min(config.size, len(data))))
-    return Source(name, config, data, f"{config.path}[{config.split}]")
+    return Rows(data, f"{config.path}[{config.split}]")
+
+
+_BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
 
 
 def _load_dataset(datasets: Any, path: Path, config: HuggingfaceSourceConfig) -> Any:
     if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
         return datasets.load_from_disk(str(path))
     if path.is_file():
-        builders = {
-            ".jsonl": "json",
-            ".json": "json",
-            ".parquet": "parquet",
-            ".csv": "csv",
-            ".arrow": "arrow",
-        }
-        if path.suffix not in builders:
-            raise ValueError(f"files must end in {', '.join(builders)}")
-        data = datasets.load_dataset(
-            builders[path.suffix], data_files={config.split: str(path)}, **config.options
-        )
-        return data[config.split]
-    return datasets.load_dataset(
-        str(path) if path.exists() else config.path, split=config.split, **config.options
-    )
+        if path.suffix not in _BUILDERS:
+            raise ValueError(f"files must end in {', '.join(_BUILDERS)}")
+        files = {config.split: str(path)}
+        return datasets.load_dataset(_BUILDERS[path.suffix], data_files=files, **config.options)[config.split]
+    name = str(path) if path.exists() else config.path
+    return datasets.load_dataset(name, split=config.split, **config.options)
 
 
 def import_reasoning_gym() -> Any:
-    """The package reasoning_gym; ConfigError with the remedy when it is missing."""
+    """Returns the package reasoning_gym. Raises ConfigError with the remedy when it is missing."""
     try:
         import reasoning_gym
     except ImportError as error:
@@ -271,80 +293,66 @@ def import_reasoning_gym() -> Any:
     return reasoning_gym
 
 
-def _open_reasoning_gym(config: TaskSourceConfig, name: str) -> Source:
-    """`size` entries of a task. A row carries what the `reasoning_gym` scorer needs: task, its options, and
-    the entry.
+def _open_reasoning_gym(config: TaskSourceConfig) -> Rows:
+    """Makes `size` entries of a task. A row carries what the `reasoning_gym` scorer needs: task, its options,
+    and the entry.
     """
     gym = import_reasoning_gym()
     from reasoning_gym.factory import DATASETS
 
     task = config.task
     if task not in DATASETS:
-        raise ConfigError(
-            f"source {name!r}: reasoning_gym has no task {task!r}{did_you_mean(task, DATASETS)}"
-        )
+        raise ConfigError(f"reasoning_gym has no task {task!r}{did_you_mean(task, DATASETS)}")
     settings = dict(config.options)
     settings.setdefault("seed", config.seed)
     if config.size is not None:
         settings["size"] = config.size
-    check_options(DATASETS[task][1], settings, f"source {name!r} (task {task})", given=0)
+    check_options(DATASETS[task][1], settings, f"task {task}", given=0)
     try:
         dataset = gym.create_dataset(task, **settings)
         entries = [dataset[i] for i in range(len(dataset))]
     except (AssertionError, ValueError, TypeError) as error:
-        raise ConfigError(
-            f"source {name!r}: reasoning_gym task {task!r} refuses {settings}: {error}"
-        ) from error
+        raise ConfigError(f"reasoning_gym task {task!r} refuses {settings}: {error}") from error
+    same = {"task": task, "task_options": settings}
     rows = [
-        {
-            config.prompt_key: entry["question"],
-            "answer": entry["answer"],
-            "task": task,
-            "task_options": settings,
-            "entry": entry,
-        }
+        {config.prompt_key: entry["question"], "answer": entry["answer"], **same, "entry": entry}
         for entry in entries
     ]
-    return Source(name, config, rows, f"reasoning_gym {task}, seed {settings['seed']}")
+    return Rows(rows, f"reasoning_gym {task}, seed {settings['seed']}")
 
 
-def _open_function(config: TaskSourceConfig, name: str) -> Source:
-    """Rows from a function."""
+def _open_function(config: TaskSourceConfig) -> Rows:
     task = config.task
-    made = _function_of(config, name)()
+    made = _function_of(config)()
     if isinstance(made, str | bytes | Mapping) or not isinstance(made, Iterable):
-        raise ConfigError(
-            f"source {name!r}: {task} must return a list of mappings, it returned {type(made).__name__}"
-        )
+        raise ConfigError(f"{task} must return a list of mappings, it returned {type(made).__name__}")
     rows = list(itertools.islice(made, config.size))
     for i, row in enumerate(rows):
         if not isinstance(row, Mapping):
-            raise DataError(
-                f"source {name!r} ({task}, row {i}): a row must be a mapping, got {type(row).__name__}: "
-                f"{row!r:.80}"
-            )
-    return Source(name, config, rows, task)
+            kind = type(row).__name__
+            raise DataError(f"{task}, row {i}: a row must be a mapping, got {kind}: {row!r:.80}")
+    return Rows(rows, task)
 
 
-def _function_of(config: TaskSourceConfig, name: str) -> Callable[[], Any]:
-    """The source's function. It is given `options`, and the source's `seed` and `size` where it has such
+def _function_of(config: TaskSourceConfig) -> Callable[[], Any]:
+    """Returns the source's function with its options, and the source's `seed` and `size` where it has such
     parameters.
     """
-    task = config.task or ""
+    task = config.task
     function = resolve_function(task)
     options = dict(config.options)
     accepted = inspect.signature(function).parameters
     if "seed" in accepted:
         options.setdefault("seed", config.seed)
     elif config.seed:
-        raise ConfigError(f"source {name!r}: seed is set, but {task} has no parameter 'seed'")
+        raise ConfigError(f"seed is set, but {task} has no parameter 'seed'")
     if "size" in accepted and config.size is not None:
         options.setdefault("size", config.size)
-    check_options(function, options, f"source {name!r} (function {task})", given=0)
+    check_options(function, options, f"function {task}", given=0)
     return functools.partial(function, **options)
 
 
-_OPENERS: Mapping[str, Callable[[Any, str], Source]] = {
+_OPENERS: Mapping[str, Callable[[Any], Rows]] = {
     "parquet": _open_parquet,
     "jsonl": _open_jsonl,
     "huggingface": _open_huggingface,

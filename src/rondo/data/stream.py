@@ -7,13 +7,11 @@ many rows an epoch has is known. After that a row is a look-up. What is encoded:
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import numpy as np
 
@@ -21,6 +19,9 @@ from rondo.config.schema import SourceConfig
 from rondo.data.mixture import Mixture
 from rondo.data.sources import Source, open_sources
 from rondo.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -41,14 +42,25 @@ class Kept(Generic[T]):
     dropped: int
 
 
-class Encoder(Protocol[T]):
-    """Makes the rows of a source into what a stream hands out."""
+class Encoder(Generic[T]):
+    """Makes the rows of a source into what a stream hands out; cuts or drops those that are too long."""
 
-    # What a row may have at most, for messages.
-    limit: str
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        max_prompt_tokens: int,
+        max_tokens: int | None = None,
+        overlong: Overlong = "drop",
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.max_prompt_tokens = max_prompt_tokens
+        self.max_tokens = max_tokens
+        """Of prompt and answers together; None: no such limit."""
+        self.overlong = overlong
 
     def __call__(self, source: Source, rows: range) -> list[T | None]:
-        """Encodes these rows; None stands for one to drop."""
+        """Encodes these rows; None stands for one to drop. Raises DataError naming a row that cannot be."""
+        raise NotImplementedError
 
 
 def encode_source(source: Source, encode: Encoder[T]) -> Kept[T]:
@@ -66,62 +78,55 @@ def encode_source(source: Source, encode: Encoder[T]) -> Kept[T]:
             noted = time.monotonic()
             logger.info("source %s: %d of %d rows tokenised", source.name, chunk.stop, len(source))
     dropped = len(source) - len(rows)
+    in_all = f" or {encode.max_tokens} tokens in all" if encode.max_tokens else ""
+    limit = f"data.max_prompt_tokens={encode.max_prompt_tokens}{in_all}"
     if not rows:
         raise DataError(
-            f"source {source.name!r}: every one of its {dropped} rows is longer than {encode.limit}; "
-            "raise the limit"
+            f"source {source.name!r}: every one of its {dropped} rows is longer than {limit}; raise the limit"
         )
     if dropped:
-        logger.warning(
-            "source %s: dropped %d of %d rows that are longer than %s",
-            source.name,
-            dropped,
-            len(source),
-            encode.limit,
-        )
+        text = "source %s: dropped %d of %d rows that are longer than %s"
+        logger.warning(text, source.name, dropped, len(source), limit)
     return Kept(source, np.array(rows, np.int64), items, dropped)
-
-
-@contextlib.contextmanager
-def about(source: Source, row: int) -> Iterator[None]:
-    """A DataError raised inside is told with source, file and line."""
-    try:
-        yield
-    except DataError as error:
-        raise source.error(row, str(error)) from error
 
 
 def encode_together(
     source: Source, rows: range, encode: Callable[..., list[T]], texts: Sequence[Any]
 ) -> list[T]:
     """Calls encode(texts, tools=…) for all rows at once. Raises DataError naming a row that cannot be."""
-    tools = [tools_of(source, row) for row in rows]
+    tools = [source.tools(row) for row in rows]
     try:
         return encode(texts, tools=tools)
     except DataError:  # say which row it was
         for row, text, tool in zip(rows, texts, tools, strict=True):
-            with about(source, row):
+            with source.about(row):
                 encode([text], tools=[tool])
         raise
 
 
-def tools_of(source: Source, row: int) -> Any:
-    """Tool schemas of a row (column `tools`: a list, or its JSON text), for the chat template."""
-    tools = source.rows[row].get("tools")
-    if not isinstance(tools, str):
-        return tools or None
-    try:
-        return json.loads(tools) if tools else None
-    except json.JSONDecodeError as error:
-        raise source.error(row, f"column 'tools' is no JSON: {error}") from error
-
-
 class SourceStream(Generic[T]):
-    """The rows of several sources, encoded once, in the endless order of a `Mixture`."""
+    """The rows of several sources, encoded once, in the endless order of a `Mixture`.
+
+    Sources are interleaved by weight and each is shuffled anew in every pass over it; batches may straddle
+    epochs. max_tokens: of prompt and answers. Raises ConfigError and DataError (file, line, remedy) for
+    anything wrong in any row.
+    """
+
+    encoder: type[Encoder[T]]
 
     def __init__(
-        self, sources: tuple[SourceConfig, ...], encode: Encoder[T], *, shuffle: bool, seed: int
+        self,
+        sources: tuple[SourceConfig, ...],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_prompt_tokens: int,
+        max_tokens: int | None = None,
+        overlong: Overlong = "drop",
+        shuffle: bool = True,
+        seed: int = 0,
     ) -> None:
+        encode = self.encoder(tokenizer, max_prompt_tokens, max_tokens, overlong)
+        self._has_template = tokenizer.chat_template is not None
         self._kept: list[Kept[T]] = [encode_source(source, encode) for source in open_sources(sources)]
         names = [kept.source.name for kept in self._kept]
         weights = [kept.source.config.weight for kept in self._kept]
@@ -134,6 +139,6 @@ class SourceStream(Generic[T]):
         self.rows_per_epoch: int = self._mixture.epoch_length
 
     def row(self, seq: int) -> T:
-        """The encoded row at sequence number `seq` (from 0, without end)."""
+        """Returns the encoded row at sequence number `seq` (from 0, without end)."""
         place = self._mixture.place(seq)
         return self._kept[place.source].items[place.position]

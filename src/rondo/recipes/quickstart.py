@@ -184,7 +184,7 @@ def _miscalculated(worked: str, rng: random.Random) -> str:
 
 
 def longer_than(prompt: Prompt, trajectory: Trajectory, *, tokens: int) -> float:
-    """Is a cost to constrain: 1 when the response has more than `tokens` tokens (worked answers: 16 to 20)."""
+    """A cost to constrain: 1 when the response has more than `tokens` tokens (worked answers: 16 to 20)."""
     return float(len(trajectory.response_ids) > tokens)
 
 
