@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rondo.compat import verl_joint as joint
-from rondo.compat.verl_joint import NOTE, Setting, Values, choice, converted, like, off_at, refused
+from rondo.compat.verl_joint import Note, Setting, Values, choice, off_at
 from rondo.config.load import Translation, collected
 from rondo.config.tree import Node
 from rondo.errors import ConfigError
@@ -53,37 +53,33 @@ Rule = To | Joint | Ignored | Only
 
 
 def translate(tree: Node) -> Translation:
-    """What keys in verl's spelling say in ours; a key or value that has no counterpart is a problem."""
+    """Says in ours what keys in verl's spelling say; a key or value that has no counterpart is a problem."""
     found: dict[str, Node] = {}
     problems: list[ConfigError] = []
     rest = _take(tree, "", found, problems)
+    values = Values(found)
     settings: list[Setting] = []
-    notes: list[str] = []
     joints: dict[Callable[[Values], list[Setting]], dict[str, Node]] = {}
     for key, node in found.items():
         rule = TABLE[key]
-        if isinstance(rule, Joint):
-            joints.setdefault(rule.together, {})[key] = node
-        elif isinstance(rule, Ignored):
-            notes.append(_note(key, rule.reason, found))
-        elif isinstance(rule, To):
-            with collected(problems):
-                settings.append((rule.target, like(node, converted(key, node, rule.convert))))
-        elif node.plain() not in rule.values:
-            problems.append(refused(key, node, rule.remedy))
+        with collected(problems):
+            if isinstance(rule, Joint):
+                joints.setdefault(rule.together, {})[key] = node
+            elif isinstance(rule, Ignored):
+                settings.append(Note(key, rule.reason))
+            elif isinstance(rule, To):
+                settings.append((rule.target, values.made(values.converted(key, rule.convert), key)))
+            elif node.plain() not in rule.values:
+                raise values.refused(key, rule.remedy)
     for together, nodes in joints.items():
         with collected(problems):
-            for key, value in together(nodes):
-                if key == NOTE:
-                    theirs, reason = value
-                    notes.append(_note(theirs, reason, nodes))
-                else:
-                    settings.append((key, value))
-    return Translation(rest, settings, tuple(notes), tuple(problems))
-
-
-def _note(key: str, reason: str, found: Mapping[str, Node]) -> str:
-    return f"{found[key].origin.where}: {key} has no meaning in rondo: {reason}"
+            settings += together(Values(nodes))
+    notes = tuple(
+        f"{found[one.key].origin.where}: {one.key} has no meaning in rondo: {one.reason}"
+        for one in settings
+        if isinstance(one, Note)
+    )
+    return Translation(rest, [one for one in settings if not isinstance(one, Note)], notes, tuple(problems))
 
 
 def _take(node: Node, prefix: str, found: dict[str, Node], problems: list[ConfigError]) -> Node:
@@ -130,9 +126,11 @@ FOREIGN_SECTIONS = (
 _PACKED = Ignored("sequences are always packed; there is no padding to remove")
 _BY_TOKENS = Ignored("micro-batches are cut by tokens; set token_budget")
 _ALWAYS_BY_TOKENS = Ignored("micro-batches are always cut by tokens")
-_ENGINE = Joint(joint.engine)
-_LONGEST = Ignored("an engine's longest sequence is data.max_prompt_tokens + rollout.max_tokens")
-_FILES = Ignored("runs are named by trainer.run_dir")
+
+
+def _together(function: Callable[[Values], list[Setting]], section: str, *names: str) -> dict[str, Rule]:
+    """Returns the rows of keys of one section that are translated together."""
+    return {f"{section}.{name}": Joint(function) for name in names}
 
 
 def _training(theirs: str, ours: str, model: str, fsdp: str) -> Iterator[tuple[str, Rule]]:
@@ -179,11 +177,8 @@ TABLE: Mapping[str, Rule] = {
     "data.val_batch_size": Ignored("evaluation sends all prompts; rollout.max_concurrent bounds what runs"),
     "data.max_prompt_length": To("data.max_prompt_tokens"),
     "data.max_response_length": To("rollout.max_tokens"),
-    "data.train_files": Joint(joint.data),
-    "data.val_files": Joint(joint.data),
-    "data.prompt_key": Joint(joint.data),
-    "data.filter_overlong_prompts": Joint(joint.overlong),
-    "data.truncation": Joint(joint.overlong),
+    **_together(joint.data, "data", "train_files", "val_files", "prompt_key"),
+    **_together(joint.overlong, "data", "filter_overlong_prompts", "truncation"),
     "data.filter_overlong_prompts_workers": Ignored("prompts are tokenised as they are read"),
     "data.return_raw_chat": Ignored("messages are always kept with the prompt"),
     "data.trust_remote_code": To("model.trust_remote_code"),
@@ -201,15 +196,11 @@ TABLE: Mapping[str, Rule] = {
     # actor, critic
     **dict(_training(_A, "actor", "actor_rollout_ref.model", f"{_A}.fsdp_config")),
     **dict(_training("critic", "critic", "critic.model", "critic.model.fsdp_config")),
-    **dict.fromkeys(
-        (f"{_A}.{key}" for key in ("policy_loss.loss_mode", *joint.LOSS_KEYS)), Joint(joint.policy_loss)
-    ),
+    **_together(joint.policy_loss, _A, "policy_loss.loss_mode", *joint.LOSS_KEYS),
     f"{_A}.loss_agg_mode": To("algorithm.aggregation.name"),
     f"{_A}.loss_scale_factor": To("algorithm.aggregation.divisor"),
     f"{_A}.entropy_coeff": To("algorithm.entropy_coef"),
-    f"{_A}.use_kl_loss": Joint(joint.kl),
-    f"{_A}.kl_loss_coef": Joint(joint.kl),
-    f"{_A}.kl_loss_type": Joint(joint.kl),
+    **_together(joint.kl, _A, "use_kl_loss", "kl_loss_coef", "kl_loss_type"),
     f"{_A}.fsdp_config.reshard_after_forward": To("actor.backend.reshard"),
     "critic.model.fsdp_config.reshard_after_forward": Ignored("as the actor's: actor.backend.reshard"),
     f"{_A}.use_torch_compile": Ignored("the training engine does not compile"),
@@ -225,7 +216,7 @@ TABLE: Mapping[str, Rule] = {
     f"{_F}.log_prob_use_dynamic_bsz": _ALWAYS_BY_TOKENS,
     f"{_F}.fsdp_config.param_offload": To("reference.offload_params"),
     # rollout
-    f"{_R}.name": _ENGINE,
+    **_together(joint.engine, _R, "name", *joint.ENGINE_KEYS),
     f"{_R}.n": To("rollout.n"),
     f"{_R}.temperature": To("rollout.temperature"),
     f"{_R}.top_p": To("rollout.top_p"),
@@ -239,8 +230,9 @@ TABLE: Mapping[str, Rule] = {
     ),
     f"{_R}.calculate_log_probs": Ignored("the sampler's log-probs are always kept"),
     f"{_R}.mode": Ignored("requests are always asynchronous"),
-    **dict.fromkeys((f"{_R}.{key}" for key in joint.ENGINE_KEYS), _ENGINE),
-    f"{_R}.max_model_len": _LONGEST,
+    f"{_R}.max_model_len": Ignored(
+        "an engine's longest sequence is data.max_prompt_tokens + rollout.max_tokens"
+    ),
     f"{_R}.free_cache_engine": To("rollout.sleep"),
     f"{_R}.load_format": Ignored("weights always arrive from the trainer"),
     f"{_R}.update_weights_bucket_megabytes": To("rollout.bucket_bytes", joint.megabytes),
@@ -249,8 +241,7 @@ TABLE: Mapping[str, Rule] = {
     f"{_R}.log_prob_micro_batch_size_per_gpu": _BY_TOKENS,
     f"{_R}.log_prob_max_token_len_per_gpu": Ignored("old log-probs use actor.token_budget"),
     f"{_R}.log_prob_use_dynamic_bsz": _ALWAYS_BY_TOKENS,
-    f"{_R}.val_kwargs.do_sample": Joint(joint.evaluation),
-    f"{_R}.val_kwargs.n": Joint(joint.evaluation),
+    **_together(joint.evaluation, f"{_R}.val_kwargs", "do_sample", "n"),
     f"{_R}.val_kwargs.temperature": To("trainer.evaluation.temperature"),
     f"{_R}.val_kwargs.top_p": To("trainer.evaluation.top_p"),
     # reward
@@ -264,46 +255,30 @@ TABLE: Mapping[str, Rule] = {
         "name file and function together: reward.functions=[{name: file.py:function}]",
     ),
     # algorithm
-    "algorithm.adv_estimator": Joint(joint.advantage),
-    "algorithm.gamma": Joint(joint.advantage),
-    "algorithm.lam": Joint(joint.advantage),
-    "algorithm.norm_adv_by_std_in_grpo": Joint(joint.advantage),
-    "algorithm.filter_groups.enable": Joint(joint.group_filter),
-    "algorithm.filter_groups.metric": Joint(joint.group_filter),
-    "algorithm.filter_groups.max_num_gen_batches": Joint(joint.group_filter),
+    **_together(joint.advantage, "algorithm", "adv_estimator", "gamma", "lam", "norm_adv_by_std_in_grpo"),
+    **_together(joint.group_filter, "algorithm.filter_groups", "enable", "metric", "max_num_gen_batches"),
     "data.gen_batch_size": Joint(joint.group_filter),
     # asynchrony (verl's one-step-off and fully asynchronous trainers)
-    f"{_S}.staleness_threshold": Joint(joint.asynchrony),
-    f"{_S}.partial_rollout": Joint(joint.asynchrony),
-    f"{_S}.use_rollout_log_probs": Joint(joint.asynchrony),
-    f"{_S}.compute_prox_log_prob": Joint(joint.asynchrony),
+    **_together(joint.asynchrony, _S, "staleness_threshold", "partial_rollout"),
+    **_together(joint.asynchrony, _S, "use_rollout_log_probs", "compute_prox_log_prob"),
     f"{_S}.trigger_parameter_sync_step": Only(
         (1,), "every step publishes its weights: make data.batch_size the prompts between two syncs"
     ),
     f"{_S}.require_batches": Only(
         (1,), "a step takes data.batch_size prompts, in mini-batches of actor.mini_batch_size"
     ),
-    "rollout.nnodes": Joint(joint.devices),
-    "rollout.n_gpus_per_node": Joint(joint.devices),
+    **_together(joint.devices, "rollout", "nnodes", "n_gpus_per_node"),
     "rollout.total_rollout_steps": Ignored("the length of a run is trainer.total_steps or trainer.epochs"),
-    f"{_C}.bypass_mode": Joint(joint.rollout_correction),
-    f"{_C}.rollout_is": Joint(joint.rollout_correction),
-    f"{_C}.rollout_is_threshold": Joint(joint.rollout_correction),
+    **_together(joint.rollout_correction, _C, "bypass_mode", "rollout_rs", "rollout_rs_threshold"),
+    **_together(joint.rollout_correction, _C, "rollout_is", "rollout_is_threshold"),
     f"{_C}.rollout_is_batch_normalize": Joint(joint.rollout_correction),
-    f"{_C}.rollout_rs": Joint(joint.rollout_correction),
-    f"{_C}.rollout_rs_threshold": Joint(joint.rollout_correction),
     f"{_C}.loss_type": Only(
         ("ppo_clip",), "choose the loss itself: algorithm.policy_loss={name: reinforce_is, level: token}"
     ),
-    "algorithm.use_kl_in_reward": Joint(joint.kl),
-    "algorithm.kl_penalty": Joint(joint.kl),
-    "algorithm.kl_ctrl.type": Joint(joint.kl),
-    "algorithm.kl_ctrl.kl_coef": Joint(joint.kl),
-    "algorithm.kl_ctrl.horizon": Joint(joint.kl),
-    "algorithm.kl_ctrl.target_kl": Joint(joint.kl),
+    **_together(joint.kl, "algorithm", "use_kl_in_reward", "kl_penalty"),
+    **_together(joint.kl, "algorithm.kl_ctrl", "type", "kl_coef", "horizon", "target_kl"),
     # trainer
-    "trainer.total_epochs": Joint(joint.length),
-    "trainer.total_training_steps": Joint(joint.length),
+    **_together(joint.length, "trainer", "total_epochs", "total_training_steps"),
     "trainer.critic_warmup": To("critic.warmup_steps"),
     "trainer.save_freq": To("checkpoint.every", off_at(-1)),
     "trainer.test_freq": To("trainer.evaluation.every", off_at(-1)),
@@ -312,11 +287,10 @@ TABLE: Mapping[str, Rule] = {
     "trainer.logger": To("tracking.trackers", joint.trackers),
     "trainer.log_val_generations": To("tracking.samples"),
     "trainer.project_name": To("tracking.project"),
-    "trainer.experiment_name": _FILES,
+    "trainer.experiment_name": Ignored("runs are named by trainer.run_dir"),
     "trainer.default_local_dir": To("trainer.run_dir"),
     "trainer.default_hdfs_dir": Only((None,), "runs are written to trainer.run_dir"),
-    "trainer.n_gpus_per_node": Joint(joint.devices),
-    "trainer.nnodes": Joint(joint.devices),
+    **_together(joint.devices, "trainer", "n_gpus_per_node", "nnodes"),
     "trainer.device": To("cluster.device"),
     "trainer.balance_batch": Ignored("batches are always balanced over ranks, by tokens"),
     "trainer.max_actor_ckpt_to_keep": To("checkpoint.keep", off_at(-1, 1_000_000)),
