@@ -13,10 +13,15 @@ import pytest
 from rondo.config.schema import RewardConfig, RewardFunctionConfig
 from rondo.errors import ConfigError, DataError
 from rondo.rewards import Scorer
-from rondo.rewards.answers import extract_answer
-from rondo.rewards.builtin import countdown, evaluate_expression, exact_match, format_tags, overlong
-from rondo.rewards.gsm8k import gsm8k, hash_number, last_number, parse_number
-from rondo.rewards.math_equivalence import last_boxed
+from rondo.rewards.answers import extract_answer, hash_number, last_boxed, last_number, parse_number
+from rondo.rewards.builtin import (
+    countdown,
+    evaluate_expression,
+    exact_match,
+    format_tags,
+    gsm8k,
+    overlong,
+)
 
 
 def score(function, t, **options):

@@ -1,8 +1,11 @@
-"""Finding the answer in a response, and in the prompt's row. Every function takes time linear in the text."""
+"""Finding the answer in a response, and in the prompt's row: texts, numbers and what is in a box. Every
+function takes time linear in the text.
+"""
 
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 from typing import Any, Literal
 
 from rondo.errors import DataError
@@ -10,9 +13,17 @@ from rondo.types import Prompt
 
 Extract = Literal["text", "tag", "hash", "last_line"]
 
+# A maximal run that may be a number: sign and currency (a '-' behind a digit or word is a minus between two),
+# digits.
+_RUN = re.compile(r"(?:(?<![\w)])[-+$]{1,2})?(?:(?<![0-9])\.)?[0-9][0-9.,/]*", re.ASCII)
+_NUMBER = re.compile(r"(?:[-+]?\$?|\$[-+])(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)")
+_LONGEST_NUMBER = 100
+_LONGEST_ANSWER = 1000
+_BOXES = ("\\boxed{", "\\fbox{")
+
 
 def extract_answer(text: str, how: Extract) -> str | None:
-    """The part of a response that is its answer, stripped; None where there is none.
+    """Returns the part of a response that is its answer, stripped; None where there is none.
 
     text: all of it. tag: inside the last complete <answer>…</answer>. hash: what follows the last `####`, to
     the end of its line. last_line: the last line that is not empty.
@@ -31,8 +42,8 @@ def extract_answer(text: str, how: Extract) -> str | None:
 
 
 def final_answer(text: str) -> str | None:
-    """What a majority vote counts: behind the last `####`, else in the last <answer>…</answer>, else in the
-    last `\\boxed{…}` (without braces inside); None where there is none.
+    """Returns what a majority vote counts: behind the last `####`, else in the last <answer>…</answer>, else
+    in the last `\\boxed{…}` (without braces inside); None where there is none.
     """
     for how in ("hash", "tag"):
         answer = extract_answer(text, how)  # type: ignore[arg-type]
@@ -43,13 +54,71 @@ def final_answer(text: str) -> str | None:
 
 
 def required_field(prompt: Prompt, key: str, option: str) -> Any:
-    """A column of the prompt's row. DataError naming the columns there are when it is missing or null."""
+    """Returns a column of the prompt's row. Raises DataError, naming those there are, where it is missing."""
     value = prompt.fields.get(key)
     if value is None:
         raise DataError(
             f"prompt {prompt.prompt_id}: the scorer needs column {key!r}, which is missing or null; the row "
-            "has "
-            f"{', '.join(prompt.fields) or 'no other columns'}. Name another with the scorer's option "
+            f"has {', '.join(prompt.fields) or 'no other columns'}. Name another with the scorer's option "
             f"{option}"
         )
     return value
+
+
+def parse_number(text: str) -> Fraction | None:
+    """Reads `-$1,234.50` or `42.` as an exact number; None for anything else (`12,34`, `1.2.3`, `1/2`, `.`,
+    nothing).
+    """
+    text = text.strip()
+    if not 0 < len(text) <= _LONGEST_NUMBER:
+        return None
+    text = text.rstrip(".,")
+    if not _NUMBER.fullmatch(text):
+        return None
+    return Fraction(re.sub(r"[$,]", "", text))
+
+
+def last_number(text: str) -> Fraction | None:
+    """Returns the last number anywhere in the text."""
+    for run in reversed(_RUN.findall(text)):
+        number = parse_number(run)
+        if number is not None:
+            return number
+    return None
+
+
+def hash_number(text: str) -> Fraction | None:
+    """Returns the number right behind the last `####` that has one."""
+    for rest in reversed(text.split("####")[1:]):
+        run = _RUN.match(rest.lstrip(" \t"))
+        number = parse_number(run.group()) if run else None
+        if number is not None:
+            return number
+    return None
+
+
+def last_boxed(text: str) -> str | None:
+    """Returns what is in the last complete `\\boxed{…}` (or `\\fbox{…}`); an unclosed one does not count."""
+    stop = len(text)
+    while True:
+        at, box = max((text.rfind(box, 0, stop), box) for box in _BOXES)
+        if at < 0:
+            return None
+        inside = _closed(text[at + len(box) : at + len(box) + _LONGEST_ANSWER])
+        if inside is not None:
+            return inside
+        stop = at
+
+
+def _closed(text: str) -> str | None:
+    """Returns `text` up to the brace that closes what was opened before it."""
+    depth, i = 1, 0
+    while i < len(text):
+        if text[i] == "\\":
+            i += 2
+            continue
+        depth += {"{": 1, "}": -1}.get(text[i], 0)
+        if depth == 0:
+            return text[:i]
+        i += 1
+    return None

@@ -11,17 +11,24 @@ from __future__ import annotations
 import ast
 import functools
 import json
+import logging
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, Literal
 
-from rondo.errors import ConfigError
-from rondo.rewards.answers import Extract, extract_answer, required_field
-from rondo.rewards.functions import reward_function
-from rondo.rewards.gsm8k import gsm8k
-from rondo.rewards.math_equivalence import math
+from rondo.errors import ConfigError, DataError
+from rondo.rewards.answers import (
+    Extract,
+    extract_answer,
+    hash_number,
+    last_boxed,
+    last_number,
+    parse_number,
+    required_field,
+)
+from rondo.rewards.marks import reward_function
 from rondo.types import Prompt, Trajectory
 
 
@@ -45,6 +52,74 @@ def exact_match(
     if ignore_case:
         return float(found.casefold() in [str(a).strip().casefold() for a in accepted])
     return float(found in [str(a).strip() for a in accepted])
+
+
+@reward_function(run_in="loop")
+def gsm8k(
+    prompt: Prompt,
+    trajectory: Trajectory,
+    *,
+    method: Literal["strict", "flexible"] = "strict",
+    answer_key: str = "answer",
+) -> float:
+    """1 when the answer is the row's number. strict: the number behind the last `####`; flexible: the last
+    number.
+
+    The row's answer is a number or a GSM8K solution that ends in `#### number`. Numbers are compared as
+    numbers: `$`, thousands commas and a trailing full stop do not matter (`42.` = `42` = `42.0`). The whole
+    text is searched.
+    """
+    answer = str(required_field(prompt, answer_key, "answer_key"))
+    truth = hash_number(answer) if "####" in answer else parse_number(answer)
+    if truth is None:
+        raise DataError(
+            f"prompt {prompt.prompt_id}: answer {answer!r:.80} (column {answer_key!r}) is no number"
+        )
+    found = hash_number(trajectory.text) if method == "strict" else last_number(trajectory.text)
+    return float(found == truth)
+
+
+@reward_function(run_in="process", requires=("math_verify", "rondo-rl[math]"), memory_bytes=4 << 30)
+def math(
+    prompt: Prompt, trajectory: Trajectory, *, answer_key: str = "answer", require_box: bool = True
+) -> float:
+    """1 when the answer is mathematically equal to the row's (LaTeX or plain; a box in it counts), by
+    math-verify.
+
+    The answer is the content of the last complete `\\boxed{…}`: a later box corrects an earlier one. Without
+    a box the score is 0, or with require_box=false what math-verify finds in the text. Runs in a process of
+    its own that is killed at the time limit (math-verify's own limit uses signals, which do not work off the
+    main thread).
+    """
+    answer = str(required_field(prompt, answer_key, "answer_key"))
+    found = last_boxed(trajectory.text)
+    if found is None and require_box:
+        return 0.0
+    gold = _parsed(_boxed(last_boxed(answer) or answer))
+    if not gold:
+        unread = f"{answer!r:.80} (column {answer_key!r})"
+        raise DataError(f"prompt {prompt.prompt_id}: math-verify reads no answer in {unread}")
+    target = _parse(_boxed(found) if found is not None else trajectory.text)
+
+    from math_verify import verify
+
+    return float(verify(list(gold), target, timeout_seconds=None))
+
+
+def _boxed(answer: str) -> str:
+    return f"\\boxed{{{answer.strip().strip('$')}}}"
+
+
+def _parse(text: str) -> list[Any]:
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limit is off
+    from math_verify import parse
+
+    return list(parse(text, parsing_timeout=None))
+
+
+@functools.lru_cache(maxsize=1024)
+def _parsed(text: str) -> tuple[Any, ...]:
+    return tuple(_parse(text))
 
 
 @reward_function(run_in="loop")
@@ -73,7 +148,8 @@ _LONGEST_EXPRESSION = 200
 
 
 def evaluate_expression(expression: str) -> tuple[Fraction, list[int]] | None:
-    """(exact value, the integers used) of `+ - * /` over integers with parentheses; None for anything else.
+    """Returns the exact value and the integers of `+ - * /` over integers with parentheses; None for anything
+    else.
 
     Nothing is executed: the syntax tree is walked. No powers, names, calls or decimals; at most 200
     characters.

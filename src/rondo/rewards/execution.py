@@ -42,7 +42,7 @@ class _Thread:
         return future
 
     def finish(self) -> None:
-        """End the thread when it comes back from its call."""
+        """Ends the thread when it comes back from its call."""
         self._calls.put(None)
 
     def _work(self) -> None:
@@ -59,8 +59,8 @@ class _Thread:
 class DaemonThreads:
     """Blocking calls with a time limit, at most `threads` at a time.
 
-    A call that is over its limit keeps its thread, which nobody waits for, and another thread takes its
-    place. With `max_hung` of those the next call raises RewardError: they take processor time for ever.
+    A call that is over its limit keeps its thread, which is waited for no longer, and another thread takes
+    its place. With `max_hung` of those the next call raises RewardError: they take processor time forever.
     """
 
     def __init__(self, threads: int, max_hung: int = 16) -> None:
@@ -70,16 +70,15 @@ class DaemonThreads:
         self._hung: set[Future[Any]] = set()
 
     async def run(self, call: Callable[[], Any], timeout: float) -> Any:
-        """`call()`'s result; TimeoutError after `timeout` seconds of running (waiting for a thread does not
-        count).
+        """Returns `call()`. Raises TimeoutError after `timeout` seconds of running; waiting for a thread does
+        not count.
         """
         async with self._slots:
             self._hung = {future for future in self._hung if not future.done()}
             if len(self._hung) >= self._max_hung:
                 raise RewardError(
                     f"{len(self._hung)} calls of reward functions hang in threads that cannot be stopped. "
-                    "Mark the function "
-                    "@reward_function(run_in='process'), which is killed at the time limit"
+                    "Mark the function @reward_function(run_in='process'), which is killed at the time limit"
                 )
             thread = self._idle.pop() if self._idle else _Thread()
             future = thread.submit(call)
@@ -99,7 +98,7 @@ class DaemonThreads:
 
 
 def _start(spec: str) -> Child:
-    """A process (`rondo.rewards.worker`) that loads one reward function at its first call."""
+    """Starts a process (`rondo.rewards.worker`) for one reward function."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     return Child("the reward function's process", ["rondo.rewards.worker"], environment)
@@ -117,8 +116,8 @@ class ProcessPool:
         self._busy: set[Child] = set()
 
     async def run(self, args: tuple[Any, ...], options: dict[str, Any], timeout: float) -> Any:
-        """The function's result. TimeoutError after `timeout` seconds; ScorerCrashError with the process's
-        traceback.
+        """Returns the function's result. Raises TimeoutError after `timeout` seconds, and ScorerCrashError
+        with the process's traceback.
 
         Waiting for a process, starting it and importing the function's module do not count as time.
         """

@@ -41,7 +41,7 @@ class FailurePolicy:
     def judge(
         self, function: RewardFunction, trajectory: Trajectory, error: Exception, *, last: bool
     ) -> ScoringError | None:
-        """The typed failure; None where the function is tried again. last: that it may not be.
+        """Returns the typed failure; None where the function is tried again, which `last` forbids.
 
         A TimeoutError of the function's own is one, too. Raises RewardError where the policy says stop.
         """
@@ -67,7 +67,7 @@ class FailurePolicy:
     def _log(
         self, function: RewardFunction, trajectory: Trajectory, failure: ScoringError, detail: str
     ) -> None:
-        """The first failures of a kind in full, the others only counted (reward/errors, reward/timeouts)."""
+        """Shows the first failures of a kind in full; the others are only counted (reward/errors, …)."""
         kind = (function.name, failure.text)
         self._logged[kind] = self._logged.get(kind, 0) + 1
         if self._logged[kind] > _LOGGED_FAILURES:
@@ -88,9 +88,7 @@ class FailurePolicy:
 
 
 def _users_part(error: Exception) -> str:
-    """The traceback from the first frame that is not rondo's or asyncio's own; of our checks, the message
-    only.
-    """
+    """Returns the traceback without rondo's and asyncio's own frames; of our checks, the message only."""
     ours = ("asyncio", "concurrent/futures", "/threading.py")
     theirs = [f for f in users_frames(error) if not any(part in f.filename for part in ours)]
     shown = ["Traceback (most recent call last):\n", *traceback.format_list(theirs)] if theirs else []
@@ -101,16 +99,15 @@ def _stop_message(
     function: RewardFunction, trajectory: Trajectory, failure: ScoringError, detail: str
 ) -> str:
     key = "on_timeout" if failure.outcome == "reward_timeout" else "on_error"
+    where = f"prompt {trajectory.prompt.prompt_id}, trajectory {trajectory.trajectory_id}"
     return (
-        f"reward function {failure.text} (prompt {trajectory.prompt.prompt_id}, trajectory "
-        f"{trajectory.trajectory_id}, "
-        f"response {trajectory.text[:200]!r}). Fix {function.spec}, or set reward.{key} to drop or "
-        f"retry\n{detail}"
+        f"reward function {failure.text} ({where}, response {trajectory.text[:200]!r}). "
+        f"Fix {function.spec}, or set reward.{key} to drop or retry\n{detail}"
     ).rstrip()
 
 
 def check_dropped_share(failures: Sequence[str], step_size: int, max_share: float) -> None:
-    """RewardError when more trajectories failed since the last step than `max_share` of a step's.
+    """Raises RewardError when more trajectories failed since the last step than `max_share` of a step's.
 
     failures: their outcomes, those of groups that were dropped included. step_size: trajectories per step.
     """

@@ -1,5 +1,5 @@
-"""Reward functions chosen in a recipe: loaded, their options checked, their score names fixed before the run
-starts.
+"""Reward functions chosen in a recipe: loaded, their options checked, and the names of their scores fixed and
+compared with the prompts' sources before anything is scored.
 """
 
 from __future__ import annotations
@@ -7,78 +7,41 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-from rondo.config.functions import check_options, resolve_function
-from rondo.config.schema import RewardFunctionConfig
+from rondo.config.functions import check_options, did_you_mean, resolve_function
+from rondo.config.schema import RewardConfig, RewardFunctionConfig
 from rondo.errors import ConfigError, about
-
-RunIn = Literal["loop", "thread", "process"]
-F = TypeVar("F", bound=Callable[..., Any])
-
-MARKS = ("run_in", "score_names", "scores_group", "requires", "memory_bytes")
-
-
-def reward_function(
-    *,
-    run_in: RunIn = "thread",
-    score_names: Sequence[str] = (),
-    group: bool = False,
-    requires: tuple[str, str] | None = None,
-    memory_bytes: int | None = None,
-) -> Callable[[F], F]:
-    """Say how a reward function wants to be run. A plain function needs no such mark.
-
-    run_in: `thread` (the default), `process` (its own process, which is killed at the time limit: for code
-    that may hang or hold Python's lock), `loop` (at once on the event loop, without a time limit: only for a
-    few microseconds of work). score_names: what the mapping it returns has. group: it is given the list of a
-    prompt's scored trajectories, `fn(trajectories, **options)`, and returns one score for each. requires:
-    (module, what to pip install). memory_bytes: `process` only, the most address space it may take.
-    """
-
-    def mark(function: F) -> F:
-        values = (run_in, tuple(score_names), group, requires, memory_bytes)
-        for name, value in zip(MARKS, values, strict=True):
-            setattr(function, name, value)
-        return function
-
-    return mark
+from rondo.rewards.builtin import BUILTINS
+from rondo.rewards.marks import Marks, RunIn, marks_of
 
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A loaded reward function. name: of its score (weighted into the reward); parts: further named
-    scores.
-    """
+    """A loaded reward function."""
 
     name: str
+    """Of its score, which is weighted into the reward."""
     spec: str
+    config: RewardFunctionConfig
     function: Callable[..., Any]
-    options: Mapping[str, Any]
-    weight: float
-    sources: tuple[str, ...] | None
-    parts: tuple[str, ...]
-    run_in: RunIn
-    group: bool
+    marks: Marks
     takes_seed: bool
     is_async: bool
-    memory_bytes: int | None
 
     def applies(self, source: str) -> bool:
-        return self.sources is None or source in self.sources
+        return self.config.sources is None or source in self.config.sources
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Its scores: `name`, and `name/part` for each part it declared."""
-        return (self.name, *(f"{self.name}/{part}" for part in self.parts))
+        """Its scores: `name`, and `name/part` for each part that it declared."""
+        return (self.name, *(f"{self.name}/{part}" for part in self.marks.score_names))
 
 
-def load_functions(
-    configs: Sequence[RewardFunctionConfig], builtins: Mapping[str, Callable[..., Any]]
-) -> tuple[RewardFunction, ...]:
-    """The functions of `reward.functions`, each score name unique (`format`, `format_2`).
+def load_functions(configs: Sequence[RewardFunctionConfig]) -> tuple[RewardFunction, ...]:
+    """Loads the functions of `reward.functions`, each score name unique (`format`, `format_2`).
 
     Raises ConfigError: unknown name, package missing, option unknown or of a wrong type.
     """
@@ -86,57 +49,39 @@ def load_functions(
     for i, config in enumerate(configs):
         taken = [function.name for function in loaded]
         with about(f"reward.functions.{i}"):
-            loaded.append(_load(config, f"reward.functions.{i}", taken, builtins))
+            loaded.append(_load(config, f"reward.functions.{i}", taken))
     return tuple(loaded)
 
 
-def _load(
-    config: RewardFunctionConfig, where: str, taken: Sequence[str], builtins: Mapping[str, Callable[..., Any]]
-) -> RewardFunction:
-    function = resolve_function(config.name, builtins)
+def _load(config: RewardFunctionConfig, where: str, taken: Sequence[str]) -> RewardFunction:
+    function = resolve_function(config.name, BUILTINS)
     spec = getattr(config.name, "__name__", config.name)  # from Python it may be the function itself
-    group = bool(getattr(function, "scores_group", False))
-    requires = getattr(function, "requires", None)
-    if requires and importlib.util.find_spec(requires[0]) is None:
+    marks = marks_of(function)
+    if marks.requires and importlib.util.find_spec(marks.requires[0]) is None:
+        package, install = marks.requires
+        raise ConfigError(f"{where}: {config.name} needs the package {package}: pip install '{install}'")
+    takes_seed = _check_signature(function, config, where, 1 if marks.group else 2)
+    if marks.run_in not in typing.get_args(RunIn):
+        choices = typing.get_args(RunIn)
         raise ConfigError(
-            f"{where}: {config.name} needs the package {requires[0]}: pip install '{requires[1]}'"
+            f"{where}: {config.name} is marked run_in={marks.run_in!r}; it must be one of {choices}"
         )
-    takes_seed = _check_signature(function, config, where, group)
-    run_in: Any = getattr(function, "run_in", "thread")
-    if run_in not in typing.get_args(RunIn):
-        raise ConfigError(
-            f"{where}: {config.name} is marked run_in={run_in!r}; it must be one of {typing.get_args(RunIn)}"
-        )
-    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-        getattr(function, "__call__", None)  # noqa: B004
-    )
-    if is_async and run_in == "process":
+    call = getattr(function, "__call__", None)  # noqa: B004
+    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+    if is_async and marks.run_in == "process":
         raise ConfigError(
             f"{where}: {config.name} is a coroutine and marked run_in='process'; make it a plain function"
         )
-    return RewardFunction(
-        name=_free_name(spec.replace(":", ".").rsplit(".", 1)[-1], taken),
-        spec=spec,
-        function=function,
-        options=dict(config.options),
-        weight=config.weight,
-        sources=config.sources,
-        parts=tuple(getattr(function, "score_names", ())),
-        run_in=run_in,
-        group=group,
-        takes_seed=takes_seed,
-        is_async=is_async,
-        memory_bytes=getattr(function, "memory_bytes", None),
-    )
+    name = _free_name(spec.replace(":", ".").rsplit(".", 1)[-1], taken)
+    return RewardFunction(name, spec, config, function, marks, takes_seed, is_async)
 
 
 def _check_signature(
-    function: Callable[..., Any], config: RewardFunctionConfig, where: str, group: bool
+    function: Callable[..., Any], config: RewardFunctionConfig, where: str, given: int
 ) -> bool:
-    """Options, and the positional arguments we pass. Returns whether the function wants a `seed` of its
-    own.
+    """Checks the options, and that `given` positional arguments fit. Returns whether the function wants a
+    `seed` of its own.
     """
-    given = 1 if group else 2
     signature = inspect.signature(function)
     takes_seed = "seed" in signature.parameters and "seed" not in config.options
     options = {**config.options, "seed": 0} if takes_seed else dict(config.options)
@@ -144,7 +89,7 @@ def _check_signature(
     try:
         signature.bind(*[None] * given, **options)
     except TypeError as error:
-        wanted = "trajectories" if group else "prompt, trajectory"
+        wanted = "trajectories" if given == 1 else "prompt, trajectory"
         raise ConfigError(
             f"{where}: {config.name}{signature} cannot be called as a reward function, ({wanted}, "
             f"**options): {error}"
@@ -158,7 +103,7 @@ def _check_signature(
 
 
 def _literals(function: Callable[..., Any]) -> dict[str, tuple[Any, ...]]:
-    """Parameters that are annotated with Literal[…], and their choices."""
+    """Returns the parameters that are annotated with Literal[…], and their choices."""
     try:
         hints = typing.get_type_hints(function)
     except (NameError, TypeError, AttributeError):  # annotations that cannot be evaluated say nothing
@@ -172,3 +117,63 @@ def _free_name(name: str, taken: Sequence[str]) -> str:
         number += 1
         free = f"{name}_{number}"
     return free
+
+
+def score_names(
+    reward: RewardConfig, sources: Sequence[str], *, reads_accuracy: bool = False
+) -> tuple[str, ...]:
+    """Returns the names of all scores of the reward functions.
+
+    reads_accuracy: whether an answer is right is read, so every source must have the score that says so.
+    Raises ConfigError when a function is for a source that does not exist, or a source has no function.
+    """
+    functions = load_functions(reward.functions)
+    names = tuple(name for function in functions for name in function.names)
+    accuracy = accuracy_among(names, reward)
+    for function in functions:
+        for source in function.config.sources or ():
+            if source not in sources:
+                near = did_you_mean(source, sources)
+                raise ConfigError(
+                    f"reward function {function.name}: there is no source {source!r}{near} "
+                    f"Sources: {', '.join(sources)}"
+                )
+        if reads_accuracy and accuracy in function.names:
+            for source in sources:
+                if not function.applies(source):
+                    raise ConfigError(
+                        f"the configured algorithm reads whether an answer is right, and the score that "
+                        f"says so, reward.accuracy={accuracy}, is no score of source {source!r}: add "
+                        f"it to the `sources` of {function.name}, or name another score"
+                    )
+    for source in sources:
+        if not reward.models and not any(function.applies(source) for function in functions):
+            raise ConfigError(
+                f"source {source!r} has no reward function: add one, or add it to a function's sources"
+            )
+    return names
+
+
+def accuracy_score(reward: RewardConfig) -> str | None:
+    """Returns `accuracy_among` the scores of the reward functions."""
+    return accuracy_among([name for f in load_functions(reward.functions) for name in f.names], reward)
+
+
+def accuracy_among(names: Sequence[str], reward: RewardConfig) -> str | None:
+    """Returns the score that says whether an answer is right (> 0): the name in `reward.accuracy`, else the
+    only score there is; None when there are several, or none.
+
+    Raises ConfigError for a name that is no score of a reward function.
+    """
+    wanted = reward.accuracy
+    if wanted is None:
+        return names[0] if len(names) == 1 else None
+    if wanted not in names:
+        why = ""
+        if any(model.name == wanted for model in reward.models):
+            why = " It is a reward model's, and an answer is right or wrong before the models see it."
+        raise ConfigError(
+            f"reward.accuracy={wanted} is no score of a reward function{did_you_mean(wanted, names)}{why} "
+            f"Scores: {', '.join(names) or 'none'}"
+        )
+    return wanted

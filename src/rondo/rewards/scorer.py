@@ -24,11 +24,9 @@ from typing import Any
 
 from rondo.config.schema import RewardConfig
 from rondo.errors import ConfigError, DataError, RewardError
-from rondo.rewards.builtin import BUILTINS
 from rondo.rewards.execution import DaemonThreads, ProcessPool
 from rondo.rewards.failures import FailurePolicy, ScoringError
-from rondo.rewards.functions import RewardFunction, load_functions
-from rondo.rewards.names import accuracy_among
+from rondo.rewards.functions import RewardFunction, accuracy_among, load_functions
 from rondo.types import SCORED, StepStats, Trajectory, request_seed
 
 _THREADS = 8
@@ -45,11 +43,11 @@ class Scorer:
     def __init__(self, config: RewardConfig, seed: int = 0) -> None:
         self._config = config
         self._seed = seed
-        self._functions = load_functions(config.functions, BUILTINS)
+        self._functions = load_functions(config.functions)
         self._threads = DaemonThreads(_THREADS)
         processes = min(8, max(1, (os.cpu_count() or 1) // 4))
         self._pools = {
-            f.name: ProcessPool(f.spec, processes) for f in self._functions if f.run_in == "process"
+            f.name: ProcessPool(f.spec, processes) for f in self._functions if f.marks.run_in == "process"
         }
         self._failures = FailurePolicy(config)
         self._seconds = StepStats()
@@ -57,10 +55,10 @@ class Scorer:
         self._chosen = functools.cache(lambda source: tuple(f for f in self._functions if f.applies(source)))
         self.names: tuple[str, ...] = tuple(name for f in self._functions for name in f.names)
         self.accuracy = accuracy_among(self.names, config)
-        self.has_group_functions: bool = any(f.group for f in self._functions)
+        self.has_group_functions: bool = any(f.marks.group for f in self._functions)
 
     async def score(self, trajectory: Trajectory) -> Trajectory:
-        """The trajectory with reward, scores and outcome. One that failed before is returned as it is.
+        """Returns the trajectory with reward, scores and outcome; one that failed before as it is.
 
         With group functions the reward stays NaN until `score_group`. Raises RewardError where the policy
         says stop.
@@ -76,7 +74,7 @@ class Scorer:
                 f"source {source!r} has no reward function; see reward.functions and their `sources`"
             )
         started = time.perf_counter()
-        single = [f for f in chosen if not f.group]
+        single = [f for f in chosen if not f.marks.group]
         try:
             (scores,) = await self._scores(single, [trajectory])
         except ScoringError as failure:
@@ -87,7 +85,8 @@ class Scorer:
         return replace(trajectory, scores=scores, reward=math.nan if pending else _reward(chosen, scores))
 
     async def score_group(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """A prompt's trajectories after `score`, with the scores of group functions and the final reward.
+        """Returns a prompt's trajectories after `score`, with the scores of group functions and the final
+        reward.
 
         Failed trajectories are not shown to the functions. Where a group function fails, all the others fail
         with it.
@@ -99,7 +98,7 @@ class Scorer:
         chosen = self._chosen(shown[0].prompt.source)
         out = list(trajectories)
         try:
-            added = await self._scores([f for f in chosen if f.group], shown)
+            added = await self._scores([f for f in chosen if f.marks.group], shown)
         except ScoringError as failure:
             for i in scored:
                 out[i] = _failed(trajectories[i], failure)
@@ -110,14 +109,15 @@ class Scorer:
         return out
 
     def stats(self) -> StepStats:
-        """Counts and seconds since the last call of `stats`."""
-        stats, self._seconds = self._seconds, StepStats()
+        """Returns counts and seconds since the last call of `stats`."""
+        stats = self._seconds
+        self._seconds = StepStats()
         stats.sums.update(self._failures.counts)
         self._failures.counts = dict.fromkeys(self._failures.counts, 0.0)
         return stats
 
     def close(self) -> None:
-        """End the threads and processes. A thread that hangs in a reward function ends with the program."""
+        """Ends the threads and processes. A thread that hangs in a reward function ends with the program."""
         self._threads.close()
         for pool in self._pools.values():
             pool.close()
@@ -125,8 +125,8 @@ class Scorer:
     async def _scores(
         self, functions: Sequence[RewardFunction], shown: Sequence[Trajectory]
     ) -> list[dict[str, float]]:
-        """The functions' scores of each trajectory. If some fail, the first in order decides, whichever was
-        faster.
+        """Returns the functions' scores of each trajectory. If some fail, the first in order decides, not the
+        fastest.
         """
         if len(functions) == 1:
             return await self._scored(functions[0], shown)
@@ -140,13 +140,13 @@ class Scorer:
         return scores
 
     async def _scored(self, function: RewardFunction, shown: Sequence[Trajectory]) -> list[dict[str, float]]:
-        """One function's scores of each trajectory; otherwise what the policy says: RewardError, another
-        attempt, or ScoringError.
+        """Returns one function's scores of each trajectory. Where it fails, the policy says what follows:
+        RewardError, another attempt, or ScoringError.
         """
         for attempt in range(self._config.max_retries + 1):
             try:
                 value = await self._call(function, shown)
-                if not function.group:
+                if not function.marks.group:
                     return [_named(function, value)]
                 return [_named(function, one) for one in _one_each(value, len(shown))]
             except (ConfigError, RewardError):
@@ -162,25 +162,25 @@ class Scorer:
 
     async def _call(self, function: RewardFunction, shown: Sequence[Trajectory]) -> Any:
         """Runs the function where it wants to be run. shown: its group, or the one trajectory."""
-        trajectory, options = shown[0], dict(function.options)
-        args = (list(shown),) if function.group else (trajectory.prompt, trajectory)
+        trajectory, options = shown[0], dict(function.config.options)
+        args = (list(shown),) if function.marks.group else (trajectory.prompt, trajectory)
         if function.takes_seed:
             options["seed"] = request_seed(
                 self._seed, function.name, trajectory.prompt.prompt_id, trajectory.sample_index
             )
         timeout = self._config.timeout_seconds
-        if function.run_in == "process":
+        if function.marks.run_in == "process":
             return await self._pools[function.name].run(args, options, timeout)
         if function.is_async:
             return await asyncio.wait_for(function.function(*args, **options), timeout)
-        if function.run_in == "loop":
+        if function.marks.run_in == "loop":
             return function.function(*args, **options)
         value = await self._threads.run(lambda: function.function(*args, **options), timeout)
         return await asyncio.wait_for(value, timeout) if inspect.isawaitable(value) else value
 
 
 def _reward(functions: Sequence[RewardFunction], scores: Mapping[str, float]) -> float:
-    return float(sum(function.weight * scores[function.name] for function in functions))
+    return float(sum(function.config.weight * scores[function.name] for function in functions))
 
 
 def _failed(trajectory: Trajectory, failure: ScoringError) -> Trajectory:
@@ -188,35 +188,34 @@ def _failed(trajectory: Trajectory, failure: ScoringError) -> Trajectory:
 
 
 def _one_each(values: Any, number: int) -> Sequence[Any]:
-    """What a group function returned: one score per trajectory."""
+    """Checks that a group function returned one score per trajectory."""
     if isinstance(values, str | Mapping) or not hasattr(values, "__len__") or len(values) != number:
         raise TypeError(f"it must return {number} scores, one per trajectory, got {values!r:.200}")
     return values  # type: ignore[no-any-return]
 
 
 def _named(function: RewardFunction, value: Any) -> dict[str, float]:
-    """What a function returned, as named numbers. A mapping's `reward` counts, or the sum of its parts."""
+    """Names the numbers that a function returned. A mapping's `reward` counts, or the sum of its parts."""
+    parts = function.marks.score_names
     if not isinstance(value, Mapping):
-        if function.parts:
+        if parts:
+            declared = ", ".join(parts)
             raise TypeError(
-                f"it declared the scores {', '.join(function.parts)} and must return a mapping of them, got "
-                f"{value!r:.200}"
+                f"it declared the scores {declared} and must return a mapping of them, got {value!r:.200}"
             )
         return {function.name: _number(value, "the returned score")}
-    names, declared = set(value), set(function.parts)
-    if names not in (declared, declared | {"reward"}):
+    if set(value) not in (set(parts), {*parts, "reward"}):
         raise TypeError(
-            f"it returned scores named {sorted(map(str, names))} and declared {sorted(declared)}; declare "
-            "them: "
+            f"it returned scores named {sorted(map(str, value))} and declared {sorted(parts)}; declare them: "
             "@reward_function(score_names=[…])"
         )
-    parts = {str(name): _number(part, f"score {name!r}") for name, part in value.items()}
-    total = parts["reward"] if "reward" in parts else math.fsum(parts.values())
-    return {function.name: total} | {f"{function.name}/{part}": parts[part] for part in function.parts}
+    numbers = {str(name): _number(part, f"score {name!r}") for name, part in value.items()}
+    total = numbers["reward"] if "reward" in numbers else math.fsum(numbers.values())
+    return {function.name: total} | {f"{function.name}/{part}": numbers[part] for part in parts}
 
 
 def _number(value: Any, what: str) -> float:
-    """A finite number (Python, numpy scalar, 0-d tensor) as float; TypeError or ValueError otherwise."""
+    """Returns a Python or numpy scalar, or 0-d tensor, as a finite float. Raises TypeError or ValueError."""
     if getattr(value, "ndim", None) == 0:  # a numpy scalar, or a tensor of no dimensions
         value = value.item()
     if not isinstance(value, bool | int | float):

@@ -17,6 +17,7 @@ from typing import Any
 
 from rondo.config.functions import resolve_function
 from rondo.rewards.builtin import BUILTINS
+from rondo.rewards.marks import marks_of
 from rondo.transport.link import Call, serve_in_turn
 
 
@@ -31,7 +32,7 @@ class _Function:
 
     def _load(self, spec: str) -> None:
         self._function = resolve_function(spec, BUILTINS)
-        memory = getattr(self._function, "memory_bytes", None)
+        memory = marks_of(self._function).memory_bytes
         if memory is not None:
             resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
 

@@ -11,7 +11,7 @@ from rondo.algorithms import Kind, check_algorithm, columns_read, lookup
 from rondo.columns import GREEDY_REWARD, TOPK_IDS
 from rondo.config import Config, FunctionConfig, LoadedConfig, did_you_mean
 from rondo.errors import ConfigError, about
-from rondo.rewards import BUILTINS, load_functions
+from rondo.rewards import load_functions
 from rondo.roles import ROLES
 from rondo.tracking import check_trackers
 from rondo.trainers.commands.check_machine import (
@@ -149,7 +149,7 @@ def _check_group_size(config: Config) -> None:
 def _check_scores(config: Config, recorded: Recorded | None) -> None:
     """Names of scores are unique, and what names a score names one that exists."""
     if recorded is None:
-        names = [name for f in load_functions(config.reward.functions, BUILTINS) for name in f.names]
+        names = [name for f in load_functions(config.reward.functions) for name in f.names]
     else:
         names = list(recorded.recording.scores)
     for index, model in enumerate(config.reward.models):
@@ -220,7 +220,7 @@ def _columns(kind: Kind, chosen: FunctionConfig | None) -> tuple[str, ...]:
 def _check_greedy_baseline(config: Config) -> None:
     """The greedy answer is scored alone, when it is generated, and is not kept."""
     name = config.algorithm.advantage.name
-    group = [f.name for f in load_functions(config.reward.functions, BUILTINS) if f.group]
+    group = [f.name for f in load_functions(config.reward.functions) if f.marks.group]
     if group:
         raise ConfigError(
             f"algorithm.advantage={name} reads the reward of one greedy answer, and reward.functions has "

@@ -13,7 +13,7 @@ from rondo.batch import BatchRef
 from rondo.config import Config, RolloutCorrectionConfig
 from rondo.controller import Cluster, WorkerGroup
 from rondo.errors import ConfigError, TrainError
-from rondo.rewards import BUILTINS, load_functions, score_names
+from rondo.rewards import load_functions, score_names
 from rondo.roles import of_section
 from rondo.trainers.commands.check import check_token_budget
 from rondo.trainers.commands.check_machine import check_names
@@ -171,7 +171,7 @@ class Session:
         if constraint is None:
             raise ConfigError("algorithm.constraint is not set: it names the score that is the cost")
         name = constraint.cost
-        functions = load_functions(self.config.reward.functions, BUILTINS)
+        functions = load_functions(self.config.reward.functions)
         is_function = any(name in function.names for function in functions)
         return Cost(self, name, None if is_function else await self.model(name))
 

@@ -1,0 +1,53 @@
+"""How a reward function wants to be run. A plain function needs no mark."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+RunIn = Literal["loop", "thread", "process"]
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Marks:
+    """What `reward_function` says of a function."""
+
+    run_in: RunIn = "thread"
+    """`thread`; `process`: a process of its own, which is killed at the time limit, for code that may hang or
+    hold Python's lock; `loop`: at once on the event loop, without a time limit, only for a few microseconds.
+    """
+    score_names: tuple[str, ...] = ()
+    """The keys of the mapping that it returns."""
+    group: bool = False
+    """Whether it is given the list of a prompt's scored trajectories, `fn(trajectories, **options)`, and
+    returns one score for each.
+    """
+    requires: tuple[str, str] | None = None
+    """A module that it needs, and what to pip install."""
+    memory_bytes: int | None = None
+    """The most address space that its process may take."""
+
+
+def reward_function(
+    *,
+    run_in: RunIn = "thread",
+    score_names: Sequence[str] = (),
+    group: bool = False,
+    requires: tuple[str, str] | None = None,
+    memory_bytes: int | None = None,
+) -> Callable[[F], F]:
+    """Says how a reward function wants to be run; see `Marks`."""
+
+    def mark(function: F) -> F:
+        marks = Marks(run_in, tuple(score_names), group, requires, memory_bytes)
+        function.reward_marks = marks  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
+def marks_of(function: Callable[..., Any]) -> Marks:
+    """Returns the marks of a function."""
+    return getattr(function, "reward_marks", Marks())
