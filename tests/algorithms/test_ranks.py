@@ -16,7 +16,7 @@ from rondo.algorithms import correct, draw, kl_reward, lookup, loss_weights, nam
 from rondo.algorithms.advantages.returns import returns_to_go
 from rondo.algorithms.objective import rollout_gap
 from rondo.algorithms.policy_losses.covariance import covariances, select_between, select_largest
-from rondo.algorithms.policy_losses.ratio import clip_fractions, log_ratio, ratio_metrics
+from rondo.algorithms.policy_losses.ratio import clip_metrics, log_ratio, ratio_metrics
 from rondo.algorithms.ranks import ranked
 from rondo.algorithms.registry import Kind, columns_read
 from rondo.algorithms.rollout_correction import accepted, importance_ratio
@@ -100,7 +100,7 @@ OTHERS: dict[Callable[..., Any], dict[str, Any]] = {
     rollout_gap: FLAT | {"mask": torch.ones(6)},
     log_ratio: FLAT,
     ratio_metrics: {"delta": torch.zeros(6), "mask": torch.ones(6)},
-    clip_fractions: FLAT | {"is_clipped": torch.ones(6), "mask": torch.ones(6)},
+    clip_metrics: FLAT | {"delta": torch.zeros(6), "is_clipped": torch.ones(6), "mask": torch.ones(6)},
 }
 
 

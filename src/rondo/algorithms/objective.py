@@ -103,7 +103,8 @@ class ActorLoss:
     """
 
     def __init__(self, algorithm: AlgorithmConfig, *, on_policy: bool = False) -> None:
-        self._algorithm, self._on_policy = algorithm, on_policy
+        self._algorithm = algorithm
+        self._on_policy = on_policy
         self._policy_loss = _TokenLoss("policy_loss", algorithm.policy_loss)
         self._entropy_coef = algorithm.entropy_coef
         self._kl = algorithm.kl if algorithm.kl is not None and algorithm.kl.where == "loss" else None
@@ -159,20 +160,14 @@ class ActorLoss:
             loss = loss + (weight * coef * divergence).sum()
             metrics["actor/kl_loss"] = ((divergence * mask).sum(), mask.sum())
         if self._has_lm:
-            lm_loss, lm_metrics = self._language_model(outputs, columns)
-            loss, metrics = loss + lm_loss, metrics | lm_metrics
+            counted = (columns["response_mask"] > 0) & (columns["lm_weight"] > 0)
+            lm_loss, metrics["actor/lm_loss"] = _likelihood(outputs, columns, "lm_weight", counted)
+            loss = loss + lm_loss
         metrics["actor/policy_loss"] = (policy_loss, weight.sum())
         metrics["actor/loss"] = (loss, weight.sum())
         metrics["actor/entropy_sampled"] = ((-current * mask).sum(), mask.sum())
         metrics |= rollout_gap(inputs["old_log_probs"], inputs["rollout_log_probs"], mask)
         return loss, metrics
-
-    def _language_model(self, outputs: Columns, columns: Columns) -> tuple[Tensor, Metrics]:
-        log_probs = outputs["log_probs"]
-        counted = (columns["response_mask"] > 0) & (columns["lm_weight"] > 0)
-        inputs = clean({"log_probs": log_probs, "weight": columns["lm_weight"]}, counted, log_probs.dtype)
-        loss = -(inputs["weight"] * inputs["log_probs"]).sum()
-        return loss, {"actor/lm_loss": (-inputs["log_probs"].sum(), counted.to(log_probs.dtype).sum())}
 
 
 class CriticLoss:
@@ -186,7 +181,8 @@ class CriticLoss:
     outputs: tuple[str, ...] = ("values",)
 
     def __init__(self, value_loss: FunctionConfig, role: str = "critic") -> None:
-        self._config, self._role = value_loss, role
+        self._config = value_loss
+        self._role = role
         self._value_loss = _TokenLoss("value_loss", value_loss)
         self._weights = LOSS_WEIGHT(role)
         names = {"old_values": ROLES[role].makes, "returns": ROLES[role].learns_from or ""}
@@ -265,8 +261,15 @@ class SftLoss:
 
     def __call__(self, outputs: Columns, columns: Columns, cu_seqlens: Tensor) -> tuple[Tensor, Metrics]:
         """outputs and columns: [N]; cu_seqlens is not needed."""
-        counted = columns["response_mask"] > 0
-        log_probs = outputs["log_probs"]
-        inputs = clean({"log_probs": log_probs, "weight": columns["loss_weight"]}, counted, log_probs.dtype)
-        loss = -(inputs["weight"] * inputs["log_probs"]).sum()
-        return loss, {"sft/loss": (-inputs["log_probs"].sum(), counted.to(log_probs.dtype).sum())}
+        loss, mean = _likelihood(outputs, columns, "loss_weight", columns["response_mask"] > 0)
+        return loss, {"sft/loss": mean}
+
+
+def _likelihood(
+    outputs: Columns, columns: Columns, weight: str, counted: Tensor
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Returns -Σ weight · ℓ and the mean of -ℓ, over the tokens that are counted [N]."""
+    log_probs = outputs["log_probs"]
+    inputs = clean({"log_probs": log_probs, "weight": columns[weight]}, counted, log_probs.dtype)
+    loss = -(inputs["weight"] * inputs["log_probs"]).sum()
+    return loss, (-inputs["log_probs"].sum(), counted.to(log_probs.dtype).sum())

@@ -21,19 +21,12 @@ from rondo.config.schema import FunctionConfig
 from rondo.errors import ConfigError, TrainError, about
 
 # What a pair loss may read (of each side, except margin) -> the batch columns that it is made of.
+_OF_ALL = {"length": (), "margin": ("margin",), "safe": ("safe",)}
 POLICY_QUANTITIES: Mapping[str, tuple[str, ...]] = {
-    "log_ratio": ("ref_log_probs",),
-    "log_prob": (),
-    "length": (),
-    "margin": ("margin",),
-    "safe": ("safe",),
+    **{"log_ratio": ("ref_log_probs",), "log_prob": ()},
+    **_OF_ALL,
 }
-SCORE_QUANTITIES: Mapping[str, tuple[str, ...]] = {
-    "score": (),
-    "length": (),
-    "margin": ("margin",),
-    "safe": ("safe",),
-}
+SCORE_QUANTITIES: Mapping[str, tuple[str, ...]] = {"score": (), **_OF_ALL}
 
 
 class _PairLoss:
@@ -83,7 +76,11 @@ class _PairLoss:
         rows = self._per_row(outputs, columns, cu_seqlens)
         rows |= {name: columns[name][first].to(dtype) for name in ("margin", "safe") if name in self.columns}
         weight = columns["loss_weight"][first][0::2].to(dtype)
-        loss, metrics = self._call(rows)
+        given = []
+        for name in self._reads:
+            side, quantity = _split(name)
+            given.append(rows[quantity][1 if side == "rejected" else 0 :: 2])
+        loss, metrics = self._function(*given)
         if loss.shape != weight.shape:
             raise TrainError(
                 f"the loss {self._config.name!r} must return (loss [P], metrics) of P = {len(weight)} pairs, "
@@ -91,14 +88,6 @@ class _PairLoss:
             )
         total = (weight * loss).sum()
         return total, dict(metrics) | {"pair/loss": (total, weight.sum())}
-
-    def _call(self, rows: Columns) -> tuple[Tensor, Metrics]:
-        given = []
-        for name in self._reads:
-            side, quantity = _split(name)
-            given.append(rows[quantity][1 if side == "rejected" else 0 :: 2])
-        result: tuple[Tensor, Metrics] = self._function(*given)
-        return result
 
 
 def _split(name: str) -> tuple[str | None, str]:

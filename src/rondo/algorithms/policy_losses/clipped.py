@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rondo.algorithms.policy_losses.ratio import (
     LOG_RATIO_LIMIT,
-    clip_fractions,
+    clip_metrics,
     clip_range,
     log_ratio,
     ratio_metrics,
@@ -50,19 +50,24 @@ def ppo_clip(
     if dual_clip is not None and not dual_clip > 1:
         raise ConfigError(f"algorithm.policy_loss: dual_clip must be above 1, got {dual_clip}")
     delta = log_ratio(log_probs, old_log_probs)
-    ratio = delta.exp()
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - low, 1 + high)
-    loss = torch.maximum(unclipped, clipped)
-    is_clipped = clipped > unclipped
-    metrics = ratio_metrics(delta, response_mask)
-    metrics |= clip_fractions(is_clipped, advantages, response_mask)
+    loss, metrics = _surrogate(delta, advantages, response_mask, low, high)
     if dual_clip is not None:
         bound = -advantages * dual_clip
         is_cut = (advantages < 0) & (bound < loss)
         loss = torch.where(advantages < 0, torch.minimum(loss, bound), loss)
         metrics["actor/clip_fraction_dual"] = share(is_cut, response_mask)
     return loss, metrics
+
+
+def _surrogate(
+    delta: Tensor, advantages: Tensor, mask: Tensor, low: float, high: float
+) -> tuple[Tensor, Metrics]:
+    """Returns the larger of the plain and the clipped loss of log-ratios [N], and which one it was."""
+    ratio = delta.exp()
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - low, 1 + high)
+    metrics = clip_metrics(delta, clipped > unclipped, advantages, mask)
+    return torch.maximum(unclipped, clipped), metrics
 
 
 @policy_loss("cispo", zero_at_zero_advantage=True)
@@ -185,9 +190,7 @@ def _dppo(
         raise ConfigError(f"algorithm.policy_loss: cap must be positive, got {cap}")
     delta = log_ratio(log_probs, old_log_probs).detach()
     weight = delta.exp().clamp(max=cap) * keep
-    dropped = ~keep & (advantages != 0)
-    metrics = ratio_metrics(delta, mask)
-    metrics |= clip_fractions(dropped, advantages, mask)
+    metrics = clip_metrics(delta, ~keep & (advantages != 0), advantages, mask)
     return -advantages * weight * log_probs, metrics
 
 
@@ -213,13 +216,7 @@ def gspo(
     rows = row_index(cu_seqlens, len(log_probs))
     mean = row_means((log_probs - old_log_probs).detach(), response_mask, rows, len(cu_seqlens) - 1)[rows]
     delta = (mean + (log_probs - log_probs.detach())).clamp(max=GSPO_LOG_LIMIT)  # the bracket is exactly 0
-    ratio = delta.exp()
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - low, 1 + high)
-    is_clipped = clipped > unclipped
-    metrics = ratio_metrics(delta, response_mask)
-    metrics |= clip_fractions(is_clipped, advantages, response_mask)
-    return torch.maximum(unclipped, clipped), metrics
+    return _surrogate(delta, advantages, response_mask, low, high)
 
 
 @policy_loss("gmpo", zero_at_zero_advantage=True)
@@ -249,6 +246,6 @@ def gmpo(
     exponent = row_means(chosen, response_mask, rows, num_rows).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     advantage = row_means(advantages, response_mask, rows, num_rows)
     is_clipped = sign * bounded < sign * delta
-    metrics = ratio_metrics(delta.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT), response_mask)
-    metrics |= clip_fractions(is_clipped, advantages, response_mask)
+    limited = delta.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    metrics = clip_metrics(limited, is_clipped, advantages, response_mask)
     return (-advantage * exponent.exp())[rows], metrics

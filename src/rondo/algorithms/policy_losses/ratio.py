@@ -33,10 +33,12 @@ def clip_range(clip: float, clip_low: float | None, clip_high: float | None) -> 
     return low, high
 
 
-@ranked("flat", is_clipped="token", mask="token")
-def clip_fractions(is_clipped: Tensor, advantages: Tensor, mask: Tensor) -> Metrics:
-    """Counts the trained tokens [N] that a loss clipped: all of them, those with A < 0, those with A > 0."""
-    return {
+@ranked("flat", delta="token", is_clipped="token", mask="token")
+def clip_metrics(delta: Tensor, is_clipped: Tensor, advantages: Tensor, mask: Tensor) -> Metrics:
+    """Adds to `ratio_metrics` the shares of trained tokens that a loss clipped: all of them
+    (actor/clip_fraction), those with A < 0 (…_low), those with A > 0 (…_high). All [N].
+    """
+    return ratio_metrics(delta, mask) | {
         "actor/clip_fraction": share(is_clipped, mask),
         "actor/clip_fraction_low": share(is_clipped & (advantages < 0), mask),
         "actor/clip_fraction_high": share(is_clipped & (advantages > 0), mask),
