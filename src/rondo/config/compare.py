@@ -1,36 +1,37 @@
 """Settings side by side: the one flat form of a configuration, and the keys in which two of them differ.
 
-Which keys may differ is the affair of whoever asks (a resumed run, a replay, a warm start, …), and the list
-stands there. A key in such a list is a leaf, or a section with all that is below it.
+Which keys may differ is said where it is asked (a resumed run, a replay, a warm start, …).
+A key in such a list is a leaf, or a section with all that is below it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from rondo.config.printing import plain
+from rondo.config.printing import leaves, plain
 from rondo.config.schema import Config
 
 Settings = Mapping[str, Any]
 
 
 def leaves_of(config: Config, *, only: Collection[str] = (), free: Collection[str] = ()) -> dict[str, Any]:
-    """Every leaf by its key (`data.batch_size`, `data.train.0.path`), as JSON has it, in the schema's order.
+    """Returns every leaf by its key (`data.batch_size`, `data.train.0.path`), as JSON has it, in the schema's
+    order.
 
     only: the keys to take; none given: all of them. free: keys to leave out.
     """
-    leaves = json.loads(json.dumps(dict(_leaves(plain(config), "")), default=str))
+    found = json.loads(json.dumps(dict(leaves(plain(config), lists=True)), default=str))
     return {
         key: value
-        for key, value in leaves.items()
+        for key, value in found.items()
         if (not only or _within(key, only)) and not _within(key, free)
     }
 
 
 def differing(old: Settings, new: Settings, *, free: Collection[str] = ()) -> list[str]:
-    """The keys whose values differ, but for those that are `free`; a missing value equals null.
+    """Returns the keys whose values differ, but for those that are `free`; a missing value equals null.
 
     Where one side has a section and the other has null or nothing in its place, the section is what differs.
     """
@@ -39,19 +40,10 @@ def differing(old: Settings, new: Settings, *, free: Collection[str] = ()) -> li
 
 
 def changes(old: Settings, new: Settings, place: str, *, free: Collection[str] = ()) -> list[str]:
-    """`differing`, as lines: `rollout.n: 4 in the journal, 2 now`. place: where `old` is."""
+    """Returns what is `differing` as lines: `rollout.n: 4 in the journal, 2 now`. place: where `old` is."""
     return [
         f"{key}: {_shown(old, key)} {place}, {_shown(new, key)} now" for key in differing(old, new, free=free)
     ]
-
-
-def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """An empty list or mapping is a leaf, so that it is told from one that is not there."""
-    if isinstance(value, dict | list) and value:
-        for name, child in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _leaves(child, f"{key}.{name}" if key else str(name))
-    else:
-        yield key, value
 
 
 def _within(key: str, keys: Collection[str]) -> bool:
@@ -59,7 +51,9 @@ def _within(key: str, keys: Collection[str]) -> bool:
 
 
 def _replaced(key: str, old: Settings, new: Settings) -> str:
-    """The shortest part of `key` that is a leaf on either side: `algorithm.kl`, where one side has no KL."""
+    """Returns the shortest part of `key` that is a leaf on either side: `algorithm.kl`, where one side has no
+    KL.
+    """
     parts = key.split(".")
     shorter = (".".join(parts[:stop]) for stop in range(1, len(parts)))
     return next((part for part in shorter if part in old or part in new), key)

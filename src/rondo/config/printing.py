@@ -25,31 +25,28 @@ _Dumper.add_implicit_resolver("tag:yaml.org,2002:int", INT, None)
 
 
 def to_yaml(config: Config) -> str:
-    """Every key with its value; loads back to an equal configuration."""
+    """Writes every key with its value, which loads back to an equal configuration."""
     return yaml.dump(plain(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
 
 
 def show(loaded: LoadedConfig) -> str:
-    """Every leaf as `key: value   # origin`; one that nothing has set has the origin `default`."""
+    """Writes every leaf as `key: value   # origin`; one that nothing has set has the origin `default`."""
     rows = [
         (f"{key}: {_flow(value)}", _origin(key, loaded.origins))
-        for key, value in _leaves(plain(loaded.config), "")
+        for key, value in leaves(plain(loaded.config))
     ]
     width = min(60, max(len(text) for text, _ in rows))
     return "\n".join(f"{text:<{width}}  # {origin}" for text, origin in rows)
 
 
 def plain(value: Any) -> Any:
-    """A configuration or a part of it as mappings and lists, spelt as in a recipe: the options of a function
-    stand beside its name.
+    """Makes a configuration or a part of it mappings and lists, spelt as in a recipe: the options of a
+    function stand beside its name.
     """
-    if isinstance(value, FLATTENED):
-        fields = {
-            f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value) if f.name != "options"
-        }
-        return {**fields, **plain(value.options)}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        fields = {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        beside = fields.pop("options") if isinstance(value, FLATTENED) else {}
+        return fields | beside
     if isinstance(value, Mapping):
         return {key: plain(child) for key, child in value.items()}
     if isinstance(value, list | tuple):
@@ -57,13 +54,15 @@ def plain(value: Any) -> Any:
     return value
 
 
-def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+def leaves(value: Any, key: str = "", *, lists: bool = False) -> Iterator[tuple[str, Any]]:
+    """Yields dotted keys and what stands there. An empty list or mapping is a leaf, so that it is told from
+    one that is not there; so is a list without mappings, unless `lists` are taken apart too.
+    """
+    if isinstance(value, list) and value and (lists or any(isinstance(child, dict) for child in value)):
+        value = dict(enumerate(value))
     if isinstance(value, dict) and value:
         for name, child in value.items():
-            yield from _leaves(child, f"{key}.{name}" if key else str(name))
-    elif isinstance(value, list) and any(isinstance(child, dict) for child in value):
-        for index, child in enumerate(value):
-            yield from _leaves(child, f"{key}.{index}")
+            yield from leaves(child, f"{key}.{name}" if key else str(name), lists=lists)
     else:
         yield key, value
 

@@ -40,35 +40,36 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
-class ConstantScheduleConfig:
-    """The learning rate stays after the warm-up."""
+class WarmupConfig:
+    """What all schedules of the learning rate have."""
 
-    name: Literal["constant"] = "constant"
+    name: str
     """How the rate falls after the warm-up."""
     warmup_steps: Natural = 0
     """Optimizer steps of linear warm-up from 0."""
 
 
 @dataclass(frozen=True, config=STRICT)
-class FallingScheduleConfig:
+class ConstantScheduleConfig(WarmupConfig):
+    """The learning rate stays after the warm-up."""
+
+    name: Literal["constant"] = "constant"
+
+
+@dataclass(frozen=True, config=STRICT)
+class FallingScheduleConfig(WarmupConfig):
     """The learning rate falls from the warm-up to the end of the run."""
 
     name: Literal["linear", "cosine"]
-    """How the rate falls after the warm-up."""
-    warmup_steps: Natural = 0
-    """Optimizer steps of linear warm-up from 0."""
     min_ratio: Share = 0.0
     """The final learning rate as a share of `lr`."""
 
 
 @dataclass(frozen=True, config=STRICT)
-class WsdScheduleConfig:
+class WsdScheduleConfig(WarmupConfig):
     """The learning rate stays after the warm-up, and falls at the end (warm-up, stable, decay)."""
 
     name: Literal["wsd"] = "wsd"
-    """How the rate falls after the warm-up."""
-    warmup_steps: Natural = 0
-    """Optimizer steps of linear warm-up from 0."""
     min_ratio: Share = 0.0
     """The final learning rate as a share of `lr`."""
     decay_steps: Count | None = None
@@ -140,20 +141,20 @@ class EngineConfig(FrozenEngineConfig):
     """Compute transformer blocks again in the backward pass; auto: on CUDA."""
     offload_optimizer: bool = False
     """The optimizer's state rests in host memory between calls."""
+    mini_batch_size: Count | None = None
+    """Prompt groups per optimizer step; default data.batch_size."""
+    epochs: Count = 1
+    """Passes over each batch."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class ActorConfig(EngineConfig):
     """The policy that is trained."""
 
-    backend: TorchBackendConfig = TorchBackendConfig()
+    backend: Annotated[TorchBackendConfig, Chosen()] = TorchBackendConfig()
     """What computes this model and those beside it (critic, reference, teacher, …), with its own settings."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """How it learns."""
-    mini_batch_size: Count | None = None
-    """Prompt groups per optimizer step; default data.batch_size."""
-    epochs: Count = 1
-    """Passes over each batch."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -164,10 +165,6 @@ class CriticConfig(EngineConfig):
     """A folder or hub id; default: the actor's initial model."""
     optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
     """How it learns."""
-    mini_batch_size: Count | None = None
-    """Prompt groups per optimizer step; default data.batch_size."""
-    epochs: Count = 1
-    """Passes over each batch."""
     warmup_steps: Natural = 0
     """Trainer steps in which only the critic learns."""
 

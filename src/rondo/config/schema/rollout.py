@@ -40,10 +40,10 @@ class NativeEngineConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
-class VllmEngineConfig:
-    """vLLM, in a process of its own; further keys are its `EngineArgs`."""
+class ExternalEngineConfig:
+    """What the engines have that run in a process of their own; further keys are their own arguments."""
 
-    name: Literal["vllm"] = "vllm"
+    name: str
     """What generates."""
     tensor_parallel: Count = 1
     """Devices per engine."""
@@ -54,17 +54,17 @@ class VllmEngineConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
-class SglangEngineConfig:
+class VllmEngineConfig(ExternalEngineConfig):
+    """vLLM, in a process of its own; further keys are its `EngineArgs`."""
+
+    name: Literal["vllm"] = "vllm"
+
+
+@dataclass(frozen=True, config=STRICT)
+class SglangEngineConfig(ExternalEngineConfig):
     """SGLang, in a process of its own; further keys are its `ServerArgs`."""
 
     name: Literal["sglang"] = "sglang"
-    """What generates."""
-    tensor_parallel: Count = 1
-    """Devices per engine."""
-    options: Mapping[str, Any] = Field(default_factory=dict)
-    """Arguments of the engine; in a recipe they stand beside its name."""
-    decode: ClassVar[Literal["auto"]] = "auto"
-    process: ClassVar[Literal["own"]] = "own"
 
 
 @dataclass(frozen=True, config=STRICT)
