@@ -200,7 +200,7 @@ def test_rows_that_are_no_pairs_are_refused(loss: Any) -> None:
     [
         (PreferenceLoss, "dpp", {}, r"algorithm\.preference_loss.*dpo"),
         (PreferenceLoss, "dpo", {"bata": 1.0}, r"algorithm\.preference_loss.*beta"),
-        (PreferenceLoss, "dpo", {"beta": -1.0}, "beta must be positive"),
+        (PreferenceLoss, "dpo", {"beta": -1.0}, "dpo needs beta > 0, got -1.0"),
         (PreferenceLoss, "bradley_terry", {}, r"algorithm\.preference_loss.*chosen_score.*chosen_log_ratio"),
         (RewardModelLoss, "dpo", {}, r"algorithm\.reward_model_loss.*chosen_log_ratio.*chosen_score"),
         (RewardModelLoss, "bradly", {}, r"algorithm\.reward_model_loss.*bradley_terry"),

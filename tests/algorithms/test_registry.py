@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from rondo.algorithms import (
     registry,
 )
 from rondo.algorithms.advantages.group import grpo
-from rondo.algorithms.registry import advantage, is_zero_at_zero_advantage
+from rondo.algorithms.registry import advantage, is_zero_at_zero_advantage, require
 from rondo.config.schema import AdaptiveKlConfig, AlgorithmConfig, FunctionConfig, KlConfig
 from rondo.errors import ConfigError
 
@@ -78,6 +79,24 @@ def test_unknown_names_name_the_nearest_and_the_key() -> None:
     with pytest.raises(ConfigError, match="'grpo'") as caught:
         lookup("advantage", "grppo")
     assert "algorithm.advantage" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "value", "message"),
+    [
+        ({"above": 0}, 0.0, "f needs x > 0, got 0.0"),
+        ({"at_least": 0, "at_most": 1}, 1.5, "f needs x >= 0 and <= 1, got 1.5"),
+        ({"at_least": 0, "below": 0.5}, 0.5, "f needs x >= 0 and < 0.5, got 0.5"),
+        ({"at_least": 0}, math.nan, "f needs x >= 0, got nan"),
+    ],
+)
+def test_an_option_out_of_bounds_is_named_with_them(
+    bounds: dict[str, float], value: float, message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        require("f", **bounds, x=value)
+    assert str(caught.value) == message
+    require("f", **bounds, x=None, y=0.25)
 
 
 def test_a_name_is_taken_once() -> None:

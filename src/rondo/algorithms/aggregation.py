@@ -13,8 +13,7 @@ from collections.abc import Callable
 import numpy as np
 
 from rondo.algorithms.ranks import ranked
-from rondo.algorithms.registry import aggregation
-from rondo.errors import ConfigError
+from rondo.algorithms.registry import aggregation, require
 
 # Trained tokens of each row of one mini-batch [B] -> weight of each row's tokens [B].
 Aggregate = Callable[[np.ndarray], np.ndarray]
@@ -55,8 +54,7 @@ def seq_mean_token_sum_norm(num_trained_tokens: np.ndarray, *, divisor: float) -
     divisor: a constant, usually rollout.max_tokens; never the padded width, which would make the loss depend
     on padding. Raises ConfigError unless it is positive.
     """
-    if not divisor > 0:
-        raise ConfigError(f"algorithm.aggregation: divisor must be positive, got {divisor}")
+    require("algorithm.aggregation: seq-mean-token-sum-norm", above=0, divisor=divisor)
     return (num_trained_tokens > 0) / (_num_sequences(num_trained_tokens) * divisor)
 
 

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rondo.algorithms.registry import pair_loss
+from rondo.algorithms.registry import pair_loss, require
 from rondo.algorithms.statistics import Metrics
-from rondo.errors import ConfigError
 
 
 def _comparison(chosen: Tensor, rejected: Tensor) -> Metrics:
@@ -28,11 +27,6 @@ def _comparison(chosen: Tensor, rejected: Tensor) -> Metrics:
     }
 
 
-def _require_beta(beta: float) -> None:
-    if not beta > 0:
-        raise ConfigError(f"algorithm.preference_loss: beta must be positive, got {beta}")
-
-
 @pair_loss("dpo")
 def dpo(
     chosen_log_ratio: Tensor, rejected_log_ratio: Tensor, *, beta: float = 0.1, label_smoothing: float = 0.0
@@ -40,11 +34,8 @@ def dpo(
     """-(1-s)·log σ(h) - s·log σ(-h), h = β (chosen - rejected log-ratio), s = label_smoothing, [P] (DPO,
     2305.18290; conservative DPO for s > 0).
     """
-    _require_beta(beta)
-    if not 0 <= label_smoothing < 0.5:
-        raise ConfigError(
-            f"algorithm.preference_loss: label_smoothing must be in [0, 0.5), got {label_smoothing}"
-        )
+    require("algorithm.preference_loss: dpo", above=0, beta=beta)
+    require("algorithm.preference_loss: dpo", at_least=0, below=0.5, label_smoothing=label_smoothing)
     chosen, rejected = beta * chosen_log_ratio, beta * rejected_log_ratio
     difference = chosen - rejected
     loss = (1 - label_smoothing) * functional.softplus(-difference)
@@ -54,7 +45,7 @@ def dpo(
 @pair_loss("ipo")
 def ipo(chosen_log_ratio: Tensor, rejected_log_ratio: Tensor, *, beta: float = 0.1) -> tuple[Tensor, Metrics]:
     """((chosen - rejected log-ratio) - 1/(2β))², [P] (IPO, 2310.12036 eq. 17; β is the paper's τ)."""
-    _require_beta(beta)
+    require("algorithm.preference_loss: ipo", above=0, beta=beta)
     loss = (chosen_log_ratio - rejected_log_ratio - 1 / (2 * beta)).square()
     return loss, _comparison(beta * chosen_log_ratio, beta * rejected_log_ratio)
 
@@ -79,8 +70,7 @@ def sppo_pair(
 
     The paper's per-response loss where the chosen response wins with probability 1 and the rejected with 0.
     """
-    if not eta > 0:
-        raise ConfigError(f"algorithm.preference_loss: eta must be positive, got {eta}")
+    require("algorithm.preference_loss: sppo_pair", above=0, eta=eta)
     loss = (chosen_log_ratio - eta / 2).square() + (rejected_log_ratio + eta / 2).square()
     return loss, _comparison(chosen_log_ratio, rejected_log_ratio)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rondo.algorithms.ranks import ranked
-from rondo.algorithms.registry import resampler
+from rondo.algorithms.registry import require, resampler
 from rondo.algorithms.statistics import Groups
 from rondo.errors import ConfigError
 from rondo.types import request_seed
@@ -35,8 +35,7 @@ def pf_ppo(
             "algorithm.resample: pf_ppo takes `power` with strategy=power, where it is required, and only "
             "there"
         )
-    if power is not None and not power > 0:
-        raise ConfigError(f"algorithm.resample: pf_ppo needs power > 0, got {power}")
+    require("algorithm.resample: pf_ppo", above=0, power=power)
     groups = Groups.of(group_id)
     if power is not None:
         return _share(groups, _relative_size(groups, reward) ** power)

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from rondo.algorithms.registry import value_loss
+from rondo.algorithms.registry import require, value_loss
 from rondo.algorithms.statistics import Metrics, share
-from rondo.errors import ConfigError
 
 
 @value_loss("clipped_value")
@@ -23,8 +22,7 @@ def clipped_value(
     squared error. `critic/clip_fraction` counts tokens whose clipped branch is strictly larger; the four sums
     that `explained_variance` needs are reported as means.
     """
-    if not (clip is None or clip > 0):
-        raise ConfigError(f"algorithm.value_loss: clip must be positive, got {clip}; null switches it off")
+    require("algorithm.value_loss: clipped_value (null switches it off)", above=0, clip=clip)
     error = (values - returns).square()
     metrics = _moments(values, old_values, returns, response_mask)
     if clip is None:

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from rondo.algorithms.advantages.group import grpo
-from rondo.algorithms.advantages.returns import require_gamma, returns_to_go
-from rondo.algorithms.registry import advantage
+from rondo.algorithms.advantages.returns import returns_to_go
+from rondo.algorithms.registry import advantage, require
 from rondo.algorithms.statistics import Groups
-from rondo.errors import ConfigError
 
 
 @advantage("gigpo")
@@ -41,7 +40,7 @@ def gigpo(
     observation. F: sample standard deviation + eps, or 1. reward: the episode's outcome R(τ), the same on all
     rows of a trajectory. step_weight: ω. Which observations are equal is decided where anchor_id is made.
     """
-    require_gamma("gigpo", gamma)
+    require("algorithm.advantage: gigpo", at_least=0, at_most=1, gamma=gamma)
     steps = _Steps.of(trajectory_id, step_index)
     first = torch.nonzero(steps.position == 0).squeeze(1)
     episode = torch.zeros(len(first), dtype=torch.float64, device=reward.device)
@@ -75,11 +74,8 @@ def hgpo(
     recognised by its size; the reference has weights 2, 3, …, the population deviation, and takes an
     advantage of 0 for a missing group (D3).
     """
-    require_gamma("hgpo", gamma)
-    if depth < 0:
-        raise ConfigError(f"algorithm.advantage: hgpo needs depth >= 0, got {depth}")
-    if not alpha >= 0:
-        raise ConfigError(f"algorithm.advantage: hgpo needs alpha >= 0, got {alpha}")
+    require("algorithm.advantage: hgpo", at_least=0, at_most=1, gamma=gamma)
+    require("algorithm.advantage: hgpo", at_least=0, depth=depth, alpha=alpha)
     steps = _Steps.of(trajectory_id, step_index)
     returns = steps.returns(step_reward, gamma)
     anchors = steps.padded(anchor_id)

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from rondo.algorithms.advantages.group import rloo
-from rondo.algorithms.advantages.returns import require_gamma, returns_to_go
-from rondo.algorithms.registry import advantage
+from rondo.algorithms.advantages.returns import returns_to_go
+from rondo.algorithms.registry import advantage, require
 from rondo.algorithms.statistics import Groups, masked_mean
-from rondo.errors import ConfigError
 
 
 @advantage("prime")
@@ -33,7 +32,7 @@ def prime(
     is no baseline and the part is 0. The reference departs from Eq. 5: a factor n/(n-1), another whitening,
     the last token's process reward dropped (D6).
     """
-    require_gamma("prime", gamma)
+    require("algorithm.advantage: prime", at_least=0, at_most=1, gamma=gamma)
     counted = response_mask > 0
     groups = Groups.of(group_id)
     # Above the group's smallest process reward, which every baseline contains as well: equal ones become 0.
@@ -59,7 +58,6 @@ def teacher_gap(
     Per token: no discount (a token is not credited with later ones), no baseline, no whitening. clamp: bounds
     |A_t|, so that one token that the teacher all but excludes cannot rule the batch. 0 where the mask is 0.
     """
-    if not clamp > 0:
-        raise ConfigError(f"algorithm.advantage: teacher_gap needs clamp > 0, got {clamp}")
+    require("algorithm.advantage: teacher_gap", above=0, clamp=clamp)
     gap = (teacher_log_probs - old_log_probs).clamp(-clamp, clamp)
     return torch.where(response_mask > 0, gap, 0.0).to(old_log_probs.dtype)

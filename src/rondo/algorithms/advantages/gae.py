@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rondo.algorithms import statistics
-from rondo.algorithms.registry import advantage
+from rondo.algorithms.registry import advantage, require
 from rondo.errors import ConfigError
 
 
@@ -35,12 +35,8 @@ def gae(
     """
     if length_alpha is not None and lam != 1.0:
         raise ConfigError("algorithm.advantage: gae takes lam or length_alpha, not both")
-    if length_alpha is not None and not length_alpha > 0:
-        raise ConfigError("algorithm.advantage: gae needs length_alpha > 0")
-    for name, value in (("gamma", gamma), ("lam", lam), ("lam_critic", lam_critic)):
-        fits = value is None or 0.0 <= value <= 1.0
-        if not fits:
-            raise ConfigError(f"algorithm.advantage: gae needs {name} between 0 and 1, got {value}")
+    require("algorithm.advantage: gae", above=0, length_alpha=length_alpha)
+    require("algorithm.advantage: gae", at_least=0, at_most=1, gamma=gamma, lam=lam, lam_critic=lam_critic)
     counted = response_mask > 0
     rewards = torch.where(counted, token_rewards, 0.0).to(torch.float64)
     before = torch.where(counted, values, 0.0).to(torch.float64)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rondo.algorithms.registry import advantage
+from rondo.algorithms.registry import advantage, require
 from rondo.algorithms.statistics import Groups, whiten
 from rondo.errors import ConfigError
 
@@ -167,8 +167,7 @@ def passk_analytic(reward: Tensor, group_id: Tensor, *, k: int, threshold: float
     C(N⁻,k)/C(N,k), σ = √(R̄(1-R̄)); right: (1-R̄)/σ; wrong: (1 - R̄ - C(N⁻-1,k-1)/C(N-1,k-1))/σ; 0 where σ =
     0. Groups of fewer than k responses get 0.
     """
-    if k < 1:
-        raise ConfigError(f"algorithm.advantage: passk_analytic needs k >= 1, got {k}")
+    require("algorithm.advantage: passk_analytic", at_least=1, k=k)
     groups = Groups.of(group_id)
     right = reward > threshold
     num_wrong = groups.sums(~right)

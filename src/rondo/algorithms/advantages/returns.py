@@ -8,18 +8,11 @@ import torch
 from torch import Tensor
 
 from rondo.algorithms.ranks import ranked
-from rondo.algorithms.registry import advantage
+from rondo.algorithms.registry import advantage, require
 from rondo.algorithms.statistics import Groups, whiten
-from rondo.errors import ConfigError
 
 # Of a token that was certain, in OTB: a policy that is certain everywhere gets the plain mean.
 _SMALLEST_WEIGHT = 1e-8
-
-
-def require_gamma(estimator: str, gamma: float) -> None:
-    """Raise ConfigError unless 0 <= gamma <= 1."""
-    if not 0.0 <= gamma <= 1.0:
-        raise ConfigError(f"algorithm.advantage: {estimator} needs gamma between 0 and 1, got {gamma}")
 
 
 @ranked("rows")
@@ -43,7 +36,7 @@ def reinforce_pp(token_rewards: Tensor, response_mask: Tensor, *, gamma: float =
 
     One response per prompt is enough. The paper has a k1 penalty in the reward (algorithm.kl.where=reward).
     """
-    require_gamma("reinforce_pp", gamma)
+    require("algorithm.advantage: reinforce_pp", at_least=0, at_most=1, gamma=gamma)
     return whiten(returns_to_go(token_rewards, response_mask, gamma), response_mask).to(token_rewards.dtype)
 
 
@@ -81,7 +74,7 @@ def otb(
     gets exactly 0 everywhere: a single response, or returns that are all equal. Importance weights of the
     sampler are not in W (D12: the reference does not do what it documents).
     """
-    require_gamma("otb", gamma)
+    require("algorithm.advantage: otb", at_least=0, at_most=1, gamma=gamma)
     counted = response_mask > 0
     returns = returns_to_go(token_rewards, response_mask, gamma)
     groups = Groups.of(group_id)

@@ -16,9 +16,8 @@ from rondo.algorithms.policy_losses.ratio import (
     log_ratio,
     ratio_metrics,
 )
-from rondo.algorithms.registry import policy_loss
+from rondo.algorithms.registry import policy_loss, require
 from rondo.algorithms.statistics import Metrics, row_index, row_means, share
-from rondo.errors import ConfigError
 
 # Of log s in GSPO: one response's mean log-ratio, far below the ±20 of a single token's.
 GSPO_LOG_LIMIT = 10.0
@@ -47,8 +46,7 @@ def ppo_clip(
     `_dual` those that the dual clip cut.
     """
     low, high = clip_range(clip, clip_low, clip_high)
-    if dual_clip is not None and not dual_clip > 1:
-        raise ConfigError(f"algorithm.policy_loss: dual_clip must be above 1, got {dual_clip}")
+    require("algorithm.policy_loss: ppo_clip", above=1, dual_clip=dual_clip)
     delta = log_ratio(log_probs, old_log_probs)
     loss, metrics = _surrogate(delta, advantages, response_mask, low, high)
     if dual_clip is not None:
@@ -84,10 +82,7 @@ def cispo(
 
     clip_low: null for no lower bound, as in the paper. The log-ratio is clamped to ±20.
     """
-    if not clip_high >= 0:
-        raise ConfigError(f"algorithm.policy_loss: clip_high must not be negative, got {clip_high}")
-    if clip_low is not None and not clip_low >= 0:
-        raise ConfigError(f"algorithm.policy_loss: clip_low must not be negative, got {clip_low}")
+    require("algorithm.policy_loss: cispo", at_least=0, clip_low=clip_low, clip_high=clip_high)
     delta = log_ratio(log_probs, old_log_probs).detach()
     ratio = delta.exp()
     lowest = 0.0 if clip_low is None else 1 - clip_low
@@ -115,8 +110,7 @@ def sapo(
     The paper averages per response: aggregation seq-mean-token-mean (not forced, D13). The log-ratio is
     clamped to ±20.
     """
-    if not (tau_positive > 0 and tau_negative > 0):
-        raise ConfigError("algorithm.policy_loss: sapo's temperatures must be positive")
+    require("algorithm.policy_loss: sapo", above=0, tau_positive=tau_positive, tau_negative=tau_negative)
     delta = log_ratio(log_probs, old_log_probs)
     tau = torch.where(advantages > 0, delta.new_full((), tau_positive), delta.new_full((), tau_negative))
     gate = torch.sigmoid(tau * (delta.exp() - 1))
@@ -186,8 +180,7 @@ def _probability(log_probs: Tensor) -> Tensor:
 def _dppo(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, keep: Tensor, cap: float
 ) -> tuple[Tensor, Metrics]:
-    if not cap > 0:
-        raise ConfigError(f"algorithm.policy_loss: cap must be positive, got {cap}")
+    require("algorithm.policy_loss: dppo", above=0, cap=cap)
     delta = log_ratio(log_probs, old_log_probs).detach()
     weight = delta.exp().clamp(max=cap) * keep
     metrics = clip_metrics(delta, ~keep & (advantages != 0), advantages, mask)

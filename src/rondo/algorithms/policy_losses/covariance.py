@@ -16,7 +16,7 @@ from torch import Tensor
 from rondo.algorithms.policy_losses.clipped import ppo_clip
 from rondo.algorithms.policy_losses.ratio import log_ratio, ratio_metrics
 from rondo.algorithms.ranks import ranked
-from rondo.algorithms.registry import policy_loss
+from rondo.algorithms.registry import policy_loss, require
 from rondo.algorithms.statistics import Metrics, share
 from rondo.errors import ConfigError
 
@@ -31,8 +31,7 @@ def covariances(advantages: Tensor, old_log_probs: Tensor, response_mask: Tensor
 
 def _number(fraction: float, num_tokens: int) -> int:
     """Returns max(1, ⌊fraction · N⌋), how many tokens are selected of N."""
-    if not 0 < fraction <= 1:
-        raise ConfigError(f"algorithm.policy_loss: fraction must be above 0 and at most 1, got {fraction}")
+    require("algorithm.policy_loss: the selection", above=0, at_most=1, fraction=fraction)
     return max(1, math.floor(fraction * num_tokens + 1e-9))  # in floating point, 0.29 · 100 is just below 29
 
 
@@ -100,8 +99,7 @@ def kl_cov(
     No ratio is clipped; the log-ratio is clamped to ±20. At δ = 0 the penalty has no gradient: it acts from
     the second optimizer step on a batch on. Metric actor/covariance_selected: the share that was selected.
     """
-    if not beta >= 0:
-        raise ConfigError(f"algorithm.policy_loss: kl_cov's beta must not be negative, got {beta}")
+    require("algorithm.policy_loss: kl_cov", at_least=0, beta=beta)
     delta = log_ratio(log_probs, old_log_probs)
     metrics = ratio_metrics(delta, response_mask)
     metrics["actor/covariance_selected"] = share(covariance_selected, response_mask)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rondo.algorithms.registry import policy_loss
+from rondo.algorithms.registry import policy_loss, require
 from rondo.algorithms.statistics import Metrics
 from rondo.errors import ConfigError
 
@@ -36,8 +36,7 @@ def forward_kl_topk(
     that the student all but excludes are those that it has to learn, and -p_T,j needs no bound. Metric
     actor/teacher_mass: the teacher's probability of its top K.
     """
-    if not limit > 0:
-        raise ConfigError(f"algorithm.policy_loss: limit must be positive, got {limit}")
+    require("algorithm.policy_loss: forward_kl_topk", above=0, limit=limit)
     metrics = {"actor/teacher_mass": _mass(teacher_topk_log_probs, response_mask)}
     teacher, student = _comparable(teacher_topk_log_probs, topk_log_probs, renormalize)
     probability = teacher.clamp(max=0).exp()

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from rondo.algorithms.ranks import ranked
+from rondo.algorithms.registry import require
 from rondo.algorithms.statistics import Metrics, share
-from rondo.errors import ConfigError
 
 # Of a token's log-ratio, and of a response's: e^20 is far beyond any clip range, and finite when squared.
 LOG_RATIO_LIMIT = 20.0
@@ -26,10 +26,7 @@ def clip_range(clip: float, clip_low: float | None, clip_high: float | None) -> 
     """Returns (ε_l, ε_h): `clip` sets both unless one is given (D10). Raises ConfigError where one is < 0."""
     low = clip if clip_low is None else clip_low
     high = clip if clip_high is None else clip_high
-    if not (low >= 0 and high >= 0):
-        raise ConfigError(
-            f"algorithm.policy_loss: clip ranges and thresholds must not be negative, got {low} and {high}"
-        )
+    require("algorithm.policy_loss: the clip range or threshold", at_least=0, low=low, high=high)
     return low, high
 
 

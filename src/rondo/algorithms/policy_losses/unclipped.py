@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from rondo.algorithms.policy_losses.ratio import LOG_RATIO_LIMIT, log_ratio, ratio_metrics
-from rondo.algorithms.registry import policy_loss
+from rondo.algorithms.registry import policy_loss, require
 from rondo.algorithms.statistics import Metrics, row_index, row_means, share
 from rondo.errors import ConfigError
 
@@ -52,10 +52,8 @@ def reinforce_is(
     if outside not in ("truncate", "mask"):
         raise ConfigError(f"algorithm.policy_loss: outside must be truncate or mask, got {outside!r}")
     lowest = 0.0 if lower is None else lower
-    if not (0 <= lowest <= upper and upper > 0):
-        raise ConfigError(
-            f"algorithm.policy_loss: needs 0 <= lower <= upper and upper > 0, got {lower} and {upper}"
-        )
+    require("algorithm.policy_loss: reinforce_is", above=0, at_least=lowest, upper=upper)
+    require("algorithm.policy_loss: reinforce_is", at_least=0, lower=lower)
     delta = log_ratio(log_probs, old_log_probs).detach()
     if level != "token":
         rows, num_rows = row_index(cu_seqlens, len(delta)), len(cu_seqlens) - 1
@@ -86,8 +84,7 @@ def dro(
     is offline and regresses whole responses: ½(r - V(x) - β log(π/π_ref))² with a learned V; neither it nor
     verl has a default β for this form. δ is not clamped: far from π_old the pull must not vanish.
     """
-    if not beta >= 0:
-        raise ConfigError(f"algorithm.policy_loss: dro's beta must not be negative, got {beta}")
+    require("algorithm.policy_loss: dro", at_least=0, beta=beta)
     delta = log_probs - old_log_probs
     metrics = ratio_metrics(log_ratio(log_probs, old_log_probs), response_mask)
     return -(advantages * log_probs - beta / 2 * delta.square()), metrics
@@ -111,8 +108,7 @@ def sppo(
     response with a = 0 is pulled back to π_t. Metric actor/sequence_log_ratio: the mean over responses of
     what is regressed.
     """
-    if not eta > 0:
-        raise ConfigError(f"algorithm.policy_loss: sppo's eta must be positive, got {eta}")
+    require("algorithm.policy_loss: sppo", above=0, eta=eta)
     rows, num_rows = row_index(cu_seqlens, len(log_probs)), len(cu_seqlens) - 1
     per_token = (log_probs - ref_log_probs) * response_mask
     sequence_log_ratio = per_token.new_zeros(num_rows).index_add(0, rows, per_token)
