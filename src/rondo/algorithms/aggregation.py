@@ -31,7 +31,7 @@ def token_mean(num_trained_tokens: np.ndarray) -> np.ndarray:
 
 @aggregation("token-sum")
 def token_sum(num_trained_tokens: np.ndarray) -> np.ndarray:
-    """Plain sum: Σ_i S_i. The gradient grows with the batch."""
+    """Sums all tokens: Σ_i S_i. The gradient grows with the batch."""
     return (num_trained_tokens > 0).astype(np.float64)
 
 
@@ -43,13 +43,13 @@ def seq_mean_token_sum(num_trained_tokens: np.ndarray) -> np.ndarray:
 
 @aggregation("seq-mean-token-mean")
 def seq_mean_token_mean(num_trained_tokens: np.ndarray) -> np.ndarray:
-    """Mean per response, then over responses: (1/B*) Σ_i S_i / L_i (GRPO 2402.03300, GSPO)."""
+    """Takes the mean per response, then over responses: (1/B*) Σ_i S_i / L_i (GRPO 2402.03300, GSPO)."""
     return (num_trained_tokens > 0) / (_num_sequences(num_trained_tokens) * np.maximum(num_trained_tokens, 1))
 
 
 @aggregation("seq-mean-token-sum-norm")
 def seq_mean_token_sum_norm(num_trained_tokens: np.ndarray, *, divisor: float) -> np.ndarray:
-    """No length bias: (1/B*) Σ_i S_i / divisor (Dr.GRPO 2503.20783).
+    """Has no length bias: (1/B*) Σ_i S_i / divisor (Dr.GRPO 2503.20783).
 
     divisor: a constant, usually rollout.max_tokens; never the padded width, which would make the loss depend
     on padding. Raises ConfigError unless it is positive.
@@ -60,7 +60,7 @@ def seq_mean_token_sum_norm(num_trained_tokens: np.ndarray, *, divisor: float) -
 
 @ranked("rows")
 def loss_weights(aggregate: Aggregate, num_trained_tokens: np.ndarray, mini_batch: np.ndarray) -> np.ndarray:
-    """The weight of each row's tokens in the loss: float64 [B]. aggregate: an aggregation mode.
+    """Returns the weight of each row's tokens in the loss, float64 [B]. aggregate: an aggregation mode.
 
     Σ_rows weight · Σ_tokens mask · token loss over the rows of a mini-batch is the aggregation over that
     mini-batch. num_trained_tokens, mini_batch: [B]. Give it every row of the step, also those whose compute

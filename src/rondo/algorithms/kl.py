@@ -22,7 +22,7 @@ K3_LIMIT = 10.0
 
 @kl_estimator("k1")
 def k1(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """d: unbiased, may be negative; gradient 1. Right in the reward, useless in the loss."""
+    """d: unbiased, may be negative, with gradient 1; right in the reward, useless in the loss."""
     return log_probs - ref_log_probs
 
 
@@ -34,7 +34,7 @@ def absolute(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
 
 @kl_estimator("k2")
 def k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """d²/2: gradient d, in expectation ∇KL(policy || reference)."""
+    """d²/2: the gradient is d, in expectation ∇KL(policy || reference)."""
     return (log_probs - ref_log_probs).square() / 2
 
 
@@ -56,13 +56,13 @@ def _straight_through(value: Tensor, carrier: Tensor) -> Tensor:
 
 @kl_estimator("k1+")
 def k1_plus(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """The value of k1 with the gradient of k2."""
+    """Has the value of k1 and the gradient of k2."""
     return _straight_through(k1(log_probs, ref_log_probs), k2(log_probs, ref_log_probs))
 
 
 @kl_estimator("k3+")
 def k3_plus(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """The value of k3 with the gradient of k2."""
+    """Has the value of k3 and the gradient of k2."""
     return _straight_through(k3(log_probs, ref_log_probs), k2(log_probs, ref_log_probs))
 
 
@@ -90,8 +90,8 @@ def kl_reward(
     estimator: str | None = None,
     coef: float = 0.0,
 ) -> tuple[Tensor, StepStats]:
-    """Token rewards [B, T]: the outcome on the last trained token, minus coef · k(ℓ_old, ℓ_ref) on every
-    trained one.
+    """Makes token rewards [B, T]: the outcome on the last trained token, minus coef · k(ℓ_old, ℓ_ref) on
+    every trained one.
 
     reward: [B]. response_mask, old_log_probs, ref_log_probs: [B, T]. estimator: a KL estimator's name, or
     None for no penalty (then the log-probs may be None). A row without trained tokens gets zeros. Also
@@ -116,8 +116,8 @@ def kl_reward(
 
 
 def update_kl_coef(coef: float, measured: float, target: float, horizon: float, num_responses: int) -> float:
-    """The next coefficient of the adaptive controller (Ziegler et al. 1909.08593); call it after the step
-    used `coef`.
+    """Returns the next coefficient of the adaptive controller (Ziegler et al. 1909.08593), after a step with
+    `coef`.
 
     e = clip(measured/target - 1, ±0.2); coef · (1 + e · min(num_responses/horizon, 1)): the paper has no
     minimum, but with more than 5 horizons of responses in a step the coefficient would turn negative.

@@ -128,8 +128,8 @@ def names(kind: Kind) -> tuple[str, ...]:
 
 
 def registered_by_user(kind: Kind, name: str | Callable[..., Any]) -> str | None:
-    """`path/to/file.py:function` of a name that code outside rondo registered; None for any other name. The
-    registration is this process's.
+    """Returns `path/to/file.py:function` of a name that code outside rondo registered in this process; None
+    for any other name.
     """
     function = _FUNCTIONS[kind].get(name) if isinstance(name, str) else None
     if function is None or function.__module__.startswith("rondo."):
@@ -225,19 +225,14 @@ def require(
     for name, value in options.items():
         if value is None or (above < value < below and at_least <= value <= at_most):
             continue
-        limits = {
-            f"> {above}": above,
-            f">= {at_least}": at_least,
-            f"<= {at_most}": at_most,
-            f"< {below}": below,
-        }
-        needs = " and ".join(text for text, limit in limits.items() if math.isfinite(limit))
+        limits = ((">", above), (">=", at_least), ("<=", at_most), ("<", below))
+        needs = " and ".join(f"{sign} {limit}" for sign, limit in limits if math.isfinite(limit))
         raise ConfigError(f"{what} needs {name} {needs}, got {value}")
 
 
 def is_zero_at_zero_advantage(function: Callable[..., Any]) -> bool:
-    """Whether a row whose advantage is 0 has no part in this policy loss (False for functions that do not say
-    so).
+    """Says whether a row whose advantage is 0 has no part in this policy loss (False for functions that do
+    not say so).
     """
     inner = function.func if isinstance(function, functools.partial) else function
     return inner in _ZERO_AT_ZERO_ADVANTAGE

@@ -19,7 +19,8 @@ _STRATEGIES = ("best", "best_random", "best_worst", "power")
 def pf_ppo(
     reward: Tensor, group_id: Tensor, *, strategy: str = "best_random", power: float | None = None
 ) -> Tensor:
-    """Probability of each row in its group, [B] -> float64 [B]; each group sums to 1 (PF-PPO, 2409.06957).
+    """Gives each row its probability in its group, [B] -> float64 [B]; a group sums to 1 (PF-PPO,
+    2409.06957).
 
     best: all on the best sample. best_random: ½ on the best, ½ over the others. best_worst: ½ and ½. power:
     ∝ |R|^power (uniform if all R are 0). Samples that share the best (or worst) reward share its part; equal

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rondo.compat import verl_joint as joint
-from rondo.compat.verl_joint import Note, Setting, Values, choice, off_at
+from rondo.compat.verl_joint import NoCounterpartError, Note, Setting, Values, choice
 from rondo.config.load import Translation, collected
 from rondo.config.tree import Node
 from rondo.errors import ConfigError
@@ -111,6 +111,27 @@ def _unknown(key: str, leaf: Node) -> ConfigError:
     )
     text = f"'{key}' is verl's spelling, but rondo does not translate it; {hint}"
     return ConfigError(f"{leaf.origin.where}: {text}", key=key)
+
+
+# ---- converters of one value
+
+
+def off_at(off: int, becomes: Any = None) -> Callable[[Any], Any]:
+    """Returns a converter of a number whose value `off` switches something off (here: `becomes`)."""
+    return lambda value: becomes if value == off else value
+
+
+def trackers(value: Any) -> list[Any]:
+    """Takes verl's console and file out: here these two are always there."""
+    names = value if isinstance(value, list) else [value]
+    return [name for name in names if name not in ("console", "file")]
+
+
+def megabytes(value: Any) -> int:
+    """Converts to bytes."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise NoCounterpartError("give a whole number of megabytes")
+    return value << 20
 
 
 # ---- the table
@@ -235,8 +256,8 @@ TABLE: Mapping[str, Rule] = {
     ),
     f"{_R}.free_cache_engine": To("rollout.sleep"),
     f"{_R}.load_format": Ignored("weights always arrive from the trainer"),
-    f"{_R}.update_weights_bucket_megabytes": To("rollout.bucket_bytes", joint.megabytes),
-    f"{_R}.checkpoint_engine.update_weights_bucket_megabytes": To("rollout.bucket_bytes", joint.megabytes),
+    f"{_R}.update_weights_bucket_megabytes": To("rollout.bucket_bytes", megabytes),
+    f"{_R}.checkpoint_engine.update_weights_bucket_megabytes": To("rollout.bucket_bytes", megabytes),
     f"{_R}.log_prob_micro_batch_size": _BY_TOKENS,
     f"{_R}.log_prob_micro_batch_size_per_gpu": _BY_TOKENS,
     f"{_R}.log_prob_max_token_len_per_gpu": Ignored("old log-probs use actor.token_budget"),
@@ -284,7 +305,7 @@ TABLE: Mapping[str, Rule] = {
     "trainer.test_freq": To("trainer.evaluation.every", off_at(-1)),
     "trainer.val_before_train": To("trainer.evaluation.before"),
     "trainer.val_only": Only((False,), "use `rondo eval`"),
-    "trainer.logger": To("tracking.trackers", joint.trackers),
+    "trainer.logger": To("tracking.trackers", trackers),
     "trainer.log_val_generations": To("tracking.samples"),
     "trainer.project_name": To("tracking.project"),
     "trainer.experiment_name": Ignored("runs are named by trainer.run_dir"),

@@ -182,24 +182,6 @@ def choice(names: Mapping[str, Any]) -> Callable[[Any], Any]:
     return convert
 
 
-def off_at(off: int, becomes: Any = None) -> Callable[[Any], Any]:
-    """Returns a converter of a number whose value `off` switches something off (here: `becomes`)."""
-    return lambda value: becomes if value == off else value
-
-
-def trackers(value: Any) -> list[Any]:
-    """Takes verl's console and file out: here these two are always there."""
-    names = value if isinstance(value, list) else [value]
-    return [name for name in names if name not in ("console", "file")]
-
-
-def megabytes(value: Any) -> int:
-    """Converts to bytes."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise NoCounterpartError("give a whole number of megabytes")
-    return value << 20
-
-
 def source_list(value: Any, prompt_key: Node | None = None) -> list[Any]:
     """Makes files sources; the type follows from the ending."""
     files = value if isinstance(value, list) else [value]

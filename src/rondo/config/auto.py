@@ -12,7 +12,7 @@ Engine = TypeVar("Engine", bound=FrozenEngineConfig)
 
 
 def engine_for(engine: Engine, device: str) -> Engine:
-    """The settings of one engine with every `auto` replaced. device: one of DEVICES."""
+    """Returns the settings of one engine with every `auto` replaced. device: one of DEVICES."""
     found: dict[str, Any] = {}
     if engine.compute_dtype == "auto":
         found["compute_dtype"] = "bfloat16" if device == "cuda" else "float32"
@@ -22,7 +22,7 @@ def engine_for(engine: Engine, device: str) -> Engine:
 
 
 def config_for(config: Config, device: str) -> Config:
-    """The configuration with every `auto` of its engines replaced."""
+    """Returns the configuration with every `auto` of its engines replaced."""
     models = tuple(engine_for(model, device) for model in config.reward.models)
     return dataclasses.replace(
         config,

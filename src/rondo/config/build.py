@@ -34,7 +34,7 @@ class Built:
 
 
 def build(tree: Node) -> Built:
-    """What is wrong is taken out, so that the rules can look at the rest."""
+    """Builds the configuration; what is wrong is taken out, so that the rules can look at the rest."""
     problems: list[ConfigError] = []
     broken: list[list[str]] = []
     while True:
@@ -60,7 +60,9 @@ def _validator() -> TypeAdapter[Config]:
 
 
 def _shaped(place: Place, node: Node, key: str, origins: Origins) -> Any:
-    """The node as the schema has it: names instead of short forms, options gathered. Notes the origins."""
+    """Shapes the node as the schema has it: names instead of short forms, options gathered. Notes the
+    origins.
+    """
     node = place.named(node)
     if not isinstance(node.value, dict | list) or (not node.value and place.tag is None):
         if key and node.origin is not DEFAULTS:
@@ -83,7 +85,7 @@ def _shaped(place: Place, node: Node, key: str, origins: Origins) -> Any:
 
 
 def _problem(error: Any, tree: Node) -> tuple[ConfigError, list[str]]:
-    """One of pydantic's errors in our words, and the path to what is wrong: as far as the tree goes."""
+    """Puts one of pydantic's errors in our words; returns it with the path to it as far as the tree goes."""
     steps = _steps(error["loc"], tree)
     key = ".".join(step.name for step in steps)
     there = [(step.name, step.node) for step in steps if step.node is not None]
@@ -150,7 +152,7 @@ _WANTED = {
 
 
 def _wrong(error: Any, key: str, step: _Step) -> str:
-    """`rollout.n must be an integer, got string 'four'`, and what the key means."""
+    """Says `rollout.n must be an integer, got string 'four'`, and what the key means."""
     kind, value = error["type"], error["input"]
     choices: Sequence[Any]
     hint = ""
@@ -184,7 +186,7 @@ def _near(value: Any, choices: Sequence[Any]) -> str:
 
 
 def _without(node: Node, path: Sequence[str]) -> Node:
-    """The tree without what is at `path`; unchanged where that is gone already."""
+    """Returns the tree without what is at `path`; unchanged where that is gone already."""
     rest = dict(node.value)
     if len(path) == 1:
         rest.pop(path[0], None)

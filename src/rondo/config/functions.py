@@ -33,8 +33,8 @@ _SIMPLE_TYPES: Mapping[str, tuple[type, ...]] = {
 def resolve_function(
     name: str | Callable[..., Any], builtins: Mapping[str, Callable[..., Any]] = {}
 ) -> Callable[..., Any]:
-    """The function behind `name`: a built-in, `path/to/file.py:name`, `pkg.mod:name` or `pkg.mod.name`; from
-    Python also the function itself.
+    """Returns the function behind `name`: a built-in, `path/to/file.py:name`, `pkg.mod:name` or
+    `pkg.mod.name`; from Python also the function itself.
 
     Relative paths and modules are looked up from the working directory. A file is executed once per process.
     Raises ConfigError that says which part was missing, with the nearest name that exists.
@@ -64,7 +64,7 @@ def resolve_function(
 def check_options(
     function: Callable[..., Any], options: Mapping[str, Any], where: str, *, given: int | None = None
 ) -> None:
-    """Check that `function` takes `options` as options, and that none it requires is missing.
+    """Checks that `function` takes `options` as options, and that none it requires is missing.
 
     Options are the keyword-only parameters and the positional ones after the first `given`, which the caller
     fills itself (None: all positional parameters without a default). Values are checked against plain
@@ -91,7 +91,7 @@ def check_declared(
     *,
     takes_any: bool = False,
 ) -> None:
-    """Check `options` against the parameters that declare them, which may be those of several functions.
+    """Checks `options` against the parameters that declare them, which may be those of several functions.
 
     title: what the options belong to, for the message. takes_any: names that are not declared are fine too.
     Raises ConfigError.
@@ -111,7 +111,9 @@ def check_declared(
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
-    """For the middle of a message: `; did you mean 'x'?` for the nearest candidate, `.` when none is near."""
+    """Writes the middle of a message: `; did you mean 'x'?` for the nearest candidate, `.` when none is
+    near.
+    """
     near = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.6)
     return f"; did you mean '{near[0]}'?" if near else "."
 
@@ -175,7 +177,7 @@ def _module_by_name(module_name: str, name: str) -> ModuleType:
 
 
 def _module_and_attribute(name: str) -> tuple[ModuleType, str]:
-    """`a.b.c.d`: the longest importable module, and the rest (`a.b.Class.method` is legal)."""
+    """Splits `a.b.c.d` into the longest importable module and the rest (`a.b.Class.method` is legal)."""
     parts = name.split(".")
     for stop in range(len(parts) - 1, 0, -1):
         module_name = ".".join(parts[:stop])
@@ -206,7 +208,7 @@ def _attribute(module: ModuleType, attribute: str, name: str) -> Callable[..., A
 
 
 def _cause(error: Exception, file: str | None = None) -> str:
-    """`NameError: x is not defined (rewards.py, line 3)`: the innermost line in `file`, else of all."""
+    """Says `NameError: x is not defined (rewards.py, line 3)`: the innermost line in `file`, else of all."""
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error}"
     frames = traceback.extract_tb(error.__traceback__)

@@ -16,7 +16,9 @@ _TEXT = {"type": "string"}
 
 
 def json_schema() -> dict[str, Any]:
-    """What pydantic says of the sections; short forms, options beside a name and `include` are ours."""
+    """Returns what pydantic says of the sections; short forms, options beside a name and `include` are
+    ours.
+    """
     written = TypeAdapter(Config).json_schema(ref_template="#/$defs/{model}")
     sections = {name: _section(getattr(schema, name), part) for name, part in written.pop("$defs").items()}
     recipe = _section(Config, written)
@@ -51,7 +53,7 @@ def _section(section: type, written: dict[str, Any]) -> dict[str, Any]:
 
 
 def _value(place: Place, about: str, written: dict[str, Any]) -> dict[str, Any]:
-    """What may stand at one key."""
+    """Says what may stand at one key."""
     if place.is_list and "items" in written:
         written = {**written, "items": _value(place.element(0), "", written["items"])}
     if place.tag is not None:

@@ -41,7 +41,7 @@ class Place:
 
     @property
     def sections(self) -> tuple[type, ...]:
-        """The section that stands here, or those that may: none for a value, a list or an open mapping."""
+        """The sections of which one stands here: none for a value, a list or an open mapping."""
         union = typing.get_origin(self.kind) in (types.UnionType, typing.Union)
         kinds = typing.get_args(self.kind) if union else (self.kind,)
         return tuple(kind for kind in kinds if isinstance(kind, type) and dataclasses.is_dataclass(kind))
@@ -60,14 +60,14 @@ class Place:
         return name if len(sections) > 1 or one_of or sections[0] in FLATTENED else None
 
     def section(self, node: Node | None) -> type | None:
-        """The section that `node` is, or would be."""
+        """Returns the section that `node` is, or would be."""
         if len(self.sections) < 2:
             return self.sections[0] if self.sections else None
         chosen = self.choice(node)
         return next((s for s in self.sections if chosen in choices_of(s)), None)
 
     def choice(self, node: Node | None) -> Any:
-        """The value of the tag in `node`, or else by default; None: nothing is chosen."""
+        """Returns the value of the tag in `node`, or else by default; None: nothing is chosen."""
         assert self.tag is not None
         named = self.named(node) if node is not None else None
         if named is not None and isinstance(named.value, dict) and self.tag in named.value:
@@ -75,19 +75,19 @@ class Place:
         return getattr(self.default, self.tag, None)
 
     def differ(self, old: Node | None, new: Node) -> bool:
-        """Whether the two choose different functions, or sections that exclude each other."""
+        """Says whether the two choose different functions, or sections that exclude each other."""
         if len(self.sections) > 1:
             return self.section(old) is not self.section(new)
         return self.tag is not None and self.choice(old) != self.choice(new)
 
     def named(self, node: Node) -> Node:
-        """The short form `grpo` as {name: grpo}."""
+        """Spells the short form `grpo` out, {name: grpo}."""
         if self.tag is None or not isinstance(node.value, str):
             return node
         return Node({self.tag: node}, node.origin, node.layer)
 
     def child(self, key: str, node: Node | None = None) -> Place:
-        """The place at `key` below this one. node: what stands here, where that decides."""
+        """Returns the place at `key` below this one. node: what stands here, where that decides."""
         section = self.section(node)
         if section is None or key not in fields_of(section):
             return ANYTHING
@@ -97,7 +97,7 @@ class Place:
         return Place(_not_none(fields_of(section)[key]), default)
 
     def keys(self, node: Node | None = None) -> tuple[str, ...]:
-        """The keys of the section that stands here."""
+        """Returns the keys of the section that stands here."""
         section = self.section(node)
         return tuple(fields_of(section)) if section is not None else ()
 
@@ -106,7 +106,7 @@ class Place:
         return typing.get_origin(self.kind) is tuple
 
     def element(self, index: int) -> Place:
-        """The place of an element of a list."""
+        """Returns the place of an element of a list."""
         kinds = typing.get_args(self.kind) if self.is_list else (None, ...)
         return Place(_not_none(kinds[0] if kinds[-1] is ... else kinds[min(index, len(kinds) - 1)]))
 
@@ -123,7 +123,7 @@ def _not_none(kind: Any) -> Any:
 
 
 def has_unknown_keys(node: Node, place: Place = ROOT) -> bool:
-    """Whether the tree has a key that is none of the schema's."""
+    """Says whether the tree has a key that is none of the schema's."""
     if not isinstance(node.value, dict) or not place.sections:
         return False
     known = place.keys(node)
@@ -135,7 +135,7 @@ def has_unknown_keys(node: Node, place: Place = ROOT) -> bool:
 
 
 def meaning(section: type, name: str) -> str:
-    """What the schema says under a field, or under the one that it overrides."""
+    """Returns what the schema says under a field, or under the one that it overrides."""
     texts = (_texts(base).get(name) for base in section.__mro__[:-1])
     return next((text for text in texts if text), "")
 
@@ -153,7 +153,7 @@ def _texts(section: type) -> Mapping[str, str]:
 
 @cache
 def schema_keys() -> tuple[str, ...]:
-    """Every dotted key, sections included; list elements are `0`."""
+    """Returns every dotted key, sections included; list elements are `0`."""
     return tuple(dict.fromkeys(_walk(ROOT, "")))
 
 
@@ -171,7 +171,7 @@ def _walk(place: Place, prefix: str) -> Iterator[str]:
 
 
 def unknown(key: str, place: Place, node: Node | None) -> str:
-    """What to say of a key that the section at `place` does not have: who has it, or the nearest one."""
+    """Says of a key that the section at `place` does not have: who has it, or the nearest one."""
     prefix, _, last = key.rpartition(".")
     owners = [section for section in place.sections if last in fields_of(section)]
     if owners:
@@ -182,7 +182,7 @@ def unknown(key: str, place: Place, node: Node | None) -> str:
 
 
 def _nearest(key: str, prefix: str, last: str, siblings: Sequence[str]) -> str:
-    """A sibling, the same name elsewhere, or one like it."""
+    """Suggests a sibling, the same name elsewhere, or one like it."""
     everywhere = [k for k in schema_keys() if ".0." not in k]
 
     def full(names: list[str]) -> list[str]:

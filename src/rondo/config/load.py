@@ -30,7 +30,7 @@ class LoadedConfig:
     files: tuple[str, ...]
     """As given, in order."""
     notes: tuple[str, ...] = ()
-    """Keys in another spelling that have no meaning here, each with the reason; whoever starts the run shows
+    """Keys in another spelling that have no meaning here, each with the reason; the start of a run shows
     them once.
     """
 
@@ -55,7 +55,7 @@ Translator = Callable[[Node], Translation]
 def load(
     files: Sequence[str], overrides: Sequence[str] = (), *, translate: Translator | None = None
 ) -> LoadedConfig:
-    """Merge `files` in order, then `overrides`, into one validated configuration.
+    """Merges `files` in order, then `overrides`, into one validated configuration.
 
     A file is a path, or the name of a recipe that rondo ships (`quickstart`). Its top-level
     `include: other.yaml` (or a list; relative to the file, or shipped) is merged before the file itself.
@@ -102,13 +102,13 @@ def collected(problems: list[ConfigError]) -> Iterator[None]:
 
 
 def recipe_path(name: str) -> str:
-    """The file of the recipe `name` that rondo ships; `name` itself where there is none, or a file here."""
+    """Returns the file of the recipe that rondo ships; `name` itself where there is none, or a file here."""
     shipped = RECIPES / f"{name}.yaml"
     return str(shipped) if Path(name).name == name and shipped.is_file() and not Path(name).exists() else name
 
 
 def _with_includes(path: str, including: tuple[str, ...]) -> list[str]:
-    """`path` preceded by what it includes, outermost first. Raises ConfigError for a circle."""
+    """Returns `path` behind what it includes, outermost first. Raises ConfigError for a circle."""
     if path in including:
         raise ConfigError(
             f"{path}: includes itself by way of {' -> '.join([*including, path])}; break the circle"
@@ -139,7 +139,9 @@ def _without_include(node: Node) -> Node:
 
 
 def _merge(place: Place, old: Node | None, new: Node) -> Node:
-    """`new` over `old`. Where one of several is chosen, another choice in `new` replaces all of `old`."""
+    """Lays `new` over `old`. Where one of several is chosen, another choice in `new` replaces all of
+    `old`.
+    """
     new, old = place.named(new), place.named(old) if old is not None else None
     if not isinstance(new.value, dict):
         return new
@@ -152,7 +154,7 @@ def _merge(place: Place, old: Node | None, new: Node) -> Node:
 
 
 def _override(place: Place, old: Node | None, parts: Sequence[str], value: Node, done: str) -> Node:
-    """`value` at the place `parts` below `old`; done: the dotted key of `old`, for messages."""
+    """Puts `value` at `parts` below `old`; done: the dotted key of `old`, for messages."""
     if not parts:
         return _merge(place, old, value)
     head, rest = parts[0], parts[1:]
@@ -191,7 +193,7 @@ def _override_element(
 
 
 def _assign(tree: Node, key: str, value: Node) -> Node:
-    """A translated key, unless a later layer has set ours."""
+    """Sets a translated key, unless a later layer has set ours."""
     parts = key.split(".")
     node: Node | None = tree
     for part in parts:

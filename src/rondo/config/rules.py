@@ -111,7 +111,7 @@ def _trained(check: Check) -> None:
 
 
 def _rollout(check: Check) -> None:
-    """Where engines run and how weights reach them; `commands/check_machine.py` asks the engine itself."""
+    """Checks where engines run and how weights reach them; `commands/check_machine.py` asks the engine."""
     rollout = check.config.rollout
     if rollout.replicas > 1 and rollout.engine.process == "host":
         check.wrong("{0} needs a process for each: remove {1}", "rollout.replicas", "rollout.engine.process")

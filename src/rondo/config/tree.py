@@ -46,7 +46,7 @@ class Node:
     layer: int
 
     def plain(self) -> Any:
-        """The value without origins: dicts, lists and scalars."""
+        """Returns the value without origins: dicts, lists and scalars."""
         if isinstance(self.value, dict):
             return {key: node.plain() for key, node in self.value.items()}
         if isinstance(self.value, list):
@@ -54,7 +54,7 @@ class Node:
         return self.value
 
     def leaves(self, prefix: str) -> Iterator[tuple[str, Node]]:
-        """Scalars and empty containers below, with their dotted keys."""
+        """Yields scalars and empty containers below, with their dotted keys."""
         if self.value and isinstance(self.value, dict | list):
             items = self.value.items() if isinstance(self.value, dict) else enumerate(self.value)
             for key, node in items:
@@ -67,7 +67,9 @@ RECIPES = Path(__file__).parent.parent / "recipes"  # that rondo ships
 
 
 def read_file(path: str, layer: int) -> Node:
-    """The tree of a YAML file; an empty file is an empty mapping. Raises ConfigError naming file and line."""
+    """Reads the tree of a YAML file; an empty file is an empty mapping. Raises ConfigError naming file and
+    line.
+    """
     file = Path(path).expanduser()
     if not file.is_file():
         kind = "is a folder" if file.is_dir() else "does not exist"
@@ -89,7 +91,9 @@ def read_file(path: str, layer: int) -> Node:
 
 
 def read_argument(argument: str, layer: int) -> tuple[list[str], Node]:
-    """`key.sub=value` as (key parts, tree of the value, which is parsed as YAML). Raises ConfigError."""
+    """Reads `key.sub=value` as (key parts, tree of the value, which is parsed as YAML). Raises
+    ConfigError.
+    """
     key, equals, text = argument.partition("=")
     key = key.strip().lstrip("+")  # Hydra's `+key=value` adds a key; here every key exists already
     if not equals or not key or not all(key.split(".")):
@@ -107,7 +111,7 @@ def read_argument(argument: str, layer: int) -> tuple[list[str], Node]:
 
 
 def parse_scalar(text: str) -> bool | int | float | str | None:
-    """An unquoted YAML 1.2 scalar."""
+    """Reads an unquoted YAML 1.2 scalar."""
     if text in _CONSTANTS:
         return _CONSTANTS[text]
     if INT.match(text):
@@ -119,7 +123,7 @@ def parse_scalar(text: str) -> bool | int | float | str | None:
 
 
 def describe(value: Any) -> str:
-    """`string 'abc'`, `integer 3`, `mapping`: a value as messages name it."""
+    """Names a value as messages do: `string 'abc'`, `integer 3`, `mapping`."""
     names = {bool: "boolean", int: "integer", float: "number", str: "string", dict: "mapping", list: "list"}
     if value is None:
         return "null"
@@ -131,7 +135,7 @@ def describe(value: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """The value as it is written in a recipe; mappings are cut short."""
+    """Returns the value as it is written in a recipe; mappings are cut short."""
     if value is None or isinstance(value, Mapping):
         return "null" if value is None else "{…}"
     return str(value).lower() if isinstance(value, bool) else str(value)
@@ -154,7 +158,7 @@ def _compose(text: str, path: str) -> yaml.Node | None:
 
 
 def _convert(node: yaml.Node, path: str | None, layer: int, origin: Origin | None = None) -> Node:
-    """path: of the file, for line numbers; origin: of an argument, for all nodes below."""
+    """Makes YAML's nodes ours. path: of the file, for line numbers; origin: of an argument, for all below."""
     here = origin or Origin(f"{path}:{node.start_mark.line + 1}")
     if isinstance(node, yaml.ScalarNode):
         quoted = node.style in ("'", '"', "|", ">")
@@ -177,7 +181,7 @@ def _convert(node: yaml.Node, path: str | None, layer: int, origin: Origin | Non
 
 
 def _near_files(file: Path) -> str:
-    """What may have been meant instead of a file that is not there."""
+    """Says what may have been meant instead of a file that is not there."""
     folder = file if file.is_dir() else file.parent
     if folder == Path() and file.suffix not in (".yaml", ".yml"):
         shipped = difflib.get_close_matches(file.name, [path.stem for path in RECIPES.glob("*.yaml")], n=1)

@@ -19,13 +19,13 @@ _PARTS = 10_000
 
 @dataclass(frozen=True)
 class Place:
-    """A row of the stream. epoch: passes over this source that are complete; position: index among the
-    source's rows.
-    """
+    """A row of the stream."""
 
     source: int
     epoch: int
+    """Passes over this source that are complete."""
     position: int
+    """The index among the source's rows."""
 
 
 class Mixture:
@@ -55,11 +55,13 @@ class Mixture:
         parts = [max(1, round(_PARTS * weight / sum(weights))) for weight in weights]
         shared = math.gcd(*parts)
         self._parts = np.array(parts, np.int64) // shared
-        self._pattern, self._rank = _pattern(self._parts)
+        pattern, rank = _pattern(self._parts)
+        self._pattern = pattern
+        self._rank = rank
         self._order = functools.lru_cache(maxsize=2 * len(self.names))(self._permutation)
 
     def place(self, seq: int) -> Place:
-        """The row at sequence number `seq` >= 0: a function of it and of the constructor's arguments only."""
+        """Returns the row at sequence number `seq` >= 0, from it and the constructor's arguments alone."""
         cycle, at = divmod(seq, len(self._pattern))
         source = int(self._pattern[at])
         nth = cycle * int(self._parts[source]) + int(self._rank[at])
@@ -72,7 +74,7 @@ class Mixture:
 
 
 def _pattern(parts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """One cycle: the source of each position, and how many of that source came before it in the cycle.
+    """Returns, of one cycle, the source of each position, and how many of that source came before it.
 
     The k-th row of a source with p parts is due at (k + 1/2) / p; positions are in order of being due.
     """

@@ -30,28 +30,32 @@ _PER_TOKEN = declared("response_mask", "rollout_log_probs", "policy_versions")
 
 @dataclass(frozen=True)
 class Limits:
-    """What the models that read the rows can take. vocab_size: of the policy. tokens: prompt and response
-    together at most; tokens_key: the setting that says so. accuracy: scored rows must have one.
-    """
+    """What the models that read the rows can take."""
 
     vocab_size: int
+    """Of the policy."""
     tokens: int
+    """Prompt and response together, at most."""
     tokens_key: str
+    """The setting that says so."""
     accuracy: bool = False
+    """Whether scored rows must have one."""
 
 
 @dataclass(frozen=True)
 class Recording:
-    """What there is to train on. path: as the user wrote it. run: its folder, where it is a whole run's from
-    the first step on. groups: the ids of each file's prompt groups, in the order of training. scores: names.
-    """
+    """What there is to train on."""
 
     path: str
+    """As the user wrote it."""
     run: Path | None
+    """Its folder, where it is a whole run's from the first step on."""
     files: tuple[Path, ...]
     groups: tuple[tuple[int, ...], ...]
+    """The ids of each file's prompt groups, in the order of training."""
     num_rows: int
     scores: tuple[str, ...]
+    """Their names."""
     has_greedy_reward: bool
 
     @property
@@ -59,8 +63,8 @@ class Recording:
         return sum(map(len, self.groups))
 
     def step_sizes(self, batch_size: int) -> list[int]:
-        """Prompt groups of each step: as recorded (a run that was made longer has a short step in its
-        middle), or, where the recorded steps have another size, one after the other.
+        """Counts the prompt groups of each step: as recorded (a run that was made longer has a short step in
+        its middle), or, where the recorded steps have another size, one after the other.
         """
         recorded = [len(groups) for groups in self.groups]
         if max(recorded) == batch_size:
@@ -69,7 +73,7 @@ class Recording:
         return [batch_size] * whole + [rest] * (rest > 0)
 
     def place(self, seq: int) -> tuple[int, int]:
-        """(file, group id) of the recording's group number `seq`."""
+        """Returns file and group id of the recording's group number `seq`."""
         for file, groups in enumerate(self.groups):
             if seq < len(groups):
                 return file, groups[seq]
@@ -77,12 +81,14 @@ class Recording:
         raise DataError(f"{KEY}={self.path} has {self.num_groups} prompt groups; there is none after them")
 
     def version(self, file: int) -> int:
-        """The policy version at which the file's step was trained: by its name, or else its place."""
+        """Returns the policy version at which the file's step was trained: by its name, or else its place."""
         named = _STEP.fullmatch(self.files[file].name)
         return int(named[1]) - 1 if named else file
 
     def read(self, file: int, limits: Limits) -> Batch:
-        """The rows of a file, checked: whatever would train on something else than it says is a DataError."""
+        """Reads the rows of a file and checks them: whatever would train on something else than it says is a
+        DataError.
+        """
         path = self.files[file]
         names = [*NEEDED, *map(SCORE, self.scores)]
         names += [GREEDY_REWARD] if self.has_greedy_reward else []
@@ -94,9 +100,9 @@ class Recording:
 
 
 def open_recording(path: str) -> Recording:
-    """path: a run folder, a folder of Parquet files, one file, or a pattern (`*`, `?`, `[1-5]`), relative to
-    the working directory. Reads the group ids only. Raises ConfigError where there is nothing, DataError
-    naming a file that is broken, empty, missing in the middle, or no recording.
+    """Finds what was recorded. path: a run folder, a folder of Parquet files, one file, or a pattern (`*`,
+    `?`, `[1-5]`), relative to the working directory. Reads the group ids only. Raises ConfigError where there
+    is nothing, DataError naming a file that is broken, empty, missing in the middle, or no recording.
     """
     run, files = _find(path)
     groups: list[tuple[int, ...]] = []
@@ -122,7 +128,7 @@ def open_recording(path: str) -> Recording:
 
 
 def _find(path: str) -> tuple[Path | None, list[Path]]:
-    """The run folder, if it is one, and the files in the order of training."""
+    """Returns the run folder, if it is one, and the files in the order of training."""
     place = Path(path)
     if place.name == "rollouts" and (place.parent / "config.yaml").is_file():
         place = place.parent
@@ -180,7 +186,7 @@ def _unreadable(file: Path, error: Exception) -> DataError:
 
 
 def _check_columns(file: Path, first: Path, columns: set[str]) -> None:
-    """All files have what is needed, and the same scores."""
+    """Checks that a file has what is needed, and the same scores as the first one."""
     found = set(_columns(file))
     missing = [name for name in NEEDED if name not in found]
     if missing:
@@ -196,12 +202,12 @@ def _check_columns(file: Path, first: Path, columns: set[str]) -> None:
 
 
 def _in_order(ids: np.ndarray) -> list[int]:
-    """Each id once, by its first place."""
+    """Returns each id once, by its first place."""
     return [int(ids[at]) for at in sorted(np.unique(ids, return_index=True)[1])]
 
 
 def _read(file: Path, names: Sequence[str]) -> Batch:
-    """These columns, in their types."""
+    """Reads these columns, in their types."""
     try:
         table = pq.ParquetFile(file).read(columns=list(names))
     except (OSError, pa.ArrowException) as error:
@@ -252,7 +258,7 @@ def _check_lengths(file: Path, batch: Batch, limits: Limits) -> None:
 
 
 def _check_tokens(file: Path, batch: Batch, limits: Limits) -> None:
-    """Ids that the model does not have are of another tokenizer."""
+    """Refuses ids that the model does not have: they are of another tokenizer."""
     for name in ("prompt_ids", "response_ids"):
         values, bounds = batch.ragged(name)
         ids = values.numpy()

@@ -23,7 +23,7 @@ def index_columns(score_names: Iterable[str] = (), *, greedy_baseline: bool = Fa
 def row_ids(
     seq: np.ndarray | int, sample_index: np.ndarray | int, step_index: np.ndarray | int = 0
 ) -> np.ndarray:
-    """Numbers that no other row of the run has: 20 bits for the sample, 12 for the step within the
+    """Makes numbers that no other row of the run has: 20 bits for the sample, 12 for the step within the
     trajectory. int64, of the arguments' common shape.
     """
     samples, steps = np.asarray(sample_index, np.int64), np.asarray(step_index, np.int64)
@@ -35,7 +35,7 @@ def row_ids(
 def rows_from_trajectories(
     trajectories: Sequence[Trajectory], score_names: Sequence[str] = (), *, accuracy: str | None = None
 ) -> Batch:
-    """One row per single-context trajectory, with the identity, token, structure and outcome columns of
+    """Makes one row per single-context trajectory, with the identity, token, structure and outcome columns of
     DESIGN §5. accuracy: the score that is the column of this name; None: it is NaN.
     """
     _check(trajectories)
@@ -81,15 +81,15 @@ def rows_from_trajectories(
 
 
 def prompt_text(prompt: Prompt) -> str:
-    """The prompt as people read it: the messages' contents, or the raw text."""
+    """Returns the prompt as people read it: the messages' contents, or the raw text."""
     if prompt.messages:
         return "\n".join(str(message.get("content") or "") for message in prompt.messages)
     return str(prompt.fields.get("prompt", ""))
 
 
 def is_scored(batch: Batch) -> np.ndarray:
-    """bool [B]: rows whose trajectory has a reward; the others are typed failures, on which nothing
-    is trained.
+    """Says of each row, bool [B], whether its trajectory has a reward; the others are typed failures, on
+    which nothing is trained.
     """
     return np.asarray(batch.scalars("outcome") == SCORED)
 

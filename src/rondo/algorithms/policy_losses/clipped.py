@@ -155,7 +155,7 @@ def dppo_kl(
     threshold_high: float | None = None,
     cap: float = 1e4,
 ) -> tuple[Tensor, Metrics]:
-    """As `dppo_tv` with the KL divergence of the two-way choice "this token or another", [N]
+    """Is `dppo_tv` with the KL divergence of the two-way choice "this token or another", [N]
     (DPPO-Binary-KL).
 
     KL = p_o (ℓ_o - ℓ) + (1-p_o) log((1-p_o)/(1-p)). keep: KL <= threshold (_high where A > 0, else _low), or
