@@ -60,9 +60,7 @@ def correct(
     if config.importance is not None:
         ratio = importance_ratio(gap, counted, config.importance.level)
         weights, outside = _bounded(ratio, keep, config.importance)
-    stats = StepStats()
-    _describe_policies(gap, counted, stats)
-    _describe_correction(weights, outside & keep, keep, counted, stats)
+    stats = _diagnostics(gap, counted, weights, keep, outside)
     return Correction(weights.to(torch.float32), torch.where(keep, response_mask, 0), stats)
 
 
@@ -132,36 +130,34 @@ def _by_level(values: Tensor, counted: Tensor, level: str) -> Tensor:
     return total / counted.sum(1, keepdim=True).clamp(min=1) if level == "mean" else total
 
 
-def _describe_policies(gap: Tensor, counted: Tensor, stats: StepStats) -> None:
-    """Measures the distance between π_roll and π_old."""
-    name = "rollout_correction/"
-    tokens, rows = float(counted.sum()), float(counted.any(1).sum())
+def _diagnostics(gap: Tensor, counted: Tensor, weights: Tensor, keep: Tensor, outside: Tensor) -> StepStats:
+    """Measures how far π_roll and π_old are apart, and how much was cut off, rejected and reweighted."""
+    stats = StepStats()
+
+    def mean(name: str, numerator: Tensor | float, denominator: float) -> None:
+        stats.add_mean(f"rollout_correction/{name}", float(numerator), denominator)
+
+    has_tokens = counted.any(1)
+    tokens, rows = float(counted.sum()), float(has_tokens.sum())
     total = gap.sum(1)
     means = total / counted.sum(1).clamp(min=1)
     bounded = total.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    stats.add_mean(name + "kl", float(-total.sum()), tokens)
-    stats.add_mean(name + "k3", float((gap.expm1() - gap).sum()), tokens)
-    stats.add_mean(name + "ppl_ratio", float((-means).exp()[counted.any(1)].sum()), rows)
-    stats.add_mean(name + "log_ppl_difference", float(-means.sum()), rows)
-    stats.add_mean(name + "chi2_token", float((2 * gap).expm1().sum()), tokens)
-    stats.add_mean(name + "chi2_sequence", float((2 * bounded).expm1().sum()), rows)
-
-
-def _describe_correction(
-    weights: Tensor, outside: Tensor, keep: Tensor, counted: Tensor, stats: StepStats
-) -> None:
-    """Measures how much was cut off, rejected and reweighted."""
-    name = "rollout_correction/"
-    tokens, rows = float(counted.sum()), float(counted.any(1).sum())
+    mean("kl", -total.sum(), tokens)
+    mean("k3", (gap.expm1() - gap).sum(), tokens)
+    mean("ppl_ratio", (-means).exp()[has_tokens].sum(), rows)
+    mean("log_ppl_difference", -means.sum(), rows)
+    mean("chi2_token", (2 * gap).expm1().sum(), tokens)
+    mean("chi2_sequence", (2 * bounded).expm1().sum(), rows)
     kept = weights[keep]
-    stats.add_mean(name + "rejected_token_share", tokens - len(kept), tokens)
-    stats.add_mean(name + "rejected_row_share", rows - float(keep.any(1).sum()), rows)
-    stats.add_mean(name + "clipped_share", float(outside.sum()), len(kept))
-    stats.add_mean(name + "weight_mean", float(kept.sum()), len(kept))
+    mean("rejected_token_share", tokens - len(kept), tokens)
+    mean("rejected_row_share", rows - keep.any(1).sum(), rows)
+    mean("clipped_share", (outside & keep).sum(), len(kept))
+    mean("weight_mean", kept.sum(), len(kept))
     if len(kept):
-        stats.add_max(name + "weight_max", float(kept.max()))
-        stats.add_min(name + "weight_min", float(kept.min()))
+        stats.add_max("rollout_correction/weight_max", float(kept.max()))
+        stats.add_min("rollout_correction/weight_min", float(kept.min()))
         # 1/E[(w/E w)²] = (Σ w)² / (N Σ w²); 0 where every weight is
         squares = float(kept.square().sum())
         effective = float(kept.sum()) ** 2 / (len(kept) * squares) if squares > 0 else 0.0
-        stats.add_mean(name + "effective_sample_size", effective)
+        mean("effective_sample_size", effective, 1.0)
+    return stats

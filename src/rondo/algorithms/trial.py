@@ -58,7 +58,12 @@ def check_algorithm(algorithm: AlgorithmConfig) -> None:
     if algorithm.kl is not None:
         with about("algorithm.kl"):
             lookup("kl", algorithm.kl.name)
-    _check_losses(algorithm, table)
+    _try_loss("policy_loss", algorithm.policy_loss, lambda: ActorLoss(algorithm))
+    _try_loss("value_loss", algorithm.value_loss, lambda: CriticLoss(algorithm.value_loss))
+    with about("algorithm.policy_loss"):
+        prepare = bind_preparation(algorithm.policy_loss)
+        if prepare is not None and algorithm.policy_loss.name in names("policy_loss"):
+            prepare(**{name: 0 if name == "seed" else table[name] for name in columns_read(prepare)})
 
 
 def _try(kind: Kind, chosen: FunctionConfig | None, table: Mapping[str, Any]) -> None:
@@ -70,19 +75,10 @@ def _try(kind: Kind, chosen: FunctionConfig | None, table: Mapping[str, Any]) ->
                 function(**{name: table[name] for name in columns_read(function)})
 
 
-def _check_losses(algorithm: AlgorithmConfig, table: Mapping[str, Tensor]) -> None:
+def _try_loss(kind: Kind, chosen: FunctionConfig, make: Callable[[], ActorLoss | CriticLoss]) -> None:
     flat, cu_seqlens = example_columns(torch.ones(3)), torch.tensor([0, 2, 3], dtype=torch.int32)
-    with about("algorithm.policy_loss"):
-        actor = ActorLoss(algorithm)
-        if algorithm.policy_loss.name in names("policy_loss"):
+    with about(f"algorithm.{kind}"):
+        loss = make()
+        if chosen.name in names(kind):
             # Weights and the columns of a KL estimator of the user's are not in the table.
-            columns = {name: flat.get(name, torch.ones(3)) for name in actor.columns}
-            actor(flat, columns, cu_seqlens)
-            prepare = bind_preparation(algorithm.policy_loss)
-            if prepare is not None:
-                prepare(**{name: 0 if name == "seed" else table[name] for name in columns_read(prepare)})
-    with about("algorithm.value_loss"):
-        critic = CriticLoss(algorithm.value_loss)
-        if algorithm.value_loss.name in names("value_loss"):
-            columns = {name: flat.get(name, torch.ones(3)) for name in critic.columns}
-            critic(flat, columns, cu_seqlens)
+            loss(flat, {name: flat.get(name, torch.ones(3)) for name in loss.columns}, cu_seqlens)

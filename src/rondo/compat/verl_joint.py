@@ -31,16 +31,10 @@ KL_ESTIMATORS = {
     **{"low_var_kl": "k3", "k3": "k3", "k1+": "k1+", "k3+": "k3+"},
 }
 ESTIMATORS = {
-    "gae": "gae",
-    "grpo": "grpo",
+    **{name: name for name in ("gae", "grpo", "remax", "rloo", "opo", "gpg", "gdpo")},
     "reinforce_plus_plus": "reinforce_pp",
     "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
-    "remax": "remax",
-    "rloo": "rloo",
-    "opo": "opo",
     "grpo_passk": "passk",
-    "gpg": "gpg",
-    "gdpo": "gdpo",
     "optimal_token_baseline": "otb",
     "tir_optimal_token_baseline": "otb",  # with turn_aligned
     "grpo_vectorized": "grpo",
@@ -54,18 +48,8 @@ ADVANTAGE_OPTIONS: Mapping[str, Mapping[str, str]] = {
     "grpo": _NORMALIZE,
     "passk": _NORMALIZE,
 }
-POLICY_LOSSES = {
-    "vanilla": "ppo_clip",
-    "gspo": "gspo",
-    "gpg": "gpg",
-    "geo_mean": "gmpo",
-    "cispo": "cispo",
-    "sapo": "sapo",
-    "clip_cov": "clip_cov",
-    "kl_cov": "kl_cov",
-    "dppo_tv": "dppo_tv",
-    "dppo_kl": "dppo_kl",
-}
+_SAME_NAME = ("gspo", "gpg", "cispo", "sapo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl")
+POLICY_LOSSES = {"vanilla": "ppo_clip", "geo_mean": "gmpo", **{name: name for name in _SAME_NAME}}
 _ACTOR = "actor_rollout_ref.actor."
 _BOUNDS = {"clip_ratio_low": "clip_low", "clip_ratio_high": "clip_high"}
 _CLIP = {"clip_ratio": "clip", **_BOUNDS}
