@@ -2,6 +2,7 @@
 engines.
 """
 
+# ruff: noqa: F401
 from __future__ import annotations
 
 from rondo.chat.continuation import encode_continuation
@@ -16,18 +17,3 @@ from rondo.chat.encode import (
 )
 from rondo.chat.stops import stop_token_ids
 from rondo.chat.tools import ToolCall, parse_tool_calls, settled_length
-
-__all__ = [
-    "Messages",
-    "ToolCall",
-    "as_messages",
-    "decode",
-    "encode_continuation",
-    "encode_conversations",
-    "encode_piece",
-    "encode_prompt",
-    "encode_prompts",
-    "parse_tool_calls",
-    "settled_length",
-    "stop_token_ids",
-]

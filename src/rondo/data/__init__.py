@@ -1,5 +1,6 @@
 """Prompts, conversations and pairs as streams; trajectories to rows."""
 
+# ruff: noqa: F401
 from __future__ import annotations
 
 from rondo.data.conversations import ConversationStream
@@ -7,13 +8,3 @@ from rondo.data.pairs import PairStream
 from rondo.data.prompts import PromptStream, eval_prompts
 from rondo.data.rows import index_columns, is_scored
 from rondo.data.sources import check_source
-
-__all__ = [
-    "ConversationStream",
-    "PairStream",
-    "PromptStream",
-    "check_source",
-    "eval_prompts",
-    "index_columns",
-    "is_scored",
-]

@@ -123,15 +123,7 @@ def clip_cov(
 
     Metric actor/covariance_selected: the share that was selected. The clip fractions count all tokens.
     """
-    loss, metrics = ppo_clip(
-        log_probs,
-        old_log_probs,
-        advantages,
-        response_mask,
-        clip=clip,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        dual_clip=None,
-    )
+    columns = (log_probs, old_log_probs, advantages, response_mask)
+    loss, metrics = ppo_clip(*columns, clip=clip, clip_low=clip_low, clip_high=clip_high, dual_clip=None)
     metrics["actor/covariance_selected"] = share(covariance_selected, response_mask)
     return loss * (1 - covariance_selected), metrics
