@@ -8,7 +8,7 @@ Keys whose meaning depends on one another (the KL's, the length of the run, …)
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,38 +154,38 @@ def _together(function: Callable[[Values], list[Setting]], section: str, *names:
     return {f"{section}.{name}": Joint(function) for name in names}
 
 
-def _training(theirs: str, ours: str, model: str, fsdp: str) -> Iterator[tuple[str, Rule]]:
-    """Keys that actor and critic share. theirs, ours: sections; model, fsdp: verl's sections for some."""
-    yield f"{theirs}.optim.lr", To(f"{ours}.optimizer.lr")
-    yield f"{theirs}.optim.weight_decay", To(f"{ours}.optimizer.weight_decay")
-    yield f"{theirs}.optim.betas", To(f"{ours}.optimizer.betas")
-    yield f"{theirs}.optim.clip_grad", To(f"{ours}.optimizer.grad_clip")
-    yield f"{theirs}.grad_clip", To(f"{ours}.optimizer.grad_clip")
-    yield f"{theirs}.optim.lr_warmup_steps", To(f"{ours}.optimizer.schedule.warmup_steps", off_at(-1, 0))
-    yield (
-        f"{theirs}.optim.lr_warmup_steps_ratio",
-        Only((0, 0.0), f"give the number of steps: {ours}.optimizer.schedule.warmup_steps"),
-    )
+def _training(theirs: str, ours: str, model: str, fsdp: str) -> dict[str, Rule]:
+    """Returns the rows that actor and critic share. theirs, ours: sections; model, fsdp: verl's for some."""
     schedules = {"constant": "constant", "cosine": "cosine"}
-    yield f"{theirs}.optim.lr_scheduler_type", To(f"{ours}.optimizer.schedule.name", choice(schedules))
-    yield f"{theirs}.optim.warmup_style", To(f"{ours}.optimizer.schedule.name", choice(schedules))
-    yield f"{theirs}.optim.min_lr_ratio", To(f"{ours}.optimizer.schedule.min_ratio")
-    yield f"{theirs}.ppo_mini_batch_size", To(f"{ours}.mini_batch_size")
-    yield f"{theirs}.ppo_epochs", To(f"{ours}.epochs")
-    yield f"{theirs}.ppo_max_token_len_per_gpu", To(f"{ours}.token_budget")
-    yield f"{theirs}.ppo_micro_batch_size", _BY_TOKENS
-    yield f"{theirs}.ppo_micro_batch_size_per_gpu", _BY_TOKENS
-    yield f"{theirs}.use_dynamic_bsz", _ALWAYS_BY_TOKENS
-    yield f"{theirs}.strategy", Only(("fsdp", "fsdp2"), "this release trains with FSDP2")
-    yield (
-        f"{theirs}.ulysses_sequence_parallel_size",
-        Only((1,), "sequence parallelism arrives with a later release; raise token_budget instead"),
-    )
-    yield f"{model}.enable_gradient_checkpointing", To(f"{ours}.gradient_checkpointing")
-    yield f"{model}.use_remove_padding", _PACKED
-    yield f"{fsdp}.param_offload", To(f"{ours}.offload_params")
-    yield f"{fsdp}.optimizer_offload", To(f"{ours}.offload_optimizer")
-    yield f"{fsdp}.fsdp_size", Ignored("parameters are sharded over all ranks")
+    return {
+        f"{theirs}.optim.lr": To(f"{ours}.optimizer.lr"),
+        f"{theirs}.optim.weight_decay": To(f"{ours}.optimizer.weight_decay"),
+        f"{theirs}.optim.betas": To(f"{ours}.optimizer.betas"),
+        f"{theirs}.optim.clip_grad": To(f"{ours}.optimizer.grad_clip"),
+        f"{theirs}.grad_clip": To(f"{ours}.optimizer.grad_clip"),
+        f"{theirs}.optim.lr_warmup_steps": To(f"{ours}.optimizer.schedule.warmup_steps", off_at(-1, 0)),
+        f"{theirs}.optim.lr_warmup_steps_ratio": Only(
+            (0, 0.0), f"give the number of steps: {ours}.optimizer.schedule.warmup_steps"
+        ),
+        f"{theirs}.optim.lr_scheduler_type": To(f"{ours}.optimizer.schedule.name", choice(schedules)),
+        f"{theirs}.optim.warmup_style": To(f"{ours}.optimizer.schedule.name", choice(schedules)),
+        f"{theirs}.optim.min_lr_ratio": To(f"{ours}.optimizer.schedule.min_ratio"),
+        f"{theirs}.ppo_mini_batch_size": To(f"{ours}.mini_batch_size"),
+        f"{theirs}.ppo_epochs": To(f"{ours}.epochs"),
+        f"{theirs}.ppo_max_token_len_per_gpu": To(f"{ours}.token_budget"),
+        f"{theirs}.ppo_micro_batch_size": _BY_TOKENS,
+        f"{theirs}.ppo_micro_batch_size_per_gpu": _BY_TOKENS,
+        f"{theirs}.use_dynamic_bsz": _ALWAYS_BY_TOKENS,
+        f"{theirs}.strategy": Only(("fsdp", "fsdp2"), "this release trains with FSDP2"),
+        f"{theirs}.ulysses_sequence_parallel_size": Only(
+            (1,), "sequence parallelism arrives with a later release; raise token_budget instead"
+        ),
+        f"{model}.enable_gradient_checkpointing": To(f"{ours}.gradient_checkpointing"),
+        f"{model}.use_remove_padding": _PACKED,
+        f"{fsdp}.param_offload": To(f"{ours}.offload_params"),
+        f"{fsdp}.optimizer_offload": To(f"{ours}.offload_optimizer"),
+        f"{fsdp}.fsdp_size": Ignored("parameters are sharded over all ranks"),
+    }
 
 
 _S = "async_training"
@@ -215,8 +215,8 @@ TABLE: Mapping[str, Rule] = {
         (0,), "adapters arrive with a later release; train all weights"
     ),
     # actor, critic
-    **dict(_training(_A, "actor", "actor_rollout_ref.model", f"{_A}.fsdp_config")),
-    **dict(_training("critic", "critic", "critic.model", "critic.model.fsdp_config")),
+    **_training(_A, "actor", "actor_rollout_ref.model", f"{_A}.fsdp_config"),
+    **_training("critic", "critic", "critic.model", "critic.model.fsdp_config"),
     **_together(joint.policy_loss, _A, "policy_loss.loss_mode", *joint.LOSS_KEYS),
     f"{_A}.loss_agg_mode": To("algorithm.aggregation.name"),
     f"{_A}.loss_scale_factor": To("algorithm.aggregation.divisor"),

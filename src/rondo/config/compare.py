@@ -10,6 +10,7 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from rondo.config.keys import within
 from rondo.config.printing import leaves, plain
 from rondo.config.schema import Config
 
@@ -26,7 +27,7 @@ def leaves_of(config: Config, *, only: Collection[str] = (), free: Collection[st
     return {
         key: value
         for key, value in found.items()
-        if (not only or _within(key, only)) and not _within(key, free)
+        if (not only or within(key, only)) and not within(key, free)
     }
 
 
@@ -36,7 +37,7 @@ def differing(old: Settings, new: Settings, *, free: Collection[str] = ()) -> li
     Where one side has a section and the other has null or nothing in its place, the section is what differs.
     """
     differ = (key for key in dict.fromkeys((*old, *new)) if old.get(key) != new.get(key))
-    return list(dict.fromkeys(_replaced(key, old, new) for key in differ if not _within(key, free)))
+    return list(dict.fromkeys(_replaced(key, old, new) for key in differ if not within(key, free)))
 
 
 def changes(old: Settings, new: Settings, place: str, *, free: Collection[str] = ()) -> list[str]:
@@ -44,10 +45,6 @@ def changes(old: Settings, new: Settings, place: str, *, free: Collection[str] =
     return [
         f"{key}: {_shown(old, key)} {place}, {_shown(new, key)} now" for key in differing(old, new, free=free)
     ]
-
-
-def _within(key: str, keys: Collection[str]) -> bool:
-    return any(key == other or key.startswith(other + ".") for other in keys)
 
 
 def _replaced(key: str, old: Settings, new: Settings) -> str:
@@ -62,5 +59,5 @@ def _replaced(key: str, old: Settings, new: Settings) -> str:
 def _shown(record: Settings, key: str) -> str:
     if key in record:
         return json.dumps(record[key])
-    below = {name.removeprefix(key + "."): value for name, value in record.items() if _within(name, [key])}
+    below = {name.removeprefix(key + "."): value for name, value in record.items() if within(name, [key])}
     return json.dumps(below) if below else "not set"

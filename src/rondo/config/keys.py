@@ -9,7 +9,7 @@ import inspect
 import itertools
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -168,6 +168,11 @@ def _walk(place: Place, prefix: str) -> Iterator[str]:
             key = f"{prefix}.{name}" if prefix else name
             yield key
             yield from _walk(Place(_not_none(kind)), key)
+
+
+def within(key: str, keys: Collection[str]) -> bool:
+    """Says whether a dotted key is one of `keys`, or below one."""
+    return any(key == other or key.startswith(other + ".") for other in keys)
 
 
 def unknown(key: str, place: Place, node: Node | None) -> str:

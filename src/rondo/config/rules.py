@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rondo.config.build import Built
+from rondo.config.keys import within
 from rondo.config.schema import DataConfig
 from rondo.config.tree import shown
 from rondo.errors import ConfigError
@@ -38,7 +39,8 @@ class Check:
         `{0}` in the message is `rollout.n = 4`; `{1}` and so on also say where. Where a key has its default
         because of another problem, nothing is noted.
         """
-        if any(_within(key, broken) or _within(broken, key) for key in keys for broken in self._built.broken):
+        broken = self._built.broken
+        if any(within(key, broken) for key in keys) or any(within(key, keys) for key in broken):
             return
         where = self._where(keys[0])
         for number, key in enumerate(keys):
@@ -56,11 +58,7 @@ class Check:
         return found
 
     def _where(self, key: str) -> str | None:
-        return next((o.where for known, o in self._built.origins.items() if _within(known, key)), None)
-
-
-def _within(key: str, above: str) -> bool:
-    return key == above or key.startswith(above + ".")
+        return next((o.where for known, o in self._built.origins.items() if within(known, [key])), None)
 
 
 def _model(check: Check) -> None:

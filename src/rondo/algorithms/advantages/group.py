@@ -102,9 +102,8 @@ def gpg(reward: Tensor, group_id: Tensor, *, normalize_std: bool = False, eps: f
     groups = Groups.of(group_id)
     constant = groups.is_constant(reward)
     useful = (~constant).sum().clamp(min=1)
-    return (grpo(reward, group_id, normalize_std=normalize_std, eps=eps) * (len(constant) / useful)).to(
-        reward.dtype
-    )
+    centred = grpo(reward, group_id, normalize_std=normalize_std, eps=eps)
+    return (centred * (len(constant) / useful)).to(reward.dtype)
 
 
 @advantage("gdpo")
@@ -185,6 +184,5 @@ def _binary_passk(size: int, wrong: int, k: int) -> tuple[float, float]:
     sigma = math.sqrt(mean * (1.0 - mean))
     if sigma == 0.0:
         return 0.0, 0.0
-    return (1.0 - mean - math.comb(wrong - 1, k - 1) / math.comb(size - 1, k - 1)) / sigma, (
-        1.0 - mean
-    ) / sigma
+    of_wrong = 1.0 - mean - math.comb(wrong - 1, k - 1) / math.comb(size - 1, k - 1)
+    return of_wrong / sigma, (1.0 - mean) / sigma
