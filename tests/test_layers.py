@@ -109,7 +109,6 @@ HIDDEN = ("ray", "vllm", "sglang", "megatron", "aiohttp")
 # to whoever waits for the answer. Everywhere else `except Exception` must end in `raise`.
 BOUNDARIES = {
     "rondo/agents/external.py": "what a user's agent raises is a failed trajectory",
-    "rondo/controller/process_host.py": "what is no worker's error travels to the controller, too",
     "rondo/controller/host.py": "a worker's exception travels to the controller as a Failure",
     "rondo/rewards/execution.py": "a scorer's exception travels from its thread to the future",
     "rondo/rewards/scorer.py": "a scorer's exception is judged by reward.on_error",

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 _PROGRAM = """
 import asyncio, os, socket, sys
 from rondo.errors import ConfigError
-from rondo.transport.link import Link, Reply, serve, serve_in_turn
+from rondo.transport.link import Link, serve, serve_in_turn
 
 class Odd(Exception):
     pass
@@ -45,15 +45,23 @@ def operate(call):
 
 async def main(connection):
     link = Link(connection, "x")
-    def take(calls):
-        for call in calls:
-            if call.operation == "say":
-                link.send(*call.args)
-            elif call.operation == "leave":
-                link.close(socket.SHUT_RDWR)
-            else:
-                link.send(Reply(call.number, operate(call)))
-    await serve(link, take)
+    dropped = []
+    async def operate_here(call):
+        if call.operation == "say":
+            link.send(*call.args)
+        elif call.operation == "leave":
+            link.close(socket.SHUT_RDWR)
+        elif call.operation == "wait":
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                dropped.append(call.args)
+                raise
+        elif call.operation == "dropped":
+            return dropped
+        else:
+            return operate(call)
+    await serve(link, operate_here)
 
 connection = socket.socket(fileno=int(sys.argv[2]))
 if sys.argv[1] == "turn":
@@ -137,7 +145,8 @@ def test_records_of_its_own_come_a_frame_at_once(start: Callable[..., Child]) ->
 @pytest.mark.parametrize("kind", ["turn", "loop"])
 def test_death_is_told_to_all_who_wait_and_ask_later(start: Callable[..., Child], kind: str) -> None:
     ended: list[ProcessLostError] = []
-    child = start(kind, on_end=ended.append)
+    child = start(kind)
+    child.when_lost(ended.append)
     answers = [child.call("exit", 5), child.call("add", 1)]
     for answer in answers:
         with pytest.raises(ProcessLostError, match=r"the test's process died .exit code 5") as error:
@@ -147,6 +156,19 @@ def test_death_is_told_to_all_who_wait_and_ask_later(start: Callable[..., Child]
     with pytest.raises(ProcessLostError, match="exit code 5"):
         child.call("add", 1)
     assert [str(error) for error in ended] == [str(child.lost)]
+
+
+def test_a_dropped_call_is_cancelled_and_leaves_nothing(start: Callable[..., Child]) -> None:
+    child = start("loop")
+    answers = [child.call("wait", n) for n in range(3)]
+    child.drop(answers[1])
+    assert answers[1].cancelled()
+    assert child.call("dropped").result(240) == [(1,)]
+    assert list(child._calls) == [answers[0].number, answers[2].number]
+    told: list[ProcessLostError] = []
+    child.close()
+    child.when_lost(told.append)  # at once, because it is too late
+    assert told == [child.lost]
 
 
 def test_a_killed_one_says_the_signal(start: Callable[..., Child]) -> None:

@@ -36,10 +36,10 @@ from rondo.controller.remote import (
 )
 from rondo.errors import ConfigError, WorkerError
 from rondo.roles import WORKER_MODULES
+from rondo.transport.child import Answer as Called
 from rondo.transport.child import Child, ProcessLostError
 from rondo.transport.forkserver import ForkServer
 from rondo.transport.frames import SharedObject
-from rondo.transport.link import Call as Message
 
 _log = logging.getLogger(__name__)
 
@@ -56,19 +56,19 @@ class ProcessHandle(RemoteHandle):
         self.num_bytes += len(packed.payload)
         blocks = tuple(handle.place for handle in packed.handles)
         try:
-            number, answer = self.child.numbered_call("run", ticket, packed.payload, blocks)
+            answer = self.child.call("run", ticket, packed.payload, blocks)
         except ProcessLostError as error:
             return _lost(error)
-        return self._answer(number, asyncio.wrap_future(answer), is_async=ticket is None)
+        return self._answer(answer, is_async=ticket is None)
 
-    async def _answer(self, number: int, answer: asyncio.Future[Any], *, is_async: bool) -> Answer:
+    async def _answer(self, answer: Called, *, is_async: bool) -> Answer:
         try:
-            raw, kept = await answer
+            raw, kept = await asyncio.wrap_future(answer)
         except ProcessLostError as error:
             return await _lost(error)
         except asyncio.CancelledError:
             if is_async and self.broken is None:
-                self.child.send(Message(self.child.number(), "cancel", (number,)))
+                self.child.drop(answer)
             raise
         self.num_bytes += len(raw)
         reply = unpack_reply(raw)

@@ -12,7 +12,7 @@ from typing import Any
 
 from rondo.errors import RondoError
 from rondo.transport.forkserver import ForkServer
-from rondo.transport.link import PICKLE_ERRORS, Call, Failure, Link, Reply
+from rondo.transport.link import DROP, PICKLE_ERRORS, Call, Failure, Link, Reply
 from rondo.transport.process import ChildProcess
 
 CLOSE_SECONDS = 10.0
@@ -36,12 +36,19 @@ class ProcessLostError(RondoError):
         self.closed = closed
 
 
+class Answer(Future[Any]):
+    """What a call will have given. number: the call's."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+
 class Child:
     """`python -m COMMAND…`, which serves calls on a socket; see `link` for what travels.
 
-    who: the subject of messages. take: is handed what comes besides the replies of `call`, a frame's
-    records at once, on the reading thread. on_end: is called once, on that thread, with the error of all
-    who wait from then on.
+    who: the subject of messages. take: is handed what comes besides replies, a frame's records at once and
+    before the replies of that frame, on the reading thread.
     """
 
     def __init__(
@@ -51,16 +58,15 @@ class Child:
         environment: Mapping[str, str],
         *,
         take: Callable[[Sequence[Any]], None] = lambda records: None,
-        on_end: Callable[[ProcessLostError], None] = lambda error: None,
         forkserver: ForkServer | None = None,
     ) -> None:
         self.who = who
         self._take_others = take
-        self._on_end = on_end
         # Guards what the threads share: the next three.
         self._lock = threading.Lock()
-        self._calls: dict[int, Future[Any]] = {}
+        self._calls: dict[int, Answer] = {}
         self._lost: ProcessLostError | None = None
+        self._when_lost: Callable[[ProcessLostError], None] | None = None
         self._numbers = itertools.count(1)
         self._closing = False
         self._told = threading.Event()
@@ -75,35 +81,38 @@ class Child:
         """Why it answers no more; None: it lives."""
         return self._lost
 
-    def call(self, operation: str, *args: Any) -> Future[Any]:
-        """Sends a call. The future ends with its value, CallFailedError or ProcessLostError.
+    def when_lost(self, tell: Callable[[ProcessLostError], None]) -> None:
+        """Has `tell` called once, on some thread, when the process has died or was closed (at once, if it
+        has).
+        """
+        with self._lock:
+            self._when_lost = tell
+            lost = self._lost
+        if lost is not None:
+            tell(lost)
+
+    def call(self, operation: str, *args: Any) -> Answer:
+        """Sends a call. The answer ends with its value, CallFailedError or ProcessLostError.
 
         Raises ProcessLostError, and PICKLE_ERRORS where the arguments cannot be sent.
         """
-        return self.numbered_call(operation, *args)[1]
-
-    def numbered_call(self, operation: str, *args: Any) -> tuple[int, Future[Any]]:
-        """Sends a call as `call` does; its number is there for a later call that is about this one."""
-        number, answer = self.number(), Future[Any]()
+        answer = Answer(next(self._numbers))
         with self._lock:
             if self._lost is not None:
                 raise self._lost
-            self._calls[number] = answer
-        answer.add_done_callback(lambda _: self._calls.pop(number, None))  # also of a caller that gave up
+            self._calls[answer.number] = answer
+        answer.add_done_callback(lambda _: self._calls.pop(answer.number, None))  # also of one given up
         try:
-            self._link.send(Call(number, operation, args))
+            self._link.send(Call(answer.number, operation, args))
         except PICKLE_ERRORS:
             answer.cancel()
             raise
-        return number, answer
+        return answer
 
-    def number(self) -> int:
-        """Returns the number of a call to come, for `send`."""
-        return next(self._numbers)
-
-    def send(self, call: Call) -> None:
-        """Sends a call that does not wait here: `take` gets whatever comes for its number."""
-        self._link.send(call)
+    def drop(self, answer: Answer) -> None:
+        """Gives up a call: the process cancels it, where it serves calls as tasks (`link.serve`)."""
+        answer.cancel()
+        self._link.send(Call(next(self._numbers), DROP, (answer.number,)))
 
     def kill(self) -> None:
         """Ends the process and all its children at once."""
@@ -121,19 +130,19 @@ class Child:
         self._told.wait(CLOSE_SECONDS)
 
     def _take(self, records: Sequence[Any]) -> None:
-        others = []
-        for record in records:
-            call = self._calls.pop(record.number, None) if isinstance(record, Reply) else None
-            if call is None:
-                others.append(record)
-            elif not call.set_running_or_notify_cancel():  # given up by its caller, just before this reply
-                continue
-            elif record.failure is None:
-                call.set_result(record.value)
-            else:
-                call.set_exception(CallFailedError(record.failure))
+        others = [record for record in records if not isinstance(record, Reply)]
         if others:
             self._take_others(others)
+        for reply in records:
+            if not isinstance(reply, Reply):
+                continue
+            answer = self._calls.pop(reply.number, None)
+            if answer is None or not answer.set_running_or_notify_cancel():  # given up by its caller
+                continue
+            if reply.failure is None:
+                answer.set_result(reply.value)
+            else:
+                answer.set_exception(CallFailedError(reply.failure))
 
     def _end(self) -> None:
         if not self.process.wait(0.5 if self._closing else CLOSE_SECONDS):
@@ -143,10 +152,12 @@ class Child:
         error = ProcessLostError(why, tail, closing)
         with self._lock:
             self._lost = error
-            calls = list(self._calls.values())
+            answers = list(self._calls.values())
             self._calls.clear()
-        self._on_end(error)
-        for call in calls:
-            if call.set_running_or_notify_cancel():
-                call.set_exception(error)
+            tell = self._when_lost
+        for answer in answers:
+            if answer.set_running_or_notify_cancel():
+                answer.set_exception(error)
+        if tell is not None:
+            tell(error)
         self._told.set()

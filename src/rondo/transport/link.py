@@ -13,7 +13,7 @@ import queue
 import socket
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,8 @@ from rondo.transport.frames import Frame, receive
 
 # What pickle raises for an object that cannot be written, or whose class cannot be found or rebuilt.
 PICKLE_ERRORS = (pickle.PickleError, ImportError, AttributeError, TypeError, ValueError, RecursionError)
+# The operation that cancels the call whose number is its argument; neither of them gets a reply.
+DROP = "drop"
 
 
 @dataclass(frozen=True)
@@ -119,21 +121,43 @@ class Link:
             self._connection.close()
 
 
-async def serve(link: Link, take: Callable[[Sequence[Any]], None]) -> None:
-    """The process's side: has `take` called on the event loop with each frame's records; returns when the
-    host is gone.
+async def serve(
+    link: Link, operate: Callable[[Call], Awaitable[Any]], reply: Callable[[Reply], None] | None = None
+) -> None:
+    """The process's side, on its event loop: each call is a task, started in the order of the calls; what
+    `operate` returns or raises is its reply. Returns when the host is gone; what still runs is cancelled.
+
+    reply: sends the replies; the default sends each at once.
     """
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
+    tasks: dict[int, asyncio.Task[None]] = {}
+    send = reply or link.send
 
-    def read(records: list[Any]) -> None:
-        loop.call_soon_threadsafe(take, records)
+    async def answer(call: Call) -> None:
+        try:
+            result = Reply(call.number, await operate(call))
+        except Exception as error:
+            result = Reply(call.number, failure=Failure.of(error))
+        send(result)
 
-    def end() -> None:
-        loop.call_soon_threadsafe(ended.set)
+    def take(calls: Sequence[Call]) -> None:
+        for call in calls:
+            if call.operation == DROP:
+                if call.args[0] in tasks:
+                    tasks[call.args[0]].cancel()
+                continue
+            tasks[call.number] = loop.create_task(answer(call))
+            tasks[call.number].add_done_callback(lambda _, number=call.number: tasks.pop(number))
 
-    link.start(read, end)
-    await ended.wait()
+    link.start(
+        lambda calls: loop.call_soon_threadsafe(take, calls), lambda: loop.call_soon_threadsafe(ended.set)
+    )
+    try:
+        await ended.wait()
+    finally:
+        for task in tasks.values():
+            task.cancel()
 
 
 def serve_in_turn(connection: socket.socket, operate: Callable[[Call], Any]) -> None:

@@ -15,17 +15,18 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from rondo.errors import ReplicaLostError, RolloutError, RondoError, WeightSyncError
 from rondo.rollout.protocol import WASTED_TOKENS, Capabilities, EngineSpec, OnTokens
-from rondo.rollout.requests import News, Pending, deliver
+from rondo.rollout.requests import Pending, deliver
 from rondo.rollout.server.wire import Done, Ready, Tokens
 from rondo.transport.child import CallFailedError, Child, ProcessLostError
-from rondo.transport.link import Call
 from rondo.types import Completion, GenerateRequest, StepStats
 from rondo.weights.bucket import BucketWriter, Confirmation, SharedBucket
 
@@ -84,17 +85,14 @@ class EngineProcess:
         self._bucket_writer: BucketWriter | None = None
         # Since the last `stats`, of calls that were cancelled.
         self._wasted_tokens = 0
-        # Guards what the threads share: the next three.
+        # Generate calls that wait, by the number of the call; the threads share them under the lock.
         self._lock = threading.Lock()
         self._streams: dict[int, _Stream] = {}
-        self._lost: RolloutError | None = None
-        self._when_lost: Callable[[str], None] | None = None
         self._child = Child(
             f"the rollout engine's process {name} ({spec.engine})",
             ["rondo.rollout.server"],
             environment,
             take=self._take,
-            on_end=self._end,
         )
         self._ready = self._built(replace(spec, folder=str(self._child.process.folder)), start_seconds)
         self._version = self._ready.version
@@ -131,7 +129,7 @@ class EngineProcess:
     @property
     def lost(self) -> str | None:
         """Why it can serve no more; None: it lives."""
-        return None if self._lost is None else str(self._lost)
+        return None if self._child.lost is None else str(self._child.lost)
 
     def capabilities(self) -> Capabilities:
         return self._ready.capabilities
@@ -140,14 +138,16 @@ class EngineProcess:
         return f"{self._ready.description}, in its own process"
 
     def when_lost(self, tell: Callable[[str], None]) -> None:
-        """Have `tell(why)` called once, from some thread, when the process dies (at once, if it is dead), but
+        """Has `tell(why)` called once, on some thread, when the process dies (at once, if it is dead), but
         not when it is closed.
         """
-        with self._lock:
-            self._when_lost = tell
-            lost = self._lost
-        if isinstance(lost, ReplicaLostError):  # else it was closed
-            tell(str(lost))
+
+        def say(error: ProcessLostError) -> None:
+            if not error.closed:
+                _log.warning("%s; its last lines:\n%s", error, error.tail)
+                tell(str(error))
+
+        self._child.when_lost(say)
 
     # ---- requests ----
 
@@ -156,36 +156,37 @@ class EngineProcess:
         seconds after its deadline.
         """
         stream = _Stream(request, on_tokens)
-        number = self._child.number()
-        with self._lock:
-            if self._lost is not None:
-                raise ReplicaLostError(str(self._lost), request.prefix, self._child.process.tail())
-            self._streams[number] = stream
-            self._child.send(Call(number, "generate", (request,)))
+        try:
+            with self._lock:  # its tokens are not read before it is among the streams
+                answer = self._child.call("generate", request)
+                self._streams[answer.number] = stream
+        except ProcessLostError as error:
+            raise ReplicaLostError(str(error), request.prefix, error.tail) from error
+        answer.add_done_callback(partial(_settle, stream))
         timer = None
         if request.deadline_seconds is not None:
-            timer = stream.loop.call_later(
-                request.deadline_seconds + GRACE_SECONDS, self._give_up, stream, request.request_id
-            )
+            seconds = request.deadline_seconds + GRACE_SECONDS
+            timer = stream.loop.call_later(seconds, self._give_up, stream)
         try:
             return await stream.future
         except asyncio.CancelledError:
-            self._child.send(Call(self._child.number(), "drop", (number,)))
+            self._child.drop(answer)
             self._wasted_tokens += len(stream.completion("cancelled").token_ids)
             raise
         finally:
             with self._lock:
-                self._streams.pop(number, None)
+                del self._streams[answer.number]
             if timer is not None:
                 timer.cancel()
 
-    def _give_up(self, stream: _Stream, request_id: str) -> None:
-        if not stream.future.done():
-            _log.warning(
-                "%s does not end request %r, which is over its deadline", self._child.who, request_id
-            )
-            self._child.send(Call(self._child.number(), "cancel", (request_id,)))
-            stream.settle(stream.completion("deadline"))
+    def _give_up(self, stream: _Stream) -> None:
+        if stream.future.done():
+            return
+        request_id = stream.request.request_id
+        _log.warning("%s does not end request %r, which is over its deadline", self._child.who, request_id)
+        with suppress(ProcessLostError):
+            self._child.call("cancel", request_id)
+        stream.settle(stream.completion("deadline"))
 
     async def cancel(self, request_id: str) -> None:
         if any(stream.request.request_id == request_id for stream in list(self._streams.values())):
@@ -282,38 +283,24 @@ class EngineProcess:
         _log.error("%s has not answered for %.0f s; ending it", self._child.who, ANSWER_SECONDS)
         self._child.process.kill()
 
-    # ---- the reading thread ----
-
-    def _take(self, records: Sequence[Any]) -> None:
-        """One frame's news go to the event loops of those who wait."""
-        news: list[News] = []
-
-        def note(number: int, part: Completion | None, end: Done | Exception | None) -> None:
-            stream = self._streams.get(number)
-            if stream is not None:  # else nobody waits any more
-                news.append((stream, part, end))
-
-        for record in records:
-            if isinstance(record, Tokens):
-                for number, part in record.parts():
-                    note(number, part, None)
-            elif isinstance(record, Done):
-                note(record.number, None, record)
-            elif record.failure is not None:  # the Reply of a generate call, or of one that nobody waits for
-                note(record.number, None, _raised(CallFailedError(record.failure)))
-        deliver(news)
-
-    def _end(self, error: ProcessLostError) -> None:
-        """By `close`, or by death."""
+    def _take(self, records: Sequence[Tokens]) -> None:
+        """Hands one frame's new tokens to the event loops of those who wait; on the reading thread."""
         with self._lock:
-            self._lost = _lost(error)
-            streams = list(self._streams.values())
-            tell = self._when_lost
-        deliver((stream, None, self._lost) for stream in streams)
-        if not error.closed:
-            _log.warning("%s; its last lines:\n%s", error, error.tail)
-            if tell is not None:
-                tell(str(error))
+            parts = [
+                (self._streams.get(number), part) for record in records for number, part in record.parts()
+            ]
+        deliver((stream, part, None) for stream, part in parts if stream is not None)
+
+
+def _settle(stream: _Stream, answer: Future[Done]) -> None:
+    """Ends a generate call as its answer did, behind all of its tokens."""
+    if answer.cancelled():  # by the caller, who does not wait any more
+        return
+    try:
+        end: Any = _outcome(answer)
+    except RondoError as error:
+        end = error
+    deliver([(stream, None, end)])
 
 
 def _outcome(answer: Future[Any], seconds: float | None = None) -> Any:

@@ -1,7 +1,7 @@
 """What travels between an engine's process and its host, besides calls and replies (`transport.link`).
 
-host → engine   Call: build, generate, drop and the rest (`child.Server`)
-engine → host   Reply (of one Call; of build, a Ready) | Tokens (of many generate calls) | Done (of one)
+host → engine   Call: build, generate and the rest (`child.Server`)
+engine → host   Reply (of build, a Ready; of generate, a Done) | Tokens (of many generate calls)
 """
 
 from __future__ import annotations
@@ -61,9 +61,8 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Done:
-    """A generate call has all its tokens (they have been sent). num_tokens: of the response, for a check."""
+    """The value of a generate call, whose tokens have been sent. num_tokens: of the response, for a check."""
 
-    number: int
     prompt_ids: np.ndarray
     finish_reason: FinishReason
     num_tokens: int
