@@ -13,7 +13,7 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,16 +21,12 @@ import torch
 
 from rondo.batch import Batch
 from rondo.config.schema import ClusterConfig
-from rondo.controller.calls import Answer, Failure, Reply
+from rondo.controller.calls import Failure
 from rondo.controller.remote import (
-    CLOSE_SECONDS,
     START_SECONDS,
     HostProgram,
-    Packed,
     RemoteCluster,
     RemoteHandle,
-    StoredBlock,
-    unpack_reply,
     worker_environment,
 )
 from rondo.errors import ConfigError, DataError
@@ -49,7 +45,6 @@ except ImportError as error:
 INLINE_BYTES = 1024
 RAY_DEFAULT_INLINE_BYTES = 100 * 1024
 Origin = Literal["started", "connected", "found"]
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -64,72 +59,59 @@ class Whereabouts:
 
 
 class HostActor(HostProgram):
-    """The actor of one device.
+    """The actor of one device. directory: the controller's."""
 
-    device: "cpu", or "cuda" for the GPU that Ray assigned to this process.
-    """
-
-    def __init__(self, device: str, threads: int, directory: str) -> None:
+    def __init__(self, directory: str) -> None:
         super().__init__()
         if os.path.isdir(directory):
             os.chdir(directory)  # functions given as `path.py:name` are found as the controller finds them
-        self._device, self._threads = device, threads
 
     async def whereabouts(self) -> Whereabouts:
         """Says where this process runs."""
         node, address = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
         return Whereabouts(node, address, os.getpid(), tuple(str(i) for i in ray.get_gpu_ids()))
 
-    async def join_world(self, rank: int, world_size: int, address: str, port: int) -> None:
-        """Start torch.distributed on the GPU that Ray assigned."""
-        device = self._device
-        if device == "cuda":
-            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-            device = assigned_device(ray.get_gpu_ids(), visible, torch.cuda.device_count())
-        await self.join(rank, world_size, device, self._threads, address, port)
+    def gpu(self) -> str:
+        """Returns torch's name of the GPU that Ray assigned to this process."""
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        return assigned_device(ray.get_gpu_ids(), visible, torch.cuda.device_count())
 
     async def run_on(self, ticket: int | None, payload: bytes, *blocks: Batch) -> tuple[bytes, Batch | None]:
-        """Run one packed call; Ray brings the blocks."""
+        """Runs one packed call; Ray brings the blocks, because each is an argument of its own."""
         return await self.run(ticket, payload, blocks)
 
 
 class RayHandle(RemoteHandle):
     """Sends calls to one host actor."""
 
+    gone = RayError
+
     def __init__(self, device: int, actor: Any, place: Whereabouts, inline_bytes: int) -> None:
         super().__init__(device)
         self.actor = actor
         self.place = place
-        self._inline_bytes = inline_bytes
+        self.inline_bytes = inline_bytes
 
-    def send(self, packed: Packed, ticket: int | None) -> Coroutine[Any, Any, Answer]:
-        """Sends to the actor now; a dead process becomes a Failure."""
-        sizes = [handle.num_bytes for handle in packed.handles]
-        self.num_bytes += len(packed.payload) + sum(size for size in sizes if size <= self._inline_bytes)
-        method = self.actor.run_on.options(num_returns=2)
-        reply, kept = method.remote(ticket, packed.payload, *(handle.place for handle in packed.handles))
-        return self._answer(reply, kept, is_async=ticket is None)
+    async def ask(self, operation: str, *args: Any) -> Any:
+        """See RemoteHandle.ask."""
+        return await getattr(self.actor, operation).remote(*args)
 
-    async def _answer(self, reply_ref: ray.ObjectRef, kept_ref: ray.ObjectRef, *, is_async: bool) -> Answer:
+    async def run(self, ticket: int | None, payload: bytes, places: Sequence[Any]) -> tuple[bytes, Any]:
+        """See RemoteHandle.run."""
+        reply, kept = self.actor.run_on.options(num_returns=2).remote(ticket, payload, *places)
         try:
-            raw = await reply_ref
-        except RayError as error:
-            first = str(error).strip().partition("\n")[0]
-            kind = type(error).__name__
-            where = f"pid {self.place.pid} on {self.place.address}"
-            message = f"its host process ({where}) died or cannot be reached: {kind}: {first}"
-            return Reply(failure=Failure(message, str(error), time.time(), died=True)), None
+            return await reply, kept
         except asyncio.CancelledError:
-            if is_async and self.broken is None:
-                ray.cancel(reply_ref)
+            if ticket is None and self.broken is None:
+                ray.cancel(reply)
             raise
-        self.num_bytes += len(raw)
-        reply = unpack_reply(raw)
-        if reply.kept is None:
-            return reply, None
-        if reply.kept.num_bytes <= self._inline_bytes:
-            self.num_bytes += reply.kept.num_bytes
-        return reply, StoredBlock(kept_ref, reply.kept.num_bytes)
+
+    def died(self, error: Exception) -> Failure:
+        """See RemoteHandle.died."""
+        first = str(error).strip().partition("\n")[0]
+        where = f"pid {self.place.pid} on {self.place.address}"
+        message = f"its host process ({where}) died or cannot be reached: {type(error).__name__}: {first}"
+        return Failure(message, str(error), time.time(), died=True)
 
 
 class RayCluster(RemoteCluster):
@@ -148,11 +130,11 @@ class RayCluster(RemoteCluster):
         self._pools = RayPools(pools, device)
         self._owns_ray = origin != "found"
         self._inline_bytes = INLINE_BYTES if origin == "started" else RAY_DEFAULT_INLINE_BYTES
-        self._handles: list[RayHandle] = []
         self._actors: list[Any] = []
+        self._places: list[Whereabouts] = []  # by device, as the actors are
 
     async def start_hosts(self, env: Mapping[str, str]) -> None:
-        """Start the actors of each pool, number them node by node, and let them join one torch.distributed
+        """Starts the actors of each pool, numbers them node by node, and lets them join one torch.distributed
         world."""
         options: dict[str, Any] = {
             "num_cpus": 1,
@@ -164,7 +146,7 @@ class RayCluster(RemoteCluster):
         host, started = ray.remote(HostActor), []
         for strategies in await self._pools.reserve():
             made = [host.options(**options, scheduling_strategy=strategy) for strategy in strategies]
-            started.append([actor.remote(self.device, self.threads, os.getcwd()) for actor in made])
+            started.append([actor.remote(os.getcwd()) for actor in made])
         self._actors = [actor for pool in started for actor in pool]
         try:
             found = await asyncio.wait_for(_all(a.whereabouts.remote() for a in self._actors), START_SECONDS)
@@ -175,21 +157,17 @@ class RayCluster(RemoteCluster):
             ) from error
         order = _node_by_node(found, [len(pool) for pool in started])
         self._actors = [self._actors[i] for i in order]
-        places = [found[i] for i in order]
-        self._handles = [
+        self._places = [found[i] for i in order]
+        self._handles += [
             RayHandle(device, actor, place, self._inline_bytes)
-            for device, (actor, place) in enumerate(zip(self._actors, places, strict=True))
+            for device, (actor, place) in enumerate(zip(self._actors, self._places, strict=True))
         ]
-        one_node = len({place.node for place in places}) == 1
-        address = "127.0.0.1" if one_node else places[0].address
-        port = await self._actors[0].open_store.remote(address, self.num_devices)
-        await _all(
-            a.join_world.remote(rank, self.num_devices, address, port) for rank, a in enumerate(self._actors)
-        )
+        one_node = len({place.node for place in self._places}) == 1
+        await self.join_world("127.0.0.1" if one_node else self._places[0].address)
 
     def accelerators(self, role: str, devices: Sequence[int]) -> tuple[str, ...]:
         """The GPUs of one rank on several devices; () for a rank on one device, which sees its own only."""
-        places = [self._handles[device].place for device in devices]
+        places = [self._places[device] for device in devices]
         if len({place.node for place in places}) > 1:
             addresses = ", ".join(dict.fromkeys(place.address for place in places))
             raise ConfigError(
@@ -198,51 +176,35 @@ class RayCluster(RemoteCluster):
             )
         return tuple(gpu for place in places for gpu in place.accelerators) if len(places) > 1 else ()
 
-    async def resolve(self, handles: Sequence[Any]) -> list[Batch]:
-        """See Cluster.resolve. Whole blocks come to the controller and are counted."""
-        try:
-            blocks: list[Batch] = await _all(handle.place for handle in handles)
-        except RayError as error:
-            raise DataError(
-                f"a block of this batch is lost, its host process or node is gone: {error}"
-            ) from error
-        self._moved_bytes += sum({id(handle): handle.num_bytes for handle in handles}.values())
-        return blocks
-
     def store(self, data: Batch) -> ray.ObjectRef:
         """See RemoteCluster.store."""
         return ray.put(data)
 
-    async def cpu_seconds(self) -> dict[int, float]:
-        """See Cluster.cpu_seconds; Ray's own processes count nowhere."""
-        alive = [device for device, handle in enumerate(self._handles) if handle.broken is None]
-        asked = [_quietly(self._handles[device].actor.cpu_seconds.remote()) for device in alive]
-        found = zip(alive, await asyncio.gather(*asked), strict=True)
-        return {device: seconds for device, seconds in found if seconds is not None}
+    async def load(self, places: Sequence[ray.ObjectRef]) -> list[Batch]:
+        """See RemoteCluster.load."""
+        try:
+            return await _all(places)
+        except RayError as error:
+            raise DataError(
+                f"a block of this batch is lost, its host process or node is gone: {error}"
+            ) from error
 
     async def shutdown(self) -> None:
-        """See Cluster.shutdown. Hosts that are broken or do not close within CLOSE_SECONDS are killed."""
-        if self._closed:
-            return
-        self._closed = True
+        """See Cluster.shutdown."""
+        if ray.is_initialized():  # else somebody else has ended Ray, and all hosts with it
+            await super().shutdown()
+
+    async def end_hosts(self) -> None:
+        """See RemoteCluster.end_hosts; gives the devices back, and stops Ray where it was started here."""
+        for actor in self._actors:
+            ray.kill(actor, no_restart=True)
+        here = ray.util.get_node_ip_address()
         try:
-            if ray.is_initialized():
-                closing = [_quietly(h.actor.close.remote()) for h in self._handles if h.broken is None]
-                await asyncio.wait_for(asyncio.gather(*closing), CLOSE_SECONDS)
-        except TimeoutError:
-            _log.warning("workers did not close within %.0f s; their processes are killed", CLOSE_SECONDS)
-        finally:
-            if ray.is_initialized():
-                for actor in self._actors:
-                    ray.kill(actor, no_restart=True)
-                here = ray.util.get_node_ip_address()
-                places = [handle.place for handle in self._handles]
-                try:
-                    await _gone([place.pid for place in places if place.address == here])
-                finally:  # also when a second Ctrl-C comes now
-                    self._pools.remove()
-                    if self._owns_ray:
-                        stop_ray(self._environment_before)
+            await _gone([place.pid for place in self._places if place.address == here])
+        finally:  # also when a second Ctrl-C comes now
+            self._pools.remove()
+            if self._owns_ray:
+                stop_ray(self._environment_before)
 
 
 def _node_by_node(places: Sequence[Whereabouts], pools: Sequence[int]) -> list[int]:
@@ -259,14 +221,6 @@ def _node_by_node(places: Sequence[Whereabouts], pools: Sequence[int]) -> list[i
 
 async def _all(refs: Any) -> list[Any]:
     return list(await asyncio.gather(*refs))
-
-
-async def _quietly(ref: ray.ObjectRef) -> Any:
-    """Returns the host's answer, or None where it is dead."""
-    try:
-        return await ref
-    except RayError:
-        return None
 
 
 async def _gone(pids: Sequence[int], seconds: float = 5.0) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import os
 import pickle
@@ -10,13 +12,13 @@ import sysconfig
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import cloudpickle
 import torch.distributed as dist
 
 from rondo.batch import ROW_ID, Batch, BatchRef, Block, Shard
-from rondo.controller.calls import Call, HostHandle, Reply
+from rondo.controller.calls import Answer, Call, Failure, HostHandle, Reply
 from rondo.controller.cluster import Cluster
 from rondo.controller.host import Host, failure_of
 from rondo.transport.link import PICKLE_ERRORS
@@ -44,7 +46,42 @@ class StoredBlock:
 
 
 class RemoteHandle(HostHandle):
-    """Sends calls to a host process."""
+    """Sends calls to a host process. A backend says how they travel: `ask` and `run`."""
+
+    # What a backend raises where the process is gone.
+    gone: ClassVar[type[Exception]]
+    # Blocks up to this size travel inside the messages.
+    inline_bytes = 0
+
+    async def ask(self, operation: str, *args: Any) -> Any:
+        """Has the process carry out an operation of HostProgram. Raises `gone`."""
+        raise NotImplementedError
+
+    async def run(self, ticket: int | None, payload: bytes, places: Sequence[Any]) -> tuple[bytes, Any]:
+        """Has the process run a packed call on the blocks at these places; returns the packed reply and the
+        place of the kept Batch. Cancelling it cancels the call, if that has no ticket. Raises `gone`.
+        """
+        raise NotImplementedError
+
+    def died(self, error: Exception) -> Failure:
+        """Returns the failure of a call for which `gone` was raised."""
+        raise NotImplementedError
+
+    async def send(self, packed: Packed, ticket: int | None) -> Answer:
+        """See HostHandle.send; a dead process becomes a Failure."""
+        self._count(len(packed.payload), *packed.handles)
+        try:
+            raw, place = await self.run(ticket, packed.payload, [handle.place for handle in packed.handles])
+        except self.gone as error:
+            return Reply(failure=self.died(error)), None
+        reply = unpack_reply(raw)
+        kept = None if reply.kept is None else StoredBlock(place, reply.kept.num_bytes)
+        self._count(len(raw), *([] if kept is None else [kept]))
+        return reply, kept
+
+    def _count(self, num_bytes: int, *blocks: StoredBlock) -> None:
+        inline = [block.num_bytes for block in blocks if block.num_bytes <= self.inline_bytes]
+        self.num_bytes += num_bytes + sum(inline)
 
     def pack(self, call: Call) -> Packed:
         """Pickles a call (classes and functions of `__main__` by value); blocks travel apart from it."""
@@ -58,16 +95,42 @@ class RemoteHandle(HostHandle):
 
 
 class RemoteCluster(Cluster):
-    """Devices with a host process each. A backend says where blocks are kept: `store` and `resolve`."""
+    """Devices with a host process each. A backend says where blocks are kept (`store` and `load`), and how
+    the processes begin and end.
+    """
 
     def __init__(self, num_devices: int, device: str, threads: int) -> None:
         super().__init__(num_devices, device, threads)
+        self._handles: list[RemoteHandle] = []
         self._moved_bytes = 0  # what was put and fetched; the handles count their calls and replies
         self._closed = False
 
     def store(self, data: Batch) -> Any:
         """Returns the place of a block that the controller puts."""
         raise NotImplementedError
+
+    async def load(self, places: Sequence[Any]) -> list[Batch]:
+        """Returns the blocks at these places."""
+        raise NotImplementedError
+
+    async def end_hosts(self) -> None:
+        """Ends all processes: their workers are closed, or never will be."""
+        raise NotImplementedError
+
+    async def join_world(self, address: str) -> None:
+        """Has all hosts join one torch.distributed world, which meets at this address of the first one."""
+        port = await asyncio.wait_for(
+            self._handles[0].ask("open_store", address, self.num_devices), START_SECONDS
+        )
+        world = self.num_devices, self.device, self.threads, address, port
+        joining = (handle.ask("join", handle.device, *world) for handle in self._handles)
+        await asyncio.wait_for(asyncio.gather(*joining), START_SECONDS)
+
+    async def resolve(self, handles: Sequence[Any]) -> list[Batch]:
+        """See Cluster.resolve. Whole blocks come to the controller, and are counted."""
+        blocks = await self.load([handle.place for handle in handles])
+        self._moved_bytes += sum({id(handle): handle.num_bytes for handle in handles}.values())
+        return blocks
 
     def put(self, batch: Batch, index_columns: Sequence[str] = ()) -> BatchRef:
         """See Cluster.put."""
@@ -84,6 +147,35 @@ class RemoteCluster(Cluster):
         messages.
         """
         return self._moved_bytes + sum(handle.num_bytes for handle in self._handles)
+
+    async def cpu_seconds(self) -> dict[int, float]:
+        """See Cluster.cpu_seconds; what starts the processes counts nowhere."""
+        used: dict[int, float] = {}
+
+        async def ask(handle: RemoteHandle) -> None:
+            with contextlib.suppress(handle.gone):  # dead since: it adds nothing more
+                used[handle.device] = await handle.ask("cpu_seconds")
+
+        await asyncio.gather(*(ask(handle) for handle in self._handles if handle.broken is None))
+        return dict(sorted(used.items()))
+
+    async def shutdown(self) -> None:
+        """See Cluster.shutdown. Hosts that are broken or do not close within CLOSE_SECONDS are killed."""
+        if self._closed:
+            return
+        self._closed = True
+
+        async def close(handle: RemoteHandle) -> None:
+            with contextlib.suppress(handle.gone):
+                await asyncio.wait_for(handle.ask("close"), CLOSE_SECONDS)
+
+        try:
+            closing = [close(handle) for handle in self._handles if handle.broken is None]
+            for outcome in await asyncio.gather(*closing, return_exceptions=True):
+                if isinstance(outcome, BaseException):
+                    _log.warning("a host process did not close its workers, and is killed: %r", outcome)
+        finally:
+            await self.end_hosts()
 
 
 def unpack_reply(raw: bytes) -> Reply:
@@ -128,22 +220,27 @@ class HostProgram:
         self._store: dist.TCPStore | None = None
 
     async def open_store(self, address: str, world_size: int) -> int:
-        """Rank 0 opens the meeting point of the world on a free port; returns the port."""
+        """Opens the meeting point of the world on a free port, on rank 0; returns the port."""
         self._store = dist.TCPStore(address, 0, world_size, is_master=True, wait_for_workers=False)
         return self._store.port
 
     async def join(
         self, rank: int, world_size: int, device: str, threads: int, address: str, port: int
     ) -> None:
-        """Start torch.distributed; returns when all ranks have joined. device: torch's name of it, here."""
+        """Starts torch.distributed; returns when all ranks have joined. device: "cpu" or "cuda"."""
         store = self._store or dist.TCPStore(address, port, world_size, is_master=False)
+        device = self.gpu() if device == "cuda" else device
         self._host = Host(rank, world_size, device, threads)
         await self._host.start(store)
+
+    def gpu(self) -> str:
+        """Returns torch's name of this process's GPU: the only one that it sees."""
+        return "cuda:0"
 
     async def run(
         self, ticket: int | None, payload: bytes, blocks: Sequence[Batch]
     ) -> tuple[bytes, Batch | None]:
-        """Run one packed call; returns the reply for `unpack_reply`, and the kept Batch."""
+        """Runs one packed call; returns the reply for `unpack_reply`, and the kept Batch."""
         assert self._host is not None
         try:
             call: Call = pickle.loads(payload)
@@ -157,11 +254,11 @@ class HostProgram:
         return _pack_reply(reply), kept
 
     async def cpu_seconds(self) -> float:
-        """See Cluster.cpu_seconds."""
+        """Returns what Cluster.cpu_seconds says of this host."""
         return time.process_time() + children_cpu_seconds()
 
     async def close(self) -> None:
-        """Close the workers."""
+        """Closes the workers."""
         if self._host is not None:
             await self._host.close()
 

@@ -15,6 +15,7 @@ import threading
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rondo.transport.frames import Frame, receive
@@ -148,11 +149,18 @@ async def serve(
                     tasks[call.args[0]].cancel()
                 continue
             tasks[call.number] = loop.create_task(answer(call))
-            tasks[call.number].add_done_callback(lambda _, number=call.number: tasks.pop(number))
+            tasks[call.number].add_done_callback(partial(forget, call.number))
 
-    link.start(
-        lambda calls: loop.call_soon_threadsafe(take, calls), lambda: loop.call_soon_threadsafe(ended.set)
-    )
+    def forget(number: int, _: asyncio.Task[None]) -> None:
+        del tasks[number]
+
+    def read(calls: list[Any]) -> None:
+        loop.call_soon_threadsafe(take, calls)
+
+    def end() -> None:
+        loop.call_soon_threadsafe(ended.set)
+
+    link.start(read, end)
     try:
         await ended.wait()
     finally:
