@@ -64,10 +64,6 @@ def test_log_probs_are_those_after_temperature(served: Bench, temperature: float
 )
 def test_log_probs_are_those_before_truncation(served: Bench, truncation: dict[str, Any]) -> None:
     requests = [request(prompt(9, i), 20, temperature=0.9, seed=i, **truncation) for i in range(6)]
-    if "min_p" in truncation and not served.engine.capabilities().min_p:
-        with pytest.raises(RolloutError, match="min_p"):
-            served.run(requests)
-        return
     for out in served.run(requests):
         assert gaps(served.model, out, 0.9).max() < TOLERANCE
         _is_in_the_support(scores(served.model, out, 0.9).exp().double(), out, **truncation)
@@ -184,9 +180,6 @@ def test_an_urgent_request_waits_for_nobody_that_waits(served: Bench) -> None:
 
 
 def test_tokens_depend_on_the_seed_alone(served: Bench) -> None:
-    if not served.engine.capabilities().seeded:
-        pytest.skip(f"{served.kind} does not say that it is seeded")
-
     def one() -> GenerateRequest:
         return request(prompt(8), 40, seed=7)
 
@@ -356,8 +349,6 @@ def test_a_prefix_is_gone_on_with(served: Bench) -> None:
 
 
 def test_a_prefix_gets_the_noise_it_would_have_had(served: Bench) -> None:
-    if not served.engine.capabilities().seeded:
-        pytest.skip(f"{served.kind} does not say that it is seeded")
     (whole,) = served.run([request(prompt(11), 30, seed=3)])
     half = dataclasses.replace(
         whole,

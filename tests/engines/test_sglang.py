@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fnmatch
 import importlib.util
 import os
 import subprocess
@@ -16,8 +17,7 @@ import pytest
 from rondo.errors import ConfigError, ReplicaLostError
 from rondo.models.source import ModelSource
 from rondo.rollout.build import check_engine, start_engine
-from rondo.rollout.sglang import capabilities, check, environment, options
-from rondo.rollout.sglang.options import argument_names, model_module
+from rondo.rollout.sglang.options import ENGINE, model_module
 from rondo.types import Completion
 from tests.engines.conftest import (
     LONG,
@@ -54,22 +54,22 @@ def test_what_to_install() -> None:
 
 def test_on_a_cpu_it_needs_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without them its process would die in an import."""
-    monkeypatch.setattr(options, "installed_version", lambda: "0.5.23")
-    monkeypatch.setattr(options, "argument_names", lambda: frozenset({"max_total_tokens"}))
+    monkeypatch.setattr(ENGINE, "installed", lambda: ("sglang", "0.5.23"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"sgl_kernel\) are built for GPUs only; `make test-engines`"):
-        check({}, "cpu")
-    check({}, "cuda:0")
+        ENGINE.check({}, "cpu")
+    ENGINE.check({}, "cuda:0")
 
 
 def test_environment_of_the_process() -> None:
-    here = environment(engine_spec("sglang"))
+    here = ENGINE.environment(engine_spec("sglang"))
     assert here["OMP_NUM_THREADS"] == "1"
     assert "SGLANG_CPU_OMP_THREADS_BIND" not in here
-    two = environment(engine_spec("sglang", tensor_parallel=2))["SGLANG_CPU_OMP_THREADS_BIND"].split("|")
+    bound = ENGINE.environment(engine_spec("sglang", tensor_parallel=2))["SGLANG_CPU_OMP_THREADS_BIND"]
+    two = bound.split("|")
     assert len(two) == 2
     assert {int(core) for core in two} <= os.sched_getaffinity(0)
-    assert "SGLANG_USE_CPU_ENGINE" not in environment(engine_spec("sglang", device="cuda:0"))
+    assert "SGLANG_USE_CPU_ENGINE" not in ENGINE.environment(engine_spec("sglang", device="cuda:0"))
 
 
 def test_stand_ins(tmp_path: Path) -> None:
@@ -125,17 +125,18 @@ def test_options_are_checked(options: dict[str, object], words: str) -> None:
 
 @needs_sglang
 def test_options_that_pass_and_what_they_give() -> None:
-    check({"max_total_tokens": 4096, "disable_radix_cache": True}, "cpu")
-    assert len(argument_names()) > 300
-    assert not capabilities({"enable_memory_saver": True}, "cpu").sleep
-    assert capabilities({"enable_memory_saver": True}, "cuda:0").sleep
+    ENGINE.check({"max_total_tokens": 4096, "disable_radix_cache": True}, "cpu")
+    assert len(ENGINE.arguments) > 300
+    assert not ENGINE.capabilities({"enable_memory_saver": True}, "cpu").sleep
+    assert ENGINE.capabilities({"enable_memory_saver": True}, "cuda:0").sleep
     with pytest.raises(ConfigError, match=r"rollout\.sleep.*CPU"):
-        check({}, "cpu", sleep=True)
+        ENGINE.check({}, "cpu", sleep=True)
 
 
 @needs_sglang
 def test_every_argument_that_rondo_names_exists() -> None:
-    assert {*options._GOVERNED, *options._REFUSED} <= argument_names()
+    for pattern in (*ENGINE.governed, *ENGINE.refused):
+        assert fnmatch.filter(ENGINE.arguments, pattern), pattern
 
 
 @needs_sglang
@@ -169,7 +170,7 @@ assert answers == [{"checksums": {"weight": checksum(weight), "other": checksum(
 assert torch.equal(model.weight, weight)
 print(_carried_out(Delivery("inspect", ""), model))
 """
-    variables = os.environ | environment(engine_spec("sglang"))
+    variables = os.environ | ENGINE.environment(engine_spec("sglang"))
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     done = subprocess.run(
         [sys.executable, "-c", program], env=variables, capture_output=True, text=True, check=False

@@ -25,9 +25,8 @@ from rondo.models.loading import load_model_config
 from rondo.models.source import ModelSource
 from rondo.rollout.build import check_engine, start_engine
 from rondo.rollout.protocol import EngineSpec
-from rondo.rollout.vllm import capabilities, environment
 from rondo.rollout.vllm.arguments import engine_arguments
-from rondo.rollout.vllm.options import argument_names
+from rondo.rollout.vllm.options import ENGINE
 from rondo.types import Completion, GenerateRequest, SamplingParams
 from rondo.weights.checksum import checksum
 from tests.engines.conftest import paused_in_flight
@@ -283,10 +282,10 @@ def test_options_are_vllms_own() -> None:
 
 
 def test_capabilities_and_environment_by_device() -> None:
-    assert not capabilities({}, "cpu").sleep
-    assert not capabilities({"enable_sleep_mode": True}, "cpu").sleep
-    assert capabilities({"enable_sleep_mode": True}, "cuda:0").sleep
-    assert environment(spec_of(TIED))["OMP_NUM_THREADS"] == "1"
+    assert not ENGINE.capabilities({}, "cpu").sleep
+    assert not ENGINE.capabilities({"enable_sleep_mode": True}, "cpu").sleep
+    assert ENGINE.capabilities({"enable_sleep_mode": True}, "cuda:0").sleep
+    assert ENGINE.environment(spec_of(TIED))["OMP_NUM_THREADS"] == "1"
 
 
 def test_a_temperature_that_vllm_would_change_is_refused(tied: tuple[Any, Policy]) -> None:
@@ -322,7 +321,7 @@ def test_vllm_starts_beside_a_trainer_and_knows_every_argument(monkeypatch: pyte
     gib = 1 << 30
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (9 * gib, 80 * gib))
     arguments = engine_arguments(dataclasses.replace(spec_of(TIED), device="cuda:0"), Path("folder"))
-    assert arguments.keys() <= argument_names()
+    assert arguments.keys() <= ENGINE.arguments
     program = f"""
 from types import SimpleNamespace
 from vllm.v1.worker.utils import request_memory
@@ -332,7 +331,7 @@ print(request_memory(card, SimpleNamespace(gpu_memory_utilization={arguments["gp
 """
     done = subprocess.run(
         [sys.executable, "-c", program],
-        env=os.environ | environment(spec_of(TIED)),
+        env=os.environ | ENGINE.environment(spec_of(TIED)),
         capture_output=True,
         text=True,
         check=False,

@@ -14,7 +14,7 @@ from rondo.errors import ConfigError
 from rondo.models import ModelSource, build_model, load_model_config
 from rondo.models.experts import separate
 from rondo.models.family import FAMILIES
-from rondo.rollout.expected import expected_weights
+from rondo.rollout.third_party_engine import expected_weights
 from rondo.training.checkpoint import export_folder
 
 SHAPE: dict[str, Any] = {

@@ -15,8 +15,8 @@ import torch
 from rondo.errors import WeightSyncError
 from rondo.models.source import ModelSource
 from rondo.rollout.protocol import Capabilities, EngineSpec
-from rondo.rollout.vllm import engine as engine_module
 from rondo.rollout.vllm.engine import VllmEngine
+from rondo.rollout.vllm.options import ENGINE
 from rondo.types import GenerateRequest, SamplingParams
 
 MODEL = ModelSource(
@@ -28,7 +28,7 @@ MODEL = ModelSource(
 class FakeCore:
     """Says token 7 to whoever asks, and writes down what it was told."""
 
-    vocab_size, cache_bytes = 16, 0
+    cache_bytes = 0
 
     def __init__(self, spec: EngineSpec) -> None:
         self.told: list[str] = []
@@ -63,14 +63,12 @@ class Token:
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[VllmEngine]:
-    can = Capabilities(
-        "vllm", "0", sleep=True, seeded=True, min_p=True, tensor_parallel=True, reads_back=False
-    )
+    can = Capabilities("vllm", "0", sleep=True, reads_back=False)
     module = ModuleType("rondo.rollout.vllm.core")
     module.Core = FakeCore  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "rondo.rollout.vllm.core", module)
-    monkeypatch.setattr(engine_module, "check", lambda *_: None)
-    monkeypatch.setattr(engine_module, "capabilities", lambda *_: can)
+    monkeypatch.setattr(ENGINE, "check", lambda *_: None)
+    monkeypatch.setattr(ENGINE, "capabilities", lambda *_: can)
     engine = VllmEngine(EngineSpec("vllm", MODEL, "float32", "cpu", 32, 4, 1))
     yield engine
     engine.close()

@@ -16,10 +16,10 @@ import torch
 from rondo.errors import ConfigError
 from rondo.models.source import ModelSource
 from rondo.rollout.build import check_engine
-from rondo.rollout.folder import model_folder
 from rondo.rollout.protocol import EngineSpec
-from rondo.rollout.vllm import options as vllm_options
+from rondo.rollout.third_party_engine import model_folder
 from rondo.rollout.vllm.arguments import CACHE_SHARE, STARTING_SHARE, engine_arguments
+from rondo.rollout.vllm.options import ENGINE
 
 ARGUMENTS = """
 @dataclass
@@ -51,7 +51,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
 
 
 def _forget() -> None:
-    vllm_options.argument_names.cache_clear()
+    vars(ENGINE).pop("arguments", None)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
@@ -97,9 +97,9 @@ def test_options_are_the_fields_of_its_arguments(install: Install) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
 def test_sleep_needs_a_gpu_and_its_option(install: Install) -> None:
     install("vllm", "0.32.0")
-    vllm_options.check({}, "cuda:0")
+    ENGINE.check({}, "cuda:0")
     with pytest.raises(ConfigError, match=r"rollout.sleep: add rollout.engine.enable_sleep_mode=true"):
-        vllm_options.check({}, "cuda:0", sleep=True)
+        ENGINE.check({}, "cuda:0", sleep=True)
 
 
 def test_a_models_folder_names_its_architecture() -> None:

@@ -175,7 +175,7 @@ def test_the_first_check_also_looks_at_high_positions(
 def test_an_engine_that_cannot_read_back_says_so(
     with_roles: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    blind = Capabilities("vllm", "0", False, True, True, True, reads_back=False)
+    blind = Capabilities("vllm", "0", sleep=False, reads_back=False)
 
     async def use(roles: Roles, canary: Canary, config: Config, prompts: Prompts) -> str:
         await roles.rollout.call_rank(0, _Probed.change, LAYER, 0.5)
@@ -225,7 +225,7 @@ def test_the_engine_that_is_named_is_the_one_that_answered() -> None:
             )
 
         def capabilities(self) -> Capabilities:
-            return Capabilities("native", "0", False, True, True, True, reads_back=True)
+            return Capabilities("native", "0", sleep=False, reads_back=True)
 
         def parameter(self, name: str) -> torch.Tensor:
             return torch.ones(2) * self.version

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rondo.errors import WeightSyncError
-from rondo.rollout.expected import expected_weights
+from rondo.rollout.third_party_engine import expected_weights
 from rondo.weights.intake import Intake
 
 

@@ -15,10 +15,12 @@ from rondo.errors import ConfigError
 from rondo.models import load_model_config
 from rondo.rollout.native.engine import NativeEngine
 from rondo.rollout.protocol import EngineSpec, RolloutEngine
+from rondo.rollout.third_party import ThirdParty
 
 if TYPE_CHECKING:
     from rondo.rollout.server.client import EngineProcess
 
+# The class of each third-party engine, in the module `engine` of its folder; `options` has its ThirdParty.
 CLASSES = {"vllm": "VllmEngine", "sglang": "SglangEngine"}
 
 
@@ -30,8 +32,9 @@ def build_engine(spec: EngineSpec, parameters: Mapping[str, torch.Tensor] | None
     if spec.engine in CLASSES:
         if parameters is not None:
             raise ConfigError(f"rollout.engine={spec.engine} cannot use the trainer's storage in place")
-        build: type[RolloutEngine] = getattr(_package(spec.engine), CLASSES[spec.engine])
-        return build(spec)  # type: ignore[call-arg]
+        module = importlib.import_module(f"rondo.rollout.{spec.engine}.engine")
+        engine: RolloutEngine = getattr(module, CLASSES[spec.engine])(spec)
+        return engine
     return NativeEngine(
         load_model_config(spec.source),
         parameters=parameters,
@@ -64,26 +67,19 @@ def start_engine(
         spec = dataclasses.replace(spec, device=spec.device.partition(":")[0])
     spec, devices = visible_devices(spec, ",".join(accelerators) or os.environ.get("CUDA_VISIBLE_DEVICES"))
     path = os.pathsep.join(dict.fromkeys(entry or os.getcwd() for entry in sys.path))
-    environment = {**os.environ, "PYTHONPATH": path, **_environment(spec), **devices}
+    own = {"OMP_NUM_THREADS": str(spec.threads)}
+    if spec.engine in CLASSES:
+        own = _third_party(spec.engine).environment(spec)
+    environment = {**os.environ, "PYTHONPATH": path, **own, **devices}
     return EngineProcess(spec, environment, name=name, bucket_bytes=bucket_bytes)
 
 
-def check_engine(
-    engine: str,
-    options: Mapping[str, Any],
-    *,
-    device: str,
-    sleep: bool = False,
-    min_p: bool = False,
-) -> None:
+def check_engine(engine: str, options: Mapping[str, Any], *, device: str, sleep: bool = False) -> None:
     """Raises ConfigError: not installed, a version that is not supported, an unknown option, or what the
-    engine cannot do on this device. Nothing is started. sleep, min_p: whether it will be asked for them.
+    engine cannot do on this device. Nothing is started. sleep: whether it will be asked for that.
     """
     if engine in CLASSES:
-        package = _package(engine)
-        package.check(options, device, sleep=sleep)
-        if min_p and not package.capabilities(options, device).min_p:
-            raise ConfigError(f"rollout.min_p: {engine} cannot do it here; set it to 0")
+        _third_party(engine).check(options, device, sleep=sleep)
         return
     if engine != "native":
         raise ConfigError(f"there is no rollout engine {engine!r}; there are native, {', '.join(CLASSES)}")
@@ -110,13 +106,6 @@ def visible_devices(spec: EngineSpec, visible: str | None) -> tuple[EngineSpec, 
     return dataclasses.replace(spec, device="cuda:0"), own
 
 
-def _environment(spec: EngineSpec) -> dict[str, str]:
-    if spec.engine in CLASSES:
-        variables: dict[str, str] = _package(spec.engine).environment(spec)
-        return variables
-    return {"OMP_NUM_THREADS": str(spec.threads)}
-
-
-def _package(engine: str) -> Any:
-    """rondo's own part for the engine; it does not import the engine."""
-    return importlib.import_module(f"rondo.rollout.{engine}")
+def _third_party(engine: str) -> ThirdParty:
+    known: ThirdParty = importlib.import_module(f"rondo.rollout.{engine}.options").ENGINE
+    return known

@@ -47,9 +47,6 @@ class Capabilities:
     engine: str  # native, vllm, sglang
     engine_version: str
     sleep: bool  # sleep gives memory back
-    seeded: bool  # the same request gives the same tokens whatever its batch mates
-    min_p: bool
-    tensor_parallel: bool
     reads_back: bool  # `parameter(name)` returns what it computes with
 
 

@@ -1,66 +1,132 @@
-"""What is asked of every third-party engine before it is imported: its version, its folder, its options."""
+"""What is asked of a third-party engine before it is imported: installation, version, options, abilities."""
 
 from __future__ import annotations
 
 import ast
+import importlib.metadata
 import importlib.util
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from rondo.config.functions import did_you_mean
 from rondo.errors import ConfigError
+from rondo.rollout.protocol import Capabilities, EngineSpec
 
 
-def check_version(engine: str, version: str, oldest: tuple[int, ...], newer: tuple[int, ...]) -> None:
-    """Raises ConfigError unless oldest <= version < newer."""
-    numbers = tuple(int(piece) for piece in re.findall(r"\d+", version.split("+")[0])[:3])
-    if not oldest <= numbers < newer:
-        wanted = [".".join(str(number) for number in bound) for bound in (oldest, newer)]
+class ThirdParty:
+    """One such engine. Nothing here imports it: that takes seconds, and changes the process.
+
+    The options of `rollout.engine` are the engine's own arguments; their names are read from its source.
+    """
+
+    # The value of rollout.engine.name, which is also the engine's package; and how it writes itself.
+    name: ClassVar[str]
+    title: ClassVar[str]
+    # Names that it is distributed by.
+    distributions: ClassVar[tuple[str, ...]]
+    # Versions that will do: from the first on, before the second.
+    oldest: ClassVar[tuple[int, ...]]
+    newer: ClassVar[tuple[int, ...]]
+    # Files with the classes whose fields are its arguments (in its package), and a pattern of their names.
+    arguments_in: ClassVar[str]
+    arguments_class: ClassVar[str]
+    # The option without which a GPU's memory is not given back.
+    sleep_option: ClassVar[str]
+    # Arguments that rondo sets, and the key of its own that governs each.
+    governed: ClassVar[Mapping[str, str]]
+    # Patterns of arguments whose effect on weights, versions or log-probs is not known to be right, and why.
+    refused: ClassVar[Mapping[str, str]]
+
+    def installed(self) -> tuple[str, str]:
+        """Returns the distribution and its version. Raises ConfigError that says what to install."""
+        for name in self.distributions:
+            try:
+                version = importlib.metadata.version(name)
+            except importlib.metadata.PackageNotFoundError:
+                continue
+            return name, version
         raise ConfigError(
-            f"{engine} {version} is installed; rondo needs {wanted[0]} or newer, before {wanted[1]} "
-            "(docs/engines.md)"
+            f"rollout.engine={self.name} needs {self.title}, which is not installed in this environment. "
+            "Without a GPU: `make test-engines` makes .venv-engines, which has it; with a GPU: pip install "
+            f"{self.name}, then rondo; see docs/engines.md"
         )
 
+    def folder(self) -> Path:
+        """Returns the folder of the installed package."""
+        spec = importlib.util.find_spec(self.name)
+        if spec is None or not spec.submodule_search_locations:
+            raise ConfigError(f"the installed {self.title} has no package {self.name!r}; reinstall it")
+        return Path(next(iter(spec.submodule_search_locations)))
 
-def check_options(
-    options: Mapping[str, Any],
-    *,
-    engine: str,
-    known: Iterable[str],
-    governed: Mapping[str, str],
-    refused: Callable[[str], str | None],
-) -> None:
-    """Raises ConfigError for an option of rollout.engine that must not be passed on.
+    @cached_property
+    def arguments(self) -> frozenset[str]:
+        """The names of its arguments. Raises ConfigError where they cannot be read."""
+        names = {
+            field.target.id
+            for path in sorted(self.folder().glob(self.arguments_in))
+            for node in ast.parse(path.read_text(encoding="utf-8"), str(path)).body
+            if isinstance(node, ast.ClassDef) and fnmatchcase(node.name, self.arguments_class)
+            for field in node.body
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        }
+        if not names:
+            raise ConfigError(
+                f"the arguments of {self.title} cannot be read from {self.folder() / self.arguments_in}: "
+                "this version is not supported"
+            )
+        return frozenset(name for name in names if not name.startswith("_"))
 
-    engine: its name and version. known: its arguments. governed: those that rondo sets, and the key for each.
-    refused: why an argument is not supported, or None.
-    """
-    names = sorted(known)
-    for name in options:
-        where = f"rollout.engine.{name}"
-        if name in governed:
-            raise ConfigError(f"{where}: rondo sets this; it is governed by {governed[name]}")
-        reason = refused(name)
-        if reason is not None:
-            raise ConfigError(f"{where} is not supported with rondo: {reason}")
-        if name not in names:
-            raise ConfigError(f"{where}: {engine} has no engine argument {name!r}{did_you_mean(name, names)}")
+    def check(self, options: Mapping[str, Any], device: str = "cpu", *, sleep: bool = False) -> None:
+        """Raises ConfigError where the engine cannot be built like this: not installed, another version or
+        build, an option that must not be passed on, or no sleep where that is asked for.
+        """
+        distribution, version = self.installed()
+        numbers = tuple(int(piece) for piece in re.findall(r"\d+", version.split("+")[0])[:3])
+        if not self.oldest <= numbers < self.newer:
+            wanted = [".".join(map(str, bound)) for bound in (self.oldest, self.newer)]
+            raise ConfigError(
+                f"{self.title} {version} is installed; rondo needs {wanted[0]} or newer, before {wanted[1]} "
+                "(docs/engines.md)"
+            )
+        self.check_build(distribution, version, device)
+        for name in options:
+            where = f"rollout.engine.{name}"
+            if name in self.governed:
+                raise ConfigError(f"{where}: rondo sets this; it is governed by {self.governed[name]}")
+            for pattern, reason in self.refused.items():
+                if fnmatchcase(name, pattern):
+                    raise ConfigError(f"{where} is not supported with rondo: {reason}")
+            if name not in self.arguments:
+                near = did_you_mean(name, sorted(self.arguments))
+                raise ConfigError(f"{where}: {self.title} {version} has no engine argument {name!r}{near}")
+        if sleep and not self.sleeps(options, device):
+            raise ConfigError(f"rollout.sleep: {self.why_no_sleep(device)}")
 
+    def check_build(self, distribution: str, version: str, device: str) -> None:
+        """Raises ConfigError where what is installed was not built for the device."""
+        raise NotImplementedError
 
-def package_folder(name: str, how_to_install: str) -> Path:
-    """The folder of an installed package; ConfigError with `how_to_install` where there is none."""
-    spec = importlib.util.find_spec(name)
-    if spec is None or not spec.submodule_search_locations:
-        raise ConfigError(how_to_install)
-    return Path(next(iter(spec.submodule_search_locations)))
+    def sleeps(self, options: Mapping[str, Any], device: str) -> bool:
+        """Says whether its sleep gives memory back."""
+        return device.startswith("cuda") and bool(options.get(self.sleep_option))
 
+    def why_no_sleep(self, device: str) -> str:
+        """Returns the remedy, or that there is none."""
+        if device.startswith("cuda"):
+            return f"add rollout.engine.{self.sleep_option}=true"
+        return f"{self.title} gives no memory back on a CPU"
 
-def annotated_fields(paths: Iterable[Path], class_name: str | None = None) -> Iterator[str]:
-    """Names of the annotated fields of the classes in these source files (only of `class_name`)."""
-    for path in paths:
-        for node in ast.parse(path.read_text(encoding="utf-8"), str(path)).body:
-            if isinstance(node, ast.ClassDef) and class_name in (None, node.name):
-                targets = [part.target for part in node.body if isinstance(part, ast.AnnAssign)]
-                yield from (target.id for target in targets if isinstance(target, ast.Name))
+    def capabilities(self, options: Mapping[str, Any], device: str = "cpu") -> Capabilities:
+        """Returns what it can do with these options on this device. It fuses and packs its matrices, so it
+        does not read them back.
+        """
+        _, version = self.installed()
+        return Capabilities(self.name, version, sleep=self.sleeps(options, device), reads_back=False)
+
+    def environment(self, spec: EngineSpec) -> dict[str, str]:
+        """Returns variables of the engine's process and of its children; to be set before it starts."""
+        raise NotImplementedError

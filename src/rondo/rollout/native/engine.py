@@ -100,16 +100,7 @@ class NativeEngine:
         return f"native rollout engine: {self.decode_path} path ({self.decode_reason})"
 
     def capabilities(self) -> Capabilities:
-        """All but tensor parallelism."""
-        return Capabilities(
-            engine="native",
-            engine_version=__version__,
-            sleep=True,
-            seeded=True,
-            min_p=True,
-            tensor_parallel=False,
-            reads_back=True,
-        )
+        return Capabilities("native", __version__, sleep=True, reads_back=True)
 
     # ---- requests ----
 

@@ -15,24 +15,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 import numpy as np
-import torch
 
 from rondo.errors import RolloutError, WeightSyncError
-from rondo.models.loading import load_model_config
-from rondo.rollout.expected import expected_weights
-from rondo.rollout.protocol import Capabilities, EngineSpec, OnTokens
-from rondo.rollout.requests import Pending, check_request, complete_as_it_is, deliver
+from rondo.rollout.protocol import EngineSpec, OnTokens
+from rondo.rollout.requests import Pending, complete_as_it_is, deliver
 from rondo.rollout.sglang.launch import Core, Step
-from rondo.rollout.sglang.options import capabilities, check
+from rondo.rollout.sglang.options import ENGINE
+from rondo.rollout.third_party_engine import ThirdPartyEngine
 from rondo.types import Completion, FinishReason, GenerateRequest, StepStats
-from rondo.weights.bucket import BucketWriter, SharedBucket
+from rondo.weights.bucket import SharedBucket
 
-BUCKET_BYTES = 64 << 20  # for tensors that come one by one
 _COLDEST = 1e-6  # SGLang takes smaller temperatures for 0
 _Hold = Literal["paused", "weights", "asleep"]
 _T = TypeVar("_T")
@@ -49,44 +46,28 @@ class _Job(Pending):
     started: bool = False
 
 
-class SglangEngine:
+class SglangEngine(ThirdPartyEngine[_Job]):
     """Implements `RolloutEngine`; to be made in a process of its own, whose children are all the engine's.
 
     The constructor blocks until SGLang can take requests. Raises ConfigError.
     """
 
     def __init__(self, spec: EngineSpec) -> None:
-        check(spec.options, spec.device)
-        self._spec = spec
-        self._weights = expected_weights(
-            load_model_config(spec.source), trust_remote_code=spec.source.trust_remote_code
-        )
-        self._capabilities = capabilities(spec.options, spec.device)
+        super().__init__(spec, ENGINE, _COLDEST)
         self._core = Core(spec)
         self._loop = asyncio.new_event_loop()
         self._gate = asyncio.Event()  # no holds
         self._change = asyncio.Lock()  # of holds
         self._holds: set[_Hold] = set()
-        self._jobs: dict[str, _Job] = {}
         self._num_jobs = 0
         self._ahead: dict[bytes, asyncio.Event] = {}  # prompts that are not in the cache yet
         self._stats = StepStats()
-        self._writer: BucketWriter | None = None
-        self._closed = False
         self._thread = threading.Thread(target=self._loop.run_forever, name="rondo-sglang", daemon=True)
         self._thread.start()
         self._wait(self._hold("weights"))
         _log.info("%s", self.describe())
 
     # ---- what it is ----
-
-    @property
-    def version(self) -> int:
-        """Of the weights that it serves; -1: none yet."""
-        return self._weights.version
-
-    def capabilities(self) -> Capabilities:
-        return self._capabilities
 
     def describe(self) -> str:
         """One line: SGLang's version, workers, and the size of its cache."""
@@ -110,19 +91,19 @@ class SglangEngine:
         self._num_jobs += 1
         # Keys are of one length, because SGLang aborts by their beginnings.
         job = _Job(request, on_tokens, key=f"{self._num_jobs:016x}")
-        self._jobs[request.request_id] = job
+        self._in_flight[request.request_id] = job
         try:
             job.settle(await self._on_loop(self._run(job)))
             return await job.future
         finally:
-            del self._jobs[request.request_id]
+            del self._in_flight[request.request_id]
 
     async def cancel(self, request_id: str) -> None:
         """The pending generate call returns what it has so far. Unknown (finished) requests are ignored."""
 
         async def end() -> None:
-            if request_id in self._jobs:
-                self._end(self._jobs[request_id], "cancelled")
+            if request_id in self._in_flight:
+                self._end(self._in_flight[request_id], "cancelled")
 
         await self._on_loop(end())
 
@@ -136,15 +117,11 @@ class SglangEngine:
 
     async def sleep(self) -> None:
         """Give the cache back; the engine must be paused or idle. Raises RolloutError on a CPU."""
-        if not self._capabilities.sleep:
-            raise RolloutError(
-                "SGLang cannot sleep here: it gives memory back on a GPU only, and with "
-                "rollout.engine.enable_memory_saver=true"
-            )
-        self._refuse_in_flight("sleep", RolloutError)
+        self._refuse_sleep(held=bool(self._holds))
 
         async def lie_down() -> None:
-            if "asleep" not in self._holds:
+            if not self._asleep:
+                self._asleep = True
                 await self._hold("asleep")
                 await self._core.sleep()
 
@@ -154,8 +131,9 @@ class SglangEngine:
         """Make the cache again."""
 
         async def get_up() -> None:
-            if "asleep" in self._holds:
+            if self._asleep:
                 await self._core.wake()
+                self._asleep = False
                 await self._release("asleep")
 
         await self._on_loop(get_up())
@@ -164,7 +142,8 @@ class SglangEngine:
         """perf/…: tokens decoded, prefilled, and found in the cache since the last call."""
 
         async def take() -> StepStats:
-            stats, self._stats = self._stats, StepStats()
+            stats = self._stats
+            self._stats = StepStats()
             return stats
 
         return await self._on_loop(take())
@@ -174,11 +153,10 @@ class SglangEngine:
         if self._closed:
             return
         self._closed = True
-        if self._writer is not None:
-            self._writer.close()
+        self._forget_received()
 
         async def stop() -> None:
-            waiting = [job.task for job in list(self._jobs.values()) if job.task is not None]
+            waiting = [job.task for job in list(self._in_flight.values()) if job.task is not None]
             for task in waiting:
                 task.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
@@ -192,34 +170,23 @@ class SglangEngine:
 
     def begin(self, version: int) -> None:
         """Start to receive `version`. Until `commit` nothing decodes. Raises WeightSyncError."""
-        self._refuse_in_flight(f"begin({version})", WeightSyncError)
+        self._refuse_in_flight(f"begin({version})", WeightSyncError, held=bool(self._holds))
         self._wait(self._hold("weights"))
         self._wait(self._core.begin(first=self.version < 0))
-        if self._writer is not None:
-            self._writer.close()
-        self._writer = None
+        self._forget_received()
         self._weights.begin(version)
 
-    def receive(self, name: str, tensor: torch.Tensor) -> None:
-        """One tensor under its checkpoint name. Raises WeightSyncError."""
-        self._weights.take(name, tensor.shape)
-        if self._writer is None:
-            self._writer = BucketWriter(BUCKET_BYTES, self._load)
-        self._writer.add(name, tensor)
-
     def receive_bucket(self, bucket: SharedBucket) -> None:
-        """Many tensors; SGLang's workers read them where they are. Raises WeightSyncError."""
-        for entry in bucket.entries:
-            self._weights.take(entry.name, entry.shape)
-        self._load(bucket)
+        """See ThirdPartyEngine.receive_bucket. SGLang knows one of a tied parameter's names only."""
+        names = [self._weights.take(entry.name, entry.shape) for entry in bucket.entries]
+        entries = tuple(replace(entry, name=name) for entry, name in zip(bucket.entries, names, strict=True))
+        self._weights.note(self._wait(self._core.load(replace(bucket, entries=entries))))
 
     def commit(self, version: int, checksums: Mapping[str, int] | None = None) -> None:
         """All tensors are there: serve `version`. Raises WeightSyncError naming what is missing or
         differs.
         """
-        if self._writer is not None:
-            self._writer.finish()
-            self._writer = None
+        self._take_received()
         self._weights.check(version, checksums)
         unset = self._wait(self._core.unset()) if self.version < 0 else []
         if unset:
@@ -231,16 +198,6 @@ class SglangEngine:
         self._wait(self._core.end())
         self._weights.finish(version)
         self._wait(self._release("weights"))
-
-    def _load(self, bucket: SharedBucket) -> Callable[[], None]:
-        """SGLang knows one of a tied parameter's names only."""
-        entries = [replace(entry, name=self._weights.canonical(entry.name)) for entry in bucket.entries]
-        self._weights.note(self._wait(self._core.load(replace(bucket, entries=tuple(entries)))))
-        return lambda: None  # it has been read
-
-    def _refuse_in_flight(self, what: str, error: type[RolloutError] | type[WeightSyncError]) -> None:
-        if self._jobs and not self._holds:
-            raise error(f"{what}: {len(self._jobs)} requests are in flight; await pause() first, or wait")
 
     # ---- inside: on the engine's loop ----
 
@@ -341,23 +298,6 @@ class SglangEngine:
             known = len(job.request.token_ids) + (0 if prefix is None else len(prefix.token_ids))
             self._stats.add_sum("perf/prefill_tokens", known - step.cached)
             self._stats.add_sum("perf/shared_prefill_tokens", step.cached)
-
-    # ---- inside: from other threads ----
-
-    def _check(self, request: GenerateRequest) -> None:
-        who = f"request {request.request_id!r}"
-        if self._closed:
-            raise RolloutError(f"{who}: the rollout engine is closed")
-        if "asleep" in self._holds:
-            raise RolloutError(f"{who}: the rollout engine is asleep; call wake() first")
-        if self.version < 0:
-            raise RolloutError(
-                f"{who}: the rollout engine has no weights yet; send them with begin, receive, commit"
-            )
-        if request.request_id in self._jobs:
-            raise RolloutError(f"{who} is in flight already; request ids must be unique")
-        limits = (self._spec.max_context, self._core.vocab_size)
-        check_request(request, max_context=limits[0], vocab_size=limits[1], coldest=_COLDEST)
 
     async def _on_loop(self, work: Coroutine[Any, Any, _T]) -> _T:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))

@@ -36,10 +36,10 @@ from sglang.srt.utils.hf_transformers_utils import get_context_length
 
 from rondo.errors import ConfigError, WeightSyncError
 from rondo.models.loading import load_model_config
-from rondo.rollout.folder import model_folder
 from rondo.rollout.native.noise import seed_ahead
 from rondo.rollout.protocol import EngineSpec
 from rondo.rollout.sglang.worker import LOADER, SAMPLER, Delivery, Task, register_model, run
+from rondo.rollout.third_party_engine import model_folder
 from rondo.types import GenerateRequest
 from rondo.weights.bucket import SharedBucket
 
@@ -81,10 +81,8 @@ class Core:
     def __init__(self, spec: EngineSpec) -> None:
         self._folder = model_folder(spec)
         try:
-            config = load_model_config(spec.source)
-            self.vocab_size = int(config.get_text_config().vocab_size)
             register_model(self._folder)
-            self._engine = _Engine(**arguments(spec, self._folder, config))
+            self._engine = _Engine(**arguments(spec, self._folder))
         except BaseException:
             shutil.rmtree(self._folder, ignore_errors=True)
             raise
@@ -238,9 +236,9 @@ class Core:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def arguments(spec: EngineSpec, folder: Path, config: Any) -> dict[str, Any]:
-    """SGLang's ServerArgs for `spec`. Raises ConfigError."""
-    longest = int(get_context_length(config.get_text_config()))
+def arguments(spec: EngineSpec, folder: Path) -> dict[str, Any]:
+    """Returns SGLang's ServerArgs for `spec`. Raises ConfigError."""
+    longest = int(get_context_length(load_model_config(spec.source).get_text_config()))
     if spec.max_context > longest:
         raise ConfigError(
             f"the model has positions for {longest} tokens, but prompt and response may have "

@@ -23,10 +23,10 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from rondo.config.functions import did_you_mean
 from rondo.errors import ConfigError
 from rondo.models.loading import load_model_config
-from rondo.rollout.folder import model_folder
 from rondo.rollout.protocol import EngineSpec
+from rondo.rollout.third_party_engine import model_folder
 from rondo.rollout.vllm.arguments import check_head_size, engine_arguments
-from rondo.rollout.vllm.options import installed_version
+from rondo.rollout.vllm.options import ENGINE
 from rondo.rollout.vllm.worker import FIRST, SEED
 from rondo.types import GenerateRequest
 from rondo.weights.bucket import SharedBucket
@@ -52,19 +52,18 @@ class Core:
     """Builds the engine, and blocks until it can take requests. Raises ConfigError; whatever vLLM raises."""
 
     def __init__(self, spec: EngineSpec) -> None:
-        config = load_model_config(spec.source)
-        self.vocab_size = int(config.get_text_config().vocab_size)
         self._folder = model_folder(spec)
         try:
             self._engine = self._build(spec)
         except BaseException:
             shutil.rmtree(self._folder, ignore_errors=True)
             raise
+        vocab_size = int(load_model_config(spec.source).get_text_config().vocab_size)
         engine_vocab = int(self._engine.model_config.get_vocab_size())
-        if engine_vocab != self.vocab_size:
+        if engine_vocab != vocab_size:
             self.close()
             raise ConfigError(
-                f"vLLM's model has a vocabulary of {engine_vocab}, the trainer's of {self.vocab_size}"
+                f"vLLM's model has a vocabulary of {engine_vocab}, the trainer's of {vocab_size}"
             )
         self._rpc("rondo_prepare")
         self._seen: set[str] = set()
@@ -190,6 +189,6 @@ def _check_architecture(folder: Path, spec: EngineSpec) -> None:
         return
     name = architectures[0]
     raise ConfigError(
-        f"vLLM {installed_version()} does not know the architecture {name}{did_you_mean(name, known)} Use "
+        f"vLLM {ENGINE.installed()[1]} does not know the architecture {name}{did_you_mean(name, known)} Use "
         "rollout.engine=native, or try rollout.engine.model_impl=transformers"
     )

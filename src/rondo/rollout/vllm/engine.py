@@ -22,47 +22,38 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from rondo.errors import ReplicaLostError, RolloutError, RondoError, WeightSyncError
-from rondo.models.loading import load_model_config
-from rondo.rollout.expected import expected_weights
-from rondo.rollout.protocol import Capabilities, EngineSpec, OnTokens
-from rondo.rollout.requests import News, Pending, check_request, complete_as_it_is, deliver
-from rondo.rollout.vllm.options import capabilities, check
+from rondo.rollout.protocol import EngineSpec, OnTokens
+from rondo.rollout.requests import News, Pending, complete_as_it_is, deliver
+from rondo.rollout.third_party_engine import ThirdPartyEngine
+from rondo.rollout.vllm.options import ENGINE
 from rondo.types import Completion, FinishReason, GenerateRequest, StepStats
-from rondo.weights.bucket import BucketWriter, SharedBucket
+from rondo.weights.bucket import SharedBucket
 
 if TYPE_CHECKING:
     from rondo.rollout.vllm.core import Core
 
 _log = logging.getLogger(__name__)
-_BUCKET_BYTES = 64 << 20  # of `receive`, tensor by tensor; `receive_bucket` has the sender's
 _COLDEST = 0.01  # vLLM takes it for smaller temperatures, too
 
 
-class VllmEngine:
+class VllmEngine(ThirdPartyEngine[Pending]):
     """One vLLM engine with its workers. The constructor blocks until it can receive weights.
 
-    To be made in a process whose environment is `options.environment(spec)`. Raises ConfigError; RolloutError
+    To be made in a process whose environment is `ENGINE.environment(spec)`. Raises ConfigError; RolloutError
     with vLLM's own message where it does not start.
     """
 
     def __init__(self, spec: EngineSpec) -> None:
-        check(spec.options, spec.device)
-        self._spec = spec
-        self._capabilities = capabilities(spec.options, spec.device)
-        self._weights = expected_weights(
-            load_model_config(spec.source), trust_remote_code=spec.source.trust_remote_code
-        )
-        self._paused = self._closed = self._asleep = self._weights_awake = False
+        super().__init__(spec, ENGINE, _COLDEST)
+        self._paused = False
+        self._weights_awake = False
         self._lost = ""  # why the engine cannot go on at all; "" while it can
         self._condition = threading.Condition()
         self._inbox: deque[Callable[[], None]] = deque()
-        self._pending: dict[str, Pending] = {}  # by key
-        self._keys: dict[str, str] = {}  # request id → key
+        self._pending: dict[str, Pending] = {}  # by key, of the step thread
         self._numbers = itertools.count()
-        self._writer: BucketWriter | None = None
         self._stats = StepStats()
         self._core: Core
         started: Future[None] = Future()
@@ -70,14 +61,6 @@ class VllmEngine:
         self._thread.start()
         started.result()
         _log.info("%s", self.describe())
-
-    @property
-    def version(self) -> int:
-        """Of the weights that it serves; -1: none yet."""
-        return self._weights.version
-
-    def capabilities(self) -> Capabilities:
-        return self._capabilities
 
     def describe(self) -> str:
         """`vLLM 0.32.0 rollout engine: cpu, tensor parallel 2, key/value cache 64.0 MiB`."""
@@ -102,21 +85,20 @@ class VllmEngine:
         pending = Pending(request, on_tokens, key=f"{next(self._numbers)}")
         if not self._post(lambda: self._add(pending)):
             self._check(request)
-        self._keys[request.request_id] = pending.key
+        self._in_flight[request.request_id] = pending
         try:
             return await pending.future
         except asyncio.CancelledError:
             self._post(lambda: self._take_out(pending.key, "cancelled"))
             raise
         finally:
-            if self._keys.get(request.request_id) == pending.key:
-                del self._keys[request.request_id]
+            del self._in_flight[request.request_id]
 
     async def cancel(self, request_id: str) -> None:
         """The pending generate call returns what it has so far. Unknown (finished) requests are ignored."""
-        key = self._keys.get(request_id)
-        if key is not None:
-            self._post(lambda: self._take_out(key, "cancelled"))
+        pending = self._in_flight.get(request_id)
+        if pending is not None:
+            self._post(lambda: self._take_out(pending.key, "cancelled"))
 
     async def pause(self) -> None:
         """When this returns no step is running. Requests keep their place."""
@@ -136,8 +118,8 @@ class VllmEngine:
 
     def begin(self, version: int) -> None:
         """Start to receive `version`. Until `commit` nothing is generated. Raises WeightSyncError."""
-        if self._keys and not self._paused:
-            raise WeightSyncError(f"begin: {len(self._keys)} requests are in flight; await pause() first")
+        self._refuse_in_flight(f"begin({version})", WeightSyncError, held=self._paused)
+        self._forget_received()
 
         def start() -> None:
             self._weights.begin(version)
@@ -148,14 +130,8 @@ class VllmEngine:
 
         self._update("begin", start)
 
-    def receive(self, name: str, tensor: torch.Tensor) -> None:
-        """One tensor under its checkpoint name. Raises WeightSyncError; then the update has failed."""
-        if self._writer is None:
-            self._writer = BucketWriter(_BUCKET_BYTES, self._ship)
-        self._writer.add(name, tensor)
-
     def receive_bucket(self, bucket: SharedBucket) -> None:
-        """Tensors in shared memory, opened by every worker. Raises WeightSyncError."""
+        """See ThirdPartyEngine.receive_bucket; after an error the update has failed."""
 
         def load() -> None:
             for entry in bucket.entries:
@@ -171,9 +147,7 @@ class VllmEngine:
         """Everything is there: serve `version`. Raises WeightSyncError naming what is missing or differs."""
         if self._weights.arriving != version:
             self._weights.check(version)  # raises, but no update has failed: what was served is served on
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            writer.finish()
+        self._take_received()
 
         def change() -> None:
             self._weights.check(version, checksums)
@@ -186,18 +160,13 @@ class VllmEngine:
 
     async def sleep(self) -> None:
         """The cache and the weights are given up; paused or idle. It serves nothing until the next update."""
-        if not self._capabilities.sleep:
-            raise RolloutError(
-                "vLLM cannot sleep here: on a CPU its sleep does nothing, and on a GPU it needs "
-                "rollout.engine.enable_sleep_mode=true"
-            )
-        if self._keys and not self._paused:
-            raise RolloutError(f"sleep: {len(self._keys)} requests are in flight; await pause() first")
+        self._refuse_sleep(held=self._paused)
 
         def change() -> None:
             if not self._asleep:
                 self._core.sleep()
-                self._asleep, self._weights_awake = True, False
+                self._asleep = True
+                self._weights_awake = False
 
         await self._on_thread(change)
 
@@ -220,7 +189,8 @@ class VllmEngine:
         """Counters since the last call: tokens, steps, share of prompts found in the cache; queue, cache."""
 
         def take() -> StepStats:
-            stats, self._stats = self._stats, StepStats()
+            stats = self._stats
+            self._stats = StepStats()
             running, waiting = self._core.counts()
             stats.add_max("perf/engine_running", running)
             stats.add_max("perf/engine_waiting", waiting)
@@ -235,29 +205,15 @@ class VllmEngine:
             self._closed = True
             self._condition.notify()
         self._thread.join()
-        if self._writer is not None:
-            self._writer.close()
+        self._forget_received()
 
     # ---- inside: the caller's side ----
 
     def _check(self, request: GenerateRequest) -> None:
-        who = f"request {request.request_id!r}"
         if self._lost:
+            who = f"request {request.request_id!r}"
             raise ReplicaLostError(f"{who}: vLLM stopped: {self._lost}", request.prefix)
-        if self._closed:
-            raise RolloutError(f"{who}: the rollout engine is closed")
-        if self._weights.failure:
-            raise WeightSyncError(f"{who}: {self._weights.failure}")
-        if self._asleep:
-            raise RolloutError(f"{who}: the rollout engine is asleep; call wake() first")
-        if self._weights.version < 0 and self._weights.arriving is None:
-            raise RolloutError(
-                f"{who}: the rollout engine has no weights yet; send them with begin, receive, commit"
-            )
-        if request.request_id in self._keys:
-            raise RolloutError(f"{who} is in flight already; request ids must be unique")
-        limits = (self._spec.max_context, self._core.vocab_size)
-        check_request(request, max_context=limits[0], vocab_size=limits[1], coldest=_COLDEST)
+        super()._check(request)
 
     def _post(self, action: Callable[[], None]) -> bool:
         """Have `action` run on the step thread, between two steps; False: it is gone."""
@@ -308,10 +264,6 @@ class VllmEngine:
             if self._core.worker_lost():
                 raise ReplicaLostError(f"vLLM stopped in {what}: a worker process is gone") from error
             raise WeightSyncError(self._weights.failure or f"{what}: {error!r}") from error
-
-    def _ship(self, bucket: SharedBucket) -> Callable[[], None]:
-        self.receive_bucket(bucket)
-        return lambda: None
 
     # ---- inside: the step thread ----
 
@@ -396,10 +348,9 @@ class VllmEngine:
     def _add(self, pending: Pending) -> None:
         if pending.future.cancelled():
             return
-        if self._closed or self._lost:  # it fails with the others
-            self._pending[pending.key] = pending
-            return
         self._pending[pending.key] = pending  # also where vLLM stops: then it fails with the others
+        if self._closed or self._lost:
+            return
         try:
             self._core.add(pending.key, pending.request)
         except ValueError as error:  # vLLM refuses this request, and goes on
@@ -425,7 +376,8 @@ class VllmEngine:
         return max(min(deadlines) - time.monotonic(), 0.0) if deadlines else None
 
     def _fail(self, error_of: Callable[[Pending], RondoError]) -> None:
-        pending, self._pending = list(self._pending.values()), {}
+        pending = list(self._pending.values())
+        self._pending = {}
         if not self._lost and not self._closed:
             self._core.abort([one.key for one in pending])
         deliver((one, one.news(), error_of(one)) for one in pending)

@@ -80,11 +80,10 @@ def check_rollout_engine(config: Config) -> None:
             rollout.engine.options,
             device=engine_device(config),
             sleep=rollout.sleep,
-            min_p=rollout.min_p > 0,
         )
     except ConfigError as error:
-        named = [key for key in ("rollout.sleep", "rollout.min_p") if key in str(error)]
-        raise ConfigError(str(error), key=[*named, "rollout.engine"][0]) from error
+        key = "rollout.sleep" if "rollout.sleep" in str(error) else "rollout.engine"
+        raise ConfigError(str(error), key=key) from error
 
 
 def check_files(loaded: LoadedConfig) -> None:

@@ -1,0 +1,161 @@
+"""What engines that stand on a package of third parties have in common: what they are told of the model, what
+they refuse, and how weights reach them.
+"""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from rondo.errors import ConfigError, RolloutError, WeightSyncError
+from rondo.models.experts import why_not_separate
+from rondo.models.loading import load_model_config
+from rondo.rollout.protocol import Capabilities, EngineSpec
+from rondo.rollout.requests import Pending, check_request
+from rondo.rollout.third_party import ThirdParty
+from rondo.types import GenerateRequest
+from rondo.weights.bucket import BucketWriter, SharedBucket
+from rondo.weights.intake import Intake
+
+_BUCKET_BYTES = 64 << 20  # of `receive`, tensor by tensor; `receive_bucket` has the sender's
+PendingT = TypeVar("PendingT", bound=Pending)
+
+
+class ThirdPartyEngine(Generic[PendingT]):
+    """The part of a `RolloutEngine` that does not compute.
+
+    package: what is known of the engine. coldest: it takes smaller temperatures above 0 for others. Raises
+    ConfigError.
+    """
+
+    def __init__(self, spec: EngineSpec, package: ThirdParty, coldest: float) -> None:
+        package.check(spec.options, spec.device)
+        self._spec = spec
+        self._package = package
+        self._coldest = coldest
+        self._capabilities = package.capabilities(spec.options, spec.device)
+        config = load_model_config(spec.source)
+        self._vocab_size = int(config.get_text_config().vocab_size)
+        self._weights = expected_weights(config, trust_remote_code=spec.source.trust_remote_code)
+        self._in_flight: dict[str, PendingT] = {}  # by request id
+        self._asleep = False
+        self._closed = False
+        self._writer: BucketWriter | None = None
+
+    @property
+    def version(self) -> int:
+        """Of the weights that it serves; -1: none yet."""
+        return self._weights.version
+
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    def receive(self, name: str, tensor: torch.Tensor) -> None:
+        """Copies one tensor under its checkpoint name; an error may come with a later one, or with `commit`,
+        because the tensor travels with the bucket that it fills. Raises WeightSyncError.
+        """
+        if self._writer is None:
+            self._writer = BucketWriter(_BUCKET_BYTES, self._ship)
+        self._writer.add(name, tensor)
+
+    def receive_bucket(self, bucket: SharedBucket) -> None:
+        """Loads tensors from shared memory, which every worker opens. Raises WeightSyncError."""
+        raise NotImplementedError
+
+    def _ship(self, bucket: SharedBucket) -> Callable[[], None]:
+        self.receive_bucket(bucket)
+        return lambda: None  # it has been read
+
+    def _take_received(self) -> None:
+        """Loads what `receive` still holds back."""
+        if self._writer is not None:
+            self._writer.finish()
+            self._writer = None
+
+    def _forget_received(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    # ---- what is refused ----
+
+    def _check(self, request: GenerateRequest) -> None:
+        """Raises RolloutError for what cannot be served, WeightSyncError where the last update failed."""
+        who = f"request {request.request_id!r}"
+        if self._closed:
+            raise RolloutError(f"{who}: the rollout engine is closed")
+        if self._weights.failure:
+            raise WeightSyncError(f"{who}: {self._weights.failure}")
+        if self._asleep:
+            raise RolloutError(f"{who}: the rollout engine is asleep; call wake() first")
+        if self.version < 0:
+            raise RolloutError(
+                f"{who}: the rollout engine has no weights yet; send them with begin, receive, commit"
+            )
+        if request.request_id in self._in_flight:
+            raise RolloutError(f"{who} is in flight already; request ids must be unique")
+        limits = {"max_context": self._spec.max_context, "vocab_size": self._vocab_size}
+        check_request(request, **limits, coldest=self._coldest)
+
+    def _refuse_in_flight(
+        self, what: str, error: type[RolloutError] | type[WeightSyncError], *, held: bool
+    ) -> None:
+        """held: nothing runs, because the engine is paused."""
+        if self._in_flight and not held:
+            count = len(self._in_flight)
+            raise error(f"{what}: {count} requests are in flight; await pause() first, or wait")
+
+    def _refuse_sleep(self, *, held: bool) -> None:
+        if not self._capabilities.sleep:
+            remedy = self._package.why_no_sleep(self._spec.device)
+            raise RolloutError(f"{self._package.title} cannot sleep here: {remedy}")
+        self._refuse_in_flight("sleep", RolloutError, held=held)
+
+
+def expected_weights(model_config: Any, *, trust_remote_code: bool = False) -> Intake:
+    """Returns the intake of a causal LM's parameters, for engines that cannot say what they lack; allocates
+    nothing. Raises ConfigError for experts that such an engine could not be given.
+    """
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(
+            copy.deepcopy(model_config), trust_remote_code=trust_remote_code
+        )
+    intake = Intake(module.named_parameters(remove_duplicate=False))
+    why_not = why_not_separate(model_config, intake.shapes.items())
+    if why_not:
+        raise ConfigError(f"{why_not}; use rollout.engine=native")
+    return intake
+
+
+def model_folder(spec: EngineSpec) -> Path:
+    """Makes a temporary folder with config.json (and the model's own Python files where they are trusted),
+    for engines that start from dummy weights and without a tokenizer. It lies in spec.folder, which goes with
+    the engine's process; the caller removes it where it can.
+
+    config.json names the architecture (`Qwen3ForCausalLM`) also where the source's config leaves it out.
+    Raises ConfigError or DataError.
+    """
+    config = copy.deepcopy(load_model_config(spec.source))
+    if not config.architectures:
+        architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+        if architecture is None:
+            raise ConfigError(
+                f"model type {config.model_type!r} has no causal language model in transformers, and its "
+                f"config names no `architectures`: {spec.engine} cannot know what to build"
+            )
+        config.architectures = [architecture] if isinstance(architecture, str) else list(architecture)
+    config.dtype = spec.dtype
+    folder = Path(tempfile.mkdtemp(prefix=f"rondo-{spec.engine}-", dir=spec.folder))
+    config.save_pretrained(folder)
+    if spec.source.trust_remote_code and spec.source.path and Path(spec.source.path).is_dir():
+        for file in Path(spec.source.path).glob("*.py"):
+            shutil.copy(file, folder)
+    return folder
