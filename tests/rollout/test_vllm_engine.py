@@ -18,6 +18,7 @@ from rondo.rollout.protocol import Capabilities, EngineSpec
 from rondo.rollout.vllm.engine import VllmEngine
 from rondo.rollout.vllm.options import ENGINE
 from rondo.types import GenerateRequest, SamplingParams
+from rondo.weights.bucket import BucketWriter, Confirmation, SharedBucket
 
 MODEL = ModelSource(
     config={"model_type": "qwen3", "hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 16, "head_dim": 8}
@@ -75,9 +76,15 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[VllmEngine]:
 
 
 def send(engine: VllmEngine, version: int) -> None:
+    def ship(bucket: SharedBucket) -> Confirmation:
+        engine.receive_bucket(bucket)
+        return lambda: None
+
     engine.begin(version)
+    writer = BucketWriter(1 << 20, ship)
     for name in engine._weights.missing():
-        engine.receive(name, torch.zeros(engine._weights.shapes[name]))
+        writer.add(name, torch.zeros(engine._weights.shapes[name]))
+    writer.finish()
     engine.commit(version)
 
 

@@ -96,7 +96,9 @@ class RolloutEngine(Protocol):
 
     def begin(self, version: int) -> None: ...
 
-    def receive(self, name: str, tensor: torch.Tensor) -> None: ...
+    def receive(self, name: str, tensor: torch.Tensor) -> None:
+        """One in a process of its own may have `receive_bucket(bucket)` instead, for many tensors at once."""
+        ...
 
     def commit(self, version: int, checksums: Mapping[str, int] | None = None) -> None:
         """Serve `version`. checksums: by checkpoint name (`rondo.weights.checksum`); raises WeightSyncError

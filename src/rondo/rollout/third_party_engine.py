@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 import shutil
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -22,15 +21,15 @@ from rondo.rollout.protocol import Capabilities, EngineSpec
 from rondo.rollout.requests import Pending, check_request
 from rondo.rollout.third_party import ThirdParty
 from rondo.types import GenerateRequest
-from rondo.weights.bucket import BucketWriter, SharedBucket
+from rondo.weights.bucket import SharedBucket
 from rondo.weights.intake import Intake
 
-_BUCKET_BYTES = 64 << 20  # of `receive`, tensor by tensor; `receive_bucket` has the sender's
 PendingT = TypeVar("PendingT", bound=Pending)
 
 
 class ThirdPartyEngine(Generic[PendingT]):
-    """The part of a `RolloutEngine` that does not compute.
+    """The part of a `RolloutEngine` that does not compute. It lives in a process of its own, so weights come
+    in buckets (`receive_bucket`, in place of `receive`).
 
     package: what is known of the engine. coldest: it takes smaller temperatures above 0 for others. Raises
     ConfigError.
@@ -48,7 +47,6 @@ class ThirdPartyEngine(Generic[PendingT]):
         self._in_flight: dict[str, PendingT] = {}  # by request id
         self._asleep = False
         self._closed = False
-        self._writer: BucketWriter | None = None
 
     @property
     def version(self) -> int:
@@ -58,32 +56,9 @@ class ThirdPartyEngine(Generic[PendingT]):
     def capabilities(self) -> Capabilities:
         return self._capabilities
 
-    def receive(self, name: str, tensor: torch.Tensor) -> None:
-        """Copies one tensor under its checkpoint name; an error may come with a later one, or with `commit`,
-        because the tensor travels with the bucket that it fills. Raises WeightSyncError.
-        """
-        if self._writer is None:
-            self._writer = BucketWriter(_BUCKET_BYTES, self._ship)
-        self._writer.add(name, tensor)
-
     def receive_bucket(self, bucket: SharedBucket) -> None:
         """Loads tensors from shared memory, which every worker opens. Raises WeightSyncError."""
         raise NotImplementedError
-
-    def _ship(self, bucket: SharedBucket) -> Callable[[], None]:
-        self.receive_bucket(bucket)
-        return lambda: None  # it has been read
-
-    def _take_received(self) -> None:
-        """Loads what `receive` still holds back."""
-        if self._writer is not None:
-            self._writer.finish()
-            self._writer = None
-
-    def _forget_received(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
 
     # ---- what is refused ----
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -63,7 +62,7 @@ class SharedBucket:
                 "another machine, or another user"
             ) from error
         try:
-            if self.key not in os.path.realpath(f"/proc/self/fd/{descriptor}") and self.key not in self.path:
+            if self.key not in os.path.realpath(f"/proc/self/fd/{descriptor}"):
                 raise WeightSyncError(
                     f"a bucket with {len(self.entries)} tensors ({self._first()}) is no longer at "
                     f"{self.path}: its sender gave it up before it was read"
@@ -87,8 +86,9 @@ class BucketWriter:
     def __init__(self, bucket_bytes: int, send: Callable[[SharedBucket], Confirmation]) -> None:
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes={bucket_bytes}: at least 1")
-        self.bucket_bytes, self._send = bucket_bytes, send
-        self.peak_bytes = self.sent_bytes = self.sent_buckets = 0
+        self.bucket_bytes = bucket_bytes
+        self.peak_bytes = 0
+        self._send = send
         self._free: list[_Buffer] = []
         self._filling: _Buffer | None = None
         self._entries: list[BucketEntry] = []
@@ -113,35 +113,40 @@ class BucketWriter:
 
     def flush(self) -> None:
         """Send what is there, and return when the bucket before it is confirmed."""
-        buffer, self._filling = self._filling, None
+        buffer = self._filling
         if buffer is None:
             return
         bucket = SharedBucket(buffer.path, buffer.key, max(self._used, 1), tuple(self._entries))
-        self.sent_bytes += sum(_num_bytes(entry) for entry in bucket.entries)
-        self.sent_buckets += 1
-        self._entries, self._used = [], 0
+        self._filling = None
+        self._entries = []
+        self._used = 0
         try:
             confirm = self._send(bucket)
         except BaseException:
             buffer.free()
             raise
-        before, self._in_flight = self._in_flight, (buffer, confirm)
+        before = self._in_flight
+        self._in_flight = buffer, confirm
         self._settle(before)
 
     def finish(self) -> None:
         """Send the rest, wait until all is confirmed, and free the memory."""
         self.flush()
-        before, self._in_flight = self._in_flight, None
+        before = self._in_flight
+        self._in_flight = None
         self._settle(before)
         self.close()
 
     def close(self) -> None:
         """Free the memory, without waiting for anybody: after an error, or `finish`."""
-        in_flight = [self._in_flight[0]] if self._in_flight else []
-        filling = [self._filling] if self._filling else []
-        for buffer in (*self._free, *in_flight, *filling):
-            buffer.free()
-        self._free, self._filling, self._in_flight, self._entries, self._used = [], None, None, [], 0
+        for buffer in (*self._free, self._filling, self._in_flight and self._in_flight[0]):
+            if buffer is not None:
+                buffer.free()
+        self._free = []
+        self._filling = None
+        self._in_flight = None
+        self._entries = []
+        self._used = 0
 
     def _settle(self, sent: tuple[_Buffer, Confirmation] | None) -> None:
         if sent is None:
@@ -172,26 +177,22 @@ class _Buffer:
     """Anonymous memory that another process can open by `path` while this object lives."""
 
     def __init__(self, num_bytes: int) -> None:
-        self.num_bytes, self._descriptor = num_bytes, -1
-        self._temporary: str | None = None
+        self.num_bytes = num_bytes
+        self._descriptor = -1  # for `free`, should there be no memory
         self.key = f"rondo-bucket-{secrets.token_hex(8)}"
-        if hasattr(os, "memfd_create"):
-            self._descriptor = os.memfd_create(self.key, os.MFD_CLOEXEC)
-            self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
-        else:  # not Linux: a file, removed by its owner
-            self._descriptor, self.path = tempfile.mkstemp(prefix=self.key)
-            self._temporary = self.path
+        self._descriptor = os.memfd_create(self.key, os.MFD_CLOEXEC)
+        self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
         os.ftruncate(self._descriptor, num_bytes)
         self.memory = mmap.mmap(self._descriptor, num_bytes)
 
     def free(self) -> None:
-        """Twice does no harm. The pages go when the receiver's views have gone, too."""
+        """Gives the memory up; a second call does nothing. The pages go when the receiver's views have gone,
+        too.
+        """
         if self._descriptor < 0:
             return
         os.close(self._descriptor)
         self._descriptor = -1
-        if self._temporary is not None:
-            os.unlink(self._temporary)
         with suppress(BufferError, AttributeError):  # a view is alive: the memory goes with it; or none yet
             self.memory.close()
 

@@ -13,9 +13,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,7 +26,7 @@ from rondo.errors import ReplicaLostError, RolloutError, RondoError, WeightSyncE
 from rondo.rollout.protocol import WASTED_TOKENS, Capabilities, EngineSpec, OnTokens
 from rondo.rollout.requests import Pending, deliver
 from rondo.rollout.server.wire import Done, Ready, Tokens
-from rondo.transport.child import CallFailedError, Child, ProcessLostError
+from rondo.transport.child import Answer, CallFailedError, Child, ProcessLostError
 from rondo.types import Completion, GenerateRequest, StepStats
 from rondo.weights.bucket import BucketWriter, Confirmation, SharedBucket
 
@@ -100,7 +100,8 @@ class EngineProcess:
 
     def _built(self, spec: EngineSpec, seconds: float) -> Ready:
         try:
-            ready: Ready = self._child.call("build", spec).result(seconds)
+            with _errors_of_rondo():
+                ready: Ready = self._child.call("build", spec).result(seconds)
         except BaseException as error:
             self._child.kill()
             tail = f"its last lines:\n{self._child.process.tail()}"
@@ -108,10 +109,9 @@ class EngineProcess:
                 raise RolloutError(
                     f"{self._child.who} was not ready within {seconds:.0f} s; {tail}"
                 ) from error
-            if isinstance(error, ProcessLostError):
-                raise ReplicaLostError(f"{error} before it was ready; {tail}", None, error.tail) from error
-            if isinstance(error, CallFailedError):
-                raise _raised(error) from error
+            if isinstance(error, ReplicaLostError):
+                why = f"{error} before it was ready; {tail}"
+                raise ReplicaLostError(why, None, error.last_lines) from error
             raise
         return ready
 
@@ -206,15 +206,15 @@ class EngineProcess:
 
     async def stats(self) -> StepStats:
         stats: StepStats = await self._ask("stats")
-        wasted, self._wasted_tokens = self._wasted_tokens, 0
-        stats.sums[WASTED_TOKENS] = float(wasted)  # here for every engine; the native one counts its own, too
+        # Counted here for every engine; the native one counts its own, too.
+        stats.sums[WASTED_TOKENS] = float(self._wasted_tokens)
+        self._wasted_tokens = 0
         return stats
 
     # ---- weights: any one thread; never the one that reads ----
 
     def begin(self, version: int) -> None:
-        if self._bucket_writer is not None:
-            self._bucket_writer.close()
+        self._forget_bucket()
         self._bucket_writer = BucketWriter(self._bucket_bytes, self.send_bucket)
         self._wait(self._call("begin", version))
         self._version = -1  # serves nothing until the commit
@@ -233,12 +233,11 @@ class EngineProcess:
         return lambda: self._wait(answer)
 
     def commit(self, version: int, checksums: Mapping[str, int] | None = None) -> None:
-        writer, self._bucket_writer = self._bucket_writer, None
-        if writer is not None:
+        if self._bucket_writer is not None:
             try:
-                writer.finish()
+                self._bucket_writer.finish()
             finally:
-                writer.close()
+                self._forget_bucket()
         self._wait(self._call("commit", version, checksums))
         self._version = version
 
@@ -252,32 +251,33 @@ class EngineProcess:
     def close(self) -> None:
         """End the process and all its children; who still waits gets a RolloutError."""
         self._child.close()
+        self._forget_bucket()
+
+    # ---- inside ----
+
+    def _forget_bucket(self) -> None:
         if self._bucket_writer is not None:
             self._bucket_writer.close()
             self._bucket_writer = None
 
-    # ---- inside ----
-
-    def _call(self, operation: str, *args: Any) -> Future[Any]:
-        try:
+    def _call(self, operation: str, *args: Any) -> Answer:
+        with _errors_of_rondo():
             return self._child.call(operation, *args)
-        except ProcessLostError as error:
-            raise _lost(error) from error
 
-    def _wait(self, answer: Future[Any]) -> Any:
-        try:
-            return _outcome(answer, ANSWER_SECONDS)
-        except TimeoutError:
-            self._hangs()
-            return _outcome(answer)
+    def _wait(self, answer: Answer) -> Any:
+        with _errors_of_rondo():
+            try:
+                return answer.result(ANSWER_SECONDS)
+            except TimeoutError:
+                self._hangs()
+                return answer.result()
 
     async def _ask(self, operation: str, *args: Any) -> Any:
-        answer = self._call(operation, *args)
-        waiting = asyncio.wrap_future(answer)
+        waiting = asyncio.wrap_future(self._call(operation, *args))
         if not (await asyncio.wait([waiting], timeout=ANSWER_SECONDS))[0]:
             self._hangs()
-            await asyncio.wait([waiting])
-        return _outcome(answer)
+        with _errors_of_rondo():
+            return await waiting
 
     def _hangs(self) -> None:
         _log.error("%s has not answered for %.0f s; ending it", self._child.who, ANSWER_SECONDS)
@@ -297,27 +297,26 @@ def _settle(stream: _Stream, answer: Future[Done]) -> None:
     if answer.cancelled():  # by the caller, who does not wait any more
         return
     try:
-        end: Any = _outcome(answer)
+        with _errors_of_rondo():
+            end: Any = answer.result()
     except RondoError as error:
         end = error
     deliver([(stream, None, end)])
 
 
-def _outcome(answer: Future[Any], seconds: float | None = None) -> Any:
-    """Waits. Raises the engine's error, ReplicaLostError (RolloutError after `close`), TimeoutError."""
+@contextmanager
+def _errors_of_rondo() -> Iterator[None]:
+    """Raises the engine's own error, if it is one of rondo's; ReplicaLostError where the process died, and
+    RolloutError where it was closed.
+    """
     try:
-        return answer.result(seconds)
+        yield
     except CallFailedError as error:
-        raise _raised(error) from error
+        cause = error.failure.cause()
+        if isinstance(cause, RondoError):
+            raise cause from error
+        raise RolloutError(f"the engine raised {error}") from error
     except ProcessLostError as error:
-        raise _lost(error) from error
-
-
-def _lost(error: ProcessLostError) -> RolloutError:
-    return RolloutError(str(error)) if error.closed else ReplicaLostError(str(error), last_lines=error.tail)
-
-
-def _raised(error: CallFailedError) -> Exception:
-    """What the engine raised, if it is an error of rondo's."""
-    cause = error.failure.cause()
-    return cause if isinstance(cause, RondoError) else RolloutError(f"the engine raised {error}")
+        if error.closed:
+            raise RolloutError(str(error)) from error
+        raise ReplicaLostError(str(error), last_lines=error.tail) from error

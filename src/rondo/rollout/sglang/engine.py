@@ -153,7 +153,6 @@ class SglangEngine(ThirdPartyEngine[_Job]):
         if self._closed:
             return
         self._closed = True
-        self._forget_received()
 
         async def stop() -> None:
             waiting = [job.task for job in list(self._in_flight.values()) if job.task is not None]
@@ -173,7 +172,6 @@ class SglangEngine(ThirdPartyEngine[_Job]):
         self._refuse_in_flight(f"begin({version})", WeightSyncError, held=bool(self._holds))
         self._wait(self._hold("weights"))
         self._wait(self._core.begin(first=self.version < 0))
-        self._forget_received()
         self._weights.begin(version)
 
     def receive_bucket(self, bucket: SharedBucket) -> None:
@@ -186,7 +184,6 @@ class SglangEngine(ThirdPartyEngine[_Job]):
         """All tensors are there: serve `version`. Raises WeightSyncError naming what is missing or
         differs.
         """
-        self._take_received()
         self._weights.check(version, checksums)
         unset = self._wait(self._core.unset()) if self.version < 0 else []
         if unset:

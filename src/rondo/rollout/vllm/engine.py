@@ -119,7 +119,6 @@ class VllmEngine(ThirdPartyEngine[Pending]):
     def begin(self, version: int) -> None:
         """Start to receive `version`. Until `commit` nothing is generated. Raises WeightSyncError."""
         self._refuse_in_flight(f"begin({version})", WeightSyncError, held=self._paused)
-        self._forget_received()
 
         def start() -> None:
             self._weights.begin(version)
@@ -147,7 +146,6 @@ class VllmEngine(ThirdPartyEngine[Pending]):
         """Everything is there: serve `version`. Raises WeightSyncError naming what is missing or differs."""
         if self._weights.arriving != version:
             self._weights.check(version)  # raises, but no update has failed: what was served is served on
-        self._take_received()
 
         def change() -> None:
             self._weights.check(version, checksums)
@@ -205,7 +203,6 @@ class VllmEngine(ThirdPartyEngine[Pending]):
             self._closed = True
             self._condition.notify()
         self._thread.join()
-        self._forget_received()
 
     # ---- inside: the caller's side ----
 
