@@ -15,6 +15,7 @@ import numpy as np
 
 from rondo.chat import ToolCall
 from rondo.serving.requests import Kind
+from rondo.serving.sessions import exact_tokens
 from rondo.types import Completion
 
 _OBJECTS = {
@@ -27,14 +28,12 @@ _OBJECTS = {
 
 @dataclass(frozen=True)
 class Piece:
-    """Some of a choice's tokens and their text. text: None for an answer of tool calls only."""
+    """Some of a choice's tokens, and what they say."""
 
-    text: str | None
-    token_ids: np.ndarray
-    log_probs: np.ndarray
-    policy_versions: np.ndarray
-    tool_calls: tuple[ToolCall, ...] = ()
-    call_ids: tuple[str, ...] = ()
+    made: Completion
+    text: str
+    # As a message has them; see `tool_calls`.
+    tool_calls: Sequence[dict[str, Any]] = ()
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class Frame:
         choices = []
         for index, (piece, made) in enumerate(zip(pieces, completions, strict=True)):
             said = {"message": self._message(piece)} if self.kind == "chat" else {"text": piece.text}
-            choices.append(self._choice(index, said, piece, made, finish_reason(made, piece.tool_calls)))
+            choices.append(self._choice(index, said, piece, made))
         return {
             **self._object(stream=False),
             "prompt_token_ids": prompt_ids.tolist(),
@@ -74,12 +73,11 @@ class Frame:
         if self.kind == "chat":
             delta: dict[str, Any] = {"content": piece.text} if piece.text else {}
             if piece.tool_calls:
-                delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(tool_calls(piece))]
+                delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(piece.tool_calls)]
             said: dict[str, Any] = {"delta": delta}
         else:
             said = {"text": piece.text}
-        reason = finish_reason(made, piece.tool_calls) if made is not None else None
-        return {**self._object(stream=True), "choices": [self._choice(index, said, piece, made, reason)]}
+        return {**self._object(stream=True), "choices": [self._choice(index, said, piece, made)]}
 
     def closing(self, prompt_ids: np.ndarray, completions: Sequence[Completion]) -> dict[str, Any]:
         """The chunk that `stream_options.include_usage` asks for."""
@@ -90,29 +88,32 @@ class Frame:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
     def _choice(
-        self, index: int, said: dict[str, Any], piece: Piece, made: Completion | None, reason: str | None
+        self, index: int, said: dict[str, Any], piece: Piece, whole: Completion | None
     ) -> dict[str, Any]:
+        """whole: the choice's completion, with its last piece; None: more is to come."""
+        reason = None
+        if whole is not None:  # in OpenAI's words
+            reason = "stop" if whole.finish_reason == "stop" else "length"
+            reason = "tool_calls" if piece.tool_calls else reason
         return {
             "index": index,
             **said,
             "finish_reason": reason,
-            "logprobs": self._logprobs(piece) if self.logprobs else None,
-            "token_ids": piece.token_ids.tolist(),
-            "token_log_probs": [float(x) for x in piece.log_probs],
-            "policy_versions": piece.policy_versions.tolist(),
-            "engine_finish_reason": None if made is None else made.finish_reason,
+            "logprobs": self._logprobs(piece.made) if self.logprobs else None,
+            **exact_tokens(piece.made),
+            "engine_finish_reason": None if whole is None else whole.finish_reason,
         }
 
     def _message(self, piece: Piece) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": piece.text, "refusal": None}
         if piece.tool_calls:
             message["content"] = piece.text or None
-            message["tool_calls"] = tool_calls(piece)
+            message["tool_calls"] = piece.tool_calls
         return message
 
-    def _logprobs(self, piece: Piece) -> dict[str, Any]:
-        texts = [self.tokenizer.decode([int(token)]) for token in piece.token_ids]
-        numbers = [float(x) for x in piece.log_probs]
+    def _logprobs(self, made: Completion) -> dict[str, Any]:
+        texts = [self.tokenizer.decode([int(token)]) for token in made.token_ids]
+        numbers = [float(x) for x in made.log_probs]
         if self.kind == "text":
             offsets = np.cumsum([0, *map(len, texts)])[:-1].tolist()
             return {"tokens": texts, "token_logprobs": numbers, "top_logprobs": None, "text_offset": offsets}
@@ -123,26 +124,20 @@ class Frame:
         return {"content": content, "refusal": None}
 
 
-def finish_reason(made: Completion, calls: Sequence[ToolCall]) -> str:
-    """Says it in OpenAI's words."""
-    return "tool_calls" if calls else "stop" if made.finish_reason == "stop" else "length"
-
-
-def tool_calls(piece: Piece) -> list[dict[str, Any]]:
-    """Writes tool calls as a message has them."""
+def tool_calls(made: Completion, calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
+    """Writes the calls of an answer as a message has them. Ids are nine letters and digits (what Mistral's
+    template wants), and a function of all of the answer's tokens.
+    """
+    seen = made.prompt_ids.tobytes() + made.token_ids.tobytes()
+    ids = (hashlib.blake2b(seen + bytes([i % 256])).hexdigest()[:9] for i in range(len(calls)))
     return [
         {"id": name, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-        for name, call in zip(piece.call_ids, piece.tool_calls, strict=True)
+        for name, call in zip(ids, calls, strict=True)
     ]
 
 
-def call_ids(made: Completion, number: int) -> tuple[str, ...]:
-    """Nine letters and digits each (what Mistral's template wants), a function of the answer's tokens."""
-    seen = made.prompt_ids.tobytes() + made.token_ids.tobytes()
-    return tuple(hashlib.blake2b(seen + bytes([i % 256])).hexdigest()[:9] for i in range(number))
-
-
 def usage(prompt_ids: np.ndarray, completions: Sequence[Completion]) -> dict[str, int]:
+    """Counts tokens; the prompt's once for all choices."""
     made = sum(len(completion.token_ids) for completion in completions)
     given = len(prompt_ids)
     return {"prompt_tokens": given, "completion_tokens": made, "total_tokens": given + made}

@@ -19,7 +19,7 @@ import numpy as np
 
 from rondo.chat import encode_continuation, encode_piece, encode_prompt, parse_tool_calls, stop_token_ids
 from rondo.errors import ConfigError, DataError, RolloutError
-from rondo.serving.answers import Frame, Piece, call_ids
+from rondo.serving.answers import Frame, Piece, tool_calls
 from rondo.serving.messages import message_key, message_keys
 from rondo.serving.problems import ApiError, refuse
 from rondo.serving.requests import ApiRequest, ChatRequest, Kind, TextRequest, read_request
@@ -32,21 +32,27 @@ Generate = Callable[..., Awaitable[Completion]]
 
 
 @dataclass(frozen=True)
+class Context:
+    """Where a call stands in its session, and the tokens that it is asked with."""
+
+    # Of the conversation without the answer.
+    key: Key
+    prompt_ids: np.ndarray
+    # As ModelCall has them.
+    parent: int | None = None
+    inserted: InsertedKind = "environment"
+
+
+@dataclass(frozen=True)
 class Prepared:
-    """A request that can be answered. key: of the conversation without the answer."""
+    """A request that can be answered."""
 
     session: Session
     asked: ApiRequest
-    key: Key
-    parent: int | None
-    inserted: InsertedKind
+    context: Context
     requests: tuple[GenerateRequest, ...]
     generate: Generate
     frame: Frame
-
-    @property
-    def prompt_ids(self) -> np.ndarray:
-        return self.requests[0].token_ids
 
     @property
     def with_tools(self) -> bool:
@@ -70,8 +76,8 @@ def _chat_head(tools: Any) -> Key:
 
 def _kind_of(added: list[Any]) -> InsertedKind:
     """Who wrote these messages: tool, user or (mixed, anything else) environment."""
-    roles = {message["role"] for message in added}
-    return "tool" if roles == {"tool"} else "user" if roles == {"user"} else "environment"
+    role, *others = {message["role"] for message in added}
+    return role if role in ("tool", "user") and not others else "environment"
 
 
 class Endpoint:
@@ -96,8 +102,10 @@ class Endpoint:
         self.model = model
         self.sessions = sessions
         self.max_context = max_context
-        self._tokenizer, self._generate = tokenizer, generate
-        self._max_pending, self._deadline = max_pending, deadline_seconds
+        self._tokenizer = tokenizer
+        self._generate = generate
+        self._max_pending = max_pending
+        self._deadline = deadline_seconds
         self._defaults = defaults or SamplingParams(max_context, stop_token_ids=stop_token_ids(tokenizer))
         self._created = int(time.time())
         self.pending = 0
@@ -115,11 +123,12 @@ class Endpoint:
         if session.error is not None:  # a client's retries do not mend an engine
             raise ApiError(str(session.error), code="engine_failed", status=500)
         if isinstance(asked, ChatRequest):
-            key, parent, inserted, prompt_ids = self._chat_prompt(asked, session)
+            context = self._chat_context(asked, session)
         else:
             assert isinstance(asked, TextRequest)
-            key, parent, inserted, prompt_ids = self._text_prompt(asked, session)
-        sampling = self._sampling(asked, session, parent, prompt_ids)
+            context = self._text_context(asked, session)
+        prompt_ids = context.prompt_ids
+        sampling = self._sampling(asked, session, context)
         rules = session.rules
         answer_id = ("chatcmpl-" if kind == "chat" else "cmpl-") + secrets.token_hex(12)
         seed = self._seed(asked, session, prompt_ids)
@@ -138,7 +147,7 @@ class Endpoint:
         if generate is None:
             raise ApiError("there is no engine for calls without a session", code="no_engine", status=503)
         frame = Frame(kind, answer_id, int(time.time()), self.model, self._tokenizer, asked.logprobs)
-        return Prepared(session, asked, key, parent, inserted, tuple(requests), generate, frame)
+        return Prepared(session, asked, context, tuple(requests), generate, frame)
 
     @contextmanager
     def admitted(self, prepared: Prepared) -> Iterator[None]:
@@ -160,11 +169,11 @@ class Endpoint:
         pieces = [self._piece(prepared, made) for made in completions]
         for piece, made in zip(pieces, completions, strict=True):
             self._record(prepared, piece, made)
-        return prepared.frame.whole(prepared.prompt_ids, pieces, completions)
+        return prepared.frame.whole(prepared.context.prompt_ids, pieces, completions)
 
     async def stream(self, prepared: Prepared) -> AsyncGenerator[dict[str, Any], None]:
         """The answer's chunks as tokens come; together they say what `answer` says."""
-        asked, frame, session = prepared.asked, prepared.frame, prepared.session
+        asked, frame, prompt_ids = prepared.asked, prepared.frame, prepared.context.prompt_ids
         arrived: asyncio.Queue[tuple[int, Completion, bool]] = asyncio.Queue()
 
         async def one(index: int, request: GenerateRequest) -> Completion:
@@ -178,7 +187,7 @@ class Endpoint:
         texts = [TextStream(self._tokenizer, stops, with_tools=prepared.with_tools) for _ in calls]
         sent, finished = [0] * len(calls), 0
         try:
-            yield frame.opening(prepared.prompt_ids, len(calls))
+            yield frame.opening(prompt_ids, len(calls))
             while finished < len(calls):
                 index, new, last = await _first(arrived, running)
                 if last:
@@ -187,33 +196,34 @@ class Endpoint:
                 elif len(new.token_ids):
                     sent[index] += len(new.token_ids)
                     text = texts[index].feed(new.token_ids)
-                    yield frame.chunk(index, _piece_of(new, text), None)
+                    yield frame.chunk(index, Piece(new, text), None)
             completions = await running
             for made in completions:
                 self._record(prepared, self._piece(prepared, made), made)
             if asked.stream_options and asked.stream_options.include_usage:
-                yield frame.closing(prepared.prompt_ids, completions)
+                yield frame.closing(prompt_ids, completions)
         finally:
             if not running.done():
-                session.broken_streams += any(sent)
+                prepared.session.broken_streams += any(sent)
                 running.cancel()
                 await asyncio.gather(running, return_exceptions=True)
 
     async def _run(self, prepared: Prepared, work: Awaitable[list[Completion]]) -> list[Completion]:
-        session = prepared.session
+        """Waits for the engine, and refuses what it cannot have made of the request."""
+        session, sent = prepared.session, prepared.context.prompt_ids
         try:
             completions: list[Completion] = await session.run(work)
+            for made in completions:
+                if not np.array_equal(made.prompt_ids, sent):
+                    raise RolloutError(
+                        f"{made.request_id}: the engine generated from {len(made.prompt_ids)} prompt tokens "
+                        f"that are not the {len(sent)} it was sent; tokenizer and engine disagree"
+                    )
         except RolloutError as error:
-            self._failed(session, error)
+            if session.rules is not None:  # a training session's error is the run's
+                session.error = error
             raise
         for made in completions:
-            if not np.array_equal(made.prompt_ids, prepared.prompt_ids):
-                differs = RolloutError(
-                    f"{made.request_id}: the engine generated from {len(made.prompt_ids)} prompt tokens that "
-                    f"are not the {len(prepared.prompt_ids)} it was sent; tokenizer and engine disagree"
-                )
-                self._failed(session, differs)
-                raise differs
             if made.finish_reason == "cancelled":
                 raise ApiError("the engine took the request back", code="cancelled", status=503)
             if made.finish_reason == "deadline" and len(made.token_ids) == 0:
@@ -221,30 +231,27 @@ class Endpoint:
                 raise ApiError(text, code="deadline_exceeded", status=504)
         return completions
 
-    @staticmethod
-    def _failed(session: Session, error: RolloutError) -> None:
-        """A training session's error is the run's."""
-        if session.rules is not None:
-            session.error = error
-
     def _record(self, prepared: Prepared, piece: Piece, made: Completion) -> None:
-        key = prepared.key
+        context = prepared.context
+        key = context.key
         if key[0] == "chat":
-            said = {"role": "assistant", "content": piece.text or ""}
-            said_calls = {"tool_calls": _calls_as_read(piece)} if piece.tool_calls else {}
-            key = (*key, message_key({**said, **said_calls}))
+            said: dict[str, Any] = {"role": "assistant", "content": piece.text}
+            if piece.tool_calls:  # as they are read when they come back
+                functions = [call["function"] for call in piece.tool_calls]
+                read = [
+                    {**function, "arguments": json.loads(function["arguments"])} for function in functions
+                ]
+                said["tool_calls"] = [{"function": function} for function in read]
+            key = (*key, message_key(said))
         elif key[0] == "text":
-            key = ("text", key[1] + (piece.text or ""))
+            key = ("text", key[1] + piece.text)
         else:
             key = ("ids", *map(str, made.prompt_ids.tolist()), *map(str, made.token_ids.tolist()))
-        prepared.session.add(ModelCall(prepared.parent, prepared.inserted, made, key))
+        prepared.session.add(ModelCall(context.parent, context.inserted, made, key))
 
     # ---- what to send to the engine ----
 
-    def _chat_prompt(
-        self, asked: ChatRequest, session: Session
-    ) -> tuple[Key, int | None, InsertedKind, np.ndarray]:
-        """(key, parent, kind, prompt tokens)."""
+    def _chat_context(self, asked: ChatRequest, session: Session) -> Context:
         tools = asked.tools or None
         head = _chat_head(tools)
         messages: list[Any] = asked.messages
@@ -258,8 +265,8 @@ class Endpoint:
             if found is None:
                 rules = session.rules
                 if rules is not None and key == rules.key:
-                    return key, None, "environment", rules.prompt_ids
-                return key, None, "environment", encode_prompt(self._tokenizer, messages, tools=tools)
+                    return Context(key, rules.prompt_ids)
+                return Context(key, encode_prompt(self._tokenizer, messages, tools=tools))
             parent, call = found
             turn = len(call.key) - len(head) - 1
             new = encode_continuation(
@@ -267,34 +274,28 @@ class Endpoint:
             )
         except (DataError, ConfigError) as error:
             raise refuse("messages", str(error)) from error
-        return key, parent, _kind_of(messages[turn + 1 :]), np.concatenate([call.token_ids, new])
+        prompt_ids = np.concatenate([call.token_ids, new])
+        return Context(key, prompt_ids, parent, _kind_of(messages[turn + 1 :]))
 
-    def _text_prompt(
-        self, asked: TextRequest, session: Session
-    ) -> tuple[Key, int | None, InsertedKind, np.ndarray]:
-        """(key, parent, kind, prompt tokens)."""
+    def _text_context(self, asked: TextRequest, session: Session) -> Context:
         prompt, rules = asked.prompt, session.rules
         if isinstance(prompt, np.ndarray):
-            return ("ids",), session.extended_ids(prompt), "environment", prompt
-        key, parent = ("text", prompt), None
+            return Context(("ids",), prompt, session.extended_ids(prompt))
+        key = ("text", prompt)
         found = session.extended_text(prompt)
         if found is not None:
             parent, call, new = found
-            prompt_ids = np.concatenate([call.token_ids, encode_piece(self._tokenizer, new)])
-        elif rules is not None and key == rules.key:
-            prompt_ids = rules.prompt_ids
-        else:
-            prompt_ids = np.asarray(self._tokenizer(prompt)["input_ids"], np.int32)
-        return key, parent, "environment", prompt_ids
+            return Context(key, np.concatenate([call.token_ids, encode_piece(self._tokenizer, new)]), parent)
+        if rules is not None and key == rules.key:
+            return Context(key, rules.prompt_ids)
+        return Context(key, np.asarray(self._tokenizer(prompt)["input_ids"], np.int32))
 
-    def _sampling(
-        self, asked: ApiRequest, session: Session, parent: int | None, prompt_ids: np.ndarray
-    ) -> SamplingParams:
-        rules, limit = session.rules, self.max_context
+    def _sampling(self, asked: ApiRequest, session: Session, context: Context) -> SamplingParams:
+        rules, limit, prompt_ids = session.rules, self.max_context, context.prompt_ids
         base = rules.sampling if rules else self._defaults
         said = asked.model_dump(include={"temperature", "top_p", "top_k", "min_p"}, exclude_none=True)
         if rules is not None:
-            limit = min(limit, session.root_length(parent, len(prompt_ids)) + base.max_tokens)
+            limit = min(limit, session.root_length(context.parent, len(prompt_ids)) + base.max_tokens)
             for name, value in said.items():
                 if value != getattr(base, name):
                     raise refuse(
@@ -304,7 +305,7 @@ class Endpoint:
                     )
         room = limit - len(prompt_ids)
         if room < 1:
-            session.exhausted = session.exhausted or parent is not None
+            session.exhausted = session.exhausted or context.parent is not None
             whose = "prompt tokens and rollout.max_tokens" if rules else "tokens of context"
             raise ApiError(
                 f"the conversation has {len(prompt_ids)} tokens and there is room for {limit} ({whose}) with "
@@ -333,28 +334,18 @@ class Endpoint:
     # ---- what to say ----
 
     def _piece(self, prepared: Prepared, made: Completion) -> Piece:
+        """Returns a whole answer."""
         text = answer_text(self._tokenizer, made.token_ids, prepared.requests[0].sampling.stop_token_ids)
-        calls = ()
-        if prepared.with_tools:
-            text, calls = parse_tool_calls(text)  # type: ignore[assignment]
-        return _piece_of(made, text, calls, call_ids(made, len(calls)))
+        if not prepared.with_tools:
+            return Piece(made, text)
+        text, calls = parse_tool_calls(text)
+        return Piece(made, text, tool_calls(made, calls))
 
     @staticmethod
     def _last_piece(text: TextStream, made: Completion, sent: int) -> Piece:
         said = text.feed(made.token_ids[sent:])
         rest, calls = text.finish()
-        return _piece_of(made.part(sent), said + rest, calls, call_ids(made, len(calls)))
-
-
-def _calls_as_read(piece: Piece) -> list[dict[str, Any]]:
-    """The calls of an answer as they are read when they come back."""
-    read = [(call.name, json.loads(call.arguments)) for call in piece.tool_calls]
-    return [{"function": {"name": name, "arguments": arguments}} for name, arguments in read]
-
-
-def _piece_of(made: Completion, text: str, calls: tuple[Any, ...] = (), ids: tuple[str, ...] = ()) -> Piece:
-    arrays = (made.token_ids, made.log_probs, made.policy_versions)
-    return Piece(text, *arrays, tool_calls=calls, call_ids=ids)
+        return Piece(made.part(sent), said + rest, tool_calls(made, calls))
 
 
 def _last(token_ids: np.ndarray) -> int | None:

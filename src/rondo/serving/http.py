@@ -15,7 +15,7 @@ from typing import Any
 
 from rondo.errors import ConfigError, RolloutError
 from rondo.serving.endpoint import Endpoint, Prepared
-from rondo.serving.problems import ApiError
+from rondo.serving.problems import ApiError, unknown_model
 from rondo.serving.requests import Kind
 from rondo.serving.sessions import describe_call
 
@@ -46,7 +46,8 @@ class HttpServer:
         check_installed()
         if not token.strip() or not token.isascii() or not token.isprintable() or " " in token:
             raise ConfigError("the endpoint's token must be printable ASCII without spaces, and not empty")
-        self._endpoint, self._token = endpoint, token
+        self._endpoint = endpoint
+        self._token = token
 
         @web.middleware
         async def guard(request: web.Request, handler: Any) -> web.StreamResponse:
@@ -113,8 +114,7 @@ class HttpServer:
     async def _model(self, request: web.Request) -> web.Response:
         (model,) = self._endpoint.models()["data"]
         if request.match_info["model"] != model["id"]:
-            text = f"the model {request.match_info['model']!r} does not exist here; there is {model['id']!r}"
-            raise ApiError(text, param="model", code="model_not_found", status=404)
+            raise unknown_model(request.match_info["model"], model["id"])
         return web.json_response(model)
 
     async def _session(self, request: web.Request) -> web.Response:

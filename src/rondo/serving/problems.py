@@ -40,6 +40,12 @@ class ApiError(RondoError):
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
+def unknown_model(asked: str, served: str) -> ApiError:
+    """Returns the 404 of a request for another model than the one that is served."""
+    text = f"the model {asked!r} does not exist here; there is {served!r}"
+    return ApiError(text, param="model", code="model_not_found", status=404)
+
+
 def refuse(param: str, message: str, code: str = "invalid_value") -> ApiError:
     """A 400 about one parameter."""
     return ApiError(f"{param}: {message}", param=param, code=code)

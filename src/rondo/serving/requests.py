@@ -19,7 +19,7 @@ from pydantic_core import PydanticCustomError
 
 from rondo.config.functions import did_you_mean
 from rondo.serving.messages import Message
-from rondo.serving.problems import ApiError, checked, refuse
+from rondo.serving.problems import ApiError, checked, refuse, unknown_model
 
 Kind = Literal["chat", "text"]
 
@@ -155,8 +155,7 @@ def read_request(kind: Kind, body: Any, model: str) -> ApiRequest:
             _check_unread(name, value, names)
     asked = checked(adapter, said)
     if asked.model != model:
-        text = f"the model {asked.model!r} does not exist here; there is {model!r}"
-        raise ApiError(text, param="model", code="model_not_found", status=404)
+        raise unknown_model(asked.model, model)
     return asked
 
 

@@ -156,19 +156,19 @@ class Sessions:
     def open(self, name: str, rules: SessionRules) -> Session:
         """A training run's session."""
         assert name not in self._sessions
-        session = self._sessions[name] = Session(name, rules)
-        return session
+        self._sessions[name] = Session(name, rules)
+        return self._sessions[name]
 
     def get(self, name: str | None) -> Session:
         """The session of a call; without a name one that nobody else sees. Raises ApiError (404)."""
-        if name is None and self._limit is not None:
-            return Session()
         if name is not None and name in self._sessions:
             self._sessions.move_to_end(name)
             return self._sessions[name]
-        if name is None or self._limit is None:
+        if self._limit is None:
             text = "there is no such session, or it has ended; use the api_key that the agent was given"
             raise ApiError(text, code="session_not_found", status=404)
+        if name is None:
+            return Session()
         session = self._sessions[name] = Session(name)
         while len(self._sessions) > self._limit:
             self._sessions.popitem(last=False)
@@ -199,8 +199,15 @@ def describe_call(call: ModelCall) -> dict[str, Any]:
         "parent": call.parent,
         "inserted": call.inserted,
         "prompt_token_ids": made.prompt_ids.tolist(),
+        **exact_tokens(made),
+        "finish_reason": made.finish_reason,
+    }
+
+
+def exact_tokens(made: Completion) -> dict[str, list[Any]]:
+    """Writes tokens with their log-probs and versions as JSON has them."""
+    return {
         "token_ids": made.token_ids.tolist(),
         "token_log_probs": [float(x) for x in made.log_probs],
         "policy_versions": made.policy_versions.tolist(),
-        "finish_reason": made.finish_reason,
     }
