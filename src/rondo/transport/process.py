@@ -15,8 +15,9 @@ import sys
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import IO, Protocol
 
@@ -42,7 +43,8 @@ class _Forked:
     """A guard that a fork server made: not a child of this process, so its status comes through a pipe."""
 
     def __init__(self, pid: int, errors: int, status: int) -> None:
-        self.pid, self._status = pid, status
+        self.pid = pid
+        self._status = status
         self.stderr: IO[str] | None = os.fdopen(errors, encoding="utf-8", errors="replace")
 
     def wait(self) -> int:
@@ -77,29 +79,17 @@ class ChildProcess:
         self._code: int | None = None
         self._ended = threading.Event()
         self.folder = Path(tempfile.mkdtemp(prefix="rondo-process-"))
+        start = _executed if forkserver is None else partial(_forked, forkserver)
+        begin = partial(start, command, descriptor, environment, self.folder)
         started: Future[_Started] = Future()
         threading.Thread(
-            target=self._watch,
-            args=(command, descriptor, environment, forkserver, started),
-            name=f"rondo-watch-{name}",
-            daemon=True,
+            target=self._watch, args=(begin, started), name=f"rondo-watch-{name}", daemon=True
         ).start()
         self._guard = started.result()
 
-    def _watch(
-        self,
-        command: Sequence[str],
-        descriptor: int,
-        environment: Mapping[str, str],
-        forkserver: ForkServer | None,
-        started: Future[_Started],
-    ) -> None:
+    def _watch(self, begin: Callable[[], _Started], started: Future[_Started]) -> None:
         try:
-            guard: _Started
-            if forkserver is None:
-                guard = _executed(command, descriptor, environment, self.folder)
-            else:
-                guard = _forked(command, descriptor, environment, self.folder, forkserver)
+            guard = begin()
         except BaseException as error:
             self.folder.rmdir()
             started.set_exception(error)
@@ -164,11 +154,11 @@ def _executed(
 
 
 def _forked(
+    forkserver: ForkServer,
     command: Sequence[str],
     descriptor: int,
     environment: Mapping[str, str],
     folder: Path,
-    forkserver: ForkServer,
 ) -> _Forked:
     errors, their_errors = os.pipe()
     status, their_status = os.pipe()

@@ -7,11 +7,13 @@ run (instead of SGLang's run_scheduler_process) ── prepare ──▶ SGLang'
 
 from __future__ import annotations
 
+import base64
 import importlib
 import json
+import pickle
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,12 +28,10 @@ from rondo.models.experts import separate
 from rondo.rollout.native.noise import uniforms_on_device
 from rondo.rollout.native.sampling import draw, truncate
 from rondo.rollout.sglang.options import model_module
-from rondo.weights.bucket import BucketEntry, SharedBucket
+from rondo.weights.bucket import SharedBucket
 from rondo.weights.checksum import checksum
 
-SAMPLER = (
-    "pytorch"  # the backend that CountedSampler takes the place of; the only one that SGLang has on CPUs
-)
+SAMPLER = "pytorch"  # CountedSampler takes this backend's place; SGLang has no other on CPUs
 LOADER = "rondo.rollout.sglang.worker.load"  # the name that SGLang imports `load` by
 PAUSED_SECONDS = 0.002  # a paused scheduler looks for messages this often, instead of all the time
 
@@ -114,16 +114,12 @@ class Delivery:
     bucket: SharedBucket | None = None
 
     def as_name(self) -> str:
-        return json.dumps(asdict(self))
+        return base64.b64encode(pickle.dumps(self)).decode()
 
     @staticmethod
     def of_name(name: str) -> Delivery:
-        fields = json.loads(name)
-        bucket = fields.pop("bucket")
-        if bucket is None:
-            return Delivery(**fields)
-        entries = [BucketEntry(**{**entry, "shape": tuple(entry["shape"])}) for entry in bucket["entries"]]
-        return Delivery(**fields, bucket=SharedBucket(**{**bucket, "entries": tuple(entries)}))
+        delivery: Delivery = pickle.loads(base64.b64decode(name))
+        return delivery
 
     def write(self, rank: int, answer: dict[str, Any]) -> None:
         Path(f"{self.answer}.{rank}").write_text(json.dumps(answer), encoding="utf-8")
