@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from rondo.errors import DeadlyRequestError, ReplicaLostError, RolloutError
+from rondo.rollout.members import Affinity
 from rondo.rollout.quarantine import Suspects
 from rondo.rollout.requests import so_far
-from rondo.rollout.router import Affinity, Router, choose
+from rondo.rollout.router import Router, choose
 from rondo.types import Completion, GenerateRequest, StepStats
 from tests.rollout.conftest import request
 

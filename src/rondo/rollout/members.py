@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -24,66 +25,79 @@ OnLost = Callable[[str, str], bool]
 
 @dataclass(eq=False)
 class Replica:
-    """running: in flight here. dead: why; coming: dead, but another will take its place."""
+    """One engine, and what runs there."""
 
     name: str
     engine: RolloutEngine
     running: set[Entry] = field(default_factory=set)
+    # Why it is dead; None: it lives.
     dead: str | None = None
+    # It is dead, but another will take its place.
     coming: bool = False
+    # How long it has had work, counted until `counted_at` (time.monotonic).
     busy_seconds: float = 0.0
     counted_at: float = 0.0
-
-    def admits(self, suspect: Entry, limit: int) -> bool:
-        """Suspects of one kind may run together."""
-        assert suspect.company is not None
-        alike = all(one.company == suspect.company for one in self.running)
-        return alike and len(self.running) < min(suspect.company, limit)
 
 
 @dataclass(eq=False)
 class Entry:
-    """A generate call. deadline: on its event loop's clock. place: what it waits for (last); resolved with
-    the replica, or None when it shall not run any more. replica: runs it. company: see `Suspects.company`.
-    guilty: a replica died of it.
-    """
+    """A generate call."""
 
     request: GenerateRequest
+    # On its event loop's clock.
     deadline: float | None
+    # What it waits for (last); resolved with the replica, or None when it shall not run any more.
     place: asyncio.Future[Replica | None] = field(init=False)
+    # The one that runs it.
     replica: Replica | None = None
     cancelled: bool = False
+    # See `Suspects.company`.
     company: int | None = None
+    # A replica died of it.
     guilty: bool = False
 
 
+class Affinity:
+    """Which replica had a key last, for the `remember` keys that were used last."""
+
+    def __init__(self, remember: int) -> None:
+        self._remember = remember
+        self.names: OrderedDict[str, str] = OrderedDict()
+
+    def put(self, key: str, name: str) -> None:
+        """Notes it; the empty key belongs to no replica."""
+        if not key:
+            return
+        self.names[key] = name
+        self.names.move_to_end(key)
+        if len(self.names) > self._remember:
+            self.names.popitem(last=False)
+
+    def forget(self, name: str) -> None:
+        """Forgets a replica that is gone, and what it had cached."""
+        self.names = OrderedDict((key, value) for key, value in self.names.items() if value != name)
+
+
 class Members:
-    """lock: guards everything here, and `suspects`. replicas: by name, the dead ones included. paused: no
-    request runs. restarts: replicas that died and are being replaced, since somebody set it to 0.
+    """The replicas, and what is known of them. changed: called after every change, without the lock."""
 
-    forget: a replica's name is nobody's any more. changed: called after every change, without the lock.
-    """
-
-    def __init__(
-        self,
-        suspects: Suspects,
-        *,
-        forget: Callable[[str], None],
-        changed: Callable[[], None],
-        on_lost: OnLost | None = None,
-    ) -> None:
+    def __init__(self, remember: int, *, changed: Callable[[], None], on_lost: OnLost | None = None) -> None:
+        # Guards everything here.
         self.lock = threading.RLock()
+        # By name, the dead ones included.
         self.replicas: dict[str, Replica] = {}
+        self.affinity = Affinity(remember)
+        self.suspects = Suspects(remember)
+        # No request runs.
         self.paused = False
+        # Replicas that died and are being replaced, since somebody set it to 0.
         self.restarts = 0
-        self._suspects = suspects
-        self._forget = forget
         self._changed = changed
         self._on_lost = on_lost
 
     def add(self, name: str, engine: RolloutEngine) -> None:
-        """One more replica, or one in the place of a dead one. It gets requests when it has weights; the
-        router looks at the next `resume`.
+        """Adds a replica, or one in the place of a dead one. It gets requests when it has weights; the router
+        looks at the next `resume`.
         """
         with self.lock:
             old = self.replicas.get(name)
@@ -93,8 +107,8 @@ class Members:
         self._changed()
 
     def mark_dead(self, name: str, why: str, engine: RolloutEngine | None = None) -> None:
-        """It gets no more requests; what it works on is re-issued when its own calls fail. engine: only if it
-        is this one (its successor has the same name).
+        """Notes a death: the replica gets no more requests; what it works on is re-issued when its own calls
+        fail. engine: only if it is this one (its successor has the same name).
         """
         with self.lock:
             replica = self.replicas.get(name)
@@ -102,7 +116,7 @@ class Members:
                 return
             replica.dead = why
             replica.coming = self._on_lost is not None
-            self._forget(name)
+            self.affinity.forget(name)
             if not self.paused:  # nothing runs in a pause: whatever it died of, it was no request
                 self._blame(replica.running)
         replaced = False
@@ -118,31 +132,32 @@ class Members:
             self._changed()
 
     def _blame(self, running: set[Entry]) -> None:
-        """A replica died while it was running these."""
-        if self._suspects.died([entry.request.request_id for entry in running]):
+        """Suspects, or finds guilty, what a replica was running when it died."""
+        if self.suspects.died([entry.request.request_id for entry in running]):
             next(iter(running)).guilty = True
             return
-        suspects = sum(self._suspects.company(entry.request.request_id) is not None for entry in running)
+        suspects = sum(self.suspects.company(entry.request.request_id) is not None for entry in running)
         if suspects:
             _log.warning("%d requests that it was running go into quarantine", suspects)
 
     @property
     def num_explained(self) -> int:
-        """Deaths of replicas that were the fault of one request each, or of the same."""
+        """Counts deaths of replicas that were the fault of one request each, or of the same."""
         with self.lock:
-            return self._suspects.num_explained
+            return self.suspects.num_explained
 
     def give_up(self, name: str, why: str) -> None:
-        """Nothing will take the place of a dead replica."""
+        """Notes that nothing will take the place of a dead replica."""
         with self.lock:
             replica = self.replicas.get(name)
             if replica is not None and replica.coming:
-                replica.coming, replica.dead = False, why
+                replica.coming = False
+                replica.dead = why
         self._changed()
 
     @property
     def num_coming(self) -> int:
-        """Dead replicas that are being replaced."""
+        """Counts dead replicas that are being replaced."""
         with self.lock:
             return sum(one.coming for one in self.replicas.values())
 

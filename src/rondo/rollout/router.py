@@ -18,15 +18,14 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rondo.errors import ReplicaLostError, RolloutError
 from rondo.rollout.members import Entry, Members, OnLost, Replica
 from rondo.rollout.protocol import OnTokens, RolloutEngine
-from rondo.rollout.quarantine import Suspects, deadly_error
+from rondo.rollout.quarantine import deadly_error
 from rondo.rollout.requests import complete_as_it_is, so_far
 from rondo.types import Completion, GenerateRequest, StepStats
 
@@ -51,36 +50,6 @@ def choose(in_flight: Mapping[str, int], limit: int, preferred: str | None = Non
     return least
 
 
-class Affinity:
-    """names: which replica had a key last, for the `remember` keys that were used last."""
-
-    def __init__(self, remember: int) -> None:
-        self._remember = remember
-        self.names: OrderedDict[str, str] = OrderedDict()
-
-    def put(self, key: str, name: str) -> None:
-        """The empty key is nobody's."""
-        if not key:
-            return
-        self.names[key] = name
-        self.names.move_to_end(key)
-        if len(self.names) > self._remember:
-            self.names.popitem(last=False)
-
-    def forget(self, name: str) -> None:
-        """A replica is gone, and what it had cached."""
-        self.names = OrderedDict((key, value) for key, value in self.names.items() if value != name)
-
-
-@dataclass
-class _Counters:
-    """Since the last `statistics`."""
-
-    reissued: int = 0
-    queue_length: int = 0
-    in_flight: int = 0
-
-
 class Router:
     """Routes requests over named engines of one model; its `generate` is an engine's.
 
@@ -97,17 +66,19 @@ class Router:
         remember: int = REMEMBER,
     ) -> None:
         self._limit = limit
-        self._affinity, self._suspects = Affinity(remember), Suspects(remember)
         self._queues: dict[str, deque[Entry]] = {kind: deque() for kind in ("suspect", "urgent", "rest")}
         self._quarantine: Replica | None = None  # gets suspects only
         self._active: dict[str, Entry] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._in_flight = 0
-        self._counters = _Counters()
-        self.members = Members(
-            self._suspects, forget=self._affinity.forget, changed=self._wake, on_lost=on_lost
-        )
+        # Since the last `statistics`.
+        self._most_in_flight = 0
+        self._longest_queue = 0
+        self._reissued = 0
+        self.members = Members(remember, changed=self._wake, on_lost=on_lost)
         self._replicas = self.members.replicas
+        self._affinity = self.members.affinity
+        self._suspects = self.members.suspects
         for name, engine in engines.items():
             self.members.add(name, engine)
 
@@ -145,7 +116,8 @@ class Router:
         entry = self._active.get(request_id)
         if entry is None:
             return
-        entry.cancelled, replica = True, entry.replica
+        entry.cancelled = True
+        replica = entry.replica
         if replica is not None:
             try:
                 await replica.engine.cancel(request_id)
@@ -206,7 +178,7 @@ class Router:
             self._leave(entry, replica)
 
     def _after_death(self, entry: Entry, replica: Replica, error: ReplicaLostError) -> Completion | None:
-        """Of the replica that ran it. None: it goes on elsewhere."""
+        """Says what becomes of a request whose replica died. None: it goes on elsewhere."""
         self.members.mark_dead(replica.name, str(error), replica.engine)
         if isinstance(error.partial, Completion):
             entry.request = dataclasses.replace(entry.request, prefix=error.partial)
@@ -217,7 +189,7 @@ class Router:
             deadly = deadly_error(entry.request, self._suspects.num_deaths(entry.request.request_id), error)
             _log.error("%s", deadly)
             raise deadly from error
-        self._counters.reissued += whole is None
+        self._reissued += whole is None
         return whole
 
     # ---- life of all replicas ----
@@ -250,19 +222,22 @@ class Router:
         total = StepStats().merge(*parts.values())
         for name, part in parts.items():
             replica = self._replicas[name]
-            seconds, replica.busy_seconds = replica.busy_seconds, 0.0
+            seconds = replica.busy_seconds
+            replica.busy_seconds = 0.0
             tokens = part.sums.get("perf/decoded_tokens", 0.0)
             if tokens and seconds:
                 total.add_mean("rollout/tokens_per_second", tokens, seconds)
                 total.add_min("rollout/tokens_per_second_min", tokens / seconds)
                 total.add_max("rollout/tokens_per_second_max", tokens / seconds)
         with self.members.lock:
-            counters, self._counters = self._counters, _Counters(in_flight=self._in_flight)
-            restarts, self.members.restarts = self.members.restarts, 0
-        total.add_max("rollout/queue_length", float(counters.queue_length))
-        total.add_max("rollout/in_flight", float(counters.in_flight))
-        total.add_sum("rollout/reissued", float(counters.reissued))
-        total.add_sum("rollout/engine_restarts", float(restarts))
+            total.add_max("rollout/queue_length", float(self._longest_queue))
+            total.add_max("rollout/in_flight", float(self._most_in_flight))
+            total.add_sum("rollout/reissued", float(self._reissued))
+            total.add_sum("rollout/engine_restarts", float(self.members.restarts))
+            self._longest_queue = 0
+            self._most_in_flight = self._in_flight
+            self._reissued = 0
+            self.members.restarts = 0
         return total
 
     async def _everywhere(self, operation: str) -> dict[str, Any]:
@@ -309,10 +284,10 @@ class Router:
                         self._seat(entry, self._replicas[name])
                         in_flight[name] += 1
             waiting = sum(len(queue) for queue in self._queues.values())
-            self._counters.queue_length = max(self._counters.queue_length, waiting)
+            self._longest_queue = max(self._longest_queue, waiting)
 
     def _tell_the_hopeless(self) -> None:
-        """Nobody serves: those that wait get an error, unless a replica is to come or wants weights."""
+        """Gives an error to those that wait, unless a replica is to come or wants weights."""
         try:
             self.members.check_hope()
         except RolloutError as error:
@@ -334,16 +309,20 @@ class Router:
         if own is None:
             own = min(serving, key=lambda one: len(one.running), default=None)
         self._quarantine = own
-        while own is not None and (entry := _first(queue)) is not None and own.admits(entry, self._limit):
+        while own is not None and (entry := _first(queue)) is not None:
+            assert entry.company is not None
+            alike = all(one.company == entry.company for one in own.running)  # others may not run beside it
+            if not alike or len(own.running) >= min(entry.company, self._limit):
+                break
             self._seat(entry, own)
 
     def _seat(self, entry: Entry, replica: Replica) -> None:
-        """Give a waiting request its place, counted there."""
+        """Gives a waiting request its place, counted there."""
         self._affinity.put(entry.request.affinity, replica.name)
         self._clock()
         replica.running.add(entry)
         self._in_flight += 1
-        self._counters.in_flight = max(self._counters.in_flight, self._in_flight)
+        self._most_in_flight = max(self._most_in_flight, self._in_flight)
         entry.place.set_result(replica)
 
     def _leave(self, entry: Entry, replica: Replica) -> None:
@@ -354,7 +333,7 @@ class Router:
         self._pump()
 
     def _clock(self) -> None:
-        """Count the time in which replicas had work. Call it before anything changes that."""
+        """Counts the time in which replicas had work; to be called before anything changes that."""
         now = time.monotonic()
         with self.members.lock:
             for one in self._replicas.values():
