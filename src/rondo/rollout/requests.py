@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +32,26 @@ def complete_as_it_is(request: GenerateRequest) -> Completion | None:
     if len(prefix.token_ids) >= request.sampling.max_tokens:
         return so_far(request, "length")
     return None
+
+
+def check_ready(
+    request: GenerateRequest, *, closed: bool, asleep: bool, version: int, in_flight: Container[str]
+) -> None:
+    """Raises RolloutError where an engine can serve no request now, or not this one a second time.
+
+    version: of its weights; -1: it has none. in_flight: ids of the requests that it works on.
+    """
+    who = f"request {request.request_id!r}"
+    if closed:
+        raise RolloutError(f"{who}: the rollout engine is closed")
+    if asleep:
+        raise RolloutError(f"{who}: the rollout engine is asleep; call wake() first")
+    if version < 0:
+        raise RolloutError(
+            f"{who}: the rollout engine has no weights yet; send them with begin, receive, commit"
+        )
+    if request.request_id in in_flight:
+        raise RolloutError(f"{who} is in flight already; request ids must be unique")
 
 
 def check_request(

@@ -18,7 +18,7 @@ from rondo.errors import ConfigError, RolloutError, WeightSyncError
 from rondo.models.experts import why_not_separate
 from rondo.models.loading import load_model_config
 from rondo.rollout.protocol import Capabilities, EngineSpec
-from rondo.rollout.requests import Pending, check_request
+from rondo.rollout.requests import Pending, check_ready, check_request
 from rondo.rollout.third_party import ThirdParty
 from rondo.types import GenerateRequest
 from rondo.weights.bucket import SharedBucket
@@ -64,19 +64,15 @@ class ThirdPartyEngine(Generic[PendingT]):
 
     def _check(self, request: GenerateRequest) -> None:
         """Raises RolloutError for what cannot be served, WeightSyncError where the last update failed."""
-        who = f"request {request.request_id!r}"
-        if self._closed:
-            raise RolloutError(f"{who}: the rollout engine is closed")
-        if self._weights.failure:
-            raise WeightSyncError(f"{who}: {self._weights.failure}")
-        if self._asleep:
-            raise RolloutError(f"{who}: the rollout engine is asleep; call wake() first")
-        if self.version < 0:
-            raise RolloutError(
-                f"{who}: the rollout engine has no weights yet; send them with begin, receive, commit"
-            )
-        if request.request_id in self._in_flight:
-            raise RolloutError(f"{who} is in flight already; request ids must be unique")
+        if self._weights.failure and not self._closed:
+            raise WeightSyncError(f"request {request.request_id!r}: {self._weights.failure}")
+        check_ready(
+            request,
+            closed=self._closed,
+            asleep=self._asleep,
+            version=self.version,
+            in_flight=self._in_flight,
+        )
         limits = {"max_context": self._spec.max_context, "vocab_size": self._vocab_size}
         check_request(request, **limits, coldest=self._coldest)
 

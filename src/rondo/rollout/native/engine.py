@@ -33,7 +33,7 @@ from rondo.rollout.native.decoder import Decoder
 from rondo.rollout.native.scheduler import Sequence
 from rondo.rollout.native.weights import WeightStore, build_module
 from rondo.rollout.protocol import Capabilities, OnTokens
-from rondo.rollout.requests import Pending, check_request, complete_as_it_is, deliver
+from rondo.rollout.requests import Pending, check_ready, check_request, complete_as_it_is, deliver
 from rondo.types import Completion, GenerateRequest, StepStats
 
 TOKENS_SECONDS, TOKENS_STEPS = 0.02, 8  # on_tokens is called after both, so that it costs little
@@ -141,17 +141,13 @@ class NativeEngine:
 
     def _check(self, request: GenerateRequest) -> None:
         """Raises RolloutError where the engine, or any engine, cannot serve the request."""
-        who = f"request {request.request_id!r}"
-        if self._closed:
-            raise RolloutError(f"{who}: the rollout engine is closed")
-        if self._decoder.asleep:
-            raise RolloutError(f"{who}: the rollout engine is asleep; call wake() first")
-        if self._weights.version < 0:
-            raise RolloutError(
-                f"{who}: the rollout engine has no weights yet; send them with begin, receive, commit"
-            )
-        if request.request_id in self._in_flight:
-            raise RolloutError(f"{who} is in flight already; request ids must be unique")
+        check_ready(
+            request,
+            closed=self._closed,
+            asleep=self._decoder.asleep,
+            version=self._weights.version,
+            in_flight=self._in_flight,
+        )
         check_request(request, max_context=self.max_context, vocab_size=self._vocab)
 
     async def cancel(self, request_id: str) -> None:
