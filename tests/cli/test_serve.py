@@ -82,7 +82,7 @@ def test_it_serves_a_folder_and_ends_with_all_it_started(folder: Path) -> None:
                 before = ask(client, facts["model"])
                 with pytest.raises(openai.AuthenticationError):
                     client.with_options(api_key="guess").models.list()
-                (engine,) = [p for p in started if p.cmdline()[1:3] == ["-m", "rondo.rollout.server"]]
+                (engine,) = [p for p in started if p.cmdline()[1:3] == ["-m", "rondo.rollout.server.child"]]
                 engine.kill()
                 after = ask(client, facts["model"])
             started += psutil.Process(process.pid).children(recursive=True)

@@ -21,9 +21,9 @@ from tests.controller.sample_workers import Calculator
 from tests.waiting import wait_for
 
 ray = pytest.importorskip("ray")
-ray_pools = pytest.importorskip("rondo.controller.ray_pools")
-placement_group = ray_pools.placement_group
-assigned_device = ray_pools.assigned_device
+ray_backend = pytest.importorskip("rondo.controller.ray_backend")
+placement_group = ray_backend.placement_group
+assigned_device = ray_backend.assigned_device
 
 
 def config(devices: int, **pools: int) -> ClusterConfig:
@@ -88,9 +88,9 @@ def test_devices_that_another_job_has_are_named_after_a_bounded_time(
             pools[0].wait = lambda seconds: True
         return pools[-1]
 
-    monkeypatch.setattr(ray_pools, "placement_group", placing)
+    monkeypatch.setattr(ray_backend, "placement_group", placing)
     clock = itertools.count(step=10**6).__next__  # the time is over when it is asked for
-    monkeypatch.setattr(ray_pools, "time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(ray_backend, "time", SimpleNamespace(monotonic=clock))
     message = r"cluster.pools.b: Ray did not set aside 6 devices \(1 CPU each\) within 30 s; free"
     with pytest.raises(ConfigError, match=message):
         run(start_cluster(config(7, a=1, b=6)))

@@ -97,7 +97,7 @@ class CallWatcher(Protocol):
     """
 
     def call_sent(self, role: str, rank: int, device: int, method: str) -> None:
-        """The call leaves the controller. Sync calls may wait for others on the host."""
+        """Hears that a call leaves the controller. Sync calls may wait for others on the host."""
 
     def call_ended(
         self, role: str, rank: int, device: int, method: str, start: float, end: float, *, died: bool
@@ -226,5 +226,6 @@ def _failure(task: asyncio.Task[Answer], host: HostHandle) -> Failure | None:
 
 def _error(call: Call, rank: int, failure: Failure, *, died: bool) -> WorkerError:
     error = WorkerError(call.role, rank, call.method, failure.message, failure.traceback)
-    error.cause_error, error.died = failure.cause, died
+    error.cause_error = failure.cause
+    error.died = died
     return error

@@ -45,7 +45,7 @@ class Cluster:
         devices: Sequence[int] | None = None,
         devices_per_rank: int = 1,
     ) -> WorkerGroup:
-        """Build one worker of `worker_class(context, **kwargs)` per rank.
+        """Builds one worker of `worker_class(context, **kwargs)` per rank.
 
         mesh: default all devices on `dp`. devices: the resource pool, ascending device numbers, one per rank
         (default the first ones); groups may share devices, their workers then share host processes and see
@@ -81,7 +81,7 @@ class Cluster:
         raise NotImplementedError
 
     def put(self, batch: Batch, index_columns: Sequence[str] = ()) -> BatchRef:
-        """Hand rows made by the controller to the workers: `index_columns` stay here, the rest becomes a
+        """Hands rows made by the controller to the workers: `index_columns` stay here, the rest becomes a
         block."""
         raise NotImplementedError
 
@@ -96,7 +96,7 @@ class Cluster:
         raise NotImplementedError
 
     async def shutdown(self) -> None:
-        """Close all workers and end all processes. A second call does nothing."""
+        """Closes all workers and ends all processes. A second call does nothing."""
         raise NotImplementedError
 
     async def __aenter__(self) -> Self:
@@ -111,8 +111,9 @@ class Cluster:
 def _pool(
     num_devices: int, mesh: Mesh | None, devices: Sequence[int] | None, devices_per_rank: int
 ) -> tuple[Mesh, tuple[int, ...]]:
-    """The mesh of a new group, and the first device of each of its ranks. Raises ConfigError when they do not
-    fit each other or the cluster."""
+    """Returns the mesh of a new group, and the first device of each of its ranks. Raises ConfigError when
+    they do not fit each other or the cluster.
+    """
     size = mesh.size if mesh else num_devices // devices_per_rank
     chosen = tuple(range(0, size * devices_per_rank, devices_per_rank)) if devices is None else tuple(devices)
     mesh = mesh or Mesh.data_parallel(len(chosen))
@@ -124,20 +125,20 @@ def _pool(
     if every != sorted(set(every)) or not every or every[0] < 0 or every[-1] >= num_devices:
         raise ConfigError(
             f"a group on devices {tuple(every)} (mesh {mesh.axes}), but the cluster has {num_devices}: raise "
-            "cluster.devices, or name each device once, rising"
+            "cluster.devices, or name each device once, ascending"
         )
     return mesh, chosen
 
 
 def planned_device(config: ClusterConfig) -> str:
-    """ "cpu" or "cuda": what the devices of a cluster on this machine will be."""
+    """Returns what the devices of a cluster on this machine will be: "cpu" or "cuda"."""
     if config.device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return config.device
 
 
 async def start_cluster(config: ClusterConfig) -> Cluster:
-    """Start the hosts. Raises ConfigError when there are not enough devices or the backend is not
+    """Starts the hosts. Raises ConfigError when there are not enough devices or the backend is not
     installed."""
     threads = config.threads or max(1, (os.cpu_count() or 1) // config.devices)
     if config.backend.name == "local":

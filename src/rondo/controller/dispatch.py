@@ -34,7 +34,7 @@ class Dispatch:
 def dispatch(
     how: How, *, reads: tuple[str, ...] = (), writes: tuple[str, ...] = ()
 ) -> Callable[[Method], Method]:
-    """Mark a worker method that the controller may `call`.
+    """Marks a worker method that the controller may `call`.
 
     broadcast: the same arguments to every rank, the result of rank 0. split: the first argument is a BatchRef
     whose rows are cut over the data-parallel axis; each rank gets a Batch of `reads`. per_rank: every
@@ -49,8 +49,8 @@ def dispatch(
 
 
 def cut(index: Batch, parts: int) -> list[np.ndarray]:
-    """Row positions of each data-parallel shard: balanced by tokens within every mini-batch; a function of
-    the index.
+    """Returns the row positions of each data-parallel shard: balanced by tokens within every mini-batch, and
+    a function of the index.
 
     Costs are prompt_length + response_length (1 per row where the index has neither), groups the column
     `mini_batch` if there is one; rows of equal `unit`, if the index has that, stay on one shard. Shards may

@@ -24,8 +24,8 @@ _ECHOES = (
 
 
 def init_distributed(rank: int, world_size: int, device: str, store: dist.Store | None) -> bool:
-    """Start the default process group (gloo; with nccl for cuda tensors), unless there is one. True if
-    started here.
+    """Starts the default process group (gloo; with nccl for cuda tensors), unless there is one; says whether
+    it did.
 
     store: where ranks meet; None for a world of one. Raises ConfigError if a world of another size is up
     already.
@@ -45,7 +45,8 @@ def init_distributed(rank: int, world_size: int, device: str, store: dist.Store 
 
 
 def new_axis_groups(mesh: Mesh, ranks: Sequence[int]) -> tuple[dist.ProcessGroup, ...]:
-    """Process groups for a mesh over these ranks of the world: of each axis, the one that this process is in.
+    """Makes process groups for a mesh over these ranks of the world; returns, of each axis, the one that this
+    process is in.
 
     Collective over the *whole* world, as torch.distributed wants it, in one order everywhere; () for a
     process that is not among `ranks`. Always new groups: colocated roles never share one, nor the default
@@ -64,7 +65,7 @@ def new_axis_groups(mesh: Mesh, ranks: Sequence[int]) -> tuple[dist.ProcessGroup
 def device_mesh_of(
     mesh: Mesh, ranks: Sequence[int], groups: Sequence[dist.ProcessGroup], device_type: str
 ) -> DeviceMesh:
-    """A DeviceMesh with the mesh's axis names on existing groups. Moves nothing."""
+    """Makes a DeviceMesh with the mesh's axis names on existing groups. Moves nothing."""
     if len(groups) == 1:
         return DeviceMesh.from_group(groups[0], device_type, mesh_dim_names=mesh.names)
     grid = torch.tensor(ranks, dtype=torch.int).reshape(mesh.shape)

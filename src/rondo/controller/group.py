@@ -55,7 +55,8 @@ class WorkerGroup:
         ranks: Sequence[int] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Call a marked method (`ActorWorker.update_actor`) on all ranks; done, or raised, when this returns.
+        """Calls a marked method (`ActorWorker.update_actor`) on all ranks; done, or raised, when this
+        returns.
 
         reads: columns to ship instead of those in the mark. ranks: only these (not for split). split returns,
         by what the method returns: Batch → the BatchRef with its columns as new blocks; StepStats → merged;
@@ -93,7 +94,7 @@ class WorkerGroup:
         return [answers[rank][0].value for rank in chosen]
 
     async def call_each(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[int, Any]:
-        """Call any method on every rank that is alive, each for itself; results by rank.
+        """Calls any method on every rank that is alive, each for itself; results by rank.
 
         For ranks that need no other one to answer: none waits for another, or is given up because of it, and
         one that dies is left out. Raises the WorkerError of the first rank whose worker raised, and, with
@@ -124,14 +125,15 @@ class WorkerGroup:
         reads: Sequence[str] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Call any method on one rank. A BatchRef as first argument is assembled whole from `reads`.
+        """Calls any method on one rank. A BatchRef as first argument is assembled whole from `reads`.
 
         keep: index columns of the Batch with `row_id` (or of the Batch in a pair) that it returns; the rest
         stays in the store, and the result is a BatchRef (or a pair with one). Without `keep` the Batch
         travels here.
         """
         mark: Dispatch | None = getattr(method, MARK, None)
-        columns = tuple(reads) if reads is not None else mark.reads if mark else ()
+        declared = mark.reads if mark else ()
+        columns = declared if reads is None else tuple(reads)
         plan = self._plan(method, args, kwargs, columns, keep=None if keep is None else tuple(keep))
         reply, handle = (await invoke({rank: plan}, self._hosts, self._watchers))[rank]
         if keep is None:
@@ -216,7 +218,9 @@ class WorkerGroup:
 
 
 def _blocks(answers: Sequence[Answer]) -> tuple[Block, ...]:
-    """Blocks of what the ranks kept. Empty ones only if all are: they carry the columns of an empty batch."""
+    """Returns blocks of what the ranks kept. An empty one counts only if all are: it carries the columns of
+    an empty batch.
+    """
     kept = [
         (reply.kept, handle) for reply, handle in answers if reply.kept is not None and reply.kept.columns
     ]
@@ -233,7 +237,7 @@ def _join(values: Sequence[Any]) -> Any:
 
 
 async def together(batch: BatchRef, *calls: Callable[[BatchRef], Awaitable[BatchRef]]) -> BatchRef:
-    """Run independent calls on the same rows at once; returns the batch with the new columns of all of them.
+    """Runs independent calls on the same rows at once; returns the batch with the new columns of all of them.
 
     The first error is raised and the other calls are no longer waited for. Raises DataError when a call
     returns other rows, or when two write the same column.

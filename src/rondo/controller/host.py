@@ -59,7 +59,9 @@ Result = tuple[Reply, Batch | None]
 
 
 def failure_of(error: BaseException) -> Failure:
-    """The record of a worker's exception; its traceback begins in the worker's code, not in this file."""
+    """Returns the record of a worker's exception; its traceback begins in the worker's code, not in this
+    file.
+    """
     frames = error.__traceback__
     while (
         frames is not None and frames.tb_next is not None and frames.tb_frame.f_code.co_filename == __file__
@@ -92,13 +94,13 @@ class Host:
         )
 
     async def start(self, store: dist.Store | None = None) -> None:
-        """Join the world. All hosts at once; store: where they meet (None for a world of one)."""
+        """Joins the world, as all hosts do at once. store: where they meet; None for a world of one."""
         self._started_distributed = await self._on_thread(
             init_distributed, self.rank, self.world_size, self.device, store
         )
 
     async def run(self, call: Call, blocks: Sequence[Batch], ticket: int | None) -> Result:
-        """Run one call. blocks: what the pieces of `call.shard` stand for. ticket: None for async methods."""
+        """Runs one call. blocks: what the pieces of `call.shard` stand for. ticket: None for async methods."""
         if ticket is not None:
             async with self._turn(ticket):
                 done = self._on_thread(self._run_sync, call, blocks)
@@ -110,7 +112,7 @@ class Host:
             return _ended(call, clock, failure_of(error))
 
     async def skip(self, ticket: int) -> None:
-        """Let a ticket pass whose call cannot run."""
+        """Lets a ticket pass whose call cannot run."""
         async with self._turn(ticket):
             pass
 
@@ -171,7 +173,7 @@ class Host:
         self.workers[call.role] = new.worker_class(context, **call.kwargs)
 
     async def close(self) -> None:
-        """Close the workers, youngest first, and what was started here."""
+        """Closes the workers, youngest first, and what was started here."""
         await self._on_thread(self._close_workers)  # behind what is still running
         if self._thread is not None:
             self._thread.shutdown()

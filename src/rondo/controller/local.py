@@ -72,7 +72,7 @@ class LocalCluster(Cluster):
 
 
 async def start_local(config: ClusterConfig, threads: int) -> LocalCluster:
-    """Make this process the host."""
+    """Makes this process the host."""
     if config.devices != 1:
         raise ConfigError(
             f"cluster.devices={config.devices} with cluster.backend=local, which has one device: "

@@ -33,30 +33,30 @@ class Mesh:
 
     @classmethod
     def data_parallel(cls, size: int) -> Mesh:
-        """All ranks on one `dp` axis."""
+        """Returns the mesh with all ranks on one `dp` axis."""
         return cls((("dp", size),))
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Axis names, outermost first."""
+        """Returns the axis names, outermost first."""
         return tuple(name for name, _ in self.axes)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Axis sizes, outermost first."""
+        """Returns the axis sizes, outermost first."""
         return tuple(size for _, size in self.axes)
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """Returns the number of ranks."""
         return math.prod(self.shape)
 
     def axis_size(self, name: str) -> int:
-        """Ranks along an axis; 1 if the mesh does not have it."""
+        """Returns the number of ranks along an axis; 1 if the mesh does not have it."""
         return dict(self.axes).get(name, 1)
 
     def coords(self, rank: int) -> dict[str, int]:
-        """Axis name → position of this rank on it."""
+        """Returns axis name → position of this rank on it."""
         if not 0 <= rank < self.size:
             raise ConfigError(f"rank {rank} is not on the mesh {self.axes} of {self.size} ranks")
         out: dict[str, int] = {}

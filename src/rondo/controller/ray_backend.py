@@ -1,4 +1,4 @@
-"""The `ray` backend: one actor per device is a host process. Only this module and `ray_pools` import Ray.
+"""The `ray` backend: one actor per device is a host process. Only this module imports Ray.
 
 Token data stays in Ray's object store: a call has two return values, a small reply that comes to the
 controller and the kept Batch, of which the controller only holds the reference. References travel as
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import time
 import warnings
@@ -34,8 +35,8 @@ from rondo.errors import ConfigError, DataError
 try:
     import ray
     from ray.exceptions import RayError
-
-    from rondo.controller.ray_pools import RayPools, assigned_device, check_room, pool_sizes
+    from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 except ImportError as error:
     raise ConfigError('cluster.backend=ray, but Ray is not installed: pip install "rondo-rl[ray]"') from error
 
@@ -45,6 +46,7 @@ except ImportError as error:
 INLINE_BYTES = 1024
 RAY_DEFAULT_INLINE_BYTES = 100 * 1024
 Origin = Literal["started", "connected", "found"]
+READY_SECONDS = 30.0  # for devices that another job is just giving back
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,51 @@ class RayHandle(RemoteHandle):
         return Failure(message, str(error), time.time(), died=True)
 
 
+class RayPools:
+    """The placement groups of one cluster."""
+
+    def __init__(self, pools: Mapping[str, int], device: str) -> None:
+        self._sizes = dict(pools)
+        self._bundle = bundle_of(device)
+        self._groups: dict[str, PlacementGroup] = {}
+
+    async def reserve(self) -> list[list[Any]]:
+        """Sets the devices of every pool aside, on as few nodes as there is room. Returns, per pool, a
+        scheduling strategy per device. Raises ConfigError when a pool does not get its devices in time.
+        """
+        for name, size in self._sizes.items():
+            self._groups[name] = placement_group([dict(self._bundle)] * size, strategy="PACK")
+        deadline = time.monotonic() + READY_SECONDS
+        for name, group in self._groups.items():
+            while not group.wait(0.05):
+                if time.monotonic() > deadline:
+                    raise ConfigError(self._no_room(name))
+                await asyncio.sleep(0.05)
+        return [
+            [PlacementGroupSchedulingStrategy(group, i) for i in range(self._sizes[name])]
+            for name, group in self._groups.items()
+        ]
+
+    def _no_room(self, name: str) -> str:
+        what = " and ".join(f"{count:.0f} {kind}" for kind, count in self._bundle.items())
+        free = ray.available_resources()
+        left = ", ".join(f"{free.get(kind, 0):.0f} {kind}s" for kind in self._bundle)
+        return (
+            f"cluster.pools.{name}: Ray did not set aside {self._sizes[name]} devices ({what} each) within "
+            f"{READY_SECONDS:.0f} s; free beside what the other pools got are {left}: another job has the "
+            "rest (see `ray status`); wait for it, or ask for fewer"
+        )
+
+    def remove(self) -> None:
+        """Gives everything back. What is gone already is no error."""
+        for group in self._groups.values():
+            try:
+                remove_placement_group(group)
+            except RayError:
+                continue  # its node or the whole cluster is gone, and the reservation with it
+        self._groups.clear()
+
+
 class RayCluster(RemoteCluster):
     """One actor per device. origin: how this process came to Ray."""
 
@@ -166,7 +213,7 @@ class RayCluster(RemoteCluster):
         await self.join_world("127.0.0.1" if one_node else self._places[0].address)
 
     def accelerators(self, role: str, devices: Sequence[int]) -> tuple[str, ...]:
-        """The GPUs of one rank on several devices; () for a rank on one device, which sees its own only."""
+        """Returns the GPUs of one rank on several devices; () for a rank on one, which sees its own only."""
         places = [self._places[device] for device in devices]
         if len({place.node for place in places}) > 1:
             addresses = ", ".join(dict.fromkeys(place.address for place in places))
@@ -208,8 +255,8 @@ class RayCluster(RemoteCluster):
 
 
 def _node_by_node(places: Sequence[Whereabouts], pools: Sequence[int]) -> list[int]:
-    """Positions of the hosts by device number: pool after pool, in each of them node after node, the first
-    host's node first."""
+    """Returns the positions of the hosts by device number: pool after pool, in each of them node after node,
+    the first host's node first."""
     order, start = [], 0
     for size in pools:
         first = places[start].node
@@ -224,14 +271,66 @@ async def _all(refs: Any) -> list[Any]:
 
 
 async def _gone(pids: Sequence[int], seconds: float = 5.0) -> None:
-    """Wait until none of these processes of this machine is left."""
+    """Waits until none of these processes of this machine is left."""
     deadline = time.monotonic() + seconds
     while any(os.path.exists(f"/proc/{pid}") for pid in pids) and time.monotonic() < deadline:
         await asyncio.sleep(0.02)
 
 
+def bundle_of(device: str) -> dict[str, float]:
+    """Returns what one host process takes of a node's resources. device: "cpu" or "cuda"."""
+    return {"CPU": 1, "GPU": 1} if device == "cuda" else {"CPU": 1}
+
+
+def check_room(config: ClusterConfig, device: str) -> None:
+    """Raises ConfigError when the nodes together have fewer devices than asked for, busy or not.
+
+    A GPU counts as a device where its node also has a CPU for the host process.
+    """
+    bundle, nodes = bundle_of(device), [node for node in ray.nodes() if node["Alive"]]
+    slots = {node["NodeManagerAddress"]: 0 for node in nodes}
+    for node in nodes:
+        slots[node["NodeManagerAddress"]] += _slots(node["Resources"], bundle)
+    if sum(slots.values()) < config.devices:
+        kind = "GPU" if device == "cuda" else "CPU"
+        has = ", ".join(f"{count} on {address}" for address, count in slots.items())
+        pools = f" (cluster.pools: {_sizes(config.pools)})" if config.pools else ""
+        raise ConfigError(
+            f"cluster.devices={config.devices}{pools}, but the Ray cluster has {sum(slots.values())} {kind}s "
+            f"({has}): lower cluster.devices, add nodes, or set cluster.device"
+        )
+
+
+def assigned_device(assigned: Sequence[int | str], visible: str | None, count: int) -> str:
+    """Returns torch's name of the one GPU that Ray assigned to a process that sees `count` of them.
+
+    assigned: ids as CUDA_VISIBLE_DEVICES has them. visible: that variable. Ray narrows it to the assigned
+    GPU, unless RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES is set: then the process sees all GPUs of its
+    node. Raises ConfigError.
+    """
+    if count == 1:
+        return "cuda:0"
+    seen = [gpu.strip() for gpu in visible.split(",")] if visible else [str(i) for i in range(count)]
+    ids = [str(gpu) for gpu in assigned]
+    if len(ids) != 1 or ids[0] not in seen:
+        raise ConfigError(
+            f"cluster.device=cuda: Ray assigned GPU {', '.join(ids) or 'none'} to a host process that sees "
+            f"{count} GPUs (CUDA_VISIBLE_DEVICES={visible}): start Ray on that node with the GPUs that torch "
+            "sees there"
+        )
+    return f"cuda:{seen.index(ids[0])}"
+
+
+def _slots(resources: Mapping[str, float], bundle: Mapping[str, float]) -> int:
+    return min(math.floor(resources.get(kind, 0) / need) for kind, need in bundle.items())
+
+
+def _sizes(pools: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {size}" for name, size in pools.items())
+
+
 def start_ray(config: ClusterConfig, threads: int) -> Origin:
-    """Start Ray on this machine, or connect to one that runs, unless this process is connected already."""
+    """Starts Ray on this machine, or connects to one that runs, unless this process is connected already."""
     if ray.is_initialized():
         return "found"
     address = config.backend.address
@@ -263,7 +362,7 @@ def start_ray(config: ClusterConfig, threads: int) -> Origin:
 
 
 def stop_ray(environment_before: Mapping[str, str]) -> None:
-    """Stop Ray, or disconnect, and take back what it wrote into this process's environment."""
+    """Stops Ray, or disconnects, and takes back what it wrote into this process's environment."""
     ray.shutdown()
     for name in list(os.environ):
         if name.startswith("RAY_") or name == "PYTHONBREAKPOINT":
@@ -274,8 +373,9 @@ def stop_ray(environment_before: Mapping[str, str]) -> None:
 
 
 async def start_ray_cluster(config: ClusterConfig, threads: int) -> RayCluster:
-    """Start or join Ray, then one host per device. Raises ConfigError when there are fewer devices than asked
-    for."""
+    """Starts or joins Ray, then starts one host per device. Raises ConfigError when there are fewer devices
+    than asked for.
+    """
     environment_before = dict(os.environ)
     origin = start_ray(config, threads)
     cluster: RayCluster | None = None
@@ -284,7 +384,8 @@ async def start_ray_cluster(config: ClusterConfig, threads: int) -> RayCluster:
         use_cuda = config.device == "cuda" or (config.device == "auto" and resources.get("GPU", 0) > 0)
         device = "cuda" if use_cuda else "cpu"
         check_room(config, device)
-        cluster = RayCluster(pool_sizes(config), device, threads, origin, environment_before)
+        pools = dict(config.pools) or {"all": config.devices}
+        cluster = RayCluster(pools, device, threads, origin, environment_before)
         await cluster.start_hosts(worker_environment(threads))
     except BaseException:
         if cluster is not None:

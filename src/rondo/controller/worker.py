@@ -31,7 +31,7 @@ class Worker:
         return os.getpid()
 
     def close(self) -> None:
-        """Release threads and files. Called once more at shutdown, so a second call must do no harm."""
+        """Releases threads and files. It is called once more at shutdown, so a second call must do no harm."""
 
 
 @dataclass
@@ -58,8 +58,8 @@ class WorkerContext:
     _device_mesh: DeviceMesh | None = field(default=None, repr=False)
 
     def device_mesh(self) -> DeviceMesh:
-        """A torch DeviceMesh over the group's ranks with the mesh's axis names, on process groups of its
-        own."""
+        """Returns a torch DeviceMesh over the group's ranks with the mesh's axis names, on process groups of
+        its own."""
         if self._device_mesh is None:
             device_type = self.device.partition(":")[0]
             self._device_mesh = device_mesh_of(self.mesh, self.ranks, self.groups, device_type)

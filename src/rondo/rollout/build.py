@@ -25,7 +25,7 @@ CLASSES = {"vllm": "VllmEngine", "sglang": "SglangEngine"}
 
 
 def build_engine(spec: EngineSpec, parameters: Mapping[str, torch.Tensor] | None = None) -> RolloutEngine:
-    """The engine of `spec`, in this process. parameters: the trainer's storage, to use in place (native
+    """Builds the engine of `spec` in this process. parameters: the trainer's storage, to use in place (native
     only). Raises ConfigError.
     """
     check_engine(spec.engine, spec.options, device=spec.device)
@@ -55,7 +55,7 @@ def start_engine(
     bucket_bytes: int = 256 << 20,
     accelerators: Sequence[str] = (),
 ) -> EngineProcess:
-    """The engine of `spec` in a process of its own; returns when it is ready. Raises ConfigError or
+    """Starts the engine of `spec` in a process of its own; returns when it is ready. Raises ConfigError or
     RolloutError with the engine's own message.
 
     accelerators: the GPUs that it may use, as CUDA_VISIBLE_DEVICES has them; (): those of this process from
@@ -87,8 +87,8 @@ def check_engine(engine: str, options: Mapping[str, Any], *, device: str, sleep:
 
 
 def visible_devices(spec: EngineSpec, visible: str | None) -> tuple[EngineSpec, dict[str, str]]:
-    """What an engine's process sees of this process's GPUs: its `tensor_parallel` ones from spec.device on,
-    numbered from 0. visible: CUDA_VISIBLE_DEVICES here. Returns the process's spec and variables.
+    """Says what an engine's process sees of this process's GPUs: its `tensor_parallel` ones from spec.device
+    on, numbered from 0. visible: CUDA_VISIBLE_DEVICES here. Returns the process's spec and variables.
 
     Raises ConfigError when this process does not see them all.
     """

@@ -29,13 +29,14 @@ class WeightFanout:
         bucket_bytes: int,
         lost: Callable[[str, str, RolloutEngine], None],
     ) -> None:
-        self._engines, self._lost = dict(engines), lost
+        self._engines = dict(engines)
+        self._lost = lost
         self._lock = threading.Lock()
         self._writer = BucketWriter(bucket_bytes, self._send)
 
     @property
     def peak_bytes(self) -> int:
-        """Of the buckets that existed at one time."""
+        """Returns the most bytes of buckets that existed at one time."""
         return self._writer.peak_bytes
 
     def begin(self, version: int) -> None:
@@ -83,7 +84,7 @@ class WeightFanout:
         return confirm
 
     def _each(self, act: Callable[[RolloutEngine], None]) -> None:
-        """On all at once; returns when all are done."""
+        """Acts on all engines at once; returns when all are done."""
 
         def one(name: str, engine: RolloutEngine) -> None:
             try:

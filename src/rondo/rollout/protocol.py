@@ -19,24 +19,23 @@ OnTokens = Callable[[Completion], None]
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """How to build an engine, in this process or another; picklable.
-
-    device: "cpu", "cuda:i" or, with tensor_parallel > 1, the first of them. max_context: prompt and response
-    tokens of one request. options: the engine's own arguments (rollout.engine.options). folder: for files
-    that go with the engine's process; None: the machine's temporary folder.
-    """
+    """How to build an engine, in this process or another; picklable."""
 
     engine: str  # native, vllm, sglang
     source: ModelSource
     dtype: str
+    # "cpu", "cuda:i" or, with tensor_parallel > 1, the first of them.
     device: str
+    # Prompt and response tokens of one request.
     max_context: int
     max_concurrent: int
     threads: int
     tensor_parallel: int = 1
     decode: str = "auto"
     seed: int = 0
+    # The engine's own arguments (rollout.engine.options).
     options: Mapping[str, Any] = field(default_factory=dict)
+    # For files that go with the engine's process; None: the machine's temporary folder.
     folder: str | None = None
 
 
@@ -61,33 +60,33 @@ class RolloutEngine(Protocol):
 
     @property
     def version(self) -> int:
-        """Of the weights that it serves; -1: none yet."""
+        """Returns the version of the weights that it serves; -1: none yet."""
         ...
 
     def capabilities(self) -> Capabilities: ...
 
     def describe(self) -> str:
-        """One line for the log: engine, version, and what is worth knowing of how it runs here."""
+        """Writes one line for the log: engine, version, and what is worth knowing of how it runs here."""
         ...
 
     async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> Completion:
-        """The completion of one request. Cancelling the task frees its place. Raises RolloutError;
+        """Returns the completion of one request. Cancelling the task frees its place. Raises RolloutError;
         ReplicaLostError, with the tokens so far, where the engine's process is gone.
         """
         ...
 
     async def cancel(self, request_id: str) -> None:
-        """The pending `generate` call returns what it has ("cancelled"). Unknown ids are ignored."""
+        """Has the pending `generate` call return what it has ("cancelled"). Unknown ids are ignored."""
         ...
 
     async def pause(self) -> None:
-        """Stop at a token boundary; requests keep their place, new ones wait."""
+        """Stops at a token boundary; requests keep their place, new ones wait."""
         ...
 
     async def resume(self) -> None: ...
 
     async def sleep(self) -> None:
-        """Give the key/value cache back; paused or idle. An engine may give up its weights as well, and then
+        """Gives the key/value cache back; paused or idle. An engine may give up its weights as well, and then
         serves nothing until the next update. Raises RolloutError where `capabilities` says no.
         """
         ...
@@ -101,15 +100,15 @@ class RolloutEngine(Protocol):
         ...
 
     def commit(self, version: int, checksums: Mapping[str, int] | None = None) -> None:
-        """Serve `version`. checksums: by checkpoint name (`rondo.weights.checksum`); raises WeightSyncError
+        """Serves `version`. checksums: by checkpoint name (`rondo.weights.checksum`); raises WeightSyncError
         naming the first tensor that is missing or differs.
         """
         ...
 
     async def stats(self) -> StepStats:
-        """Counters since the last call."""
+        """Returns counters since the last call."""
         ...
 
     def close(self) -> None:
-        """Free everything, end its processes. A second call does no harm."""
+        """Frees everything and ends its processes. A second call does no harm."""
         ...

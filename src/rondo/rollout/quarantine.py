@@ -31,23 +31,23 @@ class Suspects:
 
     @property
     def num_explained(self) -> int:
-        """Deaths that some request was found to be the cause of."""
+        """Counts deaths that some request was found to be the cause of."""
         return len(self._explained)
 
     def num_deaths(self, request_id: str) -> int:
-        """Of replicas that were running this request."""
+        """Counts deaths of replicas that were running this request."""
         return len(self.deaths.get(request_id, ()))
 
     def company(self, request_id: str) -> int | None:
-        """How many suspects may run on its replica, itself included; None: it is no suspect."""
+        """Says how many suspects may run on its replica, itself included; None: it is no suspect."""
         deaths = self.num_deaths(request_id)
         if deaths < SUSPECT_DEATHS:
             return None
         return SUSPECTS_TOGETHER if deaths == SUSPECT_DEATHS else 1
 
     def died(self, running: Sequence[str]) -> bool:
-        """A replica died while it was running these requests. Returns whether that was the fault of the only
-        one: it had been a suspect already. Then all the deaths that it saw are explained.
+        """Notes that a replica died while it was running these requests. Returns whether that was the fault
+        of the only one: it had been a suspect already. Then all the deaths that it saw are explained.
         """
         self._num_deaths += 1
         for request_id in running:
@@ -61,12 +61,12 @@ class Suspects:
         return guilty
 
     def ended(self, request_id: str) -> None:
-        """A replica answered it and lives: it is innocent."""
+        """Clears a request that a replica answered, and lives."""
         self.deaths.pop(request_id, None)
 
 
 def deadly_error(request: GenerateRequest, num_deaths: int, error: ReplicaLostError) -> DeadlyRequestError:
-    """Of a request that replicas die of; error: how the last one did."""
+    """Returns the error of a request that replicas die of. error: how the last one did."""
     made = 0 if request.prefix is None else len(request.prefix.token_ids)
     last = "\n".join(error.last_lines.splitlines()[-LAST_LINES:])
     return DeadlyRequestError(

@@ -18,12 +18,14 @@ from rondo.types import Completion, FinishReason, GenerateRequest
 
 
 def so_far(request: GenerateRequest, reason: FinishReason) -> Completion:
-    """The completion of a request on which nobody has worked: its prefix, or nothing."""
+    """Returns the completion of a request on which no engine has worked: its prefix, or nothing."""
     return Completion.empty(request, reason).after(request.prefix)
 
 
 def complete_as_it_is(request: GenerateRequest) -> Completion | None:
-    """A prefix may be a whole response: it ends with a stop token, or has max_tokens. None: it is not."""
+    """Returns the completion of a request whose prefix is a whole response: it ends with a stop token, or has
+    max_tokens. None: it is not.
+    """
     prefix = request.prefix
     if prefix is None or len(prefix.token_ids) == 0:
         return None
@@ -96,23 +98,23 @@ def check_request(
 
 @dataclass(eq=False)
 class Pending:
-    """One call; to be made on the caller's event loop.
-
-    key: the engine's own name of it. deadline: on the clock of time.monotonic. prompt_ids: the engine's own,
-    once it has said them. The tokens are those made here, without the request's prefix, and belong to one
-    thread; `reported` of them have been handed to on_tokens.
-    """
+    """One call; to be made on the caller's event loop."""
 
     request: GenerateRequest
     on_tokens: OnTokens | None = None
+    # The engine's own name of it.
     key: str = ""
     loop: asyncio.AbstractEventLoop = field(init=False, default_factory=asyncio.get_running_loop)
     future: asyncio.Future[Completion] = field(init=False)
+    # On the clock of time.monotonic.
     deadline: float | None = field(init=False, default=None)
+    # The engine's own, once it has said them.
     prompt_ids: np.ndarray = field(init=False)
+    # Those made here, without the request's prefix; they belong to one thread.
     token_ids: list[int] = field(init=False, default_factory=list)
     log_probs: list[float] = field(init=False, default_factory=list)
     versions: list[int] = field(init=False, default_factory=list)
+    # How many of them have been handed to on_tokens.
     reported: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
@@ -129,14 +131,17 @@ class Pending:
         self.versions.extend(versions)
 
     def news(self) -> Completion | None:
-        """Tokens since the last call, for `report`; None where there are none or nobody wants them."""
+        """Returns the tokens since the last call, for `report`; None where there are none or nobody wants
+        them.
+        """
         if self.on_tokens is None or self.reported == len(self.token_ids):
             return None
-        start, self.reported = self.reported, len(self.token_ids)
+        start = self.reported
+        self.reported = len(self.token_ids)
         return self._made("length", start)
 
     def completion(self, reason: FinishReason) -> Completion:
-        """The whole response, prefix first."""
+        """Returns the whole response, prefix first."""
         return self._made(reason).after(self.request.prefix)
 
     def _made(self, reason: FinishReason, start: int = 0) -> Completion:
@@ -152,7 +157,7 @@ class Pending:
     # ---- on the caller's event loop ----
 
     def report(self, part: Completion) -> None:
-        """What on_tokens raises is the error of the generate call."""
+        """Hands over new tokens. What on_tokens raises is the error of the generate call."""
         if self.on_tokens is None or self.future.done():
             return
         try:
@@ -161,7 +166,7 @@ class Pending:
             self.future.set_exception(error)
 
     def settle(self, result: Completion | BaseException) -> None:
-        """The end; of a call that has ended already, or whose task was cancelled, nothing."""
+        """Ends the call, unless it has ended already, or its task was cancelled."""
         if self.future.done():
             return
         if isinstance(result, BaseException):
@@ -175,8 +180,8 @@ News = tuple[Pending, Completion | None, Any]
 
 
 def deliver(news: Iterable[News]) -> None:
-    """From any thread: report and settle on the callers' event loops, in order, one callback per loop. A loop
-    that is closed is no error: nobody waits.
+    """Reports and settles, from any thread, on the callers' event loops, in order, with one callback per
+    loop. A loop that is closed is no error: nobody waits.
     """
     by_loop: dict[asyncio.AbstractEventLoop, list[News]] = {}
     for one in news:

@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 def choose(in_flight: Mapping[str, int], limit: int, preferred: str | None = None) -> str | None:
-    """The replica for a request; None: wait.
+    """Chooses the replica for a request; None: wait.
 
     in_flight: how many requests each has that can take one; limit: how many it may have. preferred: the one
     that has the request's prefix in the cache. It is the least loaded with room, the first of equals; or the
@@ -83,14 +83,15 @@ class Router:
             self.members.add(name, engine)
 
     def engines(self) -> dict[str, RolloutEngine]:
-        """Those that live, by name."""
+        """Returns those that live, by name."""
         with self.members.lock:
             return {name: one.engine for name, one in self._replicas.items() if one.dead is None}
 
     # ---- requests ----
 
     async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> Completion:
-        """As `RolloutEngine.generate`, on whichever replica; the deadline covers waiting and being re-issued.
+        """Does as `RolloutEngine.generate`, on whichever replica; the deadline covers waiting and being re-
+        issued.
 
         Raises RolloutError when no replica is left, DeadlyRequestError when replicas die of it.
         """
@@ -112,7 +113,7 @@ class Router:
             del self._active[request.request_id]
 
     async def cancel(self, request_id: str) -> None:
-        """The pending generate call returns what it has. Unknown ids are ignored."""
+        """Has the pending generate call return what it has. Unknown ids are ignored."""
         entry = self._active.get(request_id)
         if entry is None:
             return
@@ -127,7 +128,7 @@ class Router:
             entry.place.set_result(None)
 
     async def _place(self, entry: Entry) -> Replica | None:
-        """The replica that will run it, counted there; None: cancelled, or the deadline has come."""
+        """Returns the replica that will run it, counted there; None: cancelled, or the deadline has come."""
         place = entry.place = asyncio.get_running_loop().create_future()
         if self._suspects.deaths:
             with self.members.lock:
@@ -157,7 +158,7 @@ class Router:
                 self._pump()  # others may have waited behind it
 
     async def _run(self, entry: Entry, replica: Replica, on_tokens: OnTokens | None) -> Completion | None:
-        """None: the replica died, and the entry's request has the tokens so far as its prefix."""
+        """Runs it. None: the replica died, and the entry's request has the tokens so far as its prefix."""
         request = entry.request
         if entry.deadline is not None:
             left = entry.deadline - asyncio.get_running_loop().time()
@@ -195,13 +196,13 @@ class Router:
     # ---- life of all replicas ----
 
     async def pause(self) -> None:
-        """Every engine stops at a token boundary; new requests wait in the queue."""
+        """Stops every engine at a token boundary; new requests wait in the queue."""
         self._clock()
         self.members.paused = True
         await self._everywhere("pause")
 
     async def resume(self) -> None:
-        """Go on, also with replicas that have got weights meanwhile."""
+        """Goes on, also with replicas that have got weights meanwhile."""
         await self._everywhere("resume")
         self._clock()
         self.members.paused = False
@@ -214,8 +215,9 @@ class Router:
         await self._everywhere("wake")
 
     async def statistics(self) -> StepStats:
-        """Counters since the last call: the engines' own, and rollout/tokens_per_second (of an engine, in the
-        time in which it had work), queue_length and in_flight (the highest), reissued, engine_restarts.
+        """Returns counters since the last call: the engines' own, and rollout/tokens_per_second (of an
+        engine, in the time in which it had work), queue_length and in_flight (the highest), reissued,
+        engine_restarts.
         """
         self._clock()
         parts = await self._everywhere("stats")
@@ -241,7 +243,7 @@ class Router:
         return total
 
     async def _everywhere(self, operation: str) -> dict[str, Any]:
-        """The results of the engines that live, by name; one that dies of it is marked dead."""
+        """Returns the results of the engines that live, by name; one that dies of it is marked dead."""
         self._loop = asyncio.get_running_loop()
         engines = self.engines()
         calls = (getattr(engine, operation)() for engine in engines.values())
@@ -258,13 +260,13 @@ class Router:
     # ---- the queues: on the event loop's thread, but for _wake ----
 
     def _wake(self) -> None:
-        """From any thread: have the queues looked at."""
+        """Has the queues looked at; from any thread."""
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
                 self._loop.call_soon_threadsafe(self._pump)
 
     def _pump(self) -> None:
-        """Give those at the front of the queues their places; RolloutError to all when there is no hope."""
+        """Gives those at the front of the queues their places, or a RolloutError when there is no hope."""
         with self.members.lock:
             if self._quarantine is None and not any(self._queues.values()):
                 return  # nobody waits
@@ -296,8 +298,8 @@ class Router:
                     entry.place.set_exception(RolloutError(str(error)))
 
     def _seat_suspects(self, serving: Sequence[Replica]) -> None:
-        """While there are any, one replica gets them only: the least loaded, from when it has answered what
-        it had. The others go on.
+        """Seats suspects. While there are any, one replica gets them only: the least loaded, from when it has
+        answered what it had. The others go on.
         """
         queue, own = self._queues["suspect"], self._quarantine
         if own not in serving:
@@ -343,7 +345,7 @@ class Router:
 
 
 def _first(queue: deque[Entry]) -> Entry | None:
-    """The first that still waits; those before it that do not are dropped."""
+    """Returns the first that still waits; those before it that do not are dropped."""
     while queue and queue[0].place.done():
         queue.popleft()
     return queue[0] if queue else None

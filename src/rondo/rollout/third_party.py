@@ -64,7 +64,7 @@ class ThirdParty:
 
     @cached_property
     def arguments(self) -> frozenset[str]:
-        """The names of its arguments. Raises ConfigError where they cannot be read."""
+        """Returns the names of its arguments. Raises ConfigError where they cannot be read."""
         names = {
             field.target.id
             for path in sorted(self.folder().glob(self.arguments_in))

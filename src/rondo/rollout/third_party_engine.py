@@ -50,7 +50,7 @@ class ThirdPartyEngine(Generic[PendingT]):
 
     @property
     def version(self) -> int:
-        """Of the weights that it serves; -1: none yet."""
+        """Returns the version of the weights that it serves; -1: none yet."""
         return self._weights.version
 
     def capabilities(self) -> Capabilities:

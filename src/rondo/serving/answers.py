@@ -50,7 +50,7 @@ class Frame:
     def whole(
         self, prompt_ids: np.ndarray, pieces: Sequence[Piece], completions: Sequence[Completion]
     ) -> dict[str, Any]:
-        """The answer to a request that does not stream."""
+        """Writes the answer to a request that does not stream."""
         choices = []
         for index, (piece, made) in enumerate(zip(pieces, completions, strict=True)):
             said = {"message": self._message(piece)} if self.kind == "chat" else {"text": piece.text}
@@ -63,13 +63,13 @@ class Frame:
         }
 
     def opening(self, prompt_ids: np.ndarray, n: int) -> dict[str, Any]:
-        """The first chunk of a stream: the role, before any token."""
+        """Writes the first chunk of a stream: the role, before any token."""
         said = {"delta": {"role": "assistant", "content": ""}} if self.kind == "chat" else {"text": ""}
         choices = [{"index": i, **said, "finish_reason": None, "logprobs": None} for i in range(n)]
         return {**self._object(stream=True), "prompt_token_ids": prompt_ids.tolist(), "choices": choices}
 
     def chunk(self, index: int, piece: Piece, made: Completion | None) -> dict[str, Any]:
-        """A further chunk. made: the whole completion, with the choice's last one."""
+        """Writes a further chunk. made: the whole completion, with the choice's last one."""
         if self.kind == "chat":
             delta: dict[str, Any] = {"content": piece.text} if piece.text else {}
             if piece.tool_calls:
@@ -80,7 +80,7 @@ class Frame:
         return {**self._object(stream=True), "choices": [self._choice(index, said, piece, made)]}
 
     def closing(self, prompt_ids: np.ndarray, completions: Sequence[Completion]) -> dict[str, Any]:
-        """The chunk that `stream_options.include_usage` asks for."""
+        """Writes the chunk that `stream_options.include_usage` asks for."""
         return {**self._object(stream=True), "choices": [], "usage": usage(prompt_ids, completions)}
 
     def _object(self, *, stream: bool) -> dict[str, Any]:

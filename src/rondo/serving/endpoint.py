@@ -60,8 +60,8 @@ class Prepared:
 
 
 def prompt_key(prompt: Prompt, text: str) -> Key:
-    """The key of the conversation that a prompt's token ids stand for: its messages, with the tools of its
-    row, or the `text` of a prompt without messages.
+    """Returns the key of the conversation that a prompt's token ids stand for: its messages, with the tools
+    of its row, or the `text` of a prompt without messages.
     """
     if not prompt.messages:
         return ("text", text)
@@ -75,7 +75,7 @@ def _chat_head(tools: Any) -> Key:
 
 
 def _kind_of(added: list[Any]) -> InsertedKind:
-    """Who wrote these messages: tool, user or (mixed, anything else) environment."""
+    """Says who wrote these messages: tool, user or (mixed, anything else) environment."""
     role, *others = {message["role"] for message in added}
     return role if role in ("tool", "user") and not others else "environment"
 
@@ -111,12 +111,12 @@ class Endpoint:
         self.pending = 0
 
     def models(self) -> dict[str, Any]:
-        """The answer to /v1/models."""
+        """Writes the answer to /v1/models."""
         about = {"id": self.model, "object": "model", "created": self._created, "owned_by": "rondo"}
         return {"object": "list", "data": [{**about, "max_model_len": self.max_context}]}
 
     def prepare(self, kind: Kind, body: Any, session: Session) -> Prepared:
-        """Raises ApiError for what cannot be answered."""
+        """Reads a request, and places it in its session. Raises ApiError for what cannot be answered."""
         asked = read_request(kind, body, self.model)
         if session.closed:
             raise ended()
@@ -151,7 +151,7 @@ class Endpoint:
 
     @contextmanager
     def admitted(self, prepared: Prepared) -> Iterator[None]:
-        """While a request is answered. Raises ApiError (429) when the endpoint is full."""
+        """Counts a request while it is answered. Raises ApiError (429) when the endpoint is full."""
         n = len(prepared.requests)
         if self._max_pending is not None and self.pending + n > self._max_pending:
             text = f"{self.pending} sequences are pending, of {self._max_pending} at most; try again later"
@@ -163,7 +163,7 @@ class Endpoint:
             self.pending -= n
 
     async def answer(self, prepared: Prepared) -> dict[str, Any]:
-        """The whole answer. Cancelling it frees the engine's slots. Raises ApiError, RolloutError."""
+        """Makes the whole answer. Cancelling it frees the engine's slots. Raises ApiError, RolloutError."""
         calls = [prepared.generate(request) for request in prepared.requests]
         completions = await self._run(prepared, _all(calls))
         pieces = [self._piece(prepared, made) for made in completions]
@@ -172,7 +172,7 @@ class Endpoint:
         return prepared.frame.whole(prepared.context.prompt_ids, pieces, completions)
 
     async def stream(self, prepared: Prepared) -> AsyncGenerator[dict[str, Any], None]:
-        """The answer's chunks as tokens come; together they say what `answer` says."""
+        """Gives the answer's chunks as tokens come; together they say what `answer` says."""
         asked, frame, prompt_ids = prepared.asked, prepared.frame, prepared.context.prompt_ids
         arrived: asyncio.Queue[tuple[int, Completion, bool]] = asyncio.Queue()
 
@@ -353,7 +353,7 @@ def _last(token_ids: np.ndarray) -> int | None:
 
 
 async def _all(calls: list[Any]) -> list[Completion]:
-    """Results in order; the first error, or a cancellation, cancels the others."""
+    """Returns results in order; the first error, or a cancellation, cancels the others."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         return list(await asyncio.gather(*tasks))
@@ -366,7 +366,7 @@ async def _all(calls: list[Any]) -> list[Completion]:
 async def _first(
     arrived: asyncio.Queue[tuple[int, Completion, bool]], running: asyncio.Future[Any]
 ) -> tuple[int, Completion, bool]:
-    """The next tokens; what the generation raises is raised here."""
+    """Waits for the next tokens; what the generation raises is raised here."""
     if arrived.empty():
         getting = asyncio.ensure_future(arrived.get())
         try:

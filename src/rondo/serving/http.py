@@ -64,7 +64,7 @@ class HttpServer:
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
 
     async def start(self, host: str = LOOPBACK, port: int = 0) -> str:
-        """Listen; returns the base URL (`http://host:port/v1`). port 0: a free one. Raises ConfigError."""
+        """Listens; returns the base URL (`http://host:port/v1`). port 0: a free one. Raises ConfigError."""
         await self._runner.setup()
         try:
             await web.TCPSite(self._runner, host, port, backlog=_BACKLOG).start()
@@ -75,7 +75,7 @@ class HttpServer:
         return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
 
     async def close(self) -> None:
-        """Stop listening; requests that are being answered are cancelled."""
+        """Stops listening; requests that are being answered are cancelled."""
         await self._runner.cleanup()
 
     # ---- routes ----

@@ -16,7 +16,7 @@ from rondo.serving.problems import checked
 
 
 def _said(message: Any) -> Any:
-    """A message without the fields that are null or empty (`refusal`, `annotations`)."""
+    """Returns a message without the fields that are null or empty (`refusal`, `annotations`)."""
     if not isinstance(message, Mapping):
         return message
     fields = {name: value for name, value in message.items() if value not in (None, [], {})}
@@ -24,7 +24,7 @@ def _said(message: Any) -> Any:
 
 
 def _tool_call(call: Any) -> dict[str, Any]:
-    """A call with the arguments as an object, which is what chat templates print."""
+    """Returns a call with the arguments as an object, which is what chat templates print."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise PydanticCustomError("type", "must be {id, type: function, function: {name, arguments}}")
@@ -65,15 +65,15 @@ _MESSAGES: TypeAdapter[list[Message]] = TypeAdapter(list[Message])
 
 
 def message_keys(messages: Sequence[Any]) -> list[str]:
-    """One text per message, equal where the messages say the same. Raises ApiError (400) naming the message
-    and its field.
+    """Returns one text per message, equal where the messages say the same. Raises ApiError (400) naming the
+    message and its field.
     """
     return [message_key(message) for message in checked(_MESSAGES, messages, "messages")]
 
 
 def message_key(message: Mapping[str, Any]) -> str:
-    """The key of a checked message. Ids of an assistant's tool calls are no part of it, nor is the white
-    space in their arguments.
+    """Returns the key of a checked message. Ids of an assistant's tool calls are no part of it, nor is the
+    white space in their arguments.
     """
     calls = [
         (call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())

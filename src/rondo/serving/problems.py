@@ -34,7 +34,7 @@ class ApiError(RondoError):
         self.code = code or None
 
     def body(self) -> dict[str, Any]:
-        """`{"error": {message, type, param, code}}`."""
+        """Writes `{"error": {message, type, param, code}}`."""
         default = "server_error" if self.status >= 500 else "invalid_request_error"
         kind = _TYPES.get(self.status, default)
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
@@ -47,12 +47,12 @@ def unknown_model(asked: str, served: str) -> ApiError:
 
 
 def refuse(param: str, message: str, code: str = "invalid_value") -> ApiError:
-    """A 400 about one parameter."""
+    """Returns a 400 about one parameter."""
     return ApiError(f"{param}: {message}", param=param, code=code)
 
 
 def checked(kind: TypeAdapter[T], value: Any, *where: str) -> T:
-    """`value` as `kind` reads it. where: its parameter. Raises ApiError (400) for the first fault."""
+    """Returns `value` as `kind` reads it. where: its parameter. Raises ApiError (400) for the first fault."""
     try:
         return kind.validate_python(value)
     except ValidationError as error:

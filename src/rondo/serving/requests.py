@@ -48,7 +48,7 @@ def _stop_texts(stop: Any) -> Any:
 
 
 def _no_others(asked: Any) -> bool:
-    """True; how many other tokens' log-probs are asked for: those are not kept."""
+    """Takes 0 for how many other tokens' log-probs are asked for (they are not kept); returns True."""
     if type(asked) is not int or asked:
         raise PydanticCustomError(
             "invalid_value", "only the chosen token's log-prob is there: must be 0 or left out"
@@ -145,7 +145,9 @@ _BODIES: dict[Kind, tuple[set[str], TypeAdapter[ApiRequest]]] = {
 
 
 def read_request(kind: Kind, body: Any, model: str) -> ApiRequest:
-    """The request in `body`. model: the one that is served. Raises ApiError (400; 404 for another model)."""
+    """Reads the request in `body`. model: the one that is served. Raises ApiError (400; 404 for another
+    model).
+    """
     if not isinstance(body, Mapping):
         raise ApiError("the body must be a JSON object", code="invalid_type")
     names, adapter = _BODIES[kind]
@@ -160,7 +162,7 @@ def read_request(kind: Kind, body: Any, model: str) -> ApiRequest:
 
 
 def _check_unread(name: str, value: Any, names: set[str]) -> None:
-    """That a parameter which is not read asks for nothing."""
+    """Refuses a parameter that is not read, unless its value asks for nothing."""
     if name not in _NEUTRAL and name not in _UNSUPPORTED:
         near = did_you_mean(name, names)
         raise ApiError(f"unknown parameter {name!r}{near}", param=name, code="unknown_parameter")

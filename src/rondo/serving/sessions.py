@@ -60,15 +60,16 @@ class SessionRules:
 
 @dataclass
 class Session:
-    """error: what an engine raised. broken_streams: answers that the client stopped reading. exhausted: a
-    call went on where no room was left for an answer.
-    """
+    """The calls of one agent, or of one client."""
 
     name: str = ""
     rules: SessionRules | None = None
     calls: list[ModelCall] = field(default_factory=list)
+    # What an engine raised.
     error: Exception | None = None
+    # Answers that the client stopped reading.
     broken_streams: int = 0
+    # A call went on where no room was left for an answer.
     exhausted: bool = False
     closed: bool = False
     _answers: dict[Key, int] = field(default_factory=dict)
@@ -76,7 +77,7 @@ class Session:
     _running: set[asyncio.Future[Any]] = field(default_factory=set)
 
     def extended_call(self, heads: Iterable[Key]) -> tuple[int, ModelCall] | None:
-        """The latest call whose conversation, answer included, is the first of `heads` that there is."""
+        """Returns the latest call whose conversation, answer included, is the first of `heads` that there is."""
         found = next((self._answers[head] for head in heads if head in self._answers), None)
         return None if found is None else (found, self.calls[found])
 
@@ -92,7 +93,7 @@ class Session:
         return found, self.calls[found], text[len(longest[1]) :]
 
     def extended_ids(self, token_ids: np.ndarray) -> int | None:
-        """The latest of the longest calls whose tokens begin `token_ids` and are fewer."""
+        """Returns the latest of the longest calls whose tokens begin `token_ids` and are fewer."""
         best, length = None, 0
         for i, call in enumerate(self.calls):
             own = call.token_ids
@@ -101,13 +102,13 @@ class Session:
         return best
 
     def root_length(self, call: int | None, otherwise: int) -> int:
-        """Tokens of the prompt with which the context of `call` began."""
+        """Counts the tokens of the prompt with which the context of `call` began."""
         while call is not None:
             otherwise, call = len(self.calls[call].completion.prompt_ids), self.calls[call].parent
         return otherwise
 
     def next_seed(self, prompt_ids: np.ndarray) -> int:
-        """A function of the run's seed, the prompt, and how often the session asked it: not of time."""
+        """Returns a seed that follows from the run's, the prompt, and how often the session asked it."""
         assert self.rules is not None
         asked = prompt_ids.astype(np.int32).tobytes()
         before = self._asked.get(asked, 0)
@@ -122,7 +123,7 @@ class Session:
         self.calls.append(call)
 
     async def run(self, work: Awaitable[Any]) -> Any:
-        """Await `work`, which the end of the session cancels: ApiError (410) then."""
+        """Waits for `work`, which the end of the session cancels: ApiError (410) then."""
         if self.closed:
             raise ended()
         running = asyncio.ensure_future(work)
@@ -138,7 +139,7 @@ class Session:
             self._running.discard(running)
 
     def close(self) -> None:
-        """Cancel what is in flight; further calls are refused."""
+        """Cancels what is in flight; further calls are refused."""
         self.closed = True
         for running in tuple(self._running):
             running.cancel()
@@ -154,13 +155,13 @@ class Sessions:
         self._sessions: OrderedDict[str, Session] = OrderedDict()
 
     def open(self, name: str, rules: SessionRules) -> Session:
-        """A training run's session."""
+        """Opens a training run's session."""
         assert name not in self._sessions
         self._sessions[name] = Session(name, rules)
         return self._sessions[name]
 
     def get(self, name: str | None) -> Session:
-        """The session of a call; without a name one that nobody else sees. Raises ApiError (404)."""
+        """Returns the session of a call; without a name, one of its own. Raises ApiError (404)."""
         if name is not None and name in self._sessions:
             self._sessions.move_to_end(name)
             return self._sessions[name]
@@ -175,20 +176,20 @@ class Sessions:
         return session
 
     def peek(self, name: str) -> Session:
-        """The session of this name. Raises ApiError (404)."""
+        """Returns the session of this name. Raises ApiError (404)."""
         if name not in self._sessions:
             raise ApiError(f"there is no session {name!r}", code="session_not_found", status=404)
         return self._sessions[name]
 
     def close(self, name: str) -> None:
-        """End and forget a session; unknown names are ignored."""
+        """Ends and forgets a session; unknown names are ignored."""
         session = self._sessions.pop(name, None)
         if session is not None:
             session.close()
 
 
 def ended() -> ApiError:
-    """What a call of a closed session gets."""
+    """Returns what a call of a closed session gets."""
     return ApiError("the session has ended", code="session_ended", status=410)
 
 

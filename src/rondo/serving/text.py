@@ -11,7 +11,7 @@ from rondo.chat import ToolCall, decode, parse_tool_calls, settled_length
 
 
 def answer_text(tokenizer: Any, token_ids: Sequence[int] | np.ndarray, stop_ids: Sequence[int]) -> str:
-    """Without special tokens, and without the stop token at the end."""
+    """Returns the text without special tokens, and without the stop token at the end."""
     ids = [int(token) for token in token_ids]
     return decode(tokenizer, ids[:-1] if ids and ids[-1] in stop_ids else ids)
 
@@ -29,19 +29,21 @@ class TextStream:
         self._with_tools = with_tools
         self._ids: list[int] = []
         self._window = self._read = 0  # tokens before `_read` are in `_text`; decoding starts at `_window`
-        self._text, self._sent = "", 0
+        self._text = ""
+        self._sent = 0
 
     def feed(self, token_ids: Sequence[int] | np.ndarray) -> str:
-        """What can be said after these further tokens."""
+        """Returns what can be said after these further tokens."""
         self._ids += [int(token) for token in token_ids if int(token) not in self._stop_ids]
         new = self._new_text()
         if new and not new.endswith("\ufffd"):
             self._text += new
-            self._window, self._read = self._read, len(self._ids)
+            self._window = self._read
+            self._read = len(self._ids)
         return self._send(settled_length(self._text) if self._with_tools else len(self._text))
 
     def finish(self) -> tuple[str, tuple[ToolCall, ...]]:
-        """The rest, and the tool calls that the answer ends with."""
+        """Returns the rest, and the tool calls that the answer ends with."""
         self._text += self._new_text()
         text, calls = parse_tool_calls(self._text) if self._with_tools else (self._text, ())
         return self._send(len(text)), calls

@@ -31,7 +31,8 @@ class Frame:
         buffer = io.BytesIO()
         pickler = _Pickler(buffer)
         pickler.dump(list(records))
-        self.data, self.shared = buffer.getbuffer(), tuple(pickler.shared)
+        self.data = buffer.getbuffer()
+        self.shared = tuple(pickler.shared)
 
     def send(self, connection: socket.socket) -> None:
         """Blocks until the socket has taken all of it; raises OSError when the other side is gone."""
@@ -142,7 +143,8 @@ class SharedObject:
 
     def close(self) -> None:
         """Gives the descriptor back; objects that were loaded stay valid. A second call does nothing."""
-        descriptor, self.descriptor = self.descriptor, -1
+        descriptor = self.descriptor
+        self.descriptor = -1
         if descriptor >= 0:
             os.close(descriptor)
 
@@ -155,7 +157,7 @@ class SharedObject:
 
 
 def _layout(start: int, sizes: Sequence[int]) -> tuple[int, list[int]]:
-    """Where parts of these sizes lie behind `start` bytes: the end of the last one, and each one's start."""
+    """Says where parts of these sizes lie behind `start` bytes: the last one's end, and each one's start."""
     starts = []
     for size in sizes:
         start = -(-start // _ALIGNMENT) * _ALIGNMENT

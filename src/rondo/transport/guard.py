@@ -25,7 +25,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _children(parent: int) -> list[int]:
-    """Process ids of `parent`'s children, its dead ones included, from /proc."""
+    """Returns the process ids of `parent`'s children, its dead ones included, from /proc."""
     found = []
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -39,7 +39,7 @@ def _children(parent: int) -> list[int]:
 
 
 def _end_all() -> None:
-    """Kill every child, and every grandchild as it becomes a child (of the subreaper), until none is left."""
+    """Kills every child, and every grandchild as it becomes a child (of the subreaper), until none is left."""
     while children := _children(os.getpid()):
         for child in children:
             os.kill(child, signal.SIGKILL)

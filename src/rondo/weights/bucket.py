@@ -49,9 +49,9 @@ class SharedBucket:
 
     @contextmanager
     def tensors(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """(name, tensor) in the order in which they were added: views of the sender's pages, to be read only,
-        and before the bucket is confirmed; copy what you keep. Raises WeightSyncError when the sender is
-        gone.
+        """Gives (name, tensor) in the order in which they were added: views of the sender's pages, to be read
+        only, and before the bucket is confirmed; copy what you keep. Raises WeightSyncError when the sender
+        is gone.
         """
         try:
             descriptor = os.open(self.path, os.O_RDWR)
@@ -96,7 +96,7 @@ class BucketWriter:
         self._in_flight: tuple[_Buffer, Confirmation] | None = None
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy a tensor into the bucket that is being filled; send that first where it would be too full."""
+        """Copies a tensor into the bucket that is being filled; sends that first where it would be too full."""
         num_bytes = tensor.numel() * tensor.element_size()
         start = -(-self._used // ALIGNMENT) * ALIGNMENT
         if self._entries and start + num_bytes > self.bucket_bytes:
@@ -112,7 +112,7 @@ class BucketWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Send what is there, and return when the bucket before it is confirmed."""
+        """Sends what is there, and returns when the bucket before it is confirmed."""
         buffer = self._filling
         if buffer is None:
             return
@@ -130,7 +130,7 @@ class BucketWriter:
         self._settle(before)
 
     def finish(self) -> None:
-        """Send the rest, wait until all is confirmed, and free the memory."""
+        """Sends the rest, waits until all is confirmed, and frees the memory."""
         self.flush()
         before = self._in_flight
         self._in_flight = None
@@ -138,7 +138,7 @@ class BucketWriter:
         self.close()
 
     def close(self) -> None:
-        """Free the memory, without waiting for anybody: after an error, or `finish`."""
+        """Frees the memory, without waiting for a confirmation: after an error, or `finish`."""
         for buffer in (*self._free, self._filling, self._in_flight and self._in_flight[0]):
             if buffer is not None:
                 buffer.free()

@@ -21,7 +21,8 @@ _SLAB = 1 << 9  # inner sums at a time: 4 MiB as float64
 
 
 def checksum(tensor: torch.Tensor, start: int = 0) -> int:
-    """Of a contiguous piece whose first element has place `start` (in elements) in the whole tensor.
+    """Returns the checksum of a contiguous piece whose first element has place `start` (in elements) in the
+    whole tensor.
 
     An int in [0, 2^64). Any dtype, any device; the whole tensor has start=0.
     """
@@ -38,7 +39,7 @@ def checksum(tensor: torch.Tensor, start: int = 0) -> int:
 
 
 def box_checksum(tensor: torch.Tensor, offset: Sequence[int], whole: Sequence[int]) -> int:
-    """Of a box of a tensor of shape `whole`: `tensor` begins at `offset` of it.
+    """Returns the checksum of a box of a tensor of shape `whole`: `tensor` begins at `offset` of it.
 
     Rows that follow each other in the whole tensor are one run, so that a shard along the first dimension
     costs as much as `checksum`.
@@ -59,12 +60,12 @@ def box_checksum(tensor: torch.Tensor, offset: Sequence[int], whole: Sequence[in
 
 
 def combine(parts: Iterable[int]) -> int:
-    """The checksum of a tensor from those of its pieces (each element in one piece)."""
+    """Returns the checksum of a tensor from those of its pieces (each element in one piece)."""
     return sum(parts) % MODULUS
 
 
 def signed(value: int) -> int:
-    """As torch's int64 holds it; sums of those wrap around as the checksum does."""
+    """Returns it as torch's int64 holds it; sums of those wrap around as the checksum does."""
     return value - MODULUS if value >= MODULUS // 2 else value
 
 
@@ -78,13 +79,13 @@ def _words_per_element(tensor: torch.Tensor) -> int:
 
 
 def _columns(device: torch.device) -> torch.Tensor:
-    """[_RUN, 2]: what gives Σ word and Σ word · (2j + 1) over a run, as a product of matrices."""
+    """Returns [_RUN, 2], which gives Σ word and Σ word · (2j + 1) over a run, as a product of matrices."""
     odd = torch.arange(1, 2 * _RUN, 2, dtype=torch.float64, device=device)
     return torch.stack([torch.ones_like(odd), odd], 1)
 
 
 def _sum(rows: torch.Tensor, first: int, columns: torch.Tensor) -> int:
-    """rows: [R, C] words that follow each other, C at most _RUN, the first one at place `first`."""
+    """Sums rows [R, C] of words that follow each other, C at most _RUN, the first one at place `first`."""
     num, width = rows.shape
     if rows.numel() == 0:
         return 0

@@ -18,20 +18,22 @@ _NOTHING = "; the engine serves nothing until a complete set is committed"
 class Intake:
     """parameters: every name of a model with its parameter, tied ones under each of their names; any one of
     these names will do.
-
-    canonical_names: each name to the first of its parameter's. version: of the last complete set; -1: none
-    yet. complete: that set is here, untouched. failure: why the last update failed, where whoever uses this
-    says so (`fail`); "" else.
     """
 
     def __init__(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         first: dict[int, str] = {}
+        # Each name → the first of its parameter's.
         self.canonical_names: dict[str, str] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         for name, parameter in parameters:
             self.canonical_names[name] = first.setdefault(id(parameter), name)
             self.shapes[name] = tuple(parameter.shape)
-        self.version, self.complete, self.failure = -1, False, ""
+        # Of the last complete set; -1: none yet.
+        self.version = -1
+        # That set is here, untouched.
+        self.complete = False
+        # Why the last update failed, where the engine says so (`fail`); "" else.
+        self.failure = ""
         self._arriving: int | None = None
         self._open: set[str] = set()
         self._sums: dict[str, int] = {}
@@ -40,14 +42,16 @@ class Intake:
         return len(set(self.canonical_names.values()))
 
     def names(self) -> dict[str, list[str]]:
-        """The first name of each parameter to all of its names."""
+        """Returns the first name of each parameter → all of its names."""
         groups: dict[str, list[str]] = {}
         for name, canonical in self.canonical_names.items():
             groups.setdefault(canonical, []).append(name)
         return groups
 
     def canonical(self, name: str) -> str:
-        """The first of a parameter's names. Raises WeightSyncError for one that the model does not have."""
+        """Returns the first of a parameter's names. Raises WeightSyncError for one that the model does not
+        have.
+        """
         if name not in self.canonical_names:
             near = difflib.get_close_matches(name, self.canonical_names, n=1)
             hint = f"; the nearest is {near[0]!r}" if near else ""
@@ -55,7 +59,9 @@ class Intake:
         return self.canonical_names[name]
 
     def fit(self, name: str, shape: Iterable[int]) -> str:
-        """The canonical name of a tensor. Raises WeightSyncError for an unknown name or another shape."""
+        """Returns the canonical name of a tensor. Raises WeightSyncError for an unknown name or another
+        shape.
+        """
         canonical = self.canonical(name)
         if tuple(shape) != self.shapes[name]:
             raise WeightSyncError(f"{name!r} has shape {tuple(shape)}, the model wants {self.shapes[name]}")
@@ -64,12 +70,17 @@ class Intake:
     # ---- an update: begin, take and note for every tensor, finish; or fail ----
 
     def begin(self, version: int) -> None:
-        """A set begins to arrive; what had come of an earlier one does not count."""
-        self._arriving, self.complete, self.failure = version, False, ""
-        self._open, self._sums = set(self.canonical_names.values()), {}
+        """Begins a set; what had come of an earlier one does not count."""
+        self._arriving = version
+        self.complete = False
+        self.failure = ""
+        self._open = set(self.canonical_names.values())
+        self._sums = {}
 
     def take(self, name: str, shape: Iterable[int]) -> str:
-        """A tensor has come: returns its canonical name. Raises WeightSyncError where it does not belong."""
+        """Notes that a tensor has come, and returns its canonical name. Raises WeightSyncError where it does
+        not belong.
+        """
         if self._arriving is None:
             raise WeightSyncError(f"{name!r} arrived outside begin … commit{self._because()}")
         canonical = self.fit(name, shape)
@@ -77,7 +88,7 @@ class Intake:
         return canonical
 
     def note(self, sums: Mapping[str, int]) -> None:
-        """Checksums, by name, of what came, for `check`."""
+        """Keeps checksums, by name, of what came, for `check`."""
         self._sums |= {self.canonical_names[name]: value for name, value in sums.items()}
 
     def check(
@@ -86,9 +97,9 @@ class Intake:
         checksums: Mapping[str, int] | None = None,
         compute: Callable[[str], int | None] = lambda canonical: None,
     ) -> None:
-        """Whether all of `version` has come, and is what was sent. checksums: the sender's, by name. compute:
-        gives those that were not noted. Raises WeightSyncError that names what is missing or differs; then
-        the update goes on.
+        """Checks that all of `version` has come, and is what was sent. checksums: the sender's, by name.
+        compute: gives those that were not noted. Raises WeightSyncError that names what is missing or
+        differs; then the update goes on.
         """
         if self._arriving != version:
             raise WeightSyncError(f"commit({version}) without begin({version}){self._because()}")
@@ -109,23 +120,26 @@ class Intake:
                 )
 
     def finish(self, version: int) -> None:
-        """The checked set is in use."""
-        self._arriving, self.version, self.complete = None, version, True
+        """Notes that the checked set is in use."""
+        self._arriving = None
+        self.version = version
+        self.complete = True
 
     def fail(self, why: str) -> None:
-        """There is no complete set any more, and none on its way, until another `begin`. Of several failures
-        the first is kept: the others follow from it.
+        """Notes that there is no complete set any more, and none on its way, until another `begin`. Of
+        several failures the first is kept: the others follow from it.
         """
-        self._arriving, self.complete = None, False
+        self._arriving = None
+        self.complete = False
         self.failure = self.failure or why
 
     @property
     def arriving(self) -> int | None:
-        """The version that is on its way."""
+        """Returns the version that is on its way; None: no set is."""
         return self._arriving
 
     def missing(self) -> list[str]:
-        """Canonical names of what has not come since `begin`, sorted."""
+        """Returns the canonical names of what has not come since `begin`, sorted."""
         return sorted(self._open)
 
     def _because(self) -> str:

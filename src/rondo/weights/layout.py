@@ -19,21 +19,21 @@ class Box:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
-        """All of a tensor of this shape."""
+        """Returns the box of a whole tensor of this shape."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """Returns the number of elements."""
         return math.prod(self.shape)
 
     @property
     def end(self) -> tuple[int, ...]:
-        """One past the last place, per dimension."""
+        """Returns one past the last place, per dimension."""
         return tuple(at + size for at, size in zip(self.offset, self.shape, strict=True))
 
     def contains(self, other: Box) -> bool:
-        """Whether every element of `other` is in this box."""
+        """Says whether every element of `other` is in this box."""
         return all(
             at <= other_at and other_end <= end
             for at, end, other_at, other_end in zip(
@@ -42,21 +42,21 @@ class Box:
         )
 
     def intersection(self, other: Box) -> Box | None:
-        """The part that both have; None when that is empty."""
+        """Returns the part that both have; None when that is empty."""
         low = tuple(max(pair) for pair in zip(self.offset, other.offset, strict=True))
         high = tuple(min(pair) for pair in zip(self.end, other.end, strict=True))
         shape = tuple(b - a for a, b in zip(low, high, strict=True))
         return None if any(size <= 0 for size in shape) else Box(low, shape)
 
     def slices(self, base: Box) -> tuple[slice, ...]:
-        """Where this box lies in a tensor that holds `base`."""
+        """Returns where this box lies in a tensor that holds `base`."""
         return tuple(
             slice(at - base_at, at - base_at + size)
             for at, base_at, size in zip(self.offset, base.offset, self.shape, strict=True)
         )
 
     def cells(self, others: Sequence[Box]) -> list[Box]:
-        """This box cut along all edges of the others: each cell is wholly inside or outside each of them."""
+        """Cuts this box along all edges of the others: each cell is wholly inside or outside each of them."""
         cuts: list[list[int]] = []
         for dim, (low, high) in enumerate(zip(self.offset, self.end, strict=True)):
             edges = {edge for other in others for edge in (other.offset[dim], other.end[dim])}
@@ -68,7 +68,7 @@ class Box:
         ]
 
     def split(self, max_size: int) -> list[Box]:
-        """Boxes of at most max_size ≥ 1 elements, cut along the first dimensions, in order."""
+        """Cuts it into boxes of at most max_size ≥ 1 elements, cut along the first dimensions, in order."""
         if self.size <= max_size:
             return [self]
         dim = next(d for d, size in enumerate(self.shape) if size > 1)
@@ -100,7 +100,7 @@ class Parameter:
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole tensor."""
+        """Returns the bytes of the whole tensor."""
         return math.prod(self.shape) * self.item_bytes
 
 
@@ -120,14 +120,14 @@ class Layout:
     def replicated(
         cls, parameters: Sequence[Parameter], ranks: Sequence[int], *, whole_tensors: bool = True
     ) -> Layout:
-        """Every parameter whole on every rank: what an engine needs that takes whole tensors."""
+        """Puts every parameter whole on every rank: what an engine needs that takes whole tensors."""
         held = {parameter.name: (Box.whole(parameter.shape),) for parameter in parameters}
         return cls(tuple(parameters), dict.fromkeys(ranks, held), whole_tensors)
 
     @classmethod
     def sharded(cls, parameters: Sequence[Parameter], ranks: Sequence[int]) -> Layout:
-        """As FSDP2 lays out: rank i of n holds rows [i·c, (i+1)·c) with c = ceil(rows / n); the last ones
-        hold fewer, or none.
+        """Lays out as FSDP2 does: rank i of n holds rows [i·c, (i+1)·c) with c = ceil(rows / n); the last
+        ones hold fewer, or none.
         """
         boxes: dict[int, dict[str, tuple[Box, ...]]] = {rank: {} for rank in ranks}
         for parameter in parameters:
@@ -142,14 +142,14 @@ class Layout:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Rising."""
+        """Returns the ranks, ascending."""
         return tuple(sorted(self.boxes))
 
     def held(self, rank: int, name: str) -> tuple[Box, ...]:
-        """What a rank holds of a parameter; () for nothing."""
+        """Returns what a rank holds of a parameter; () for nothing."""
         return self.boxes.get(rank, {}).get(name, ())
 
     @property
     def num_bytes(self) -> int:
-        """Of one copy of all parameters."""
+        """Returns the bytes of one copy of all parameters."""
         return sum(parameter.num_bytes for parameter in self.parameters)

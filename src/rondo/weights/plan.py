@@ -46,13 +46,14 @@ class TransferPlan:
         return len(self.rounds)
 
     def moves(self) -> Iterator[Move]:
-        """All, in order."""
+        """Gives all moves in order."""
         for moves in self.rounds:
             yield from moves
 
 
 def plan_transfer(source: Layout, target: Layout, bucket_bytes: int) -> TransferPlan:
-    """From any layout to any other, in rounds in which no rank sends or receives more than `bucket_bytes`.
+    """Plans from any layout to any other, in rounds in which no rank sends or receives more than
+    `bucket_bytes`.
 
     Of several ranks that hold a box the target itself is taken, else the one that has sent least so far (the
     lowest of equals). With target.whole_tensors a tensor larger than bucket_bytes still arrives in pieces,
@@ -79,7 +80,7 @@ class _Planner:
         self._open: dict[int, dict[str, int]] = defaultdict(dict)  # tensors put together in the round
 
     def add(self, parameter: Parameter) -> None:
-        """Plan the moves of one parameter."""
+        """Plans the moves of one parameter."""
         if self._bucket_bytes < parameter.item_bytes:
             raise ValueError(f"bucket_bytes={self._bucket_bytes} holds no element of {parameter.name!r}")
         held = {rank: self._source.held(rank, parameter.name) for rank in self._source.ranks}
@@ -118,7 +119,7 @@ class _Planner:
         return moves
 
     def _place(self, move: Move, parameter: Parameter) -> None:
-        """Into the current round, or, where a rank would have too much in transit, into a new one."""
+        """Adds a move to the current round, or, where a rank would have too much in transit, to a new one."""
         key = (move.name, move.box)
         sending = sum(self._out[move.source].values())
         sending += 0 if key in self._out[move.source] else move.num_bytes
@@ -142,7 +143,7 @@ class _Planner:
         self._open.clear()
 
     def plan(self) -> TransferPlan:
-        """The plan of all parameters that were added."""
+        """Returns the plan of all parameters that were added."""
         self._close_round()
         rounds = tuple(tuple(moves) for moves in self._rounds if moves)
         between = [move for moves in rounds for move in moves if move.source != move.target]
@@ -156,7 +157,9 @@ class _Planner:
 
 
 def _matched(source: Layout, target: Layout) -> dict[str, Parameter]:
-    """The parameters by name. Raises WeightSyncError for the first one that the two sides do not agree on."""
+    """Returns the parameters by name. Raises WeightSyncError for the first one that the two sides do not
+    agree on.
+    """
     sent = {parameter.name: parameter for parameter in source.parameters}
     wanted = {parameter.name: parameter for parameter in target.parameters}
     for name in (*sent, *wanted):

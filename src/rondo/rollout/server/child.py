@@ -1,4 +1,4 @@
-"""The engine's process: builds one engine and serves it to the host over one socket.
+"""`python -m rondo.rollout.server.child SOCKET`: builds one engine and serves it to the host.
 
     Server.operate: a task for each Call ─┬─ generate: its tokens are collected, and sent a few hundred times
                                           │            a second at most, all requests' together
@@ -14,6 +14,7 @@ import asyncio
 import logging
 import os
 import socket
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -153,3 +154,7 @@ async def _serve(engine: RolloutEngine, connection: socket.socket) -> None:
         await serve(link, server.operate, server.reply)
     finally:
         server.close()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -44,7 +44,7 @@ class _Stream(Pending):
         super().report(part)
 
     def settle(self, result: Completion | Done | BaseException) -> None:
-        """A Done is checked against the tokens that have come; a lost engine's error gets them."""
+        """Checks a Done against the tokens that have come; gives them to a lost engine's error."""
         if isinstance(result, Done):
             result = self._whole(result)
         elif isinstance(result, ReplicaLostError):
@@ -90,7 +90,7 @@ class EngineProcess:
         self._streams: dict[int, _Stream] = {}
         self._child = Child(
             f"the rollout engine's process {name} ({spec.engine})",
-            ["rondo.rollout.server"],
+            ["rondo.rollout.server.child"],
             environment,
             take=self._take,
         )
@@ -119,7 +119,7 @@ class EngineProcess:
 
     @property
     def pid(self) -> int:
-        """Of the engine's process."""
+        """Returns the engine's process id."""
         return self._ready.pid
 
     @property
@@ -128,7 +128,7 @@ class EngineProcess:
 
     @property
     def lost(self) -> str | None:
-        """Why it can serve no more; None: it lives."""
+        """Says why it can serve no more; None: it lives."""
         return None if self._child.lost is None else str(self._child.lost)
 
     def capabilities(self) -> Capabilities:
@@ -152,7 +152,7 @@ class EngineProcess:
     # ---- requests ----
 
     async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> Completion:
-        """See `RolloutEngine.generate`. A request that the engine leaves unanswered is ended here, a few
+        """Does as `RolloutEngine.generate`. A request that the engine leaves unanswered is ended here, a few
         seconds after its deadline.
         """
         stream = _Stream(request, on_tokens)
@@ -220,13 +220,13 @@ class EngineProcess:
         self._version = -1  # serves nothing until the commit
 
     def receive(self, name: str, tensor: torch.Tensor) -> None:
-        """Copied; travels with the bucket that it fills, so an error may come with a later call."""
+        """Copies a tensor, which travels with the bucket that it fills: an error may come with a later call."""
         if self._bucket_writer is None:
             raise WeightSyncError(f"{name!r} arrived outside begin … commit")
         self._bucket_writer.add(name, tensor)
 
     def send_bucket(self, bucket: SharedBucket) -> Confirmation:
-        """Between begin and commit, instead of `receive`: have the engine read a bucket. Returns what waits
+        """Has the engine read a bucket: between begin and commit, instead of `receive`. Returns what waits
         until it has; the sender keeps the memory until then. Raises WeightSyncError, ReplicaLostError.
         """
         answer = self._call("bucket", bucket)
@@ -242,14 +242,14 @@ class EngineProcess:
         self._version = version
 
     def parameter(self, name: str) -> torch.Tensor:
-        """A copy of what the engine computes with, where `capabilities().reads_back`."""
+        """Returns a copy of what the engine computes with, where `capabilities().reads_back`."""
         tensor: torch.Tensor = self._wait(self._call("parameter", name))
         return tensor
 
     # ---- life ----
 
     def close(self) -> None:
-        """End the process and all its children; who still waits gets a RolloutError."""
+        """Ends the process and all its children; calls that still wait get a RolloutError."""
         self._child.close()
         self._forget_bucket()
 

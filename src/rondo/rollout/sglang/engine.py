@@ -70,7 +70,7 @@ class SglangEngine(ThirdPartyEngine[_Job]):
     # ---- what it is ----
 
     def describe(self) -> str:
-        """One line: SGLang's version, workers, and the size of its cache."""
+        """Writes one line: SGLang's version, workers, and the size of its cache."""
         spec = self._spec
         return (
             f"SGLang {self._capabilities.engine_version}: {spec.tensor_parallel} worker(s) on {spec.device}, "
@@ -80,7 +80,7 @@ class SglangEngine(ThirdPartyEngine[_Job]):
     # ---- requests ----
 
     async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> Completion:
-        """The completion of one request. Cancelling the task frees its place.
+        """Returns the completion of one request. Cancelling the task frees its place.
 
         Raises RolloutError: an impossible request, no weights yet, engine asleep or closed, or SGLang's own.
         """
@@ -99,7 +99,7 @@ class SglangEngine(ThirdPartyEngine[_Job]):
             del self._in_flight[request.request_id]
 
     async def cancel(self, request_id: str) -> None:
-        """The pending generate call returns what it has so far. Unknown (finished) requests are ignored."""
+        """Has the pending generate call return what it has so far. Unknown (finished) requests are ignored."""
 
         async def end() -> None:
             if request_id in self._in_flight:
@@ -108,15 +108,15 @@ class SglangEngine(ThirdPartyEngine[_Job]):
         await self._on_loop(end())
 
     async def pause(self) -> None:
-        """Stop at the next token boundary; when this returns nothing decodes. Requests keep their place."""
+        """Stops at the next token boundary; when this returns nothing decodes. Requests keep their place."""
         await self._on_loop(self._hold("paused"))
 
     async def resume(self) -> None:
-        """Go on after `pause`."""
+        """Goes on after `pause`."""
         await self._on_loop(self._release("paused"))
 
     async def sleep(self) -> None:
-        """Give the cache back; the engine must be paused or idle. Raises RolloutError on a CPU."""
+        """Gives the cache back; the engine must be paused or idle. Raises RolloutError on a CPU."""
         self._refuse_sleep(held=bool(self._holds))
 
         async def lie_down() -> None:
@@ -128,7 +128,7 @@ class SglangEngine(ThirdPartyEngine[_Job]):
         await self._on_loop(lie_down())
 
     async def wake(self) -> None:
-        """Make the cache again."""
+        """Makes the cache again."""
 
         async def get_up() -> None:
             if self._asleep:
@@ -139,7 +139,7 @@ class SglangEngine(ThirdPartyEngine[_Job]):
         await self._on_loop(get_up())
 
     async def stats(self) -> StepStats:
-        """perf/…: tokens decoded, prefilled, and found in the cache since the last call."""
+        """Returns perf/…: tokens decoded, prefilled, and found in the cache since the last call."""
 
         async def take() -> StepStats:
             stats = self._stats
@@ -149,7 +149,7 @@ class SglangEngine(ThirdPartyEngine[_Job]):
         return await self._on_loop(take())
 
     def close(self) -> None:
-        """End SGLang's processes; whoever still waits gets a RolloutError. A second call does no harm."""
+        """Ends SGLang's processes; calls that still wait get a RolloutError. A second call does no harm."""
         if self._closed:
             return
         self._closed = True
@@ -168,7 +168,7 @@ class SglangEngine(ThirdPartyEngine[_Job]):
     # ---- weights ----
 
     def begin(self, version: int) -> None:
-        """Start to receive `version`. Until `commit` nothing decodes. Raises WeightSyncError."""
+        """Starts to receive `version`. Until `commit` nothing decodes. Raises WeightSyncError."""
         self._refuse_in_flight(f"begin({version})", WeightSyncError, held=bool(self._holds))
         self._wait(self._hold("weights"))
         self._wait(self._core.begin(first=self.version < 0))
@@ -181,7 +181,7 @@ class SglangEngine(ThirdPartyEngine[_Job]):
         self._weights.note(self._wait(self._core.load(replace(bucket, entries=entries))))
 
     def commit(self, version: int, checksums: Mapping[str, int] | None = None) -> None:
-        """All tensors are there: serve `version`. Raises WeightSyncError naming what is missing or
+        """Serves `version`, all of whose tensors are there. Raises WeightSyncError naming what is missing or
         differs.
         """
         self._weights.check(version, checksums)
@@ -218,7 +218,7 @@ class SglangEngine(ThirdPartyEngine[_Job]):
         return job.completion(job.finished)
 
     async def _consume(self, job: _Job) -> None:
-        """Of requests with one prompt one goes ahead; the others follow when it is in the cache."""
+        """Runs a request. Of those with one prompt one goes ahead; the others follow when it is in the cache."""
         await self._gate.wait()
         prompt = np.asarray(job.request.token_ids, np.int32).tobytes()
         while prompt in self._ahead:
@@ -263,7 +263,7 @@ class SglangEngine(ThirdPartyEngine[_Job]):
         return "length"
 
     def _end(self, job: _Job, reason: FinishReason) -> None:
-        """Have a request return what it has."""
+        """Has a request return what it has."""
         if job.finished is None and job.ended_by is None and job.task is not None:
             job.ended_by = reason
             if job.started:

@@ -106,7 +106,7 @@ class Core:
     # ---- requests ----
 
     async def generate(self, key: str, request: GenerateRequest) -> AsyncIterator[Step]:
-        """Every new token as it comes. key: unique among all that were ever given, and no other one's
+        """Gives every new token as it comes. key: unique among all that were ever given, and no other one's
         beginning. Prompt and prefix are prefilled together.
         """
         sampling, prompt = request.sampling, [int(token) for token in request.token_ids]
@@ -138,11 +138,11 @@ class Core:
             self._taken.discard(key)
 
     def abort(self, key: str) -> None:
-        """Its last step comes; of a request from which a step has come already."""
+        """Ends a request from which a step has come already; its last step comes."""
         self._manager.abort_request(key)
 
     async def pause(self) -> None:
-        """When this returns nothing is computed, and every token that was made has been given to its
+        """Stops; when this returns nothing is computed, and every token that was made has been given to its
         consumer. Requests in flight are back in the queue, without keys and values.
         """
         await self._manager.pause_generation(PauseGenerationReqInput(mode="retract"))
@@ -152,8 +152,8 @@ class Core:
         await self._manager.continue_generation(ContinueGenerationReqInput())
 
     async def _fence(self) -> None:
-        """A message that goes to the scheduler and comes back on the tokens' own way, behind all of them.
-        (The replies to other messages take another way.)
+        """Sends a message that goes to the scheduler and comes back on the tokens' own way, behind all of
+        them. (The replies to other messages take another way.)
         """
         came = asyncio.Event()
         self._fences.append(came)
@@ -172,7 +172,7 @@ class Core:
     # ---- weights: while paused ----
 
     async def begin(self, *, first: bool) -> None:
-        """An update that did not end goes on. first: the parameters hold nothing yet."""
+        """Begins an update; one that did not end goes on. first: the parameters hold nothing yet."""
         self._manager.auto_create_handle_loop()
         done, message = await self._manager.begin_weight_update(BeginWeightUpdateReqInput())
         if not done and "already open" not in message:
@@ -181,7 +181,9 @@ class Core:
             await self._deliver("blank")
 
     async def load(self, bucket: SharedBucket) -> dict[str, int]:
-        """Returns the checksums by name, computed in the schedulers from the bytes that arrived there."""
+        """Loads a bucket; returns the checksums by name, computed in the schedulers from the bytes that
+        arrived there.
+        """
         answers = await self._deliver("bucket", bucket)
         if any(answer != answers[0] for answer in answers):
             raise WeightSyncError(f"SGLang's workers read different bytes for {_names(bucket)}")
@@ -189,7 +191,7 @@ class Core:
         return sums
 
     async def unset(self) -> list[str]:
-        """Of the first update: SGLang's own names of parameters that no tensor has reached."""
+        """Returns, of the first update, SGLang's own names of parameters that no tensor has reached."""
         return sorted({name for answer in await self._deliver("inspect") for name in answer["unset"]})
 
     async def _deliver(self, task: Task, bucket: SharedBucket | None = None) -> list[dict[str, Any]]:
@@ -211,7 +213,7 @@ class Core:
         return answers
 
     async def end(self) -> None:
-        """The received weights are what the next token is computed with, keys and values included."""
+        """Has the next token computed with the received weights, keys and values included."""
         done, message = await self._manager.end_weight_update(EndWeightUpdateReqInput())
         if not done:
             raise WeightSyncError(f"SGLang refused to end the update: {message}")
@@ -222,14 +224,14 @@ class Core:
     # ---- life ----
 
     async def sleep(self) -> None:
-        """The cache's memory is given back; while paused."""
+        """Gives the cache's memory back; while paused."""
         await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=["kv_cache"]))
 
     async def wake(self) -> None:
         await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=["kv_cache"]))
 
     def close(self) -> None:
-        """End every child of this process; the engine's own are all that it has."""
+        """Ends every child of this process; the engine's own are all that it has."""
         _on_a_workers_death(signal.SIG_IGN)
         self._engine.shutdown()
         multiprocessing.active_children()  # reaps them

@@ -23,7 +23,9 @@ _log = logging.getLogger(__name__)
 
 
 def engine_arguments(spec: EngineSpec, folder: Path) -> dict[str, Any]:
-    """Arguments of vLLM's EngineArgs for a model whose config is in `folder`; spec.options come last."""
+    """Returns the arguments of vLLM's EngineArgs for a model whose config is in `folder`; spec.options come
+    last.
+    """
     arguments: dict[str, Any] = {
         "model": str(folder),
         "skip_tokenizer_init": True,
@@ -50,8 +52,8 @@ def engine_arguments(spec: EngineSpec, folder: Path) -> dict[str, Any]:
 
 
 def cache_bytes(spec: EngineSpec) -> int:
-    """One worker's keys and values of max_concurrent requests of max_context tokens, in whole blocks; on CUDA
-    at most CACHE_SHARE of what is free on the device now.
+    """Returns the bytes of one worker's keys and values of max_concurrent requests of max_context tokens, in
+    whole blocks; on CUDA at most CACHE_SHARE of what is free on the device now.
 
     vLLM pages its cache: with less of it fewer requests run at one time, and the others wait.
     """

@@ -80,7 +80,9 @@ class Core:
     # ---- requests ----
 
     def add(self, key: str, request: GenerateRequest) -> None:
-        """key: unique among all that were ever added. Prompt and prefix are prefilled together."""
+        """Adds a request. key: unique among all that were ever added. Prompt and prefix are prefilled
+        together.
+        """
         prompt = [int(token) for token in request.token_ids]
         prefix = () if request.prefix is None else [int(token) for token in request.prefix.token_ids]
         sampling = request.sampling
@@ -102,12 +104,12 @@ class Core:
         self._engine.add_request(key, {"prompt_token_ids": [*prompt, *prefix]}, parameters, priority=priority)
 
     def abort(self, keys: Sequence[str]) -> None:
-        """Unknown ones are ignored."""
+        """Takes requests out; unknown ones are ignored."""
         self._engine.abort_request(list(keys))
         self._seen.difference_update(keys)
 
     def step(self) -> list[Step]:
-        """One token for every running request; may return nothing (a long prompt in pieces)."""
+        """Makes one token for every running request; may return nothing (a long prompt in pieces)."""
         return [self._taken(output) for output in self._engine.step()]
 
     def _taken(self, output: Any) -> Step:
@@ -127,7 +129,7 @@ class Core:
         )
 
     def counts(self) -> tuple[int, int]:
-        """(running, waiting) requests."""
+        """Returns how many requests are (running, waiting)."""
         running, waiting = self._scheduler.get_request_counts()
         return int(running), int(waiting)
 
@@ -137,16 +139,16 @@ class Core:
         self._rpc("rondo_begin")
 
     def receive(self, bucket: SharedBucket) -> list[dict[str, int]]:
-        """Checksums by name, of each worker."""
+        """Loads a bucket; returns the checksums by name, of each worker."""
         return self._rpc("rondo_receive", bucket)
 
     def commit(self) -> None:
-        """The received weights are what the next step computes with, keys and values included."""
+        """Has the next step compute with the received weights, keys and values included."""
         self._rpc("rondo_commit")
         self.forget()
 
     def forget(self) -> None:
-        """Running requests go back to the queue; nothing is left in any cache."""
+        """Empties every cache; running requests go back to the queue."""
         if not self._engine.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError("vLLM did not clear its prefix cache")
         self._engine.reset_mm_cache()
@@ -155,18 +157,18 @@ class Core:
     # ---- life ----
 
     def sleep(self) -> None:
-        """Level 2: cache and weights are given up, because the trainer sends weights before anything goes on.
+        """Gives up cache and weights (level 2), because the trainer sends weights before anything goes on.
         Requests stay in the queue.
         """
         self.forget()
         self._engine.sleep(level=2, mode="keep")
 
     def wake(self, *tags: str) -> None:
-        """tags: "weights", "kv_cache"; none: both."""
+        """Makes again what `sleep` gave up. tags: "weights", "kv_cache"; none: both."""
         self._engine.wake_up(list(tags) or None)
 
     def worker_lost(self) -> bool:
-        """Whether one of several worker processes has died."""
+        """Says whether one of several worker processes has died."""
         return bool(getattr(self._engine.model_executor, "is_failed", False))
 
     def close(self) -> None:
@@ -182,7 +184,7 @@ class Core:
 
 
 def _check_architecture(folder: Path, spec: EngineSpec) -> None:
-    """vLLM would run a model that it does not know through transformers, on ways that were not tried."""
+    """Refuses a model that vLLM would run through transformers, on ways that were not tried."""
     architectures = json.loads((folder / "config.json").read_text())["architectures"]
     known = ModelRegistry.get_supported_archs()
     if "model_impl" in spec.options or any(name in known for name in architectures):

@@ -63,7 +63,7 @@ class VllmEngine(ThirdPartyEngine[Pending]):
         _log.info("%s", self.describe())
 
     def describe(self) -> str:
-        """`vLLM 0.32.0 rollout engine: cpu, tensor parallel 2, key/value cache 64.0 MiB`."""
+        """Writes `vLLM 0.32.0 rollout engine: cpu, tensor parallel 2, key/value cache 64.0 MiB`."""
         mebibytes = self._core.cache_bytes / (1 << 20)
         return (
             f"vLLM {self._capabilities.engine_version} rollout engine: {self._spec.device}, tensor parallel "
@@ -73,7 +73,7 @@ class VllmEngine(ThirdPartyEngine[Pending]):
     # ---- requests ----
 
     async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> Completion:
-        """The completion of one request; on_tokens gets new tokens after every step.
+        """Returns the completion of one request; on_tokens gets new tokens after every step.
 
         Raises RolloutError (an impossible request; no weights yet; asleep or closed), WeightSyncError (the
         last update failed), ReplicaLostError with the tokens so far (vLLM cannot go on).
@@ -95,19 +95,19 @@ class VllmEngine(ThirdPartyEngine[Pending]):
             del self._in_flight[request.request_id]
 
     async def cancel(self, request_id: str) -> None:
-        """The pending generate call returns what it has so far. Unknown (finished) requests are ignored."""
+        """Has the pending generate call return what it has so far. Unknown (finished) requests are ignored."""
         pending = self._in_flight.get(request_id)
         if pending is not None:
             self._post(lambda: self._take_out(pending.key, "cancelled"))
 
     async def pause(self) -> None:
-        """When this returns no step is running. Requests keep their place."""
+        """Stops; when this returns no step is running. Requests keep their place."""
         with self._condition:
             self._paused = True
         await self._on_thread(lambda: None)
 
     async def resume(self) -> None:
-        """Go on after `pause`. After a failed update what waits here gets its WeightSyncError."""
+        """Goes on after `pause`. After a failed update what waits here gets its WeightSyncError."""
         with self._condition:
             self._paused = False
             self._condition.notify()
@@ -117,7 +117,7 @@ class VllmEngine(ThirdPartyEngine[Pending]):
     # ---- weights ----
 
     def begin(self, version: int) -> None:
-        """Start to receive `version`. Until `commit` nothing is generated. Raises WeightSyncError."""
+        """Starts to receive `version`. Until `commit` nothing is generated. Raises WeightSyncError."""
         self._refuse_in_flight(f"begin({version})", WeightSyncError, held=self._paused)
 
         def start() -> None:
@@ -143,7 +143,9 @@ class VllmEngine(ThirdPartyEngine[Pending]):
         self._update("receive", load)
 
     def commit(self, version: int, checksums: Mapping[str, int] | None = None) -> None:
-        """Everything is there: serve `version`. Raises WeightSyncError naming what is missing or differs."""
+        """Serves `version`, all of whose tensors are there. Raises WeightSyncError naming what is missing or
+        differs.
+        """
         if self._weights.arriving != version:
             self._weights.check(version)  # raises, but no update has failed: what was served is served on
 
@@ -157,7 +159,7 @@ class VllmEngine(ThirdPartyEngine[Pending]):
     # ---- life ----
 
     async def sleep(self) -> None:
-        """The cache and the weights are given up; paused or idle. It serves nothing until the next update."""
+        """Gives up the cache and the weights; paused or idle. It serves nothing until the next update."""
         self._refuse_sleep(held=self._paused)
 
         def change() -> None:
@@ -169,7 +171,7 @@ class VllmEngine(ThirdPartyEngine[Pending]):
         await self._on_thread(change)
 
     async def wake(self) -> None:
-        """What is in flight goes on when the engine is resumed, if weights have come since it slept."""
+        """Makes the cache again. What is in flight goes on when the engine is resumed, if weights have come."""
 
         def change() -> None:
             if not self._asleep:
@@ -184,7 +186,9 @@ class VllmEngine(ThirdPartyEngine[Pending]):
         await self._on_thread(change)
 
     async def stats(self) -> StepStats:
-        """Counters since the last call: tokens, steps, share of prompts found in the cache; queue, cache."""
+        """Returns counters since the last call: tokens, steps, share of prompts found in the cache; queue,
+        cache.
+        """
 
         def take() -> StepStats:
             stats = self._stats
@@ -198,7 +202,7 @@ class VllmEngine(ThirdPartyEngine[Pending]):
         return await self._on_thread(take)
 
     def close(self) -> None:
-        """End the workers; whoever still waits gets a RolloutError. A second call does no harm."""
+        """Ends the workers; calls that still wait get a RolloutError. A second call does no harm."""
         with self._condition:
             self._closed = True
             self._condition.notify()
@@ -213,7 +217,7 @@ class VllmEngine(ThirdPartyEngine[Pending]):
         super()._check(request)
 
     def _post(self, action: Callable[[], None]) -> bool:
-        """Have `action` run on the step thread, between two steps; False: it is gone."""
+        """Has `action` run on the step thread, between two steps; False: it is gone."""
         with self._condition:
             if self._closed or self._lost:
                 return False
@@ -222,7 +226,7 @@ class VllmEngine(ThirdPartyEngine[Pending]):
             return True
 
     def _call(self, function: Callable[[], Any]) -> Future[Any]:
-        """As `_post`; the future carries the result or error. Raises RolloutError, ReplicaLostError."""
+        """Does as `_post`; the future carries the result or error. Raises RolloutError, ReplicaLostError."""
         future: Future[Any] = Future()
 
         def run() -> None:
@@ -243,7 +247,9 @@ class VllmEngine(ThirdPartyEngine[Pending]):
         return await asyncio.wrap_future(self._call(function))
 
     def _update(self, what: str, function: Callable[[], None]) -> None:
-        """A part of an update. Whatever goes wrong, the engine then refuses to serve until another begins."""
+        """Runs a part of an update. Whatever goes wrong, the engine then refuses to serve until another
+        begins.
+        """
 
         def run() -> None:
             try:
@@ -300,7 +306,7 @@ class VllmEngine(ThirdPartyEngine[Pending]):
             raise RolloutError(f"vLLM did not start: {_innermost(error)}") from error
 
     def _wait(self) -> bool:
-        """Until there is something to do, and do what was posted; False: closed."""
+        """Waits until there is a step to do, and does what was posted; False: closed."""
         while True:
             with self._condition:
                 while not (self._inbox or self._closed or self._may_step()):
@@ -381,7 +387,7 @@ class VllmEngine(ThirdPartyEngine[Pending]):
 
 
 def _innermost(error: BaseException) -> str:
-    """vLLM wraps what went wrong in "see root cause above"."""
+    """Returns what went wrong, which vLLM wraps in "see root cause above"."""
     while error.__cause__ is not None or error.__context__ is not None:
         error = error.__cause__ or error.__context__  # type: ignore[assignment]
     return f"{type(error).__name__}: {' '.join(str(error).split())}"

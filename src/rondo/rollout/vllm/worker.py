@@ -37,13 +37,13 @@ class WorkerExtension:
     vllm_config: Any
 
     def rondo_prepare(self) -> None:
-        """Once, before the first request."""
+        """Puts the sampler in its place; once, before the first request."""
         runner = self.model_runner
         runner.sampler = CountedSampler(runner)
         self._rondo_open = False
 
     def rondo_begin(self) -> None:
-        """Ready to receive every tensor. An update that was never committed is forgotten."""
+        """Makes ready to receive every tensor. An update that was never committed is forgotten."""
         model = self.model_runner.get_model()
         with set_current_vllm_config(self.vllm_config):
             if self._rondo_open:
@@ -54,7 +54,7 @@ class WorkerExtension:
             initialize_layerwise_reload(model)
 
     def rondo_receive(self, bucket: SharedBucket) -> dict[str, int]:
-        """Load a bucket's tensors; returns their checksums, computed from the bytes that arrived here."""
+        """Loads a bucket's tensors; returns their checksums, computed from the bytes that arrived here."""
         sums: dict[str, int] = {}
 
         def arriving() -> Iterator[tuple[str, torch.Tensor]]:
@@ -68,7 +68,7 @@ class WorkerExtension:
         return sums
 
     def rondo_commit(self) -> None:
-        """Everything is there: put it into the form that the kernels want."""
+        """Puts the weights, which are all there, into the form that the kernels want."""
         model = self.model_runner.get_model()
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
             heads = [layer for layer in model.modules() if isinstance(layer, ParallelLMHead)]
@@ -91,7 +91,7 @@ def _forget_packed_experts(model: torch.nn.Module) -> None:
 
 
 def _abandon(model: torch.nn.Module) -> None:
-    """Leave a reload that did not end: every layer gets its old storage back, whatever it holds."""
+    """Leaves a reload that did not end: every layer gets its old storage back, whatever it holds."""
     for layer in model.modules():
         info = layerwise.get_layerwise_info(layer)
         if info.can_load():
@@ -140,7 +140,7 @@ class CountedSampler(Sampler):
     def sample(
         self, logits: torch.Tensor, sampling_metadata: Any, logprobs_mode_override: Any = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(token ids [B], log-probs [B, V] float32)."""
+        """Returns (token ids [B], log-probs [B, V] float32)."""
         if sampling_metadata.all_greedy:
             return self.greedy_sample(logits), self.compute_logprobs(logits)
         temperature = sampling_metadata.temperature
@@ -156,7 +156,7 @@ class CountedSampler(Sampler):
         return tokens, log_probs
 
     def _noise(self, num_rows: int, device: torch.device) -> tuple[_Rows, torch.Tensor]:
-        """The batch's rows, and float64 [num_rows] in [0, 1) of each row's next token."""
+        """Returns the batch's rows, and float64 [num_rows] in [0, 1) of each row's next token."""
         runner = self._runner[0]
         request_ids = list(runner.input_batch.req_ids[:num_rows])
         requests = [runner.requests[request_id] for request_id in request_ids]
