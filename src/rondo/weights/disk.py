@@ -30,7 +30,7 @@ INDEX = "index.json"
 
 
 def version_folder(folder: Path, version: int) -> Path:
-    """Where a version lies."""
+    """Returns where a version lies."""
     return folder / f"version-{version}"
 
 
@@ -43,7 +43,7 @@ def write_weights(
     dtype: str | None = None,
     leader: bool = True,
 ) -> SyncReport:
-    """Write `version` below `folder`, gathered bucket by bucket. Collective over the trainer's ranks; the
+    """Writes `version` below `folder`, gathered bucket by bucket. Collective over the trainer's ranks; the
     leader alone writes.
 
     Replaces the same version of an earlier attempt. Raises WeightSyncError where the disk refuses.
@@ -79,7 +79,7 @@ def write_weights(
 
 
 def read_weights(folder: Path, version: int, sink: WeightSink) -> SyncReport:
-    """Load `version` into the sink, tensor by tensor, and have it confirm the checksums.
+    """Loads `version` into the sink, tensor by tensor, and has it confirm the checksums.
 
     Raises WeightSyncError: no such version, a file that is torn or missing, a tensor of another shape, or one
     whose bytes have changed.
@@ -109,7 +109,7 @@ def read_weights(folder: Path, version: int, sink: WeightSink) -> SyncReport:
 
 
 def remove_weights(folder: Path, *, keep: int | None = None) -> None:
-    """Remove all versions but one; what an interrupted writer left, too."""
+    """Removes all versions but one; what an interrupted writer left, too."""
     if not folder.is_dir():
         return
     for entry in folder.iterdir():
@@ -121,8 +121,11 @@ class _PartWriter:
     """Collects tensors up to a bucket, then writes a file."""
 
     def __init__(self, folder: Path, bucket_bytes: int, checksums: Mapping[str, int]) -> None:
-        self.num_parts = self.peak_bytes = 0
-        self._folder, self._bucket_bytes, self._checksums = folder, bucket_bytes, checksums
+        self.num_parts = 0
+        self.peak_bytes = 0
+        self._folder = folder
+        self._bucket_bytes = bucket_bytes
+        self._checksums = checksums
         self._part: dict[str, torch.Tensor] = {}
         self._used = 0
         self._index: dict[str, dict[str, Any]] = {}
@@ -144,7 +147,8 @@ class _PartWriter:
         self.peak_bytes = max(self.peak_bytes, 2 * self._used)  # safetensors makes one copy
         save_file(self._part, self._folder / f"part-{self.num_parts}.safetensors")
         self.num_parts += 1
-        self._part, self._used = {}, 0
+        self._part = {}
+        self._used = 0
 
     def finish(self, version: int, final: Path) -> None:
         if self._part:

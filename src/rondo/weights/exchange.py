@@ -30,9 +30,8 @@ from rondo.weights.layout import Box, Layout
 from rondo.weights.plan import Move, TransferPlan, plan_transfer
 from rondo.weights.sync import SyncReport, WeightSink
 
-TIMEOUT_SECONDS = (
-    600.0  # for one round, in which the receiver's engine may load a bucket; a death is seen at once
-)
+# For one round, in which the receiver's engine may load a bucket; a death is seen at once.
+TIMEOUT_SECONDS = 600.0
 Piece = Callable[[str, Box], torch.Tensor]
 
 
@@ -54,17 +53,17 @@ class Transfer:
 
     @cached_property
     def target(self) -> Layout:
-        """Who needs what."""
+        """Says who needs what."""
         return Layout.replicated(self.source.parameters, self.target_ranks)
 
     @cached_property
     def plan(self) -> TransferPlan:
-        """The moves; the same on every rank."""
+        """Plans the moves; they are the same on every rank."""
         return plan_transfer(self.source, self.target, self.bucket_bytes)
 
     @cached_property
     def digest(self) -> int:
-        """Of the plan and the parameters, 63 bits."""
+        """Returns 63 bits of the plan and the parameters, which are the same where these are."""
         text = repr((self.plan.rounds, self.source.parameters)).encode()
         return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1
 
@@ -78,7 +77,9 @@ class SendReport:
 
 
 def piece_of(layout: Layout, shards: Mapping[str, torch.Tensor]) -> Piece:
-    """For `send`: boxes of what this rank holds by `layout` (one per name), cast to the layout's dtype."""
+    """Returns, for `send`, boxes of what this rank holds by `layout` (one per name), cast to the layout's
+    dtype.
+    """
     rank = dist.get_rank()
     dtypes = {parameter.name: getattr(torch, parameter.dtype) for parameter in layout.parameters}
 
@@ -205,13 +206,14 @@ class _Inbox:
     def __init__(self, transfer: Transfer, sink: WeightSink, device: torch.device | str) -> None:
         self.failure: RondoError | None = None
         self._parameters = {parameter.name: parameter for parameter in transfer.source.parameters}
-        self._sink, self._device = sink, device
+        self._sink = sink
+        self._device = device
         self._open: dict[str, torch.Tensor] = {}
         self._missing: dict[str, int] = {}
         self._apart: list[tuple[torch.Tensor, torch.Tensor]] = []  # (place, what arrives for it)
 
     def expect(self, moves: list[Move]) -> list[tuple[int, torch.Tensor, str]]:
-        """Where each message of a round goes."""
+        """Says where each message of a round goes."""
         messages = []
         for move in moves:
             parameter = self._parameters[move.name]
@@ -228,7 +230,7 @@ class _Inbox:
         return messages
 
     def arrived(self, moves: list[Move]) -> None:
-        """A round is over: whole tensors go to the sink."""
+        """Ends a round: whole tensors go to the sink."""
         for place, arriving in self._apart:
             place.copy_(arriving)
         self._apart = []
@@ -239,7 +241,7 @@ class _Inbox:
                 self.guarded(partial(self._sink.receive, move.name, tensor))
 
     def guarded(self, action: Callable[[], None]) -> None:
-        """The sink's first error is kept for the end; after it nothing reaches the sink."""
+        """Keeps the sink's first error for the end; after it nothing reaches the sink."""
         if self.failure is None:
             try:
                 action()
@@ -251,7 +253,9 @@ class _Link:
     """Messages of one group, and who went away."""
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device | str, seconds: float) -> None:
-        self._group, self._device, self._timeout = group, device, timedelta(seconds=seconds)
+        self._group = group
+        self._device = device
+        self._timeout = timedelta(seconds=seconds)
 
     def numbers(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
@@ -285,7 +289,7 @@ class _Link:
 
 @contextmanager
 def _watch(lost: dict[int, str], peer: int, doing: str) -> Iterator[None]:
-    """What torch.distributed raises about a peer becomes an entry of `lost`."""
+    """Makes what torch.distributed raises about a peer an entry of `lost`."""
     try:
         yield
     except RuntimeError as error:
@@ -299,6 +303,6 @@ def _raise_lost(lost: Mapping[int, str], version: int) -> None:
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor: every dtype travels alike."""
+    """Returns the bytes of a contiguous tensor: every dtype travels alike."""
     assert tensor.is_contiguous()
     return tensor.detach().reshape(-1).view(torch.uint8)

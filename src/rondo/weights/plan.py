@@ -70,7 +70,9 @@ def plan_transfer(source: Layout, target: Layout, bucket_bytes: int) -> Transfer
 
 class _Planner:
     def __init__(self, source: Layout, target: Layout, bucket_bytes: int) -> None:
-        self._source, self._target, self._bucket_bytes = source, target, bucket_bytes
+        self._source = source
+        self._target = target
+        self._bucket_bytes = bucket_bytes
         self._sent: dict[int, int] = defaultdict(int)  # bytes so far, by rank
         self._rounds: list[list[Move]] = [[]]
         self._out: dict[int, dict[tuple[str, Box], int]] = defaultdict(dict)  # of the round, by rank

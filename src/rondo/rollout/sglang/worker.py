@@ -47,7 +47,9 @@ def register_model(folder: Path) -> None:
     """SGLang looks for a model here first; else it imports all that it has. Raises ConfigError."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     module = importlib.import_module(model_module(config["architectures"]))
-    for model in module.EntryClass if isinstance(module.EntryClass, list | tuple) else [module.EntryClass]:
+    entry = module.EntryClass
+    models = entry if isinstance(entry, list | tuple) else [entry]
+    for model in models:
         ModelRegistry.models.setdefault(model.__name__, model)
 
 
