@@ -161,6 +161,7 @@ def test_death_is_told_to_all_who_wait_and_ask_later(start: Callable[..., Child]
 def test_a_dropped_call_is_cancelled_and_leaves_nothing(start: Callable[..., Child]) -> None:
     child = start("loop")
     answers = [child.call("wait", n) for n in range(3)]
+    assert child.call("dropped").result(240) == []  # by now, the calls before it have begun
     child.drop(answers[1])
     assert answers[1].cancelled()
     assert child.call("dropped").result(240) == [(1,)]

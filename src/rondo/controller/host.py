@@ -100,7 +100,9 @@ class Host:
         )
 
     async def run(self, call: Call, blocks: Sequence[Batch], ticket: int | None) -> Result:
-        """Runs one call. blocks: what the pieces of `call.shard` stand for. ticket: None for async methods."""
+        """Runs one call. blocks: what the pieces of `call.shard` stand for. ticket: None for async
+        methods.
+        """
         if ticket is not None:
             async with self._turn(ticket):
                 done = self._on_thread(self._run_sync, call, blocks)

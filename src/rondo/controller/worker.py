@@ -31,7 +31,7 @@ class Worker:
         return os.getpid()
 
     def close(self) -> None:
-        """Releases threads and files. It is called once more at shutdown, so a second call must do no harm."""
+        """Releases threads and files. It is called again at shutdown; a second call must do no harm."""
 
 
 @dataclass

@@ -77,7 +77,7 @@ class Session:
     _running: set[asyncio.Future[Any]] = field(default_factory=set)
 
     def extended_call(self, heads: Iterable[Key]) -> tuple[int, ModelCall] | None:
-        """Returns the latest call whose conversation, answer included, is the first of `heads` that there is."""
+        """Returns the latest call whose conversation, with its answer, is the first known one of `heads`."""
         found = next((self._answers[head] for head in heads if head in self._answers), None)
         return None if found is None else (found, self.calls[found])
 

@@ -39,7 +39,7 @@ def _children(parent: int) -> list[int]:
 
 
 def _end_all() -> None:
-    """Kills every child, and every grandchild as it becomes a child (of the subreaper), until none is left."""
+    """Kills every child, and every grandchild as it becomes one (of the subreaper), until none is left."""
     while children := _children(os.getpid()):
         for child in children:
             os.kill(child, signal.SIGKILL)

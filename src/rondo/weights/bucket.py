@@ -96,7 +96,7 @@ class BucketWriter:
         self._in_flight: tuple[_Buffer, Confirmation] | None = None
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Copies a tensor into the bucket that is being filled; sends that first where it would be too full."""
+        """Copies a tensor into the bucket that is being filled; sends that first where it is too full."""
         num_bytes = tensor.numel() * tensor.element_size()
         start = -(-self._used // ALIGNMENT) * ALIGNMENT
         if self._entries and start + num_bytes > self.bucket_bytes:

@@ -220,7 +220,7 @@ class EngineProcess:
         self._version = -1  # serves nothing until the commit
 
     def receive(self, name: str, tensor: torch.Tensor) -> None:
-        """Copies a tensor, which travels with the bucket that it fills: an error may come with a later call."""
+        """Copies a tensor, which travels with the bucket that it fills; its error may come later."""
         if self._bucket_writer is None:
             raise WeightSyncError(f"{name!r} arrived outside begin … commit")
         self._bucket_writer.add(name, tensor)

@@ -99,7 +99,7 @@ class SglangEngine(ThirdPartyEngine[_Job]):
             del self._in_flight[request.request_id]
 
     async def cancel(self, request_id: str) -> None:
-        """Has the pending generate call return what it has so far. Unknown (finished) requests are ignored."""
+        """Has the pending generate call return what it has. Unknown (finished) requests are ignored."""
 
         async def end() -> None:
             if request_id in self._in_flight:
@@ -218,7 +218,7 @@ class SglangEngine(ThirdPartyEngine[_Job]):
         return job.completion(job.finished)
 
     async def _consume(self, job: _Job) -> None:
-        """Runs a request. Of those with one prompt one goes ahead; the others follow when it is in the cache."""
+        """Runs a request. Of those with one prompt one goes ahead; the others wait for it to be cached."""
         await self._gate.wait()
         prompt = np.asarray(job.request.token_ids, np.int32).tobytes()
         while prompt in self._ahead:

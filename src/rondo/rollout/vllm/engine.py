@@ -95,7 +95,7 @@ class VllmEngine(ThirdPartyEngine[Pending]):
             del self._in_flight[request.request_id]
 
     async def cancel(self, request_id: str) -> None:
-        """Has the pending generate call return what it has so far. Unknown (finished) requests are ignored."""
+        """Has the pending generate call return what it has. Unknown (finished) requests are ignored."""
         pending = self._in_flight.get(request_id)
         if pending is not None:
             self._post(lambda: self._take_out(pending.key, "cancelled"))
@@ -171,7 +171,7 @@ class VllmEngine(ThirdPartyEngine[Pending]):
         await self._on_thread(change)
 
     async def wake(self) -> None:
-        """Makes the cache again. What is in flight goes on when the engine is resumed, if weights have come."""
+        """Makes the cache again. What is in flight goes on after `resume`, if weights have come."""
 
         def change() -> None:
             if not self._asleep:
