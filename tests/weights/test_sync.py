@@ -13,7 +13,6 @@ from rondo.models import load_model_config
 from rondo.models.loading import build_model
 from rondo.rollout.native.weights import WeightStore, build_module
 from rondo.training import FsdpEngine
-from rondo.types import StepStats
 from rondo.weights.checksum import checksum
 from rondo.weights.gather import gather_along, gather_into
 from rondo.weights.sync import SyncReport
@@ -123,7 +122,4 @@ def test_ranks_gather_at_wire_dtype(lone: bool) -> None:
     rounded = 2 * (61 % 2) * 32  # bytes: the embedding's 61 rows are 62 on two ranks
     assert report.bytes_moved == size + rounded + 4 * size  # the all-gather; two engines beside each rank
     assert report.bytes_needed == 4 * size
-    stats = StepStats()
-    report.count(stats)
-    assert stats.values()["weights/bytes_moved"] == report.bytes_moved
-    assert stats.values()["weights/peak_bytes"] == report.peak_bytes < 5000 * 5 + 2 * 61 * 32 * 2
+    assert report.peak_bytes < 5000 * 5 + 2 * 61 * 32 * 2

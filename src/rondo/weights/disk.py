@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -48,7 +47,6 @@ def write_weights(
 
     Replaces the same version of an earlier attempt. Raises WeightSyncError where the disk refuses.
     """
-    started = time.perf_counter()
     checksums, layout = source.parameter_checksums(dtype), source.layout(dtype)
     final = version_folder(folder, version)
     temporary = final.with_name(f".{final.name}.{os.getpid()}.tmp")
@@ -72,7 +70,6 @@ def write_weights(
         num_tensors=len(layout.parameters),
         bytes_moved=layout.num_bytes,
         bytes_needed=layout.num_bytes,
-        seconds=time.perf_counter() - started,
         peak_bytes=gathering_bytes(layout, bucket_bytes) + writer.peak_bytes,
         rounds=writer.num_parts,
     )
@@ -84,7 +81,7 @@ def read_weights(folder: Path, version: int, sink: WeightSink) -> SyncReport:
     Raises WeightSyncError: no such version, a file that is torn or missing, a tensor of another shape, or one
     whose bytes have changed.
     """
-    started, path = time.perf_counter(), version_folder(folder, version)
+    path = version_folder(folder, version)
     tensors = _read_index(path, version)
     sink.begin(version)
     num_bytes = largest = 0
@@ -104,8 +101,7 @@ def read_weights(folder: Path, version: int, sink: WeightSink) -> SyncReport:
                 "serves nothing until a complete version is there"
             ) from error
     sink.commit(version, {name: entry["checksum"] for name, entry in tensors.items()})
-    seconds = time.perf_counter() - started
-    return SyncReport(version, len(tensors), num_bytes, num_bytes, seconds, largest)
+    return SyncReport(version, len(tensors), num_bytes, num_bytes, largest)
 
 
 def remove_weights(folder: Path, *, keep: int | None = None) -> None:

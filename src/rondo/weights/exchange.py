@@ -14,7 +14,6 @@ two ranks are matched by their order alone: a group that is used for this carrie
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -72,7 +71,6 @@ class Transfer:
 class SendReport:
     """lost: receivers (ranks of the world) that went away or refused, with the reason."""
 
-    seconds: float = 0.0
     lost: dict[int, str] = field(default_factory=dict)
 
 
@@ -102,7 +100,7 @@ def send(
     Returns when all receivers have everything, or are lost; never waits longer than transfer.timeout_seconds
     for one round.
     """
-    started, rank, report = time.perf_counter(), dist.get_rank(), SendReport()
+    rank, report = dist.get_rank(), SendReport()
     plan, link = transfer.plan, _Link(group, device, transfer.timeout_seconds)
     mine = [[move for move in moves if move.source == rank] for moves in plan.rounds]
     targets = sorted({move.target for moves in mine for move in moves})
@@ -138,7 +136,6 @@ def send(
                 row[index[move.name]] = combine([row[index[move.name]], partial])
         report.lost |= link.send(messages)
     each(lambda target: [signed(value) for value in sums[target]], "the checksums")
-    report.seconds = time.perf_counter() - started
     return report
 
 
@@ -154,7 +151,7 @@ def receive(
     Raises WeightSyncError: a sender went away, sends another version, or the sink refused a tensor (its own
     error).
     """
-    started, rank = time.perf_counter(), dist.get_rank()
+    rank = dist.get_rank()
     # twice as patient as the senders: they may wait that long for another receiver, and it is they who know
     plan, link = transfer.plan, _Link(group, device, 2 * transfer.timeout_seconds)
     mine = [[move for move in moves if move.target == rank] for moves in plan.rounds]
@@ -179,7 +176,6 @@ def receive(
         num_tensors=len(names),
         bytes_moved=plan.bytes_moved,
         bytes_needed=plan.bytes_needed,
-        seconds=time.perf_counter() - started,
         peak_bytes=max(plan.peak_bytes.values()),
         rounds=plan.num_rounds,
     )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from rondo.weights.layout import Layout
 from rondo.weights.sync import SyncReport, WeightSink, WeightSource
 
@@ -26,7 +24,6 @@ def gather_into(
     where those are larger), never a second copy. dtype: to send them in, cast on each rank before anything
     moves. processes: how many engines behind the sink have processes of their own.
     """
-    started = time.perf_counter()
     checksums = source.parameter_checksums(dtype)
     layout = source.layout(dtype)
     sink.begin(version)
@@ -43,7 +40,6 @@ def gather_into(
         num_tensors=len(layout.parameters),
         bytes_moved=_gathered_bytes(layout) + own,
         bytes_needed=own or (ranks - 1) * layout.num_bytes,
-        seconds=time.perf_counter() - started,
         peak_bytes=gathering_bytes(layout, bucket_bytes) + (2 * bucket if processes else 0),
         rounds=-(-layout.num_bytes // bucket_bytes),
     )

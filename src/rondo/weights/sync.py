@@ -12,7 +12,6 @@ from typing import Protocol
 import torch
 
 from rondo.errors import WeightSyncError
-from rondo.types import StepStats
 from rondo.weights.layout import Layout
 
 
@@ -54,18 +53,9 @@ class SyncReport:
     num_tensors: int
     bytes_moved: int
     bytes_needed: int = 0
-    seconds: float = 0.0
     peak_bytes: int = 0
     rounds: int = 0
     lost: Mapping[int, str] | None = None
-
-    def count(self, stats: StepStats) -> None:
-        """Into a step's metrics: weights/…, and the clock under timing/."""
-        stats.add_sum("weights/bytes_moved", float(self.bytes_moved))
-        stats.add_sum("weights/bytes_needed", float(self.bytes_needed))
-        stats.add_max("weights/peak_bytes", float(self.peak_bytes))
-        stats.add_sum("weights/rounds", float(self.rounds))
-        stats.add_sum("timing/weight_sync_s", self.seconds)
 
 
 def assert_shared(source: Mapping[str, torch.Tensor], sink: Mapping[str, torch.Tensor]) -> None:

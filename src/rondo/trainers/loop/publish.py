@@ -10,7 +10,6 @@ engine, and who must not wait that long (a drain, an evaluation, a replay) waits
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from types import TracebackType
@@ -86,7 +85,14 @@ class WeightPublisher:
     async def publish(self, version: int, stats: StepStats) -> None:
         """Holds the episodes, if nobody has; every engine loads `version` and confirms it."""
         await self.hold()
-        (await self._load(version)).count(stats)
+        clock = asyncio.get_running_loop().time
+        started = clock()
+        report = await self._load(version)
+        stats.add_sum("timing/weight_sync_s", clock() - started)
+        stats.add_sum("weights/bytes_moved", float(report.bytes_moved))
+        stats.add_sum("weights/bytes_needed", float(report.bytes_needed))
+        stats.add_max("weights/peak_bytes", float(report.peak_bytes))
+        stats.add_sum("weights/rounds", float(report.rounds))
         if self._enter is not None:
             await self._enter("generate")
         stats.add_sum("buffer/in_flight", float(self._buffer.in_flight))
@@ -112,11 +118,9 @@ class WeightPublisher:
             stats.add_max("weights/canary_gap", gap)
 
     async def _load(self, version: int) -> SyncReport:
-        clock = asyncio.get_running_loop().time
-        started = clock()
         report = await self._route.load(version)
         self._version = version
-        return dataclasses.replace(report, seconds=clock() - started)
+        return report
 
     async def _reload(self) -> None:
         """The weights once more, for an engine that has none. What is in flight keeps its place."""
