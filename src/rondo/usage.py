@@ -39,19 +39,22 @@ def children_cpu_seconds() -> float:
     live (from /proc) and ended (as the kernel adds them).
     """
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = ended.ru_utime + ended.ru_stime
+    if sys.platform == "darwin":  # which has neither waitid nor /proc
+        return seconds
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # none is left: no need to look at every process of the machine
+        return seconds
     # utime, stime and those of ended children
     live = sum(int(ticks) for fields in _descendants().values() for ticks in fields[11:15])
-    return ended.ru_utime + ended.ru_stime + live / _TICKS
+    return seconds + live / _TICKS
 
 
 def _descendants() -> dict[int, list[str]]:
     """Returns, by pid, the fields of /proc/<pid>/stat from the state on (the name before may hold spaces)."""
     folder = Path("/proc")
     if not folder.is_dir():
-        return {}
-    try:
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:  # there are none: no need to look at every process of the machine
         return {}
     found: dict[int, list[str]] = {}
     for entry in folder.iterdir():
