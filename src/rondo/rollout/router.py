@@ -278,13 +278,16 @@ class Router:
                     self._seat_suspects(serving)
                 in_flight = {one.name: len(one.running) for one in serving if one is not self._quarantine}
                 for queue in (self._queues["urgent"], self._queues["rest"]):
-                    while entry := _first(queue):
-                        had_it_last = self._affinity.names.get(entry.request.affinity)
-                        name = choose(in_flight, self._limit, had_it_last)
-                        if name is None:
-                            break
-                        self._seat(entry, self._replicas[name])
-                        in_flight[name] += 1
+                    while queue:
+                        entry = queue[0]
+                        if not entry.place.done():  # else it was cancelled, or its time is up
+                            had_it_last = self._affinity.names.get(entry.request.affinity)
+                            name = choose(in_flight, self._limit, had_it_last)
+                            if name is None:
+                                break
+                            self._seat(entry, self._replicas[name])
+                            in_flight[name] += 1
+                        queue.popleft()
             waiting = sum(len(queue) for queue in self._queues.values())
             self._longest_queue = max(self._longest_queue, waiting)
 
