@@ -303,7 +303,7 @@ def refs(draw: st.DrawFn) -> tuple[BatchRef, list[Row]]:
 def test_fetch_returns_the_rows_in_the_order_of_the_index(drawn: tuple[BatchRef, list[Row]]) -> None:
     ref, rows = drawn
     assert rows_in(fetch(ref, list(NAMES)).select([ROW_ID, *NAMES])) == rows
-    assert ref.row_ids.tolist() == [row[ROW_ID] for row in rows]
+    assert ref.index.scalars(ROW_ID).tolist() == [row[ROW_ID] for row in rows]
     assert set(fetch(ref).columns) == set(ref.columns) == {ROW_ID, *NAMES}
     assert_packed(fetch(ref))
 
@@ -368,7 +368,9 @@ def test_replaced_columns_stay_replaced_for_their_rows_only(
     outside = [i for i in range(len(rows)) if i not in inside]
     part, rest = ref.take(inside), ref.take(outside)
     new = Block(
-        Batch.of({"tokens": ragged_rows([np.array([5])] * len(inside), np.int32)}), ("tokens",), part.row_ids
+        Batch.of({"tokens": ragged_rows([np.array([5])] * len(inside), np.int32)}),
+        ("tokens",),
+        part.index.scalars(ROW_ID),
     )
     joined = BatchRef.concat([part.with_blocks([new], replace=True), rest])
     expected = [{**rows[i], "tokens": [5]} for i in inside] + [rows[i] for i in outside]
@@ -431,7 +433,7 @@ def test_ref_errors(broken: Any, message: str) -> None:
 
 def test_a_column_that_only_some_rows_have() -> None:
     left, right = BatchRef.of(two_rows(), []), BatchRef.of(two_rows(10), [])
-    left = left.with_blocks([Block(Batch.of({"value": np.ones(2)}), ("value",), left.row_ids)])
+    left = left.with_blocks([Block(Batch.of({"value": np.ones(2)}), ("value",), left.index.scalars(ROW_ID))])
     both = BatchRef.concat([left, right])
     assert "value" not in both.columns
     with pytest.raises(DataError, match="column 'value' is missing for 2 of 4 rows"):
@@ -441,7 +443,7 @@ def test_a_column_that_only_some_rows_have() -> None:
 
 def test_blocks_of_different_types_are_an_error_that_names_the_column() -> None:
     ref = BatchRef.of(two_rows(), []).take([0, 1])
-    ids = ref.row_ids
+    ids = ref.index.scalars(ROW_ID)
     blocks = [
         Block(Batch.of({"value": np.ones(1, np.float32)}), ("value",), ids[:1]),
         Block(Batch.of({"value": np.ones(1, np.float64)}), ("value",), ids[1:]),
@@ -452,7 +454,7 @@ def test_blocks_of_different_types_are_an_error_that_names_the_column() -> None:
 
 def test_replacing_an_index_column_by_a_block_and_back() -> None:
     ref = BatchRef.of(two_rows(), []).with_index({"value": [1.0, 2.0]})
-    block = Block(Batch.of({"value": np.array([3.0, 4.0])}), ("value",), ref.row_ids)
+    block = Block(Batch.of({"value": np.array([3.0, 4.0])}), ("value",), ref.index.scalars(ROW_ID))
     moved = ref.with_blocks([block], replace=True)
     assert fetch(moved).scalars("value").tolist() == [3, 4]
     back = moved.with_index({"value": [5.0, 6.0]}, replace=True)

@@ -299,14 +299,10 @@ class BatchRef:
         return len(self.index)
 
     @property
-    def row_ids(self) -> np.ndarray:
-        return self.index.scalars(ROW_ID)
-
-    @property
     def columns(self) -> list[str]:
         """Every column that each row has, wherever it lies."""
         names = list(self.index.columns)
-        ids = self.row_ids
+        ids = self.index.scalars(ROW_ID)
         for name in dict.fromkeys(n for block in self.blocks for n in block.columns):
             held = [block.row_ids for block in self.blocks if name in block.columns]
             if len(ids) == 0 or np.isin(ids, np.concatenate(held)).all():
@@ -325,10 +321,11 @@ class BatchRef:
             raise DataError("concat needs at least one BatchRef")
         blocks: dict[tuple[int, tuple[str, ...]], Block] = {}  # a block that several parts share appears once
         for ref in refs:
+            rows = ref.index.scalars(ROW_ID)
             for block in ref.blocks:
                 key = (id(block.handle), block.columns)
                 # Its other rows may be in another block of the whole: there they lose their id.
-                ids = np.where(np.isin(block.row_ids, ref.row_ids), block.row_ids, _NO_ROW)
+                ids = np.where(np.isin(block.row_ids, rows), block.row_ids, _NO_ROW)
                 if key in blocks:
                     ids = np.where(ids == _NO_ROW, blocks[key].row_ids, ids)
                 blocks[key] = replace(block, row_ids=ids)

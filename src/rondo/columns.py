@@ -82,10 +82,6 @@ class Family(Column):
         inside = column[len(before) : len(column) - len(after)]
         return inside if inside and column == f"{before}{inside}{after}" else None
 
-    def among(self, columns: Iterable[str]) -> list[str]:
-        """Returns those of `columns` that belong to the family."""
-        return [column for column in columns if self.member(column) is not None]
-
     @cached_property
     def _around(self) -> tuple[str, str]:
         return self.name.partition("<")[0], self.name.partition(">")[2]
@@ -95,6 +91,7 @@ _INT, _ID, _TEXT, _MASK = pa.int32(), pa.int64(), pa.string(), pa.uint8()
 _FLOAT, _DOUBLE = pa.float32(), pa.float64()
 
 SCORE = Family("score/<name>", "row", _FLOAT, SCORERS, "a score by its name; NaN where a row has none")
+SCORE_PREFIX = SCORE("")  # what the columns of scores, and no others, begin with
 MINI_BATCH = Family("<role>_mini_batch", "row", _ID, UPDATE_PLAN, "`mini_batch` of a role beside the actor")
 LOSS_WEIGHT = Family("<role>_loss_weight", "row", _DOUBLE, UPDATE_PLAN, "`loss_weight` of such a role")
 

@@ -33,7 +33,7 @@ def trajectory(sample: int, **changes: object) -> Trajectory:
 
 def test_columns_of_two_rows() -> None:
     failed = trajectory(1, outcome="reward_timeout", reward=float("nan"), scores={})
-    batch = rows_from_trajectories([trajectory(0), failed], ["right"])
+    batch = rows_from_trajectories([trajectory(0), failed], {"score/right": "right"})
     assert batch.scalars("row_id").tolist() == [3 << 32, (3 << 32) | (1 << 12)]
     assert batch.scalars("group_id").tolist() == [3, 3]
     assert batch.scalars("num_trained_tokens").tolist() == [2, 2]
@@ -49,7 +49,7 @@ def test_the_accuracy_is_the_score_that_is_named() -> None:
     rows = [trajectory(0, scores={"right": 1.0, "short": -0.5}, reward=0.5), failed]
     assert rows_from_trajectories(rows, accuracy="right").scalars("accuracy").tolist()[0] == 1.0
     assert np.isnan(rows_from_trajectories(rows, accuracy="right").scalars("accuracy")[1])
-    assert np.isnan(rows_from_trajectories(rows, ["right", "short"]).scalars("accuracy")).all()
+    assert np.isnan(rows_from_trajectories(rows, {"score/right": "right"}).scalars("accuracy")).all()
 
 
 def test_the_step_reward_is_the_last_policy_turns_or_the_trajectorys() -> None:

@@ -85,7 +85,7 @@ def fetched(batch: BatchRef, name: str) -> list[list[float]]:
 
 def test_columns_go_out_and_back(cluster: Cluster) -> None:
     batch = batch_of(cluster, name=["b", "a", "b", "c"])
-    assert batch.row_ids.tolist() == [10, 11, 12, 13]
+    assert batch.index.scalars("row_id").tolist() == [10, 11, 12, 13]
     columns = asyncio.run(padded_columns(batch, ["old_log_probs", "response_mask"]))
     assert columns["response_mask"].tolist() == [[1, 1, 0], [1, 0, 1], [1, 0, 0], [0, 0, 0]]
     assert numbers(batch.index, "name").tolist() == [1, 0, 1, 2]

@@ -110,7 +110,7 @@ def test_resampled_rows_weigh_as_if_they_stood_there_repeatedly() -> None:
     )
     assert config.algorithm.resample is not None
     batch = stepped(Resampling(config.algorithm.resample), batch)
-    assert batch.row_ids.tolist() == [0, 3]  # the best of each prompt, twice
+    assert batch.index.scalars("row_id").tolist() == [0, 3]  # the best of each prompt, twice
     assert batch.index.scalars("sample_weight").tolist() == [2.0, 2.0]
     weight = stepped(ActorWeights(config), batch).index.scalars("loss_weight")
     assert weight == pytest.approx([2 / 10, 2 / 10])

@@ -250,7 +250,7 @@ async def together(batch: BatchRef, *calls: Callable[[BatchRef], Awaitable[Batch
             task.cancel()
     known = {id(block) for block in batch.blocks}
     for result in results:
-        if not np.array_equal(result.row_ids, batch.row_ids):
+        if not np.array_equal(result.index.scalars(ROW_ID), batch.index.scalars(ROW_ID)):
             raise DataError(
                 "a call inside together() returned other rows, or another order, than it was given"
             )

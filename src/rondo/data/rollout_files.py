@@ -17,7 +17,7 @@ import pyarrow.compute
 import pyarrow.parquet as pq
 
 from rondo.batch import Batch
-from rondo.columns import EPISODE, GREEDY_REWARD, SCORE, TOKENIZER, column, declared, made_by
+from rondo.columns import EPISODE, GREEDY_REWARD, SCORE, SCORE_PREFIX, TOKENIZER, column, declared, made_by
 from rondo.data.rows import is_scored
 from rondo.errors import ConfigError, DataError
 
@@ -194,7 +194,8 @@ def _check_columns(file: Path, first: Path, columns: set[str]) -> None:
             f"{file}: lacks the column{'s' if len(missing) > 1 else ''} {', '.join(missing)}, which a file "
             "written with tracking.save_rollouts has (see docs/recorded.md)"
         )
-    optional = (found ^ columns) & {GREEDY_REWARD, *SCORE.among(found ^ columns)}
+    differ = found ^ columns
+    optional = [name for name in differ if name == GREEDY_REWARD or name.startswith(SCORE_PREFIX)]
     if optional:
         name = min(optional)
         has, lacks = (file, first) if name in found else (first, file)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 
@@ -33,10 +34,14 @@ def row_ids(
 
 
 def rows_from_trajectories(
-    trajectories: Sequence[Trajectory], score_names: Sequence[str] = (), *, accuracy: str | None = None
+    trajectories: Sequence[Trajectory],
+    scores: Mapping[str, str] = MappingProxyType({}),
+    *,
+    accuracy: str | None = None,
 ) -> Batch:
     """Makes one row per single-context trajectory, with the identity, token, structure and outcome columns of
-    DESIGN §5. accuracy: the score that is the column of this name; None: it is NaN.
+    DESIGN §5. scores: by column, the name of the score in it. accuracy: the score that is the column of this
+    name; None: it is NaN.
     """
     _check(trajectories)
     seq = np.array([t.prompt.seq for t in trajectories], np.int64)
@@ -66,8 +71,8 @@ def rows_from_trajectories(
         "step_reward": np.array([reward for reward, _ in credit], np.float32),
         "anchor_id": np.array([anchor for _, anchor in credit], np.int64),
     }
-    for name in score_names:
-        columns[SCORE(name)] = np.array([t.scores.get(name, np.nan) for t in trajectories], np.float32)
+    for column, name in scores.items():
+        columns[column] = np.array([t.scores.get(name, np.nan) for t in trajectories], np.float32)
     columns |= {
         "prompt_ids": ragged_rows([t.prompt.token_ids for t in trajectories], np.int32),
         "response_ids": ragged_rows([t.response_ids for t in trajectories], np.int32),

@@ -17,7 +17,7 @@ from rondo.agents.external import ExternalAgent
 from rondo.agents.runner import AgentLoop, EpisodeRunner, TrajectoryScorer, single_turn
 from rondo.batch import ROW_ID, Batch
 from rondo.chat import decode
-from rondo.columns import ENDED, GREEDY_REWARD
+from rondo.columns import ENDED, GREEDY_REWARD, SCORE
 from rondo.config.schema import RewardConfig, RolloutConfig
 from rondo.controller import Worker, WorkerContext, dispatch
 from rondo.data.rows import rows_from_trajectories
@@ -99,6 +99,7 @@ class RolloutWorker(ReceivesWeights, Worker):
         self._tokenizer = load_tokenizer(tokenizer, chat_template, trust_remote_code=source.trust_remote_code)
         self.scorer = Scorer(reward, seed=run_seed) if reward.functions else None
         self._scores: Scorer | Unscored = self.scorer or Unscored()
+        self._score_columns = {SCORE(name): name for name in self._scores.names}
         chosen = rollout.agent
         self._agent = ExternalAgent(chosen, self._tokenizer, max_context=max_context) if chosen else None
         self._unscored = self._make_runner(Unscored())
@@ -245,7 +246,7 @@ class RolloutWorker(ReceivesWeights, Worker):
     def _rows(self, made: Sequence[Trajectory], n: int, *, ended: bool) -> Batch:
         """The n samples as rows; a greedy answer after them becomes columns of theirs."""
         trajectories, greedy = made[:n], made[n:]
-        rows = rows_from_trajectories(trajectories, self._scores.names, accuracy=self._scores.accuracy)
+        rows = rows_from_trajectories(trajectories, self._score_columns, accuracy=self._scores.accuracy)
         if greedy:
             # `commands/check.py` refuses functions that score whole groups: they cannot score this one.
             rows = rows.with_columns({GREEDY_REWARD: np.full(n, greedy[0].reward, np.float32)})

@@ -5,14 +5,13 @@ controller.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from rondo.algorithms import bind, columns_read, kl_reward
 from rondo.batch import BatchRef
-from rondo.columns import SCORE, declared
+from rondo.columns import SCORE, SCORE_PREFIX, declared
 from rondo.config import AlgorithmConfig
 from rondo.errors import ConfigError, DataError, TrainError
 from rondo.roles import of_section
@@ -71,10 +70,22 @@ class AdvantageStage:
             weight = numbers(batch.index, "sample_weight").to(torch.float32)
             for name in {"response_mask", "num_trained_tokens"} & set(inputs):
                 inputs[name] = inputs[name] * (weight if inputs[name].ndim == 1 else weight[:, None])
-        result = self._estimator(**{name: inputs[name] for name in self.reads})
-        named = self._named(result, counted)
-        _count_advantages(named["advantages"], counted, step.stats)
-        return attach(batch, named, step.cluster)
+        made = self._estimator(**{name: inputs[name] for name in self.reads})
+        if isinstance(made, tuple):
+            made = dict(zip(("advantages", "returns"), made, strict=True))
+        elif not isinstance(made, Mapping):
+            made = {"advantages": made}
+        missing = sorted(set(self.writes) - set(made))
+        if missing:
+            raise TrainError(
+                f"the estimator {self._name!r} must return {missing[0]}; it returned {sorted(made)}"
+            )
+        columns = dict(made)
+        for name, column in made.items():
+            if counted is not None and column.ndim == 2:  # nothing where the mask is 0
+                columns[name] = torch.where(counted, column, 0.0)
+        _count_advantages(columns["advantages"], counted, step.stats)
+        return attach(batch, columns, step.cluster)
 
     async def _inputs(self, batch: BatchRef, kl_coef: float, stats: StepStats) -> dict[str, Tensor]:
         """The estimator's arguments by name: per-row [B], per-token [B, T] float32, response_mask [B, T]
@@ -86,7 +97,7 @@ class AdvantageStage:
         if per_token:
             inputs |= await padded_columns(batch, {*per_token, "response_mask"})
         if "scores" in self.reads:
-            names = SCORE.among(batch.index.columns)
+            names = [name for name in batch.index.columns if name.startswith(SCORE_PREFIX)]
             scores = [numbers(batch.index, name).to(torch.float32) for name in names]
             inputs["scores"] = torch.stack(scores, 1) if scores else torch.empty(len(batch), 0)
         if self._kl is not None or "token_rewards" in self.reads:
@@ -124,24 +135,6 @@ class AdvantageStage:
             estimator=self._kl.name if self._kl else None,
             coef=coef,
         )
-
-    def _named(self, result: Any, counted: Tensor | None) -> dict[str, Tensor]:
-        """The columns that the estimator returned, 0 where the mask is 0."""
-        if isinstance(result, Mapping):
-            named = dict(result)
-        elif isinstance(result, tuple):
-            named = dict(zip(("advantages", "returns"), result, strict=True))
-        else:
-            named = {"advantages": result}
-        missing = sorted(set(self.writes) - set(named))
-        if missing:
-            raise TrainError(
-                f"the estimator {self._name!r} must return {missing[0]}; it returned {sorted(named)}"
-            )
-        return {
-            name: torch.where(counted, value, 0.0) if counted is not None and value.ndim == 2 else value
-            for name, value in named.items()
-        }
 
 
 def _count_advantages(advantages: Tensor, counted: Tensor | None, stats: StepStats) -> None:

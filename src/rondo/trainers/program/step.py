@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rondo.algorithms import smooth_cost, update_kl_coef, update_multiplier
 from rondo.batch import ROW_ID, Batch, BatchRef, ragged_rows
-from rondo.columns import SCORE
+from rondo.columns import SCORE, SCORE_PREFIX
 from rondo.config import AlgorithmConfig, ConstraintConfig
 from rondo.controller import Cluster, WorkerGroup
 from rondo.errors import TrainError
@@ -197,7 +197,7 @@ def attach(
     if per_row:
         batch = batch.with_index(per_row, replace)
     if per_token:
-        block = Batch.of({ROW_ID: batch.row_ids, **per_token})
+        block = Batch.of({ROW_ID: batch.index.scalars(ROW_ID), **per_token})
         batch = batch.with_blocks(cluster.put(block, ()).blocks, replace)
     return batch
 
@@ -206,10 +206,11 @@ def with_scores_of(everything: BatchRef, scored: BatchRef) -> BatchRef:
     """everything with the reward and the models' scores of `scored`, some of its rows in the same order; the
     others, failures, have NaN.
     """
-    names = [name for name in SCORE.among(scored.index.columns) if name not in everything.columns]
+    there = everything.columns
+    names = [x for x in scored.index.columns if x.startswith(SCORE_PREFIX) and x not in there]
     if not names:
         return everything
-    at = np.flatnonzero(np.isin(everything.row_ids, scored.row_ids))
+    at = np.flatnonzero(np.isin(everything.index.scalars(ROW_ID), scored.index.scalars(ROW_ID)))
     columns = {name: np.full(len(everything), np.nan, np.float32) for name in ("reward", *names)}
     for name, column in columns.items():
         column[at] = scored.index.scalars(name)

@@ -65,7 +65,7 @@ class MiniBatches:
     learners: tuple[Learner, ...]
     phase = "prepare"
 
-    @property
+    @functools.cached_property
     def writes(self) -> tuple[str, ...]:
         return ("mini_batch", *(learner.mini_batch for learner in self.learners))
 
