@@ -60,8 +60,8 @@ def test_spans_marks_and_counters_are_what_was_told(tmp_path: Path) -> None:
     call(clock, "rollout", 0, 0, "restarted", 1001.0, 1001.5)  # a long poll is not shown
     phase(clock, hand, "update_actor", 0.9, 1.6)
     hand.now = 2.0
-    clock.mark("publish", version=7)
-    clock.count("staleness", {"mean": 0.5, "max": 1})
+    clock.mark("publish", {"version": 7})
+    clock.mark("staleness", {"mean": 0.5, "max": 1}, is_counter=True)
     clock.end_step(7)
     assert [(e["process"], e["cat"], e["name"], e["ts"], e["dur"], e["args"]) for e in spans(path)] == [
         ("device 3: actor", "actor", "update_actor", 1001_000_000, 500_000, {"rank": 1, "step": 7}),
@@ -88,7 +88,7 @@ def test_every_event_has_what_the_format_asks_for(tmp_path: Path) -> None:
     call(clock, "rollout", 0, 0, "run_group", 1000.5, 1007)  # began a step ago
     phase(clock, hand, "outer", 0.0, 9.0)
     phase(clock, hand, "inner", 1.0, 2.0)
-    clock.mark("publish", version=1)
+    clock.mark("publish", {"version": 1})
     clock.end_step(2)
     whole = json.loads(path.read_text() + "]")  # but for the bracket, which may be left out
     assert whole == read_timeline(path)

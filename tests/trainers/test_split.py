@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from rondo.batch import BatchRef
 from rondo.config import load
 from rondo.controller import Worker
 from rondo.trainers.commands.train import train
-from rondo.trainers.loop.checkpoints import Checkpoints
 from rondo.trainers.loop.report import Reporter
 from rondo.trainers.loop.rl import RLTrainer
 from rondo.trainers.sessions import open_session
+from rondo.types import StepStats
 from tests.trainers.conftest import weights
 from tests.trainers.test_placement import PPO, SPLIT, learned
 
@@ -49,17 +50,17 @@ def test_split_goes_on_without_a_host_of_engines(
         return tmp_path / name
 
     whole = run("whole")
-    original, warned, lost, deaths = Checkpoints.write_if_cut, [], [], Deaths()
+    original, warned, lost, deaths = RLTrainer.report, [], [], Deaths()
 
-    async def kill_after_the_second_step(checkpoints: Checkpoints, trainer: RLTrainer) -> None:
-        await original(checkpoints, trainer)
+    async def kill_after_the_second_step(trainer: RLTrainer, scored: BatchRef, stats: StepStats) -> None:
+        await original(trainer, scored, stats)
         if deaths not in trainer.cluster.call_watchers:
             trainer.cluster.call_watchers.append(deaths)
         lost.append(set(deaths.devices))
         if trainer.step == 2:
             os.kill((await trainer.roles.rollout.call(Worker.process_id))[1], signal.SIGKILL)
 
-    monkeypatch.setattr(Checkpoints, "write_if_cut", kill_after_the_second_step)
+    monkeypatch.setattr(RLTrainer, "report", kill_after_the_second_step)
     monkeypatch.setattr(Reporter, "warn", lambda self, message: warned.append(message))
     hurt = run("hurt", *SPLIT, "cluster.devices=3", "cluster.pools.serve=2")
     assert weights(hurt) == weights(whole)

@@ -2,7 +2,7 @@
 
 phase ─────────────────────┐            ┌─▶ end_step: timing/…, perf/… of the step
 call_sent, call_ended ─────┼──▶ Clock ──┼─▶ shares, state: totals of the run
-count_cpu, mark, count ────┘            └─▶ the timeline's file, step by step
+count_cpu, mark ───────────┘            └─▶ the timeline's file, step by step
 """
 
 from __future__ import annotations
@@ -131,13 +131,9 @@ class Clock:
             self.cpu_seconds += max(0.0, seconds - before)
             self._hosts[device] = max(seconds, before)  # less: a process has just ended, see `Usage`
 
-    def mark(self, name: str, **args: Any) -> None:
-        """Adds an instant across all rows of the timeline, now."""
-        self._events.append(Instant(name, self._epoch + self._now(), args))
-
-    def count(self, track: str, values: Mapping[str, float]) -> None:
-        """Sets the values of one of the timeline's counter tracks from now on."""
-        self._events.append(Instant(track, self._epoch + self._now(), values, is_counter=True))
+    def mark(self, name: str, values: Mapping[str, Any], *, is_counter: bool = False) -> None:
+        """Adds an instant across all rows of the timeline, now; or the values of a counter from now on."""
+        self._events.append(Instant(name, self._epoch + self._now(), values, is_counter))
 
     # ---- what becomes of it ----
 
@@ -150,8 +146,15 @@ class Clock:
 
     def end_step(self, step: int, **tokens: int) -> dict[str, float]:
         """Closes the step, writes its timeline and returns its metrics: `timing/<phase>_s`, `timing/step_s`,
-        `timing/cpu_s`, busy shares, and for each keyword (`generated=…`, `trained=…`, in tokens)
-        `perf/<name>_tokens_per_s` over the step's wall time.
+        `timing/cpu_s`, and for each keyword (`generated=…`, `trained=…`, in tokens)
+        `perf/<name>_tokens_per_s` over the step's wall time. And, where there is such a device,
+        `perf/trainer_busy_share`, mean over the devices of the roles that train, of the time with a call of
+        theirs running, and `perf/rollout_busy_share`, mean over the rollout's devices, of the time with an
+        episode in flight and its engine not paused.
+
+        The shares are on the controller's clock, from when a call is sent until its answer is here: what a
+        call waits in its host counts to the one before it, and the way there and back (about a millisecond)
+        to the call.
         """
         now = self._read()
         wall = now - self._started
@@ -161,7 +164,13 @@ class Clock:
         for name, count in tokens.items():
             self.counts[name] += count
             metrics[f"perf/{name}_tokens_per_s"] = count / wall if wall > 0 else 0.0
-        metrics |= self._busy_shares(now)
+        for side in SIDES:
+            devices = [busy for (its_side, _), busy in self._busy.items() if its_side == side]
+            seconds = sum(busy.until(now) for busy in devices)
+            ends = [now if busy.died is None else busy.died for busy in devices]
+            alive = sum(max(0.0, end - self._started) for end in ends)  # a device counts while its host lives
+            if alive > 0:
+                metrics[f"perf/{side}_busy_share"] = seconds / alive
         self.step = step
         self.close()
         self._started = now
@@ -218,7 +227,7 @@ class Clock:
         values = self._gauges()
         if values and values != self._shown:
             self._shown = dict(values)
-            self.count("prompt groups", self._shown)
+            self.mark("prompt groups", self._shown, is_counter=True)
 
     def _busy_on(self, role: str, device: int) -> _Busy:
         """Returns what the role's side does on a device, counted up to now."""
@@ -226,24 +235,6 @@ class Clock:
         busy = self._busy.setdefault((side, device), _Busy())
         busy.until(self._now())
         return busy
-
-    def _busy_shares(self, now: float) -> dict[str, float]:
-        """Returns `perf/trainer_busy_share`, mean over the devices of the roles that train, of the time with
-        a call of theirs running, and `perf/rollout_busy_share`, mean over the rollout's devices, of the time
-        with an episode in flight and its engine not paused. Each only where there is such a device.
-
-        On the controller's clock, from when a call is sent until its answer is here: what a call waits in its
-        host counts to the one before it, and the way there and back (about a millisecond) to the call.
-        """
-        shares = {}
-        for side in SIDES:
-            devices = [busy for (its_side, _), busy in self._busy.items() if its_side == side]
-            seconds = sum(busy.until(now) for busy in devices)
-            ends = [now if busy.died is None else busy.died for busy in devices]
-            alive = sum(max(0.0, end - self._started) for end in ends)  # a device counts while its host lives
-            if alive > 0:
-                shares[f"perf/{side}_busy_share"] = seconds / alive
-        return shares
 
 
 @dataclass

@@ -22,6 +22,7 @@ from rondo.data import is_scored
 from rondo.errors import TrainError
 from rondo.planning import Order, may_admit, select
 from rondo.trainers.loop.journal import RunJournal
+from rondo.types import StepStats
 
 T = TypeVar("T")
 
@@ -348,9 +349,9 @@ class Buffer:
             order=self.order,
         )
 
-    def staleness(self, groups: Sequence[Group]) -> list[int]:
-        """Of each group that was taken now: this version minus the oldest of its tokens. Raises TrainError
-        where that is over the bound.
+    def count_staleness(self, groups: Sequence[Group], stats: StepStats) -> None:
+        """Adds the staleness of the groups that were taken now: mean, largest, and the share of the groups at
+        each value. Raises TrainError where one is over the bound.
         """
         found = [self.version - group.oldest_version for group in groups]
         if max(found) > self.max_staleness:
@@ -358,7 +359,10 @@ class Buffer:
             raise TrainError(
                 f"prompt groups {stale} are staler than trainer.max_staleness={self.max_staleness}"
             )
-        return found
+        stats.add_mean("buffer/staleness_mean", float(sum(found)), len(found))
+        stats.add_max("buffer/staleness_max", float(max(found)))
+        for age in range(self.max_staleness + 1):
+            stats.add_mean(f"buffer/staleness_{age}", float(found.count(age)), len(found))
 
     def _check_bounds(self) -> None:
         """Raises TrainError for too many filtered groups for the next step, RewardError for too many
@@ -422,16 +426,12 @@ class Buffer:
             "buffer/dropped": float(len(self.ledger.dropped)),
             "buffer/aborted": float(self.num_aborted),
             "buffer/reissued": float(self.num_given_back),
-            **_length_statistics("buffer/produced_length", self.ledger.produced),
-            **_length_statistics("buffer/trained_length", self.trained),
         }
+        for which, lengths in (("produced", self.ledger.produced), ("trained", self.trained)):
+            if lengths:
+                counts[f"buffer/{which}_length_mean"] = float(np.mean(lengths))
+                counts[f"buffer/{which}_length_p95"] = float(np.percentile(lengths, 95))
+                counts[f"buffer/{which}_length_max"] = float(max(lengths))
         self.num_aborted = self.num_given_back = 0
         self.ledger.produced = []
         return counts
-
-
-def _length_statistics(name: str, lengths: Sequence[int]) -> dict[str, float]:
-    if not lengths:
-        return {}
-    mean, p95 = float(np.mean(lengths)), float(np.percentile(lengths, 95))
-    return {f"{name}_mean": mean, f"{name}_p95": p95, f"{name}_max": float(max(lengths))}

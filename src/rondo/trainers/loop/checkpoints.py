@@ -27,8 +27,6 @@ class Resumable(Protocol):
 
     step: int
 
-    total_steps: int
-
     def saved_roles(self) -> Mapping[str, WorkerGroup]: ...
 
     async def state(self) -> ControllerState: ...
@@ -42,7 +40,8 @@ class Checkpoints:
     def __init__(self, config: Config, folder: RunFolder) -> None:
         self._config, self._folder = config, folder
         self._store = CheckpointStore(folder.checkpoints_dir, config.checkpoint.keep)
-        self._cut: ControllerState | None = None
+        self.cut: ControllerState | None = None
+        """The trainer's part of a state that `snapshot` has copied and nobody has written yet."""
 
     def check(self) -> None:
         """Before anything starts: is there a checkpoint, is it whole, and does it fit? Raises
@@ -91,30 +90,22 @@ class Checkpoints:
                 error.add_note(way_on)
             raise
 
-    async def snapshot_if_due(self, trainer: Resumable) -> None:
-        """Cut every `checkpoint.every` steps and at the end: copy all state while nothing decodes and nothing
-        trains.
-        """
-        every = self._config.checkpoint.every
-        if every is not None and (trainer.step % every == 0 or trainer.step == trainer.total_steps):
-            await self._snapshot(trainer)
-
     async def save_now(self, trainer: Resumable) -> None:
-        """Cut and write, unless this step has a checkpoint already, or nothing has been learned yet."""
+        """Cuts and writes, unless this step has a checkpoint already, or nothing has been learned yet."""
         if trainer.step > 0 and not self._store.has(trainer.step):
-            await self._snapshot(trainer)
-            await self.write_if_cut(trainer)
+            await self.snapshot(trainer)
+            await self.write(trainer)
 
-    async def _snapshot(self, trainer: Resumable) -> None:
+    async def snapshot(self, trainer: Resumable) -> None:
+        """Copies all state, while nothing decodes and nothing trains."""
         for group in trainer.saved_roles().values():
             await group.call(ModelWorker.snapshot)
-        self._cut = await trainer.state()
+        self.cut = await trainer.state()
 
-    async def write_if_cut(self, trainer: Resumable) -> None:
-        """What was cut, if anything was."""
-        if self._cut is None:
-            return
-        state, self._cut = self._cut, None
+    async def write(self, trainer: Resumable) -> None:
+        """Writes what was cut; the trainer may go on meanwhile."""
+        state, self.cut = self.cut, None
+        assert state is not None
         with self._store.writing(state.step) as path:
             for role, group in trainer.saved_roles().items():
                 await group.call(ModelWorker.write_snapshot, str(path / role))

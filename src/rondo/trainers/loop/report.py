@@ -1,5 +1,5 @@
 """What a run tells while it goes on: metrics to the trackers, steps to the console, rollouts and answers to
-the folder; and what a step's rows say of rewards, lengths and staleness. Its end is in `finish`.
+the folder; and what a step's rows say of rewards and lengths. Its end is in `finish`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from rondo.batch import BatchRef
-from rondo.columns import GREEDY_REWARD, SCORE
+from rondo.columns import GREEDY_REWARD, SCORE_PREFIX
 from rondo.config import Config
 from rondo.controller import Cluster
 from rondo.tracking import (
@@ -115,7 +115,8 @@ class Reporter:
         tokens = {"trained": trained} | ({"generated": generated} if generates else {})
         stale = ("buffer/staleness_mean", "buffer/staleness_max")
         if values.keys() >= set(stale):
-            self.clock.count("staleness", {name.rpartition("_")[2]: values[name] for name in stale})
+            shown = {name.rpartition("_")[2]: values[name] for name in stale}
+            self.clock.mark("staleness", shown, is_counter=True)
         metrics = values | dict(extra) | self.clock.end_step(step, **tokens)
         update = metrics.get("timing/update_actor_s", 0.0)
         if update > 0:  # so that evaluations and checkpoints do not count; what is generated has no phase
@@ -200,10 +201,11 @@ def describe_rows(batch: BatchRef, stats: StepStats) -> None:
     if GREEDY_REWARD in index.columns:
         greedy = index.scalars(GREEDY_REWARD)
         stats.add_mean("reward/greedy", float(greedy.sum(dtype=np.float64)), len(greedy))
-    for name in SCORE.among(index.columns):
-        scores = index.scalars(name)
-        known = np.isfinite(scores)
-        stats.add_mean("reward/" + name, float(scores[known].sum()), int(known.sum()))
+    for name in index.columns:
+        if name.startswith(SCORE_PREFIX):
+            scores = index.scalars(name)
+            known = np.isfinite(scores)
+            stats.add_mean("reward/" + name, float(scores[known].sum()), int(known.sum()))
     sources = index.scalars("source").astype(str)
     for source in np.unique(sources) if len(np.unique(sources)) > 1 else ():
         stats.add_mean(
@@ -216,11 +218,3 @@ def describe_rows(batch: BatchRef, stats: StepStats) -> None:
     groups, counts = np.unique(index.scalars("group_id"), return_counts=True)
     means = np.array([reward[index.scalars("group_id") == group].std() for group in groups])
     stats.add_mean("reward/constant_group_share", float((means == 0).sum()), len(counts))
-
-
-def describe_staleness(staleness: Sequence[int], max_staleness: int, stats: StepStats) -> None:
-    """Of the prompt groups of a step: mean, largest, and the share of the groups at each value."""
-    stats.add_mean("buffer/staleness_mean", float(sum(staleness)), len(staleness))
-    stats.add_max("buffer/staleness_max", float(max(staleness)))
-    for value in range(max_staleness + 1):
-        stats.add_mean(f"buffer/staleness_{value}", float(staleness.count(value)), len(staleness))

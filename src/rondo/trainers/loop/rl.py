@@ -40,7 +40,7 @@ from rondo.trainers.loop.feeder import cancel
 from rondo.trainers.loop.filter import group_filter
 from rondo.trainers.loop.journal import RunJournal
 from rondo.trainers.loop.publish import WeightPublisher
-from rondo.trainers.loop.report import Reporter, describe_rows, describe_staleness
+from rondo.trainers.loop.report import Reporter, describe_rows
 from rondo.trainers.program import (
     Coefficients,
     Pretraining,
@@ -116,12 +116,10 @@ class RLRun:
         )
         self._evaluating: asyncio.Task[EvaluationResult] | None = None  # beside episodes, of this step
         self._evaluated: list[EvaluationResult] = []  # in this step, while the trainer waited
-        self.clock = reporter.watch(cluster, self._gauges)
+        self.clock = reporter.watch(
+            cluster, lambda: {"in flight": len(self.buffer.ledger.open), "ready": len(self.buffer.ready)}
+        )
         self._driver_bytes = 0
-
-    def _gauges(self) -> Mapping[str, float]:
-        """Prompt groups, for the timeline."""
-        return {"in flight": len(self.buffer.ledger.open), "ready": len(self.buffer.ready)}
 
     def request_stop(self) -> None:
         """Stops at the next step boundary (at once while waiting for episodes); the state is saved and
@@ -217,7 +215,7 @@ class RLRun:
     def begin_step(self, groups: Sequence[Group]) -> tuple[BatchRef, Step]:
         """All rows of the groups, failures included, and what the stages of the step share."""
         step = self.new_step()
-        describe_staleness(self.buffer.staleness(groups), self.config.trainer.max_staleness, step.stats)
+        self.buffer.count_staleness(groups, step.stats)
         return BatchRef.concat([group.ref for group in groups]), step
 
     def scored(self, everything: BatchRef, stats: StepStats) -> BatchRef:
@@ -239,8 +237,9 @@ class RLRun:
         release.
         """
         self.step += 1
-        every = self.config.reference.refresh_every
-        if every is not None and self.step % every == 0:  # the reference becomes the policy (SPPO, SPIN)
+        refresh_every = self.config.reference.refresh_every
+        if refresh_every is not None and self.step % refresh_every == 0:
+            # The reference becomes the policy (SPPO, SPIN).
             await self.roles.group("reference").call(ModelWorker.copy_parameters_from, "actor")
         evaluation = self._evaluation_due()
         with self.clock.phase("publish"):
@@ -253,9 +252,11 @@ class RLRun:
                 async with self.weights.running():
                     self._evaluated.append(await self.evaluate())
                 await self.side.start_counting()  # evaluation's tokens are no step's
-            await self.checkpoints.snapshot_if_due(self)
+            every = self.config.checkpoint.every
+            if every is not None and (self.step % every == 0 or self.step == self.total_steps):
+                await self.checkpoints.snapshot(self)
             await self.weights.release(self.step, stats)
-        self.clock.mark("publish", version=self.step)
+        self.clock.mark("publish", {"version": self.step})
         if evaluation == "beside":
             self._evaluating = asyncio.create_task(self.side.evaluate(), name=f"evaluation-{self.step}")
 
@@ -405,7 +406,8 @@ class RLTrainer(RLRun):
         await self.publish(step.stats)
         await self.report(scored, step.stats)
         with self.clock.phase("checkpoint"):
-            await self.checkpoints.write_if_cut(self)
+            if self.checkpoints.cut is not None:
+                await self.checkpoints.write(self)
 
     async def _through(self, stages: Sequence[Stage], batch: BatchRef, step: Step) -> BatchRef:
         for stage in stages:

@@ -248,7 +248,8 @@ class Session:
         if logged is not None:
             await run.report(logged, step.stats)
         with run.clock.phase("checkpoint"):
-            await run.checkpoints.write_if_cut(run)
+            if run.checkpoints.cut is not None:
+                await run.checkpoints.write(run)
 
     def generated(self, prompts: Sequence[Prompt]) -> BatchRef | None:
         """Returns the rows that the run generated for `prompts` in this step, failures included, in their

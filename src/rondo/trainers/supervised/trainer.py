@@ -112,8 +112,9 @@ class SupervisedTrainer:
         self.clock.count_cpu(await self.cluster.cpu_seconds())
         self.reporter.step(self.step, stats, held_out)
         with self.clock.phase("checkpoint"):
-            await self.checkpoints.snapshot_if_due(self)
-            await self.checkpoints.write_if_cut(self)
+            every = self.config.checkpoint.every
+            if every is not None and (last or self.step % every == 0):
+                await self.checkpoints.save_now(self)
 
     async def _prepared(self, rows: Batch) -> BatchRef:
         """Returns the rows of one optimizer step with everything that the loss reads."""
