@@ -9,7 +9,6 @@ virtual clock, against engines that only sleep. Tests of the guarantees and `ben
 from __future__ import annotations
 
 import asyncio
-import json
 import selectors
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -19,13 +18,12 @@ import numpy as np
 
 from rondo.agents.ended import Entry, spans_of
 from rondo.batch import ROW_ID, Batch, BatchRef, ragged_rows
-from rondo.columns import ENDED
 from rondo.data.rows import row_ids
 from rondo.errors import TrainError
 from rondo.trainers.loop.buffer import Buffer, Group
 from rondo.trainers.loop.feeder import EpisodeFeeder
 from rondo.trainers.loop.publish import WeightPublisher
-from rondo.types import SCORED, StepStats
+from rondo.types import SCORED, Ended, StepStats
 from rondo.weights.sync import SyncReport
 
 T = TypeVar("T")
@@ -151,8 +149,8 @@ class SimulatedEngines:
         seconds = asyncio.get_running_loop().time() * self.size * self._slots
         return self.decoded_tokens * self._token_seconds / seconds if seconds else 0.0
 
-    async def run_group(self, rank: int, seq: int) -> BatchRef:
-        """Rows with the columns of INDEX_COLUMNS, ENDED and `policy_versions`."""
+    async def run_group(self, rank: int, seq: int) -> tuple[BatchRef, Ended]:
+        """Rows with the columns of INDEX_COLUMNS and `policy_versions`."""
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._trajectory(rank, seq, sample)) for sample in range(self.n)]
         return self._rows(seq, [task.result() for task in tasks])
@@ -175,12 +173,14 @@ class SimulatedEngines:
         }
         return BatchRef.of(Batch.of(rows), ["response_length"])
 
-    async def finish_group(self, rank: int, seq: int, made: BatchRef, entries: Sequence[Entry]) -> BatchRef:
+    async def finish_group(
+        self, rank: int, seq: int, made: BatchRef, entries: Sequence[Entry]
+    ) -> tuple[BatchRef, Ended]:
         """As `EpisodesInPieces`."""
         await asyncio.sleep(max(self._score_seconds(seq, sample) for sample in range(self.n)))
         return self._rows(seq, _versions(made))
 
-    def _rows(self, seq: int, versions: Sequence[np.ndarray]) -> BatchRef:
+    def _rows(self, seq: int, versions: Sequence[np.ndarray]) -> tuple[BatchRef, Ended]:
         outcomes = ["reward_error" if self._fails(seq, sample) else SCORED for sample in range(self.n)]
         rows = Batch.of(
             {
@@ -193,13 +193,13 @@ class SimulatedEngines:
                 "outcome": outcomes,
                 "reward": np.array([float(sample % 2) for sample in range(self.n)], np.float32),
                 "policy_versions": ragged_rows(versions, np.int32),
-                ENDED: [
-                    json.dumps({**ENTRY, "spans": spans_of(v), "outcome": outcome})
-                    for v, outcome in zip(versions, outcomes, strict=True)
-                ],
             }
         )
-        return BatchRef.of(rows, [*INDEX_COLUMNS, "reward", ENDED])
+        entries = [
+            {**ENTRY, "spans": spans_of(v), "outcome": outcome}
+            for v, outcome in zip(versions, outcomes, strict=True)
+        ]
+        return BatchRef.of(rows, [*INDEX_COLUMNS, "reward"]), {"trajectories": entries}
 
     async def _trajectory(self, rank: int, seq: int, sample: int) -> np.ndarray:
         """policy_versions of one, decoded and scored."""

@@ -21,7 +21,7 @@ from rondo.batch import BatchRef
 from rondo.planning.admission import OnUpdate
 from rondo.trainers.loop.buffer import Buffer, Group
 from rondo.trainers.loop.feeder import EpisodeFeeder
-from rondo.types import SCORED
+from rondo.types import SCORED, Ended
 from rondo.weights.sync import SyncReport
 from simulation import SimulatedEngines, run_virtual, simulate
 
@@ -250,7 +250,7 @@ class VirtualDevices(SimulatedEngines):
         self._published.append(([device.progress for device in self.devices], version))
         return SyncReport(version, 0, 0)
 
-    async def run_group(self, rank: int, seq: int) -> BatchRef:
+    async def run_group(self, rank: int, seq: int) -> tuple[BatchRef, Ended]:
         """What feeder and buffer read of a group; no tokens."""
         device = self.devices[rank]
         sequences = device.submit([self._lengths(seq, sample) for sample in range(self.n)])
@@ -269,7 +269,7 @@ class VirtualDevices(SimulatedEngines):
             "outcome": np.full(self.n, SCORED),
             "reward": np.zeros(self.n, np.float32),
         }
-        return cast(BatchRef, Rows(columns))
+        return cast(BatchRef, Rows(columns)), {}
 
     def _version(self, rank: int, sequence: _Sequence) -> int:
         """Of its first token, which is its oldest."""

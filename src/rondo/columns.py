@@ -19,7 +19,6 @@ from rondo.errors import DataError
 
 ROW_ID = "row_id"
 GREEDY_REWARD = "greedy_reward"
-ENDED = "ended"
 UNIT = "unit"
 TOPK_IDS = "teacher_topk_ids"
 
@@ -27,7 +26,6 @@ TOPK_IDS = "teacher_topk_ids"
 EPISODE = "episode"  # with the scorers' part in it: the rows of a prompt group as they enter the buffer
 GREEDY_ANSWER = "greedy answer"
 TOKENIZER = "tokenizer"
-JOURNAL = "journal"
 SCORERS = "scorers and reward models"
 PAIRS = "preference pairs"
 UPDATE_PLAN = "plan of the update"
@@ -126,7 +124,6 @@ TABLE: tuple[Column, ...] = (
     Column("prompt_text", "row", _TEXT, TOKENIZER, "the prompt as people read it"),
     Column("text", "row", _TEXT, TOKENIZER, "the response as people read it"),
     Column(GREEDY_REWARD, "row", _FLOAT, GREEDY_ANSWER, "of an answer that is not trained on"),
-    Column(ENDED, "row", _TEXT, JOURNAL, "how a row's trajectory ended, as JSON"),
     SCORE,
     Column(UNIT, "row", _ID, PAIRS, "equal for rows that are computed together: a pair"),
     Column("margin", "row", _FLOAT, PAIRS, "by how much the chosen answer should lead"),

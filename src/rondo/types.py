@@ -14,6 +14,9 @@ import numpy as np
 
 FinishReason = Literal["stop", "length", "cancelled", "deadline"]
 
+# How the trajectories of a prompt group ended, as a run's journal keeps it (`agents/ended.py`).
+Ended = Mapping[str, Any]
+
 # The outcome of a trajectory: a score, or a typed failure. Failures are in no baseline and are never a zero
 # reward.
 SCORED = "scored"

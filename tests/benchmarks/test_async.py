@@ -51,7 +51,7 @@ def test_sequences_share_a_device_and_wait_for_slots() -> None:
         done = [0.0] * 3
 
         async def one(seq: int) -> int:
-            ref = await engines.run_group(0, seq)
+            ref, _ = await engines.run_group(0, seq)
             done[seq] = loop.time() - 3.0
             return int(ref.index.scalars("oldest_version")[0])
 
@@ -85,7 +85,7 @@ def test_a_pause_a_new_version_recomputation_and_a_withdrawal() -> None:
         await engines.resume()  # at 13; its cache of 20 tokens takes 2 s, its last token 1 s
         ends, versions = [], []
         for task in (first, second):
-            ref = await task
+            ref, _ = await task
             ends.append(loop.time())
             versions.append(int(ref.index.scalars("oldest_version")[0]))
         await asyncio.sleep(1.5)

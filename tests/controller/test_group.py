@@ -59,9 +59,9 @@ def test_shards_are_balanced_within_mini_batches(cluster: Cluster, run: Run, rol
     group = make_group(run, cluster, role)
     ref = put(cluster, make_batch()).with_index({"mini_batch": np.array([0, 0, 0, 0, 0, 1, 1, 1, 1, 1])})
     shards = run(group.call(Calculator.row_ids, ref))
-    assert sorted(i for shard in shards for i in shard) == ref.row_ids.tolist()
+    assert sorted(i for shard in shards for i in shard) == ref.index.scalars(ROW_ID).tolist()
     assert len(shards) == cluster.num_devices
-    lengths = dict(zip(ref.row_ids.tolist(), LENGTHS, strict=True))
+    lengths = dict(zip(ref.index.scalars(ROW_ID).tolist(), LENGTHS, strict=True))
     for low, high in ((100, 105), (105, 110)):
         loads = [sum(lengths[i] for i in shard if low <= i < high) for shard in shards]
         assert max(loads) - min(loads) <= max(lengths[i] for i in range(low, high))

@@ -16,6 +16,7 @@ from rondo.planning.admission import OnUpdate, Order, effective_on_update
 from rondo.trainers.loop.buffer import Buffer, Group, Ledger
 from rondo.trainers.loop.feeder import EpisodeFeeder
 from rondo.trainers.loop.publish import WeightPublisher
+from rondo.types import Ended
 from simulation import Lengths, SimulatedEngines, Simulation, run_virtual, simulate
 
 BATCH, STEPS = 4, 8
@@ -239,7 +240,7 @@ class Mortal(SimulatedEngines):
     def alive(self) -> list[int]:
         return [rank for rank in range(self.size) if rank not in self.dead]
 
-    async def run_group(self, rank: int, seq: int) -> BatchRef:
+    async def run_group(self, rank: int, seq: int) -> tuple[BatchRef, Ended]:
         self.calls[rank] += 1
         if rank == 1 and self.calls[1] == 5:
             await asyncio.sleep(0.05)
@@ -287,7 +288,7 @@ class Restarted(SimulatedEngines):
         await asyncio.Event().wait()
         raise AssertionError
 
-    async def run_group(self, rank: int, seq: int) -> BatchRef:
+    async def run_group(self, rank: int, seq: int) -> tuple[BatchRef, Ended]:
         if seq >= BATCH and not self.version:
             await asyncio.Event().wait()  # waits for weights
         return await super().run_group(rank, seq)

@@ -28,7 +28,7 @@ from rondo.trainers.loop.feeder import EpisodeFeeder
 from rondo.trainers.loop.journal import RunJournal
 from rondo.trainers.replay.journal import FollowedJournal, JournalFile, check_replay, followed_journal
 from rondo.trainers.replay.replay import ReplayedBuffer, ReplayedFeeder
-from rondo.types import Completion, GenerateRequest, Trajectory
+from rondo.types import Completion, Ended, GenerateRequest, Trajectory
 from rondo.workers.models import ActorWorker
 from simulation import Lengths, SimulatedEngines, Simulation, run_virtual, simulate
 from tests.trainers.conftest import hold_an_answer, inline, metrics, weights
@@ -159,7 +159,7 @@ class Mortal(SimulatedEngines):
     def alive(self) -> list[int]:
         return self.ranks
 
-    async def run_group(self, rank: int, seq: int) -> BatchRef:
+    async def run_group(self, rank: int, seq: int) -> tuple[BatchRef, Ended]:
         self.calls += rank
         if self.calls == 8:
             self.ranks = [0]

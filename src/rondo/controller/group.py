@@ -141,7 +141,9 @@ class WorkerGroup:
         if reply.kept is None:
             found = type(reply.value).__name__
             raise TypeError(f"{self.role}.{method.__name__} returned {found}, of which nothing can be kept")
-        ref = BatchRef(reply.kept.index, _blocks([(reply, handle)]), self._resolve)
+        index, names = reply.kept.index, reply.kept.columns
+        blocks = (Block(handle, names, index.scalars(ROW_ID)),) if names else ()
+        ref = BatchRef(index, blocks, self._resolve)
         return ref if reply.value is None else (ref, reply.value)
 
     async def _split(

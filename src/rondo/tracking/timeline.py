@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,22 +59,15 @@ class Timeline:
         """Appends what happened in a step; spans and instants carry it."""
         if not events:
             return
-        lines = (json.dumps(x, separators=(",", ":"), allow_nan=False) for x in self._lines(step, events))
-        self.path.parent.mkdir(exist_ok=True)
-        with self.path.open("a", encoding="utf-8") as file:
-            # The comma comes before an event, not after it: with a bracket behind it the file is JSON.
-            file.write(("[\n" if file.tell() == 0 else ",\n") + ",\n".join(lines))
-
-    def _lines(self, step: int, events: Sequence[Span | Instant]) -> Iterator[Event]:
-        """Yields the file's events; a process is named, and put in its place, before its first one."""
+        lines: list[Event] = []
         for event in events:
             process, place = "controller", 0
             if isinstance(event, Span) and event.device is not None:
                 process, place = f"device {event.device}: {event.role}", event.device + 1
-            if process not in self._processes:
+            if process not in self._processes:  # it is named, and put in its place, before its first event
                 pid = self._processes[process] = len(self._processes) + 1
                 for name, args in (("name", {"name": process}), ("sort_index", {"sort_index": place})):
-                    yield {"name": f"process_{name}", "ph": "M", "pid": pid, "tid": pid, "args": args}
+                    lines.append({"name": f"process_{name}", "ph": "M", "pid": pid, "tid": pid, "args": args})
             pid = self._processes[process]
             common: Event = {"name": event.name, "pid": pid, "tid": pid}
             if isinstance(event, Span):
@@ -82,13 +75,18 @@ class Timeline:
                 common |= {"cat": event.role, "id": self._num_spans}
                 start = int(event.start * 1e6)
                 rank = {"rank": event.rank} if place else {}
-                yield common | {"ph": "b", "ts": start, "args": {**rank, "step": step}}
-                yield common | {"ph": "e", "ts": max(start, int(event.end * 1e6))}
+                lines.append(common | {"ph": "b", "ts": start, "args": {**rank, "step": step}})
+                lines.append(common | {"ph": "e", "ts": max(start, int(event.end * 1e6))})
             elif event.is_counter:  # its args are its curves: a step among them would be drawn
-                yield common | {"ph": "C", "ts": int(event.at * 1e6), "args": dict(event.values)}
+                lines.append(common | {"ph": "C", "ts": int(event.at * 1e6), "args": dict(event.values)})
             else:
                 args = {**event.values, "step": step}
-                yield common | {"ph": "i", "s": "g", "ts": int(event.at * 1e6), "args": args}
+                lines.append(common | {"ph": "i", "s": "g", "ts": int(event.at * 1e6), "args": args})
+        texts = [json.dumps(line, separators=(",", ":"), allow_nan=False) for line in lines]
+        self.path.parent.mkdir(exist_ok=True)
+        with self.path.open("a", encoding="utf-8") as file:
+            # The comma comes before an event, not after it: with a bracket behind it the file is JSON.
+            file.write(("[\n" if file.tell() == 0 else ",\n") + ",\n".join(texts))
 
 
 def read_timeline(path: str | os.PathLike[str]) -> list[Event]:

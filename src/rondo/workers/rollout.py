@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from rondo.agents import replay
-from rondo.agents.ended import Entry, ended_column
+from rondo.agents.ended import Entry, ended_of
 from rondo.agents.external import ExternalAgent
 from rondo.agents.runner import AgentLoop, EpisodeRunner, TrajectoryScorer, single_turn
 from rondo.batch import ROW_ID, Batch
 from rondo.chat import decode
-from rondo.columns import ENDED, GREEDY_REWARD, SCORE
+from rondo.columns import GREEDY_REWARD, SCORE
 from rondo.config.schema import RewardConfig, RolloutConfig
 from rondo.controller import Worker, WorkerContext, dispatch
 from rondo.data.rows import rows_from_trajectories
@@ -30,6 +30,7 @@ from rondo.rollout.protocol import OnTokens
 from rondo.types import (
     SCORED,
     Completion,
+    Ended,
     GenerateRequest,
     Prompt,
     SamplingParams,
@@ -188,13 +189,12 @@ class RolloutWorker(ReceivesWeights, Worker):
         *,
         purpose: str = "train",
         greedy_baseline: bool = False,
-        ended: bool = False,
-    ) -> Batch:
-        """All rows of one prompt group, failed trajectories included (column outcome). purpose: seeds the
-        samples' noise, beside prompt and sample index.
+    ) -> tuple[Batch, Ended]:
+        """Returns all rows of one prompt group, failed trajectories included (column outcome), and how each
+        ended, for the journal. purpose: seeds the samples' noise, beside prompt and sample index.
 
         greedy_baseline: with the column greedy_reward, the reward of one greedy answer to the same prompt
-        (NaN where that was not scored). ended: with the column ENDED, for the journal.
+        (NaN where that was not scored).
         """
         made = await self._runner.run_group(
             prompt,
@@ -204,7 +204,7 @@ class RolloutWorker(ReceivesWeights, Worker):
             deadline_seconds=deadline_seconds,
             greedy_baseline=greedy_baseline,
         )
-        return self._rows(made, n, ended=ended)
+        return self._rows(made, n)
 
     async def continue_group(
         self,
@@ -233,7 +233,7 @@ class RolloutWorker(ReceivesWeights, Worker):
         entries: Sequence[Entry],
         *,
         greedy_baseline: bool = False,
-    ) -> Batch:
+    ) -> tuple[Batch, Ended]:
         """For a replay: as `run_group`, of responses that are there (`continue_group`). entries: how they
         ended in the journal.
         """
@@ -241,16 +241,18 @@ class RolloutWorker(ReceivesWeights, Worker):
         runner = self._make_runner(scores, replay.whole(replay.completions_of(made), entries))
         n = len(entries) - greedy_baseline
         made_again = await runner.run_group(prompt, sampling, n, greedy_baseline=greedy_baseline)
-        return self._rows(made_again, n, ended=True)
+        return self._rows(made_again, n)
 
-    def _rows(self, made: Sequence[Trajectory], n: int, *, ended: bool) -> Batch:
-        """The n samples as rows; a greedy answer after them becomes columns of theirs."""
+    def _rows(self, made: Sequence[Trajectory], n: int) -> tuple[Batch, Ended]:
+        """Returns the n samples as rows, with the reward of a greedy answer after them as a column, and how
+        all of them ended.
+        """
         trajectories, greedy = made[:n], made[n:]
         rows = rows_from_trajectories(trajectories, self._score_columns, accuracy=self._scores.accuracy)
         if greedy:
             # `commands/check.py` refuses functions that score whole groups: they cannot score this one.
             rows = rows.with_columns({GREEDY_REWARD: np.full(n, greedy[0].reward, np.float32)})
-        return rows.with_columns({ENDED: ended_column(trajectories, greedy)}) if ended else rows
+        return rows, ended_of(trajectories, greedy)
 
     async def run_unscored(self, prompt: Prompt, sampling: SamplingParams, n: int, purpose: str) -> Batch:
         """Rows without a reward (0): for the canary, and for `rondo generate`."""

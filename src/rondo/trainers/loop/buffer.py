@@ -22,7 +22,6 @@ from rondo.data import is_scored
 from rondo.errors import TrainError
 from rondo.planning import Order, may_admit, select
 from rondo.trainers.loop.journal import RunJournal
-from rondo.types import StepStats
 
 T = TypeVar("T")
 
@@ -349,9 +348,9 @@ class Buffer:
             order=self.order,
         )
 
-    def count_staleness(self, groups: Sequence[Group], stats: StepStats) -> None:
-        """Adds the staleness of the groups that were taken now: mean, largest, and the share of the groups at
-        each value. Raises TrainError where one is over the bound.
+    def staleness(self, groups: Sequence[Group]) -> list[int]:
+        """Returns of each group that was taken now: this version minus the oldest of its tokens. Raises
+        TrainError where that is over the bound.
         """
         found = [self.version - group.oldest_version for group in groups]
         if max(found) > self.max_staleness:
@@ -359,10 +358,7 @@ class Buffer:
             raise TrainError(
                 f"prompt groups {stale} are staler than trainer.max_staleness={self.max_staleness}"
             )
-        stats.add_mean("buffer/staleness_mean", float(sum(found)), len(found))
-        stats.add_max("buffer/staleness_max", float(max(found)))
-        for age in range(self.max_staleness + 1):
-            stats.add_mean(f"buffer/staleness_{age}", float(found.count(age)), len(found))
+        return found
 
     def _check_bounds(self) -> None:
         """Raises TrainError for too many filtered groups for the next step, RewardError for too many

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rondo.batch import BatchRef
-from rondo.columns import ENDED
 from rondo.config import Config
 from rondo.controller import WorkerGroup
 from rondo.data import index_columns
@@ -23,7 +22,7 @@ from rondo.trainers.loop.evaluation import EvaluationResult, evaluate
 from rondo.trainers.loop.feeder import EpisodeFeeder, Episodes, cancel
 from rondo.trainers.loop.routes import Route, make_route
 from rondo.trainers.program import Prompts, Roles
-from rondo.types import Prompt, StepStats
+from rondo.types import Ended, Prompt, StepStats
 from rondo.workers import RolloutWorker, runs_in_own_process
 
 
@@ -109,7 +108,7 @@ class EngineSide:
     def alive(self) -> Sequence[int]:
         return self._rollout.alive if self._may_lose else range(self.size)
 
-    async def run_group(self, rank: int, seq: int) -> BatchRef:
+    async def run_group(self, rank: int, seq: int) -> tuple[BatchRef, Ended]:
         return await self._rollout.call_rank(
             rank,
             RolloutWorker.run_group,
@@ -117,9 +116,8 @@ class EngineSide:
             self._prompts.sampling,
             self._config.rollout.n,
             self._config.rollout.deadline_seconds,
-            keep=(*self.index_columns, ENDED),
+            keep=self.index_columns,
             greedy_baseline=self._greedy_baseline,
-            ended=True,
         )
 
     async def pause(self) -> None:

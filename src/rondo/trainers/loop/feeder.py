@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
 
-from rondo.agents.ended import ended_of
 from rondo.batch import BatchRef
-from rondo.columns import ENDED, GREEDY_REWARD
+from rondo.columns import GREEDY_REWARD
 from rondo.data import is_scored
 from rondo.errors import RolloutError, WorkerError
 from rondo.planning import OnUpdate
 from rondo.trainers.loop.buffer import Buffer, Group, failures
+from rondo.types import Ended
 
 
 async def cancel(*tasks: asyncio.Future[Any]) -> None:
@@ -41,9 +40,9 @@ class Episodes(Protocol):
         """The ranks that groups may go to. Where the loss of one ends the run, it stays in the list."""
         ...
 
-    async def run_group(self, rank: int, seq: int) -> BatchRef:
-        """All rows of a prompt group, failures included; with the index column ENDED (`agents/ended.py`)
-        where there is a journal. Cancelling the task frees what it holds.
+    async def run_group(self, rank: int, seq: int) -> tuple[BatchRef, Ended]:
+        """Returns all rows of a prompt group, failures included, and how its trajectories ended, for the
+        journal (empty where there is none). Cancelling the task frees what it holds.
         """
         ...
 
@@ -76,7 +75,7 @@ class EpisodeFeeder:
     ) -> None:
         self._buffer = buffer
         self._episodes = episodes
-        self._make: Callable[[int, int], Awaitable[BatchRef]] = episodes.run_group
+        self._make: Callable[[int, int], Awaitable[tuple[BatchRef, Ended]]] = episodes.run_group
         self._n = n
         self.on_update = on_update
         self._max_aborts = max_aborts
@@ -109,7 +108,7 @@ class EpisodeFeeder:
         rank = min(ranks, key=lambda rank: int(self._load[rank]))
         self._load[rank] += 1
         try:
-            self._put(seq, version, await self._make(rank, seq))
+            self._put(seq, version, *await self._make(rank, seq))
         except WorkerError as error:
             alive = self._alive(error.message)
             if rank in alive or not alive:
@@ -137,11 +136,7 @@ class EpisodeFeeder:
         """The rank that made this group is gone; another one will."""
         self._buffer.give_back([seq])
 
-    def _put(self, seq: int, version: int, ref: BatchRef) -> None:
-        ended: Mapping[str, Any] = {}
-        if ENDED in ref.index.columns:  # for the journal alone
-            ended = ended_of(list(ref.index.scalars(ENDED)))
-            ref = replace(ref, index=ref.index.without(ENDED))
+    def _put(self, seq: int, version: int, ref: BatchRef, ended: Ended) -> None:
         scored = is_scored(ref.index)
         num_scored = int(scored.sum())
         has_baseline = GREEDY_REWARD in ref.index.columns

@@ -215,7 +215,11 @@ class RLRun:
     def begin_step(self, groups: Sequence[Group]) -> tuple[BatchRef, Step]:
         """All rows of the groups, failures included, and what the stages of the step share."""
         step = self.new_step()
-        self.buffer.count_staleness(groups, step.stats)
+        stats, ages = step.stats, self.buffer.staleness(groups)
+        stats.add_mean("buffer/staleness_mean", float(sum(ages)), len(ages))
+        stats.add_max("buffer/staleness_max", float(max(ages)))
+        for age in range(self.config.trainer.max_staleness + 1):  # the share of the groups at each
+            stats.add_mean(f"buffer/staleness_{age}", float(ages.count(age)), len(ages))
         return BatchRef.concat([group.ref for group in groups]), step
 
     def scored(self, everything: BatchRef, stats: StepStats) -> BatchRef:

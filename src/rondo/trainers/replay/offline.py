@@ -24,7 +24,7 @@ from rondo.models import load_model_config
 from rondo.planning import OnUpdate, Phase
 from rondo.trainers.loop import Buffer, EpisodeFeeder, EvaluationResult, Group, Ledger, Route, differences
 from rondo.trainers.program import Program, Recorded, engine_of, model_source
-from rondo.types import Prompt, StepStats
+from rondo.types import Ended, Prompt, StepStats
 from rondo.weights import SyncReport
 
 # Settings of what is not done again: they change no number.
@@ -187,14 +187,14 @@ class RecordedSide:
     def alive(self) -> Sequence[int]:
         return (0,)
 
-    async def run_group(self, rank: int, seq: int) -> BatchRef:
+    async def run_group(self, rank: int, seq: int) -> tuple[BatchRef, Ended]:
         file, group = self._recorded.recording.place(seq)
         async with self._reading:
             if file != self._file:
                 self._rows = await asyncio.to_thread(self._recorded.recording.read, file, self._limits)
                 self._file = file
             rows = np.flatnonzero(self._rows.scalars("group_id") == group)
-            return self._cluster.put(self._rows.take(rows), self.index_columns)
+            return self._cluster.put(self._rows.take(rows), self.index_columns), {}
 
     async def pause(self) -> None: ...
 

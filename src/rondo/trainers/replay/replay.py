@@ -8,13 +8,13 @@ import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from rondo.agents.ended import Entry, ended_of, entries_of, length_at, versions_of
+from rondo.agents.ended import Entry, entries_of, length_at, versions_of
 from rondo.agents.replay import PIECE, PIECE_INDEX
 from rondo.batch import BatchRef
-from rondo.columns import ENDED
 from rondo.errors import TrainError
 from rondo.trainers.loop import Buffer, EngineSide, EpisodeFeeder
 from rondo.trainers.replay.journal import FollowedJournal
+from rondo.types import Ended
 from rondo.workers import RolloutWorker
 
 
@@ -97,8 +97,8 @@ class ReplayedFeeder(EpisodeFeeder):
     def _lost(self, seq: int) -> None:
         self._start(seq)  # no line of the journal: as if it had not happened
 
-    def _put(self, seq: int, version: int, ref: BatchRef) -> None:
-        super()._put(seq, version, ref)
+    def _put(self, seq: int, version: int, ref: BatchRef, ended: Ended) -> None:
+        super()._put(seq, version, ref, ended)
         self._partials.pop(seq, None)
         self._next.pop(seq, None)
 
@@ -138,7 +138,7 @@ class ReplayedFeeder(EpisodeFeeder):
                 return version
         return math.inf
 
-    async def _in_pieces(self, rank: int, seq: int) -> BatchRef:
+    async def _in_pieces(self, rank: int, seq: int) -> tuple[BatchRef, Ended]:
         """Returns the rows of a group when it is their turn. Raises TrainError where it ends otherwise than
         in the journal.
         """
@@ -158,10 +158,10 @@ class ReplayedFeeder(EpisodeFeeder):
             self._partials[seq] = made
             self._next[seq] = self._first_missing(seq, entries)
             buffer.change()
-        ref = await self._side.finish_group(rank, seq, self._partials[seq], entries)
-        self._check_entries(seq, entries, entries_of(ended_of(list(ref.index.scalars(ENDED)))))
+        ref, ended = await self._side.finish_group(rank, seq, self._partials[seq], entries)
+        self._check_entries(seq, entries, entries_of(ended))
         await buffer.until(lambda: turn("put", seq=seq) or turn("drop", seq=seq))
-        return ref
+        return ref, ended
 
     def _check_lengths(self, seq: int, version: int, wanted: Sequence[int], made: BatchRef) -> None:
         lengths = made.index.scalars("response_length").tolist()
@@ -216,7 +216,9 @@ class ReplayedSide(EngineSide):
             reads=PIECE,
         )
 
-    async def finish_group(self, rank: int, seq: int, made: BatchRef, entries: Sequence[Entry]) -> BatchRef:
+    async def finish_group(
+        self, rank: int, seq: int, made: BatchRef, entries: Sequence[Entry]
+    ) -> tuple[BatchRef, Ended]:
         """Returns what `run_group` does, of responses that are there, as they ended in the journal."""
         return await self._rollout.call_rank(
             rank,
@@ -226,6 +228,6 @@ class ReplayedSide(EngineSide):
             self._prompts.sampling,
             entries,
             greedy_baseline=self._greedy_baseline,
-            keep=(*self.index_columns, ENDED),
+            keep=self.index_columns,
             reads=PIECE,
         )

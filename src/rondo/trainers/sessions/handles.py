@@ -94,7 +94,7 @@ class Actor:
             )
         )
         with run.clock.phase("generate"):
-            rows = BatchRef.concat(await run.weights.mender.served(calls))
+            rows = BatchRef.concat([group for group, _ in await run.weights.mender.served(calls)])
         failed, stats = failures(rows), session.step_state.stats
         check_dropped_share(failed, len(rows), self._config.reward.max_dropped_share)
         stats.add_mean("reward/failed_share", len(failed), len(rows))
