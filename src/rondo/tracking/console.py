@@ -71,6 +71,8 @@ class Console:
     ) -> None:
         """Begins a stage (SFT, RL). first_step: steps already done by the run that this one goes on with."""
         self.end_stage()
+        if self.mode == "off":
+            return
         self._view = RunView(header, total_steps, kind, step=first_step)
         self._started = self._clock()
         self._first_step = first_step
@@ -84,16 +86,15 @@ class Console:
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Shows a step that is done. metrics: as logged; what is missing is not shown."""
         view = self._view
-        if view is None:
-            return
-        view.add(step, metrics)
-        view.elapsed = self._clock() - self._started
-        done = step - self._first_step
-        if view.total_steps is not None and done > 0:
-            view.left = view.elapsed / done * max(0, view.total_steps - step)
-        every = max(1, (view.total_steps or 1) // _PLAIN_SUPERVISED_LINES) if view.kind != "rl" else 1
-        if self.mode == "plain" and (step % every == 0 or step == 1):
-            self._line(plain_line(view, metrics))
+        if view is not None:
+            view.add(step, metrics)
+            view.elapsed = self._clock() - self._started
+            done = step - self._first_step
+            if view.total_steps is not None and done > 0:
+                view.left = view.elapsed / done * max(0, view.total_steps - step)
+            every = max(1, (view.total_steps or 1) // _PLAIN_SUPERVISED_LINES) if view.kind != "rl" else 1
+            if self.mode == "plain" and (step % every == 0 or step == 1):
+                self._line(plain_line(view, metrics))
         for message in alarms(metrics):
             self.warn(message, where=f"step {step}")
 
@@ -147,7 +148,7 @@ class Console:
         self.close()
         view = self._view
         self._view = None
-        if view is None or self.mode == "off":
+        if view is None:
             return
         label = "reward" if view.kind == "rl" else "loss"
         values = view.history.get(label, [])

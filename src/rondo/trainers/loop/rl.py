@@ -381,6 +381,7 @@ class RLTrainer(RLRun):
         super().__init__(*arguments, learners=[x.role for x in program.learners], **options)
         self.program = program
         config = self.config
+        self._models_score = bool(program.reward_models)
         self._pretraining = Pretraining(config) if config.algorithm.pretrain_coef else None
         has_critic = program.learner("critic") is not None
         self._warmup_steps = config.critic.warmup_steps if has_critic else 0
@@ -398,7 +399,8 @@ class RLTrainer(RLRun):
         await self.let_engines_rest()
         scored = await self._through(self.program.scoring, self.scored(everything, step.stats), step)
         with self.clock.phase("write_rollouts"):
-            await self.reporter.rollouts(self.step + 1, with_scores_of(everything, scored))
+            rows = with_scores_of(everything, scored) if self._models_score else everything
+            await self.reporter.rollouts(self.step + 1, rows)
         batch = await self._through(self.program.stages, scored, step)
         await self.weights.hold(if_shared=True)
         if self.step >= self._warmup_steps:

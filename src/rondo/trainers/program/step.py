@@ -203,13 +203,11 @@ def attach(
 
 
 def with_scores_of(everything: BatchRef, scored: BatchRef) -> BatchRef:
-    """everything with the reward and the models' scores of `scored`, some of its rows in the same order; the
-    others, failures, have NaN.
+    """Returns everything with the reward and the models' scores of `scored`, some of its rows in the same
+    order; the others, failures, have NaN.
     """
     there = everything.columns
     names = [x for x in scored.index.columns if x.startswith(SCORE_PREFIX) and x not in there]
-    if not names:
-        return everything
     at = np.flatnonzero(np.isin(everything.index.scalars(ROW_ID), scored.index.scalars(ROW_ID)))
     columns = {name: np.full(len(everything), np.nan, np.float32) for name in ("reward", *names)}
     for name, column in columns.items():
