@@ -58,7 +58,7 @@ def ragged_rows(rows: Sequence[np.ndarray], dtype: Any) -> pa.ListArray:
     """A list column from one array per row."""
     offsets = np.zeros(len(rows) + 1, np.int32)
     np.cumsum([len(row) for row in rows], out=offsets[1:])
-    values = np.concatenate([np.asarray(row, dtype) for row in rows]) if rows else np.empty(0, dtype)
+    values = np.concatenate(rows, dtype=dtype, casting="unsafe") if rows else np.empty(0, dtype)
     return ragged_array(values, offsets)
 
 
@@ -174,9 +174,10 @@ class Batch:
         return Batch({name: array for name, array in self._arrays.items() if name not in names})
 
     def parted(self, index_columns: Sequence[str]) -> tuple[Batch, Batch]:
-        """(row_id and `index_columns`: what the controller keeps, all other columns)."""
+        """Returns row_id and `index_columns`, which the controller keeps, and all other columns."""
         index = self.select(dict.fromkeys([ROW_ID, *index_columns]))
-        return index, self.without(*index.columns)
+        data = {name: array for name, array in self._arrays.items() if name not in index._arrays}
+        return index, Batch(data)
 
     def take(self, rows: np.ndarray | Sequence[int]) -> Batch:
         """Rows by position, in the order given (repeats allowed)."""
@@ -311,8 +312,8 @@ class BatchRef:
 
     def take(self, rows: np.ndarray | Sequence[int]) -> BatchRef:
         index = self.index.take(rows)
-        ids = index.scalars(ROW_ID)
-        kept = tuple(block for block in self.blocks if len(ids) == 0 or np.isin(block.row_ids, ids).any())
+        ids = set(index.scalars(ROW_ID).tolist())
+        kept = tuple(b for b in self.blocks if not ids or not ids.isdisjoint(b.row_ids.tolist()))
         return BatchRef(index, kept, self.resolve)
 
     @staticmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,9 +20,9 @@ Entry = Mapping[str, Any]
 
 def spans_of(versions: np.ndarray) -> list[list[int]]:
     """Returns [[version, number of tokens], …] of the tokens of a response, in order."""
-    starts = np.flatnonzero(np.diff(versions, prepend=versions[:1] - 1))
-    counts = np.diff([*starts, len(versions)])
-    return [[int(versions[at]), int(count)] for at, count in zip(starts, counts, strict=True)]
+    changes = np.flatnonzero(versions[1:] != versions[:-1]) + 1
+    bounds = [0, *changes.tolist(), len(versions)] if len(versions) else [0]
+    return [[int(versions[start]), stop - start] for start, stop in itertools.pairwise(bounds)]
 
 
 def entry_of(trajectory: Trajectory) -> dict[str, Any]:

@@ -138,8 +138,5 @@ def encode_piece(tokenizer: PreTrainedTokenizerBase, text: str) -> np.ndarray:
 
 def decode(tokenizer: PreTrainedTokenizerBase, token_ids: np.ndarray | Sequence[int]) -> str:
     """Returns the text of `token_ids` without special tokens (end of turn, padding), as scorers see it."""
-    return str(
-        tokenizer.decode(
-            [int(t) for t in token_ids], skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-    )
+    ids = np.asarray(token_ids).tolist()
+    return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))

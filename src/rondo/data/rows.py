@@ -48,6 +48,7 @@ def rows_from_trajectories(
     samples = np.array([t.sample_index for t in trajectories], np.int32)
     versions = (t.policy_versions[t.response_mask > 0] for t in trajectories)
     credit = [_step_credit(t) for t in trajectories]
+    anchor_ids = {anchor: request_seed(0, anchor) for anchor in {anchor for _, anchor in credit}}
     prompts = {t.prompt.prompt_id: t.prompt for t in trajectories}
     texts = {prompt_id: prompt_text(prompt) for prompt_id, prompt in prompts.items()}
     columns: dict[str, object] = {
@@ -61,7 +62,7 @@ def rows_from_trajectories(
         "step_index": np.zeros(len(trajectories), np.int32),
         "prompt_length": np.array([len(t.prompt.token_ids) for t in trajectories], np.int32),
         "response_length": np.array([len(t.response_ids) for t in trajectories], np.int32),
-        "num_trained_tokens": np.array([int(t.response_mask.sum()) for t in trajectories], np.int32),
+        "num_trained_tokens": np.array([np.count_nonzero(t.response_mask) for t in trajectories], np.int32),
         "oldest_version": np.array([v.min() if len(v) else -1 for v in versions], np.int32),
         "finish_reason": [t.finish_reason for t in trajectories],
         "outcome": [t.outcome for t in trajectories],
@@ -69,7 +70,7 @@ def rows_from_trajectories(
         "accuracy": np.array([t.scores.get(accuracy or "", np.nan) for t in trajectories], np.float32),
         # For step-level credit (GiGPO). A row is a whole trajectory: one step, which starts at the prompt.
         "step_reward": np.array([reward for reward, _ in credit], np.float32),
-        "anchor_id": np.array([anchor for _, anchor in credit], np.int64),
+        "anchor_id": np.array([anchor_ids[anchor] for _, anchor in credit], np.int64),
     }
     for column, name in scores.items():
         columns[column] = np.array([t.scores.get(name, np.nan) for t in trajectories], np.float32)
@@ -99,15 +100,14 @@ def is_scored(batch: Batch) -> np.ndarray:
     return np.asarray(batch.scalars("outcome") == SCORED)
 
 
-def _step_credit(t: Trajectory) -> tuple[float, int]:
+def _step_credit(t: Trajectory) -> tuple[float, str]:
     """Returns the reward of the last policy turn, where the agent loop gave it one, else the trajectory's;
-    and a number that is the same for the same observation before the first policy turn, by default the
-    prompt.
+    and a name of the observation before the first policy turn, by default the prompt's.
     """
     turns = [turn for turn in t.turns if turn.kind == "policy"]
     reward = turns[-1].reward if turns else None
     anchor = turns[0].anchor if turns else ""
-    return t.reward if reward is None else reward, request_seed(0, anchor or t.prompt.prompt_id)
+    return t.reward if reward is None else reward, anchor or t.prompt.prompt_id
 
 
 def _check(trajectories: Sequence[Trajectory]) -> None:

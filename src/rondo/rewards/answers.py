@@ -4,6 +4,7 @@ function takes time linear in the text.
 
 from __future__ import annotations
 
+import functools
 import re
 from fractions import Fraction
 from typing import Any, Literal
@@ -65,6 +66,7 @@ def required_field(prompt: Prompt, key: str, option: str) -> Any:
     return value
 
 
+@functools.lru_cache(maxsize=1 << 12)  # a prompt's answer comes as often as it has samples
 def parse_number(text: str) -> Fraction | None:
     """Reads `-$1,234.50` or `42.` as an exact number; None for anything else (`12,34`, `1.2.3`, `1/2`, `.`,
     nothing).

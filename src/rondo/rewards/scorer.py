@@ -81,8 +81,10 @@ class Scorer:
             return _failed(trajectory, failure)
         finally:
             self._seconds.add_mean("perf/reward_seconds", time.perf_counter() - started)
-        pending = len(single) < len(chosen)
-        return replace(trajectory, scores=scores, reward=math.nan if pending else _reward(chosen, scores))
+        reward = math.nan  # until the group functions have scored, too
+        if len(single) == len(chosen):
+            reward = float(sum(f.config.weight * scores[f.name] for f in chosen))
+        return replace(trajectory, scores=scores, reward=reward)
 
     async def score_group(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         """Returns a prompt's trajectories after `score`, with the scores of group functions and the final
@@ -105,7 +107,8 @@ class Scorer:
             return out
         for i, more in zip(scored, added, strict=True):
             scores = {**trajectories[i].scores, **more}
-            out[i] = replace(trajectories[i], scores=scores, reward=_reward(chosen, scores))
+            reward = float(sum(f.config.weight * scores[f.name] for f in chosen))
+            out[i] = replace(trajectories[i], scores=scores, reward=reward)
         return out
 
     def stats(self) -> StepStats:
@@ -177,10 +180,6 @@ class Scorer:
             return function.function(*args, **options)
         value = await self._threads.run(lambda: function.function(*args, **options), timeout)
         return await asyncio.wait_for(value, timeout) if inspect.isawaitable(value) else value
-
-
-def _reward(functions: Sequence[RewardFunction], scores: Mapping[str, float]) -> float:
-    return float(sum(function.config.weight * scores[function.name] for function in functions))
 
 
 def _failed(trajectory: Trajectory, failure: ScoringError) -> Trajectory:

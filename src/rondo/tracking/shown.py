@@ -180,8 +180,8 @@ def alarms(metrics: Mapping[str, Any]) -> list[str]:
     """Returns messages for what must not go unnoticed."""
     found = []
     for name, meaning in ALARMS.items():
-        value = find(metrics, (name,))
-        if value is not None and value > 0:
+        value = metrics.get(name)
+        if isinstance(value, int | float) and value > 0:
             share = name.endswith("_share")
             found.append(f"{value:.0%} {meaning}" if share else f"{name} = {value:g}: {meaning}")
     odd = metrics.get("not_finite")
