@@ -84,7 +84,16 @@ class AdvantageStage:
         for name, column in made.items():
             if counted is not None and column.ndim == 2:  # nothing where the mask is 0
                 columns[name] = torch.where(counted, column, 0.0)
-        _count_advantages(columns["advantages"], counted, step.stats)
+        advantages, stats = columns["advantages"], step.stats
+        per_row = advantages.ndim == 1
+        values = advantages if counted is None or per_row else advantages[counted]
+        if values.numel():
+            stats.add_mean("actor/advantage", float(values.sum()), values.numel())
+            stats.add_mean("actor/advantage_abs", float(values.abs().sum()), values.numel())
+            stats.add_max("actor/advantage_max", float(values.max()))
+            stats.add_min("actor/advantage_min", float(values.min()))
+        rows = advantages if per_row else advantages.abs().sum(dim=1)
+        stats.add_mean("actor/zero_advantage_share", float((rows == 0).sum()), max(len(rows), 1))
         return attach(batch, columns, step.cluster)
 
     async def _inputs(self, batch: BatchRef, kl_coef: float, stats: StepStats) -> dict[str, Tensor]:
@@ -135,14 +144,3 @@ class AdvantageStage:
             estimator=self._kl.name if self._kl else None,
             coef=coef,
         )
-
-
-def _count_advantages(advantages: Tensor, counted: Tensor | None, stats: StepStats) -> None:
-    values = advantages if counted is None or advantages.ndim == 1 else advantages[counted]
-    if values.numel():
-        stats.add_mean("actor/advantage", float(values.sum()), values.numel())
-        stats.add_mean("actor/advantage_abs", float(values.abs().sum()), values.numel())
-        stats.add_max("actor/advantage_max", float(values.max()))
-        stats.add_min("actor/advantage_min", float(values.min()))
-    rows = advantages if advantages.ndim == 1 else advantages.abs().sum(dim=1)
-    stats.add_mean("actor/zero_advantage_share", float((rows == 0).sum()), max(len(rows), 1))
