@@ -30,7 +30,8 @@ _NO_ROW = np.iinfo(np.int64).min  # stands for a row of a block that belongs to 
 
 
 def ragged_array(values: np.ndarray | torch.Tensor, offsets: np.ndarray | torch.Tensor) -> pa.ListArray:
-    """A list column from flat `values` [N] and `offsets` [B+1] (from 0 to N, never falling), without a copy.
+    """Makes a list column from flat `values` [N] and `offsets` [B+1] (from 0 to N, never falling), without a
+    copy.
 
     values [N, K] give a wide column: K numbers per token. Raises DataError when the offsets do not describe
     the values.
@@ -48,14 +49,14 @@ def ragged_array(values: np.ndarray | torch.Tensor, offsets: np.ndarray | torch.
 
 
 def wide_array(values: np.ndarray | torch.Tensor, offsets: np.ndarray | torch.Tensor) -> pa.ListArray:
-    """`ragged_array` of `values` [N, K], K >= 1. Raises DataError for another shape."""
+    """Makes the `ragged_array` of `values` [N, K], K >= 1. Raises DataError for another shape."""
     if values.ndim != 2 or values.shape[1] < 1:
         raise DataError(f"a wide column needs values [N, K] with K >= 1; got shape {tuple(values.shape)}")
     return ragged_array(values, offsets)
 
 
 def ragged_rows(rows: Sequence[np.ndarray], dtype: Any) -> pa.ListArray:
-    """A list column from one array per row."""
+    """Makes a list column from one array per row."""
     offsets = np.zeros(len(rows) + 1, np.int32)
     np.cumsum([len(row) for row in rows], out=offsets[1:])
     values = np.concatenate(rows, dtype=dtype, casting="unsafe") if rows else np.empty(0, dtype)
@@ -73,7 +74,9 @@ class Batch:
 
     @classmethod
     def of(cls, columns: Mapping[str, ColumnLike]) -> Batch:
-        """From arrays, one entry per row. Use `ragged_array`/`ragged_rows` for per-token columns."""
+        """Makes a batch of arrays, one entry per row. Use `ragged_array`/`ragged_rows` for per-token
+        columns.
+        """
         arrays = {name: _packed(name, column) for name, column in columns.items()}
         lengths = {name: len(array) for name, array in arrays.items()}
         if len(set(lengths.values())) > 1:
@@ -93,7 +96,7 @@ class Batch:
 
     @property
     def table(self) -> pa.Table:
-        """The columns as a table that shares them."""
+        """Returns the columns as a table that shares them."""
         return pa.table(self._arrays)
 
     @property
@@ -105,14 +108,14 @@ class Batch:
         return sum(array.get_total_buffer_size() for array in self._arrays.values())
 
     def array(self, name: str) -> pa.Array:
-        """The column as one Arrow array. Raises DataError naming the columns there are."""
+        """Returns the column as one Arrow array. Raises DataError naming the columns there are."""
         found = self._arrays.get(name)
         if found is None:
             raise DataError(f"no column {name!r}; the batch has {', '.join(self._arrays) or 'no columns'}")
         return found
 
     def scalars(self, name: str) -> np.ndarray:
-        """A per-row column as numpy [B] (nulls become NaN; strings become objects)."""
+        """Returns a per-row column as numpy [B] (nulls become NaN; strings become objects)."""
         array = self.array(name)
         if pa.types.is_list(array.type):
             raise DataError(f"column {name!r} is per token; use ragged({name!r}) or padded({name!r})")
@@ -120,7 +123,8 @@ class Batch:
         return values
 
     def ragged(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """(values [N], cu_seqlens int32 [B+1]) without a copy. The tensors alias the batch: do not write.
+        """Returns values [N] and cu_seqlens int32 [B+1], without a copy. The tensors alias the batch: do not
+        write.
 
         The values of a wide column are [N, K].
         """
@@ -131,18 +135,19 @@ class Batch:
         return flat
 
     def rows(self, name: str) -> list[np.ndarray]:
-        """A per-token column as one numpy view per row."""
+        """Returns a per-token column as one numpy view per row."""
         values, offsets = self.ragged(name)
         flat, bounds = values.numpy(), offsets.numpy()
         return [flat[bounds[i] : bounds[i + 1]] for i in range(len(self))]
 
     def lengths(self, name: str) -> np.ndarray:
-        """Number of entries in each row of a per-token column: int32 [B]."""
+        """Returns the number of entries in each row of a per-token column: int32 [B]."""
         return np.diff(self.ragged(name)[1].numpy())
 
     def padded(self, name: str, fill: float = 0) -> torch.Tensor:
-        """[B, T] (wide: [B, T, K]), T the longest row. For pure functions on the controller only; no padding
-        travels."""
+        """Returns [B, T] (wide: [B, T, K]), T the longest row. For pure functions on the controller only; no
+        padding travels.
+        """
         rows = self.rows(name)
         width = max((len(row) for row in rows), default=0)
         values = self.ragged(name)[0].numpy()
@@ -152,7 +157,7 @@ class Batch:
         return torch.from_numpy(out)
 
     def with_columns(self, new: Mapping[str, ColumnLike] | Batch, replace: bool = False) -> Batch:
-        """Add columns. A name that is there already is an error unless `replace`."""
+        """Adds columns. A name that is there already is an error unless `replace`."""
         added = (new if isinstance(new, Batch) else Batch.of(new))._arrays
         for name, array in added.items():
             if name in self._arrays and not replace:
@@ -162,7 +167,7 @@ class Batch:
         return Batch(self._arrays | added)
 
     def aligned(self, name: str, like: str) -> Batch:
-        """This batch, after checking that two per-token columns have the same row lengths."""
+        """Returns this batch, after checking that two per-token columns have the same row lengths."""
         if not np.array_equal(self.lengths(name), self.lengths(like)):
             raise DataError(f"column {name!r} is not aligned with {like!r}: their rows differ in length")
         return self
@@ -180,7 +185,7 @@ class Batch:
         return index, Batch(data)
 
     def take(self, rows: np.ndarray | Sequence[int]) -> Batch:
-        """Rows by position, in the order given (repeats allowed)."""
+        """Returns rows by position, in the order given (repeats allowed)."""
         where = np.asarray(rows, np.int64)
         if np.array_equal(where, np.arange(len(self))):
             return self
@@ -191,7 +196,7 @@ class Batch:
 
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:
-        """Rows of all, in order. Columns (names and types) must agree; their order may differ."""
+        """Returns the rows of all, in order. Columns (names and types) must agree; their order may differ."""
         if not batches:
             raise DataError("concat needs at least one batch (an empty one carries the columns)")
         first = batches[0]._arrays
@@ -246,7 +251,7 @@ class Shard:
     pieces: tuple[Piece, ...]
 
     def assemble(self, blocks: Sequence[Batch]) -> Batch:
-        """The rows as one Batch. blocks: what `pieces[i].handle` stands for."""
+        """Returns the rows as one Batch. blocks: what `pieces[i].handle` stands for."""
         found: dict[str, list[tuple[np.ndarray, pa.Array]]] = {}
         for piece, block in zip(self.pieces, blocks, strict=True):
             rows = block.select(piece.columns).take(piece.source)
@@ -301,7 +306,7 @@ class BatchRef:
 
     @property
     def columns(self) -> list[str]:
-        """Every column that each row has, wherever it lies."""
+        """Returns every column that each row has, wherever it lies."""
         names = list(self.index.columns)
         ids = self.index.scalars(ROW_ID)
         for name in dict.fromkeys(n for block in self.blocks for n in block.columns):
@@ -334,13 +339,13 @@ class BatchRef:
         return BatchRef(Batch.concat([ref.index for ref in refs]), kept, refs[0].resolve)
 
     def with_index(self, new: Mapping[str, ColumnLike], replace: bool = False) -> BatchRef:
-        """Add per-row columns to the index. A name that is there already is an error unless `replace`."""
+        """Adds per-row columns to the index. A name that is there already is an error unless `replace`."""
         held = {name for block in self.blocks for name in block.columns} & set(new)
         blocks = self._blocks_without(held, replace) if held else self.blocks
         return BatchRef(self.index.with_columns(new, replace), blocks, self.resolve)
 
     def with_blocks(self, new: Sequence[Block], replace: bool = False) -> BatchRef:
-        """Add columns that a worker wrote. A name that is there already is an error unless `replace`."""
+        """Adds columns that a worker wrote. A name that is there already is an error unless `replace`."""
         held = {name for block in new for name in block.columns} & set(self.columns)
         if not held:
             return BatchRef(self.index, (*self.blocks, *new), self.resolve)
@@ -348,7 +353,7 @@ class BatchRef:
         return BatchRef(self.index.without(*held), blocks, self.resolve)
 
     def _blocks_without(self, names: set[str], replace: bool) -> tuple[Block, ...]:
-        """The blocks less the columns that are about to be written again."""
+        """Returns the blocks less the columns that are about to be written again."""
         if not replace:
             there = ", ".join(sorted(names))
             raise DataError(f"columns {there} are there already; pass replace=True to overwrite them")
@@ -358,7 +363,7 @@ class BatchRef:
         return tuple(block for block in stripped if block.columns)
 
     def shard(self, columns: Sequence[str], rows: np.ndarray | None = None) -> Shard:
-        """The plan for reading `columns` of `rows` (positions; default all). Pure: nothing moves.
+        """Returns the plan for reading `columns` of `rows` (positions; default all). Pure: nothing moves.
 
         Raises DataError naming a column that no block holds for all of the rows.
         """
@@ -392,15 +397,17 @@ class BatchRef:
         return Shard(index, tuple(pieces))
 
     async def fetch(self, columns: Sequence[str] | None = None) -> Batch:
-        """The only way to the token data: the rows, in the index's order, with `row_id` and `columns`
-        (default all)."""
+        """Is the only way to the token data: returns the rows, in the index's order, with `row_id` and
+        `columns` (default all).
+        """
         shard = self.shard(self.columns if columns is None else columns)
         return shard.assemble(await self.resolve([piece.handle for piece in shard.pieces]))
 
 
 def _flat(array: pa.Array) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Values [N] or [N, K] and offsets [B+1] of a packed per-token column, without a copy; None for one of
-    another kind."""
+    """Returns values [N] or [N, K] and offsets [B+1] of a packed per-token column, without a copy; None for
+    one of another kind.
+    """
     if not pa.types.is_list(array.type) or array.null_count:
         return None
     items, width = array.values, tuple[int, ...]()
@@ -416,8 +423,8 @@ def _flat(array: pa.Array) -> tuple[torch.Tensor, torch.Tensor] | None:
 
 
 def _packed(name: str, column: ColumnLike) -> pa.Array:
-    """Anything column-like as one array: masks as bytes, list offsets from 0, and no bytes of a parent (which
-    a slice drags along when it travels). Copies only what is a part of something larger.
+    """Makes anything column-like as one array: masks as bytes, list offsets from 0, and no bytes of a parent
+    (which a slice drags along when it travels). Copies only what is a part of something larger.
     """
     if isinstance(column, torch.Tensor):
         column = column.detach().cpu().numpy()
@@ -445,7 +452,7 @@ def _packed(name: str, column: ColumnLike) -> pa.Array:
 
 
 def _joined(name: str, parts: Sequence[pa.Array]) -> pa.Array:
-    """The rows of all parts, in order. Raises DataError where the parts do not fit together."""
+    """Returns the rows of all parts, in order. Raises DataError where the parts do not fit together."""
     if len(parts) == 1:
         return parts[0]
     try:
@@ -460,7 +467,9 @@ def _joined(name: str, parts: Sequence[pa.Array]) -> pa.Array:
 
 
 def _taken(array: pa.Array, rows: np.ndarray) -> pa.Array:
-    """Rows of a column. List rows are copied row by row: several times faster than Arrow's own gather."""
+    """Returns rows of a column. List rows are copied row by row: several times faster than Arrow's own
+    gather.
+    """
     flat = _flat(array)
     if flat is None:
         return array.take(pa.array(rows))
@@ -477,7 +486,9 @@ def _taken(array: pa.Array, rows: np.ndarray) -> pa.Array:
 
 
 def _in_arrow_spelling(kind: pa.DataType) -> pa.DataType:
-    """Parquet names a list's values `element`, Arrow `item`, and takes that for another type."""
+    """Returns the type as Arrow names it: Parquet names a list's values `element`, Arrow `item`, and takes
+    that for another type.
+    """
     if pa.types.is_list(kind):
         return pa.list_(_in_arrow_spelling(kind.value_type))
     if pa.types.is_fixed_size_list(kind):

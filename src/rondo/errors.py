@@ -62,7 +62,8 @@ class ReplicaLostError(RolloutError):
     """
 
     def __init__(self, message: str, partial: object = None, last_lines: str = "") -> None:
-        self.partial, self.last_lines = partial, last_lines
+        self.partial = partial
+        self.last_lines = last_lines
         super().__init__(message)
 
 
@@ -92,7 +93,10 @@ class WorkerError(RondoError):
     """A worker raised or died; names role, rank and method, and carries the worker's own traceback."""
 
     def __init__(self, role: str, rank: int, method: str, message: str, worker_traceback: str = "") -> None:
-        self.role, self.rank, self.method, self.worker_traceback = role, rank, method, worker_traceback
+        self.role = role
+        self.rank = rank
+        self.method = method
+        self.worker_traceback = worker_traceback
         self.message = message
         self.cause_error: BaseException | None = None  # the worker's own exception, where it could travel
         self.died = False  # the rank's process is gone or was given up: no later call can reach it
@@ -106,7 +110,9 @@ class WorkerError(RondoError):
 
 
 def users_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """The frames of an error's traceback that are not in rondo's own files, wherever the package lies."""
+    """Returns the frames of an error's traceback that are not in rondo's own files, wherever the package
+    lies.
+    """
     ours = os.path.dirname(os.path.abspath(__file__)) + os.sep
     frames = traceback.extract_tb(error.__traceback__)
     return [frame for frame in frames if not os.path.abspath(frame.filename).startswith(ours)]

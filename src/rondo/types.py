@@ -24,8 +24,8 @@ Outcome = Literal["scored", "reward_error", "reward_timeout", "rollout_error"]
 
 
 def request_seed(run_seed: int, *key: object) -> int:
-    """A 63-bit seed that is a function of what a request *is* (run seed, prompt, sample, turn), never of
-    when it ran.
+    """Returns a 63-bit seed that is a function of what a request *is* (run seed, prompt, sample, turn), never
+    of when it ran.
     """
     digest = hashlib.blake2b(repr((run_seed, *key)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

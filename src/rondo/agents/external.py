@@ -45,8 +45,8 @@ _log = logging.getLogger(__name__)
 
 
 def load_agent(config: FunctionConfig) -> Callable[..., Any]:
-    """The function of `rollout.agent`. Parameters before `*` are what it wants to be given (some of GIVEN),
-    keyword-only ones are its options. Raises ConfigError.
+    """Returns the function of `rollout.agent`. Parameters before `*` are what it wants to be given (some of
+    GIVEN), keyword-only ones are its options. Raises ConfigError.
     """
     from rondo.serving.http import check_installed  # aiohttp: only where it is wanted
 
@@ -78,8 +78,10 @@ class ExternalAgent:
     """
 
     def __init__(self, config: FunctionConfig, tokenizer: Any, *, max_context: int) -> None:
-        self._function, self._options = load_agent(config), dict(config.options)
-        self._tokenizer, self._max_context = tokenizer, max_context
+        self._function = load_agent(config)
+        self._options = dict(config.options)
+        self._tokenizer = tokenizer
+        self._max_context = max_context
         parameters = inspect.signature(self._function).parameters.values()
         self._wants = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
         self._sessions = Sessions()
@@ -100,10 +102,10 @@ class ExternalAgent:
         purpose: str = "train",
         deadline_seconds: float | None = None,
     ) -> Trajectory:
-        """One episode. deadline_seconds: of all of it. An agent that raises, runs out of time or never calls
-        is a failed trajectory; what the engine raises is raised here (RolloutError). An agent that asked for
-        more than sampling.max_tokens (400, context_length_exceeded) has an episode that was cut off, and is
-        scored, whatever it did then.
+        """Runs one episode. deadline_seconds: of all of it. An agent that raises, runs out of time or never
+        calls is a failed trajectory; what the engine raises is raised here (RolloutError). An agent that
+        asked for more than sampling.max_tokens (400, context_length_exceeded) has an episode that was cut
+        off, and is scored, whatever it did then.
         """
         base_url = await self._started()
         name, trajectory_id = secrets.token_hex(12), f"{purpose}/{prompt.prompt_id}/{sample_index}"
@@ -141,7 +143,7 @@ class ExternalAgent:
         return replace(trajectory, text=said) if said else trajectory
 
     async def _run(self, given: Mapping[str, Any], deadline_seconds: float | None) -> tuple[str, str]:
-        """(what the agent returned, why it failed)."""
+        """Returns what the agent returned, and why it failed."""
         arguments = {name: given[name] for name in self._wants}
         try:
             async with asyncio.timeout(deadline_seconds) as limit:
@@ -160,7 +162,7 @@ class ExternalAgent:
             _log.warning("%s: %s", trajectory.trajectory_id, trajectory.failure)
 
     async def _started(self) -> str:
-        """The endpoint's base URL."""
+        """Starts the endpoint, once, and returns its base URL."""
         if self._starting is None:
             from rondo.serving.http import HttpServer
 
@@ -173,7 +175,7 @@ class ExternalAgent:
         return await asyncio.shield(self._starting)
 
     def close(self) -> None:
-        """End the endpoint. From any thread; on its own loop's thread it ends soon after."""
+        """Ends the endpoint. From any thread; on its own loop's thread it ends soon after."""
         server, loop, self._server = self._server, self._loop, None
         if server is None or loop is None or not loop.is_running():
             return
@@ -190,7 +192,7 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
 
 
 def _start(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Future[Any]:
-    """Call `function` where it can block nobody but agents. Cancelling the future cancels a coroutine."""
+    """Calls `function` where it can block nobody but agents. Cancelling the future cancels a coroutine."""
     if inspect.iscoroutinefunction(function):
         return asyncio.run_coroutine_threadsafe(function(**arguments), _agents_loop())
     result: Future[Any] = Future()
@@ -209,14 +211,14 @@ def _start(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Future
 
 @functools.cache
 def _agents_loop() -> asyncio.AbstractEventLoop:
-    """One loop for the life of the process, so that agents may keep their clients from run to run."""
+    """Returns one loop for the life of the process, so that agents may keep their clients from run to run."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="rondo-agents", daemon=True).start()
     return loop
 
 
 def _describe(error: Exception) -> str:
-    """`ValueError: … (agent.py, line 12)`, short."""
+    """Writes `ValueError: … (agent.py, line 12)`, short."""
     own = [frame for frame in users_frames(error) if "site-packages" not in frame.filename]
     place = f" ({own[-1].filename.rsplit('/', 1)[-1]}, line {own[-1].lineno})" if own else ""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}{place}"

@@ -29,8 +29,8 @@ PIECE = (*PIECE_INDEX, *PIECE_TOKENS)
 
 
 def pieces(lengths: Sequence[int], so_far: Sequence[Completion | None]) -> AgentLoop:
-    """An agent that generates the response of sample i up to lengths[i] tokens, going on after so_far[i];
-    without a deadline.
+    """Returns an agent that generates the response of sample i up to lengths[i] tokens, going on after
+    so_far[i]; without a deadline.
     """
 
     async def run(prompt: Prompt, generate: Generate, *, sample_index: int, **options: Any) -> Trajectory:
@@ -52,7 +52,9 @@ def pieces(lengths: Sequence[int], so_far: Sequence[Completion | None]) -> Agent
 
 
 def whole(completions: Sequence[Completion], entries: Sequence[Entry]) -> AgentLoop:
-    """An agent whose responses are there already. Those that failed in the journal end as they did there."""
+    """Returns an agent whose responses are there already. Those that failed in the journal end as they did
+    there.
+    """
 
     async def run(prompt: Prompt, generate: Generate, *, sample_index: int, **options: Any) -> Trajectory:
         completion, entry = completions[sample_index], entries[sample_index]
@@ -68,7 +70,7 @@ def whole(completions: Sequence[Completion], entries: Sequence[Entry]) -> AgentL
 
 
 def completions_of(rows: Batch) -> list[Completion]:
-    """What rows of PIECE were made of."""
+    """Returns the completions that rows of PIECE were made of."""
     prompts, responses, log_probs, versions = (rows.rows(name) for name in PIECE_TOKENS)
     reasons = rows.scalars("finish_reason")
     return [
@@ -83,7 +85,9 @@ class ReplayedScores:
     """
 
     def __init__(self, scores: TrajectoryScorer, entries: Sequence[Entry]) -> None:
-        self._scores, self._entries, self.names = scores, entries, scores.names
+        self._scores = scores
+        self._entries = entries
+        self.names = scores.names
 
     async def score(self, trajectory: Trajectory) -> Trajectory:
         outcome = self._entries[trajectory.sample_index]["outcome"]

@@ -39,7 +39,7 @@ async def single_turn(
     purpose: str = "train",
     deadline_seconds: float | None = None,
 ) -> Trajectory:
-    """One completion of `prompt` as an unscored trajectory.
+    """Generates one completion of `prompt`: an unscored trajectory.
 
     Its noise depends on (run_seed, purpose, prompt, sample_index) only. Raises RolloutError when the engine
     worked on other prompt tokens than it was given.
@@ -96,8 +96,11 @@ class EpisodeRunner:
         run_seed: int,
         agent: AgentLoop = single_turn,
     ) -> None:
-        self._generate, self._scorer, self._decode = generate, scorer, decode
-        self._run_seed, self._agent = run_seed, agent
+        self._generate = generate
+        self._scorer = scorer
+        self._decode = decode
+        self._run_seed = run_seed
+        self._agent = agent
 
     async def run_group(
         self,
@@ -109,9 +112,9 @@ class EpisodeRunner:
         deadline_seconds: float | None = None,
         greedy_baseline: bool = False,
     ) -> list[Trajectory]:
-        """n scored trajectories of one prompt, in sample order; with greedy_baseline, the scored greedy
-        answer to the same prompt after them (ReMax, 2310.10505). The first error cancels the others and is
-        raised.
+        """Returns n scored trajectories of one prompt, in sample order; with greedy_baseline, the scored
+        greedy answer to the same prompt after them (ReMax, 2310.10505). The first error cancels the others
+        and is raised.
 
         The greedy answer has the next sample index, so that the others' noise is what it is without it. Group
         scorers do not see it.
@@ -158,7 +161,7 @@ class EpisodeRunner:
 
 
 def _failed(prompt: Prompt, sample_index: int, purpose: str, failure: str) -> Trajectory:
-    """Without a token: what there is of it is in no row."""
+    """Returns a trajectory without a token: what there is of it is in no row."""
     nothing = np.empty(0, np.int32)
     return Trajectory(
         prompt=prompt,

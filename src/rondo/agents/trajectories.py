@@ -13,8 +13,9 @@ from rondo.types import FinishReason, Prompt, Trajectory, Turn
 def trajectory_of(
     session: Session, prompt: Prompt, trajectory_id: str, sample_index: int, failure: str = ""
 ) -> Trajectory:
-    """Unscored. The first call's prompt is the prompt; what the model made is the response (mask 1), with the
-    tokens that the agent inserted between two answers (mask 0, log-prob 0, version -1).
+    """Returns the unscored trajectory of a session. The first call's prompt is the prompt; what the model
+    made is the response (mask 1), with the tokens that the agent inserted between two answers (mask 0,
+    log-prob 0, version -1).
 
     failure: why the agent failed; then, and where the calls are no single context, the outcome is
     "rollout_error". One row carries one context: an agent that rewrites its conversation, calls twice with
@@ -68,7 +69,7 @@ def _not_one_context(session: Session, ends: list[int]) -> str:
 
 
 def _chain(calls: list[ModelCall], end: int) -> list[ModelCall]:
-    """From the first call of the context to `end`."""
+    """Returns the calls of a context, from its first to `end`."""
     chain = [calls[end]]
     while chain[-1].parent is not None:
         chain.append(calls[chain[-1].parent])

@@ -24,7 +24,9 @@ TOKENS = declared("prompt_ids", "response_ids")
 
 
 def update_columns(loss: Loss, role: str = "actor") -> tuple[str, ...]:
-    """What an update with `loss` reads: the tokens, the loss's columns, and the role's mini-batches."""
+    """Returns what an update with `loss` reads: the tokens, the loss's columns, and the role's
+    mini-batches.
+    """
     mini_batch = "mini_batch" if role == "actor" else MINI_BATCH(role)
     return (*TOKENS, *loss.columns, mini_batch)
 
@@ -62,35 +64,35 @@ class ModelWorker(Worker):
 
     @dispatch("broadcast")
     def num_parameters(self) -> int:
-        """Of the whole model (tied tensors once)."""
+        """Counts the parameters of the whole model (tied tensors once)."""
         return self.engine.num_parameters()
 
     @dispatch("broadcast")
     def snapshot(self) -> None:
-        """Copy all state (parameters, optimizer, schedule) in memory; `write_snapshot` writes that copy
+        """Copies all state (parameters, optimizer, schedule) in memory; `write_snapshot` writes that copy
         later.
         """
         self._snapshot = self.engine.snapshot()
 
     @dispatch("broadcast")
     def write_snapshot(self, path: str) -> None:
-        """Write the copy (collective: every rank its shards) and forget it."""
+        """Writes the copy (collective: every rank its shards) and forgets it."""
         self.engine.save(path, self._snapshot)
         self._snapshot = None
 
     @dispatch("broadcast")
     def load(self, path: str) -> None:
-        """Load what `write_snapshot` wrote, on any number of ranks."""
+        """Loads what `write_snapshot` wrote, on any number of ranks."""
         self.engine.load(path)
 
     @dispatch("broadcast")
     def export(self, path: str) -> None:
-        """Write a Hugging Face folder (collective; rank 0 writes)."""
+        """Writes a Hugging Face folder (collective; rank 0 writes)."""
         self.engine.export(path)
 
     @dispatch("broadcast")
     def copy_parameters_from(self, role: str) -> None:
-        """Take over the parameters of another role on the same hosts, sharded alike (reference ← actor).
+        """Takes over the parameters of another role on the same hosts, sharded alike (reference ← actor).
 
         Raises TrainError when there is no such role here or shapes differ.
         """
@@ -109,8 +111,8 @@ class ModelWorker(Worker):
     def _update(
         self, batch: Batch, loss: str, mini_batch_column: str, orders: Sequence[Sequence[int]]
     ) -> StepStats:
-        """Epochs × mini-batches × (forward_backward, optimizer_step). orders[e]: mini-batch numbers of epoch
-        e. Metrics are named after the role.
+        """Runs epochs × mini-batches × (forward_backward, optimizer_step). orders[e]: mini-batch numbers of
+        epoch e. Metrics are named after the role.
         """
         stats = StepStats()
         mini_batch = batch.scalars(mini_batch_column)
@@ -134,19 +136,19 @@ class ActorWorker(SendsWeights, ModelWorker):
 
     @dispatch("split", reads=TOKENS, writes=("old_log_probs", "sum_p_squared", "entropy"))
     def compute_log_prob(self, batch: Batch, also: tuple[str, ...] = ()) -> Batch:
-        """old_log_probs: under the policy as it is now (at the start of an update), float32 per response
+        """Adds old_log_probs: under the policy as it is now (at the start of an update), float32 per response
         token. also: further outputs of the same pass (sum_p_squared, entropy), under their own names.
         """
         return self.engine.forward(batch, {"log_probs": "old_log_probs", **{name: name for name in also}})
 
     @dispatch("split", reads=("rollout_log_probs",), writes=("old_log_probs",))
     def adopt_rollout_log_prob(self, batch: Batch) -> Batch:
-        """old_log_probs: the sampler's own numbers, as they are (rollout correction in bypass mode)."""
+        """Adds old_log_probs: the sampler's own numbers, as they are (rollout correction in bypass mode)."""
         return batch.select([ROW_ID]).with_columns({"old_log_probs": batch.array("rollout_log_probs")})
 
     @dispatch("split")
     def update_actor(self, batch: Batch, orders: Sequence[Sequence[int]], loss: str = "policy") -> StepStats:
-        """All optimizer steps of one trainer step. Mini-batches are planned by the controller (column
+        """Takes all optimizer steps of one trainer step. Mini-batches are planned by the controller (column
         mini_batch).
         """
         started = time.process_time()
@@ -156,7 +158,7 @@ class ActorWorker(SendsWeights, ModelWorker):
 
     @dispatch("split")
     def evaluate_loss(self, batch: Batch, loss: str = "sft") -> StepStats:
-        """The loss's metrics on rows that are not trained on."""
+        """Returns the loss's metrics on rows that are not trained on."""
         with torch.no_grad():
             return self.engine.evaluate(batch, self._losses[loss])
 
@@ -166,14 +168,14 @@ class CriticWorker(ModelWorker):
 
     @dispatch("split", reads=TOKENS)
     def compute_values(self, batch: Batch) -> Batch:
-        """V of the state before each response token, float32, in the column that the role makes: values or
-        cost_values.
+        """Computes V of the state before each response token, float32, in the column that the role makes:
+        values or cost_values.
         """
         return self.engine.forward(batch, {"values": ROLES[self.context.role].makes})
 
     @dispatch("split")
     def update_critic(self, batch: Batch, orders: Sequence[Sequence[int]]) -> StepStats:
-        """All optimizer steps of one trainer step: loss "critic", mini-batches in column
+        """Takes all optimizer steps of one trainer step: loss "critic", mini-batches in column
         `<role>_mini_batch`.
         """
         return self._update(batch, "critic", MINI_BATCH(self.context.role), orders)

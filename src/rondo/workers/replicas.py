@@ -39,7 +39,9 @@ class Replicas:
         parameters: Mapping[str, torch.Tensor] | None = None,
         accelerators: Sequence[str] = (),
     ) -> None:
-        self._spec, self._bucket_bytes, self._accelerators = spec, bucket_bytes, accelerators
+        self._spec = spec
+        self._bucket_bytes = bucket_bytes
+        self._accelerators = accelerators
         self._lock = threading.Lock()  # guards the next four
         self._restarts = 0
         self._closed = False
@@ -57,13 +59,15 @@ class Replicas:
             self._watch(name, engine)
 
     def describe(self) -> str:
-        """One line: what kind of engines, and how many."""
+        """Writes, in one line, what kind of engines, and how many."""
         engines = list(self.router.engines().values())
         first = engines[0].describe() if engines else f"{self._spec.engine}: no replica"
         return first if len(engines) == 1 else f"{len(engines)} × {first}"
 
     def sink(self) -> WeightFanout:
-        """Where the next version's weights go: all engines that live, after those that are being started."""
+        """Returns where the next version's weights go: all engines that live, after those that are being
+        started.
+        """
         with self._lock:
             threads = list(self._threads)
         for thread in threads:
@@ -71,7 +75,9 @@ class Replicas:
         return WeightFanout(self.router.engines(), self._bucket_bytes, self.router.members.mark_dead)
 
     def loaded(self, version: int) -> None:
-        """After a load. Engines that died meanwhile want weights still; RolloutError when none can come."""
+        """Is told of a load. Engines that died meanwhile want weights still; RolloutError when none can
+        come.
+        """
         self.router.members.check_hope()
         with self._lock:
             if all(engine.version == version for engine in self.router.engines().values()):
@@ -79,12 +85,12 @@ class Replicas:
 
     @property
     def num_processes(self) -> int:
-        """How many of the engines that live have a process of their own."""
+        """Counts how many of the engines that live have a process of their own."""
         return sum(isinstance(engine, EngineProcess) for engine in self.router.engines().values())
 
     @property
     def wanting(self) -> int:
-        """How many engines want weights: those without, and those that are being started."""
+        """Counts how many engines want weights: those without, and those that are being started."""
         engines = self.router.engines().values()
         return self.router.members.num_coming + sum(engine.version < 0 for engine in engines)
 
@@ -95,7 +101,7 @@ class Replicas:
         return news
 
     def close(self) -> None:
-        """End the engines and their processes. Twice does no harm."""
+        """Ends the engines and their processes. Twice does no harm."""
         with self._lock:
             self._closed = True
         engines = list(self.router.engines().values())
@@ -111,7 +117,7 @@ class Replicas:
         )
 
     def _start_all(self, count: int) -> list[tuple[str, EngineProcess]]:
-        """All at once. If one cannot be started the others are ended."""
+        """Starts all at once. If one cannot be started the others are ended."""
         names = [str(number) for number in range(count)]
         with ThreadPoolExecutor(count, "rondo-start") as pool:
             starting = [pool.submit(self._start, name) for name in names]
@@ -125,7 +131,7 @@ class Replicas:
         return [(name, start.result()) for name, start in zip(names, starting, strict=True)]
 
     def _watch(self, name: str, engine: RolloutEngine) -> None:
-        """So that a death is noticed while nobody asks anything of the engine."""
+        """Watches an engine, so that a death is noticed while nobody asks anything of the engine."""
         if isinstance(engine, EngineProcess):
             engine.when_lost(lambda why: self.router.members.mark_dead(name, why, engine))
 

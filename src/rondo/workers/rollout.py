@@ -45,7 +45,9 @@ from rondo.workers.transfer import ReceivesWeights
 
 
 def runs_in_own_process(rollout: RolloutConfig) -> bool:
-    """What rollout.engine.process=auto means: one engine shares the host's process."""
+    """Says whether engines have processes of their own; rollout.engine.process=auto: one engine shares the
+    host's process.
+    """
     process = rollout.engine.process
     return rollout.replicas > 1 if process == "auto" else process == "own"
 
@@ -72,8 +74,11 @@ class RolloutWorker(ReceivesWeights, Worker):
         share: bool = False,
     ) -> None:
         super().__init__(context)
-        self._weights_from, self._share, self._sleep = weights_from, share, rollout.sleep
-        self._bucket_bytes, self._dtype = rollout.bucket_bytes, dtype
+        self._weights_from = weights_from
+        self._share = share
+        self._sleep = rollout.sleep
+        self._bucket_bytes = rollout.bucket_bytes
+        self._dtype = dtype
         spec = EngineSpec(
             engine=rollout.engine.name,
             source=source,
@@ -123,7 +128,7 @@ class RolloutWorker(ReceivesWeights, Worker):
 
     @dispatch("broadcast")
     def load_weights(self, version: int) -> SyncReport:
-        """Make the engines serve `version` of the trainer's weights. Collective; they must be paused.
+        """Makes the engines serve `version` of the trainer's weights. Collective; they must be paused.
 
         One that dies meanwhile is left out, and wants weights (`wants_weights`, `restarted`).
         """
@@ -148,7 +153,7 @@ class RolloutWorker(ReceivesWeights, Worker):
 
     @dispatch("per_rank")
     async def wants_weights(self) -> int:
-        """How many of the engines here have no weights, because they were started again."""
+        """Counts how many of the engines here have no weights, because they were started again."""
         return self.replicas.wanting
 
     @dispatch("per_rank")
@@ -158,7 +163,7 @@ class RolloutWorker(ReceivesWeights, Worker):
 
     @dispatch("broadcast")
     async def pause(self) -> None:
-        """Stop at the next token boundary; requests keep their place."""
+        """Stops at the next token boundary; requests keep their place."""
         await self.replicas.router.pause()
 
     @dispatch("broadcast")
@@ -167,7 +172,7 @@ class RolloutWorker(ReceivesWeights, Worker):
 
     @dispatch("broadcast")
     async def enter(self, phase: Phase) -> None:
-        """Give the key/value cache back, or make it again, as rollout.sleep asks in this phase. The engine
+        """Gives the key/value cache back, or makes it again, as rollout.sleep asks in this phase. The engine
         must be paused; nothing is lost of what it holds.
         """
         if self._sleep and phase == "train":
@@ -177,7 +182,7 @@ class RolloutWorker(ReceivesWeights, Worker):
 
     @dispatch("per_rank")
     def decode_path(self) -> str:
-        """What kind of engines there are, which decode path they chose, and why."""
+        """Says what kind of engines there are, which decode path they chose, and why."""
         return self.replicas.describe()
 
     async def run_group(
@@ -215,9 +220,9 @@ class RolloutWorker(ReceivesWeights, Worker):
         *,
         greedy_baseline: bool = False,
     ) -> Batch:
-        """For a replay: the responses to one prompt up to lengths[i] tokens, nothing scored. before: what an
-        earlier call returned, to go on from. The columns are `replay.PIECE`; the greedy answer's row is the
-        last.
+        """Makes, for a replay, the responses to one prompt up to lengths[i] tokens, nothing scored. before:
+        what an earlier call returned, to go on from. The columns are `replay.PIECE`; the greedy answer's row
+        is the last.
         """
         so_far = [None] * len(lengths) if before is None else replay.completions_of(before)
         runner = self._make_runner(Unscored(), replay.pieces(lengths, so_far))
@@ -234,8 +239,8 @@ class RolloutWorker(ReceivesWeights, Worker):
         *,
         greedy_baseline: bool = False,
     ) -> tuple[Batch, Ended]:
-        """For a replay: as `run_group`, of responses that are there (`continue_group`). entries: how they
-        ended in the journal.
+        """Makes, for a replay, what `run_group` returns of responses that are there (`continue_group`).
+        entries: how they ended in the journal.
         """
         scores = replay.ReplayedScores(self._scores, entries)
         runner = self._make_runner(scores, replay.whole(replay.completions_of(made), entries))
@@ -255,13 +260,15 @@ class RolloutWorker(ReceivesWeights, Worker):
         return rows, ended_of(trajectories, greedy)
 
     async def run_unscored(self, prompt: Prompt, sampling: SamplingParams, n: int, purpose: str) -> Batch:
-        """Rows without a reward (0): for the canary, and for `rondo generate`."""
+        """Returns rows without a reward (0): for the canary, and for `rondo generate`."""
         return rows_from_trajectories(await self._unscored.run_group(prompt, sampling, n, purpose=purpose))
 
     async def evaluate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams, n: int, purpose: str
     ) -> list[EvaluationRecord]:
-        """n scored answers to each prompt, as small records. Urgent: the next publish waits for them."""
+        """Returns n scored answers to each prompt, as small records. Urgent: the next publish waits for
+        them.
+        """
         groups = await asyncio.gather(
             *(self._evaluator.run_group(prompt, sampling, n, purpose=purpose) for prompt in prompts)
         )
@@ -269,7 +276,9 @@ class RolloutWorker(ReceivesWeights, Worker):
 
     @dispatch("per_rank")
     async def end_step(self) -> StepStats:
-        """Counters of engines, router and scorer for the step that ends here; the next begins at 0."""
+        """Returns the counters of engines, router and scorer for the step that ends here; the next begins at
+        0.
+        """
         stats = await self.replicas.router.statistics()
         return stats.merge(self.scorer.stats()) if self.scorer else stats
 
@@ -279,7 +288,7 @@ class RolloutWorker(ReceivesWeights, Worker):
         await self.end_step()
 
     def close(self) -> None:
-        """End the agents' endpoint, the engines, their processes and the scorers; called when the cluster
+        """Ends the agents' endpoint, the engines, their processes and the scorers; called when the cluster
         shuts down.
         """
         if self._agent:

@@ -22,15 +22,15 @@ class TeacherWorker(ModelWorker):
 
     @dispatch("split", reads=TOKENS, writes=("teacher_log_probs",))
     def compute_log_prob(self, batch: Batch) -> Batch:
-        """teacher_log_probs: of the response tokens, float32."""
+        """Adds teacher_log_probs: of the response tokens, float32."""
         return self.engine.forward(batch, {"log_probs": "teacher_log_probs"})
 
     @dispatch(
         "split", reads=TOKENS, writes=("teacher_log_probs", "teacher_topk_ids", "teacher_topk_log_probs")
     )
     def compute_topk(self, batch: Batch) -> Batch:
-        """teacher_log_probs, and per response token the top_k likeliest tokens, falling: teacher_topk_ids
-        int32 and teacher_topk_log_probs float32, both wide [N, top_k].
+        """Adds teacher_log_probs, and per response token the top_k likeliest tokens, descending:
+        teacher_topk_ids int32 and teacher_topk_log_probs float32, both wide [N, top_k].
         """
         return self.engine.forward_topk(batch, self._top_k)
 
@@ -40,7 +40,7 @@ class RewardModelWorker(ModelWorker):
 
     @dispatch("split", reads=TOKENS)
     def compute_reward(self, batch: Batch) -> Batch:
-        """score/<name>, per row: the value head after the last response token; NaN without one."""
+        """Adds score/<name>, per row: the value head after the last response token; NaN without one."""
         return self.engine.forward_scores(batch, SCORE(self.context.role))
 
 
@@ -55,7 +55,7 @@ class PrmWorker(ModelWorker):
 
     @dispatch("split", reads=(*TOKENS, "ref_log_probs"), writes=("process_rewards",))
     def compute_process_reward(self, batch: Batch) -> Batch:
-        """process_rewards: beta · (log π_prm - log π_ref) of each response token, float32."""
+        """Adds process_rewards: beta · (log π_prm - log π_ref) of each response token, float32."""
         own = self.engine.forward(batch, {"log_probs": "process_rewards"})
         log_probs, bounds = own.ragged("process_rewards")
         reference, _ = batch.aligned("ref_log_probs", "response_ids").ragged("ref_log_probs")
@@ -64,5 +64,7 @@ class PrmWorker(ModelWorker):
 
     @dispatch("split")
     def update_prm(self, batch: Batch, orders: Sequence[Sequence[int]]) -> StepStats:
-        """All optimizer steps of one trainer step: loss "prm", mini-batches in column `prm_mini_batch`."""
+        """Takes all optimizer steps of one trainer step: loss "prm", mini-batches in column
+        `prm_mini_batch`.
+        """
         return self._update(batch, "prm", MINI_BATCH(self.context.role), orders)

@@ -39,17 +39,17 @@ class SendsWeights:
 
     @dispatch("broadcast")
     def weight_layout(self, dtype: str) -> Layout:
-        """Who holds what of the parameters, as they are sent: in `dtype`."""
+        """Says who holds what of the parameters, as they are sent: in `dtype`."""
         return self.engine.layout(dtype)
 
     @dispatch("broadcast")
     def prepare_transfer(self, transfer: Transfer) -> None:
-        """What `send_weights` does from now on."""
+        """Says what `send_weights` does from now on."""
         self._transfer = transfer
 
     @dispatch("per_rank")
     def send_weights(self, *, version: int) -> SendReport:
-        """This rank's part of sending `version` to the ranks of the transfer, while they run
+        """Does this rank's part of sending `version` to the ranks of the transfer, while they run
         `receive_weights`. A receiver that goes away is reported, and the others are served.
         """
         transfer = _prepared(self._transfer)
@@ -58,7 +58,7 @@ class SendsWeights:
 
     @dispatch("broadcast")
     def write_weights(self, folder: str, version: int, bucket_bytes: int, dtype: str) -> SyncReport:
-        """Write `version` to disk and remove the ones before it. Collective; rank 0 writes."""
+        """Writes `version` to disk and removes the ones before it. Collective; rank 0 writes."""
         path, leader = Path(folder), self.context.rank == 0
         report = write_weights(self.engine, path, version, bucket_bytes, dtype=dtype, leader=leader)
         if leader:
@@ -67,12 +67,12 @@ class SendsWeights:
 
     @dispatch("broadcast")
     def gather_along(self, bucket_bytes: int, dtype: str) -> None:
-        """Take part in the gathering of ranks that have an engine beside them (`load_weights`)."""
+        """Takes part in the gathering of ranks that have an engine beside them (`load_weights`)."""
         gather_along(self.engine, bucket_bytes, dtype)
 
     @dispatch("broadcast")
     def parameter_checksums(self, dtype: str) -> dict[str, int]:
-        """Of the parameters in `dtype`, by checkpoint name. Collective."""
+        """Returns the checksums of the parameters in `dtype`, by checkpoint name. Collective."""
         return self.engine.parameter_checksums(dtype)
 
 
@@ -85,12 +85,12 @@ class ReceivesWeights:
 
     @dispatch("broadcast")
     def prepare_transfer(self, transfer: Transfer) -> None:
-        """What `receive_weights` does from now on."""
+        """Says what `receive_weights` does from now on."""
         self._transfer = transfer
 
     @dispatch("broadcast")
     def receive_weights(self, version: int) -> SyncReport:
-        """Make the engines serve `version`, which the trainer sends meanwhile. They must be paused."""
+        """Makes the engines serve `version`, which the trainer sends meanwhile. They must be paused."""
         transfer = _prepared(self._transfer)
         sink = self.replicas.sink()
         report = receive(transfer, version, sink, self.context.device)
@@ -99,14 +99,14 @@ class ReceivesWeights:
 
     @dispatch("broadcast")
     def read_weights(self, folder: str, version: int) -> SyncReport:
-        """Make the engines serve `version` as the trainer has written it. They must be paused."""
+        """Makes the engines serve `version` as the trainer has written it. They must be paused."""
         sink = self.replicas.sink()
         report = read_weights(Path(folder), version, sink)
         return self._delivered(report, sink.peak_bytes, report.bytes_moved)
 
     def _delivered(self, report: SyncReport, peak_bytes: int, whole: int) -> SyncReport:
-        """With the way from here to engines in processes of their own: it is they who need the weights.
-        peak_bytes: of the buckets for them. whole: bytes for one engine of every rank.
+        """Returns the report with the way from here to engines in processes of their own: it is they who need
+        the weights. peak_bytes: of the buckets for them. whole: bytes for one engine of every rank.
         """
         own = self.replicas.num_processes * whole
         self.replicas.loaded(report.version)
@@ -120,9 +120,9 @@ class ReceivesWeights:
     async def probe(
         self, token_ids: Sequence[int], sampling: SamplingParams, seed: int, version: int
     ) -> Batch:
-        """One short response of every engine that serves `version`: rows with prompt_ids, response_ids and
-        rollout_log_probs; row_id says whose (`probed`). Past the router, whose statistics stay as they are,
-        and before all that waits in an engine.
+        """Generates one short response of every engine that serves `version`: rows with prompt_ids,
+        response_ids and rollout_log_probs; row_id says whose (`probed`). Past the router, whose statistics
+        stay as they are, and before all that waits in an engine.
 
         Raises WeightSyncError when tokens carry another version, or no engine here serves this one.
         """
@@ -165,8 +165,8 @@ class ReceivesWeights:
         )
 
     def differing_tensor(self, number: int, checksums: Mapping[str, int]) -> str:
-        """A sentence: the first parameter of engine `number` whose checksum is not the trainer's, where the
-        engine can read its weights back.
+        """Writes a sentence: the first parameter of engine `number` whose checksum is not the trainer's,
+        where the engine can read its weights back.
         """
         engine = list(self.replicas.router.engines().values())[number]
         able = engine.capabilities()
@@ -185,7 +185,7 @@ class ReceivesWeights:
 
 
 def probed(row_id: int) -> tuple[int, int]:
-    """(rollout rank, number of its engine) of a row that `probe` made."""
+    """Returns the rollout rank and the number of its engine, of a row that `probe` made."""
     return divmod(row_id, ROWS_PER_RANK)
 
 

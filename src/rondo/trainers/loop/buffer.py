@@ -39,12 +39,12 @@ class Group:
     ended: Mapping[str, Any] = field(default_factory=dict)
 
     def rewards(self) -> tuple[float, int]:
-        """Sum of the rewards of its scored rows, and how many those are."""
+        """Returns the sum of the rewards of its scored rows, and how many those are."""
         rewards = self.ref.index.scalars("reward")[is_scored(self.ref.index)]
         return float(rewards.sum(dtype=np.float64)), len(rewards)
 
     def lengths(self) -> list[int]:
-        """Response lengths of its scored rows, in tokens."""
+        """Returns the response lengths of its scored rows, in tokens."""
         return self.ref.index.scalars("response_length")[is_scored(self.ref.index)].tolist()  # type: ignore[no-any-return]
 
 
@@ -69,7 +69,7 @@ class Ledger:
     produced: list[int] = field(default_factory=list)
 
     def admit(self, version: int) -> int:
-        """The next sequence number to start; what was given back goes first."""
+        """Returns the next sequence number to start; what was given back goes first."""
         if self.reissue:
             seq = self.reissue.pop(0)
             self.failed.pop(seq, None)  # of the earlier try, where that was complete and is too stale now
@@ -94,7 +94,7 @@ class Ledger:
         self.dropped[seq] = reason
 
     def records(self) -> list[dict[str, Any]]:
-        """The account as lines for `buffer/ledger.jsonl`. What is in flight will be issued again."""
+        """Returns the account as lines for `buffer/ledger.jsonl`. What is in flight will be issued again."""
         reissue = sorted([*self.reissue, *self.open])
         counts = {"next_seq": self.next_seq, "num_trained": self.num_trained}
         head = {"kind": "watermark", **counts, "produced": list(self.produced)}
@@ -128,7 +128,7 @@ class Ledger:
 
 
 def failures(rows: BatchRef) -> list[str]:
-    """The outcomes of the trajectories that failed."""
+    """Returns the outcomes of the trajectories that failed."""
     return [str(outcome) for outcome in rows.index.scalars("outcome")[~is_scored(rows.index)]]
 
 
@@ -159,9 +159,14 @@ class Buffer:
         check_failures: Callable[[Sequence[str]], None] = lambda outcomes: None,
         journal: RunJournal | None = None,
     ) -> None:
-        self.batch_size, self.max_staleness = batch_size, max_staleness
-        self.total_steps, self.total_groups, self.order = total_steps, total_groups, order
-        self.keep, self.max_refills, self._check_failures = keep, max_refills, check_failures
+        self.batch_size = batch_size
+        self.max_staleness = max_staleness
+        self.total_steps = total_steps
+        self.total_groups = total_groups
+        self.order = order
+        self.keep = keep
+        self.max_refills = max_refills
+        self._check_failures = check_failures
         self.journal = journal
         self.version = 0
         self.ledger = Ledger()
@@ -180,17 +185,18 @@ class Buffer:
 
     @property
     def rules(self) -> dict[str, Any]:
-        """For a checkpoint: what decides which groups wait in the buffer."""
+        """Returns, for a checkpoint, what decides which groups wait in the buffer."""
         return {"max_staleness": self.max_staleness, "order": self.order}
 
     def restore(
         self, ledger: Ledger, groups: Iterable[Group], version: int, rules: Mapping[str, Any]
     ) -> None:
-        """Go on at `version`, with the account and the complete groups of a checkpoint. rules: of the buffer
-        that it was cut from. Under tighter ones, or in another order, more of its groups may be due than a
-        step can take; then they all start again.
+        """Goes on at `version`, with the account and the complete groups of a checkpoint. rules: of the
+        buffer that it was cut from. Under tighter ones, or in another order, more of its groups may be due
+        than a step can take; then they all start again.
         """
-        self.ledger, self.version = ledger, version
+        self.ledger = ledger
+        self.version = version
         self._unused = version * self.batch_size - ledger.num_trained
         if rules.get("order") == self.order and rules["max_staleness"] <= self.max_staleness:
             self.ready = {group.seq: group for group in groups}
@@ -213,7 +219,7 @@ class Buffer:
         self._changed = asyncio.Event()
 
     def put(self, group: Group) -> None:
-        """A complete group arrives; a filtered one is a drop with a reason."""
+        """Takes in a complete group; a filtered one is a drop with a reason."""
         reason = self.keep(group) if self.keep is not None else None
         self.change("put", seq=group.seq, reason=reason, **group.ended)
         if failed := failures(group.ref):
@@ -233,8 +239,8 @@ class Buffer:
         failed: Sequence[str] = (),
         ended: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """A group of which nothing can be trained on. failed: the outcomes of its failed trajectories. ended:
-        how, for the journal.
+        """Drops a group of which nothing can be trained on. failed: the outcomes of its failed trajectories.
+        ended: how, for the journal.
         """
         self.change("drop", seq=seq, reason=reason, **ended)
         if failed:
@@ -242,7 +248,7 @@ class Buffer:
         self.ledger.drop(seq, reason)
 
     def give_back(self, seqs: Iterable[int], *, aborted: bool = False, ending: bool = False) -> None:
-        """Episodes were cancelled or lost: their prompts will be issued again, before others. What is
+        """Gives back what was cancelled or lost: the prompts will be issued again, before others. What is
         complete by now is left alone. aborted: because weights changed; counted for each (`Ledger.aborts`).
         ending: because the run ends here, which is no line of the journal.
         """
@@ -255,18 +261,19 @@ class Buffer:
             self.change("give_back", seqs=given_back, aborted=aborted)
 
     def fail(self, error: BaseException) -> None:
-        """An episode failed for good: whoever waits gets the error."""
+        """Gives the error of an episode that failed for good to all who wait."""
         self._error = self._error or error
         self.change()
 
     def stop(self) -> None:
-        """No step begins any more: `take` has no groups."""
+        """Lets no step begin any more: `take` has no groups."""
         self.stopped = True
         self.change()
 
     def advance(self, version: int) -> None:
-        """The engines run and serve `version`: only now may prompts start, and on its credits."""
-        self.version, self.admitting = version, True
+        """Says that the engines run and serve `version`: only now may prompts start, and on its credits."""
+        self.version = version
+        self.admitting = True
         self.change()
 
     # ---- who waits for it ----
@@ -295,13 +302,13 @@ class Buffer:
         return seq
 
     async def settled(self) -> None:
-        """Nothing is in flight and no credit is left: a drop during the drain has been replaced, and that
-        one is done.
+        """Waits until nothing is in flight and no credit is left: a drop during the drain has been replaced,
+        and that one is done.
         """
         await self.until(lambda: not self.ledger.open and self.credits() <= 0)
 
     async def take(self) -> list[Group]:
-        """Whole groups for one step, by sequence number; short at the end, then empty."""
+        """Returns whole groups for one step, by sequence number; short at the end, then empty."""
         chosen = await self.until(lambda: [] if self.stopped else self._select())
         if self.stopped:
             return []
@@ -329,7 +336,7 @@ class Buffer:
         )
 
     def _select(self) -> Sequence[int] | None:
-        """The groups of the next step; None while they are not all there."""
+        """Returns the groups of the next step; None while they are not all there."""
         # A full batch, or what is left once nothing more can start; nothing after the last step.
         last_grant = self.version + self.max_staleness + 1 >= self.total_steps
         last_prompt = self.ledger.next_seq >= self.total_groups
@@ -392,7 +399,9 @@ class Buffer:
         )
 
     def _count_filtered(self, groups: Sequence[Group], last: float) -> Mapping[str, float]:
-        """What the filter did for this batch, up to `last`: groups dropped, and the mean reward before it."""
+        """Counts what the filter did for this batch, up to `last`: groups dropped, and the mean reward before
+        it.
+        """
         filtered = [self.ledger.filtered.pop(seq) for seq in sorted(self.ledger.filtered) if seq < last]
         sums = [*filtered, *(group.rewards() for group in groups)]
         statistics = {

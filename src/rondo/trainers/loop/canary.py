@@ -29,7 +29,9 @@ class Canary:
     """
 
     def __init__(self, roles: Roles, prompts: Prompts, config: Config) -> None:
-        self._actor, self._rollout, self._dtype = roles.actor, roles.engines, rollout_dtype(config)
+        self._actor = roles.actor
+        self._rollout = roles.engines
+        self._dtype = rollout_dtype(config)
         prompt = [int(token) for token in prompts.train.prompt(0).token_ids]
         self._prompt = prompt[:NUM_PROMPT_TOKENS]
         longest = config.data.max_prompt_tokens

@@ -38,13 +38,14 @@ class Checkpoints:
     """config: as the user wrote it (before a warm start set model.path); a resumed run must agree with it."""
 
     def __init__(self, config: Config, folder: RunFolder) -> None:
-        self._config, self._folder = config, folder
+        self._config = config
+        self._folder = folder
         self._store = CheckpointStore(folder.checkpoints_dir, config.checkpoint.keep)
         self.cut: ControllerState | None = None
         """The trainer's part of a state that `snapshot` has copied and nobody has written yet."""
 
     def check(self) -> None:
-        """Before anything starts: is there a checkpoint, is it whole, and does it fit? Raises
+        """Looks, before anything starts, whether there is a checkpoint that is whole and fits. Raises
         CheckpointError.
         """
         checkpoint = self._store.latest() if self._folder.resuming else None
@@ -52,7 +53,7 @@ class Checkpoints:
             check_compatible(load_controller_state(checkpoint.path)[1], compatibility_record(self._config))
 
     async def restore(self, trainer: Resumable) -> int | None:
-        """Load the newest checkpoint into the trainer and its roles; what was logged beyond it moves aside.
+        """Loads the newest checkpoint into the trainer and its roles; what was logged beyond it moves aside.
 
         Returns the step, or None when there is nothing to resume. Raises CheckpointError for a damaged or
         foreign one.
@@ -69,7 +70,7 @@ class Checkpoints:
         return checkpoint.step
 
     def way_on(self) -> str | None:
-        """How a run that ends now can go on, in one line; None where there is no checkpoint."""
+        """Says how a run that ends now can go on, in one line; None where there is no checkpoint."""
         steps, resume = self._store.steps(), self._config.checkpoint.resume
         if not steps:
             return None
@@ -81,7 +82,7 @@ class Checkpoints:
 
     @contextmanager
     def way_on_noted(self) -> Iterator[None]:
-        """Around training: an error that ends it says how the run can go on."""
+        """Goes around training: an error that ends it says how the run can go on."""
         try:
             yield
         except Exception as error:

@@ -40,19 +40,19 @@ class RolloutSide(Episodes, Protocol):
     eval: Sequence[Prompt]
 
     def describe(self) -> str:
-        """One line for the log."""
+        """Writes one line for the log."""
         ...
 
     def buffer(self, **options: Any) -> Buffer:
-        """The buffer of the run. options: those of `Buffer` but `max_staleness`."""
+        """Makes the buffer of the run. options: those of `Buffer` but `max_staleness`."""
         ...
 
     def feeder(self, buffer: Buffer, **options: Any) -> EpisodeFeeder:
-        """What fills that buffer. options: those of `EpisodeFeeder` but `on_update`."""
+        """Makes what fills that buffer. options: those of `EpisodeFeeder` but `on_update`."""
         ...
 
     async def end_step(self) -> StepStats:
-        """Counters of all engines for the step that ends here; those of the next begin at 0."""
+        """Returns the counters of all engines for the step that ends here; those of the next begin at 0."""
         ...
 
     async def start_counting(self) -> None:
@@ -60,7 +60,7 @@ class RolloutSide(Episodes, Protocol):
         ...
 
     async def evaluate(self) -> EvaluationResult:
-        """Answers to `eval`, scored."""
+        """Returns scored answers to `eval`."""
         ...
 
 

@@ -37,7 +37,9 @@ class Episodes(Protocol):
     """Number of ranks, lost ones included."""
 
     def alive(self) -> Sequence[int]:
-        """The ranks that groups may go to. Where the loss of one ends the run, it stays in the list."""
+        """Returns the ranks that groups may go to. Where the loss of one ends the run, it stays in the
+        list.
+        """
         ...
 
     async def run_group(self, rank: int, seq: int) -> tuple[BatchRef, Ended]:
@@ -47,7 +49,7 @@ class Episodes(Protocol):
         ...
 
     async def pause(self) -> None:
-        """Stop the engines at a token boundary; requests keep their place, new ones wait."""
+        """Stops the engines at a token boundary; requests keep their place, new ones wait."""
         ...
 
     async def resume(self) -> None: ...
@@ -123,7 +125,7 @@ class EpisodeFeeder:
             self._load[rank] -= 1
 
     def _alive(self, why: str = "") -> Sequence[int]:
-        """The ranks that groups may go to. Says once of each that it is lost, whoever noticed it."""
+        """Returns the ranks that groups may go to. Says once of each that it is lost, whoever noticed it."""
         alive = self._episodes.alive()
         lost = sorted(self._seen_alive.difference(alive))
         if alive and lost:
@@ -133,7 +135,7 @@ class EpisodeFeeder:
         return alive
 
     def _lost(self, seq: int) -> None:
-        """The rank that made this group is gone; another one will."""
+        """Is told that the rank that made this group is gone; another one will."""
         self._buffer.give_back([seq])
 
     def _put(self, seq: int, version: int, ref: BatchRef, ended: Ended) -> None:
@@ -174,7 +176,9 @@ class EpisodeFeeder:
         await self._episodes.pause()
 
     def partial(self) -> dict[int, BatchRef]:
-        """What a checkpoint holds of groups in flight: nothing, they start again (but see `replay/`)."""
+        """Returns what a checkpoint holds of groups in flight: nothing, they start again (but see
+        `replay/`).
+        """
         return {}
 
     def restore_partial(self, partial: Mapping[int, BatchRef]) -> None:
@@ -182,10 +186,10 @@ class EpisodeFeeder:
         assert not partial
 
     async def close(self) -> None:
-        """Cancel what is in flight; those prompts go back to the ledger."""
+        """Cancels what is in flight; those prompts go back to the ledger."""
         await self._give_back(list(self._tasks.values()), ending=True)
 
     async def _give_back(self, seqs: Sequence[int], *, aborted: bool = False, ending: bool = False) -> None:
-        """Cancel these groups. Not each task for itself: one that never ran cannot give anything back."""
+        """Cancels these groups. Not each task for itself: one that never ran cannot give anything back."""
         await cancel(*(task for task, seq in self._tasks.items() if seq in seqs))
         self._buffer.give_back(seqs, aborted=aborted, ending=ending)

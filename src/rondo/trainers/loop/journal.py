@@ -37,7 +37,9 @@ class RunJournal:
         self._off = False
 
     def note(self, kind: str, **what: Any) -> None:
-        """It has been done. Raises TrainError where a journal that is followed has something else here."""
+        """Writes down what has been done. Raises TrainError where a journal that is followed has something
+        else here.
+        """
         if self._off:
             return
         if kind == "resume":
@@ -55,7 +57,7 @@ class RunJournal:
 
     @property
     def mark(self) -> int | None:
-        """For a checkpoint: what to `restore`."""
+        """Returns, for a checkpoint, what to `restore`."""
         return None if self._off else self.position
 
     def restore(self, position: int | None) -> None:

@@ -26,8 +26,10 @@ class GatheredRoute:
     moves = True
 
     def __init__(self, actor: WorkerGroup, rollout: WorkerGroup, config: Config) -> None:
-        self._actor, self._rollout = actor, rollout
-        self._dtype, self._bucket_bytes = rollout_dtype(config), config.rollout.bucket_bytes
+        self._actor = actor
+        self._rollout = rollout
+        self._dtype = rollout_dtype(config)
+        self._bucket_bytes = config.rollout.bucket_bytes
         # of an engine on several devices, only the first has the worker: the others' shards are needed too
         devices = set(rollout.devices)
         self._others = [rank for rank, device in enumerate(actor.devices) if device not in devices]
@@ -50,8 +52,10 @@ class CollectiveRoute:
     moves = True
 
     def __init__(self, actor: WorkerGroup, rollout: WorkerGroup, config: Config) -> None:
-        self._actor, self._rollout = actor, rollout
-        self._dtype, self._bucket_bytes = rollout_dtype(config), config.rollout.bucket_bytes
+        self._actor = actor
+        self._rollout = rollout
+        self._dtype = rollout_dtype(config)
+        self._bucket_bytes = config.rollout.bucket_bytes
         self._layout: Layout | None = None
         self._ranks: tuple[int, ...] = ()
 
@@ -150,8 +154,11 @@ class DiskRoute:
     moves = True
 
     def __init__(self, actor: WorkerGroup, rollout: WorkerGroup, folder: Path, config: Config) -> None:
-        self._actor, self._rollout, self._folder = actor, rollout, folder
-        self._dtype, self._bucket_bytes = rollout_dtype(config), config.rollout.bucket_bytes
+        self._actor = actor
+        self._rollout = rollout
+        self._folder = folder
+        self._dtype = rollout_dtype(config)
+        self._bucket_bytes = config.rollout.bucket_bytes
 
     async def load(self, version: int) -> SyncReport:
         folder = str(self._folder.resolve())

@@ -123,7 +123,7 @@ class WeightPublisher:
         return report
 
     async def _reload(self) -> None:
-        """The weights once more, for an engine that has none. What is in flight keeps its place."""
+        """Loads the weights once more, for an engine that has none. What is in flight keeps its place."""
         await self._episodes.pause()
         await self._load(self._version)
         await self._episodes.resume()
@@ -172,8 +172,8 @@ class Mender:
             self._task = None
 
     async def served(self, work: Awaitable[T]) -> T:
-        """The result of `work`, which waits for engines; raises what mending them raised meanwhile. Outside
-        of `async with` nothing is mended.
+        """Returns the result of `work`, which waits for engines; raises what mending them raised meanwhile.
+        Outside of `async with` nothing is mended.
         """
         if self._task is None:
             return await work
@@ -215,12 +215,12 @@ class Mender:
                 await self._checked()
 
     async def give_weights(self, news: str) -> None:
-        """Once, because of `news`."""
+        """Gives all engines weights once, because of `news`."""
         self._warn(news)
         await self._reload()
 
     async def _checked(self) -> None:
-        """The check asks engines, too; one that is started again meanwhile gets weights."""
+        """Runs the check, which asks engines, too; one that is started again meanwhile gets weights."""
         checking = asyncio.create_task(self._check())
         waiting = asyncio.create_task(self._restarted())
         try:

@@ -51,7 +51,11 @@ class Reporter:
     def __init__(
         self, config: Config, folder: RunFolder, console: Console, *, title: str, kind: Kind = "rl"
     ) -> None:
-        self.config, self.folder, self.console, self.title, self.kind = config, folder, console, title, kind
+        self.config = config
+        self.folder = folder
+        self.console = console
+        self.title = title
+        self.kind = kind
         self.stopped = False  # on request, before the end
         self.device: str = config.cluster.device
         self._samples: list[Sample] = []
@@ -71,7 +75,7 @@ class Reporter:
 
     @contextmanager
     def running(self, total_steps: int, first_step: int, parameters: int) -> Iterator[None]:
-        """The console's stage; trackers learn how it ended."""
+        """Opens the console's stage; trackers learn how it ended."""
         config = self.config
         header = Header(
             model=f"{_model_name(config)} ({parameters / 1e6:.2f} M parameters)",
@@ -107,7 +111,7 @@ class Reporter:
         extra: Mapping[str, float],
         evaluation: Sequence[EvaluationResult] = (),
     ) -> None:
-        """One step's metrics, everywhere."""
+        """Tells one step's metrics, everywhere."""
         values = stats.values()
         trained = int(values.pop("perf/trained_tokens", 0))
         generated = int(values.get("rollout/generated_tokens", 0))
@@ -131,7 +135,7 @@ class Reporter:
             self._evaluated(step, result)
 
     def evaluation(self, step: int, result: EvaluationResult) -> None:
-        """An evaluation with no training step of its own (before the first)."""
+        """Tells an evaluation with no training step of its own (before the first)."""
         self._log(step, result.metrics)
         self._evaluated(step, result)
 
@@ -148,7 +152,7 @@ class Reporter:
                 tracker.log(step, plain)
 
     def has_evaluation(self, step: int) -> bool:
-        """Whether this run has reported one of `step`, before it was resumed perhaps."""
+        """Says whether this run has reported one of `step`, before it was resumed perhaps."""
         return evaluation_file(self.folder.path, step).exists()
 
     def _evaluated(self, step: int, result: EvaluationResult) -> None:
@@ -156,7 +160,7 @@ class Reporter:
         write_evaluation(self.folder.path, step, result.samples)
 
     async def rollouts(self, step: int, rows: BatchRef) -> None:
-        """All rows of a step as Parquet, a few as text."""
+        """Writes all rows of a step as Parquet, and keeps a few as text."""
         tracking = self.config.tracking
         if not tracking.save_rollouts and not tracking.samples:
             return
@@ -191,7 +195,7 @@ def _model_name(config: Config) -> str:
 
 
 def describe_rows(batch: BatchRef, stats: StepStats) -> None:
-    """Reward and length metrics of a step's scored rows."""
+    """Adds the reward and length metrics of a step's scored rows."""
     index = batch.index
     reward = index.scalars("reward").astype(np.float64)
     lengths = index.scalars("response_length")

@@ -142,7 +142,7 @@ class RLRun:
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
-        """The console's stage; inside, engines that are started again get weights."""
+        """Opens the console's stage; inside, engines that are started again get weights."""
         parameters = await self.roles.actor.call(ActorWorker.num_parameters)
         with self.reporter.running(self.total_steps, self.step, parameters):
             async with self.weights.mender:
@@ -155,7 +155,7 @@ class RLRun:
 
     @asynccontextmanager
     async def feeding(self) -> AsyncIterator[None]:
-        """Episodes run inside; afterwards what is in flight is in the ledger, to be issued again."""
+        """Lets episodes run inside; afterwards what is in flight is in the ledger, to be issued again."""
         feeding = asyncio.create_task(self.feeder.run(), name="feeder")
         try:
             yield
@@ -180,7 +180,9 @@ class RLRun:
         return not stopped
 
     async def _ran_out_of_prompts(self) -> None:
-        """So many groups were dropped that the epochs ended early: the end is an end all the same."""
+        """Ends a run of which so many groups were dropped that the epochs ended early: the end is an end all
+        the same.
+        """
         if self.step == 0:
             raise TrainError("no prompt group could be trained: all were dropped; the log says why")
         self.reporter.warn(
@@ -197,12 +199,12 @@ class RLRun:
     # ---- a step ----
 
     async def take(self) -> list[Group]:
-        """Groups for one step; an empty list at the end or when a stop is asked for."""
+        """Returns the groups for one step; an empty list at the end or when a stop is asked for."""
         with self.clock.phase("generate"):
             return await self.weights.mender.served(self.buffer.take())
 
     def new_step(self) -> Step:
-        """What the stages of the next step share."""
+        """Returns what the stages of the next step share."""
         return Step(
             number=self.step,
             seed=self.config.trainer.seed,
@@ -213,7 +215,7 @@ class RLRun:
         )
 
     def begin_step(self, groups: Sequence[Group]) -> tuple[BatchRef, Step]:
-        """All rows of the groups, failures included, and what the stages of the step share."""
+        """Returns all rows of the groups, failures included, and what the stages of the step share."""
         step = self.new_step()
         stats, ages = step.stats, self.buffer.staleness(groups)
         stats.add_mean("buffer/staleness_mean", float(sum(ages)), len(ages))
@@ -223,7 +225,9 @@ class RLRun:
         return BatchRef.concat([group.ref for group in groups]), step
 
     def scored(self, everything: BatchRef, stats: StepStats) -> BatchRef:
-        """Rows with a reward. Failures are in no baseline; too many of them stop the run (in the buffer)."""
+        """Returns the rows with a reward. Failures are in no baseline; too many of them stop the run (in the
+        buffer).
+        """
         scored = is_scored(everything.index)
         failed = self.buffer.num_failed  # those of dropped groups too
         stats.add_mean("reward/failed_share", failed, failed + int(scored.sum()))
@@ -231,7 +235,9 @@ class RLRun:
         return everything.take(np.flatnonzero(scored))
 
     async def let_engines_rest(self) -> None:
-        """With rollout.sleep, while the trainer computes: until the next version is released."""
+        """Lets engines rest, with rollout.sleep, while the trainer computes: until the next version is
+        released.
+        """
         if self.side.enter is not None:
             await self.finish_evaluation()
             await self.weights.rest()
@@ -265,7 +271,7 @@ class RLRun:
             self._evaluating = asyncio.create_task(self.side.evaluate(), name=f"evaluation-{self.step}")
 
     async def report(self, scored: BatchRef, stats: StepStats) -> None:
-        """A step's metrics, everywhere. scored: its rows with a reward."""
+        """Tells a step's metrics, everywhere. scored: its rows with a reward."""
         self.clock.count_cpu(await self.cluster.cpu_seconds())
         for group in self.roles.trained():
             for peak in await group.call(ModelWorker.peak_memory_bytes):
@@ -287,8 +293,8 @@ class RLRun:
     # ---- evaluation ----
 
     async def _first_evaluation(self) -> None:
-        """Before the first step; and, of a run that was stopped while an evaluation ran beside episodes, that
-        one again.
+        """Evaluates before the first step; and, of a run that was stopped while an evaluation ran beside
+        episodes, that one again.
         """
         first = self.step == 0 and self.config.trainer.evaluation.before and bool(self.side.eval)
         beside = self.step > 0 and self._evaluation_due() == "beside"
@@ -296,8 +302,8 @@ class RLRun:
             self.reporter.evaluation(self.step, await self.evaluate())
 
     def _evaluation_due(self) -> Literal["alone", "beside"] | None:
-        """How this step's evaluation runs: alone after a drain, or beside the episodes in flight. None where
-        there is none.
+        """Says how this step's evaluation runs: alone after a drain, or beside the episodes in flight. None
+        where there is none.
         """
         evaluation, last = self.config.trainer.evaluation, self.step == self.total_steps
         every = 0 if last else evaluation.every
@@ -320,14 +326,16 @@ class RLRun:
         self._evaluating = None
 
     async def evaluate(self) -> EvaluationResult:
-        """While the trainer waits, and so holds the weights that are measured."""
+        """Evaluates while the trainer waits, and so holds the weights that are measured."""
         with self.clock.phase("evaluate"):
             return await self.weights.mender.served(self.side.evaluate())
 
     # ---- checkpoints ----
 
     def saved_roles(self) -> Mapping[str, WorkerGroup]:
-        """Roles whose state is part of a checkpoint (others are frozen, the rollout engine has none)."""
+        """Returns the roles whose state is part of a checkpoint (others are frozen, the rollout engine has
+        none).
+        """
         roles = ["actor", *self._learners]
         if self.config.reference.refresh_every is not None:
             roles.append("reference")

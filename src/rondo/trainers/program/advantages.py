@@ -57,7 +57,7 @@ class AdvantageStage:
         return f"{', '.join(self.writes)} <- controller ({self._name})"
 
     async def __call__(self, batch: BatchRef, step: Step) -> BatchRef:
-        """The batch with advantages (and returns).
+        """Returns the batch with advantages (and returns).
 
         A row that counts k times (index column sample_weight) counts so in the estimator's mask and number of
         trained tokens. Raises TrainError when the estimator returns something else than it should.
@@ -97,8 +97,8 @@ class AdvantageStage:
         return attach(batch, columns, step.cluster)
 
     async def _inputs(self, batch: BatchRef, kl_coef: float, stats: StepStats) -> dict[str, Tensor]:
-        """The estimator's arguments by name: per-row [B], per-token [B, T] float32, response_mask [B, T]
-        float32.
+        """Returns the estimator's arguments by name: per-row [B], per-token [B, T] float32, response_mask [B,
+        T] float32.
         """
         in_index = set(self.columns) & set(batch.index.columns)
         inputs = {name: numbers(batch.index, name) for name in in_index}
@@ -116,7 +116,7 @@ class AdvantageStage:
         return inputs
 
     def _reward(self, inputs: dict[str, Tensor], kl_coef: float, stats: StepStats) -> None:
-        """token_rewards, and the reward with the KL inside."""
+        """Adds token_rewards, and the reward with the KL inside."""
         inputs["token_rewards"], kl_stats = self._on_tokens(inputs, inputs["reward"], self._share(kl_coef))
         stats.merge(kl_stats)
         if self._kl is not None:  # a row without trained tokens keeps the reward that it got
@@ -125,7 +125,9 @@ class AdvantageStage:
             inputs["reward"] = torch.where(has_tokens, with_kl, inputs["reward"])
 
     def _charge(self, inputs: dict[str, Tensor], cost: str, kl_coef: float) -> None:
-        """token_costs: the cost on the last trained token, plus half of the KL (Safe-RLHF, 2310.12773)."""
+        """Adds token_costs: the cost on the last trained token, plus half of the KL (Safe-RLHF,
+        2310.12773).
+        """
         if bool(inputs[cost].isnan().any()):
             raise DataError(f"{cost}, the cost of algorithm.constraint, is missing in some rows of the batch")
         inputs["token_costs"], _ = self._on_tokens(inputs, inputs[cost], -self._share(kl_coef))

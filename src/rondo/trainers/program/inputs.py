@@ -27,15 +27,15 @@ class Prompts:
 
 
 def open_tokenizer(config: Config) -> Any:
-    """The run's tokenizer, with the configured chat template."""
+    """Opens the run's tokenizer, with the configured chat template."""
     model = config.model
     name = tokenizer_name(config)
     return load_tokenizer(name, model.chat_template, trust_remote_code=model.trust_remote_code)
 
 
 def settled(config: Config) -> Config:
-    """The configuration with what it leaves to the device (`auto`). Everything that starts something, or
-    compares settings with those of an earlier run, does so with this one.
+    """Returns the configuration with what it leaves to the device (`auto`). Everything that starts something,
+    or compares settings with those of an earlier run, does so with this one.
     """
     device = planned_device(config.cluster)
     found = config_for(config, device)
@@ -49,8 +49,8 @@ def settled(config: Config) -> Config:
 
 
 def complete_model(config: Config) -> Config:
-    """A model built from scratch fits its tokenizer: vocab_size and special token ids, where model.config
-    has none.
+    """Makes a model that is built from scratch fit its tokenizer: vocab_size and special token ids, where
+    model.config has none.
     """
     model = config.model
     if model.config is None:
@@ -105,7 +105,7 @@ def sampling_params(config: Config, tokenizer: object) -> SamplingParams:
 
 
 def conversations(config: Config, sources: tuple[SourceConfig, ...], *, shuffle: bool) -> ConversationStream:
-    """Rows of `sources` as token sequences with a loss mask; a whole conversation has at most
+    """Returns rows of `sources` as token sequences with a loss mask; a whole conversation has at most
     actor.token_budget tokens.
     """
     return ConversationStream(
@@ -134,19 +134,19 @@ class Recorded:
     changed: tuple[str, ...]
 
     def scored_by(self, config: Config) -> tuple[str, ...]:
-        """The reward.models that still have to score: those whose scores are not in the recording."""
+        """Returns the reward.models that still have to score: those whose scores are not in the recording."""
         names = (model.name for model in config.reward.models)
         return tuple(name for name in names if name not in self.recording.scores)
 
     def describe(self) -> str:
-        """One line: what it is."""
+        """Writes what it is, in one line."""
         recording, largest = self.recording, max(self.sizes)
         what = f"{len(self.sizes)} steps of {largest} prompt groups" if len(self.sizes) > 1 else "1 step"
         found = f"{recording.path} ({recording.num_groups} groups, {recording.num_rows} rows)"
         return f"recorded rollouts: {what} from {found}; {IN_SHORT}"
 
     def describe_policy(self) -> str:
-        """One line: whose samples they are."""
+        """Writes, in one line, whose samples they are."""
         if not self.changed:
             return "the settings are the recorded run's: the samples are this policy's own"
         return "the samples are another policy's: " + "; ".join(self.changed)

@@ -78,28 +78,28 @@ class Program:
 
     @property
     def reward_models(self) -> tuple[str, ...]:
-        """Those that score in this run."""
+        """Names those that score in this run."""
         return tuple(stage.model.name for stage in self.scoring if isinstance(stage, RewardModelScores))
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Worker groups with a model beside the actor, in the order in which they are started."""
+        """Names the worker groups with a model beside the actor, in the order in which they are started."""
         learners = (learner.role for learner in self.learners)
         producers = (p.role for p in self.producers if p.role != "actor")
         return tuple(dict.fromkeys((*learners, *producers, *self.reward_models)))
 
     @property
     def all_roles(self) -> tuple[str, ...]:
-        """Every worker group of the run."""
+        """Names every worker group of the run."""
         return ("actor", *self.roles, *([ROLLOUT] if self.recorded is None else []))
 
     def learner(self, role: str) -> Learner | None:
-        """The learner of a role, or None where it is frozen or absent."""
+        """Returns the learner of a role, or None where it is frozen or absent."""
         return next((learner for learner in self.learners if learner.role == role), None)
 
     def describe(self, config: Config) -> list[str]:
-        """The dataflow of one step in the order in which it runs, for `config show`. config: what the program
-        was planned from.
+        """Returns the dataflow of one step in the order in which it runs, for `config show`. config: what the
+        program was planned from.
         """
         lines = [_taken(config, self.greedy_baseline)]
         if self.recorded is not None:
@@ -117,14 +117,14 @@ class Program:
 
 
 def _taken(config: Config, greedy_baseline: bool) -> str:
-    """Where the rows of a step come from."""
+    """Says where the rows of a step come from."""
     line, chosen = "take complete prompt groups from the buffer", config.algorithm.filter
     line += ", each with the reward of a greedy answer" if greedy_baseline else ""
     return line + (f"; {chosen.name} (algorithm.filter) replaces those it drops" if chosen else "")
 
 
 def _in_flight(config: Config) -> str:
-    """What becomes of episodes in flight then."""
+    """Says what becomes of episodes in flight then."""
     trainer = config.trainer
     if trainer.max_staleness == 0:
         return ""
@@ -133,7 +133,7 @@ def _in_flight(config: Config) -> str:
 
 
 def _adapted(config: Config) -> list[str]:
-    """What changes after the actor has."""
+    """Says what changes after the actor has."""
     kl, every = config.algorithm.kl, config.reference.refresh_every
     lines = ["adapt the KL coefficient"] if kl is not None and kl.controller.name == "adaptive" else []
     lines += ["adapt the multiplier of algorithm.constraint"] if config.algorithm.constraint else []
@@ -141,7 +141,7 @@ def _adapted(config: Config) -> list[str]:
 
 
 def plan_program(config: Config, recorded: Recorded | None = None) -> Program:
-    """Derive the stages of a step from the functions chosen in the config. recorded: what is trained on
+    """Derives the stages of a step from the functions chosen in the config. recorded: what is trained on
     where rollout.recorded is set. Raises ConfigError for a column that is read and not made.
     """
     correction_config = effective_correction(config, _changed(recorded))
@@ -201,7 +201,7 @@ def plan_program(config: Config, recorded: Recorded | None = None) -> Program:
 def effective_correction(
     config: Config, foreign: Sequence[str] = ()
 ) -> RolloutCorrectionConfig | BypassConfig | None:
-    """What algorithm.rollout_correction becomes: decoupled, bypass or None (off).
+    """Returns what algorithm.rollout_correction becomes: decoupled, bypass or None (off).
 
     auto: off where the samples are the trainer's own policy's (trainer.max_staleness=0, native engine), or
     else token-level truncated importance weights; with importance or reject set, those. foreign: why recorded
@@ -218,7 +218,7 @@ def effective_correction(
 
 
 def describe_correction(config: Config, foreign: Sequence[str] = ()) -> str:
-    """A line for `config show`: what it became, and why. foreign: as in `effective_correction`."""
+    """Writes a line for `config show`: what it became, and why. foreign: as in `effective_correction`."""
     written, found = config.algorithm.rollout_correction, effective_correction(config, foreign)
     auto = written is not None and written.mode == "auto"
     causes = [
@@ -250,7 +250,7 @@ def _changed(recorded: Recorded | None) -> tuple[str, ...]:
 
 
 def _scoring_models(config: Config, recorded: Recorded | None) -> list[RewardModelConfig]:
-    """The reward models that score in this run: not those whose scores were recorded."""
+    """Returns the reward models that score in this run: not those whose scores were recorded."""
     names = None if recorded is None else recorded.scored_by(config)
     return [model for model in config.reward.models if names is None or model.name in names]
 
@@ -261,7 +261,9 @@ def _one_update(config: Config) -> bool:
 
 
 def columns_of_hooks(config: Config) -> set[str]:
-    """What the filter, the resampling and the positive-example loss read: all of it per-row columns."""
+    """Returns what the filter, the resampling and the positive-example loss read: all of it per-row
+    columns.
+    """
     algorithm, columns = config.algorithm, set()
     hooks: tuple[tuple[Kind, FunctionConfig | None], ...] = (
         ("filter", algorithm.filter),
@@ -284,7 +286,7 @@ def columns_of_hooks(config: Config) -> set[str]:
 
 
 def _learners(config: Config, read: set[str], advantage: AdvantageStage) -> tuple[Learner, ...]:
-    """The roles that must learn because somebody reads what they predict."""
+    """Returns the roles that must learn because somebody reads what they predict."""
     algorithm, learners = config.algorithm, []
     for role in of_section("critic"):
         if role.makes in read:
@@ -311,7 +313,7 @@ def _learners(config: Config, read: set[str], advantage: AdvantageStage) -> tupl
 
 
 def critic_learner(config: Config, role: str) -> Learner:
-    """role: critic or cost_critic."""
+    """Returns the learner of a role, critic or cost_critic."""
     algorithm = config.algorithm
     method, loss = CriticWorker.update_critic, CriticLoss(algorithm.value_loss, role)
     aggregate = bind("aggregation", algorithm.aggregation)
@@ -319,7 +321,9 @@ def critic_learner(config: Config, role: str) -> Learner:
 
 
 def plan_schedule(config: Config, prompts_per_epoch: int, learners: Sequence[Learner]) -> Schedule:
-    """Steps, prompts and optimizer steps of the whole run. learners: the roles trained beside the actor."""
+    """Plans steps, prompts and optimizer steps of the whole run. learners: the roles trained beside the
+    actor.
+    """
     batch = config.data.batch_size
     if config.trainer.total_steps is not None:
         steps, groups = config.trainer.total_steps, 1 << 62
@@ -334,7 +338,7 @@ def plan_schedule(config: Config, prompts_per_epoch: int, learners: Sequence[Lea
 
 
 def schedule_of(config: Config, steps: int, groups: int, learners: Sequence[Learner]) -> Schedule:
-    """The schedule of a run of so many steps; groups: prompts that it may consume."""
+    """Returns the schedule of a run of so many steps; groups: prompts that it may consume."""
     batch = config.data.batch_size
     warmup = warmup_steps(config, learners, steps)
     per_step = _mini_batches(batch, config.actor.mini_batch_size) * config.actor.epochs
@@ -347,7 +351,9 @@ def schedule_of(config: Config, steps: int, groups: int, learners: Sequence[Lear
 
 
 def warmup_steps(config: Config, learners: Sequence[Learner], steps: int) -> int:
-    """Steps in which only the critic learns. Raises ConfigError when none of the run's steps are left."""
+    """Returns the number of steps in which only the critic learns. Raises ConfigError when none of the run's
+    steps are left.
+    """
     warmup = config.critic.warmup_steps if any(learner.role == "critic" for learner in learners) else 0
     if warmup >= steps:
         raise ConfigError(

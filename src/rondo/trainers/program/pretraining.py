@@ -15,7 +15,9 @@ from rondo.trainers.program.inputs import conversations
 
 
 def lm_weights(tokens: np.ndarray, mini_batch: np.ndarray, coef: float) -> np.ndarray:
-    """coef / (all of `tokens` in the row's mini-batch), 0 for rows without: the mean over those tokens."""
+    """Returns coef / (all of `tokens` in the row's mini-batch), 0 for rows without: the mean over those
+    tokens.
+    """
     totals = np.bincount(mini_batch, weights=tokens, minlength=int(mini_batch.max(initial=-1)) + 1)
     return np.where(tokens > 0, coef / np.maximum(totals[mini_batch], 1), 0.0)
 
@@ -28,14 +30,16 @@ class Pretraining:
     """
 
     def __init__(self, config: Config) -> None:
-        self._coef, self._size = config.algorithm.pretrain_coef, config.data.pretrain_batch_size
+        self._coef = config.algorithm.pretrain_coef
+        self._size = config.data.pretrain_batch_size
         self._stream = conversations(config, config.data.pretrain, shuffle=config.data.shuffle)
         self._per_step = -(
             -config.data.batch_size // (config.actor.mini_batch_size or config.data.batch_size)
         )
 
     async def join(self, batch: BatchRef, columns: tuple[str, ...], step: int, cluster: Cluster) -> BatchRef:
-        """batch and this step's conversations, which have every one of `columns` (zeros where none belongs).
+        """Returns batch and this step's conversations, which have every one of `columns` (zeros where none
+        belongs).
 
         The conversations of a step are a function of its number, so a resumed run sees the same.
         """
@@ -63,7 +67,7 @@ class Pretraining:
 
 
 def _zeros(kind: pa.ListType, offsets: np.ndarray) -> pa.ListArray:
-    """A per-token column of the type `kind`, all 0."""
+    """Makes a per-token column of the type `kind`, all 0."""
     value, number = kind.value_type, int(offsets[-1])
     if pa.types.is_fixed_size_list(value):
         dtype = value.value_type.to_pandas_dtype()

@@ -66,12 +66,12 @@ GIVEN = frozenset(
 
 
 def is_given(column: str) -> bool:
-    """Whether a column needs no producer: the episode, the scorers or the controller make it."""
+    """Says whether a column needs no producer: the episode, the scorers or the controller make it."""
     return column in GIVEN or SCORE.member(column) is not None
 
 
 def stages(columns: Iterable[str], asked_by: str, *, bypass: bool = False) -> tuple[Producer, ...]:
-    """The producers for `columns` and for what they read themselves, each after those it reads from.
+    """Returns the producers for `columns` and for what they read themselves, each after those it reads from.
 
     bypass: `old_log_probs` are the sampler's. Raises ConfigError for a column that nothing produces.
     """

@@ -24,7 +24,7 @@ EXPORT_OF_ONE = "name the export folder of `rondo reward-model`"
 
 
 def model_source(config: Config, path: str | None = None) -> ModelSource:
-    """path: overrides model.path (a critic's or reference's own)."""
+    """Returns where a model comes from. path: overrides model.path (a critic's or reference's own)."""
     model = config.model
     return ModelSource(
         path=path or model.path,
@@ -36,7 +36,7 @@ def model_source(config: Config, path: str | None = None) -> ModelSource:
 
 
 def tokenizer_name(config: Config) -> str:
-    """Where the tokenizer comes from. Raises ConfigError when nothing says so."""
+    """Returns where the tokenizer comes from. Raises ConfigError when nothing says so."""
     name = config.model.tokenizer or config.model.path
     if name is None:
         raise ConfigError(
@@ -46,7 +46,8 @@ def tokenizer_name(config: Config) -> str:
 
 
 def placement_of(config: Config, roles: Sequence[str] | None = None) -> Placement:
-    """Role → devices. roles: all of the run, to check the pools against; None: as far as they are known.
+    """Returns role → devices. roles: all of the run, to check the pools against; None: as far as they are
+    known.
 
     Raises ConfigError for pools that do not fit the devices, the roles or each other.
     """
@@ -61,20 +62,22 @@ def placement_of(config: Config, roles: Sequence[str] | None = None) -> Placemen
 
 
 def on_one_pool(config: Config) -> Config:
-    """The configuration with all devices in one pool: for commands that have an actor and engines only."""
+    """Returns the configuration with all devices in one pool: for commands that have an actor and engines
+    only.
+    """
     cluster = dataclasses.replace(config.cluster, pools={}, placement={})
     return dataclasses.replace(config, cluster=cluster)
 
 
 def worker_class(role: Role) -> type[Worker]:
-    """The class that the table of roles names."""
+    """Returns the class that the table of roles names."""
     module, _, name = role.worker.partition(":")
     found: type[Worker] = getattr(importlib.import_module(module), name)
     return found
 
 
 def engine_of(role: str, config: Config) -> tuple[str, FrozenEngineConfig]:
-    """The section with the settings of a role's training engine: its key, and what it says.
+    """Returns the section with the settings of a role's training engine: its key, and what it says.
 
     role: of `ROLES`, or the name of one of reward.models. Raises ConfigError for any other.
     """
@@ -104,8 +107,8 @@ def source_of(role: str, config: Config) -> ModelSource:
 
 
 def path_of(role: str, config: Config) -> str | None:
-    """The weights of its own that a role of the table starts from; None: the policy's initial model, which a
-    warm start may have yet to make. Raises ConfigError where it must have its own.
+    """Returns the weights of its own that a role of the table starts from; None: the policy's initial model,
+    which a warm start may have yet to make. Raises ConfigError where it must have its own.
     """
     row = ROLES[role]
     path: str | None = getattr(config, row.weights).path if row.weights is not None else None
@@ -123,7 +126,7 @@ def role_spec(
     losses: Mapping[str, Loss] | None = None,
     total_optimizer_steps: int | None = None,
 ) -> tuple[type[Worker], dict[str, Any]]:
-    """The worker class of a role with a training engine and the keyword arguments that build it.
+    """Returns the worker class of a role with a training engine and the keyword arguments that build it.
 
     losses: by name, for a role that is trained; None: its model is only used, without an optimizer. Raises
     ConfigError for a role that the configuration does not describe.
@@ -143,7 +146,9 @@ def role_spec(
 
 
 def _optimizer_of(role: Role, config: Config) -> OptimizerConfig:
-    """That of its engine's section; a role on another's engine has a learning rate of its own."""
+    """Returns the optimizer of its engine's section; a role on another's engine has a learning rate of its
+    own.
+    """
     assert role.engine is not None
     optimizer: OptimizerConfig = getattr(config, role.engine).optimizer
     if role.section == role.engine:
@@ -159,7 +164,7 @@ async def create_model(
     total_optimizer_steps: int | None = None,
     devices: Sequence[int] | None = None,
 ) -> WorkerGroup:
-    """Start the worker group of a role with a training engine; see `role_spec`. devices: default those of
+    """Starts the worker group of a role with a training engine; see `role_spec`. devices: default those of
     its pool (cluster.placement).
     """
     worker, kwargs = role_spec(role, config, losses, total_optimizer_steps)
@@ -202,8 +207,8 @@ async def create_rollout(
 
 
 def rollout_dtype(config: Config) -> str:
-    """Of the generation engines, and of the weights on their way to them, so that no byte is sent to be
-    thrown away. The configuration is `settled`.
+    """Returns the dtype of the generation engines, and of the weights on their way to them, so that no byte
+    is sent to be thrown away. The configuration is `settled`.
     """
     dtype = config.rollout.dtype or config.actor.compute_dtype
     assert dtype != "auto"
@@ -211,8 +216,8 @@ def rollout_dtype(config: Config) -> str:
 
 
 def one_storage(config: Config) -> bool:
-    """Trainer and sampler can use the same tensors: one rank each, in one process, the same dtype, parameters
-    that stay where they are.
+    """Says whether trainer and sampler can use the same tensors: one rank each, in one process, the same
+    dtype, parameters that stay where they are.
     """
     placement, rollout = placement_of(config), config.rollout
     same_process = not runs_in_own_process(rollout)
@@ -222,15 +227,15 @@ def one_storage(config: Config) -> bool:
 
 
 def shares_weights(config: Config) -> bool:
-    """As `one_storage`, and synchronous (otherwise the sampler goes on with the old weights during an
-    update), and no other transport is asked for.
+    """Says whether trainer and sampler do: as `one_storage`, and synchronous (otherwise the sampler goes on
+    with the old weights during an update), and no other transport is asked for.
     """
     synchronous, free = config.trainer.max_staleness == 0, config.rollout.weight_transport == "auto"
     return one_storage(config) and synchronous and free
 
 
 def describe_planned(config: Config) -> str:
-    """Engines and route in a few words for `config show`, before there are any groups; decided as in
+    """Writes engines and route in a few words for `config show`, before there are any groups; decided as in
     `make_route`.
     """
     rollout, placement = config.rollout, placement_of(config)

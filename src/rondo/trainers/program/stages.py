@@ -109,7 +109,9 @@ class CorrectionStage:
     def __init__(
         self, config: RolloutCorrectionConfig, *, mask_truncated: bool = False, said: str = ""
     ) -> None:
-        self._config, self._mask_truncated, self._said = config, mask_truncated, said
+        self._config = config
+        self._mask_truncated = mask_truncated
+        self._said = said
         self.writes: tuple[str, ...] = ("rollout_weights",) if config.importance is not None else ()
 
     def describe(self) -> str:
@@ -140,8 +142,8 @@ class CorrectionStage:
 
 
 def _as_often_as_drawn(batch: BatchRef) -> tuple[torch.Tensor, torch.Tensor]:
-    """A row that was drawn k times (column sample_weight) stands k times in the first: positions in `batch`.
-    The second: positions in the first, of each row's first copy.
+    """Returns positions in `batch`, k times that of a row that was drawn k times (column sample_weight); and
+    positions in these, of each row's first copy.
     """
     counts = np.ones(len(batch), np.int64)
     if "sample_weight" in batch.index.columns:
@@ -159,7 +161,8 @@ class PreparationStage:
     phase = "advantages"
 
     def __init__(self, algorithm: AlgorithmConfig, prepare: Callable[..., Any]) -> None:
-        self._name, self._prepare = algorithm.policy_loss.name, prepare
+        self._name = algorithm.policy_loss.name
+        self._prepare = prepare
         self._mask_truncated = algorithm.mask_truncated
         self._takes_seed = "seed" in inspect.signature(prepare).parameters
         self.columns: tuple[str, ...] = tuple(name for name in columns_read(prepare) if name != "seed")
@@ -169,7 +172,7 @@ class PreparationStage:
 
     @classmethod
     def of(cls, algorithm: AlgorithmConfig) -> PreparationStage | None:
-        """The stage of the configured policy loss, None where it needs none."""
+        """Returns the stage of the configured policy loss, None where it needs none."""
         prepare = bind_preparation(algorithm.policy_loss)
         return None if prepare is None else cls(algorithm, prepare)
 
@@ -206,7 +209,9 @@ class PreparationStage:
         return attach(batch, made, step.cluster)
 
     async def _inputs(self, batch: BatchRef) -> dict[str, Tensor]:
-        """Every column [B, T], 0 where a token carries no loss; per-row columns are repeated over the row."""
+        """Returns every column [B, T], 0 where a token carries no loss; per-row columns are repeated over the
+        row.
+        """
         in_index = [name for name in self.columns if name in batch.index.columns]
         inputs = await padded_columns(batch, {*self.columns, "response_mask"} - set(in_index))
         counted = inputs["response_mask"] > 0
@@ -217,9 +222,9 @@ class PreparationStage:
 
 
 async def model_scores(group: WorkerGroup, batch: BatchRef) -> np.ndarray:
-    """float32 [B]. group: of a RewardModelWorker, its role the model's name. Raises TrainError for a score
-    that is not finite: the model's fault, or a row without a response token, which is a failure of the
-    rollout and not to be scored.
+    """Returns scores, float32 [B]. group: of a RewardModelWorker, its role the model's name. Raises
+    TrainError for a score that is not finite: the model's fault, or a row without a response token, which is
+    a failure of the rollout and not to be scored.
     """
     column = SCORE(group.role)
     judged = await group.call(RewardModelWorker.compute_reward, batch)

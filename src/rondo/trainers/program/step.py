@@ -33,7 +33,7 @@ class Roles:
 
     @property
     def engines(self) -> WorkerGroup:
-        """The rollout group of a run that generates."""
+        """Returns the rollout group of a run that generates."""
         assert self.rollout is not None, "nothing generates in this run"
         return self.rollout
 
@@ -44,11 +44,13 @@ class Roles:
         return (*self.trained(), *([] if self.rollout is None else [self.rollout]))
 
     def trained(self) -> tuple[WorkerGroup, ...]:
-        """All groups with a training engine."""
+        """Returns all groups with a training engine."""
         return (self.actor, *self.models.values())
 
     def rollout_stands_alone(self) -> bool:
-        """The rollout ranks have host processes of their own: the run can go on without one of them."""
+        """Says whether the rollout ranks have host processes of their own: the run can go on without one of
+        them.
+        """
         others = {device for group in self.trained() for device in group.devices}
         return others.isdisjoint(self.engines.devices)
 
@@ -143,7 +145,7 @@ class Stage(Protocol):
         ...
 
     def describe(self) -> str:
-        """One line for `config show`."""
+        """Writes one line for `config show`."""
         ...
 
     async def __call__(self, batch: BatchRef, step: Step) -> BatchRef:
@@ -155,7 +157,9 @@ class Stage(Protocol):
 
 
 async def padded_columns(batch: BatchRef, names: Iterable[str]) -> dict[str, Tensor]:
-    """Per-token columns as float32 [B, T], 0 beyond a row's end. Raises DataError for a missing column."""
+    """Returns per-token columns as float32 [B, T], 0 beyond a row's end. Raises DataError for a missing
+    column.
+    """
     wanted = sorted(set(names))
     if not wanted:
         return {}
@@ -164,7 +168,7 @@ async def padded_columns(batch: BatchRef, names: Iterable[str]) -> dict[str, Ten
 
 
 def numbers(index: Batch, name: str) -> Tensor:
-    """A per-row column as numbers [B]: float32 or int64; names (trajectory_id) become integer ids."""
+    """Returns a per-row column as numbers [B]: float32 or int64; names (trajectory_id) become integer ids."""
     column = index.scalars(name)
     if column.dtype == object:
         return torch.from_numpy(np.unique(column.astype(str), return_inverse=True)[1].astype(np.int64))
@@ -174,7 +178,7 @@ def numbers(index: Batch, name: str) -> Tensor:
 def attach(
     batch: BatchRef, named: Mapping[str, Tensor], cluster: Cluster, *, replace: bool = False
 ) -> BatchRef:
-    """batch with further columns: [B] go to the index, [B, T] become one block of ragged columns.
+    """Returns batch with further columns: [B] go to the index, [B, T] become one block of ragged columns.
 
     Floating columns are stored as float32, others in their own type. Raises TrainError for any other shape,
     and DataError for a name that is there already unless `replace`.

@@ -46,12 +46,12 @@ class Learner:
 
     @property
     def mini_batch(self) -> str:
-        """The column that says which of its mini-batches a row is in."""
+        """Names the column that says which of its mini-batches a row is in."""
         return MINI_BATCH(self.role)
 
     @property
     def loss_weight(self) -> str:
-        """The column with the weight of a row's tokens in its loss."""
+        """Names the column with the weight of a row's tokens in its loss."""
         return LOSS_WEIGHT(self.role)
 
 
@@ -110,7 +110,7 @@ class LearnerUpdate:
 
 
 def with_learner_weights(batch: BatchRef, learner: Learner, config: Config) -> BatchRef:
-    """The batch with the weight of each row's tokens in the loss of a role beside the actor."""
+    """Returns the batch with the weight of each row's tokens in the loss of a role beside the actor."""
     rows = batch.index.scalars(learner.mini_batch)
     weights = _weights(batch, learner.aggregate, rows, _tokens(batch, config))
     return batch.with_index({learner.loss_weight: weights})
@@ -159,9 +159,9 @@ class ActorWeights:
 def without_idle(
     order: Sequence[Sequence[int]], batch: BatchRef, column: str, *weights: str
 ) -> tuple[list[list[int]], int]:
-    """Without the mini-batches in which no row of `batch` has a weight (all advantages 0, everything rejected
-    or truncated), and how many optimizer steps that saves: momentum and weight decay would move a policy that
-    nothing was learned about.
+    """Returns the order without the mini-batches in which no row of `batch` has a weight (all advantages 0,
+    everything rejected or truncated), and how many optimizer steps that saves: momentum and weight decay
+    would move a policy that nothing was learned about.
     """
     rows = batch.index.scalars(column)
     weighs = np.zeros(len(batch), bool)
@@ -173,7 +173,7 @@ def without_idle(
 
 
 def _tokens(batch: BatchRef, config: Config) -> np.ndarray:
-    """Trained tokens per row; none in a truncated response where those carry no loss."""
+    """Returns the trained tokens per row; none in a truncated response where those carry no loss."""
     tokens = batch.index.scalars("num_trained_tokens")
     if not config.algorithm.mask_truncated:
         return tokens
@@ -181,7 +181,7 @@ def _tokens(batch: BatchRef, config: Config) -> np.ndarray:
 
 
 def _weights(batch: BatchRef, aggregate: Aggregate, mini_batch: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """As if a row that was drawn k times stood there k times."""
+    """Returns what each row's tokens weigh, as if a row that was drawn k times stood there k times."""
     if "sample_weight" not in batch.index.columns:
         return loss_weights(aggregate, tokens, mini_batch)
     counts = batch.index.scalars("sample_weight").astype(np.int64)
