@@ -5,12 +5,11 @@ ones. And its files in the run folder.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +176,7 @@ def write_evaluation(run: Path, step: int, records: Sequence[EvaluationRecord]) 
     """Writes answers as JSON lines; the reward of one that could not be scored is null."""
     lines = []
     for record in records:
-        fields = dataclasses.asdict(record)
+        fields = asdict(record)
         fields["reward"] = record.reward if math.isfinite(record.reward) else None
         lines.append(json.dumps(fields, ensure_ascii=False, allow_nan=False))
     file = evaluation_file(run, step)

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
 
 from rondo.algorithms import bind, columns_read, kl_reward
 from rondo.batch import BatchRef
@@ -96,7 +95,7 @@ class AdvantageStage:
         stats.add_mean("actor/zero_advantage_share", float((rows == 0).sum()), max(len(rows), 1))
         return attach(batch, columns, step.cluster)
 
-    async def _inputs(self, batch: BatchRef, kl_coef: float, stats: StepStats) -> dict[str, Tensor]:
+    async def _inputs(self, batch: BatchRef, kl_coef: float, stats: StepStats) -> dict[str, torch.Tensor]:
         """Returns the estimator's arguments by name: per-row [B], per-token [B, T] float32, response_mask [B,
         T] float32.
         """
@@ -115,7 +114,7 @@ class AdvantageStage:
             self._charge(inputs, self._cost, kl_coef)
         return inputs
 
-    def _reward(self, inputs: dict[str, Tensor], kl_coef: float, stats: StepStats) -> None:
+    def _reward(self, inputs: dict[str, torch.Tensor], kl_coef: float, stats: StepStats) -> None:
         """Adds token_rewards, and the reward with the KL inside."""
         inputs["token_rewards"], kl_stats = self._on_tokens(inputs, inputs["reward"], self._share(kl_coef))
         stats.merge(kl_stats)
@@ -124,7 +123,7 @@ class AdvantageStage:
             with_kl = inputs["token_rewards"].sum(1)
             inputs["reward"] = torch.where(has_tokens, with_kl, inputs["reward"])
 
-    def _charge(self, inputs: dict[str, Tensor], cost: str, kl_coef: float) -> None:
+    def _charge(self, inputs: dict[str, torch.Tensor], cost: str, kl_coef: float) -> None:
         """Adds token_costs: the cost on the last trained token, plus half of the KL (Safe-RLHF,
         2310.12773).
         """
@@ -136,8 +135,8 @@ class AdvantageStage:
         return kl_coef / 2 if self._cost is not None else kl_coef
 
     def _on_tokens(
-        self, inputs: Mapping[str, Tensor], outcome: Tensor, coef: float
-    ) -> tuple[Tensor, StepStats]:
+        self, inputs: Mapping[str, torch.Tensor], outcome: torch.Tensor, coef: float
+    ) -> tuple[torch.Tensor, StepStats]:
         return kl_reward(
             outcome,
             inputs["response_mask"],

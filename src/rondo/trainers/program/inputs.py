@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rondo.chat import stop_token_ids
@@ -68,7 +67,7 @@ def complete_model(config: Config) -> Config:
             f"model.config.vocab_size={size}, but the tokenizer has {len(tokenizer)} tokens; raise it"
         )
     full = {**{key: value for key, value in found.items() if value is not None}, **model.config}
-    return dataclasses.replace(config, model=dataclasses.replace(model, config=full))
+    return replace(config, model=replace(model, config=full))
 
 
 def load_prompts(config: Config) -> Prompts:

@@ -3,10 +3,9 @@ Pure decisions."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rondo.algorithms import (
     ActorLoss,
@@ -145,7 +144,7 @@ def plan_program(config: Config, recorded: Recorded | None = None) -> Program:
     where rollout.recorded is set. Raises ConfigError for a column that is read and not made.
     """
     correction_config = effective_correction(config, _changed(recorded))
-    algorithm = dataclasses.replace(config.algorithm, rollout_correction=correction_config)
+    algorithm = replace(config.algorithm, rollout_correction=correction_config)
     bypass = isinstance(correction_config, BypassConfig)
     advantage = AdvantageStage(algorithm)
     loss = ActorLoss(algorithm, on_policy=_one_update(config) and not bypass)
@@ -213,8 +212,8 @@ def effective_correction(
     if chosen.importance is None and not chosen.reject:
         if not foreign and not _of_another_policy(config):
             return None
-        chosen = dataclasses.replace(chosen, importance=ImportanceConfig(level="token", upper=2.0))
-    return dataclasses.replace(chosen, mode="decoupled")
+        chosen = replace(chosen, importance=ImportanceConfig(level="token", upper=2.0))
+    return replace(chosen, mode="decoupled")
 
 
 def describe_correction(config: Config, foreign: Sequence[str] = ()) -> str:

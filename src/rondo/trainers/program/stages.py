@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from rondo.algorithms import bind, bind_preparation, columns_read, correct, draw
 from rondo.batch import BatchRef
@@ -187,7 +186,7 @@ class PreparationStage:
         seed = request_seed(step.seed, "prepare", step.number)
         inputs = await self._inputs(batch)
         mini_batch = batch.index.scalars("mini_batch")
-        made: dict[str, Tensor] = {}
+        made: dict[str, torch.Tensor] = {}
         for number in np.unique(mini_batch):
             rows = torch.from_numpy(np.flatnonzero(mini_batch == number))
             given = {name: inputs[name][rows] for name in self.columns}
@@ -208,7 +207,7 @@ class PreparationStage:
             )
         return attach(batch, made, step.cluster)
 
-    async def _inputs(self, batch: BatchRef) -> dict[str, Tensor]:
+    async def _inputs(self, batch: BatchRef) -> dict[str, torch.Tensor]:
         """Returns every column [B, T], 0 where a token carries no loss; per-row columns are repeated over the
         row.
         """

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from rondo.algorithms import smooth_cost, update_kl_coef, update_multiplier
 from rondo.batch import ROW_ID, Batch, BatchRef, ragged_rows
@@ -156,7 +155,7 @@ class Stage(Protocol):
 # ---- columns of a BatchRef as tensors for pure functions on the controller, and their results back into it
 
 
-async def padded_columns(batch: BatchRef, names: Iterable[str]) -> dict[str, Tensor]:
+async def padded_columns(batch: BatchRef, names: Iterable[str]) -> dict[str, torch.Tensor]:
     """Returns per-token columns as float32 [B, T], 0 beyond a row's end. Raises DataError for a missing
     column.
     """
@@ -167,7 +166,7 @@ async def padded_columns(batch: BatchRef, names: Iterable[str]) -> dict[str, Ten
     return {name: tokens.padded(name).to(torch.float32) for name in wanted}
 
 
-def numbers(index: Batch, name: str) -> Tensor:
+def numbers(index: Batch, name: str) -> torch.Tensor:
     """Returns a per-row column as numbers [B]: float32 or int64; names (trajectory_id) become integer ids."""
     column = index.scalars(name)
     if column.dtype == object:
@@ -176,7 +175,7 @@ def numbers(index: Batch, name: str) -> Tensor:
 
 
 def attach(
-    batch: BatchRef, named: Mapping[str, Tensor], cluster: Cluster, *, replace: bool = False
+    batch: BatchRef, named: Mapping[str, torch.Tensor], cluster: Cluster, *, replace: bool = False
 ) -> BatchRef:
     """Returns batch with further columns: [B] go to the index, [B, T] become one block of ragged columns.
 
