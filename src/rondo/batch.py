@@ -308,12 +308,13 @@ class BatchRef:
     def columns(self) -> list[str]:
         """Returns every column that each row has, wherever it lies."""
         names = list(self.index.columns)
-        ids = self.index.scalars(ROW_ID)
-        for name in dict.fromkeys(n for block in self.blocks for n in block.columns):
-            held = [block.row_ids for block in self.blocks if name in block.columns]
-            if len(ids) == 0 or np.isin(ids, np.concatenate(held)).all():
-                names.append(name)
-        return names
+        ids = set(self.index.scalars(ROW_ID).tolist())
+        missing: dict[str, set[int]] = {}  # rows of which no block so far has the column
+        for block in self.blocks:
+            held = set(block.row_ids.tolist())
+            for name in block.columns:
+                missing[name] = missing.get(name, ids) - held
+        return names + [name for name, rows in missing.items() if not rows]
 
     def take(self, rows: np.ndarray | Sequence[int]) -> BatchRef:
         index = self.index.take(rows)
@@ -330,8 +331,10 @@ class BatchRef:
             rows = ref.index.scalars(ROW_ID)
             for block in ref.blocks:
                 key = (id(block.handle), block.columns)
-                # Its other rows may be in another block of the whole: there they lose their id.
-                ids = np.where(np.isin(block.row_ids, rows), block.row_ids, _NO_ROW)
+                ids = block.row_ids
+                if not np.array_equal(ids, rows):
+                    # Its other rows may be in another block of the whole: there they lose their id.
+                    ids = np.where(np.isin(ids, rows), ids, _NO_ROW)
                 if key in blocks:
                     ids = np.where(ids == _NO_ROW, blocks[key].row_ids, ids)
                 blocks[key] = replace(block, row_ids=ids)

@@ -124,9 +124,10 @@ def _rewards(scored: Sequence[EvaluationRecord], kind: str) -> dict[str, float]:
         if any(record.answer is not None for record in scored):
             out[f"eval/{kind}/majority@{n}"] = float(np.mean([_majority(group) for group in groups]))
     sources = {record.source for record in scored}
-    for source in sorted(sources) if len(sources) > 1 else ():
-        rewards = [record.reward for record in scored if record.source == source]
-        out[f"eval/{kind}/reward/{source}"] = float(np.mean(rewards))
+    if len(sources) > 1:
+        for source in sorted(sources):
+            rewards = [record.reward for record in scored if record.source == source]
+            out[f"eval/{kind}/reward/{source}"] = float(np.mean(rewards))
     if all(list(record.scores.values()) == [record.reward] for record in scored):
         return out
     for name in sorted({name for record in scored for name in record.scores}):

@@ -164,12 +164,16 @@ class Reporter:
         tracking = self.config.tracking
         if not tracking.save_rollouts and not tracking.samples:
             return
+        groups = rows.index.scalars("group_id")
+        firsts = np.sort(np.unique(groups, return_index=True)[1])[: tracking.samples]
+        shown = ["text", "prompt_text", "reward", "outcome"]
         if tracking.save_rollouts:
-            self.folder.write_rollouts(step, await rows.fetch())
+            whole = await rows.fetch()
+            self.folder.write_rollouts(step, whole)
+            few = whole.select(shown).take(firsts)
+        else:
+            few = await rows.take(firsts).fetch(shown)  # the other rows' text stays where it is
         if tracking.samples:
-            groups = rows.index.scalars("group_id")
-            firsts = np.sort(np.unique(groups, return_index=True)[1])[: tracking.samples]
-            few = await rows.take(firsts).fetch(["text", "prompt_text", "reward", "outcome"])
             self._samples = [
                 Sample(row["prompt_text"], row["text"], row["reward"], row["outcome"])
                 for row in few.table.to_pylist()
@@ -211,14 +215,15 @@ def describe_rows(batch: BatchRef, stats: StepStats) -> None:
             known = np.isfinite(scores)
             stats.add_mean("reward/" + name, float(scores[known].sum()), int(known.sum()))
     sources = index.scalars("source").astype(str)
-    for source in np.unique(sources) if len(np.unique(sources)) > 1 else ():
-        stats.add_mean(
-            f"reward/mean/{source}", float(reward[sources == source].sum()), int((sources == source).sum())
-        )
+    names = np.unique(sources)
+    if len(names) > 1:
+        for source in names:
+            of_source = reward[sources == source]
+            stats.add_mean(f"reward/mean/{source}", float(of_source.sum()), len(of_source))
     stats.add_mean("rollout/response_length", float(lengths.sum()), len(lengths))
     stats.add_max("rollout/response_length_max", float(lengths.max(initial=0)))
     truncated = index.scalars("finish_reason") == "length"
     stats.add_mean("rollout/truncated_share", float(truncated.sum()), len(truncated))
-    groups, counts = np.unique(index.scalars("group_id"), return_counts=True)
-    means = np.array([reward[index.scalars("group_id") == group].std() for group in groups])
-    stats.add_mean("reward/constant_group_share", float((means == 0).sum()), len(counts))
+    group_ids = index.scalars("group_id")
+    spreads = np.array([reward[group_ids == group].std() for group in np.unique(group_ids)])
+    stats.add_mean("reward/constant_group_share", float((spreads == 0).sum()), len(spreads))

@@ -325,7 +325,7 @@ def plan_schedule(config: Config, prompts_per_epoch: int, learners: Sequence[Lea
     """
     batch = config.data.batch_size
     if config.trainer.total_steps is not None:
-        steps, groups = config.trainer.total_steps, 1 << 62
+        steps, groups = config.trainer.total_steps, 1 << 62  # more prompts than any run consumes
     else:
         groups = math.ceil((config.trainer.epochs or 0) * prompts_per_epoch)
         steps = math.ceil(groups / batch)

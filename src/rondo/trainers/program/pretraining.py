@@ -54,7 +54,7 @@ class Pretraining:
         per_token = {name: _zeros(like.array(name).type, offsets) for name in missing}
         lengths = ("prompt_length", "response_length", "num_trained_tokens")
         planned = {
-            ROW_ID: -1 - rows.scalars(ROW_ID),
+            ROW_ID: -1 - rows.scalars(ROW_ID),  # negative: no row of an episode has such a number
             "mini_batch": mini_batch,
             "loss_weight": np.zeros(len(rows)),
             "lm_weight": lm_weights(rows.scalars("num_trained_tokens"), mini_batch, self._coef),
