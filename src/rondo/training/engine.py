@@ -38,7 +38,7 @@ from rondo.training.head import TokenModel
 from rondo.training.loss import Loss
 from rondo.training.optimizer import OptimizerStats, ShardedAdamW
 from rondo.training.packed import PackedLayout, PackedRows, dummy, expand_columns, pack, plan_passes
-from rondo.training.sharding import as_shard, checksums_of, gather_buckets, layout_of, reshard, shard_model
+from rondo.training.sharding import as_shard, checksums_of, gather_buckets, layout_of, shard_model
 from rondo.types import StepStats
 from rondo.weights.layout import Layout
 
@@ -84,7 +84,7 @@ class FsdpEngine:
         self._model = TokenModel(lm, value_head, temperature=temperature, logits_chunk=engine.logits_chunk)
         self._model.train(optimizer is not None)
         self._model.requires_grad_(optimizer is not None)
-        shard_model(
+        self._units = shard_model(
             self._model,
             self.mesh,
             compute_dtype,
@@ -145,7 +145,8 @@ class FsdpEngine:
                     order.append(packed.rows)
                     for name in outputs:
                         flat[name].append(results[name])
-            reshard(self._model)
+            for unit in self._units:
+                unit.reshard()
         columns = {column: _in_row_order(batch, order, flat[name]) for name, column in outputs.items()}
         return batch.select([ROW_ID]).with_columns(columns)
 
@@ -202,7 +203,8 @@ class FsdpEngine:
                     total = sum(output.sum() for output in outputs.values()) * 0.0
                 if backward:
                     total.backward()
-            reshard(self._model)
+            for unit in self._units:  # gives back what the last pass left gathered
+                unit.reshard()
         return _step_stats(seen)
 
     def _passes(self, batch: Batch, outputs: Collection[str] = ()) -> Iterator[PackedRows]:

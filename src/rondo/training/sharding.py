@@ -26,8 +26,9 @@ def shard_model(
     *,
     gradient_checkpointing: bool,
     reshard_after_forward: bool,
-) -> None:
-    """Shard over the mesh's one axis, block by block; gradients are summed over ranks, not averaged.
+) -> list[FSDPModule]:
+    """Shards over the mesh's one axis, block by block; gradients are summed over ranks, not averaged. Returns
+    the units that are gathered each for itself.
 
     Parameters are cast to compute_dtype for the forward and backward pass; gradients are reduced in the
     parameters' own dtype. The value head, and what transformers keeps in float32 (`kept_in_float32`), are not
@@ -49,19 +50,11 @@ def shard_model(
         for block in blocks:
             fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    for unit in _units(model):
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for unit in units:
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
-
-
-def reshard(model: TokenModel) -> None:
-    """Gives back every gathered parameter that the last pass left."""
-    for unit in _units(model):
-        unit.reshard()
-
-
-def _units(model: TokenModel) -> list[FSDPModule]:
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+    return units
 
 
 def _precise_modules(model: TokenModel, dtypes: Iterable[torch.dtype]) -> list[torch.nn.Module]:
