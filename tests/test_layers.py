@@ -43,13 +43,14 @@ ALLOWED: dict[str, set[str]] = {
     "controller": BASE | {"planning", "transport", "usage"},
     "recipes": BASE | {"data"},
     "data": BASE | {"chat"},
-    "training": BASE | {"models", "planning", "weights"},
+    "training": BASE | {"checkpoint", "models", "planning", "weights"},
     "rollout": BASE | {"models", "transport", "weights"},
     "workers": BASE
     | {
         "agents",
         "algorithms",
         "chat",
+        "checkpoint",
         "controller",
         "data",
         "models",

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import IO, Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -205,22 +205,22 @@ class Batch:
                 raise DataError(f"columns differ: {', '.join(differ)} are not in all of the batches")
         return Batch({name: _joined(name, [batch._arrays[name] for batch in batches]) for name in first})
 
-    def write_parquet(self, path: str | os.PathLike[str]) -> None:
-        pq.write_table(self.table, path)
+    def write_parquet(self, file: str | os.PathLike[str] | IO[bytes]) -> None:
+        pq.write_table(self.table, file)
 
     @classmethod
-    def read_parquet(cls, path: str | os.PathLike[str]) -> Batch:
+    def read_parquet(cls, file: str | os.PathLike[str] | IO[bytes]) -> Batch:
         """Raises DataError naming the file when it is missing or no Parquet."""
         try:
-            table = pq.ParquetFile(path).read()
+            table = pq.ParquetFile(file).read()
             columns = {
                 field.name: column.cast(_in_arrow_spelling(field.type))
                 for field, column in zip(table.schema, table.columns, strict=True)
             }
         except (OSError, pa.ArrowInvalid) as error:
-            raise DataError(f"{os.fspath(path)}: cannot be read as Parquet: {error}") from error
+            raise DataError(f"{file}: cannot be read as Parquet: {error}") from error
         if len(columns) < table.num_columns:
-            raise DataError(f"{os.fspath(path)}: column names repeat: {', '.join(table.column_names)}")
+            raise DataError(f"{file}: column names repeat: {', '.join(table.column_names)}")
         return cls.of(columns)
 
 

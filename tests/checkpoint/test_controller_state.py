@@ -12,9 +12,12 @@ import pytest
 
 from rondo.batch import Batch, ragged_rows
 from rondo.checkpoint import (
+    Checkpoint,
+    CheckpointStore,
     ControllerState,
     check_compatible,
     compatibility_record,
+    load_compatibility,
     load_controller_state,
     save_controller_state,
 )
@@ -29,6 +32,14 @@ def group(seq: int) -> Batch:
     )
 
 
+def saved(folder: Path, state: ControllerState, record: dict[str, Any] = {}) -> Checkpoint:
+    """A checkpoint of step 1 that holds this state only."""
+    store = CheckpointStore(folder)
+    with store.writing(1) as draft:
+        save_controller_state(draft, state, record)
+    return store.open(1)
+
+
 def test_the_state_comes_back_exactly(tmp_path: Path) -> None:
     state = ControllerState(
         step=12,
@@ -38,9 +49,9 @@ def test_the_state_comes_back_exactly(tmp_path: Path) -> None:
         ledger=[{"kind": "watermark", "next_seq": 40}, {"kind": "dropped", "seq": 3, "reason": "π"}],
         groups={7: group(7), 5: group(5)},
     )
-    save_controller_state(tmp_path, state, {"data.batch_size": 16})
-    loaded, compatibility = load_controller_state(tmp_path)
-    assert compatibility == {"data.batch_size": 16}
+    checkpoint = saved(tmp_path, state, {"data.batch_size": 16})
+    loaded = load_controller_state(checkpoint)
+    assert load_compatibility(checkpoint) == {"data.batch_size": 16}
     assert list(loaded.groups) == [5, 7]
     for seq in (5, 7):
         a, b = loaded.groups[seq], state.groups[seq]
@@ -48,30 +59,42 @@ def test_the_state_comes_back_exactly(tmp_path: Path) -> None:
         assert np.array_equal(a.scalars("reward"), b.scalars("reward"), equal_nan=True)
     without = {"groups": {}}
     assert dataclasses.replace(loaded, **without) == dataclasses.replace(state, **without)
-    assert sorted(p.name for p in (tmp_path / "buffer").iterdir()) == [
-        "group-00000005.parquet",
-        "group-00000007.parquet",
-        "ledger.jsonl",
+    assert sorted(checkpoint.files) == [
+        "buffer/group-00000005.parquet",
+        "buffer/group-00000007.parquet",
+        "buffer/ledger.jsonl",
+        "compatibility.json",
+        "controller.json",
     ]
 
 
 @pytest.mark.parametrize("extra", [{"a": float("nan")}, {"a": {3: 1}}, {"a": object()}])
 def test_what_json_would_change_is_refused(tmp_path: Path, extra: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match=r"controller\.json"):
-        save_controller_state(tmp_path, ControllerState(1, 1, extra=extra), {})
+        saved(tmp_path, ControllerState(1, 1, extra=extra))
 
 
-def test_a_damaged_state_names_the_file(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"controller\.json"):
-        load_controller_state(tmp_path)
-    save_controller_state(tmp_path, ControllerState(1, 1), {})
-    (tmp_path / "buffer" / "ledger.jsonl").write_text("{")
-    with pytest.raises(CheckpointError, match=r"ledger\.jsonl"):
-        load_controller_state(tmp_path)
-    (tmp_path / "buffer" / "ledger.jsonl").write_text("")
-    (tmp_path / "controller.json").write_text('{"step": 1, "version": 1, "later": 2}')
+@pytest.mark.parametrize(
+    "name",
+    ["controller.json", "compatibility.json", "buffer/ledger.jsonl", "buffer/group-00000005.parquet"],
+)
+def test_a_flipped_bit_of_any_file_is_named(tmp_path: Path, name: str) -> None:
+    state = ControllerState(1, 1, ledger=[{"kind": "watermark", "next_seq": 4}], groups={5: group(5)})
+    checkpoint = saved(tmp_path, state, {"data.batch_size": 16})
+    data = bytearray((checkpoint.path / name).read_bytes())
+    data[len(data) // 2] ^= 1
+    (checkpoint.path / name).write_bytes(data)
+    read = load_compatibility if name == "compatibility.json" else load_controller_state
+    with pytest.raises(CheckpointError, match=f"{name}: damaged: bytes 0 to {len(data)}"):
+        read(checkpoint)
+
+
+def test_what_another_version_wrote_is_named(tmp_path: Path) -> None:
+    with CheckpointStore(tmp_path).writing(1) as draft:
+        draft.write("buffer/ledger.jsonl", b"")
+        draft.write("controller.json", b'{"step": 1, "version": 1, "later": 2}')
     with pytest.raises(CheckpointError, match="later"):
-        load_controller_state(tmp_path)
+        load_controller_state(CheckpointStore(tmp_path).open(1))
 
 
 CONFIG = Config(

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors import safe_open
 
+from rondo.checkpoint import CheckpointStore
 from rondo.cli import doctor
 from rondo.cli.main import main
+from rondo.models import ModelSource
+from rondo.models.loading import build_model
+from rondo.training.checkpoint import export_folder
+from tests.training.helpers import ARCHITECTURES
 
 
 def findings() -> dict[tuple[str, str], doctor.Finding]:
@@ -90,3 +98,68 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     finding = findings()["machine", "C compiler"]
     assert (finding.state, finding.detail) == ("no", "no cc, gcc or clang on the path")
     assert "twice as fast" in finding.remedy
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.fixture
+def saved_run(tmp_path: Path) -> Path:
+    """The checkpoints of steps 1 to 3, and an export."""
+    store = CheckpointStore(tmp_path / "checkpoints", keep=3)
+    for step in (1, 2, 3):
+        with store.writing(step) as draft:
+            draft.write("controller.json", b"{}")
+            draft.write("actor/rank-0.bin", bytes(5_000_000))
+    source = ModelSource(config={**ARCHITECTURES["qwen3"], "tie_word_embeddings": False})
+    model = build_model(source, torch.float32)
+    export_folder(dict(model.state_dict()), source, str(tmp_path / "export"))
+    return tmp_path
+
+
+def test_a_run_that_is_whole(saved_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", str(saved_run)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    steps = [f"{saved_run}/checkpoints/step-0000000{step}: ok, 2 files of 5.0 MB" for step in (1, 2, 3)]
+    assert lines[:3] == steps
+    assert lines[3].startswith(f"{saved_run}/export: ok, 1 files of 0.")
+    assert len(lines) == 4
+
+
+def test_each_damaged_file_of_a_run_is_named(saved_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoints, export = saved_run / "checkpoints", saved_run / "export" / "model.safetensors"
+    flip(checkpoints / "step-00000001" / "manifest.json")
+    flip(checkpoints / "step-00000003" / "actor" / "rank-0.bin")
+    (checkpoints / "step-00000003" / "controller.json").unlink()
+    with safe_open(export, "pt") as file:
+        embedding = file.get_tensor("model.embed_tokens.weight").numpy().tobytes()
+    content = bytearray(export.read_bytes())
+    at = content.index(embedding)
+    content[at] ^= 1
+    export.write_bytes(content)
+    assert main(["doctor", str(saved_run), "--json"]) == 1
+    first, second, third, exported = json.loads(capsys.readouterr().out)
+    assert first["faults"][0].startswith(f"{checkpoints}/step-00000001/manifest.json: damaged")
+    assert (second["faults"], second["remedy"]) == ([], "")
+    assert third["faults"] == [
+        f"{checkpoints}/step-00000003/actor/rank-0.bin: damaged: bytes 0 to 5000000 do not have the "
+        "checksum that the manifest lists",
+        f"{checkpoints}/step-00000003/controller.json: missing",
+    ]
+    assert third["remedy"].startswith("The checkpoint of step 2 is valid. To go on from it: `mv ")
+    end = at + len(embedding)
+    assert exported["faults"] == [
+        f"{export}: damaged: bytes {at} to {end} (tensor model.embed_tokens.weight) do not have the checksum "
+        "that the manifest lists"
+    ]
+    assert "rondo export" in exported["remedy"]
+
+
+def test_a_folder_without_anything_saved_is_no_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", str(tmp_path)]) == 2
+    assert "no checkpoint and no export" in capsys.readouterr().err

@@ -61,8 +61,7 @@ def test_a_checkpoint_restores_what_rests_anywhere(
 ) -> None:
     first, second = engine(cuda_mesh, config), engine(cuda_mesh, config)
     train(first, 2)
-    first.save(str(tmp_path))
-    second.load(str(tmp_path))
+    second.load(str(tmp_path), first.save(str(tmp_path)))
     saved, loaded = moments(first), moments(second)
     assert all(tensor.any() for tensor in saved.values())
     assert all(torch.equal(loaded[name], saved[name]) for name in saved)

@@ -141,18 +141,33 @@ def test_resume_with_other_settings_is_refused_with_the_keys(recipe: Path, undis
     assert "rollout.n: 4 in the checkpoint, 2 now" in done.stderr
 
 
-def test_a_truncated_checkpoint_is_named_with_the_way_out(recipe: Path, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_named_with_the_way_out(recipe: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     arguments = ("train", str(recipe), "checkpoint.every=1", f"trainer.run_dir={run}")
     inline(*arguments)
-    victim = max(
-        (run / "checkpoints" / "step-00000003" / "actor").glob("*.distcp"), key=lambda p: p.stat().st_size
-    )
-    victim.write_bytes(victim.read_bytes()[:-10])
+    newest = run / "checkpoints" / "step-00000003"
+    victim = newest / "actor" / "rank-0.bin"
+    whole = victim.read_bytes()
+    victim.write_bytes(whole[:-10])
     done = inline(*arguments, check=False)
     assert done.returncode == 2
-    assert str(victim.name) in done.stderr
+    assert f"{victim}: damaged: {len(whole) - 10} bytes" in done.stderr
     assert "checkpoint of step 2 is valid" in done.stderr
+    victim.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])  # its size is right: found as the rank reads it
+    done = inline(*arguments, "trainer.total_steps=4", check=False)
+    assert done.returncode == 2
+    assert f"{victim}: damaged: bytes 0 to " in done.stderr
+    assert "(tensor model." in done.stderr
+    assert f"checkpoint of step 2 is valid. To go on from it: `mv {newest} " in done.stderr
+    checked = inline("doctor", str(run), check=False)
+    assert checked.returncode == 1
+    assert f"{newest.with_name('step-00000002')}: ok" in checked.stdout
+    assert f"{newest}: damaged" in checked.stdout
+    assert f"{run / 'export'}: ok" in checked.stdout
+    newest.rename(newest.with_name("damaged"))  # as the message says
+    inline(*arguments, "trainer.total_steps=4")
+    assert [line["step"] for line in metrics(run)] == [0, 1, 2, 3, 4]
+    assert inline("doctor", str(run)).returncode == 0
 
 
 def test_a_finished_run_with_another_algorithm_is_refused(undisturbed: Path, recipe: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
+from rondo.checkpoint import Files
+from rondo.checkpoint.checked import Piece, faults_in, num_bytes, placed, read_piece
 from rondo.config.schema import FallingScheduleConfig, OptimizerConfig, TorchBackendConfig
 from rondo.errors import CheckpointError
 from rondo.planning.batches import balance
-from rondo.training import FsdpEngine
+from rondo.training import FsdpEngine, checkpoint
 from tests.ranks import run_ranks
 from tests.training.helpers import (
     FLOAT64,
@@ -126,26 +130,29 @@ def _everything(engine: FsdpEngine) -> dict[str, torch.Tensor]:
     return {n: t.full_tensor() if hasattr(t, "full_tensor") else t.clone() for n, t in state.items()}
 
 
-def _train_and_save(rank: int, world: int, path: str) -> dict[str, torch.Tensor]:
+def _train_and_save(rank: int, world: int, path: str) -> tuple[dict[str, torch.Tensor], Files]:
     engine = _engine(rank, world)
     _steps(engine, rank, world, range(3))
     snapshot, now = engine.snapshot(), _everything(engine)
     _steps(engine, rank, world, range(3, 5))
-    engine.save(path, snapshot)  # the copy, though training went on
-    return now
+    files = engine.save(path, snapshot)  # the copy, though training went on
+    return now, files
 
 
-def _load(rank: int, world: int, path: str) -> dict[str, torch.Tensor]:
+def _load(rank: int, world: int, path: str, files: Files) -> dict[str, torch.Tensor]:
     engine = _engine(rank, world)
-    engine.load(path)
+    engine.load(path, files)
     return _everything(engine)
 
 
 def test_saved_on_two_ranks_loads_exactly_on_one_two_and_four(tmp_path: Path) -> None:
-    saved = run_ranks(2, _train_and_save, str(tmp_path / "state"))[0]
+    (saved, files), (_, files_of_other) = run_ranks(2, _train_and_save, str(tmp_path / "state"))
     assert float(saved["optimizer.steps"][0]) == 3
+    assert files == files_of_other
+    assert sorted(files) == [".metadata", "rank-0.bin", "rank-1.bin"]
+    assert faults_in(tmp_path / "state", files) == []
     for world in (1, 2, 4):
-        loaded = run_ranks(world, _load, str(tmp_path / "state"))[0]
+        loaded = run_ranks(world, _load, str(tmp_path / "state"), files)[0]
         assert loaded.keys() == saved.keys()
         assert all(torch.equal(loaded[name], saved[name]) for name in saved)
 
@@ -156,9 +163,9 @@ def _interrupted(rank: int, world: int, path: str) -> tuple[dict[str, torch.Tens
     _steps(straight, rank, world, range(5))
     first = _engine(rank, world)
     _steps(first, rank, world, range(3))
-    first.save(path)
+    files = first.save(path)
     second = _engine(rank, world)
-    second.load(path)
+    second.load(path, files)
     _steps(second, rank, world, range(3, 5))
     third = _engine(rank, world)
     third.load_state(first.snapshot())
@@ -193,19 +200,86 @@ def test_gathered_and_exported_from_three_ranks(tmp_path: Path) -> None:
     np.testing.assert_array_equal(model.lm_head.weight.data_ptr(), model.model.embed_tokens.weight.data_ptr())
 
 
-def _load_into_other(rank: int, world: int, path: str) -> str:
+def _traced(rank: int, world: int, path: str) -> tuple[Files, list[str], list[str], list[tuple[str, str]]]:
+    """(files, opened while saving, opened while resuming, pieces read while resuming) of this rank."""
+    engine = _engine(rank, world)
+    opened: list[str] = []
+    pieces: list[tuple[str, str]] = []
+
+    def note(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and str(arguments[0]).startswith(path):
+            opened.append(f"{Path(arguments[0]).name} {arguments[1]}")
+
+    def read(file: Any, path: Path, start: int, piece: Piece, into: Any) -> None:
+        pieces.append((path.name, piece.name))
+        read_piece(file, path, start, piece, into)
+
+    sys.addaudithook(note)  # of this process, which ends with the test
+    checkpoint.read_piece = read  # type: ignore[attr-defined]
+    files = engine.save(path)
+    saved, opened[:] = list(opened), []
+    engine.load(path, files)
+    return files, saved, opened, pieces
+
+
+def test_nothing_is_read_at_a_save_and_every_piece_once_at_a_resume(tmp_path: Path) -> None:
+    (files, save_0, load_0, read_0), (_, save_1, load_1, read_1) = run_ranks(2, _traced, str(tmp_path))
+    assert save_0 == ["rank-0.bin x", ".metadata x"]
+    assert save_1 == ["rank-1.bin x"]
+    everything = {(file, piece.name) for file in files for piece in files[file] if piece.name}
+    (counters,) = [one for one in everything if one[1] == "optimizer.steps"]  # every rank needs them
+    own = [{one for one in everything if one[0] == f"rank-{rank}.bin"} | {counters} for rank in (0, 1)]
+    assert sorted(read_0) == sorted(own[0])  # lists: none is there twice
+    assert sorted(read_1) == sorted(own[1])
+    assert sorted(load_0) == sorted([".metadata r", *(f"{name} r" for name in {n for n, _ in own[0]})])
+    assert sorted(load_1) == sorted(f"{name} r" for name in {n for n, _ in own[1]})
+
+
+def _flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def _load_damaged(rank: int, world: int, path: str, files: Files) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        _engine(rank, world).load(path, files)
+    return str(caught.value)
+
+
+def test_damage_is_named_on_every_rank_whichever_reads_it(tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    _, files = run_ranks(2, _train_and_save, str(folder))[0]
+    start, piece = list(placed(files["rank-1.bin"]))[3]
+    _flip(folder / "rank-1.bin", start + piece.num_bytes - 1)
+    place = f"bytes {start} to {start + piece.num_bytes} (tensor {piece.name})"
+    wanted = f"{folder / 'rank-1.bin'}: damaged: {place} do not have the checksum that the manifest lists"
+    assert run_ranks(2, _load_damaged, str(folder), files) == [wanted, wanted]
+    assert faults_in(folder, files) == [wanted]
+    _flip(folder / "rank-1.bin", start + piece.num_bytes - 1)
+    size = num_bytes(files["rank-0.bin"])
+    os.truncate(folder / "rank-0.bin", size - 1)
+    short = run_ranks(2, _load_damaged, str(folder), files)
+    assert short[0] == short[1]
+    assert f"{folder / 'rank-0.bin'}: damaged: it ends after {size - 1} bytes (tensor " in short[0]
+    _flip(folder / ".metadata", 100)
+    wanted = f"{folder / '.metadata'}: damaged: bytes 0 to {num_bytes(files['.metadata'])} do not have"
+    assert all(wanted in message for message in run_ranks(2, _load_damaged, str(folder), files))
+
+
+def _load_into_other(rank: int, world: int, path: str, files: Files) -> str:
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
     engine = make_engine(mesh, source("qwen3", hidden_size=64))
     with pytest.raises(CheckpointError, match="cannot be loaded into this model") as caught:
-        engine.load(path)
-    with pytest.raises(CheckpointError, match="cannot be loaded"):
-        engine.load(path + "-nowhere")
+        engine.load(path, files)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        engine.load(path + "-nowhere", files)
     return str(caught.value)
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
-    run_ranks(1, _train_and_save, str(tmp_path / "state"))
-    assert "another" in run_ranks(1, _load_into_other, str(tmp_path / "state"))[0]
+    _, files = run_ranks(1, _train_and_save, str(tmp_path / "state"))[0]
+    assert "another" in run_ranks(1, _load_into_other, str(tmp_path / "state"), files)[0]
 
 
 def _gathers(rank: int, world: int) -> dict[bool, tuple[int, int, Gradients]]:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from rondo.checkpoint.checked import Files
 from rondo.checkpoint.controller_state import (
     ControllerState,
     check_compatible,
     compatibility_record,
+    load_compatibility,
     load_controller_state,
     save_controller_state,
 )
-from rondo.checkpoint.store import Checkpoint, CheckpointStore
+from rondo.checkpoint.store import Checkpoint, CheckpointStore, Draft
 
 __all__ = [
     "Checkpoint",
     "CheckpointStore",
     "ControllerState",
+    "Draft",
+    "Files",
     "check_compatible",
     "compatibility_record",
+    "load_compatibility",
     "load_controller_state",
     "save_controller_state",
 ]

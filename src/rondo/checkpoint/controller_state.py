@@ -9,19 +9,23 @@ buffer/group-*.parquet the complete groups that were waiting
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from rondo.batch import Batch
+from rondo.checkpoint.store import Checkpoint, Draft
 from rondo.config.compare import changes, leaves_of
 from rondo.config.schema import Config
 from rondo.errors import CheckpointError
 
-_GROUP = re.compile(r"group-(\d{8,})\.parquet")
+_STATE = "controller.json"
+_COMPATIBILITY = "compatibility.json"
+_LEDGER = "buffer/ledger.jsonl"
+_GROUP = re.compile(r"buffer/group-(\d{8,})\.parquet")
 
 # What decides which prompts come, in which order, with which noise, and which tensors the checkpoint holds.
 # Anything else (learning rate, clip ratios, number of devices, total steps, …) may change on resume.
@@ -62,34 +66,39 @@ class ControllerState:
     groups: Mapping[int, Batch] = field(default_factory=dict)
 
 
-def save_controller_state(path: Path, state: ControllerState, compatibility: Mapping[str, Any]) -> None:
-    """Write into a checkpoint folder under way (`CheckpointStore.writing`).
-
-    Raises CheckpointError on what JSON has not.
-    """
+def save_controller_state(draft: Draft, state: ControllerState, compatibility: Mapping[str, Any]) -> None:
+    """Write into a checkpoint under way. Raises CheckpointError on what JSON has not."""
     names = [f.name for f in dataclasses.fields(state) if f.name not in ("ledger", "groups")]
-    _write_json(path / "controller.json", {name: getattr(state, name) for name in names})
-    _write_json(path / "compatibility.json", compatibility)
-    folder = path / "buffer"
-    folder.mkdir()
-    lines = [_dump(record, folder / "ledger.jsonl") + "\n" for record in state.ledger]
-    (folder / "ledger.jsonl").write_text("".join(lines), encoding="utf-8")
+    small = {name: getattr(state, name) for name in names}
+    draft.write(_STATE, _json(small, _STATE))
+    draft.write(_COMPATIBILITY, _json(compatibility, _COMPATIBILITY))
+    draft.write(_LEDGER, b"".join(_json(record, _LEDGER) for record in state.ledger))
     for seq, batch in sorted(state.groups.items()):
-        batch.write_parquet(folder / f"group-{seq:08d}.parquet")
+        table = io.BytesIO()
+        batch.write_parquet(table)
+        draft.write(f"buffer/group-{seq:08d}.parquet", table.getvalue())
 
 
-def load_controller_state(path: Path) -> tuple[ControllerState, dict[str, Any]]:
-    """(state, compatibility record) of a verified checkpoint. Raises CheckpointError naming the file."""
-    small = _read_json(path / "controller.json")
-    folder = path / "buffer"
-    ledger = _read_lines(folder / "ledger.jsonl")
+def load_controller_state(checkpoint: Checkpoint) -> ControllerState:
+    """Raises CheckpointError naming the file that is damaged, or that another version wrote."""
     try:
-        files = {int(match[1]): file for file in folder.iterdir() if (match := _GROUP.fullmatch(file.name))}
-        groups = {seq: Batch.read_parquet(file) for seq, file in sorted(files.items())}
-        state = ControllerState(**small, ledger=ledger, groups=groups)
-    except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{path}: the controller's state cannot be read: {error}") from error
-    return state, _read_json(path / "compatibility.json")
+        ledger = [json.loads(line) for line in checkpoint.read(_LEDGER).splitlines()]
+        groups = {
+            int(match[1]): Batch.read_parquet(io.BytesIO(checkpoint.read(name)))
+            for name in sorted(checkpoint.files)
+            if (match := _GROUP.fullmatch(name))
+        }
+        return ControllerState(**json.loads(checkpoint.read(_STATE)), ledger=ledger, groups=groups)
+    except (ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(
+            f"{checkpoint.path}: the controller's state cannot be read: {error!r}; another version of rondo "
+            "wrote it"
+        ) from error
+
+
+def load_compatibility(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The settings that a resumed run must share. Raises CheckpointError as `load_controller_state`."""
+    return dict(json.loads(checkpoint.read(_COMPATIBILITY)))
 
 
 def compatibility_record(config: Config) -> dict[str, Any]:
@@ -113,13 +122,14 @@ def check_compatible(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
         )
 
 
-def _dump(value: Any, path: Path) -> str:
+def _json(value: Any, name: str) -> bytes:
+    """A line of JSON. Raises CheckpointError naming the file where it would not come back as it is."""
     try:
         _require_text_keys(value)
-        return json.dumps(value, allow_nan=False)
+        return json.dumps(value, allow_nan=False).encode() + b"\n"
     except (TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{path.name}: the state to save holds a value that JSON does not have: {error}"
+            f"{name}: the state to save holds a value that JSON does not have: {error}"
         ) from error
 
 
@@ -134,24 +144,3 @@ def _require_text_keys(value: Any) -> None:
     elif isinstance(value, list | tuple):
         for item in value:
             _require_text_keys(item)
-
-
-def _write_json(path: Path, value: Any) -> None:
-    path.write_text(_dump(value, path) + "\n", encoding="utf-8")
-
-
-def _read_lines(path: Path) -> list[dict[str, Any]]:
-    try:
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: a JSON object is needed, found {type(value).__name__}")
-    return value

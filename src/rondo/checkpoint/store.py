@@ -1,6 +1,6 @@
-"""Checkpoints that are whole or absent: written beside their place, hashed, synced, renamed.
+"""Checkpoints that are whole or absent: written beside their place, synced, renamed.
 
-checkpoints/step-00000012/            complete: manifest.json lists every file with its size and SHA-256
+checkpoints/step-00000012/            complete: manifest.json lists every file with its size and checksums
 checkpoints/.writing-step-00000016/   under way, or left by a kill; removed by the next writer
 """
 
@@ -8,24 +8,28 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import hashlib
-import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from rondo import __version__
+from rondo.checkpoint.checked import (
+    MANIFEST,
+    Files,
+    Pieces,
+    check_size,
+    faults_in,
+    num_bytes,
+    read_checked,
+    read_manifest,
+    write_checked,
+    write_manifest,
+)
 from rondo.checkpoint.durable import sync_path
-from rondo.errors import CheckpointError, ConfigError
-
-MANIFEST = "manifest.json"
-FORMAT = 1
+from rondo.errors import CheckpointError, ConfigError, WorkerError
 
 _NAME = re.compile(r"step-(\d{8})")
 _WRITING, _REMOVING = ".writing-", ".removing-"
@@ -36,15 +40,48 @@ _NEARLY_FULL = 16 * 2**20
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete, verified checkpoint."""
+    """A complete checkpoint: every file that its manifest lists is there, in its size. What they hold is
+    checked as it is read.
+    """
 
     step: int
     path: Path
-    manifest: Mapping[str, Any]
+    files: Files
 
     @property
     def num_bytes(self) -> int:
-        return sum(int(entry["bytes"]) for entry in self.manifest["files"].values())
+        return sum(map(num_bytes, self.files.values()))
+
+    def read(self, name: str) -> bytes:
+        """The content of a file of one piece. Raises CheckpointError where it has changed."""
+        return read_checked(self.path / name, self.files[name])
+
+    def files_in(self, folder: str) -> Files:
+        """What was noted of the files below a folder of it, by their paths there."""
+        prefix = f"{folder}/"
+        return {
+            name.removeprefix(prefix): pieces
+            for name, pieces in self.files.items()
+            if name.startswith(prefix)
+        }
+
+
+class Draft:
+    """A checkpoint under way: the folder to write into, and the checksums of the files that are in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.files: dict[str, Pieces] = {}
+
+    def write(self, name: str, data: bytes) -> None:
+        """Adds a file of one piece. Raises OSError."""
+        path = self.folder / name
+        path.parent.mkdir(exist_ok=True)
+        self.files[name] = write_checked(path, data)
+
+    def note(self, folder: str, files: Files) -> None:
+        """Takes over the checksums of files that others wrote below a folder of it, as `CheckedFile`s."""
+        self.files |= {f"{folder}/{name}": pieces for name, pieces in files.items()}
 
 
 class CheckpointStore:
@@ -74,47 +111,76 @@ class CheckpointStore:
         return self.directory / f"step-{step:08d}"
 
     def latest(self) -> Checkpoint | None:
-        """The newest checkpoint, verified; None when there is none.
-
-        Raises CheckpointError when it is damaged.
-        """
+        """The newest checkpoint; None when there is none. Raises CheckpointError as `open`."""
         steps = self.steps()
         return self.open(steps[-1]) if steps else None
 
     def open(self, step: int) -> Checkpoint:
-        """The checkpoint of `step`, every file's size and hash compared with the manifest.
+        """The checkpoint of `step`; of its files only the manifest is read.
 
-        Raises CheckpointError naming the damaged file, and the newest older checkpoint that is valid with
-        the way to it.
+        Raises CheckpointError naming a file that is missing or has another size, with the way out.
         """
         path = self.path_of(step)
         if not path.is_dir():
             have = ", ".join(map(str, self.steps())) or "none"
             raise CheckpointError(f"{path}: there is no checkpoint of step {step}; there are: {have}")
-        fault = _fault(path, step)
-        if fault:
-            raise CheckpointError(f"{fault}. {self._way_out(step)}")
-        return Checkpoint(step, path, _read_manifest(path))
+        with self.way_out_named(step):
+            checkpoint = self.listed(step)
+            for name, pieces in checkpoint.files.items():
+                check_size(checkpoint.path / name, pieces)
+        return checkpoint
 
-    def _way_out(self, step: int) -> str:
+    def listed(self, step: int) -> Checkpoint:
+        """What the manifest of `step` lists, whether it is there or not. Raises CheckpointError where the
+        manifest is damaged or missing.
+        """
+        path = self.path_of(step)
+        manifest, files = read_manifest(path)
+        if manifest["step"] != step:
+            raise CheckpointError(
+                f"{path / MANIFEST}: it says step {manifest['step']}; the folder was renamed by hand"
+            )
+        return Checkpoint(step, path, files)
+
+    @contextmanager
+    def way_out_named(self, step: int) -> Iterator[None]:
+        """Around the reading of a checkpoint, by workers too: an error of it says how to go on without it.
+
+        The newest older checkpoint without a fault is looked for, which reads it.
+        """
+        try:
+            yield
+        except (CheckpointError, WorkerError) as error:
+            fault = error.cause_error if isinstance(error, WorkerError) else error
+            if not isinstance(fault, CheckpointError):
+                raise
+            older = (one for one in reversed(self.steps()) if one < step and self._is_valid(one))
+            raise CheckpointError(f"{fault}. {self.way_out(step, next(older, None))}") from error
+
+    def _is_valid(self, step: int) -> bool:
+        """Reads all of a checkpoint."""
+        try:
+            checkpoint = self.listed(step)
+        except CheckpointError:
+            return False
+        return not faults_in(checkpoint.path, checkpoint.files)
+
+    def way_out(self, step: int, older: int | None) -> str:
+        """What to do about a damaged checkpoint. older: the newest valid one before it, if there is one."""
         path = self.path_of(step)
         aside = f"mv {path} {path.with_name('damaged-' + path.name)}"
-        for older in reversed([s for s in self.steps() if s < step]):
-            if not _fault(self.path_of(older), older):
-                return (
-                    f"The checkpoint of step {older} is valid. To go on from it: `{aside}`, and start again"
-                )
+        if older is not None:
+            return f"The checkpoint of step {older} is valid. To go on from it: `{aside}`, and start again"
         return f"No older checkpoint is valid. To begin anew: `{aside}`, and start again"
 
     @contextmanager
-    def writing(self, step: int, expected_bytes: int | None = None) -> Iterator[Path]:
-        """`with store.writing(12) as folder:` write into `folder`; at the end it becomes the newest
+    def writing(self, step: int) -> Iterator[Draft]:
+        """`with store.writing(12) as draft:` write into the draft; at the end it becomes the newest
         checkpoint.
 
         Whatever interrupts it, earlier checkpoints stay as they are. Afterwards all but the newest `keep`
-        are removed. expected_bytes: refuse at once when less than that is free. Raises CheckpointError when
-        `step` has a checkpoint already, and when the disk is full (needed and free bytes in the message);
-        other exceptions pass through.
+        are removed. Raises CheckpointError when `step` has a checkpoint already, and when the disk is full
+        (needed and free bytes in the message); other exceptions pass through.
         """
         target = self.path_of(step)
         folder = self.directory / f"{_WRITING}{target.name}"
@@ -122,13 +188,11 @@ class CheckpointStore:
             raise CheckpointError(f"{target} exists already; ask `has({step})` before writing")
         self.directory.mkdir(parents=True, exist_ok=True)
         self.clean()
-        free = shutil.disk_usage(self.directory).free
-        if expected_bytes is not None and free < expected_bytes:
-            raise CheckpointError(self._full_message(step, expected_bytes, free))
         try:
             folder.mkdir()
-            yield folder
-            _seal(folder, step)
+            draft = Draft(folder)
+            yield draft
+            _seal(draft, step)
             folder.rename(target)
             sync_path(self.directory)
         except BaseException as error:
@@ -154,101 +218,32 @@ class CheckpointStore:
                 path.rename(aside)
                 shutil.rmtree(aside)
 
-    def _full_message(self, step: int, needed: int, free: int) -> str:
-        """What to tell the user when the checkpoint of `step` does not fit (bytes)."""
-        older = self.steps()
-        kept = f"the checkpoint of step {older[-1]} is intact" if older else "there was no earlier checkpoint"
-        return (
-            f"{self.directory}: no space left for the checkpoint of step {step}: it needs at least "
-            f"{_size(needed)}, {_size(free)} are free. Nothing was lost: {kept} and the training state is "
-            f"unaffected. Free some space, or lower checkpoint.keep (now {self.keep})"
-        )
-
     def _disk_full_message(self, step: int, folder: Path, error: BaseException) -> str:
-        """Empty when the disk is not the reason. Looks while the partial files are still there."""
+        """What to tell the user when the checkpoint of `step` did not fit; empty when the disk is not the
+        reason. Looks while the partial files are still there.
+        """
         free, written = shutil.disk_usage(self.directory).free, _folder_bytes(folder)
         interrupted = isinstance(error, KeyboardInterrupt | SystemExit | asyncio.CancelledError)
         if interrupted or not (_says_full(error) or free < _NEARLY_FULL):
             return ""
-        needed = max([written, *(_manifest_bytes(self.path_of(s)) for s in self.steps()[-1:])])
-        return self._full_message(step, needed, free + written)
+        older = self.steps()
+        kept = f"the checkpoint of step {older[-1]} is intact" if older else "there was no earlier checkpoint"
+        needed = max([written, *(_folder_bytes(self.path_of(step)) for step in older[-1:])])
+        return (
+            f"{self.directory}: no space left for the checkpoint of step {step}: it needs at least "
+            f"{_size(needed)}, {_size(free + written)} are free. Nothing was lost: {kept} and the training "
+            f"state is unaffected. Free some space, or lower checkpoint.keep (now {self.keep})"
+        )
 
 
-def _seal(path: Path, step: int) -> None:
-    """Hash and sync every file, then write and sync the manifest and the folders."""
-    found = [file for file in sorted(path.rglob("*")) if file.is_file()]
-    digests = _in_threads(_sha256, found)
-    files = {
-        file.relative_to(path).as_posix(): {"bytes": file.stat().st_size, "sha256": digest}
-        for file, digest in zip(found, digests, strict=True)
-    }
-    for file in found:
-        sync_path(file)
-    manifest = {"format": FORMAT, "rondo": __version__, "step": step, "files": files}
-    with (path / MANIFEST).open("w", encoding="utf-8") as out:
-        json.dump(manifest, out, indent=1)
-        out.flush()
-        os.fsync(out.fileno())
-    for folder in [path, *(entry for entry in path.rglob("*") if entry.is_dir())]:
-        sync_path(folder)
-
-
-def _read_manifest(path: Path) -> dict[str, Any]:
-    """Raises OSError, ValueError or KeyError when it is not one."""
-    manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-    if not isinstance(manifest, dict) or not isinstance(manifest["files"], dict):
-        raise ValueError("no list of files in it")
-    return manifest
-
-
-def _fault(path: Path, step: int) -> str:
-    """What is wrong with a checkpoint folder, naming the file; empty when it is valid."""
-    try:
-        manifest = _read_manifest(path)
-        if manifest["format"] > FORMAT:
-            newer = f"rondo {manifest['rondo']} wrote it in format {manifest['format']}"
-            return f"{path}: {newer}; this is rondo {__version__}, which reads up to format {FORMAT}"
-        if manifest["step"] != step:
-            return f"{path / MANIFEST}: it says step {manifest['step']}; the folder was renamed by hand"
-        listed = [
-            (path / name, int(entry["bytes"]), entry["sha256"]) for name, entry in manifest["files"].items()
-        ]
-        for file, size, _ in listed:
-            if wrong := _size_fault(file, size):
-                return wrong
-        for (file, _, digest), actual in zip(
-            listed, _in_threads(_sha256, [f for f, _, _ in listed]), strict=True
-        ):
-            if actual != digest:
-                return f"{file}: damaged: its content does not have the SHA-256 that the manifest lists"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"{path / MANIFEST}: damaged or missing ({type(error).__name__}: {error})"
-    return ""
-
-
-def _size_fault(file: Path, size: int) -> str:
-    if not file.is_file():
-        return f"{file}: missing"
-    actual = file.stat().st_size
-    return f"{file}: damaged: {actual} bytes, the manifest says {size}" if actual != size else ""
-
-
-def _in_threads(function: Callable[[Path], str], files: Sequence[Path]) -> list[str]:
-    """`function` of each file, several at a time (hashing lets go of the interpreter's lock)."""
-    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-        return list(pool.map(function, files))
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _manifest_bytes(path: Path) -> int:
-    try:
-        return sum(int(entry["bytes"]) for entry in _read_manifest(path)["files"].values())
-    except (OSError, ValueError, KeyError, TypeError):
-        return 0
+def _seal(draft: Draft, step: int) -> None:
+    """Writes and syncs the manifest, then syncs the folders; the files themselves are on disk."""
+    folder = draft.folder
+    found = {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()}
+    assert found == set(draft.files), f"files without a checksum, or gone: {sorted(found ^ set(draft.files))}"
+    write_manifest(folder, draft.files, step=step)
+    for path in [folder, *(entry for entry in folder.rglob("*") if entry.is_dir())]:
+        sync_path(path)
 
 
 def _folder_bytes(path: Path) -> int:

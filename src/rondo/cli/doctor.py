@@ -1,4 +1,7 @@
-"""`rondo doctor`: versions, devices, which engines, backends, trackers and kernels are usable, or why not."""
+"""`rondo doctor`: versions, devices, which engines, backends, trackers and kernels are usable, or why not.
+
+Of a run (`rondo doctor RUN`): whether what it has saved is whole.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-HELP = "what is usable on this machine, and why not"
+HELP = "what is usable on this machine, and why not; with RUN: whether what a run has saved is whole"
 State = Literal["ok", "no", "info"]
 CORE = ("torch", "transformers", "numpy", "pyarrow", "PyYAML", "rich", "safetensors", "Jinja2", "pydantic")
 OLDEST = {"torch": (2, 11), "transformers": (5, 17)}
@@ -36,12 +39,21 @@ class Finding:
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
     """Registers the subcommand."""
     parser = subparsers.add_parser("doctor", help=HELP, description=HELP)
+    parser.add_argument(
+        "run", nargs="?", help="run folder (runs/quickstart): reads its checkpoints and export"
+    )
     parser.add_argument("--json", action="store_true", help="machine-readable")
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the findings; 0 when rondo can train here with its native engine, 1 when it cannot."""
+    """Print the findings; 0 when rondo can train here with its native engine, 1 when it cannot. With a run: 0
+    when all that it has saved is whole, 1 when it is not.
+    """
+    if args.run is not None:
+        from rondo.cli import doctor_run
+
+        return doctor_run.run(Path(args.run), as_json=args.json)
     findings = examine()
     if args.json:
         print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))

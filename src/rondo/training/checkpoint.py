@@ -1,15 +1,43 @@
-"""An engine's state on disk: sharded (torch.distributed.checkpoint), and as a Hugging Face folder."""
+"""An engine's state on disk: sharded (torch.distributed.checkpoint plans who writes and reads what), and as a
+Hugging Face folder.
+
+rank-0.bin, rank-1.bin, …   the tensors of a rank, byte for byte, one after another
+.metadata                   where each is, of which type and shape, and of which tensor which part
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import pickle
+import zlib
+from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from huggingface_hub import save_torch_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
 
+from rondo.checkpoint.checked import (
+    MANIFEST,
+    CheckedFile,
+    Files,
+    Piece,
+    Pieces,
+    placed,
+    read_checked,
+    read_piece,
+    write_checked,
+    write_manifest,
+)
 from rondo.errors import CheckpointError
 from rondo.models.loading import load_model_config
 from rondo.models.source import ModelSource
@@ -17,26 +45,167 @@ from rondo.models.value_head import save_value_head
 
 State = dict[str, torch.Tensor]  # flat; sharded entries are DTensors
 
+_METADATA = ".metadata"
 _VALUE_HEAD = "value_head."
 
 
-def save(state: State, path: str, group: dist.ProcessGroup) -> None:
-    """Write every rank's shards. Collective. Raises CheckpointError (disk full, not writable)."""
+def save(state: State, path: str, group: dist.ProcessGroup) -> Files:
+    """Write every rank's shards; returns the checksums of all files, on every rank. Collective.
+
+    Raises CheckpointError (disk full, not writable).
+    """
+    writer = _Writer(Path(path))
     try:
-        dcp.save(state, checkpoint_id=path, process_group=group)
+        dcp.save(state, storage_writer=writer, process_group=group)
     except (CheckpointException, OSError, RuntimeError) as error:
         raise CheckpointError(f"checkpoint {path} could not be written: {_cause(error)}") from error
+    files: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(files, writer.files, group=group)
+    return {name: pieces for ranks_own in files for name, pieces in ranks_own.items()}
 
 
-def load(state: State, path: str, group: dist.ProcessGroup) -> None:
-    """Read into the tensors of `state`, in place, whatever the number of ranks that saved. Collective."""
+def load(state: State, path: str, files: Files, group: dist.ProcessGroup) -> None:
+    """Read into the tensors of `state`, in place, whatever the number of ranks that saved. Collective.
+
+    files: what `save` returned. Each rank reads the tensors of which it has a part, each once, and checks
+    them. Raises CheckpointError naming a file, and the tensor, that has changed.
+    """
+    reader = _Reader(Path(path), files, _read_metadata(Path(path), files, group))
     try:
-        dcp.load(state, checkpoint_id=path, process_group=group)
+        dcp.load(state, storage_reader=reader, process_group=group)
     except (CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
+        failures = error.failures.values() if isinstance(error, CheckpointException) else ()
+        for failure, _ in failures:
+            if isinstance(failure, CheckpointError):
+                raise failure from error
         raise CheckpointError(
             f"checkpoint {path} cannot be loaded into this model: {_cause(error)}. Was it made with another "
-            "model, or is a file missing or damaged?"
+            "model?"
         ) from error
+
+
+class TensorPlace(NamedTuple):
+    """Where a rank's part of a tensor lies, and what it is."""
+
+    file: str
+    start: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class _Writer(StorageWriter):
+    """Writes this rank's tensors into a file, and on the rank that coordinates the metadata of all."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.files: dict[str, Pieces] = {}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        pass
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return [replace(plan, storage_data=f"rank-{rank}.bin") for rank, plan in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        name, results = plan.storage_data, []
+        with CheckedFile(self._folder / name) as file:
+            for item in plan.items:
+                tensor = planner.resolve_data(item)
+                assert isinstance(tensor, torch.Tensor)
+                start = file.append(item.index.fqn, bytes_of(tensor))
+                place = TensorPlace(name, start, tensor.dtype, tuple(tensor.shape))
+                results.append(WriteResult(item.index, tensor.nbytes, place))
+        self.files[name] = file.pieces
+        return _done(results)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        metadata.storage_data = {one.index: one.storage_data for ranks_own in results for one in ranks_own}
+        self.files[_METADATA] = write_checked(self._folder / _METADATA, pickle.dumps(metadata))
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+class _Reader(StorageReader):
+    """Reads what the plan asks for, file after file, each tensor whole."""
+
+    def __init__(self, folder: Path, files: Files, metadata: Metadata) -> None:
+        self._folder, self._metadata = folder, metadata
+        self._pieces = {(name, start): piece for name in files for start, piece in placed(files[name])}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        pass
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._metadata
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        places: dict[Any, TensorPlace] = self._metadata.storage_data
+        items = sorted(plan.items, key=lambda item: places[item.storage_index][:2])
+        for name, wanted in groupby(items, key=lambda item: places[item.storage_index].file):
+            path = self._folder / name
+            with path.open("rb", buffering=0) as file:
+                for item in wanted:
+                    place = places[item.storage_index]
+                    piece = self._pieces[name, place.start]
+                    data = torch.empty(piece.num_bytes, dtype=torch.uint8)
+                    read_piece(file, path, place.start, piece, memoryview(data.numpy()))
+                    saved = data.view(place.dtype).view(place.shape)
+                    part = zip(item.storage_offsets, item.lengths, strict=True)
+                    target = planner.resolve_tensor(item)
+                    target.detach().copy_(saved[tuple(slice(at, at + length) for at, length in part)])
+                    planner.commit_tensor(item, target)
+        return _done(None)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+def _read_metadata(folder: Path, files: Files, group: dist.ProcessGroup) -> Metadata:
+    """Read by one rank, which tells the others, also what is wrong. Collective."""
+    told: list[bytes | CheckpointError | None] = [None]
+    if dist.get_rank(group) == 0:
+        try:
+            told = [read_checked(folder / _METADATA, files[_METADATA])]
+        except CheckpointError as error:
+            told = [error]
+    dist.broadcast_object_list(told, group=group, group_src=0)
+    if isinstance(told[0], CheckpointError):
+        raise told[0]
+    assert told[0] is not None
+    metadata: Metadata = pickle.loads(told[0])  # its checksum is that of what we wrote
+    return metadata
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """A tensor's bytes in host memory, row by row; a copy only where it is elsewhere, or has holes."""
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    return memoryview(flat.view(torch.uint8).numpy())
+
+
+def _done(value: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
 
 
 def export_folder(tensors: State, source: ModelSource, path: str) -> None:
@@ -56,6 +225,27 @@ def export_folder(tensors: State, source: ModelSource, path: str) -> None:
     save_torch_state_dict(trunk, folder, metadata={"format": "pt"})
     if head:
         save_value_head(head, path)
+    _note_checksums(folder, trunk | head)
+
+
+def _note_checksums(folder: Path, tensors: State) -> None:
+    """Lists the exported tensor files in a manifest. Checksums are taken of the tensors in memory; of the
+    files, only the headers are read.
+    """
+    files = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            size = file.read(8)
+            header = size + file.read(int.from_bytes(size, "little"))
+        entries = json.loads(header[8:])
+        entries.pop("__metadata__", None)
+        pieces = [Piece("", len(header), zlib.crc32(header))]
+        for name in sorted(entries, key=lambda name: entries[name]["data_offsets"]):
+            data = bytes_of(tensors[name])
+            pieces.append(Piece(name, len(data), zlib.crc32(data)))
+        files[path.name] = tuple(pieces)
+    (folder / MANIFEST).unlink(missing_ok=True)
+    write_manifest(folder, files)
 
 
 def _architecture(config: object) -> str:

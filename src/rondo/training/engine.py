@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from rondo.batch import ROW_ID, Batch, ragged_array
+from rondo.checkpoint import Files
 from rondo.columns import TOPK_IDS
 from rondo.config.auto import engine_for
 from rondo.config.schema import EngineConfig, FrozenEngineConfig, OptimizerConfig, TorchBackendConfig
@@ -330,14 +331,19 @@ class FsdpEngine:
         """A copy of `state` that `save` can write later, while training goes on."""
         return {name: tensor.detach().clone() for name, tensor in self.state().items()}
 
-    def save(self, path: str, state: checkpoint.State | None = None) -> None:
-        """Write `state` (a snapshot; default: as it is now). Collective. Loads on any number of ranks."""
-        checkpoint.save(self.state() if state is None else state, path, self._group)
+    def save(self, path: str, state: checkpoint.State | None = None) -> Files:
+        """Write `state` (a snapshot; default: as it is now). Collective. Returns the checksums of the files
+        of all ranks.
+        """
+        return checkpoint.save(self.state() if state is None else state, path, self._group)
 
-    def load(self, path: str) -> None:
-        """Read what `save` wrote, on any number of ranks. Collective. Raises CheckpointError."""
+    def load(self, path: str, files: Files) -> None:
+        """Read what `save` wrote, on any number of ranks. files: what it returned. Collective.
+
+        Raises CheckpointError.
+        """
         state = self.state()
-        checkpoint.load(state, path, self._group)
+        checkpoint.load(state, path, files, self._group)
         if self.optimizer is not None:
             self.optimizer.load_steps(state["optimizer.steps"])
 

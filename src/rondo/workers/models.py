@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from rondo.batch import ROW_ID, Batch
+from rondo.checkpoint import Files
 from rondo.columns import MINI_BATCH, declared
 from rondo.config.schema import FrozenEngineConfig, OptimizerConfig, TorchBackendConfig
 from rondo.controller import Worker, WorkerContext, dispatch
@@ -75,15 +76,16 @@ class ModelWorker(Worker):
         self._snapshot = self.engine.snapshot()
 
     @dispatch("broadcast")
-    def write_snapshot(self, path: str) -> None:
-        """Writes the copy (collective: every rank its shards) and forgets it."""
-        self.engine.save(path, self._snapshot)
+    def write_snapshot(self, path: str) -> Files:
+        """Writes the copy (collective: every rank its shards) and forgets it. Returns the files' checksums."""
+        files = self.engine.save(path, self._snapshot)
         self._snapshot = None
+        return files
 
     @dispatch("broadcast")
-    def load(self, path: str) -> None:
-        """Loads what `write_snapshot` wrote, on any number of ranks."""
-        self.engine.load(path)
+    def load(self, path: str, files: Files) -> None:
+        """Loads what `write_snapshot` wrote, on any number of ranks. files: what it returned."""
+        self.engine.load(path, files)
 
     @dispatch("broadcast")
     def export(self, path: str) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 from pathlib import Path
 
-from rondo.checkpoint import CheckpointStore
+from rondo.checkpoint import Checkpoint, CheckpointStore
 from rondo.config import Config, LocalBackendConfig, load
 from rondo.controller import WorkerGroup, start_cluster
 from rondo.errors import CheckpointError, ConfigError
@@ -47,12 +47,13 @@ def export_checkpoint(run: str, output: str, step: int | None = None) -> int:
         raise CheckpointError(
             f"{run}: has no checkpoint; set checkpoint.every in the recipe, or use its export/ folder"
         )
-    asyncio.run(_export(config, checkpoint.path / "actor", target))
-    return int(checkpoint.step)
+    with store.way_out_named(checkpoint.step):
+        asyncio.run(_export(config, checkpoint, target))
+    return checkpoint.step
 
 
-async def _export(config: Config, checkpoint: Path, target: Path) -> None:
+async def _export(config: Config, checkpoint: Checkpoint, target: Path) -> None:
     async with await start_cluster(config.cluster) as cluster:
         actor = await create_model(cluster, "actor", config)
-        await actor.call(ActorWorker.load, str(checkpoint))
+        await actor.call(ActorWorker.load, str(checkpoint.path / "actor"), checkpoint.files_in("actor"))
         await export_model(actor, config, target)

@@ -6,13 +6,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Protocol
 
 from rondo.checkpoint import (
+    Checkpoint,
     CheckpointStore,
     ControllerState,
     check_compatible,
     compatibility_record,
+    load_compatibility,
     load_controller_state,
     save_controller_state,
 )
@@ -48,24 +51,32 @@ class Checkpoints:
         """Looks, before anything starts, whether there is a checkpoint that is whole and fits. Raises
         CheckpointError.
         """
+        _ = self._newest
+
+    @cached_property
+    def _newest(self) -> Checkpoint | None:
+        """What an earlier attempt left to go on from, if anything; looked at once."""
         checkpoint = self._store.latest() if self._folder.resuming else None
         if checkpoint is not None:
-            check_compatible(load_controller_state(checkpoint.path)[1], compatibility_record(self._config))
+            with self._store.way_out_named(checkpoint.step):
+                record = load_compatibility(checkpoint)
+            check_compatible(record, compatibility_record(self._config))
+        return checkpoint
 
     async def restore(self, trainer: Resumable) -> int | None:
         """Loads the newest checkpoint into the trainer and its roles; what was logged beyond it moves aside.
 
-        Returns the step, or None when there is nothing to resume. Raises CheckpointError for a damaged or
-        foreign one.
+        Every file is read once, and checked as it is read. Returns the step, or None when there is nothing to
+        resume. Raises CheckpointError for a damaged or foreign one.
         """
-        checkpoint = self._store.latest() if self._folder.resuming else None
+        checkpoint = self._newest
         if checkpoint is None:
             return None
-        state, record = load_controller_state(checkpoint.path)
-        check_compatible(record, compatibility_record(self._config))
-        self._folder.discard_beyond(checkpoint.step)
-        for role, group in trainer.saved_roles().items():
-            await group.call(ModelWorker.load, str(checkpoint.path / role))
+        with self._store.way_out_named(checkpoint.step):
+            state = load_controller_state(checkpoint)
+            self._folder.discard_beyond(checkpoint.step)
+            for role, group in trainer.saved_roles().items():
+                await group.call(ModelWorker.load, str(checkpoint.path / role), checkpoint.files_in(role))
         await trainer.load_state(state)
         return checkpoint.step
 
@@ -107,8 +118,8 @@ class Checkpoints:
         """Writes what was cut; the trainer may go on meanwhile."""
         state, self.cut = self.cut, None
         assert state is not None
-        with self._store.writing(state.step) as path:
+        with self._store.writing(state.step) as draft:
             for role, group in trainer.saved_roles().items():
-                await group.call(ModelWorker.write_snapshot, str(path / role))
-            save_controller_state(path, state, compatibility_record(self._config))
+                draft.note(role, await group.call(ModelWorker.write_snapshot, str(draft.folder / role)))
+            save_controller_state(draft, state, compatibility_record(self._config))
             self._folder.sync()

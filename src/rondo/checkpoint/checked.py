@@ -1,0 +1,205 @@
+"""Files whose checksums are taken while they are written, and compared while they are read; the manifest that
+lists them. Standard library only.
+
+A file is a row of pieces, each with a name, a size and a CRC-32: a tensor file has one for every tensor, any
+other file is one piece. Pieces are read whole, so all that is ever used of a file was checked, and nothing is
+read for the check alone.
+
+Why CRC-32: it guards against accidents (a bit that flips, a block of another file, a torn write), of which it
+misses one in 4 billion for each piece and none that changes 32 neighbouring bits or fewer. It is in the
+standard library, and cheaper than any hash there: on a machine whose processor has instructions for SHA-256,
+1.8 GB per CPU-second against 1.3 (BLAKE2b: 0.5).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from rondo import __version__
+from rondo.errors import CheckpointError
+
+Bytes = bytes | bytearray | memoryview  # a memoryview of single bytes
+
+MANIFEST = "manifest.json"
+FORMAT = 2
+
+_STRIDE = 1 << 22  # bytes that a check of a whole file holds at a time
+
+
+class Piece(NamedTuple):
+    """A stretch of a file."""
+
+    name: str
+    """The tensor's; empty for a file that is one piece."""
+
+    num_bytes: int
+
+    crc32: int
+
+
+Pieces = tuple[Piece, ...]
+Files = Mapping[str, Pieces]  # by path below some folder, with forward slashes
+
+
+class CheckedFile:
+    """A new file, written piece by piece; leaving the `with` block syncs it to disk. Raises OSError."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("xb")
+        self._pieces: list[Piece] = []
+
+    def append(self, name: str, data: Bytes) -> int:
+        """Writes a piece; returns where in the file it begins."""
+        start = self._file.tell()
+        self._file.write(data)
+        self._pieces.append(Piece(name, len(data), zlib.crc32(data)))
+        return start
+
+    @property
+    def pieces(self) -> Pieces:
+        return tuple(self._pieces)
+
+    def __enter__(self) -> CheckedFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        with self._file:
+            if kind is None:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+
+
+def write_checked(path: Path, data: Bytes) -> Pieces:
+    """Writes a new file of one piece."""
+    with CheckedFile(path) as file:
+        file.append("", data)
+    return file.pieces
+
+
+def read_checked(path: Path, pieces: Pieces) -> bytes:
+    """Returns the content of a file of one piece. Raises CheckpointError naming the file."""
+    (piece,) = pieces
+    data = bytearray(piece.num_bytes)
+    try:
+        with path.open("rb", buffering=0) as file:
+            read_piece(file, path, 0, piece, data)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    return bytes(data)
+
+
+def read_piece(file: BinaryIO, path: Path, start: int, piece: Piece, into: bytearray | memoryview) -> None:
+    """Reads the piece that begins at `start`, all of it, and checks it.
+
+    Raises CheckpointError naming the file and the tensor; OSError.
+    """
+    view = memoryview(into)
+    file.seek(start)
+    done = 0
+    while done < len(view) and (count := file.readinto(view[done:])):  # type: ignore[attr-defined]
+        done += count
+    if done < len(view):
+        raise CheckpointError(f"{path}: damaged: it ends after {start + done} bytes{_within(piece)}")
+    if zlib.crc32(view) != piece.crc32:
+        raise CheckpointError(_changed(path, start, piece))
+
+
+def check_size(path: Path, pieces: Pieces) -> None:
+    """Raises CheckpointError where a file is missing, or has another size than its pieces. Reads nothing."""
+    if not path.is_file():
+        raise CheckpointError(f"{path}: missing")
+    actual, listed = path.stat().st_size, num_bytes(pieces)
+    if actual != listed:
+        raise CheckpointError(f"{path}: damaged: {actual} bytes, the manifest says {listed}")
+
+
+def faults_in(folder: Path, files: Files, on_bytes: Callable[[int], None] = lambda count: None) -> list[str]:
+    """Reads all files, each once; returns a message for each one that is damaged or missing.
+
+    on_bytes: is told how many bytes were read, every few megabytes.
+    """
+    faults = []
+    for name, pieces in files.items():
+        try:
+            _check_content(folder / name, pieces, on_bytes)
+        except OSError as error:
+            faults.append(f"{folder / name}: cannot be read: {error}")
+        except CheckpointError as error:
+            faults.append(str(error))
+    return faults
+
+
+def _check_content(path: Path, pieces: Pieces, on_bytes: Callable[[int], None]) -> None:
+    """Names the first piece that has changed."""
+    check_size(path, pieces)
+    buffer = memoryview(bytearray(_STRIDE))
+    with path.open("rb", buffering=0) as file:
+        for start, piece in placed(pieces):
+            crc, left = 0, piece.num_bytes
+            while left and (count := file.readinto(buffer[: min(left, _STRIDE)])):
+                crc = zlib.crc32(buffer[:count], crc)
+                left -= count
+                on_bytes(count)
+            if left or crc != piece.crc32:
+                raise CheckpointError(_changed(path, start, piece))
+
+
+def placed(pieces: Pieces) -> Iterator[tuple[int, Piece]]:
+    """The pieces of a file, each behind where it begins."""
+    start = 0
+    for piece in pieces:
+        yield start, piece
+        start += piece.num_bytes
+
+
+def num_bytes(pieces: Pieces) -> int:
+    """Returns the size of a file."""
+    return sum(piece.num_bytes for piece in pieces)
+
+
+def write_manifest(folder: Path, files: Files, **facts: object) -> None:
+    """Lists the files of a folder, each with its size and its pieces, and `facts` about it."""
+    listed = {name: {"bytes": num_bytes(pieces), "pieces": pieces} for name, pieces in sorted(files.items())}
+    manifest = {"format": FORMAT, "rondo": __version__, **facts, "files": listed}
+    manifest["crc32"] = _own_checksum(manifest)
+    write_checked(folder / MANIFEST, json.dumps(manifest).encode())
+
+
+def read_manifest(folder: Path) -> tuple[dict[str, Any], Files]:
+    """(all that the manifest says, the files that it lists). Raises CheckpointError naming it."""
+    path = folder / MANIFEST
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        if manifest["format"] != FORMAT:
+            other = f"rondo {manifest['rondo']} wrote it in format {manifest['format']}"
+            raise CheckpointError(
+                f"{path}: {other}; this is rondo {__version__}, which reads format {FORMAT}"
+            )
+        if manifest["crc32"] != _own_checksum(manifest):
+            raise ValueError("it does not have the checksum that it says itself")
+        files = {
+            name: tuple(Piece(*piece) for piece in entry["pieces"])
+            for name, entry in manifest["files"].items()
+        }
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path}: damaged or missing ({type(error).__name__}: {error})") from error
+    return manifest, files
+
+
+def _own_checksum(manifest: dict[str, Any]) -> int:
+    """Of all that a manifest says but this."""
+    return zlib.crc32(json.dumps({key: manifest[key] for key in manifest if key != "crc32"}).encode())
+
+
+def _changed(path: Path, start: int, piece: Piece) -> str:
+    where = f"bytes {start} to {start + piece.num_bytes}"
+    return f"{path}: damaged: {where}{_within(piece)} do not have the checksum that the manifest lists"
+
+
+def _within(piece: Piece) -> str:
+    return f" (tensor {piece.name})" if piece.name else ""

@@ -1,0 +1,91 @@
+"""`rondo doctor RUN`: whether what a run has saved is whole. Files are read and compared with their
+manifests; no model is built.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from rondo.checkpoint.checked import faults_in, num_bytes, read_manifest
+from rondo.checkpoint.store import CheckpointStore
+from rondo.errors import CheckpointError
+
+
+@dataclass
+class Saved:
+    """A folder that a run has saved."""
+
+    folder: str
+    num_bytes: int = 0
+    num_files: int = 0
+    faults: list[str] = field(default_factory=list)
+    """One for each file that is damaged or missing."""
+
+    remedy: str = ""
+
+
+def run(folder: Path, *, as_json: bool) -> int:
+    """Prints each checkpoint and export of the run, as it is checked; 0 when all are whole, else 1.
+
+    Raises CheckpointError where the run has saved nothing.
+    """
+    found = []
+    for saved in examine(folder):
+        found.append(saved)
+        if not as_json:
+            _print(saved)
+    if not found:
+        raise CheckpointError(f"{folder}: no checkpoint and no export in it; is it the folder of a run?")
+    if as_json:
+        print(json.dumps([asdict(saved) for saved in found], indent=2))
+    return 1 if any(saved.faults for saved in found) else 0
+
+
+def examine(folder: Path) -> Iterator[Saved]:
+    """Reads all checkpoints and exports of a run, those of its warm start first."""
+    for run_folder in (folder / "warm_start", folder):
+        store = CheckpointStore(run_folder / "checkpoints")
+        valid = None
+        for step in store.steps():
+            saved = _examined(store, store.path_of(step), step)
+            if saved.faults:
+                saved.remedy = store.way_out(step, valid)
+            else:
+                valid = step
+            yield saved
+        export = run_folder / "export"
+        if export.is_dir():
+            saved = _examined(store, export, None)
+            if saved.faults:
+                saved.remedy = f"To write the model again: `rondo export {run_folder} FOLDER`"
+            yield saved
+
+
+def _examined(store: CheckpointStore, folder: Path, step: int | None) -> Saved:
+    """Reads the files of a checkpoint (step None: of an export), with a bar on a terminal."""
+    try:
+        files = read_manifest(folder)[1] if step is None else store.listed(step).files
+    except CheckpointError as error:
+        return Saved(str(folder), faults=[str(error)])
+    size = sum(map(num_bytes, files.values()))
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(str(folder), total=size)
+        faults = faults_in(folder, files, lambda count: bar.advance(task, count))
+    return Saved(str(folder), size, len(files), faults)
+
+
+def _print(saved: Saved) -> None:
+    state = "damaged" if saved.faults else "ok"
+    print(f"{saved.folder}: {state}, {saved.num_files} files of {saved.num_bytes / 1e6:.1f} MB", flush=True)
+    for fault in saved.faults:
+        print(f"  {fault}", flush=True)
+    if saved.remedy:
+        print(f"  {saved.remedy}", flush=True)
