@@ -44,7 +44,7 @@ ALLOWED: dict[str, set[str]] = {
     "recipes": BASE | {"data"},
     "data": BASE | {"chat"},
     "training": BASE | {"checkpoint", "models", "planning", "weights"},
-    "rollout": BASE | {"models", "transport", "weights"},
+    "rollout": BASE | {"models", "transport", "usage", "weights"},
     "workers": BASE
     | {
         "agents",

@@ -16,6 +16,7 @@ from rondo.errors import RolloutError, WeightSyncError
 from rondo.rollout import NativeEngine
 from rondo.rollout import requests as requests_module
 from rondo.rollout.native import decoder as decoder_module
+from rondo.rollout.native.compiled import CompiledPath
 from rondo.rollout.native.engine import indexed
 from rondo.types import Completion
 from tests.rollout.conftest import (
@@ -389,3 +390,28 @@ def test_a_device_without_a_number_is_the_current_one(monkeypatch: pytest.Monkey
     assert number_of(indexed(torch.device("cuda"))) == 3
     assert number_of(indexed(torch.device("cuda:1"))) == 1
     assert indexed(torch.device("cpu")) == torch.device("cpu")
+
+
+def test_decode_seconds_are_those_of_all_threads_that_decode(
+    model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compiled path's two workers are counted, whatever else the process does."""
+    workers: list[float] = []
+    call = CompiledPath._call
+
+    def counted(*args: Any) -> Any:
+        until, started = time.thread_time() + 0.002, time.thread_time()
+        while time.thread_time() < until:  # so that the work outweighs the loop around it
+            pass
+        result = call(*args)
+        workers.append(time.thread_time() - started)
+        return result
+
+    monkeypatch.setattr(CompiledPath, "_call", counted)
+    engine = make_engine(model, decode="compiled", threads=2)
+    run(engine, [request(f"r{i}", prompt(6), 30, seed=i) for i in range(4)])
+    sums = asyncio.run(engine.stats()).sums
+    reported = sums["perf/decode_cpu_seconds"] + sums["perf/prefill_cpu_seconds"]
+    engine.close()
+    assert sum(workers) > 0.1
+    assert sum(workers) <= reported < 1.5 * sum(workers)  # the rest is the decode thread's own

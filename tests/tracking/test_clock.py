@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from rondo.tracking import Clock, Timeline
-from rondo.usage import children_cpu_seconds, process_usage
+from rondo.usage import TeamClock, children_cpu_seconds, process_usage
 
 
 class Hand:
@@ -234,3 +236,58 @@ def test_cpu_seconds_and_peak_memory_of_this_process_and_its_children() -> None:
     ended = process_usage(children=True)
     assert ended.cpu_seconds >= alive.cpu_seconds
     assert children_cpu_seconds() >= before_its_end >= 0.37
+
+
+def test_a_teams_clock_is_the_sum_of_its_threads_clocks_and_of_no_other() -> None:
+    """A thread and the two that it starts are counted, one of them ended; what its starter does meanwhile is
+    not.
+    """
+    counted: dict[str, float] = {}
+    ready, stop = threading.Barrier(2), threading.Event()
+
+    def busy(name: str, stay: bool) -> None:
+        while time.thread_time() < 0.1:
+            pass
+        counted[name] = time.thread_time()
+        if stay:
+            ready.wait()
+            stop.wait()
+
+    def team() -> None:
+        clock = TeamClock()
+        threads = [threading.Thread(target=busy, args=args) for args in (("stays", True), ("ends", False))]
+        for thread in threads:
+            thread.start()
+        while "ends" not in counted:
+            clock.seconds()  # as a caller who looks now and then: what has ended is known up to the last look
+        ready.wait()
+        counted["own"] = time.thread_time()
+        counted["reported"] = clock.seconds()
+        stop.set()
+
+    runner = threading.Thread(target=team)
+    runner.start()
+    while runner.is_alive():  # busy beside them
+        pass
+    reported = counted.pop("reported")
+    assert reported == pytest.approx(sum(counted.values()), abs=0.01)
+
+
+def test_a_teams_clock_counts_the_threads_of_a_library() -> None:
+    used: list[float] = []
+
+    def multiply() -> None:
+        clock = TeamClock()
+        torch.set_num_threads(2)
+        matrix = torch.ones(600, 600)
+        before, own, first = time.process_time(), time.thread_time(), clock.seconds()
+        while time.process_time() < before + 0.3:
+            matrix @ matrix
+        used.extend((clock.seconds() - first, time.process_time() - before, time.thread_time() - own))
+
+    thread = threading.Thread(target=multiply)
+    thread.start()
+    thread.join()
+    reported, process, own = used
+    assert own < 0.8 * process  # there was a second thread
+    assert reported == pytest.approx(process, abs=0.02)

@@ -35,6 +35,7 @@ from rondo.rollout.native.weights import WeightStore, build_module
 from rondo.rollout.protocol import Capabilities, OnTokens
 from rondo.rollout.requests import Pending, check_ready, check_request, complete_as_it_is, deliver
 from rondo.types import Completion, GenerateRequest, StepStats
+from rondo.usage import TeamClock
 
 TOKENS_SECONDS, TOKENS_STEPS = 0.02, 8  # on_tokens is called after both, so that it costs little
 _log = logging.getLogger(__name__)
@@ -90,7 +91,7 @@ class NativeEngine:
         self._in_flight: dict[str, Pending] = {}
         self._serving = self._paused = self._closed = False
         self._next_report, self._steps_untold = 0.0, 0
-        self._executor = ThreadPoolExecutor(1, "rondo-decode", _prepare_thread, (threads, device))
+        self._executor = ThreadPoolExecutor(1, "rondo-decode", self._prepare_thread, (threads, device))
         if self._weights.complete:
             self._decoder.weights_changed()
         _log.info("%s", self.describe())
@@ -321,15 +322,17 @@ class NativeEngine:
             )
         self._executor.submit(change).result()
 
+    def _prepare_thread(self, threads: int, device: torch.device) -> None:
+        """Of the decode thread, before it does anything: those that it starts to help it count as its own."""
+        if threads > 1:
+            self._decoder.cpu_clock = TeamClock().seconds
+        torch.set_num_threads(threads)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+
 
 def indexed(device: torch.device) -> torch.device:
     """Returns the device with its number: `torch.cuda.set_device` does not take "cuda" alone."""
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
-
-
-def _prepare_thread(threads: int, device: torch.device) -> None:
-    torch.set_num_threads(threads)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
