@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -540,3 +542,25 @@ def test_wide_columns_need_two_dimensions_and_alignment() -> None:
         batch.aligned("other", "ids")
     with pytest.raises(DataError, match="'ids' is per token"):
         batch.scalars("ids")
+
+
+def test_columns_are_made_read_and_taken_without_pandas() -> None:
+    """Which pyarrow imports by itself, at half a second of every process's start."""
+    program = """
+import sys
+import numpy as np
+from rondo.batch import Batch, ragged_rows
+
+batch = Batch.of({
+    "row_id": np.arange(3),
+    "reward": np.array([0.5, np.nan, 1.0], np.float32),
+    "source": ["a", "", "π"],
+    "response_ids": ragged_rows([[1], [], [2, 3]], np.int32),
+})
+taken = batch.take(np.array([2, 0]))
+assert taken.scalars("source").tolist() == ["π", "a"]
+assert taken.scalars("reward").tolist() == [1.0, 0.5]
+assert [row.tolist() for row in taken.rows("response_ids")] == [[2, 3], [1]]
+assert not {"pandas", "pyarrow.compute"} & sys.modules.keys(), sorted(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
+from rondo.arrays import is_plain, numbers, texts, to_numpy
 from rondo.columns import ROW_ID
 from rondo.errors import DataError
 
@@ -42,10 +43,10 @@ def ragged_array(values: np.ndarray | torch.Tensor, offsets: np.ndarray | torch.
         flat = flat.astype(np.uint8)  # Arrow's booleans are bits; a mask is bytes
     if len(bounds) == 0 or bounds[0] != 0 or bounds[-1] != len(flat) or np.any(np.diff(bounds) < 0):
         raise DataError(f"offsets must rise from 0 to {len(flat)}; got {bounds[:3]}…{bounds[-3:]}")
-    items = pa.array(np.ascontiguousarray(flat).reshape(-1))
+    items = numbers(flat.reshape(-1))
     if flat.ndim == 2:
         items = pa.FixedSizeListArray.from_arrays(items, flat.shape[1])
-    return pa.ListArray.from_arrays(pa.array(bounds.astype(np.int32, copy=False)), items)
+    return pa.ListArray.from_arrays(numbers(bounds.astype(np.int32, copy=False)), items)
 
 
 def wide_array(values: np.ndarray | torch.Tensor, offsets: np.ndarray | torch.Tensor) -> pa.ListArray:
@@ -119,8 +120,7 @@ class Batch:
         array = self.array(name)
         if pa.types.is_list(array.type):
             raise DataError(f"column {name!r} is per token; use ragged({name!r}) or padded({name!r})")
-        values: np.ndarray = array.to_numpy(zero_copy_only=False)
-        return values
+        return to_numpy(array)
 
     def ragged(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns values [N] and cu_seqlens int32 [B+1], without a copy. The tensors alias the batch: do not
@@ -436,8 +436,14 @@ def _packed(name: str, column: ColumnLike) -> pa.Array:
             raise DataError(
                 f"column {name!r} has {column.ndim} dimensions; one value per row, or ragged_array(...)"
             )
+        if column.dtype == np.bool_:
+            column = column.astype(np.uint8)
+        if column.dtype.kind in "iuf":
+            return numbers(column)
         if column.dtype != object:
-            return pa.array(column.astype(np.uint8) if column.dtype == np.bool_ else column)
+            return pa.array(column)
+    if isinstance(column, list) and column and all(isinstance(value, str) for value in column):
+        return texts(column)
     array = column if isinstance(column, pa.Array | pa.ChunkedArray) else pa.array(column)
     if isinstance(array, pa.ChunkedArray):
         array = _joined(name, array.chunks or [pa.array([], array.type)])
@@ -449,7 +455,7 @@ def _packed(name: str, column: ColumnLike) -> pa.Array:
         return pa.array([], array.type)
     is_part = array.offset != 0 or array.get_total_buffer_size() > 1.125 * array.nbytes + 256
     if not is_part and pa.types.is_list(array.type):
-        offsets = array.offsets.to_numpy()
+        offsets = np.from_dlpack(array.offsets)
         is_part = bool(offsets[0] != 0 or offsets[-1] != len(array.values))
     return pa.concat_arrays([array]) if is_part else array
 
@@ -474,8 +480,13 @@ def _taken(array: pa.Array, rows: np.ndarray) -> pa.Array:
     gather.
     """
     flat = _flat(array)
+    if flat is None and pa.types.is_string(array.type) and not array.null_count:
+        strings = array.to_pylist()  # Arrow's `take` would import pyarrow.compute, for this alone
+        return texts([strings[row] for row in rows])
+    if flat is None and is_plain(array):
+        return numbers(np.from_dlpack(array)[rows])
     if flat is None:
-        return array.take(pa.array(rows))
+        return array.take(numbers(rows))
     values, offsets = flat[0].numpy(), flat[1].numpy()
     new_offsets = np.zeros(len(rows) + 1, np.int64)
     np.cumsum((offsets[1:] - offsets[:-1])[rows], out=new_offsets[1:])

@@ -23,6 +23,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Trains; the console shows progress and the final table. Returns the exit code."""
     loaded = load_arguments(args.config)
+    if loaded.config.tracking.console != "off":  # the first sign of life: what follows takes seconds
+        print("loading PyTorch and transformers ...", flush=True)
     from rondo.trainers.commands.supervised import preference, reward_model, sft
     from rondo.trainers.commands.train import train
 

@@ -13,7 +13,6 @@ from typing import NoReturn
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute
 import pyarrow.parquet as pq
 
 from rondo.batch import Batch
@@ -224,7 +223,7 @@ def _read(file: Path, names: Sequence[str]) -> Batch:
             arrays[name] = arrays[name].fill_null(float("nan"))  # pandas writes one for the other
         elif found.null_count:
             _wrong(file, int(np.flatnonzero(found.is_null().to_numpy())[0]), f"{name} is null")
-        elif pa.types.is_list(kind) and pa.compute.list_flatten(found).null_count:
+        elif pa.types.is_list(kind) and any(chunk.flatten().null_count for chunk in found.chunks):
             raise DataError(f"{file}: column {name} has a null among its tokens")
     try:
         return Batch.of(arrays)
