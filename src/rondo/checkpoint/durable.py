@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def sync_path(path: Path) -> None:
-    """Force a file's data, or a directory's entries, to disk. Raises OSError."""
+    """Forces a file's data, or a directory's entries, to disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -16,7 +16,7 @@ def sync_path(path: Path) -> None:
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Replace `path` by `text`: after a kill it holds the old text or the new one, never a part.
+    """Replaces `path` by `text`: after a kill it holds the old text or the new one, never a part.
 
     Raises OSError.
     """
@@ -33,8 +33,9 @@ def write_atomic(path: Path, text: str) -> None:
 
 
 def free_name(path: Path) -> Path:
-    """`path`, or the first of `name-2`, `name-3`, … that does not exist (suffix kept)."""
-    candidate, number = path, 1
+    """Returns `path`, or the first of `name-2`, `name-3`, … that does not exist (suffix kept)."""
+    candidate = path
+    number = 1
     while candidate.exists():
         number += 1
         candidate = path.with_name(f"{path.stem}-{number}{path.suffix}")

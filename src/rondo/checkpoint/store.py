@@ -53,11 +53,11 @@ class Checkpoint:
         return sum(map(num_bytes, self.files.values()))
 
     def read(self, name: str) -> bytes:
-        """The content of a file of one piece. Raises CheckpointError where it has changed."""
+        """Returns the content of a file of one piece. Raises CheckpointError where it has changed."""
         return read_checked(self.path / name, self.files[name])
 
     def files_in(self, folder: str) -> Files:
-        """What was noted of the files below a folder of it, by their paths there."""
+        """Returns what is known of the files below one of its folders, by their paths there."""
         prefix = f"{folder}/"
         return {
             name.removeprefix(prefix): pieces
@@ -100,7 +100,7 @@ class CheckpointStore:
         self.keep = keep
 
     def steps(self) -> list[int]:
-        """Steps of all checkpoints, oldest first, damaged ones included."""
+        """Returns the steps of all checkpoints, ascending, damaged ones included."""
         names = [path.name for path in self.directory.iterdir()] if self.directory.is_dir() else []
         return sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
 
@@ -111,12 +111,12 @@ class CheckpointStore:
         return self.directory / f"step-{step:08d}"
 
     def latest(self) -> Checkpoint | None:
-        """The newest checkpoint; None when there is none. Raises CheckpointError as `open`."""
+        """Returns the newest checkpoint; None when there is none. Raises CheckpointError as `open`."""
         steps = self.steps()
         return self.open(steps[-1]) if steps else None
 
     def open(self, step: int) -> Checkpoint:
-        """The checkpoint of `step`; of its files only the manifest is read.
+        """Returns the checkpoint of `step`; of its files only the manifest is read.
 
         Raises CheckpointError naming a file that is missing or has another size, with the way out.
         """
@@ -131,8 +131,8 @@ class CheckpointStore:
         return checkpoint
 
     def listed(self, step: int) -> Checkpoint:
-        """What the manifest of `step` lists, whether it is there or not. Raises CheckpointError where the
-        manifest is damaged or missing.
+        """Returns what the manifest of `step` lists, whether those files are there or not. Raises
+        CheckpointError where the manifest is damaged or missing.
         """
         path = self.path_of(step)
         manifest, files = read_manifest(path)
@@ -166,7 +166,7 @@ class CheckpointStore:
         return not faults_in(checkpoint.path, checkpoint.files)
 
     def way_out(self, step: int, older: int | None) -> str:
-        """What to do about a damaged checkpoint. older: the newest valid one before it, if there is one."""
+        """Says what to do about a damaged checkpoint. older: the newest valid one before it, if any."""
         path = self.path_of(step)
         aside = f"mv {path} {path.with_name('damaged-' + path.name)}"
         if older is not None:
@@ -204,7 +204,7 @@ class CheckpointStore:
         self._prune(step)
 
     def clean(self) -> None:
-        """Remove what a killed writer left. For the writer only: it must hold the run folder's lock."""
+        """Removes what a killed writer left. For the writer only: it must hold the run folder's lock."""
         for path in list(self.directory.iterdir()) if self.directory.is_dir() else []:
             if path.name.startswith((_WRITING, _REMOVING)):
                 shutil.rmtree(path)
@@ -219,8 +219,8 @@ class CheckpointStore:
                 shutil.rmtree(aside)
 
     def _disk_full_message(self, step: int, folder: Path, error: BaseException) -> str:
-        """What to tell the user when the checkpoint of `step` did not fit; empty when the disk is not the
-        reason. Looks while the partial files are still there.
+        """Says what the user can do when the checkpoint of `step` did not fit; empty when the disk is not the
+        reason. To be called while the partial files are still there.
         """
         free, written = shutil.disk_usage(self.directory).free, _folder_bytes(folder)
         interrupted = isinstance(error, KeyboardInterrupt | SystemExit | asyncio.CancelledError)

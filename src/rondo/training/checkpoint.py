@@ -50,7 +50,7 @@ _VALUE_HEAD = "value_head."
 
 
 def save(state: State, path: str, group: dist.ProcessGroup) -> Files:
-    """Write every rank's shards; returns the checksums of all files, on every rank. Collective.
+    """Writes every rank's shards; returns the checksums of all files, on every rank. Collective.
 
     Raises CheckpointError (disk full, not writable).
     """
@@ -65,7 +65,7 @@ def save(state: State, path: str, group: dist.ProcessGroup) -> Files:
 
 
 def load(state: State, path: str, files: Files, group: dist.ProcessGroup) -> None:
-    """Read into the tensors of `state`, in place, whatever the number of ranks that saved. Collective.
+    """Reads into the tensors of `state`, in place, whatever the number of ranks that saved. Collective.
 
     files: what `save` returned. Each rank reads the tensors of which it has a part, each once, and checks
     them. Raises CheckpointError naming a file, and the tensor, that has changed.
@@ -137,7 +137,8 @@ class _Reader(StorageReader):
     """Reads what the plan asks for, file after file, each tensor whole."""
 
     def __init__(self, folder: Path, files: Files, metadata: Metadata) -> None:
-        self._folder, self._metadata = folder, metadata
+        self._folder = folder
+        self._metadata = metadata
         self._pieces = {(name, start): piece for name in files for start, piece in placed(files[name])}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -181,7 +182,7 @@ class _Reader(StorageReader):
 
 
 def _read_metadata(folder: Path, files: Files, group: dist.ProcessGroup) -> Metadata:
-    """Read by one rank, which tells the others, also what is wrong. Collective."""
+    """Has one rank read it, which tells the others, also what is wrong. Collective."""
     told: list[bytes | CheckpointError | None] = [None]
     if dist.get_rank(group) == 0:
         try:
@@ -197,7 +198,7 @@ def _read_metadata(folder: Path, files: Files, group: dist.ProcessGroup) -> Meta
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """A tensor's bytes in host memory, row by row; a copy only where it is elsewhere, or has holes."""
+    """Returns a tensor's bytes in host memory, row by row; copies only what is elsewhere, or has holes."""
     flat = tensor.detach().cpu().contiguous().view(-1)
     return memoryview(flat.view(torch.uint8).numpy())
 
@@ -209,8 +210,8 @@ def _done(value: Any) -> Future[Any]:
 
 
 def export_folder(tensors: State, source: ModelSource, path: str) -> None:
-    """A folder that AutoModelForCausalLM loads (a critic: its trunk, and the value head in a file of its
-    own).
+    """Writes a folder that AutoModelForCausalLM loads (of a critic: its trunk; the value head in a file of
+    its own), and a manifest of its tensor files.
     """
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
@@ -255,7 +256,7 @@ def _architecture(config: object) -> str:
 
 
 def _cause(error: BaseException) -> str:
-    """The first line of the innermost failure."""
+    """Returns the first line of the innermost failure."""
     if isinstance(error, CheckpointException) and error.failures:
         rank, failure = next(iter(error.failures.items()))
         inner = failure[0] if isinstance(failure, tuple) else failure

@@ -21,11 +21,15 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class OptimizerStats:
-    """grad_norm: global, before clipping; not finite exactly when the step was skipped. lr: of this step."""
+    """What one step did."""
 
     grad_norm: float
+    """Of all ranks together, before clipping; not finite exactly when the step was skipped."""
+
     skipped: bool
+
     lr: float
+    """The learning rate of this step."""
 
 
 class ShardedAdamW:
@@ -43,12 +47,14 @@ class ShardedAdamW:
         total_steps: int | None,
         group: dist.ProcessGroup,
     ) -> None:
-        self._shards, self._config, self._total_steps, self._group = shards, config, total_steps, group
+        self._shards = shards
+        self._config = config
+        self._total_steps = total_steps
+        self._group = group
         self.num_steps = 0
         self._locals = {name: torch.nn.Parameter(shard.to_local().detach()) for name, shard in shards.items()}
-        lr_ratio(
-            config.schedule.warmup_steps, config.schedule, total_steps
-        )  # a schedule that cannot work fails now
+        # Called for its error: a schedule that cannot work fails now, not after the warm-up.
+        lr_ratio(config.schedule.warmup_steps, config.schedule, total_steps)
         self._adamw = torch.optim.AdamW(
             [local for local in self._locals.values() if local.numel()],
             lr=config.lr,
@@ -63,7 +69,7 @@ class ShardedAdamW:
             self._adamw.state[local] = {"step": step, **moments}
 
     def rebind(self) -> None:
-        """Point at the shards' storage again after it moved."""
+        """Points at the shards' storage again after it moved."""
         for name, local in self._locals.items():
             local.data = self._shards[name].to_local().detach()
 
@@ -92,7 +98,7 @@ class ShardedAdamW:
         return OptimizerStats(float(norm), skipped, lr)
 
     def move_state(self, device: torch.device) -> None:
-        """Move the moments (twice the parameters' bytes) to `device`."""
+        """Moves the moments (twice the parameters' bytes) to `device`."""
         for local in self._locals.values():
             state = self._adamw.state[local]
             for name in MOMENTS:
@@ -112,7 +118,7 @@ class ShardedAdamW:
         return out
 
     def load_steps(self, steps: torch.Tensor) -> None:
-        """Take over the counters; moments are loaded in place."""
+        """Takes over the counters; moments are loaded in place."""
         self.num_steps = int(steps[0])
         for local, step in zip(self._locals.values(), steps[1:], strict=True):
             self._adamw.state[local]["step"].fill_(float(step))
@@ -121,7 +127,7 @@ class ShardedAdamW:
 def global_norm(
     gradients: list[torch.Tensor], group: dist.ProcessGroup, device: torch.device
 ) -> torch.Tensor:
-    """Euclidean norm of all ranks' local gradients together, float64 []."""
+    """Returns the Euclidean norm of all ranks' local gradients together, float64 []."""
     if gradients:
         squares = torch.stack(torch._foreach_norm(gradients)).double().square().sum()
     else:
@@ -132,7 +138,7 @@ def global_norm(
 
 
 def lr_ratio(step: int, schedule: ScheduleConfig, total_steps: int | None) -> float:
-    """Learning rate of optimizer step `step` (from 0) as a share of `lr`.
+    """Returns the learning rate of optimizer step `step` (from 0) as a share of `lr`.
 
     Warm-up is linear: step s of w gives (s + 1) / w. Then `constant` is 1; `linear` and `cosine` fall from 1
     towards min_ratio, which they reach after total_steps; `wsd` stays at 1 and falls linearly to min_ratio
