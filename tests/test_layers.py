@@ -89,7 +89,7 @@ FORBIDDEN: dict[str, set[str]] = {
     "config": {"torch", "numpy", "pyarrow", "ray", "transformers", *ENGINES},
     "roles": {"torch", "numpy", "pyarrow", "ray", "transformers", *ENGINES},
     "types": {"ray", "transformers", "torch.distributed", *ENGINES},
-    "arrays": {"torch", "ray", "transformers", *ENGINES},
+    "arrays": {"ray", "transformers", "torch.distributed", *ENGINES},
     "batch": {"ray", "transformers", "torch.distributed", *ENGINES},
     "columns": {"numpy", "torch", "ray", "transformers", *ENGINES},
     "algorithms": {"ray", "torch.distributed", "transformers", *ENGINES},

@@ -110,7 +110,10 @@ def test_sft_learns_its_demonstrations_and_resumes_nothing_twice(folder: Path) -
         ("rollout.engine=vllm", "vllm"),
         ("algorithm.advantage=grpp", "grpo"),
         ("algorithm.policy_loss.clip_lo=0.1", "clip_low"),
-        ("algorithm.policy_loss.clip=-1", "algorithm.policy_loss: clip ranges and thresholds must not be"),
+        (
+            "algorithm.policy_loss.clip=-1",
+            "algorithm.policy_loss: the clip range or threshold needs low >= 0, got -1",
+        ),
         ("algorithm.kl={name: k9, where: loss, coef: 0.1}", "algorithm.kl: unknown name 'k9'"),
         ("algorithm.aggregation=tokenmean", "did you mean 'token-mean'"),
         ("algorithm.value_loss=clipped", "algorithm.value_loss: unknown name"),

@@ -77,7 +77,7 @@ class ModelWorker(Worker):
 
     @dispatch("broadcast")
     def write_snapshot(self, path: str) -> Files:
-        """Writes the copy (collective: every rank its shards) and forgets it. Returns the files' checksums."""
+        """Writes the copy (collective: every rank its shards) and forgets it; returns the checksums."""
         files = self.engine.save(path, self._snapshot)
         self._snapshot = None
         return files
