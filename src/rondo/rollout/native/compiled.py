@@ -141,7 +141,7 @@ class CompiledPath:
     def _product(self, linears: Sequence[torch.nn.Linear]) -> _Product:
         """One more that `weights_changed` fills."""
         columns, K = sum(linear.weight.shape[0] for linear in linears), linears[0].weight.shape[1]
-        packed = torch.zeros(-(-columns // self._panel), K, self._panel)
+        packed = kernels.zeros_in_huge_pages(-(-columns // self._panel), K, self._panel)
         without = all(linear.bias is None for linear in linears)
         product = _Product(linears, packed, None if without else torch.zeros(columns))
         self._products.append(product)

@@ -32,6 +32,16 @@ typedef int32_t vi __attribute__((vector_size(4 * V), aligned(4), may_alias));
 #define STORE(p, x) (*(vf *)(p) = (x))
 #define INLINE static inline __attribute__((always_inline))
 
+/* Keeps a loaded vector in a register. GCC would read it from memory again for every multiplication, and a core that
+ * loads two vectors per cycle then multiplies at half its rate. */
+#if defined(__x86_64__)
+#define IN_REGISTER(x) __asm__("" : "+v"(x))
+#elif defined(__aarch64__)
+#define IN_REGISTER(x) __asm__("" : "+w"(x))
+#else
+#define IN_REGISTER(x)
+#endif
+
 typedef struct {
     const float *input_norm, *post_norm, *q_norm, *k_norm;   /* q_norm, k_norm: NULL where the family has none */
     const float *qkv, *o, *gate_up, *down;                   /* packed */
@@ -79,52 +89,71 @@ INLINE vf exp_vf(vf x) {
 
 /* ---- matrix product: C[rows, N] (+)= A[rows, K] @ W, one row's sum always runs over k in order ---- */
 
-INLINE void tile(int mr, const float *a, int64_t lda, const float *b, int64_t depth, float *c, int64_t ldc, int add,
-                 const float *bias, int64_t columns) {
+/* What all row tiles of one panel, KC deep, share. They also fetch `ahead`, the panel's worth of weights that comes
+ * next, `step` floats per k each: a decode step reads every weight from memory once, and between two panels the
+ * multipliers would wait for it. */
+typedef struct {
+    const float *weights, *bias, *ahead;
+    int64_t depth, columns, step, lda, ldc;
+    int add;
+} Panel;
+
+INLINE void tile(int mr, const Panel *p, const float *a, float *c) {
     vf acc[MR][NV];
+    const float *b = p->weights, *ahead = p->ahead;
     for (int i = 0; i < mr; i++)
         for (int j = 0; j < NV; j++) acc[i][j] = splat(0);
-    for (int64_t k = 0; k < depth; k++, b += NR) {
+    for (int64_t k = 0; k < p->depth; k++, b += NR, ahead += p->step) {
         vf w[NV];
-        for (int j = 0; j < NV; j++) w[j] = LOAD(b + j * V);
+#pragma GCC unroll 4
+        for (int j = 0; j < NV; j++) {
+            w[j] = LOAD(b + j * V);
+            IN_REGISTER(w[j]);
+        }
+        __builtin_prefetch(ahead, 0, 2);
 #pragma GCC unroll 16
         for (int i = 0; i < mr; i++) {
-            float x = a[i * lda + k];
+            float x = a[i * p->lda + k];
 #pragma GCC unroll 4
             for (int j = 0; j < NV; j++) acc[i][j] += x * w[j];
         }
     }
-    for (int i = 0; i < mr; i++, c += ldc) {
+    for (int i = 0; i < mr; i++, c += p->ldc) {
         float out[NR];
         for (int j = 0; j < NV; j++) STORE(out + j * V, acc[i][j]);
-        if (columns == NR && !bias) {
+        if (p->columns == NR && !p->bias) {
             for (int j = 0; j < NV; j++) {
                 vf y = acc[i][j];
-                if (add) y += LOAD(c + j * V);
+                if (p->add) y += LOAD(c + j * V);
                 STORE(c + j * V, y);
             }
             continue;
         }
-        for (int64_t n = 0; n < columns; n++) c[n] = (add ? c[n] : 0) + out[n] + (bias ? bias[n] : 0);
+        for (int64_t n = 0; n < p->columns; n++)
+            c[n] = (p->add ? c[n] : 0) + out[n] + (p->bias ? p->bias[n] : 0);
     }
 }
 
 static void gemm(const float *a, int64_t lda, const float *packed, int64_t rows, int64_t K, int64_t N, float *c,
                  int64_t ldc, int add, const float *bias) {
-    for (int64_t n = 0; n < N; n += NR, packed += K * NR) {
-        int64_t columns = N - n < NR ? N - n : NR;
+    int64_t tiles = (rows + MR - 1) / MR;
+    for (int64_t n = 0; n < N; n += NR, packed += K * NR)
         for (int64_t k = 0; k < K; k += KC) {
-            int64_t depth = K - k < KC ? K - k : KC;
-            const float *b = packed + k * NR, *x = a + k;
-            const float *bs = bias && k == 0 ? bias + n : NULL;
-            int into = add || k > 0;
-            float *y = c + n;
-            int64_t r = 0;
-            for (; r + MR <= rows; r += MR) tile(MR, x + r * lda, lda, b, depth, y + r * ldc, ldc, into, bs, columns);
-            for (; r + 4 <= rows; r += 4) tile(4, x + r * lda, lda, b, depth, y + r * ldc, ldc, into, bs, columns);
-            for (; r < rows; r++) tile(1, x + r * lda, lda, b, depth, y + r * ldc, ldc, into, bs, columns);
+            Panel p = {.weights = packed + k * NR, .bias = bias && k == 0 ? bias + n : NULL, .lda = lda, .ldc = ldc,
+                       .depth = K - k < KC ? K - k : KC, .columns = N - n < NR ? N - n : NR, .step = NR / tiles,
+                       .add = add || k > 0};
+            p.ahead = p.weights + p.depth * NR;
+            for (int64_t r = 0; r < rows; p.ahead += p.depth * p.step) {
+                int64_t left = rows - r;
+                const float *x = a + r * lda + k;
+                float *y = c + r * ldc + n;
+                if (left >= MR) tile(MR, &p, x, y), r += MR;
+                else if (left >= 4) tile(4, &p, x, y), r += 4;
+                else if (left == 3) tile(3, &p, x, y), r += 3;
+                else if (left == 2) tile(2, &p, x, y), r += 2;
+                else tile(1, &p, x, y), r += 1;
+            }
         }
-    }
 }
 
 /* w: [N, K] rows as PyTorch stores them, written as columns first .. first + N of a packed matrix. */
