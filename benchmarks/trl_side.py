@@ -65,11 +65,14 @@ def main() -> None:
     def reward(
         completions: list[Any], answer: list[str], completion_ids: list[list[int]], **_: Any
     ) -> list[float]:
-        texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
-        scores = [
-            float(t.rpartition("####")[2].strip() == a) if "####" in t else 0.0
-            for t, a in zip(texts, answer, strict=True)
-        ]
+        if settings["reward"] == "even_share":
+            scores = [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
+        else:
+            texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+            scores = [
+                float(t.rpartition("####")[2].strip() == a) if "####" in t else 0.0
+                for t, a in zip(texts, answer, strict=True)
+            ]
         rewards.append(sum(scores) / len(scores))
         tokens[0] += sum(len(ids) for ids in completion_ids)
         return scores
@@ -112,7 +115,7 @@ def main() -> None:
         ),
         processing_class=tokenizer,
     )
-    trainer._generate_single_turn = timed("generate", trainer._generate_single_turn)
+    trainer._generate_single_turn = timed("decode", trainer._generate_single_turn)
     score = trainer._get_per_token_logps_and_entropies
     trainer._get_per_token_logps_and_entropies = timed(
         "log_probs", score, only=lambda: not torch.is_grad_enabled()
