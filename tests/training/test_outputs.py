@@ -171,9 +171,13 @@ def test_bfloat16_compute_stays_close_and_keeps_float32_masters(mesh: DeviceMesh
     assert all(shard.dtype == torch.float32 for shard in engine._shards.values())
 
 
+@pytest.mark.parametrize("kept", [0, 1 << 20])
 @pytest.mark.parametrize("chunk", [3, 100])
-def test_log_prob_head_against_autograd(chunk: int) -> None:
-    """Values and all gradients, with a bias, temperature and entropy; recomputed chunks, one kept chunk."""
+def test_log_prob_head_against_autograd(monkeypatch: pytest.MonkeyPatch, chunk: int, kept: int) -> None:
+    """Values and all gradients, with a bias, temperature and entropy; one chunk or several, kept until the
+    backward pass or computed again, as a second backward pass always does.
+    """
+    monkeypatch.setattr(head, "KEPT_BYTES", kept)
     torch.manual_seed(0)
     hidden, weight = torch.randn(10, 6, dtype=torch.float64), torch.randn(VOCAB, 6, dtype=torch.float64)
     bias, targets = torch.randn(VOCAB, dtype=torch.float64), torch.randint(0, VOCAB, (10,))
@@ -185,14 +189,20 @@ def test_log_prob_head_against_autograd(chunk: int) -> None:
     expected = log_softmax.gather(1, targets[:, None]).squeeze(1), -(log_softmax.exp() * log_softmax).sum(-1)
     torch.testing.assert_close((log_probs, entropy), expected, rtol=0, atol=1e-13)
     factors = torch.randn(2, 10, dtype=torch.float64)
-    (log_probs @ factors[0] + entropy @ factors[1]).backward()
-    (expected[0] @ factors[0] + expected[1] @ factors[1]).backward()
-    for a, b in zip(mine, theirs, strict=True):
-        torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-13)
+    for mine_loss, theirs_loss in (
+        (log_probs @ factors[0] + entropy @ factors[1], expected[0] @ factors[0] + expected[1] @ factors[1]),
+        (log_probs @ factors[0], expected[0] @ factors[0]),
+        (entropy @ factors[1], expected[1] @ factors[1]),
+    ):
+        mine_grads = torch.autograd.grad(mine_loss, mine, retain_graph=True)
+        theirs_grads = torch.autograd.grad(theirs_loss, theirs, retain_graph=True)
+        torch.testing.assert_close(mine_grads, theirs_grads, rtol=0, atol=1e-13)
 
 
 def test_chunks_are_cut_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The logits of one chunk take at most CHUNK_BYTES, in both passes; one position always fits."""
+    """The logits of one chunk take at most CHUNK_BYTES, in both passes; one position always fits. What fits
+    in KEPT_BYTES is not computed again.
+    """
     torch.manual_seed(0)
     seen: list[int] = []
     inner = head._log_softmax
@@ -204,11 +214,14 @@ def test_chunks_are_cut_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head, "_log_softmax", recorded)
     hidden, weight = torch.randn(10, 6, requires_grad=True), torch.randn(VOCAB, 6)
     targets = torch.randint(0, VOCAB, (10,))
-    for budget, chunk, sizes in ((VOCAB * 16 + 3, 9, [4, 4, 2]), (1 << 20, 9, [9, 1]), (1, 9, [1] * 10)):
+    everything = 10 * VOCAB * 4
+    for budget, chunk, sizes in ((VOCAB * 16 + 3, 9, [4, 4, 2]), (1 << 20, 9, [5, 5]), (1, 9, [1] * 10)):
         monkeypatch.setattr(head, "CHUNK_BYTES", budget)
-        seen.clear()
-        token_log_probs(hidden, weight, None, targets, chunk=chunk)["log_probs"].sum().backward()
-        assert seen == [*sizes, *sizes]
+        for kept, again in ((everything - 1, sizes), (everything, [])):
+            monkeypatch.setattr(head, "KEPT_BYTES", kept)
+            seen.clear()
+            token_log_probs(hidden, weight, None, targets, chunk=chunk)["log_probs"].sum().backward()
+            assert seen == [*sizes, *again]
 
 
 def test_rows_without_response_and_empty_batches(mesh: DeviceMesh) -> None:

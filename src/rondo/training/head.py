@@ -16,7 +16,8 @@ from rondo.training.packed import PackedRows
 
 LM_OUTPUTS = ("log_probs", "entropy", "sum_p_squared", "topk_log_probs", "topk_ids")
 VALUE_OUTPUTS = ("values", "scores")
-CHUNK_BYTES = 512 << 20  # of one chunk's logits; the backward pass needs up to three times as much
+CHUNK_BYTES = 512 << 20  # of one chunk's logits; three times as much are in use while it is computed
+KEPT_BYTES = 1 << 30  # of all chunks' log-probs of all tokens, where they wait for the backward pass
 
 
 class TokenModel(torch.nn.Module):
@@ -94,9 +95,8 @@ def token_log_probs(
     hidden [M, H], weight [V, H], targets int64 [M]. log_probs [M]: log p[target]. entropy [M].
     sum_p_squared [M]: Σ p², not differentiable. topk_log_probs [M, K]: log p[topk]; topk_ids [M, K]: those
     ids, int32; topk: ids [M, K], or how many of the likeliest (falling). All but ids in float32 (float64 for
-    float64 inputs). Logits of at most `chunk` positions, and of at most CHUNK_BYTES, exist at one time, in
-    the backward pass too, where they are computed again; when all positions fit in one chunk they are kept
-    instead.
+    float64 inputs). Logits of at most `chunk` positions, and of at most CHUNK_BYTES, are computed at one
+    time, and again in the backward pass, unless all of them together fit in KEPT_BYTES and are kept.
     """
     if topk is None and {"topk_log_probs", "topk_ids"} & set(outputs):
         raise TrainError(
@@ -105,8 +105,11 @@ def token_log_probs(
     wanted = "entropy" in outputs, "sum_p_squared" in outputs
     given = targets.new_empty(len(targets), 0) if topk is None else topk
     wide = torch.promote_types(hidden.dtype, torch.float32)
-    chunk = max(1, min(chunk, CHUNK_BYTES // (len(weight) * wide.itemsize)))
-    results = _TokenLogProbs.apply(hidden, weight, bias, targets, given, temperature, chunk, wanted)
+    row_bytes = len(weight) * wide.itemsize
+    chunk = max(1, min(chunk, CHUNK_BYTES // row_bytes))
+    chunk = -(-len(targets) // -(-len(targets) // chunk))  # equal ones: a short last one multiplies slowly
+    keep = torch.is_grad_enabled() and len(targets) * row_bytes <= KEPT_BYTES
+    results = _TokenLogProbs.apply(hidden, weight, bias, targets, given, temperature, chunk, keep, wanted)
     named: dict[str, torch.Tensor] = dict(zip(LM_OUTPUTS, results, strict=True))
     return {name: named[name] for name in outputs}
 
@@ -147,17 +150,18 @@ class _TokenLogProbs(torch.autograd.Function):
         topk: torch.Tensor | int,
         temperature: float,
         chunk: int,
+        keep: bool,
         wanted: tuple[bool, bool],
     ) -> tuple[torch.Tensor, ...]:
         want_entropy, want_squares = wanted
         picked, entropies, squares, wide, ids = [], [], [], [], []
-        log_softmax: torch.Tensor | None = None
+        ctx.kept = {}
         for start in range(0, len(targets), chunk):
             part = slice(start, start + chunk)
             log_softmax = _log_softmax(hidden[part], weight, bias, temperature)
             picked.append(log_softmax.gather(1, targets[part, None]).squeeze(1))
             if want_entropy:
-                entropies.append(-(log_softmax.exp() * log_softmax).sum(-1))
+                entropies.append(log_softmax.exp().mul_(log_softmax).sum(-1).neg_())
             if want_squares:
                 squares.append((2 * log_softmax).exp_().sum(-1))
             if isinstance(topk, int):
@@ -165,50 +169,59 @@ class _TokenLogProbs(torch.autograd.Function):
             else:
                 ids.append(topk[part].long())
             wide.append(log_softmax.gather(1, ids[-1]))
+            if keep:
+                ctx.kept[start] = log_softmax
+            del log_softmax  # before the next chunk's logits
         empty = picked[0].new_empty
         entropy = torch.cat(entropies) if want_entropy else empty(0)
         sum_p_squared = torch.cat(squares) if want_squares else empty(0)
         topk_ids = torch.cat(ids)
         narrow_ids = topk_ids.int()
-        one_chunk = len(targets) <= chunk
-        ctx.save_for_backward(
-            hidden, weight, bias, targets, entropy, topk_ids, log_softmax if one_chunk else None
-        )
-        ctx.temperature, ctx.chunk, ctx.want_entropy = temperature, chunk, want_entropy
+        ctx.save_for_backward(hidden, weight, bias, targets, entropy, topk_ids)
+        ctx.temperature = temperature
+        ctx.chunk = chunk
+        ctx.set_materialize_grads(False)  # an entropy that is only measured has no gradient, and costs none
         ctx.mark_non_differentiable(sum_p_squared, narrow_ids)
         return torch.cat(picked), entropy, sum_p_squared, torch.cat(wide), narrow_ids
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, bias, targets, entropy, topk_ids, kept = ctx.saved_tensors
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, bias, targets, entropy, topk_ids = ctx.saved_tensors
         grad_picked, grad_entropy, _, grad_wide, _ = grads
+        like = {"dtype": torch.promote_types(hidden.dtype, torch.float32), "device": hidden.device}
+        grad_picked = torch.zeros(targets.shape, **like) if grad_picked is None else grad_picked
+        grad_wide = torch.zeros(topk_ids.shape, **like) if grad_wide is None else grad_wide
         grad_hidden = torch.empty_like(hidden)
         grad_weight: torch.Tensor | None = None
         grad_bias: torch.Tensor | None = None
         for start in range(0, len(targets), ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            log_softmax = kept
+            # Taken out, and then written into: a second backward pass computes it again.
+            log_softmax = ctx.kept.pop(start, None)
             if log_softmax is None:
                 log_softmax = _log_softmax(hidden[part], weight, bias, ctx.temperature)
-            ours = log_softmax if kept is None else None  # to write into; autograd's is not
             onto_all = grad_picked[part, None] + grad_wide[part].sum(1, keepdim=True)
-            if ctx.want_entropy:
-                grad = log_softmax.exp()
-                factor = torch.add(log_softmax, entropy[part, None], out=ours).mul_(grad_entropy[part, None])
-                grad.mul_(factor.add_(onto_all).neg_())
+            if grad_entropy is None:
+                grad = log_softmax.exp_().mul_(-onto_all)
             else:
-                grad = torch.exp(log_softmax, out=ours).mul_(-onto_all)
+                grad = log_softmax.exp()
+                factor = log_softmax.add_(entropy[part, None]).mul_(grad_entropy[part, None])
+                grad.mul_(factor.add_(onto_all).neg_())
             grad.scatter_add_(1, targets[part, None], grad_picked[part, None])
             grad.scatter_add_(1, topk_ids[part], grad_wide[part])
             if ctx.temperature != 1.0:
                 grad.div_(ctx.temperature)
             narrow = grad.to(weight.dtype)
             torch.mm(narrow, weight, out=grad_hidden[part])
-            onto_weight = _product(narrow.mT, hidden[part])
-            grad_weight = onto_weight if grad_weight is None else grad_weight.add_(onto_weight)
+            if grad_weight is None:
+                grad_weight = _product(narrow.mT, hidden[part])
+            elif grad_weight.dtype == narrow.dtype:
+                grad_weight.addmm_(narrow.mT, hidden[part])
+            else:
+                grad_weight.add_(_product(narrow.mT, hidden[part]))
             if bias is not None:
                 onto_bias = grad.sum(0)
                 grad_bias = onto_bias if grad_bias is None else grad_bias.add_(onto_bias)
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         grad_bias = None if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None

@@ -52,8 +52,9 @@ def shard_model(
     fully_shard(model, mesh=mesh, mp_policy=policy)
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for unit in units:
-        unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
+        if mesh.size() > 1:  # on one rank torch divides even by 1: one more copy of all gradients
+            unit.set_gradient_divide_factor(1.0)
     return units
 
 
