@@ -43,32 +43,35 @@ _IRRELEVANT = {"position_ids", "position_embeddings", "cache_position", "use_cac
 class Bucket:
     """Documents of similar length side by side, for the `short` kernel; all index tensors are int64.
 
-    Queries are padded on the right to `width`: causal, so that no real query looks at padding. Keys are
-    `prefix` shared ones and then the documents' own. Index tensors address rows of [N * heads, D], so that
-    one gather also brings the heads to the front: query_rows [docs * H * width], key_rows [docs * K * (prefix
-    + width)]. padding: which of the query rows are padding.
+    Queries are padded on the right to `width`: causal, so that no real query looks at padding. Index tensors
+    address rows of [N * heads, D], so that one gather also brings the heads to the front.
     """
 
     docs: int
     width: int
     prefix: int
+    """How many shared keys come before the documents' own."""
     query_rows: torch.Tensor
+    """[docs * H * width]."""
     key_rows: torch.Tensor
+    """[docs * K * (prefix + width)]."""
     padding: torch.Tensor
+    """Which of the query rows are padding."""
 
 
 @dataclass(frozen=True)
 class Unpadding:
-    """Back from the joined buckets: where each row of [N * H, D] and of [N * K, D] lies in them.
-
-    A shared prefix's keys also lie in every bucket that reads them: their gradients are rows `shared_from` of
-    the joined buckets, to be added to rows `shared_to` of [N * K, D].
-    """
+    """The way back from the joined buckets to the documents' own order."""
 
     queries: torch.Tensor
+    """Where each row of [N * H, D] lies in the joined buckets."""
     keys: torch.Tensor
+    """Where each row of [N * K, D] lies in them."""
     shared_from: torch.Tensor
+    """A shared prefix's keys also lie in every bucket that reads them: these rows of the joined buckets hold
+    further gradients of such keys."""
     shared_to: torch.Tensor
+    """The rows of [N * K, D] that those are added to."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,7 @@ class Documents:
 
 
 def register_varlen() -> None:
-    """Make transformers know `rondo_varlen`; called when a model is built (importing has no effect)."""
+    """Makes transformers know `rondo_varlen`; called when a model is built (importing has no effect)."""
     AttentionInterface.register(IMPLEMENTATION, varlen_attention)
 
 
@@ -102,8 +105,8 @@ def fitting(attention: Attention, config: Any) -> Attention:
 
 
 def choose_kernel(attention: Attention, device: torch.device, dtype: torch.dtype, max_length: int) -> Kernel:
-    """The kernel for documents of at most `max_length` tokens. Raises ConfigError when `flash` is asked for
-    and absent.
+    """Returns the kernel for documents of at most `max_length` tokens. Raises ConfigError when `flash` is
+    asked for and absent.
     """
     half = dtype in (torch.bfloat16, torch.float16)
     flash = device.type == "cuda" and half and flash_kernel() is not None
@@ -229,8 +232,8 @@ def varlen_attention(
     is_causal: bool | None = None,
     **other: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention within each document. query [1, H, N, D], key and value [1, K, N, D]; returns [1, N,
-    H, Dv].
+    """Computes causal attention within each document. query [1, H, N, D], key and value [1, K, N, D]; returns
+    [1, N, H, Dv].
 
     Follows transformers' AttentionInterface. Refuses (ConfigError) what it does not know: a keyword ignored
     here would be a silent error of the loss. A sliding window is accepted where no document is longer than
@@ -325,7 +328,8 @@ class _ShortAttention(torch.autograd.Function):
             base = stop
             saved += [qb, kb, vb, probs]
         ctx.save_for_backward(*saved)
-        ctx.documents, ctx.scale = documents, scale
+        ctx.documents = documents
+        ctx.scale = scale
         return out.index_select(0, unpadding.queries).view(N, H, D_out)
 
     @staticmethod

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,30 +20,23 @@ _HEAD_SETTINGS = {
 }
 
 
-def same_name(name: str) -> str:
-    return name
-
-
 @dataclass(frozen=True)
 class Family:
     """What a transformers config does not say about its model type. A new family is one record in FAMILIES; a
     type without one has the defaults.
-
-    not_packable: why documents must not share a forward pass; each has one of its own then, with
-    transformers' eager attention. "": they may, kept apart by the variable-length attention function.
-    llama_class: the class whose modules are Llama's (perhaps with biases or norms of queries and keys), so
-    that the lean and compiled decode paths can run it. "": none.
-    separate_experts: checkpoints call the matrices of expert E `….mlp.experts.E.{gate,up,down}_proj.weight`.
-    undeclared: keys that the model reads although its config class does not declare them.
-    checkpoint_name: parameter name -> name in a Hugging Face checkpoint.
     """
 
     model_type: str
     not_packable: str = ""
+    """Why documents must not share a forward pass; each has one of its own then, with transformers' eager
+    attention. "": they may, kept apart by the variable-length attention function."""
     llama_class: str = ""
+    """The class whose modules are Llama's (perhaps with biases or norms of queries and keys), so that the
+    lean and compiled decode paths can run it. "": none."""
     separate_experts: bool = False
+    """Checkpoints call the matrices of expert E `….mlp.experts.E.{gate,up,down}_proj.weight`."""
     undeclared: frozenset[str] = frozenset()
-    checkpoint_name: Callable[[str], str] = same_name
+    """Keys that the model reads although its config class does not declare them."""
 
 
 _ELSEWHERE = "its state or positions do not go through the attention interface"
@@ -106,14 +98,18 @@ def layers_beside_attention(config: Any) -> list[str]:
 
 
 def window_of(config: Any) -> int | None:
-    """The shortest window of any layer's attention, which no mask shows; None: all layers see everything."""
+    """Returns the shortest window of any layer's attention, which no mask shows, or None where all layers see
+    everything.
+    """
     kinds = set(getattr(config, "layer_types", None) or ())
     windowed = "sliding_attention" in kinds if kinds else getattr(config, "use_sliding_window", True)
     return getattr(config, "sliding_window", None) if windowed else None
 
 
 def head_widths(config: Any) -> tuple[int, int]:
-    """Of queries and keys, and of values, in one head. (Latent attention: after expansion.)"""
+    """Returns the width of one head's queries and keys, and that of its values. (Of latent attention: after
+    expansion.)
+    """
     if getattr(config, "qk_nope_head_dim", None):
         return config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -25,7 +25,7 @@ _PROBE = np.array([3, 2, 4])  # lengths of the documents that a replaced attenti
 
 
 def use_fused_modules(model: PreTrainedModel) -> dict[str, int]:
-    """Replace `forward` of norms and attention modules that compute what ours do; returns how many of each
+    """Replaces `forward` of norms and attention modules that compute what ours do; returns how many of each
     kind.
 
     For float32 or float64 parameters on a CPU, in a model that was built for packed attention; otherwise

@@ -30,8 +30,8 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenize
 
 
 def load_model_config(source: ModelSource) -> PreTrainedConfig:
-    """The transformers config. Raises DataError (folder or hub id cannot be read) or ConfigError (unknown
-    keys).
+    """Reads or makes the transformers config. Raises DataError (folder or hub id cannot be read) or
+    ConfigError (unknown keys).
     """
     if source.config is not None:
         return _config_from_mapping(source.config)
@@ -147,8 +147,8 @@ def _no_progress_bar() -> Iterator[None]:
 
 
 def load_tokenizer(name: str, chat_template: str | None = None, *, trust_remote_code: bool = False) -> Any:
-    """A tokenizer from a folder, a hub id, or a function without arguments (`path.py:fn`, `module:fn`,
-    `module.fn`).
+    """Loads a tokenizer from a folder or hub id, or has a function without arguments make it (`path.py:fn`,
+    `module:fn`, `module.fn`).
 
     chat_template: a Jinja file that replaces the tokenizer's own template. Raises DataError or ConfigError.
     """

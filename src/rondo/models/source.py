@@ -13,19 +13,18 @@ Attention = Literal["auto", "flash", "sdpa"]
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Exactly one of `path` (local folder or hub id: pretrained) and `config` (transformers keys: random
-    weights).
-
-    config: e.g. {"model_type": "qwen3", "hidden_size": 128, ...}; what it leaves out has the transformers
-    default. attention: the kernel behind packed attention. seed: of a random initialisation (and of a
-    critic's value head).
-    """
+    """Either a pretrained model (`path`) or one with random weights (`config`), never both."""
 
     path: str | None = None
+    """A local folder or a hub id."""
     config: Mapping[str, Any] | None = None
+    """transformers' keys, e.g. {"model_type": "qwen3", "hidden_size": 128, ...}; what it leaves out has the
+    default there."""
     trust_remote_code: bool = False
     attention: Attention = "auto"
+    """The kernel behind packed attention."""
     seed: int = 0
+    """Of a random initialisation."""
 
     def __post_init__(self) -> None:
         if (self.path is None) == (self.config is None):

@@ -29,7 +29,7 @@ class ValueHead(torch.nn.Module):
 
 
 def replace_lm_head(model: PreTrainedModel, path: str | None, dtype: torch.dtype) -> ValueHead:
-    """Drop the model's output head and return a value head, read from `path` if an exported critic lies
+    """Drops the model's output head and returns a value head, read from `path` if an exported critic lies
     there.
     """
     head = ValueHead(model.get_input_embeddings().embedding_dim, dtype)
@@ -55,5 +55,5 @@ def _drop_lm_head(model: PreTrainedModel) -> None:
 
 
 def save_value_head(tensors: dict[str, torch.Tensor], folder: str) -> None:
-    """Write `weight` and `bias` beside an exported trunk."""
+    """Writes `weight` and `bias` beside an exported trunk."""
     save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, Path(folder) / FILE)

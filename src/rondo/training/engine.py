@@ -93,8 +93,7 @@ class FsdpEngine:
             reshard_after_forward=backend.reshard,
         )
         self._shards: dict[str, DTensor] = {
-            family.checkpoint_name(name.removeprefix("lm.")): parameter
-            for name, parameter in self._model.named_parameters()
+            name.removeprefix("lm."): parameter for name, parameter in self._model.named_parameters()
         }
         self._output_dtype = torch.promote_types(compute_dtype, torch.float32)
         self.optimizer: ShardedAdamW | None = None

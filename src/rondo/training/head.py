@@ -36,8 +36,10 @@ class TokenModel(torch.nn.Module):
         logits_chunk: int,
     ) -> None:
         super().__init__()
-        self.lm, self.value_head = lm, value_head
-        self.temperature, self.logits_chunk = temperature, logits_chunk
+        self.lm = lm
+        self.value_head = value_head
+        self.temperature = temperature
+        self.logits_chunk = logits_chunk
 
     def forward(
         self, packed: PackedRows, outputs: tuple[str, ...], topk: torch.Tensor | int | None = None
@@ -90,7 +92,7 @@ def token_log_probs(
     temperature: float = 1.0,
     chunk: int = 4096,
 ) -> dict[str, torch.Tensor]:
-    """What `outputs` names of p = softmax(z / temperature), z = hidden · weightᵀ + bias.
+    """Computes what `outputs` names of p = softmax(z / temperature), z = hidden · weightᵀ + bias.
 
     hidden [M, H], weight [V, H], targets int64 [M]. log_probs [M]: log p[target]. entropy [M].
     sum_p_squared [M]: Σ p², not differentiable. topk_log_probs [M, K]: log p[topk]; topk_ids [M, K]: those
@@ -117,7 +119,7 @@ def token_log_probs(
 def _log_softmax(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, temperature: float
 ) -> torch.Tensor:
-    """[M, V] in at least float32."""
+    """Returns log p of all tokens, [M, V], in at least float32."""
     logits = _product(hidden, weight.mT)
     if bias is not None:
         logits += bias

@@ -88,8 +88,8 @@ def library() -> ctypes.CDLL:
 
 
 def zeros_in_huge_pages(*shape: int) -> torch.Tensor:
-    """Float32 zeros, in pages of 2 MiB where the kernel grants them. A decode step reads all weights once;
-    with pages of 4 KiB it spends a tenth of its time on looking up where they are.
+    """Returns float32 zeros, in pages of 2 MiB where the kernel grants them. A decode step reads all weights
+    once; with pages of 4 KiB it spends a tenth of its time on looking up where they are.
     """
     memory = mmap.mmap(-1, 4 * math.prod(shape), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux only

@@ -13,7 +13,7 @@ import torch
 
 from rondo.config import Config, LoadedConfig
 from rondo.errors import ConfigError
-from rondo.models import build_model, family_of, load_model_config
+from rondo.models import build_model
 from rondo.rollout import EngineSpec, check_engine
 from rondo.serving import Endpoint, Sessions
 from rondo.serving.http import HttpServer, check_installed
@@ -202,10 +202,9 @@ async def _serve(
 def _load(replicas: Replicas, spec: EngineSpec) -> None:
     """Sends the model's weights, as version 0, to all engines; they must be idle or paused."""
     module = build_model(spec.source, getattr(torch, spec.dtype))
-    family = family_of(load_model_config(spec.source))
     sink = replicas.sink()
     sink.begin(0)
     for name, parameter in module.named_parameters():  # tied ones once
-        sink.receive(family.checkpoint_name(name), parameter.detach())
+        sink.receive(name, parameter.detach())
     sink.commit(0)
     replicas.loaded(0)
