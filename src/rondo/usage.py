@@ -1,4 +1,4 @@
-"""CPU time and memory of this process and of those below it, as the kernel counts them."""
+"""CPU time and memory of this process, of those below it and of the machine, as the kernel counts them."""
 
 from __future__ import annotations
 
@@ -71,6 +71,22 @@ def process_usage(children: bool = False) -> Usage:
         return usage
     below = [_peak_memory_bytes(pid) for pid in _descendants()]
     return Usage(usage.cpu_seconds + children_cpu_seconds(), usage.peak_memory_bytes + sum(below))
+
+
+def memory_bytes() -> tuple[int, int]:
+    """Returns the machine's memory, all and available, in bytes, within the container's limit; zeros where
+    the kernel does not say.
+    """
+    info = Path("/proc/meminfo")
+    if not info.is_file():
+        return 0, 0
+    values = dict(line.split(":", 1) for line in info.read_text().splitlines() if ":" in line)
+    total = int(values["MemTotal"].split()[0]) * 1024
+    available = int(values["MemAvailable"].split()[0]) * 1024
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.is_file() and limit.read_text().strip().isdigit():
+        total = min(total, int(limit.read_text()))
+    return total, min(total, available)
 
 
 def children_cpu_seconds() -> float:

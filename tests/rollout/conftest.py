@@ -127,8 +127,8 @@ class Hold:
         self._over.set()
 
     def _hold_and_drain(self) -> bool:
-        slots, made = self._engine._decoder.scheduler.slots, self._engine._decoder._table.indices
-        if any(sequence is not None and made[slot] >= self._tokens for slot, sequence in enumerate(slots)):
+        scheduler = self._engine._decoder.scheduler
+        if any(scheduler.table.indices[slot] >= self._tokens for slot, _ in scheduler.running):
             self._reached.set()
             while not (self._over.is_set() or self._engine._paused):
                 time.sleep(0.0005)

@@ -157,8 +157,9 @@ def test_deadline(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> No
     engine = make_engine(model, max_concurrent=1, max_context=1000)
 
     def clock() -> float:
-        slots, made = engine._decoder.scheduler.slots, engine._decoder._table.indices
-        return 1.0 if slots[0] is not None and slots[0].request.request_id == "a" and made[0] >= 5 else 0.0
+        scheduler = engine._decoder.scheduler
+        made = {one.request.request_id: scheduler.table.indices[slot] for slot, one in scheduler.running}
+        return 1.0 if made.get("a", 0) >= 5 else 0.0
 
     for module in (requests_module, decoder_module):
         with_clock = SimpleNamespace(monotonic=clock, thread_time=time.thread_time)

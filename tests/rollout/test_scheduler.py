@@ -1,127 +1,287 @@
-"""The scheduler alone: a model cache of strings says what every slot really holds after each plan."""
+"""The scheduler alone: a cache of tokens in place of keys and values says what every block really holds."""
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rondo.rollout.native.scheduler import Copy, Move, Prefill, Scheduler, Sequence
+from rondo.rollout.native.blocks import BlockPool, content_keys
+from rondo.rollout.native.cache import BLOCK
+from rondo.rollout.native.scheduler import Copy, Plan, Scheduler, Sequence
 from rondo.types import GenerateRequest, SamplingParams
 
 
-def sequence(
-    name: str, tokens: list[int], affinity: str = "", num_prefix: int = 0, *, urgent: bool = False
-) -> Sequence:
-    ids = np.array(tokens, np.int64)
-    request = GenerateRequest(name, ids, SamplingParams(4), affinity=affinity, urgent=urgent)
-    return Sequence(request, ids, num_prefix)
+def tokens(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 1000, length).tolist()
 
 
-def test_a_group_is_prefilled_once_and_copied() -> None:
-    scheduler = Scheduler(4, dense=False)
-    for i in range(5):
-        scheduler.add(sequence(str(i), [1, 2, 3], "g"))
-    plan = scheduler.plan()
-    assert [slot for slot, _ in plan.joins] == [0, 1, 2, 3]
-    assert plan.prefills == [Prefill(0)]
-    assert plan.late_copies == [Copy(0, 1, 2), Copy(0, 2, 2), Copy(0, 3, 2)]
-    assert not plan.early_copies
-    assert not plan.moves
-    scheduler.release(2)
-    plan = scheduler.plan()  # the fifth sits down where the prompt still lies
-    assert [slot for slot, _ in plan.joins] == [2]
-    assert [plan.prefills, plan.early_copies, plan.late_copies] == [[], [], []]
+def sequence(name: str, prompt: list[int], max_tokens: int = 4, *, urgent: bool = False) -> Sequence:
+    request = GenerateRequest(name, np.array(prompt, np.int32), SamplingParams(max_tokens), urgent=urgent)
+
+    async def made_on_a_loop() -> Sequence:  # as every call that waits; here nobody does
+        return Sequence(request)
+
+    return asyncio.run(made_on_a_loop())
 
 
-def test_other_affinity_or_tokens_or_a_prefix_share_nothing() -> None:
-    scheduler = Scheduler(4, dense=False)
-    scheduler.add(sequence("a", [1, 2, 3], "g"))
-    scheduler.add(sequence("b", [1, 2, 3], "h"))
-    scheduler.add(sequence("c", [1, 2, 4], "g"))
-    scheduler.add(sequence("d", [1, 2, 3], "g", num_prefix=1))
-    assert scheduler.plan().prefills == [Prefill(i) for i in range(4)]
+def scheduler(num_slots: int, num_blocks: int, max_context: int = 256, shares: bool = True) -> Scheduler:
+    return Scheduler(num_slots, num_blocks, max_context, shares_beginnings=shares)
+
+
+def add(to: Scheduler, *sequences: Sequence) -> Plan:
+    for one in sequences:
+        to.add(one)
+    return to.plan()
+
+
+def names(of: Scheduler) -> list[str | None]:
+    return [None if one is None else one.request.request_id for one in of.slots]
+
+
+def decode(of: Scheduler, count: int = 1) -> None:
+    """Makes tokens: the slot's number, and never a reason to stop."""
+    for _ in range(count):
+        rows = np.array([slot for slot, _ in of.running])
+        of.grow(rows)
+        rows = np.array([slot for slot, _ in of.running])
+        of.table.append(rows, rows, np.zeros(len(rows), np.float32), 0)
+
+
+# ---- blocks ----
+
+
+def test_a_pool_takes_blank_blocks_first_and_then_those_given_back_earliest() -> None:
+    pool = BlockPool(4)
+    assert [pool.take() for _ in range(3)] == [0, 1, 2]
+    for block in (0, 1):
+        pool.publish(block, b"%d" % block)
+    for block in (1, 0, 2):
+        pool.give_back(block)
+    assert pool.num_free == 4
+    assert pool.take() == 2  # the blank one that was used last
+    assert pool.take() == 3
+    assert pool.find(b"1") == 1
+    assert pool.take() == 1
+    assert pool.find(b"1") is None
+    assert pool.find(b"0") == 0
+
+
+def test_a_shared_block_is_free_when_its_last_owner_gives_it_back() -> None:
+    pool = BlockPool(1)
+    block = pool.take()
+    pool.publish(block, b"x")
+    pool.share(block)
+    pool.give_back(block)
+    assert pool.num_free == 0
+    pool.give_back(block)
+    assert pool.num_free == 1
+    pool.share(pool.find(b"x"))  # still there, and out of the free ones again
+    assert pool.num_free == 0
+    pool.forget()
+    assert pool.find(b"x") is None
+    pool.give_back(block)
+    assert pool.take() == block
+
+
+def test_a_key_depends_on_all_tokens_up_to_the_blocks_end() -> None:
+    a, b = tokens(150), tokens(150)
+    b[70] += 1
+    one, other = (content_keys(b"", np.array(ids)) for ids in (a, b))
+    assert len(one) == 3
+    assert [x == y for x, y in zip(one, other, strict=True)] == [True, False, False]
+    assert content_keys(b"", np.array(a[:128])) == one[:2]
+    assert content_keys(b"r", np.array(a))[0] != one[0]
+
+
+# ---- sharing ----
+
+
+def test_a_group_is_prefilled_once_shares_whole_blocks_and_copies_the_last_one() -> None:
+    group = scheduler(3, 12)
+    prompt = tokens(150)  # 149 positions to fill: two whole blocks and 21 in a third
+    plan = add(group, *(sequence(str(i), prompt) for i in range(4)))
+    assert names(group) == ["0", "1", "2"]
+    assert [(one.slot, one.start, len(one.tokens), one.wave) for one in plan.prefills] == [(0, 0, 149, 0)]
+    assert [one.blocks for _, one in group.running] == [[0, 1, 2], [0, 1, 3], [0, 1, 4]]
+    assert plan.copies == [Copy(2, 3, 21), Copy(2, 4, 21)]
+    assert plan.num_shared == 2 * 149
+    assert group.pool.num_free == 12 - 5
+    group.release(0)
+    plan = group.plan()  # the fourth: the first one's part of a block is still there
+    assert (plan.prefills, plan.copies) == ([], [Copy(2, 5, 21)])
+    assert group.table.blocks[0, :3].tolist() == [0, 1, 5]
+
+
+def test_a_prompt_that_goes_on_differently_is_prefilled_behind_the_shared_blocks() -> None:
+    one = scheduler(2, 12)
+    common = tokens(100)
+    plan = add(one, sequence("a", common + tokens(30, 1)), sequence("b", common + tokens(60, 2)))
+    assert [(p.slot, p.start, p.wave) for p in plan.prefills] == [(0, 0, 0), (1, 64, 1)]
+    assert [s.blocks for _, s in one.running] == [[0, 1, 2], [0, 3, 4]]
+    other = scheduler(2, 12, shares=False)
+    plan = add(other, sequence("a", common + tokens(30, 1)), sequence("b", common + tokens(60, 2)))
+    assert [(p.slot, p.start, p.wave) for p in plan.prefills] == [(0, 0, 0), (1, 0, 0)]
+
+
+def test_a_later_turn_finds_what_an_earlier_one_decoded() -> None:
+    turns = scheduler(1, 6)
+    add(turns, sequence("a", tokens(60), 100))
+    decode(turns, 75)
+    first = turns.release(0)
+    assert len(first.tokens) == 135  # 134 positions: two whole blocks
+    plan = add(turns, sequence("b", [*first.tokens.tolist(), *tokens(20, 5)]))
+    assert plan.prefills[0].start == 128
+    assert plan.num_shared == 128
+
+
+def test_new_weights_share_nothing_and_prefill_everybody_again() -> None:
+    old = scheduler(3, 12, shares=False)
+    add(old, *(sequence(str(i), tokens(70)) for i in range(3)))
+    decode(old, 2)
+    old.invalidate(new_weights=True)
+    assert names(old) == [None, None, None]
+    plan = add(old, sequence("3", tokens(70)))
+    assert names(old) == ["0", "1", "2"]
+    # Two tokens each, of one value in one slot only: nothing in common, and all in one prefill.
+    assert [(p.start, p.together, len(p.tokens)) for p in plan.prefills] == [(0, 71, 71)] * 3
+    asleep = scheduler(1, 4, shares=False)
+    add(asleep, sequence("a", tokens(70)))
+    decode(asleep, 2)
+    asleep.invalidate(new_weights=False)
+    prefill = asleep.plan().prefills[0]
+    assert (prefill.start, prefill.together, len(prefill.tokens)) == (0, 69, 71)
+
+
+# ---- too few blocks ----
+
+
+def test_the_youngest_gives_its_blocks_back_and_goes_on_before_all_who_wait() -> None:
+    tight = scheduler(3, 7, max_context=256)
+    add(tight, *(sequence(str(i), tokens(60, i), 190) for i in range(3)))
+    decode(tight, 69)  # from position 59 to 128; since 64 each has two blocks
+    assert (tight.num_preempted, tight.pool.num_free) == (0, 1)
+    decode(tight)  # "0" takes the free one for position 128; "1" takes one of "2", which is the youngest
+    assert names(tight) == ["0", "1", None]
+    assert (tight.num_preempted, tight.pool.num_free) == (1, 1)
+    back = tight.returning[0]
+    assert (back.request.request_id, len(back.tokens), back.blocks) == ("2", 129, [])
+    assert back.token_ids == [2] * 69
+    add(tight, sequence("urgent", [2], urgent=True))
+    assert names(tight) == ["0", "1", None]  # no room for the first in line, and nobody overtakes it
+    tight.release(0)
+    plan = tight.plan()
+    assert names(tight) == ["2", "1", None]
+    assert [(p.start, len(p.tokens)) for p in plan.prefills] == [(64, 128)]  # its first block was not taken
+    assert tight.table.response(0, 0)[0].tolist() == [2] * 69
+
+
+def test_the_youngest_itself_waits_and_the_oldest_always_goes_on() -> None:
+    tight = scheduler(2, 4, max_context=256)
+    add(tight, sequence("old", tokens(60, 1), 190), sequence("young", tokens(70, 2), 180))
+    decode(tight, 59)  # "young" comes to position 128
+    assert (names(tight), tight.pool.num_free) == (["old", "young"], 0)
+    decode(tight)
+    assert (names(tight), tight.pool.num_free) == (["old", None], 2)
+    decode(tight, 130)
+    assert len(tight.slots[0].blocks) == 4  # type: ignore[union-attr]
+    tight.release(0)
+    tight.plan()
+    assert names(tight) == ["young", None]
+    decode(tight, 100)
+    assert tight.num_preempted == 1
+
+
+def test_a_newcomer_leaves_a_block_for_each_that_grows() -> None:
+    careful = scheduler(3, 4, max_context=256)
+    add(careful, sequence("a", tokens(60), 100), sequence("b", tokens(60, 1), 100), sequence("c", [1, 2]))
+    assert names(careful) == ["a", "b", None]
+    assert careful.pool.num_free == 2
+    finite = scheduler(3, 4, max_context=256)
+    add(finite, sequence("a", tokens(60), 5), sequence("b", tokens(60, 1), 5), sequence("c", [1, 2]))
+    assert names(finite) == ["a", "b", "c"]  # one block is all they ever need
+
+
+def test_a_copy_is_given_up_where_only_its_source_is_free() -> None:
+    tight = scheduler(1, 2, max_context=128)
+    add(tight, sequence("a", tokens(100), 4))
+    tight.release(0)
+    plan = add(tight, sequence("b", tokens(100), 4))
+    assert [(p.start, len(p.tokens)) for p in plan.prefills] == [(64, 99)]
+    assert plan.copies == []
 
 
 def test_an_urgent_one_gets_the_next_free_slot() -> None:
-    scheduler = Scheduler(1, dense=False)
+    line = scheduler(1, 4)
     for name in ("runs", "waits", "urgent", "urgent too"):
-        scheduler.add(sequence(name, [1, 2], urgent=name.startswith("urgent")))
-        scheduler.plan()
+        add(line, sequence(name, [1, 2], urgent=name.startswith("urgent")))
     seen = []
-    while (sitting := scheduler.slots[0]) is not None:
-        seen.append(sitting.request.request_id)
-        scheduler.release(0)
-        scheduler.plan()
+    while line.slots[0] is not None:
+        seen.append(line.release(0).request.request_id)
+        line.plan()
     assert seen == ["runs", "urgent", "urgent too", "waits"]
 
 
-def test_dense_slots_close_holes_from_the_top() -> None:
-    scheduler = Scheduler(4, dense=True)
-    for i in range(4):
-        scheduler.add(sequence(str(i), [i, 9]))
-    scheduler.plan()
-    scheduler.release(0)
-    scheduler.release(2)
-    plan = scheduler.plan()
-    assert plan.moves == [Move(3, 0)]
-    assert [s.request.request_id if s else None for s in scheduler.slots] == ["3", "1", None, None]
-
-
-def test_invalidate_prefills_everybody_again() -> None:
-    scheduler = Scheduler(3, dense=True)
-    for i in range(3):
-        scheduler.add(sequence(str(i), [1, 2], "g"))
-    scheduler.plan()
-    scheduler.invalidate()
-    scheduler.release(0)
-    scheduler.add(sequence("3", [1, 2], "g"))
-    plan = scheduler.plan()
-    assert sorted(p.slot for p in plan.prefills) == [0, 1, 2]
-    assert not plan.early_copies
-
-
-@pytest.mark.parametrize("dense", [True, False])
-@settings(max_examples=50, deadline=None)
+@pytest.mark.parametrize("shares", [True, False])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
-def test_every_slot_holds_what_its_sequence_needs(dense: bool, data: st.DataObject) -> None:
-    num_slots = data.draw(st.integers(1, 6))
-    scheduler = Scheduler(num_slots, dense=dense)
-    cache: list[tuple[int, ...]] = [()] * num_slots
-    names = iter(range(10_000))
-    for _ in range(data.draw(st.integers(1, 12))):
-        for _ in range(data.draw(st.integers(0, 5))):
-            prompt = data.draw(st.sampled_from([[1, 2, 3], [1, 2, 4, 5], [7]]))
-            affinity, prefix = data.draw(st.sampled_from("gh")), data.draw(st.sampled_from([0, 0, 0, 1]))
-            scheduler.add(sequence(str(next(names)), prompt, affinity, prefix))
-        if data.draw(st.integers(0, 5)) == 0:
-            scheduler.invalidate()
-            cache = [(-1,) * 9] * num_slots
-        plan = scheduler.plan()
-        wanted = {prefill.slot for prefill in plan.prefills}
-        for copy in plan.early_copies:
-            cache[copy.target] = cache[copy.source][: copy.length]
-        for move in plan.moves:
-            cache[move.target] = cache[move.source]
-        for slot in wanted:
-            occupant = scheduler.slots[slot]
-            assert occupant is not None
-            cache[slot] = tuple(occupant.tokens[:-1])
-        for copy in plan.late_copies:
-            cache[copy.target] = cache[copy.source][: copy.length]
-        active = [i for i, s in enumerate(scheduler.slots) if s is not None]
-        for slot in active:
-            tokens = scheduler.slots[slot].tokens  # type: ignore[union-attr]
-            assert cache[slot][: len(tokens) - 1] == tuple(tokens[:-1])
-            cache[slot] = (*cache[slot][: len(tokens) - 1], 99)  # decoding goes on behind the prompt
-        for slot, source, length in scheduler.prefixes():
-            assert source <= slot
-            assert scheduler.slots[source] is not None
-            assert cache[source][: length - 1] == cache[slot][: length - 1]
-        if dense:
-            assert active == list(range(len(active)))
-        assert not scheduler.waiting or len(active) == num_slots
-        for slot in active:
-            if data.draw(st.booleans()):
-                scheduler.release(slot)
+def test_every_block_holds_what_its_sequence_needs(shares: bool, data: st.DataObject) -> None:
+    """A position's content is its token, all before it and, unless beginnings are shared, what was prefilled
+    together; whatever order of arrivals, ends, new weights and preemptions.
+    """
+    of = scheduler(data.draw(st.integers(1, 5)), data.draw(st.integers(4, 12)), shares=shares)
+    cache: dict[tuple[int, int], object] = {}
+    common, weights = tokens(200), 0
+
+    def content(one: Sequence, ids: np.ndarray, at: int) -> object:
+        together = 0 if shares else min(one.together - 1, at + 1)
+        whole = b"" if shares else ids[: one.together - 1].tobytes()
+        return weights, ids[: at + 1].tobytes(), whole, together
+
+    def write(slot: int, ids: np.ndarray, positions: range) -> None:
+        one = of.slots[slot]
+        assert one is not None
+        for at in positions:
+            cache[one.blocks[at // BLOCK], at % BLOCK] = content(one, ids, at)
+
+    for number in range(data.draw(st.integers(1, 15))):
+        for i in range(data.draw(st.integers(0, 3))):
+            length = data.draw(st.sampled_from([1, 2, 63, 64, 65, 66, 130, 200]))
+            own = data.draw(st.sampled_from([0, 1, 70]))
+            prompt = [*common[: length - min(own, length)], *tokens(min(own, length), number)]
+            urgent = data.draw(st.booleans())
+            of.add(sequence(f"{number}.{i}", prompt, 256 - len(prompt), urgent=urgent))
+        if data.draw(st.integers(0, 6)) == 0:
+            weights += 1
+            of.invalidate(new_weights=True)
+        plan = of.plan()
+        for prefill in sorted(plan.prefills, key=lambda p: p.wave):
+            write(prefill.slot, prefill.tokens, range(prefill.start, len(prefill.tokens)))
+        for copy in plan.copies:
+            for at in range(copy.length):
+                cache[copy.target, at] = cache[copy.source, at]
+        assert not of.has_work() or of.running
+        for _ in range(data.draw(st.sampled_from([0, 1, 3, 70]))):
+            rows = np.array([slot for slot, _ in of.running], int)
+            of.grow(rows)
+            for slot, one in of.running:
+                made = of.table.ids[slot, one.num_response : of.table.indices[slot]]
+                ids = np.concatenate([one.tokens, made])
+                assert len(ids) == of.table.positions[slot] + 1
+                for at in range(len(ids) - 1):
+                    assert cache[one.blocks[at // BLOCK], at % BLOCK] == content(one, ids, at)
+                write(slot, ids, range(len(ids) - 1, len(ids)))
+            rows = np.array([slot for slot, _ in of.running], int)
+            _, full = of.table.append(rows, rows % 2, np.zeros(len(rows), np.float32), 0)
+            for slot in rows[full]:
+                of.release(int(slot))
+            if of.changed:
+                break
+        owned = {block for _, one in of.running for block in one.blocks}
+        assert of.pool.num_free == len(of.pool._owners) - len(owned)
+        for slot, _ in of.running:
+            if data.draw(st.integers(0, 3)) == 0:
+                of.release(slot)

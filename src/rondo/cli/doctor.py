@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from rondo.usage import memory_bytes
+
 HELP = "what is usable on this machine, and why not; with RUN: whether what a run has saved is whole"
 State = Literal["ok", "no", "info"]
 CORE = ("torch", "transformers", "numpy", "pyarrow", "PyYAML", "rich", "safetensors", "Jinja2", "pydantic")
@@ -119,7 +121,7 @@ def _machine() -> Iterator[Finding]:
     threads = os.environ.get("OMP_NUM_THREADS")
     hint = "" if threads or cores == 1 else "several processes on one machine: export OMP_NUM_THREADS=1"
     yield Finding("machine", "cpu cores", "info", f"{cores} (OMP_NUM_THREADS={threads or 'not set'})", hint)
-    total, available = _memory()
+    total, available = memory_bytes()
     if total:
         yield Finding("machine", "memory", "info", f"{_gib(total)} in all, {_gib(available)} available")
     yield from _shared_memory()
@@ -130,20 +132,6 @@ def _machine() -> Iterator[Finding]:
     else:
         remedy = "optional: install gcc or clang; decoding on the CPU is about twice as fast with one"
         yield Finding("machine", "C compiler", "no", "no cc, gcc or clang on the path", remedy)
-
-
-def _memory() -> tuple[int, int]:
-    """(all, available) bytes, from /proc and the container's limit; zeros where neither can be read."""
-    info = Path("/proc/meminfo")
-    if not info.is_file():
-        return 0, 0
-    values = dict(line.split(":", 1) for line in info.read_text().splitlines() if ":" in line)
-    total = int(values["MemTotal"].split()[0]) * 1024
-    available = int(values["MemAvailable"].split()[0]) * 1024
-    limit = Path("/sys/fs/cgroup/memory.max")
-    if limit.is_file() and limit.read_text().strip().isdigit():
-        total = min(total, int(limit.read_text()))
-    return total, min(total, available)
 
 
 def _shared_memory() -> Iterator[Finding]:

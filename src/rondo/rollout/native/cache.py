@@ -1,4 +1,4 @@
-"""The preallocated key/value cache of the PyTorch paths, and how many bytes any path's cache takes."""
+"""How the key/value cache is cut into blocks, how many there are, and the tensors of the PyTorch paths."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from typing import Any
 
 import torch
 
+from rondo.errors import ConfigError
 from rondo.models.family import head_widths
+from rondo.usage import memory_bytes
 
-WIDTH_STEP = (
-    64  # the cache is looked at in steps of this many positions, so that bits do not depend on batch mates
-)
+# Positions of a sequence that lie side by side in the cache. Attention's width grows in steps of it, so that
+# bits do not depend on batch mates; kernels.c calls it PAGE.
+BLOCK = 64
+FREE_SHARE = 0.4  # of the free memory; training's activations and other engines need the rest
 
 
 @dataclass(frozen=True)
@@ -24,17 +27,17 @@ class LayerShape:
     value_dim: int
 
 
-def capacity_of(max_context: int) -> int:
-    """Positions per slot: max_context and one that padding rows may write to, in whole steps."""
-    return round_up(max_context + 1, WIDTH_STEP)
-
-
 def round_up(n: int, step: int) -> int:
     return -(-n // step) * step
 
 
+def blocks_of(positions: int) -> int:
+    """Returns the number of blocks that hold so many positions of one sequence."""
+    return -(-positions // BLOCK)
+
+
 def layer_shapes(model_config: Any) -> list[LayerShape]:
-    """What the config says; the generic path asks the model itself."""
+    """Returns what the config says of every layer; the generic path asks the model itself."""
     config = model_config.get_text_config()
     heads = config.num_attention_heads
     latent = getattr(config, "qk_nope_head_dim", None)  # keys of every head are cached, after expansion
@@ -42,32 +45,77 @@ def layer_shapes(model_config: Any) -> list[LayerShape]:
     return [LayerShape(kv_heads, *head_widths(config))] * int(config.num_hidden_layers)
 
 
-def cache_bytes(model_config: Any, max_concurrent: int, max_context: int, dtype: torch.dtype | str) -> int:
-    """Bytes of the key/value cache that a NativeEngine with these settings allocates at its start.
+def block_bytes(shapes: Sequence[LayerShape], dtype: torch.dtype) -> int:
+    """Returns the bytes of one block in all layers together."""
+    return BLOCK * dtype.itemsize * sum(s.kv_heads * (s.key_dim + s.value_dim) for s in shapes)
 
-    The PyTorch paths round max_concurrent up to a multiple of 8, and to at least 16 (128 with several CPU
-    threads).
+
+def cache_bytes(model_config: Any, max_concurrent: int, max_context: int, dtype: torch.dtype | str) -> int:
+    """Returns the bytes of a cache in which `max_concurrent` sequences of full length lie at one time: what a
+    NativeEngine allocates at its start where neither memory nor `cache_bytes` sets a lower bound.
+
+    The PyTorch paths add one block, into which padding is written.
     """
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    per_position = sum(s.kv_heads * (s.key_dim + s.value_dim) for s in layer_shapes(model_config))
-    return int(per_position * capacity_of(max_context) * max_concurrent * dtype.itemsize)
+    return max_concurrent * blocks_of(max_context) * block_bytes(layer_shapes(model_config), dtype)
 
 
-class SlotCache:
-    """keys[l], values[l]: [slots, kv_heads, capacity, dim], zero at first (what is masked must be finite)."""
+def count_blocks(
+    nbytes: int,
+    *,
+    spare: int,
+    max_concurrent: int,
+    max_context: int,
+    limit: int | None,
+    device: torch.device,
+) -> int:
+    """Returns how many blocks of `nbytes` bytes sequences may use.
+
+    spare: blocks that the path needs for itself. limit: rollout.engine.cache_bytes; None: what all slots
+    could need, and at most FREE_SHARE of the memory that is free now. Raises ConfigError where one request of
+    full length would not fit.
+    """
+    longest = blocks_of(max_context)
+    least = (longest + spare) * nbytes
+    if limit is not None:
+        if limit < least:
+            raise ConfigError(
+                f"rollout.engine.cache_bytes={limit} is less than the keys and values of one request of full "
+                f"length ({max_context} tokens): set it to at least {least}, or lower rollout.max_tokens or "
+                "data.max_prompt_tokens"
+            )
+        return limit // nbytes - spare
+    free = free_bytes(device)
+    affordable = int(FREE_SHARE * free) // nbytes - spare
+    if affordable < longest:
+        raise ConfigError(
+            f"the keys and values of one request of full length ({max_context} tokens) take {least} bytes, "
+            f"which is more than {FREE_SHARE:.0%} of the {free} bytes that are free on {device}: free some, "
+            f"set rollout.engine.cache_bytes to at least {least}, or lower rollout.max_tokens or "
+            "data.max_prompt_tokens"
+        )
+    return min(max_concurrent * longest, affordable)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Returns what the device, or this machine, has left; of a machine that does not say, as good as all."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return memory_bytes()[1] or 1 << 62
+
+
+class BlockCache:
+    """Keys and values of the PyTorch paths, zero at first: what is masked must be finite.
+
+    keys, values: per layer [blocks × BLOCK, kv_heads, dim], so that a block is one piece of memory.
+    """
 
     def __init__(
-        self,
-        shapes: Sequence[LayerShape],
-        num_slots: int,
-        capacity: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, shapes: Sequence[LayerShape], num_blocks: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         def zeros(shape: LayerShape, dim: int) -> torch.Tensor:
-            return torch.zeros(num_slots, shape.kv_heads, capacity, dim, dtype=dtype, device=device)
+            return torch.zeros(num_blocks * BLOCK, shape.kv_heads, dim, dtype=dtype, device=device)
 
-        self.capacity = capacity
         self.keys = [zeros(shape, shape.key_dim) for shape in shapes]
         self.values = [zeros(shape, shape.value_dim) for shape in shapes]
 
@@ -76,6 +124,7 @@ class SlotCache:
         return sum(t.nbytes for t in (*self.keys, *self.values))
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """The first `length` positions of one slot to another, in every layer."""
+        """Copies the first `length` positions of one block to another, in every layer."""
         for tensor in (*self.keys, *self.values):
-            tensor[target, :, :length] = tensor[source, :, :length]
+            blocks = tensor.view(-1, BLOCK, *tensor.shape[1:])
+            blocks[target, :length] = blocks[source, :length]

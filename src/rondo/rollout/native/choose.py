@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -9,31 +10,28 @@ import torch
 
 from rondo.errors import ConfigError
 from rondo.models.family import layers_beside_attention, window_of
-from rondo.rollout.native.cache import capacity_of
 from rondo.rollout.native.compiled import CompiledPath, why_not_compiled
 from rondo.rollout.native.generic import GenericPath
 from rondo.rollout.native.lean import LeanPath, why_not_lean
-from rondo.rollout.native.scheduler import SlotTable
+from rondo.rollout.native.scheduler import Prefill, SlotTable
 
 Decode = Literal["auto", "generic", "lean", "compiled"]
 
 
 class DecodePath(Protocol):
-    """The arithmetic behind the decoder; called from the decode thread only.
-
-    dense: `decode` wants slots 0 .. R - 1. reads_prefixes: it makes use of the table's prefix columns;
-    in_slot_order: rows then see what lower rows wrote in the same step. prefill: (slot, tokens) pairs, into
-    an allocated cache. decode: one token for each slot of `rows` (int64 [R], ascending), from the table's
-    token at the table's position; a log-prob that is not finite says that the logits were not. copy: the
-    first `length` cache positions of one slot to another.
-    """
+    """The arithmetic behind the decoder; called from the decode thread only."""
 
     name: str
-    dense: bool
-    reads_prefixes: bool
-    in_slot_order: bool
+    shares_beginnings: bool
+    """Keys and values of a position are a function of the tokens up to it, bit for bit."""
+    spare_blocks: int
+    """Blocks of the cache that it keeps for itself."""
+    block_nbytes: int
+    """Bytes of one block in all layers."""
 
-    def allocate(self) -> None: ...
+    def allocate(self, num_blocks: int) -> None:
+        """Makes a cache of so many blocks, and its spare ones."""
+        ...
 
     def free(self) -> None: ...
 
@@ -42,18 +40,25 @@ class DecodePath(Protocol):
 
     def weights_changed(self) -> None: ...
 
-    def copy(self, source: int, target: int, length: int) -> None: ...
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Copies the first `length` positions of one block to another."""
+        ...
 
-    def prefill(self, prompts: list[tuple[int, np.ndarray]]) -> None: ...
+    def prefill(self, prefills: Sequence[Prefill], table: SlotTable) -> None:
+        """Fills the blocks of slots; none reads what another one writes."""
+        ...
 
-    def decode(self, rows: np.ndarray, table: SlotTable) -> tuple[np.ndarray, np.ndarray]: ...
+    def decode(self, rows: np.ndarray, table: SlotTable) -> tuple[np.ndarray, np.ndarray]:
+        """Makes one token for each slot of `rows` (int64 [R]), from the table's token at its position.
+        Returns ids int64 [R] and log-probs float32 [R]; one that is not finite says that the logits were not.
+        """
+        ...
 
 
 def choose_path(
     decode: Decode,
     module: torch.nn.Module,
     *,
-    num_slots: int,
     max_context: int,
     dtype: torch.dtype,
     device: torch.device,
@@ -85,8 +90,6 @@ def choose_path(
     }
     path: DecodePath = paths[name](
         module,
-        num_slots=num_slots,
-        capacity=capacity_of(max_context),
         max_context=max_context,
         dtype=dtype,
         device=device,

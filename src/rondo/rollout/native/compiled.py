@@ -19,9 +19,9 @@ import torch
 
 from rondo.errors import RolloutError
 from rondo.rollout.native import kernels
-from rondo.rollout.native.cache import LayerShape, layer_shapes
+from rondo.rollout.native.cache import BLOCK, LayerShape, block_bytes, blocks_of, layer_shapes
 from rondo.rollout.native.lean import layer_weights, rotary_tables, why_not_lean
-from rondo.rollout.native.scheduler import SlotTable
+from rondo.rollout.native.scheduler import Prefill, SlotTable
 
 PREFILL_ROWS = 4096  # prompt tokens per C call
 
@@ -58,26 +58,28 @@ class CompiledPath:
     """Same interface as GenericPath."""
 
     name = "compiled"
-    dense = False
-    reads_prefixes = True
+    shares_beginnings = True
+    spare_blocks = 0
 
     def __init__(
         self,
         module: torch.nn.Module,
         *,
-        num_slots: int,
-        capacity: int,
         max_context: int,
         dtype: torch.dtype,
         device: torch.device,
         threads: int,
     ) -> None:
-        del max_context, dtype, device  # checked by why_not_compiled
-        self.module, self._num_slots, self._capacity = module, num_slots, capacity
+        del dtype, device  # checked by why_not_compiled
+        self.module = module
+        self._capacity = blocks_of(max_context) * BLOCK  # positions of one sequence
         self._library = kernels.library()
         self._lanes, self._panel = self._library.rondo_lanes(), self._library.rondo_panel()
-        self._shape: LayerShape = layer_shapes(module.config)[0]
-        self._rotary = rotary_tables(module, capacity, torch.device("cpu"))
+        assert self._library.rondo_page() == BLOCK
+        shapes = layer_shapes(module.config)
+        self._shape: LayerShape = shapes[0]
+        self.block_nbytes = block_bytes(shapes, torch.float32)
+        self._rotary = rotary_tables(module, self._capacity, torch.device("cpu"))
         layers = layer_weights(module)
         self._layer_records = (kernels.Layer * len(layers))()
         self._products: list[_Product] = []
@@ -92,19 +94,17 @@ class CompiledPath:
         self._model = self._model_record(head)
         floats = self._library.rondo_scratch_floats(ctypes.byref(self._model))
         self._scratch = [torch.zeros(floats) for _ in range(threads)]
-        self.in_slot_order = threads == 1  # only one thread computes rows one tile after another
         self._pool: ThreadPoolExecutor | None = None
         self._keys: torch.Tensor | None = None
         self._values: torch.Tensor | None = None
 
     # ---- memory ----
 
-    def allocate(self) -> None:
-        """keys [layers, slots, kv_heads, capacity / lanes, head_dim, lanes]; values [..., capacity, dim]."""
+    def allocate(self, num_blocks: int) -> None:
+        """keys [layers, blocks, kv_heads, BLOCK / lanes, head_dim, lanes]; values [..., BLOCK, head_dim]."""
         layers, heads, dim = len(self._layer_records), self._shape.kv_heads, self._shape.key_dim
-        blocks = self._capacity // self._lanes
-        self._keys = torch.zeros(layers, self._num_slots, heads, blocks, dim, self._lanes)
-        self._values = torch.zeros(layers, self._num_slots, heads, self._capacity, dim)
+        self._keys = torch.zeros(layers, num_blocks, heads, BLOCK // self._lanes, dim, self._lanes)
+        self._values = torch.zeros(layers, num_blocks, heads, BLOCK, dim)
         for i, record in enumerate(self._layer_records):
             record.keys, record.values = self._keys[i].data_ptr(), self._values[i].data_ptr()
         if len(self._scratch) > 1:
@@ -172,43 +172,49 @@ class CompiledPath:
 
     # ---- steps ----
 
-    def prefill(self, prompts: list[tuple[int, np.ndarray]]) -> None:
-        """(slot, tokens) pairs: compute their keys and values, many prompts per call. Threads get whole
-        prompts: a row needs the earlier rows of its own prompt only.
+    def prefill(self, prefills: Sequence[Prefill], table: SlotTable) -> None:
+        """Many prompts per call. Threads get whole prompts: a row needs the earlier rows of its own one only,
+        and it makes no difference whether a token was prefilled or decoded.
         """
-        parts: list[list[tuple[int, np.ndarray]]] = [[]]
-        for slot, tokens in prompts:
-            if parts[-1] and sum(len(t) for _, t in parts[-1]) + len(tokens) > PREFILL_ROWS:
+        parts: list[list[Prefill]] = [[]]
+        num_rows = 0
+        for one in prefills:
+            num_rows += len(one.tokens) - one.start
+            if parts[-1] and num_rows > PREFILL_ROWS:
                 parts.append([])
-            parts[-1].append((slot, tokens))
+                num_rows = len(one.tokens) - one.start
+            parts[-1].append(one)
         for part in parts:
             jobs = []
             for first in range(min(len(self._scratch), len(part))):
                 share = part[first :: len(self._scratch)]
-                tokens = np.concatenate([t for _, t in share]).astype(np.int64)
-                slots = np.concatenate([np.full(len(t), slot, np.int64) for slot, t in share])
-                positions = np.concatenate([np.arange(len(t), dtype=np.int64) for _, t in share])
-                jobs.append((tokens, slots, positions))
-            self._run(jobs, None)
+                positions = [np.arange(one.start, len(one.tokens)) for one in share]
+                slots = [np.full(len(at), one.slot) for one, at in zip(share, positions, strict=True)]
+                tokens = [one.tokens[one.start :] for one in share]
+                jobs.append((np.concatenate(tokens), np.concatenate(slots), np.concatenate(positions)))
+            self._run(jobs, table, None)
 
     def decode(self, rows: np.ndarray, table: SlotTable) -> tuple[np.ndarray, np.ndarray]:
         """One token for each slot of `rows`. Returns ids int64 and log-probs float32."""
         decoding = kernels.Decoding(*(getattr(table, name).ctypes.data for name in kernels.TABLE_COLUMNS))
         parts = [part for part in np.array_split(rows, len(self._scratch)) if len(part)]
         jobs = [(table.tokens[part], part, table.positions[part]) for part in parts]
-        results = self._run(jobs, decoding)
+        results = self._run(jobs, table, decoding)
         if len(results) == 1:
             return results[0]
         return np.concatenate([ids for ids, _ in results]), np.concatenate([lp for _, lp in results])
 
     def _run(
-        self, jobs: list[tuple[np.ndarray, np.ndarray, np.ndarray]], decoding: kernels.Decoding | None
+        self,
+        jobs: list[tuple[np.ndarray, np.ndarray, np.ndarray]],
+        table: SlotTable,
+        decoding: kernels.Decoding | None,
     ) -> list[tuple[np.ndarray, np.ndarray]]:
         assert self._keys is not None
         if self._pool is None or len(jobs) < 2:
-            return [self._call(self._scratch[0], decoding, *job) for job in jobs]
+            return [self._call(self._scratch[0], table, decoding, *job) for job in jobs]
         futures = [
-            self._pool.submit(self._call, scratch, decoding, *job)
+            self._pool.submit(self._call, scratch, table, decoding, *job)
             for scratch, job in zip(self._scratch, jobs, strict=False)
         ]
         return [future.result() for future in futures]
@@ -216,6 +222,7 @@ class CompiledPath:
     def _call(
         self,
         scratch: torch.Tensor,
+        table: SlotTable,
         decoding: kernels.Decoding | None,
         tokens: np.ndarray,
         slots: np.ndarray,
@@ -229,6 +236,7 @@ class CompiledPath:
             scratch.data_ptr(),
             len(tokens),
             *arrays,
+            table.blocks.ctypes.data,
             None if decoding is None else ctypes.addressof(decoding),
             ids.ctypes.data,
             log_probs.ctypes.data,

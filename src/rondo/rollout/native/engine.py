@@ -21,19 +21,18 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
 import torch
 
 from rondo import __version__
 from rondo.errors import ConfigError, RolloutError, WeightSyncError
 from rondo.rollout.native import generic
-from rondo.rollout.native.cache import capacity_of
+from rondo.rollout.native.cache import count_blocks
 from rondo.rollout.native.choose import Decode, choose_path, refuse_what_masks_hide
 from rondo.rollout.native.decoder import Decoder
 from rondo.rollout.native.scheduler import Sequence
 from rondo.rollout.native.weights import WeightStore, build_module
 from rondo.rollout.protocol import Capabilities, OnTokens
-from rondo.rollout.requests import Pending, check_ready, check_request, complete_as_it_is, deliver
+from rondo.rollout.requests import check_ready, check_request, complete_as_it_is, deliver
 from rondo.types import Completion, GenerateRequest, StepStats
 from rondo.usage import TeamClock
 
@@ -48,7 +47,8 @@ class NativeEngine:
     storage; say `set_version` after every change); None: own storage, filled by begin / receive / commit
     before the first request. max_concurrent: slots. max_context: prompt and response tokens of one request at
     most. decode: "auto" takes the fastest path that can run the model here; `decode_path` and `decode_reason`
-    say which and why. threads: of the decode thread. Raises ConfigError or WeightSyncError.
+    say which and why. cache_bytes: of all keys and values; None: what all slots could need, and at most a
+    share of the memory that is free. threads: of the decode thread. Raises ConfigError or WeightSyncError.
     """
 
     def __init__(
@@ -61,6 +61,7 @@ class NativeEngine:
         max_concurrent: int = 256,
         max_context: int = 2048,
         decode: Decode = "auto",
+        cache_bytes: int | None = None,
         trust_remote_code: bool = False,
         threads: int = 1,
     ) -> None:
@@ -77,7 +78,6 @@ class NativeEngine:
         path, self.decode_reason = choose_path(
             decode,
             module,
-            num_slots=max_concurrent,
             max_context=max_context,
             dtype=dtype,
             device=device,
@@ -85,10 +85,18 @@ class NativeEngine:
         )
         self.decode_path = path.name
         self.max_context, self._vocab = max_context, int(module.get_input_embeddings().weight.shape[0])
-        self._decoder = Decoder(path, max_concurrent, capacity_of(max_context))
+        num_blocks = count_blocks(
+            path.block_nbytes,
+            spare=path.spare_blocks,
+            max_concurrent=max_concurrent,
+            max_context=max_context,
+            limit=cache_bytes,
+            device=device,
+        )
+        self._decoder = Decoder(path, max_concurrent, num_blocks, max_context)
         self._lock = threading.Lock()
         self._inbox: deque[Callable[[], None]] = deque()
-        self._in_flight: dict[str, Pending] = {}
+        self._in_flight: dict[str, Sequence] = {}
         self._serving = self._paused = self._closed = False
         self._next_report, self._steps_untold = 0.0, 0
         self._executor = ThreadPoolExecutor(1, "rondo-decode", self._prepare_thread, (threads, device))
@@ -113,14 +121,10 @@ class NativeEngine:
         decoding.
         """
         self._check(request)
-        prefix = () if request.prefix is None else request.prefix.token_ids
-        if len(prefix):
-            done = complete_as_it_is(request)
-            if done is not None:
-                return done
-        call = Pending(request, on_tokens)
-        tokens = np.concatenate([request.token_ids, prefix]).astype(np.int64)
-        sequence = Sequence(request, tokens, len(prefix), call)
+        done = complete_as_it_is(request)
+        if done is not None:
+            return done
+        call = Sequence(request, on_tokens)
         timer = None
         if request.deadline_seconds is not None:  # every step looks, but a paused engine makes none
             timer = call.loop.call_later(
@@ -128,7 +132,7 @@ class NativeEngine:
             )
         self._in_flight[request.request_id] = call
         try:
-            if not self._post(lambda: self._decoder.scheduler.add(sequence)):
+            if not self._post(lambda: self._decoder.scheduler.add(call)):
                 raise RolloutError(f"request {request.request_id!r}: the rollout engine is closed")
             return await call.future
         except asyncio.CancelledError:
@@ -244,7 +248,7 @@ class NativeEngine:
         for action in self._inbox:  # what was posted too late
             action()
         self._fail(RolloutError("the rollout engine was closed"))
-        self._decoder.path.free()
+        self._decoder.sleep()
 
     # ---- inside ----
 
@@ -309,10 +313,10 @@ class NativeEngine:
         deliver(self._decoder.progress())
 
     def _fail(self, failure: RolloutError, cause: BaseException | None = None) -> None:
-        for sequence in self._decoder.scheduler.clear():
+        for call in self._decoder.scheduler.sequences():
             error = RolloutError(str(failure))  # one each: a traceback grows with every raise
             error.__cause__ = cause
-            deliver([(sequence.call, None, error)])
+            deliver([(call, None, error)])
 
     def _between_bursts(self, what: str, change: Callable[[], None]) -> None:
         """Run `change` on the decode thread. Requests in flight are an error unless the engine is paused."""

@@ -1,5 +1,5 @@
-"""The generic path: the Hugging Face module's own forward, with attention that reads and writes our slot
-cache.
+"""The generic path: the Hugging Face module's own forward, with attention that reads and writes our
+paged cache.
 
 Works for every causal LM whose attention goes through transformers' attention interface. What a model asks of
 its attention and this function does not do (sinks, soft-caps, a window that would bite) is refused, never
@@ -8,6 +8,7 @@ ignored.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,15 +19,17 @@ import torch.nn.functional as F
 from transformers import AttentionInterface
 
 from rondo.errors import ConfigError, RolloutError
-from rondo.rollout.native.cache import WIDTH_STEP, LayerShape, SlotCache, round_up
+from rondo.rollout.native.cache import BLOCK, BlockCache, LayerShape, block_bytes, blocks_of, round_up
 from rondo.rollout.native.noise import uniforms
 from rondo.rollout.native.sampling import sample
-from rondo.rollout.native.scheduler import SlotTable
+from rondo.rollout.native.scheduler import Prefill, SlotTable
 
 ATTENTION = "rondo_decode"
 PREFILL_CHUNK = 512  # tokens of one prompt per forward
 MIN_ROWS = 16  # below this, matrix products round rows differently (measured with MKL, one thread)
 MIN_ROWS_THREADED = 128  # the same with several threads
+# Keys that attention copies at one time: on a CPU so few that the copy stays in the core's own cache.
+GATHERED_BYTES = {"cpu": 1 << 20, "cuda": 256 << 20}
 
 # Keywords that carry nothing the cache or the positions do not say already.
 _HARMLESS = frozenset(
@@ -37,19 +40,22 @@ _HARMLESS = frozenset(
 
 @dataclass
 class Step:
-    """What attention needs to know: rows first .. first + R of the cache, one query column per position.
+    """What attention needs to know of R rows with C columns, one new position each."""
 
-    positions: int64 [R, C]. rows: int64 [R]. mask: float [R, 1, C, width], 0 or -inf. probe: record shapes
-    only.
-    """
-
-    cache: SlotCache | None
-    first: int
-    rows: torch.Tensor
     positions: torch.Tensor
-    mask: torch.Tensor
+    """int64 [R, C]; padding's come after all that the blocks hold."""
     max_context: int
-    probe: dict[int, LayerShape] | None = field(default=None)
+    cache: BlockCache | None = None
+    blocks: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    """int64 [R, n]: where positions BLOCK · i … of a row lie."""
+    addresses: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    """int64 [R · C]: where the new positions lie."""
+    mask: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    """[R, 1, C, n · BLOCK], 0 or -inf."""
+    parts: Sequence[tuple[int, int, int]] = ()
+    """(first row, last row + 1, blocks that they need): what attention gathers at one time."""
+    probe: dict[int, LayerShape] | None = None
+    """Record shapes only."""
 
 
 _STEP: ContextVar[Step] = ContextVar("rondo_decode_step")
@@ -87,15 +93,44 @@ def decode_attention(
     if step.probe is not None:
         step.probe[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3])
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
+    return cached_attention(step, layer, query, key, value, scaling), None
+
+
+def cached_attention(
+    step: Step,
+    layer: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float | None,
+) -> torch.Tensor:
+    """Stores the new keys and values, and attends to all that the rows' blocks hold; shapes as in
+    `decode_attention`.
+    """
     assert step.cache is not None
     keys, values = step.cache.keys[layer], step.cache.values[layer]
-    keys[step.rows[:, None], :, step.positions] = key.transpose(1, 2)
-    values[step.rows[:, None], :, step.positions] = value.transpose(1, 2)
-    width, last = step.mask.shape[-1], step.first + query.shape[0]
-    out = grouped_attention(
-        query, keys[step.first : last, :, :width], values[step.first : last, :, :width], step.mask, scaling
-    )
-    return out.transpose(1, 2).contiguous(), None
+    keys.index_copy_(0, step.addresses, key.transpose(1, 2).flatten(0, 1))
+    values.index_copy_(0, step.addresses, value.transpose(1, 2).flatten(0, 1))
+    outs = []
+    for first, last, num_blocks in step.parts:
+        blocks = step.blocks[first:last, :num_blocks]
+        out = grouped_attention(
+            query[first:last],
+            gathered(keys, blocks),
+            gathered(values, blocks),
+            step.mask[first:last, ..., : num_blocks * BLOCK],
+            scaling,
+        )
+        outs.append(out.transpose(1, 2))
+    return outs[0].contiguous() if len(outs) == 1 else torch.cat(outs)
+
+
+def gathered(cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    """Copies what `blocks` [R, n] of `cache` [positions, kv_heads, D] hold: [R, kv_heads, n · BLOCK, D]."""
+    R, n = blocks.shape
+    _, kv_heads, D = cache.shape
+    found = cache.view(-1, BLOCK * kv_heads * D).index_select(0, blocks.flatten())
+    return found.view(R, n * BLOCK, kv_heads, D).transpose(1, 2)
 
 
 def grouped_attention(
@@ -117,44 +152,45 @@ def grouped_attention(
 
 
 class GenericPath:
-    """Decodes the first R slots at once; prefills prompt by prompt, so that no prompt's bits depend on
+    """Decodes rows of all lengths at once; prefills prompt by prompt, so that no prompt's bits depend on
     another's.
 
-    Subclasses replace `forward`.
+    A prompt's bits may depend on its length, and a decoded token's differ from a prefilled one's: whoever
+    lost blocks gets them filled in the way in which they were. Subclasses replace `forward`.
     """
 
     name = "generic"
-    dense = True
-    reads_prefixes = False
-    in_slot_order = False
+    shares_beginnings = False
+    spare_blocks = 1  # padding is written there
 
     def __init__(
         self,
         module: torch.nn.Module,
         *,
-        num_slots: int,
-        capacity: int,
         max_context: int,
         dtype: torch.dtype,
         device: torch.device,
         threads: int,
     ) -> None:
         self.module, self.device, self.dtype = module, device, dtype
-        self._num_slots, self._capacity, self._max_context = num_slots, capacity, max_context
+        self._max_context = max_context
         self._min_rows = MIN_ROWS if threads == 1 or device.type == "cuda" else MIN_ROWS_THREADED
-        # Padding rows are slots too: the decoded range may reach beyond the last usable slot.
-        self._padded_slots = round_up(max(num_slots, self._min_rows), 8)
-        self._arange = torch.arange(max(capacity, self._padded_slots), device=device)
+        self._arange = torch.arange(blocks_of(max_context) * BLOCK, device=device)
         self._shapes = self.probe()
-        self.cache: SlotCache | None = None
+        self.block_nbytes = block_bytes(self._shapes, dtype)
+        largest = max(shape.kv_heads * shape.key_dim for shape in self._shapes) * BLOCK * dtype.itemsize
+        self._gathered_blocks = GATHERED_BYTES["cpu" if device.type == "cpu" else "cuda"] // largest
+        self._padding_block = 0
+        self.cache: BlockCache | None = None
 
     def probe(self) -> list[LayerShape]:
-        """Run one token through the model to see its attention layers. Raises ConfigError or RolloutError."""
+        """Runs one token through the model and returns its attention layers. Raises ConfigError or
+        RolloutError.
+        """
         layers: dict[int, LayerShape] = {}
         zeros = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-        step = Step(None, 0, zeros[0], zeros, torch.zeros(1, 1, 1, 1), self._max_context, layers)
         with torch.no_grad():
-            self._run_module(step, zeros)
+            self._run_module(Step(zeros, self._max_context, probe=layers), zeros)
         expected = int(self.module.config.get_text_config().num_hidden_layers)
         if sorted(layers) != list(range(expected)):
             raise ConfigError(
@@ -163,9 +199,9 @@ class GenericPath:
             )
         return [layers[i] for i in range(expected)]
 
-    def allocate(self) -> None:
-        """Make the cache (zeroed)."""
-        self.cache = SlotCache(self._shapes, self._padded_slots, self._capacity, self.dtype, self.device)
+    def allocate(self, num_blocks: int) -> None:
+        self._padding_block = num_blocks
+        self.cache = BlockCache(self._shapes, num_blocks + self.spare_blocks, self.dtype, self.device)
 
     def free(self) -> None:
         self.cache = None
@@ -181,66 +217,111 @@ class GenericPath:
         assert self.cache is not None
         self.cache.copy(source, target, length)
 
-    def prefill(self, prompts: list[tuple[int, np.ndarray]]) -> None:
-        """(slot, tokens) pairs: compute their keys and values, chunk by chunk."""
-        for slot, tokens in prompts:
-            for start in range(0, len(tokens), PREFILL_CHUNK):
-                self._prefill_chunk(slot, start, tokens[start : start + PREFILL_CHUNK])
+    def prefill(self, prefills: Sequence[Prefill], table: SlotTable) -> None:
+        """Computes what was prefilled chunk by chunk, and what was decoded as rows of decode steps."""
+        for one in prefills:
+            blocks = table.blocks[one.slot]
+            if one.start < one.together:  # chunks begin where they began the first time
+                for start in range(one.start // PREFILL_CHUNK * PREFILL_CHUNK, one.together, PREFILL_CHUNK):
+                    stop = min(start + PREFILL_CHUNK, one.together)
+                    self._prefill_chunk(blocks, start, one.tokens[start:stop])
+            for start in range(max(one.start, one.together), len(one.tokens), PREFILL_CHUNK):
+                tokens = one.tokens[start : start + PREFILL_CHUNK][::-1]
+                at = np.arange(start, start + len(tokens))[::-1]
+                rows = np.broadcast_to(blocks, (len(tokens), len(blocks)))
+                step, ids = self._decode_step(tokens, at, rows)
+                self.forward(step, ids, want_logits=False)
 
-    def _prefill_chunk(self, slot: int, start: int, tokens: np.ndarray) -> None:
+    def _prefill_chunk(self, blocks: np.ndarray, start: int, tokens: np.ndarray) -> None:
+        n = blocks_of(start + len(tokens))
         padded = max(round_up(len(tokens), 16), self._min_rows)
-        ids = np.zeros(padded, np.int64)
-        ids[: len(tokens)] = tokens
-        at = np.full(padded, self._capacity - 1, np.int64)  # padding writes where nobody reads
-        at[: len(tokens)] = np.arange(start, start + len(tokens))
-        positions = torch.from_numpy(at).to(self.device)[None]
-        width = round_up(start + len(tokens), WIDTH_STEP)
-        mask = self._mask(positions, width)
-        step = Step(self.cache, slot, self._arange[slot : slot + 1], positions, mask, self._max_context)
-        self.forward(step, torch.from_numpy(ids).to(self.device)[None], want_logits=False)
+        ids = np.zeros((1, padded), np.int64)
+        ids[0, : len(tokens)] = tokens
+        at = np.full((1, padded), n * BLOCK)
+        at[0, : len(tokens)] = np.arange(start, start + len(tokens))
+        with_padding = np.append(blocks[:n], self._padding_block)[None]
+        step = self._step(self._on_device(at), self._on_device(with_padding), [(0, 1, n)])
+        self.forward(step, self._on_device(ids), want_logits=False)
 
     def decode(self, rows: np.ndarray, table: SlotTable) -> tuple[np.ndarray, np.ndarray]:
-        """One token for each slot of `rows`, 0 .. R - 1. Returns ids int64 and log-probs float32."""
-        active = len(rows)
-        R, width = self.bucket(active, int(table.positions[:active].max()) + 1)
-        tokens, at = np.zeros(R, np.int64), np.full(R, self._capacity - 1, np.int64)
-        tokens[:active], at[:active] = table.tokens[:active], table.positions[:active]
-        logits = self.decode_logits(
-            torch.from_numpy(tokens).to(self.device)[:, None],
-            torch.from_numpy(at).to(self.device)[:, None],
-            width,
-        )[:active]
-        noise = uniforms(table.seeds[:active], table.indices[:active])
+        # The longest come first, so that rows of about one length are gathered together.
+        order = np.argsort(-table.positions[rows], kind="stable")
+        rows = rows[order]
+        logits = self.decode_logits(table.tokens[rows], table.positions[rows], table.blocks[rows])
+        noise = uniforms(table.seeds[rows], table.indices[rows])
         settings = (
             noise,
-            table.temperature[:active],
-            table.top_k[:active],
-            table.top_p[:active],
-            table.min_p[:active],
+            table.temperature[rows],
+            table.top_k[rows],
+            table.top_p[rows],
+            table.min_p[rows],
         )
-        ids, log_probs = sample(logits, *(torch.from_numpy(s).to(self.device) for s in settings))
-        return ids.cpu().numpy(), log_probs.cpu().numpy()
+        drawn = sample(logits[: len(rows)], *(self._on_device(one) for one in settings))
+        ids, log_probs = np.empty(len(rows), np.int64), np.empty(len(rows), np.float32)
+        ids[order], log_probs[order] = (one.cpu().numpy() for one in drawn)
+        return ids, log_probs
 
-    def bucket(self, active: int, length: int) -> tuple[int, int]:
-        """Rows and cache width of a step with `active` sequences, the longest of `length` positions."""
-        return max(round_up(active, 8), self._min_rows), round_up(length, WIDTH_STEP)
-
-    def decode_logits(self, tokens: torch.Tensor, positions: torch.Tensor, width: int) -> torch.Tensor:
-        """Logits [R, V] of tokens [R, 1] at positions [R, 1] over the first `width` cache positions."""
-        R = len(tokens)
-        step = Step(
-            self.cache, 0, self._arange[:R], positions, self._mask(positions, width), self._max_context
-        )
-        logits = self.forward(step, tokens, want_logits=True)
+    def decode_logits(self, tokens: np.ndarray, positions: np.ndarray, blocks: np.ndarray) -> torch.Tensor:
+        """Logits [≥ R, V] of tokens [R] at positions [R], the longest row first; blocks [R, …]."""
+        step, ids = self._decode_step(tokens, positions, blocks)
+        logits = self.forward(step, ids, want_logits=True)
         assert logits is not None
         return logits
 
+    def _decode_step(
+        self, tokens: np.ndarray, positions: np.ndarray, blocks: np.ndarray
+    ) -> tuple[Step, torch.Tensor]:
+        """The longest row comes first."""
+        ids, at, with_padding = self.padded(tokens, positions, blocks)
+        return self._step(at, with_padding, self.parts(positions, *with_padding.shape)), ids
+
+    def padded(
+        self, tokens: np.ndarray, positions: np.ndarray, blocks: np.ndarray
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Tokens [R, 1], positions [R, 1] and blocks [R, n + 1] with rows and a column of padding."""
+        R, n = self.bucket(len(tokens), blocks_of(int(positions.max()) + 1))
+        ids, at = np.zeros((R, 1), np.int64), np.full((R, 1), n * BLOCK)
+        ids[: len(tokens), 0] = tokens
+        at[: len(tokens), 0] = positions
+        with_padding = np.zeros((R, n + 1), np.int64)
+        with_padding[: len(tokens), :n] = blocks[:, :n]
+        with_padding[:, n] = self._padding_block
+        return self._on_device(ids), self._on_device(at), self._on_device(with_padding)
+
+    def bucket(self, active: int, num_blocks: int) -> tuple[int, int]:
+        """Rows and blocks of a step with `active` sequences, the longest of `num_blocks` blocks."""
+        return max(round_up(active, 8), self._min_rows), num_blocks
+
+    def parts(self, positions: np.ndarray, num_rows: int, columns: int) -> list[tuple[int, int, int]]:
+        """Cuts the rows of a decode step, of `positions` and padding, into parts for `Step`."""
+        parts: list[tuple[int, int, int]] = []
+        first = 0
+        while first < num_rows:
+            n = columns - 1
+            if self.device.type == "cpu" and first < len(positions):
+                n = blocks_of(int(positions[first]) + 1)
+            last = min(num_rows, first + max(1, self._gathered_blocks // n))
+            parts.append((first, last, n))
+            first = last
+        return parts
+
+    def _step(
+        self, positions: torch.Tensor, blocks: torch.Tensor, parts: Sequence[tuple[int, int, int]]
+    ) -> Step:
+        """blocks [R, n + 1]: the last one takes what is written beyond the n others."""
+        addresses = blocks.gather(1, positions // BLOCK) * BLOCK + positions % BLOCK
+        mask = self._mask(positions, (blocks.shape[1] - 1) * BLOCK)
+        return Step(positions, self._max_context, self.cache, blocks, addresses.flatten(), mask, parts)
+
     def _mask(self, positions: torch.Tensor, width: int) -> torch.Tensor:
-        """Float [R, 1, C, width]: 0 where a cache position is at or before the query's, -inf after it."""
+        """[R, 1, C, width]: 0 where a cache position is at or before the query's, -inf after it."""
         hidden = self._arange[:width] > positions[:, None, :, None]
         return torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(
             hidden, float("-inf")
         )
+
+    def _on_device(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device)
 
     def forward(self, step: Step, tokens: torch.Tensor, *, want_logits: bool) -> torch.Tensor | None:
         """Tokens [R, C] through the model. Returns logits [R, V] of the last column if wanted."""

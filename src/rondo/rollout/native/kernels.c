@@ -3,9 +3,11 @@
  * Every row is computed from its own numbers in a fixed order: no sum depends on how many rows there are, which slot a
  * row sits in, or which thread ran it. That is what makes a request's bits independent of its batch mates.
  *
- * Layouts. V: vector lanes; weights are packed [N / NR][K][NR] (zero padded); key cache [slot][kv_head][block][dim][V]
- * (V positions of one dimension side by side, so that scores need no horizontal sums); value cache
- * [slot][kv_head][position][dim]. Compiled at first use by build.py; GCC or Clang vector extensions, no intrinsics.
+ * Layouts. V: vector lanes; weights are packed [N / NR][K][NR] (zero padded). The cache consists of pages of PAGE
+ * positions, which cache.py calls blocks; a sequence's positions lie in the pages that its row of the page table names.
+ * Keys [page][kv_head][PAGE / V][dim][V] (V positions of one dimension side by side, so that scores need no horizontal
+ * sums); values [page][kv_head][PAGE][dim]. Compiled at first use by kernels.py; GCC or Clang vector extensions, no
+ * intrinsics.
  */
 #include <math.h>
 #include <stdint.h>
@@ -22,6 +24,7 @@
 #define NV 3
 #endif
 #define NR (NV * V)
+#define PAGE 64
 #define KC 512       /* depth of one pass of the matrix product */
 #define BLOCK 256    /* rows that go through all layers together: the weights are read once for them */
 #define TILE 64      /* rows that go through one layer together: its weights stay in the core's own cache */
@@ -50,16 +53,15 @@ typedef struct {
 } Layer;
 
 typedef struct {
-    int64_t hidden, heads, kv_heads, head_dim, intermediate, vocab, num_layers, capacity;
+    int64_t hidden, heads, kv_heads, head_dim, intermediate, vocab, num_layers, capacity; /* positions of a sequence */
     double eps, scale;
     const float *embedding, *cos, *sin, *final_norm, *head, *head_bias;
     const Layer *layers;
 } Model;
 
-/* Indexed by slot. The first prefix_lengths positions of a slot's cache are also, number for number, in slot
- * prefix_slots: rows of one prompt group read them there, where they stay in the core's own cache. */
+/* Indexed by slot. */
 typedef struct {
-    const int64_t *seeds, *indices, *top_k, *prefix_slots, *prefix_lengths;
+    const int64_t *seeds, *indices, *top_k;
     const float *temperature, *top_p, *min_p;
 } Decoding;
 
@@ -166,6 +168,7 @@ void rondo_pack(const float *w, int64_t N, int64_t K, float *packed, int64_t fir
 
 int64_t rondo_lanes(void) { return V; }
 int64_t rondo_panel(void) { return NR; }
+int64_t rondo_page(void) { return PAGE; }
 
 /* ---- pieces of a layer ---- */
 
@@ -190,7 +193,7 @@ static void rope(float *x, const float *cos, const float *sin, int64_t dim) {
 }
 
 /* Norm, rotate and store one row's keys and values at its position; norm and rotate its queries in place. */
-static void place(const Model *m, const Layer *l, float *qkv, int64_t slot, int64_t position) {
+static void place(const Model *m, const Layer *l, float *qkv, const int32_t *pages, int64_t position) {
     int64_t D = m->head_dim, KV = m->kv_heads;
     const float *cos = m->cos + position * D, *sin = m->sin + position * D;
     for (int64_t h = 0; h < m->heads + KV; h++) {
@@ -198,11 +201,12 @@ static void place(const Model *m, const Layer *l, float *qkv, int64_t slot, int6
         if (norm) rms_norm(qkv + h * D, norm, qkv + h * D, D, m->eps);
         rope(qkv + h * D, cos, sin, D);
     }
+    int64_t page = pages[position / PAGE], offset = position % PAGE;
     for (int64_t h = 0; h < KV; h++) {
         const float *key = qkv + (m->heads + h) * D, *value = key + KV * D;
-        float *keys = l->keys + ((slot * KV + h) * m->capacity + position / V * V) * D + position % V;
+        float *keys = l->keys + ((page * KV + h) * PAGE + offset / V * V) * D + offset % V;
         for (int64_t d = 0; d < D; d++) keys[d * V] = key[d];
-        memcpy(l->values + ((slot * KV + h) * m->capacity + position) * D, value, D * sizeof(float));
+        memcpy(l->values + ((page * KV + h) * PAGE + offset) * D, value, D * sizeof(float));
     }
 }
 
@@ -218,10 +222,11 @@ static float exponentials(float *scores, float peak, int64_t blocks, int64_t len
     return 1.0f / sum_lanes(total);
 }
 
-/* One key/value head of a sequence: positions before `shared` (whole blocks) lie elsewhere than those after it. */
+/* One key/value head of a sequence: its part of page p lies at keys + pages[p] * stride, and so do its values. */
 typedef struct {
-    const float *keys, *values, *shared_keys, *shared_values;
-    int64_t shared, length;
+    const float *keys, *values;
+    const int32_t *pages;
+    int64_t stride, length;
 } Cached;
 
 /* Two query heads (or one, twice) that share a key/value head. scores: two times the length rounded up to V. */
@@ -232,7 +237,7 @@ static void attend(const float *q0, const float *q1, const Cached *cached, float
     float *s0 = scores, *s1 = scores + blocks * V;
     vf top0 = splat(-INFINITY), top1 = top0;
     for (int64_t b = 0; b < blocks; b++) {
-        const float *keys = (b * V < cached->shared ? cached->shared_keys : cached->keys) + b * V * D;
+        const float *keys = cached->keys + cached->pages[b * V / PAGE] * cached->stride + b * V % PAGE * D;
         vf a[4] = {splat(0), splat(0), splat(0), splat(0)}, c[4] = {splat(0), splat(0), splat(0), splat(0)};
         for (int64_t d = 0; d < D; d += 4)
 #pragma GCC unroll 4
@@ -253,19 +258,22 @@ static void attend(const float *q0, const float *q1, const Cached *cached, float
     float inverse1 = exponentials(s1, max_lanes(top1), blocks, length);
     for (int64_t d = 0; d < D; d += V) {
         vf a[4] = {splat(0), splat(0), splat(0), splat(0)}, c[4] = {splat(0), splat(0), splat(0), splat(0)};
-        const float *v = cached->values + d;
-        int64_t t = 0;
-        for (; t + 4 <= length; t += 4)
+        for (int64_t first = 0; first < length; first += PAGE) {
+            const float *v = cached->values + cached->pages[first / PAGE] * cached->stride + d;
+            const float *e0 = s0 + first, *e1 = s1 + first;
+            int64_t n = length - first < PAGE ? length - first : PAGE, t = 0;
+            for (; t + 4 <= n; t += 4)
 #pragma GCC unroll 4
-            for (int j = 0; j < 4; j++) {
-                vf x = LOAD((t < cached->shared ? cached->shared_values + d : v) + (t + j) * D);
-                a[j] += s0[t + j] * x;
-                c[j] += s1[t + j] * x;
+                for (int j = 0; j < 4; j++) {
+                    vf x = LOAD(v + (t + j) * D);
+                    a[j] += e0[t + j] * x;
+                    c[j] += e1[t + j] * x;
+                }
+            for (; t < n; t++) {
+                vf x = LOAD(v + t * D);
+                a[0] += e0[t] * x;
+                c[0] += e1[t] * x;
             }
-        for (; t < length; t++) {
-            vf x = LOAD(v + t * D);
-            a[0] += s0[t] * x;
-            c[0] += s1[t] * x;
         }
         STORE(out0 + d, ((a[0] + a[1]) + (a[2] + a[3])) * inverse0);
         STORE(out1 + d, ((c[0] + c[1]) + (c[2] + c[3])) * inverse1);
@@ -281,17 +289,12 @@ static void attend_group(const Model *m, const float *q, const Cached *cached, f
     }
 }
 
-static void attend_rows(const Model *m, const Layer *l, const Decoding *decoding, const float *qkv, int64_t width,
-                        const int64_t *slot, const int64_t *position, int64_t n, float *out, float *scores) {
-    int64_t D = m->head_dim, KV = m->kv_heads, group = m->heads / KV, stride = m->capacity * D;
-    for (int64_t r = 0; r < n; r++) {
-        int64_t from = decoding ? decoding->prefix_slots[slot[r]] : slot[r];
-        int64_t shared = decoding ? decoding->prefix_lengths[slot[r]] / V * V : 0;
-        for (int64_t h = 0; h < KV; h++) {
-            int64_t own = (slot[r] * KV + h) * stride, other = (from * KV + h) * stride;
-            Cached cached = {l->keys + own, l->values + own, l->keys + other, l->values + other, shared, position[r] + 1};
-            attend_group(m, qkv + r * width + h * group * D, &cached, out + (r * m->heads + h * group) * D, scores);
-        }
+static void attend_row(const Model *m, const Layer *l, const float *q, const int32_t *pages, int64_t position,
+                       float *out, float *scores) {
+    int64_t D = m->head_dim, KV = m->kv_heads, group = m->heads / KV, head = PAGE * D;
+    for (int64_t h = 0; h < KV; h++) {
+        Cached cached = {l->keys + h * head, l->values + h * head, pages, KV * head, position + 1};
+        attend_group(m, q + h * group * D, &cached, out + h * group * D, scores);
     }
 }
 
@@ -416,14 +419,16 @@ static int64_t scratch_sizes(const Model *m, int64_t *floats) {
 int64_t rondo_scratch_floats(const Model *m) { int64_t floats[NUM_BUFFERS]; return scratch_sizes(m, floats); }
 
 static void layer_forward(const Model *m, const Layer *l, float *const *buffer, float *x, int64_t n,
-                          const int64_t *slot, const int64_t *position, const Decoding *decoding) {
+                          const int64_t *slot, const int64_t *position, const int32_t *table) {
+    int64_t table_width = m->capacity / PAGE;
     int64_t H = m->hidden, I = m->intermediate, Q = m->heads * m->head_dim, width = Q + 2 * m->kv_heads * m->head_dim;
     float *h = buffer[NORMED], *qkv = buffer[QKV], *att = buffer[ATTENDED];
     float *gate_up = buffer[GATE_UP], *act = buffer[ACT];
     for (int64_t r = 0; r < n; r++) rms_norm(x + r * H, l->input_norm, h + r * H, H, m->eps);
     gemm(h, H, l->qkv, n, H, width, qkv, width, 0, l->qkv_bias);
-    for (int64_t r = 0; r < n; r++) place(m, l, qkv + r * width, slot[r], position[r]);
-    attend_rows(m, l, decoding, qkv, width, slot, position, n, att, buffer[SCORES]);
+    for (int64_t r = 0; r < n; r++) place(m, l, qkv + r * width, table + slot[r] * table_width, position[r]);
+    for (int64_t r = 0; r < n; r++)
+        attend_row(m, l, qkv + r * width, table + slot[r] * table_width, position[r], att + r * Q, buffer[SCORES]);
     gemm(att, Q, l->o, n, Q, H, x, H, 1, l->o_bias);
     for (int64_t r = 0; r < n; r++) rms_norm(x + r * H, l->post_norm, h + r * H, H, m->eps);
     gemm(h, H, l->gate_up, n, H, 2 * I, gate_up, 2 * I, 0, l->gate_up_bias);
@@ -448,10 +453,12 @@ static int64_t sample_rows(const Model *m, float *const *buffer, const float *x,
     return -1;
 }
 
-/* Row i is tokens[i] at positions[i] of slots[i]; rows of one sequence come in order of position. decoding NULL: fill
- * the cache only. ids, log_probs: one per row. Returns -1, or the first row whose logits are not finite. */
+/* Row i is tokens[i] at positions[i] of slots[i]; rows of one sequence come in order of position. table: the pages of
+ * every slot, [slots][capacity / PAGE]. decoding NULL: fill the cache only. ids, log_probs: one per row. Returns -1, or
+ * the first row whose logits are not finite. */
 int64_t rondo_step(const Model *m, float *scratch, int64_t rows, const int64_t *tokens, const int64_t *slots,
-                   const int64_t *positions, const Decoding *decoding, int64_t *ids, float *log_probs) {
+                   const int64_t *positions, const int32_t *table, const Decoding *decoding, int64_t *ids,
+                   float *log_probs) {
     int64_t floats[NUM_BUFFERS], H = m->hidden;
     float *buffer[NUM_BUFFERS];
     scratch_sizes(m, floats);
@@ -463,7 +470,7 @@ int64_t rondo_step(const Model *m, float *scratch, int64_t rows, const int64_t *
         for (int64_t i = 0; i < m->num_layers; i++)
             for (int64_t r = 0; r < block; r += TILE)
                 layer_forward(m, m->layers + i, buffer, x + r * H, block - r < TILE ? block - r : TILE,
-                              slots + first + r, positions + first + r, decoding);
+                              slots + first + r, positions + first + r, table);
         for (int64_t r = 0; decoding && r < block; r += TILE) {
             int64_t at = first + r, n = block - r < TILE ? block - r : TILE;
             int64_t bad = sample_rows(m, buffer, x + r * H, n, slots + at, decoding, ids + at, log_probs + at);
@@ -473,9 +480,9 @@ int64_t rondo_step(const Model *m, float *scratch, int64_t rows, const int64_t *
     return -1;
 }
 
-/* The first `length` positions of slot `source` to slot `target`, in every layer. */
+/* The first `length` positions of page `source` to page `target`, in every layer. */
 void rondo_copy(const Model *m, int64_t source, int64_t target, int64_t length) {
-    int64_t D = m->head_dim, stride = m->capacity * D;
+    int64_t D = m->head_dim, stride = PAGE * D;
     for (int64_t i = 0; i < m->num_layers; i++)
         for (int64_t h = 0; h < m->kv_heads; h++) {
             int64_t from = (source * m->kv_heads + h) * stride, to = (target * m->kv_heads + h) * stride;

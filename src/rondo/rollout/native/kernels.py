@@ -50,7 +50,7 @@ class Model(ctypes.Structure):
     ]
 
 
-TABLE_COLUMNS = "seeds indices top_k prefix_slots prefix_lengths temperature top_p min_p".split()
+TABLE_COLUMNS = "seeds indices top_k temperature top_p min_p".split()
 
 
 class Decoding(ctypes.Structure):
@@ -134,7 +134,7 @@ def _processor() -> str:
 
 
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
-    library.rondo_lanes.restype = library.rondo_panel.restype = _INT
+    library.rondo_lanes.restype = library.rondo_panel.restype = library.rondo_page.restype = _INT
     library.rondo_pack.argtypes = [_POINTER, _INT, _INT, _POINTER, _INT]
     library.rondo_pack.restype = None
     library.rondo_gemm.argtypes = [_POINTER, _POINTER, _INT, _INT, _INT, _POINTER]
@@ -143,6 +143,6 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.rondo_copy.restype = None
     library.rondo_scratch_floats.argtypes = [_POINTER]
     library.rondo_scratch_floats.restype = _INT
-    library.rondo_step.argtypes = [_POINTER, _POINTER, _INT, *([_POINTER] * 3), _POINTER, _POINTER, _POINTER]
+    library.rondo_step.argtypes = [_POINTER, _POINTER, _INT, *([_POINTER] * 7)]
     library.rondo_step.restype = _INT
     return library

@@ -1,19 +1,22 @@
 """The lean path: our own forward over the weights of a Llama, Qwen2 or Qwen3 module.
 
 The same arithmetic as the module's, without its per-call Python: one mask and one pair of rotary tables per
-step. On a CUDA device the decode step can be captured once per (rows, width) and replayed as a graph.
+step. On a CUDA device the decode step can be captured once per (rows, blocks) and replayed as a graph.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from rondo.models.family import FAMILIES
-from rondo.rollout.native.generic import GenericPath, Step, grouped_attention
+from rondo.rollout.native.cache import BLOCK, blocks_of
+from rondo.rollout.native.generic import GenericPath, Step, cached_attention
 
 
 def why_not_lean(module: torch.nn.Module, max_context: int) -> str:
@@ -84,7 +87,7 @@ def rotary_tables(
 
 
 class LeanPath(GenericPath):
-    """GenericPath with another forward; everything about slots, masks and prefill is the same."""
+    """GenericPath with another forward; everything about blocks, masks and prefill is the same."""
 
     name = "lean"
 
@@ -95,14 +98,15 @@ class LeanPath(GenericPath):
         self._eps, self._hidden = config.rms_norm_eps, config.hidden_size
         self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
         self._head_dim = self._shapes[0].key_dim
-        cos, sin = rotary_tables(module, self._capacity, self.device)
+        self._most_blocks = blocks_of(self._max_context)
+        cos, sin = rotary_tables(module, self._most_blocks * BLOCK + 1, self.device)  # and padding's position
         self._cos, self._sin = cos.to(self.dtype), sin.to(self.dtype)
         self._graphs: DecodeGraphs | None = None
         if cuda_graphs and self.device.type == "cuda":
             self._graphs = DecodeGraphs()
 
-    def allocate(self) -> None:
-        super().allocate()
+    def allocate(self, num_blocks: int) -> None:
+        super().allocate(num_blocks)
         if self._graphs is not None:
             self._graphs.forget()
 
@@ -111,19 +115,24 @@ class LeanPath(GenericPath):
         if self._graphs is not None:
             self._graphs.forget()  # they hold the cache's addresses
 
-    def bucket(self, active: int, length: int) -> tuple[int, int]:
+    def bucket(self, active: int, num_blocks: int) -> tuple[int, int]:
         """With graphs: powers of two, so that few graphs are captured."""
-        R, width = super().bucket(active, length)
+        R, n = super().bucket(active, num_blocks)
         if self._graphs is None:
-            return R, width
-        return min(1 << (R - 1).bit_length(), self._padded_slots), min(
-            1 << (width - 1).bit_length(), self._capacity
-        )
+            return R, n
+        return 1 << (R - 1).bit_length(), min(1 << (n - 1).bit_length(), self._most_blocks)
 
-    def decode_logits(self, tokens: torch.Tensor, positions: torch.Tensor, width: int) -> torch.Tensor:
+    def decode_logits(self, tokens: np.ndarray, positions: np.ndarray, blocks: np.ndarray) -> torch.Tensor:
         if self._graphs is None:
-            return super().decode_logits(tokens, positions, width)
-        return self._graphs.run(super().decode_logits, tokens, positions, width)
+            return super().decode_logits(tokens, positions, blocks)
+
+        def logits(ids: torch.Tensor, at: torch.Tensor, with_padding: torch.Tensor) -> torch.Tensor:
+            parts = self.parts(positions, *with_padding.shape)  # on CUDA a function of the shape alone
+            made = self.forward(self._step(at, with_padding, parts), ids, want_logits=True)
+            assert made is not None
+            return made
+
+        return self._graphs.run(logits, *self.padded(tokens, positions, blocks))
 
     def forward(self, step: Step, tokens: torch.Tensor, *, want_logits: bool) -> torch.Tensor | None:
         R, C = tokens.shape
@@ -136,27 +145,15 @@ class LeanPath(GenericPath):
             v = layer.v(h).view(R, C, self._kv_heads, self._head_dim)
             if layer.q_norm is not None and layer.k_norm is not None:
                 q, k = self._rms_norm(q, layer.q_norm), self._rms_norm(k, layer.k_norm)
-            attended = self._attend(number, step, _rotate(q, cos, sin), _rotate(k, cos, sin), v)
-            x = x + layer.o(attended)
+            q, k, v = (one.transpose(1, 2) for one in (_rotate(q, cos, sin), _rotate(k, cos, sin), v))
+            attended = cached_attention(step, number, q, k, v, None)
+            x = x + layer.o(attended.flatten(2))
             h = self._rms_norm(x, layer.post_norm)
             x = x + layer.down(F.silu(layer.gate(h)).mul_(layer.up(h)))
         if not want_logits:
             return None
         logits: torch.Tensor = self.module.lm_head(self._rms_norm(x[:, -1], self.module.model.norm.weight))
         return logits
-
-    def _attend(
-        self, number: int, step: Step, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> torch.Tensor:
-        assert step.cache is not None
-        keys, values = step.cache.keys[number], step.cache.values[number]
-        keys[step.rows[:, None], :, step.positions] = k
-        values[step.rows[:, None], :, step.positions] = v
-        rows, width = slice(step.first, step.first + len(q)), step.mask.shape[-1]
-        out = grouped_attention(
-            q.transpose(1, 2), keys[rows, :, :width], values[rows, :, :width], step.mask, None
-        )
-        return out.transpose(1, 2).reshape(len(q), -1, self._heads * self._head_dim)
 
     def _rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         if x.dtype == torch.float32:
@@ -175,41 +172,43 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 
 class DecodeGraphs:
-    """CUDA graphs of the decode step, one per (rows, width), sharing one memory pool.
+    """CUDA graphs of the decode step, one per shape of the block table, sharing one memory pool.
 
     Not run on the machines this was written on (no GPU): covered by the `gpu` tests only.
     """
 
     def __init__(self) -> None:
-        self._captured: dict[tuple[int, int], tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        self._captured: dict[tuple[int, ...], tuple[Any, list[torch.Tensor], torch.Tensor]] = {}
         self._pool: Any = None
 
     def forget(self) -> None:
         self._captured.clear()
         self._pool = None
 
-    def run(self, step: Any, tokens: torch.Tensor, positions: torch.Tensor, width: int) -> torch.Tensor:
-        """step(tokens, positions, width) -> logits, replayed. The result is valid until the next call."""
-        key = (len(tokens), width)
+    def run(self, step: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+        """step(*inputs) -> logits, replayed. The last input's shape is the step's. The result is valid until
+        the next call.
+        """
+        key = tuple(inputs[-1].shape)
         if key not in self._captured:
-            self._captured[key] = self._capture(step, tokens, positions, width)
-        graph, static_tokens, static_positions, logits = self._captured[key]
-        static_tokens.copy_(tokens)
-        static_positions.copy_(positions)
+            self._captured[key] = self._capture(step, inputs)
+        graph, static, logits = self._captured[key]
+        for held, given in zip(static, inputs, strict=True):
+            held.copy_(given)
         graph.replay()
         return logits
 
     def _capture(
-        self, step: Any, tokens: torch.Tensor, positions: torch.Tensor, width: int
-    ) -> tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor]:
-        tokens, positions = tokens.clone(), positions.clone()
+        self, step: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor]
+    ) -> tuple[Any, list[torch.Tensor], torch.Tensor]:
+        static = [one.clone() for one in inputs]
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            step(tokens, positions, width)  # warm-up: handles and workspaces must exist before the capture
+            step(*static)  # warm-up: handles and workspaces must exist before the capture
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            logits = step(tokens, positions, width)
+            logits = step(*static)
         self._pool = graph.pool()
-        return graph, tokens, positions, logits
+        return graph, static, logits

@@ -1,99 +1,138 @@
-"""The slots: who sits in which (pure decisions over small records), and the numbers of each as arrays. No
-tensors, no clock.
+"""Who sits in which slot, whose the blocks of the cache are, and the numbers of every slot as arrays: pure
+decisions over small records. No tensors, no clock.
 
-Requests wait in arrival order, the urgent ones in front, and join whenever a slot is free. A slot's cache
-holds the key/values of all tokens of its sequence but the last, which the next decode step feeds. Requests
-with one affinity key and the same prompt share the prefill: the first one's is computed, the others' are
-copied from any slot that still holds it (`content`).
+Requests wait in arrival order, the urgent ones in front, and join when a slot and enough blocks are free. A
+sequence's blocks hold the keys and values of all its tokens but the last, which the next decode step feeds;
+where another block is needed and none is free, the youngest sequence gives its own back and goes to the head
+of the line. What a block holds can be found by the tokens up to its end: whole blocks are shared, and the
+last one, which every sequence goes on to write, is copied.
 """
 
 from __future__ import annotations
 
+import hashlib
+from bisect import insort
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
-from rondo.types import GenerateRequest
-
-ContentKey = tuple[str, bytes]
+from rondo.rollout.native.blocks import BlockPool, content_keys
+from rondo.rollout.native.cache import BLOCK, blocks_of
+from rondo.rollout.requests import Pending
 
 
 @dataclass(eq=False)
-class Sequence:
-    """One request as the slots see it.
+class Sequence(Pending):
+    """A generate call here. While it has a slot, its newest tokens are in the slot table only."""
 
-    tokens: int64 prompt and prefix; generated tokens live in the slot table. num_prefix: how many of `tokens`
-    are an earlier part of the response. call: who waits for it, which is nothing to the scheduler.
-    """
+    number: int = field(init=False, default=-1)
+    """Order of arrival: the highest is the youngest."""
+    tokens: np.ndarray = field(init=False)
+    """int64: the prompt and the response as far as this record has it."""
+    together: int = field(init=False)
+    """So many of its first tokens get their keys and values in one prefill, those after them one by one."""
+    blocks: list[int] = field(init=False, default_factory=list)
+    """Its part of the cache, in order of position; none while it waits."""
 
-    request: GenerateRequest
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._join_tokens()
+        self.together = len(self.tokens)
+
+    @property
+    def num_response(self) -> int:
+        """Response tokens, the request's prefix included."""
+        prefix = self.request.prefix
+        return len(self.token_ids) + (0 if prefix is None else len(prefix.token_ids))
+
+    @property
+    def most_blocks(self) -> int:
+        """How many it has when it gets as long as it may."""
+        return blocks_of(len(self.prompt_ids) + self.request.sampling.max_tokens - 1)
+
+    def take(self, new: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
+        """Adds tokens, log-probs and versions that only the slot table had."""
+        self.append(*(array.tolist() for array in new))
+        self._join_tokens()
+
+    def _join_tokens(self) -> None:
+        prefix = () if self.request.prefix is None else self.request.prefix.token_ids
+        parts = (self.prompt_ids, prefix, self.token_ids)
+        self.tokens = np.concatenate([np.asarray(part, np.int64) for part in parts])
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """Compute the keys and values of `tokens` from position `start` on."""
+
+    slot: int
     tokens: np.ndarray
-    num_prefix: int = 0
-    call: Any = None
+    """int64: all that the slot's blocks are to hold."""
+    start: int
+    together: int
+    """The first so many get the bits of one prefill, the others those of decode steps."""
+    wave: int = 0
+    """It reads blocks that prefills of lower waves fill."""
 
 
 @dataclass(frozen=True)
 class Copy:
-    """The first `length` positions of slot `source` to slot `target`."""
+    """The first `length` positions of block `source` to block `target`."""
 
     source: int
     target: int
     length: int
 
 
-@dataclass(frozen=True)
-class Move:
-    """Everything of slot `source` to slot `target` (which is free)."""
-
-    source: int
-    target: int
-
-
-@dataclass(frozen=True)
-class Prefill:
-    """Compute key/values of all but the last token of the sequence in `slot`."""
-
-    slot: int
-
-
 @dataclass
 class Plan:
-    """What to do before the next decode step, in this order: seat, copy early, move, prefill, copy late."""
+    """What to do before the next decode step: the prefills, then the copies."""
 
-    joins: list[tuple[int, Sequence]] = field(default_factory=list)
-    early_copies: list[Copy] = field(default_factory=list)  # from slots that were filled before this plan
-    moves: list[Move] = field(default_factory=list)
     prefills: list[Prefill] = field(default_factory=list)
-    late_copies: list[Copy] = field(default_factory=list)  # from slots that this plan fills
+    copies: list[Copy] = field(default_factory=list)
+    num_shared: int = 0
+    """Positions of those who joined that are not computed."""
 
 
 class Scheduler:
-    """dense: keep the occupied slots at 0 .. n - 1 (paths that decode a contiguous range of slots).
-
-    changed: somebody joined or left, or caches are stale, since the last plan.
+    """shares_beginnings: the path computes a position from the tokens up to it alone, so that prompts share
+    the blocks before the first difference; otherwise only those that are prefilled with the same tokens do.
     """
 
-    def __init__(self, num_slots: int, *, dense: bool) -> None:
+    def __init__(self, num_slots: int, num_blocks: int, max_context: int, *, shares_beginnings: bool) -> None:
+        assert num_blocks >= blocks_of(max_context)  # else the oldest could wait forever
         self.slots: list[Sequence | None] = [None] * num_slots
+        self.table = SlotTable(num_slots, max_context)
+        self.pool = BlockPool(num_blocks)
         self.waiting: deque[Sequence] = deque()
-        self.changed = False
-        self._dense = dense
-        self._content: list[ContentKey | None] = [None] * num_slots
-        self._where: dict[ContentKey, set[int]] = {}
-        self._stale: set[int] = set()
+        self.returning: deque[Sequence] = deque()  # lost their blocks; by number, and before `waiting`
+        self.changed = False  # somebody joined or left since the last plan
+        self.num_preempted = 0
+        self._shares_beginnings = shares_beginnings
+        self._num_arrived = 0
 
     @property
-    def num_active(self) -> int:
-        return sum(sequence is not None for sequence in self.slots)
+    def running(self) -> list[tuple[int, Sequence]]:
+        return [(slot, sequence) for slot, sequence in enumerate(self.slots) if sequence is not None]
+
+    def sequences(self) -> Iterator[Sequence]:
+        """All that are here, with a slot or without."""
+        yield from (sequence for _, sequence in self.running)
+        yield from self.returning
+        yield from self.waiting
 
     def has_work(self) -> bool:
-        return bool(self.waiting) or any(sequence is not None for sequence in self.slots)
+        return next(self.sequences(), None) is not None
+
+    # ---- who comes and who goes ----
 
     def add(self, sequence: Sequence) -> None:
-        """Behind those that wait; an urgent one only behind others of its kind."""
+        """Puts it behind those that wait; an urgent one only behind others of its kind."""
         self.changed = True
+        sequence.number = self._num_arrived
+        self._num_arrived += 1
         if sequence.request.urgent:
             ahead = sum(1 for one in self.waiting if one.request.urgent)  # they are all in front
             self.waiting.insert(ahead, sequence)
@@ -101,164 +140,198 @@ class Scheduler:
             self.waiting.append(sequence)
 
     def release(self, slot: int) -> Sequence:
-        """Returns the slot's sequence, which leaves; the cache's content stays of use until the slot is
-        taken.
+        """Returns the slot's sequence, which leaves with all its tokens; what its blocks hold can be found
+        until they are taken.
         """
         sequence = self.slots[slot]
         assert sequence is not None
         self.slots[slot] = None
-        self._stale.discard(slot)
         self.changed = True
+        sequence.take(self.table.response(slot, sequence.num_response))
+        keys = content_keys(self._root(sequence), sequence.tokens[:-1])
+        for block, key in zip(sequence.blocks, keys[: (len(sequence.tokens) - 1) // BLOCK], strict=False):
+            self.pool.publish(block, key)
+        for block in reversed(sequence.blocks):  # the end of a sequence is of use to fewer than its beginning
+            self.pool.give_back(block)
+        sequence.blocks.clear()
         return sequence
 
-    def invalidate(self) -> None:
-        """Weights changed, or the cache was lost: share nothing, prefill every sequence again."""
-        self._content = [None] * len(self.slots)
-        self._where.clear()
+    def leave_line(self, sequence: Sequence) -> None:
+        """Takes out a sequence that has no slot."""
+        (self.waiting if sequence in self.waiting else self.returning).remove(sequence)
         self.changed = True
-        self._stale = {slot for slot, sequence in enumerate(self.slots) if sequence is not None}
 
-    def clear(self) -> list[Sequence]:
-        """Forget everything; returns the sequences that were waiting or running."""
-        dropped = [sequence for sequence in self.slots if sequence is not None] + list(self.waiting)
-        self.slots = [None] * len(self.slots)
-        self.waiting.clear()
-        self.invalidate()
-        return dropped
+    def invalidate(self, *, new_weights: bool) -> None:
+        """The cache is lost, or belongs to other weights: nothing is shared, all that run are prefilled
+        again. new_weights: all tokens so far in one prefill, as if they came with the request.
+        """
+        for slot, _ in self.running:
+            self._put_back(slot)
+        self.pool.forget()
+        if new_weights:
+            for sequence in self.returning:
+                sequence.together = len(sequence.tokens)
+
+    # ---- blocks and slots ----
+
+    def grow(self, rows: np.ndarray) -> None:
+        """Gives every slot of `rows` (those that run) a block for the position it writes next. While there is
+        none, the youngest sequence goes back to the line.
+        """
+        ends = self.table.num_blocks[rows] * BLOCK
+        needy = [self.slots[slot] for slot in rows[self.table.positions[rows] >= ends]]
+        for sequence in sorted(filter(None, needy), key=lambda one: one.number):
+            while not self.pool.num_free and sequence.blocks:
+                _, slot = max((one.number, slot) for slot, one in self.running)
+                self._put_back(slot)
+                self.num_preempted += 1
+            if sequence.blocks:  # it was not the youngest itself
+                sequence.blocks.append(self.pool.take())
+                self.table.set_blocks(self.slots.index(sequence), sequence.blocks)
 
     def plan(self) -> Plan:
-        """Seat who waits in the lowest free slots, close holes if dense, say how the caches get filled."""
+        """Seats those that wait, in order and in the lowest free slots, while there are blocks for them and
+        one more for each that grows. Says how their blocks get filled.
+        """
         plan = Plan()
         self.changed = False
-        plan.prefills = [Prefill(slot) for slot in sorted(self._stale)]
-        self._stale.clear()
-        filled: set[int] = set()
-        if self.waiting:
-            for slot in [i for i, sequence in enumerate(self.slots) if sequence is None]:
-                if not self.waiting:
-                    break
-                self._seat(plan, slot, self.waiting.popleft(), filled)
-        if self._dense:
-            self._close_holes(plan)
+        filled: dict[int, int] = {}
+        pinned: list[int] = []
+        reserve = sum(len(one.blocks) < one.most_blocks for _, one in self.running)
+        for slot in [i for i, sequence in enumerate(self.slots) if sequence is None]:
+            line = self.returning or self.waiting
+            if not line or not self._seat(slot, line[0], reserve, plan, filled, pinned):
+                break
+            one = line.popleft()
+            reserve += len(one.blocks) < one.most_blocks
+        for block in pinned:  # nobody takes a block before the next plan: what is copied is still there
+            self.pool.give_back(block)
         return plan
 
-    def prefixes(self) -> list[tuple[int, int, int]]:
-        """(slot, source, length): slots of one prompt, and the lowest of them; length is the prompt's.
+    def _seat(
+        self,
+        slot: int,
+        sequence: Sequence,
+        reserve: int,
+        plan: Plan,
+        filled: dict[int, int],
+        pinned: list[int],
+    ) -> bool:
+        """Gives the sequence the slot and its blocks, unless that leaves fewer than `reserve` free ones.
 
-        The prompt's last position is written in the first decode step, by every sequence for itself.
+        filled: blocks that this plan's prefills fill, with their waves. pinned: blocks that are copied.
         """
-        found = []
-        for slot, sequence in enumerate(self.slots):
-            key = self._content[slot]
-            if sequence is not None and key is not None:
-                source = min(other for other in self._where[key] if self.slots[other] is not None)
-                found.append((slot, source, len(sequence.tokens)))
-        return found
-
-    def _seat(self, plan: Plan, slot: int, sequence: Sequence, filled: set[int]) -> None:
+        tokens = sequence.tokens[:-1]
+        num_whole, rest = divmod(len(tokens), BLOCK)
+        keys = content_keys(self._root(sequence), tokens)
+        shared, source = self._find(keys, num_whole)
+        for block in (*shared, *source):
+            self.pool.share(block)
+        missing = num_whole + 1 - len(shared)
+        if missing + reserve > self.pool.num_free and source:  # without it there is one more to take
+            self.pool.give_back(source.pop())
+        if missing + reserve > self.pool.num_free:
+            for block in reversed(shared):
+                self.pool.give_back(block)
+            return False
+        blocks = shared + [self.pool.take() for _ in range(missing)]
+        start = len(tokens) if source else len(shared) * BLOCK
+        if source:
+            pinned += source
+            plan.copies.append(Copy(source[0], blocks[num_whole], rest))
+        elif start < len(tokens):
+            wave = 1 + max((filled.get(block, -1) for block in shared), default=-1)
+            filled.update(dict.fromkeys(blocks[len(shared) :], wave))
+            plan.prefills.append(Prefill(slot, tokens, start, sequence.together - 1, wave))
+            for block, key in zip(blocks, keys, strict=False):
+                self.pool.publish(block, key)
+        plan.num_shared += start
+        sequence.blocks = blocks
         self.slots[slot] = sequence
-        plan.joins.append((slot, sequence))
-        # What its slot's cache can be shared as. Sequences with a prefix neither give nor take.
-        key = None if sequence.num_prefix else (sequence.request.affinity, sequence.tokens.tobytes())
-        sources = self._where.get(key, ()) if key is not None else ()
-        if slot in sources:
-            return
-        if sources:
-            source = min(sources)
-            late = source in filled
-            (plan.late_copies if late else plan.early_copies).append(
-                Copy(source, slot, len(sequence.tokens) - 1)
-            )
-            if late:
-                filled.add(slot)
-        else:
-            plan.prefills.append(Prefill(slot))
-            filled.add(slot)
-        self._set_content(slot, key)
+        self.table.seat(slot, sequence)
+        return True
 
-    def _close_holes(self, plan: Plan) -> None:
-        low, high = 0, len(self.slots) - 1
-        prefilled = {prefill.slot: i for i, prefill in enumerate(plan.prefills)}
-        while True:
-            while low < high and self.slots[low] is not None:
-                low += 1
-            while low < high and self.slots[high] is None:
-                high -= 1
-            if low >= high:
-                return
-            self.slots[low], self.slots[high] = self.slots[high], None
-            plan.moves.append(Move(high, low))
-            self._set_content(low, self._content[high])
-            self._set_content(high, None)
-            if high in prefilled:
-                plan.prefills[prefilled[high]] = Prefill(low)
+    def _find(self, keys: list[bytes], num_whole: int) -> tuple[list[int], list[int]]:
+        """Returns the blocks that hold the beginning of a sequence; and, where they hold all whole blocks of
+        it, one whose beginning is the rest (or none).
+        """
+        blocks: list[int] = []
+        for key in keys:
+            block = self.pool.find(key)
+            if block is None:
+                return blocks, []
+            if len(blocks) == num_whole:
+                return blocks, [block]
+            blocks.append(block)
+        return blocks, []
 
-    def _set_content(self, slot: int, key: ContentKey | None) -> None:
-        old = self._content[slot]
-        if old is not None:
-            self._where[old].discard(slot)
-            if not self._where[old]:
-                del self._where[old]
-        self._content[slot] = key
-        if key is not None:
-            self._where.setdefault(key, set()).add(slot)
+    def _put_back(self, slot: int) -> None:
+        insort(self.returning, self.release(slot), key=lambda one: one.number)
+
+    def _root(self, sequence: Sequence) -> bytes:
+        """Returns what the bits of all its blocks depend on, beside the tokens before their ends."""
+        if self._shares_beginnings:
+            return b""
+        return hashlib.blake2b(sequence.tokens[: sequence.together - 1].tobytes(), digest_size=16).digest()
 
 
 class SlotTable:
-    """All arrays are indexed by slot. tokens: the one to feed next, at `positions`. indices: response tokens
-    so far.
+    """The numbers of every slot; all arrays are indexed by slot."""
 
-    prefix_slots, prefix_lengths: another slot whose first so many cache positions are the same (0: none).
-    ids, log_probs, versions: [S, capacity], the response as it grows. stops: [S, K] stop tokens, -1 where
-    unused.
-    """
-
-    def __init__(self, num_slots: int, capacity: int) -> None:
+    def __init__(self, num_slots: int, max_context: int) -> None:
         self.tokens = np.zeros(num_slots, np.int64)
+        """The one to feed next, at `positions`."""
         self.positions = np.zeros(num_slots, np.int64)
+        self.blocks = np.zeros((num_slots, blocks_of(max_context)), np.int32)
+        """The blocks of the cache in order of position; those from `num_blocks` on say nothing."""
+        self.num_blocks = np.zeros(num_slots, np.int64)
         self.seeds = np.zeros(num_slots, np.int64)
         self.indices = np.zeros(num_slots, np.int64)
+        """Response tokens so far."""
         self.max_tokens = np.zeros(num_slots, np.int64)
-        self.prefix_slots = np.arange(num_slots)
-        self.prefix_lengths = np.zeros(num_slots, np.int64)
         self.temperature = np.ones(num_slots, np.float32)
         self.top_p = np.ones(num_slots, np.float32)
         self.min_p = np.zeros(num_slots, np.float32)
         self.top_k = np.zeros(num_slots, np.int64)
-        self.ids = np.zeros((num_slots, capacity), np.int32)
-        self.log_probs = np.zeros((num_slots, capacity), np.float32)
-        self.versions = np.zeros((num_slots, capacity), np.int32)
+        self.ids = np.zeros((num_slots, max_context), np.int32)
+        """The response as it grows; so are `log_probs` and `versions`."""
+        self.log_probs = np.zeros((num_slots, max_context), np.float32)
+        self.versions = np.zeros((num_slots, max_context), np.int32)
         self.stops = np.full((num_slots, 1), -1, np.int64)
+        """Stop tokens, -1 where there are fewer than columns."""
 
     def seat(self, slot: int, sequence: Sequence) -> None:
-        """Start a sequence; with the response so far, where it goes on with one."""
-        request, sampling = sequence.request, sequence.request.sampling
-        self.tokens[slot], self.positions[slot] = sequence.tokens[-1], len(sequence.tokens) - 1
-        self.seeds[slot] = (request.seed + 2**63) % 2**64 - 2**63
+        """Fills the slot's row; the response goes on behind the tokens that there are."""
+        sampling = sequence.request.sampling
+        self.tokens[slot] = sequence.tokens[-1]
+        self.positions[slot] = len(sequence.tokens) - 1
+        self.set_blocks(slot, sequence.blocks)
+        self.seeds[slot] = (sequence.request.seed + 2**63) % 2**64 - 2**63
         self.max_tokens[slot] = sampling.max_tokens
-        self.temperature[slot], self.top_p[slot] = sampling.temperature, sampling.top_p
-        self.top_k[slot], self.min_p[slot] = sampling.top_k, sampling.min_p
+        self.temperature[slot] = sampling.temperature
+        self.top_p[slot] = sampling.top_p
+        self.top_k[slot] = sampling.top_k
+        self.min_p[slot] = sampling.min_p
         stops, missing = sampling.stop_token_ids, len(sampling.stop_token_ids) - self.stops.shape[1]
         if missing > 0:
             self.stops = np.pad(self.stops, ((0, 0), (0, missing)), constant_values=-1)
         self.stops[slot] = -1
         self.stops[slot, : len(stops)] = stops
-        self.indices[slot] = 0
-        if request.prefix is not None:
-            done = self.indices[slot] = len(request.prefix.token_ids)
-            self.ids[slot, :done] = request.prefix.token_ids
-            self.log_probs[slot, :done] = request.prefix.log_probs
-            self.versions[slot, :done] = request.prefix.policy_versions
+        done = self.indices[slot] = sequence.num_response
+        if done:
+            response = sequence.completion("length")
+            self.ids[slot, :done] = response.token_ids
+            self.log_probs[slot, :done] = response.log_probs
+            self.versions[slot, :done] = response.policy_versions
 
-    def move(self, source: int, target: int) -> None:
-        """All numbers of `source` to `target`."""
-        for array in vars(self).values():
-            array[target] = array[source]
+    def set_blocks(self, slot: int, blocks: list[int]) -> None:
+        self.blocks[slot, : len(blocks)] = blocks
+        self.num_blocks[slot] = len(blocks)
 
     def append(
         self, rows: np.ndarray, tokens: np.ndarray, log_probs: np.ndarray, version: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """One more token in each slot of `rows`. Returns bool [R] twice: ended by a stop token, by length."""
+        """Adds one token in each slot of `rows`. Returns bool [R] twice: ended by a stop token, by length."""
         at = self.indices[rows]
         self.ids[rows, at] = tokens
         self.log_probs[rows, at] = log_probs
@@ -268,7 +341,7 @@ class SlotTable:
         self.tokens[rows] = tokens
         return (self.stops[rows] == tokens[:, None]).any(1), at + 1 >= self.max_tokens[rows]
 
-    def response(self, slot: int, start: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Copies of ids, log_probs and versions so far, from response token `start` on."""
+    def response(self, slot: int, start: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Returns ids, log_probs and versions from response token `start` on."""
         new = slice(start, int(self.indices[slot]))
-        return self.ids[slot, new].copy(), self.log_probs[slot, new].copy(), self.versions[slot, new].copy()
+        return self.ids[slot, new], self.log_probs[slot, new], self.versions[slot, new]
