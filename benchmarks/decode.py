@@ -3,10 +3,14 @@ machine.
 
     OMP_NUM_THREADS=1 python benchmarks/decode.py [--batches 64 128 256] [--repeats 5] [--json out.json]
     python benchmarks/decode.py --device cuda           wall time; no compiled path, no roofline
+    python benchmarks/decode.py --paged [--cache-bytes 268435456]        long contexts, below
 
 The quickstart's model (0.85 M parameters, float32, random weights), groups of 8 samples per prompt, 16 prompt
 and 48 new tokens, temperature 1, one thread. Tokens per second of *process CPU time*; all contestants take
 turns within one run and the median of the turns counts, so that ratios hold on a busy machine too.
+
+--paged: LONG_REQUESTS requests whose lengths follow an exponential distribution of mean LONG_MEAN tokens, to
+an engine that takes any of LONG_CONTEXT: bytes of the cache, and tokens per CPU-second on the compiled path.
 
 The roofline is what the arithmetic alone would take: the model's matrix products at the rate measured here
 for their shapes (the better of PyTorch's and our own), plus one pass over each token's keys and values at the
@@ -35,6 +39,7 @@ from rondo.rollout.native.kernels import library
 from rondo.types import GenerateRequest, SamplingParams
 
 PROMPT, NEW, GROUP = 16, 48, 8
+LONG_CONTEXT, LONG_REQUESTS, LONG_MEAN = 16384, 64, 1024
 _turns = itertools.count()
 
 
@@ -83,10 +88,10 @@ def run_generate(model: torch.nn.Module, ids: torch.Tensor, cache: str) -> None:
 
 
 def run_engine(engine: NativeEngine, ids: torch.Tensor) -> None:
-    """One request per row; a group shares an affinity key that no earlier turn had (no free prefill)."""
+    """One request per row; no earlier turn had its prompt (no free prefill)."""
     turn = next(_turns)
     sampling = SamplingParams(max_tokens=NEW)
-    rows = ids.cpu().numpy().astype(np.int32)
+    rows = (ids.cpu().numpy().astype(np.int32) + turn) % quickstart_config().vocab_size
 
     async def all_requests() -> None:
         await asyncio.gather(
@@ -181,6 +186,51 @@ def roofline(batch: int) -> dict[str, float]:
     }
 
 
+def long_lengths() -> list[int]:
+    """Tokens of every request: the quantiles of an exponential distribution, in an order that mixes them."""
+    shares = (np.random.default_rng(0).permutation(LONG_REQUESTS) + 0.5) / LONG_REQUESTS
+    lengths = -np.log(1 - shares)
+    return [max(2 * PROMPT, round(n)) for n in lengths * (LONG_MEAN / lengths.mean())]
+
+
+def measure_paged(cache_bytes: int | None) -> dict[str, float]:
+    """One pass over the long requests after a short one to warm up."""
+    config = quickstart_config()
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    engine = NativeEngine(
+        config,
+        parameters={name: p.data for name, p in model.named_parameters()},
+        max_concurrent=LONG_REQUESTS,
+        max_context=LONG_CONTEXT,
+        **({} if cache_bytes is None else {"cache_bytes": cache_bytes}),
+    )
+    run_engine(engine, prompts(GROUP))
+    lengths = long_lengths()
+    rows = prompts(LONG_REQUESTS * GROUP)[::GROUP].numpy().astype(np.int32)  # no two alike
+
+    async def all_requests() -> dict[str, float]:
+        await engine.stats()
+        calls = (
+            engine.generate(GenerateRequest(str(i), row, SamplingParams(max_tokens=length - PROMPT), seed=i))
+            for i, (row, length) in enumerate(zip(rows, lengths, strict=True))
+        )
+        await asyncio.gather(*calls)
+        return (await engine.stats()).values()
+
+    started = time.process_time()
+    stats = asyncio.run(all_requests())
+    seconds = time.process_time() - started
+    engine.close()
+    return {
+        "cache_mib": stats["rollout/cache_bytes"] / 2**20,
+        "cached_tokens": float(sum(lengths)),
+        "longest": float(max(lengths)),
+        "preemptions": stats.get("rollout/preemptions", 0.0),
+        "tokens_per_cpu_s": stats["perf/decoded_tokens"] / seconds,
+    }
+
+
 def measure(batch: int, repeats: int, device: str) -> dict[str, object]:
     """Median tokens per CPU-second of every contestant over alternated turns, after one to warm up."""
     turns = contestants(batch, device)
@@ -226,8 +276,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--paged", action="store_true", help="long contexts instead")
+    parser.add_argument("--cache-bytes", type=int, help="of the engine that --paged measures")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    if arguments.paged:
+        sys.stdout.write(json.dumps(measure_paged(arguments.cache_bytes), indent=1) + "\n")
+        return
     results = [measure(batch, arguments.repeats, arguments.device) for batch in arguments.batches]
     versions = {
         "torch": torch.__version__,

@@ -293,7 +293,7 @@ def test_what_cannot_be_built_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path
     with pytest.raises(
         ConfigError, match=r"rollout.engine.decode=fast: choose auto, generic, lean or compiled"
     ):
-        start_engine(spec(decode="fast"))
+        start_engine(spec(options={"decode": "fast"}))
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\necho 'a library is missing' >&2\nexit 3\n", encoding="utf-8")
     broken.chmod(0o755)

@@ -42,9 +42,9 @@ def build_engine(spec: EngineSpec, parameters: Mapping[str, torch.Tensor] | None
         device=spec.device,
         max_concurrent=spec.max_concurrent,
         max_context=spec.max_context,
-        decode=spec.decode,  # type: ignore[arg-type]
         trust_remote_code=spec.source.trust_remote_code,
         threads=spec.threads,
+        **spec.options,
     )
 
 
@@ -83,7 +83,6 @@ def check_engine(engine: str, options: Mapping[str, Any], *, device: str, sleep:
         return
     if engine != "native":
         raise ConfigError(f"there is no rollout engine {engine!r}; there are native, {', '.join(CLASSES)}")
-    assert not options  # the native engine has none: `rondo.config` refuses them
 
 
 def visible_devices(spec: EngineSpec, visible: str | None) -> tuple[EngineSpec, dict[str, str]]:

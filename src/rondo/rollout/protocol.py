@@ -31,7 +31,6 @@ class EngineSpec:
     max_concurrent: int
     threads: int
     tensor_parallel: int = 1
-    decode: str = "auto"
     seed: int = 0
     # The engine's own arguments (rollout.engine.options).
     options: Mapping[str, Any] = field(default_factory=dict)

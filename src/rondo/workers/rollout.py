@@ -88,7 +88,6 @@ class RolloutWorker(ReceivesWeights, Worker):
             max_concurrent=rollout.max_concurrent,
             threads=threads,
             tensor_parallel=rollout.engine.tensor_parallel,
-            decode=rollout.engine.decode,
             seed=run_seed,
             options=rollout.engine.options,
         )

@@ -35,8 +35,15 @@ class NativeEngineConfig:
     """How a token is computed; auto: the fastest path for the model, dtype and device."""
     process: Literal["auto", "host", "own"] = "auto"
     """Where it runs; auto: in the host's process, and with several replicas each in its own."""
+    cache_bytes: Buffer | None = None
+    """Of the keys and values of one engine; null: what all sequences could need, and at most a share of the
+    memory that is free."""
     tensor_parallel: ClassVar[int] = 1
-    options: ClassVar[Mapping[str, Any]] = {}
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """Arguments of the engine, as the other engines have them."""
+        return {"decode": self.decode, "cache_bytes": self.cache_bytes}
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -49,7 +56,6 @@ class ExternalEngineConfig:
     """Devices per engine."""
     options: Mapping[str, Any] = Field(default_factory=dict)
     """Arguments of the engine; in a recipe they stand beside its name."""
-    decode: ClassVar[Literal["auto"]] = "auto"
     process: ClassVar[Literal["own"]] = "own"
 
 
@@ -92,7 +98,7 @@ class RolloutConfig:
     stop: tuple[str, ...] = ()
     """Strings that are one token each, besides the tokenizer's end of turn."""
     max_concurrent: Count = 256
-    """Sequences decoded at one time (slots of the key/value cache)."""
+    """Sequences decoded at one time, where their keys and values fit the cache."""
     dtype: Dtype | None = None
     """Of the engine; default: the actor's compute dtype."""
     deadline_seconds: Positive | None = None

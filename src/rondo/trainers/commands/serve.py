@@ -151,7 +151,6 @@ def _spec(config: Config, max_context: int) -> EngineSpec:
         max_concurrent=rollout.max_concurrent,
         threads=config.cluster.threads or max(1, (os.cpu_count() or 1) // rollout.replicas),
         tensor_parallel=engine.tensor_parallel,
-        decode=engine.decode,
         seed=config.trainer.seed,
         options=engine.options,
     )

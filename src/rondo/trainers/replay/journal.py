@@ -52,6 +52,7 @@ FREE = (
     "reward.timeout_seconds",
     "rollout.max_concurrent",
     "rollout.deadline_seconds",
+    "rollout.engine.cache_bytes",
     "rollout.engine.process",
     "rollout.replicas",
     "rollout.sleep",

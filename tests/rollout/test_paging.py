@@ -1,0 +1,201 @@
+"""Too small a cache: who gives its blocks back goes on with the bits that it would have had."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from rondo.errors import ConfigError, RolloutError
+from rondo.rollout import NativeEngine
+from rondo.rollout.native import cache
+from rondo.rollout.native.cache import BLOCK, block_bytes, count_blocks, layer_shapes
+from rondo.types import Completion, GenerateRequest
+from tests.rollout.conftest import CONFIGS, Hold, build, make_engine, prompt, request, run
+from tests.rollout.test_engine import load
+from tests.rollout.test_invariance import same
+
+CONTEXT = 320
+BYTES = block_bytes(layer_shapes(CONFIGS["qwen3"]()), torch.float32)  # of a block
+
+
+@pytest.fixture(scope="module")
+def model() -> torch.nn.Module:
+    return build("qwen3")
+
+
+def with_blocks(model: torch.nn.Module, decode: str, num_blocks: int, **settings: object) -> NativeEngine:
+    spare = 0 if decode == "compiled" else 1
+    settings = {"max_concurrent": 6, "max_context": CONTEXT} | settings
+    return make_engine(model, decode=decode, cache_bytes=(num_blocks + spare) * BYTES, **settings)
+
+
+def long_requests() -> list[GenerateRequest]:
+    """Two groups and two single ones, around the edges of blocks, most of them until max_context."""
+    lengths = (70, 70, 70, 128, 128, 63, 200)
+    return [
+        request(f"{i}", prompt(n), (40, 250, 190, 120)[i % 4] if n < 200 else 120, seed=i, affinity=f"{n}")
+        for i, n in enumerate(lengths)
+    ]
+
+
+def preemptions(engine: NativeEngine) -> float:
+    return asyncio.run(engine.stats()).sums.get("rollout/preemptions", 0.0)
+
+
+def run_in_order(engine: NativeEngine, requests: Sequence[GenerateRequest]) -> list[Completion]:
+    """All are there before the first begins."""
+
+    async def all_requests() -> list[Completion]:
+        await engine.pause()
+        tasks = [asyncio.create_task(engine.generate(one)) for one in requests]
+        await asyncio.sleep(0)
+        await engine.resume()
+        return list(await asyncio.gather(*tasks))
+
+    return asyncio.run(all_requests())
+
+
+def test_a_tiny_cache_gives_the_bits_of_a_large_one(model: torch.nn.Module, decode: str) -> None:
+    large, tiny = with_blocks(model, decode, 30), with_blocks(model, decode, 7)
+    whole = run_in_order(large, long_requests())
+    cut = run_in_order(tiny, long_requests())
+    assert all(same(a, b) for a, b in zip(whole, cut, strict=True))
+    assert preemptions(large) == 0
+    assert preemptions(tiny) > 0
+    assert tiny._decoder.scheduler.pool.num_free == 7
+    assert all(same(run(tiny, [one])[0], alone) for one, alone in zip(long_requests(), whole, strict=True))
+    large.close()
+    tiny.close()
+
+
+def test_two_threads_share_beginnings_that_one_of_them_fills(model: torch.nn.Module) -> None:
+    """The second prompt reads, in its prefill, blocks that the first one's prefill writes."""
+    prompts = [np.concatenate([prompt(150), prompt(30 + i, i)]) for i in range(4)]
+    requests = [request(f"{i}", ids, 20, seed=i) for i, ids in enumerate(prompts)]
+    one, two = (with_blocks(model, "compiled", 30, threads=n) for n in (1, 2))
+    outs = run_in_order(two, requests)
+    assert asyncio.run(two.stats()).sums["perf/shared_prefill_tokens"] == 3 * 128
+    assert all(same(a, run(one, [b])[0]) for a, b in zip(outs, requests, strict=True))
+    one.close()
+    two.close()
+
+
+def test_new_weights_cancels_and_sleep_while_some_wait_for_blocks(decode: str) -> None:
+    """At every token boundary the tiny cache stands where the large one does: by tokens, not by time."""
+    old, new = build("qwen3", 1), build("qwen3", 2)
+    requests = [request(f"{i}", prompt(100, i), 200, seed=i) for i in range(4)]
+
+    async def main(engine: NativeEngine) -> list[Completion]:
+        hold = Hold(engine, 60)
+        await engine.pause()
+        tasks = [asyncio.create_task(engine.generate(one)) for one in requests]
+        await asyncio.sleep(0)
+        await engine.resume()
+        await hold.reached()
+        await engine.pause()
+        await engine.sleep()
+        await engine.wake()
+        load(engine, new, 2)
+        await engine.cancel("3")
+        await engine.resume()
+        return list(await asyncio.gather(*tasks))
+
+    def parts(out: Completion) -> tuple[int, Completion]:
+        cut = int((out.policy_versions == 1).sum())
+        return cut, out.part(0, cut)
+
+    engines = [with_blocks(old, decode, n, parameters=None) for n in (30, 5)]
+    reference = make_engine(old, decode=decode, max_context=CONTEXT)
+    after = make_engine(new, decode=decode, max_context=CONTEXT)
+    for engine in engines:
+        load(engine, old, 1)
+        outs = asyncio.run(main(engine))
+        assert outs[3].finish_reason == "cancelled"
+        for one, out in zip(requests, outs, strict=True):
+            cut, part = parts(out)
+            assert same(part, run(reference, [one])[0].part(0, cut)) or out.finish_reason == "cancelled"
+            if out.finish_reason == "length":  # as if its tokens so far had come with the request
+                again = request(one.request_id, one.token_ids, 200, seed=one.seed, prefix=part)
+                assert same(out, run(after, [again])[0])
+    assert preemptions(engines[1]) > 0
+    for engine in (*engines, reference, after):
+        engine.close()
+
+
+def test_sleep_alone_changes_no_bit(model: torch.nn.Module, decode: str) -> None:
+    engine = with_blocks(model, decode, 30)
+    requests = long_requests()[:3]
+    whole = run_in_order(engine, requests)
+
+    async def main() -> list[Completion]:
+        hold = Hold(engine, 45)
+        tasks = [asyncio.create_task(engine.generate(one)) for one in requests]
+        await hold.reached()
+        await engine.pause()
+        await engine.sleep()
+        await engine.wake()
+        await engine.resume()
+        return list(await asyncio.gather(*tasks))
+
+    assert all(same(a, b) for a, b in zip(whole, asyncio.run(main()), strict=True))
+    engine.close()
+
+
+def test_tokens_are_told_once_whoever_was_preempted(model: torch.nn.Module) -> None:
+    engine = with_blocks(model, "compiled", 6)
+    told: dict[str, list[int]] = {one.request_id: [] for one in long_requests()}
+
+    async def main() -> list[Completion]:
+        return list(
+            await asyncio.gather(
+                *(
+                    engine.generate(one, lambda part: told[part.request_id].extend(part.token_ids.tolist()))
+                    for one in long_requests()
+                )
+            )
+        )
+
+    for out in asyncio.run(main()):
+        assert told[out.request_id] == out.token_ids.tolist()
+    assert preemptions(engine) > 0
+    engine.close()
+
+
+def test_a_cache_below_one_request_of_full_length_is_refused(
+    model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    least = 5 * BYTES
+    with pytest.raises(ConfigError, match=rf"rollout.engine.cache_bytes={least - 1} .* at least {least}"):
+        make_engine(model, max_context=CONTEXT, cache_bytes=least - 1)
+    engine = make_engine(model, max_context=CONTEXT, cache_bytes=least)
+    assert asyncio.run(engine.stats()).maxima["rollout/cache_bytes"] == least
+    assert len(run(engine, [request("longest", prompt(CONTEXT - 9), 9)])[0].token_ids) == 9
+    with pytest.raises(RolloutError, match=f"exceed max_context {CONTEXT}"):
+        run(engine, [request("longer", prompt(CONTEXT - 9), 10)])
+    engine.close()
+    monkeypatch.setattr(cache, "free_bytes", lambda _: least)
+    with pytest.raises(ConfigError, match=rf"take {least} bytes, .* 40% of the {least} bytes"):
+        make_engine(model, max_context=CONTEXT)
+
+
+@pytest.mark.parametrize(
+    ("free", "limit", "spare", "blocks"),
+    [
+        (10**9, None, 0, 15),  # all that three slots could need
+        (10**9, None, 1, 15),
+        (25_000, None, 0, 10),  # 40 % of what is free
+        (25_000, None, 1, 9),
+        (0, 7_999, 1, 6),  # what was asked for, whatever is free
+        (0, 90_000, 0, 90),
+    ],
+)
+def test_how_many_blocks(
+    monkeypatch: pytest.MonkeyPatch, free: int, limit: int | None, spare: int, blocks: int
+) -> None:
+    monkeypatch.setattr(cache, "free_bytes", lambda _: free)
+    sizes = {"spare": spare, "max_concurrent": 3, "max_context": 4 * BLOCK + 1}
+    assert count_blocks(1000, **sizes, limit=limit, device=torch.device("cpu")) == blocks
