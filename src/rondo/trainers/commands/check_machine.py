@@ -30,7 +30,8 @@ def check_backend(config: Config) -> None:
         )
     check_names(config)
     rollout = config.rollout
-    if rollout.engine.decode == "compiled" and rollout.recorded is None and shutil.which("cc") is None:
+    compiled = rollout.engine.options.get("decode") == "compiled"
+    if compiled and rollout.recorded is None and shutil.which("cc") is None:
         raise ConfigError(
             "rollout.engine.decode=compiled needs a C compiler (cc); install one, or set "
             "rollout.engine.decode=auto",
