@@ -148,9 +148,10 @@ class Scheduler:
         self.slots[slot] = None
         self.changed = True
         sequence.take(self.table.response(slot, sequence.num_response))
-        keys = content_keys(self._root(sequence), sequence.tokens[:-1])
-        for block, key in zip(sequence.blocks, keys[: (len(sequence.tokens) - 1) // BLOCK], strict=False):
-            self.pool.publish(block, key)
+        whole = sequence.tokens[: (len(sequence.tokens) - 1) // BLOCK * BLOCK]
+        if len(whole):
+            for block, key in zip(sequence.blocks, content_keys(self._root(sequence), whole), strict=False):
+                self.pool.publish(block, key)
         for block in reversed(sequence.blocks):  # the end of a sequence is of use to fewer than its beginning
             self.pool.give_back(block)
         sequence.blocks.clear()
