@@ -126,7 +126,8 @@ def test_what_attention_cannot_do_is_refused() -> None:
 @pytest.mark.parametrize("family", sorted(CONFIGS))
 def test_cache_bytes_are_planned(family: str) -> None:
     engine = make_engine(build(family), max_concurrent=24)
-    assert asyncio.run(engine.stats()).maxima["rollout/cache_bytes"] == cache_bytes(
-        CONFIGS[family](), 24, 100, "float32"
-    )
+    planned = cache_bytes(CONFIGS[family](), 24, 100, "float32")
+    if engine.decode_path != "compiled":  # one block of 64 positions more, for padding: a slot has two
+        planned += planned // 48
+    assert asyncio.run(engine.stats()).maxima["rollout/cache_bytes"] == planned
     engine.close()
