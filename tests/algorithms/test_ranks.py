@@ -14,10 +14,10 @@ from torch import Tensor
 
 from rondo.algorithms import correct, draw, kl_reward, lookup, loss_weights, names, token_mean
 from rondo.algorithms.advantages.returns import returns_to_go
+from rondo.algorithms.arguments import ranked
 from rondo.algorithms.objective import rollout_gap
 from rondo.algorithms.policy_losses.covariance import covariances, select_between, select_largest
 from rondo.algorithms.policy_losses.ratio import clip_metrics, log_ratio, ratio_metrics
-from rondo.algorithms.ranks import ranked
 from rondo.algorithms.registry import Kind, columns_read
 from rondo.algorithms.rollout_correction import accepted, importance_ratio
 from rondo.algorithms.trial import example_columns

@@ -19,7 +19,8 @@ from rondo.algorithms import (
     registry,
 )
 from rondo.algorithms.advantages.group import grpo
-from rondo.algorithms.registry import advantage, is_zero_at_zero_advantage, require
+from rondo.algorithms.arguments import require
+from rondo.algorithms.registry import advantage, is_zero_at_zero_advantage
 from rondo.config.schema import AdaptiveKlConfig, AlgorithmConfig, FunctionConfig, KlConfig
 from rondo.errors import ConfigError
 

@@ -106,7 +106,7 @@ def test_cancelled_task_frees_its_slot(model: torch.nn.Module) -> None:
         return short
 
     assert len(asyncio.run(main()).token_ids) == 2
-    assert not engine._decoder.scheduler.has_work()
+    assert not engine._decoder.scheduler.sequences()
     engine.close()
 
 

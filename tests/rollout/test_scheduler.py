@@ -9,8 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rondo.rollout.native.blocks import BlockPool, content_keys
-from rondo.rollout.native.cache import BLOCK
+from rondo.rollout.native.blocks import BLOCK, BlockPool, content_keys
 from rondo.rollout.native.scheduler import Copy, Plan, Scheduler, Sequence
 from rondo.types import GenerateRequest, SamplingParams
 
@@ -263,7 +262,7 @@ def test_every_block_holds_what_its_sequence_needs(shares: bool, data: st.DataOb
         for copy in plan.copies:
             for at in range(copy.length):
                 cache[copy.target, at] = cache[copy.source, at]
-        assert not of.has_work() or of.running
+        assert not of.sequences() or of.running
         for _ in range(data.draw(st.sampled_from([0, 1, 3, 70]))):
             rows = np.array([slot for slot, _ in of.running], int)
             of.grow(rows)

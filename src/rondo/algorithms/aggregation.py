@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from rondo.algorithms.ranks import ranked
-from rondo.algorithms.registry import aggregation, require
+from rondo.algorithms.arguments import ranked, require
+from rondo.algorithms.registry import aggregation
 
 # Trained tokens of each row of one mini-batch [B] -> weight of each row's tokens [B].
 Aggregate = Callable[[np.ndarray], np.ndarray]

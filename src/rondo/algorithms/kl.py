@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rondo.algorithms.ranks import ranked
+from rondo.algorithms.arguments import ranked
 from rondo.algorithms.registry import columns_read, kl_estimator, lookup
 from rondo.algorithms.statistics import masked_mean
 from rondo.errors import DataError

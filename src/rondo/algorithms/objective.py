@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from rondo.algorithms.arguments import ranked
 from rondo.algorithms.policy_losses.ratio import LOG_RATIO_LIMIT
-from rondo.algorithms.ranks import ranked
 from rondo.algorithms.registry import bind, columns_read, is_zero_at_zero_advantage, lookup
 from rondo.algorithms.statistics import Metrics, row_index
 from rondo.columns import LOSS_WEIGHT

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rondo.algorithms.registry import pair_loss, require
+from rondo.algorithms.arguments import require
+from rondo.algorithms.registry import pair_loss
 from rondo.algorithms.statistics import Metrics
 
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from rondo.algorithms.ranks import AnyFunction, Layout, ranked
+from rondo.algorithms.arguments import AnyFunction, Layout, ranked
 from rondo.config import functions
 from rondo.config.schema import FunctionConfig
 from rondo.errors import ConfigError
@@ -207,27 +206,6 @@ def columns_read(function: Callable[..., Any]) -> tuple[str, ...]:
             )
         columns.append(parameter.name)
     return tuple(columns)
-
-
-def require(
-    what: str,
-    *,
-    above: float = -math.inf,
-    at_least: float = -math.inf,
-    at_most: float = math.inf,
-    below: float = math.inf,
-    **options: float | None,
-) -> None:
-    """Raises ConfigError for an option that is not within these bounds, NaN included; None always is.
-
-    what: the key and the function, for the message.
-    """
-    for name, value in options.items():
-        if value is None or (above < value < below and at_least <= value <= at_most):
-            continue
-        limits = ((">", above), (">=", at_least), ("<=", at_most), ("<", below))
-        needs = " and ".join(f"{sign} {limit}" for sign, limit in limits if math.isfinite(limit))
-        raise ConfigError(f"{what} needs {name} {needs}, got {value}")
 
 
 def is_zero_at_zero_advantage(function: Callable[..., Any]) -> bool:

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rondo.algorithms.ranks import ranked
-from rondo.algorithms.registry import require, resampler
+from rondo.algorithms.arguments import ranked, require
+from rondo.algorithms.registry import resampler
 from rondo.algorithms.statistics import Groups
 from rondo.errors import ConfigError
 from rondo.types import request_seed

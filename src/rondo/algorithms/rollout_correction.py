@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rondo.algorithms.arguments import ranked
 from rondo.algorithms.policy_losses.ratio import LOG_RATIO_LIMIT
-from rondo.algorithms.ranks import ranked
 from rondo.config.schema import ImportanceConfig, RejectionConfig, RolloutCorrectionConfig
 from rondo.types import StepStats
 

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from rondo.algorithms.registry import require, value_loss
+from rondo.algorithms.arguments import require
+from rondo.algorithms.registry import value_loss
 from rondo.algorithms.statistics import Metrics, share
 
 

@@ -45,7 +45,7 @@ class Source(Rows):
 
     config: SourceConfig = field(kw_only=True)
 
-    @property
+    @functools.cached_property
     def name(self) -> str:
         """Its name, which goes into prompt ids and metrics."""
         return source_name(self.config)

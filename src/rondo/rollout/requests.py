@@ -142,7 +142,8 @@ class Pending:
 
     def completion(self, reason: FinishReason) -> Completion:
         """Returns the whole response, prefix first."""
-        return self._made(reason).after(self.request.prefix)
+        made = self._made(reason)
+        return made if self.request.prefix is None else made.after(self.request.prefix)
 
     def _made(self, reason: FinishReason, start: int = 0) -> Completion:
         return Completion(

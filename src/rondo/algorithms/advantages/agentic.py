@@ -15,7 +15,8 @@ from torch import Tensor
 
 from rondo.algorithms.advantages.group import grpo
 from rondo.algorithms.advantages.returns import returns_to_go
-from rondo.algorithms.registry import advantage, require
+from rondo.algorithms.arguments import require
+from rondo.algorithms.registry import advantage
 from rondo.algorithms.statistics import Groups
 
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from rondo.algorithms import statistics
-from rondo.algorithms.registry import advantage, require
+from rondo.algorithms.arguments import require
+from rondo.algorithms.registry import advantage
 from rondo.errors import ConfigError
 
 

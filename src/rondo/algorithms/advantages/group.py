@@ -14,7 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rondo.algorithms.registry import advantage, require
+from rondo.algorithms.arguments import require
+from rondo.algorithms.registry import advantage
 from rondo.algorithms.statistics import Groups, whiten
 from rondo.errors import ConfigError
 

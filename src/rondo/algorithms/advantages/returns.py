@@ -7,8 +7,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rondo.algorithms.ranks import ranked
-from rondo.algorithms.registry import advantage, require
+from rondo.algorithms.arguments import ranked, require
+from rondo.algorithms.registry import advantage
 from rondo.algorithms.statistics import Groups, whiten
 
 # Of a token that was certain, in OTB: a policy that is certain everywhere gets the plain mean.

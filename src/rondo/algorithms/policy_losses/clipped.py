@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rondo.algorithms.arguments import require
 from rondo.algorithms.policy_losses.ratio import (
     LOG_RATIO_LIMIT,
     clip_metrics,
@@ -16,7 +17,7 @@ from rondo.algorithms.policy_losses.ratio import (
     log_ratio,
     ratio_metrics,
 )
-from rondo.algorithms.registry import policy_loss, require
+from rondo.algorithms.registry import policy_loss
 from rondo.algorithms.statistics import Metrics, row_index, row_means, share
 
 # Of log s in GSPO: one response's mean log-ratio, far below the ±20 of a single token's.

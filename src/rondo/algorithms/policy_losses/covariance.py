@@ -13,10 +13,10 @@ import math
 import torch
 from torch import Tensor
 
+from rondo.algorithms.arguments import ranked, require
 from rondo.algorithms.policy_losses.clipped import ppo_clip
 from rondo.algorithms.policy_losses.ratio import log_ratio, ratio_metrics
-from rondo.algorithms.ranks import ranked
-from rondo.algorithms.registry import policy_loss, require
+from rondo.algorithms.registry import policy_loss
 from rondo.algorithms.statistics import Metrics, share
 from rondo.errors import ConfigError
 

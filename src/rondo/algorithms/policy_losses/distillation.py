@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rondo.algorithms.registry import policy_loss, require
+from rondo.algorithms.arguments import require
+from rondo.algorithms.registry import policy_loss
 from rondo.algorithms.statistics import Metrics
 from rondo.errors import ConfigError
 

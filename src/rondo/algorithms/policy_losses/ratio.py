@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rondo.algorithms.ranks import ranked
-from rondo.algorithms.registry import require
+from rondo.algorithms.arguments import ranked, require
 from rondo.algorithms.statistics import Metrics, share
 
 # Of a token's log-ratio, and of a response's: e^20 is far beyond any clip range, and finite when squared.

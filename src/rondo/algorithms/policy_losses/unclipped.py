@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from rondo.algorithms.arguments import require
 from rondo.algorithms.policy_losses.ratio import LOG_RATIO_LIMIT, log_ratio, ratio_metrics
-from rondo.algorithms.registry import policy_loss, require
+from rondo.algorithms.registry import policy_loss
 from rondo.algorithms.statistics import Metrics, row_index, row_means, share
 from rondo.errors import ConfigError
 

@@ -1,4 +1,6 @@
-"""Whose the blocks of the cache are, and what can be found in them. No tensors, no clock."""
+"""How sequences are cut into the blocks of the cache, whose these are, and what can be found in them. No
+tensors, no clock.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,14 @@ import hashlib
 
 import numpy as np
 
-from rondo.rollout.native.cache import BLOCK
+# Positions of a sequence that lie side by side in the cache. Attention's width grows in steps of it, so that
+# bits do not depend on batch mates; kernels.c calls it PAGE.
+BLOCK = 64
+
+
+def blocks_of(positions: int) -> int:
+    """Returns the number of blocks that hold so many positions of one sequence."""
+    return -(-positions // BLOCK)
 
 
 def content_keys(root: bytes, tokens: np.ndarray) -> list[bytes]:

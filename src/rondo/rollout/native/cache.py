@@ -1,4 +1,4 @@
-"""How the key/value cache is cut into blocks, how many there are, and the tensors of the PyTorch paths."""
+"""How many blocks the key/value cache has, and the tensors of the PyTorch paths."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ import torch
 
 from rondo.errors import ConfigError
 from rondo.models.family import head_widths
+from rondo.rollout.native.blocks import BLOCK, blocks_of
 from rondo.usage import memory_bytes
 
-# Positions of a sequence that lie side by side in the cache. Attention's width grows in steps of it, so that
-# bits do not depend on batch mates; kernels.c calls it PAGE.
-BLOCK = 64
 FREE_SHARE = 0.4  # of the free memory; training's activations and other engines need the rest
 
 
@@ -29,11 +27,6 @@ class LayerShape:
 
 def round_up(n: int, step: int) -> int:
     return -(-n // step) * step
-
-
-def blocks_of(positions: int) -> int:
-    """Returns the number of blocks that hold so many positions of one sequence."""
-    return -(-positions // BLOCK)
 
 
 def layer_shapes(model_config: Any) -> list[LayerShape]:

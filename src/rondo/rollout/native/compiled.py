@@ -19,7 +19,8 @@ import torch
 
 from rondo.errors import RolloutError
 from rondo.rollout.native import kernels
-from rondo.rollout.native.cache import BLOCK, LayerShape, block_bytes, blocks_of, layer_shapes
+from rondo.rollout.native.blocks import BLOCK, blocks_of
+from rondo.rollout.native.cache import LayerShape, block_bytes, layer_shapes
 from rondo.rollout.native.lean import layer_weights, rotary_tables, why_not_lean
 from rondo.rollout.native.scheduler import Prefill, SlotTable
 

@@ -81,8 +81,9 @@ class Decoder:
             if count:
                 self._stats.add_sum(f"perf/{name}", count)
         self._rows = np.array([slot for slot, _ in scheduler.running], np.int64)
-        self.streams = any(one.on_tokens is not None for one in scheduler.sequences())
-        self._deadlines = any(one.deadline is not None for one in scheduler.sequences())
+        here = scheduler.sequences()
+        self.streams = any(one.on_tokens is not None for one in here)
+        self._deadlines = any(one.deadline is not None for one in here)
 
     def _take_out(self, slot: int, reason: FinishReason) -> News:
         """The end of the slot's sequence, with the tokens of which its caller was to be told still."""

@@ -297,7 +297,7 @@ class NativeEngine:
                 self._inbox.clear()
                 if not actions:
                     ready = self._weights.complete and not self._paused and not self._decoder.asleep
-                    self._serving = ready and self._decoder.scheduler.has_work()
+                    self._serving = ready and bool(self._decoder.scheduler.sequences())
                     return self._serving
             for action in actions:
                 action()

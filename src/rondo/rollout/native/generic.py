@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from transformers import AttentionInterface
 
 from rondo.errors import ConfigError, RolloutError
-from rondo.rollout.native.cache import BLOCK, BlockCache, LayerShape, block_bytes, blocks_of, round_up
+from rondo.rollout.native.blocks import BLOCK, blocks_of
+from rondo.rollout.native.cache import BlockCache, LayerShape, block_bytes, round_up
 from rondo.rollout.native.noise import uniforms
 from rondo.rollout.native.sampling import sample
 from rondo.rollout.native.scheduler import Prefill, SlotTable

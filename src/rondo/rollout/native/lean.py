@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from rondo.models.family import FAMILIES
-from rondo.rollout.native.cache import BLOCK, blocks_of
+from rondo.rollout.native.blocks import BLOCK, blocks_of
 from rondo.rollout.native.generic import GenericPath, Step, cached_attention
 
 

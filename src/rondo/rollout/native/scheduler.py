@@ -13,13 +13,11 @@ from __future__ import annotations
 import hashlib
 from bisect import insort
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from rondo.rollout.native.blocks import BlockPool, content_keys
-from rondo.rollout.native.cache import BLOCK, blocks_of
+from rondo.rollout.native.blocks import BLOCK, BlockPool, blocks_of, content_keys
 from rondo.rollout.requests import Pending
 
 
@@ -35,22 +33,20 @@ class Sequence(Pending):
     """So many of its first tokens get their keys and values in one prefill, those after them one by one."""
     blocks: list[int] = field(init=False, default_factory=list)
     """Its part of the cache, in order of position; none while it waits."""
+    most_blocks: int = field(init=False)
+    """How many they are when it gets as long as it may."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._join_tokens()
         self.together = len(self.tokens)
+        self.most_blocks = blocks_of(len(self.prompt_ids) + self.request.sampling.max_tokens - 1)
 
     @property
     def num_response(self) -> int:
         """Response tokens, the request's prefix included."""
         prefix = self.request.prefix
         return len(self.token_ids) + (0 if prefix is None else len(prefix.token_ids))
-
-    @property
-    def most_blocks(self) -> int:
-        """How many it has when it gets as long as it may."""
-        return blocks_of(len(self.prompt_ids) + self.request.sampling.max_tokens - 1)
 
     def take(self, new: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
         """Adds tokens, log-probs and versions that only the slot table had."""
@@ -117,14 +113,9 @@ class Scheduler:
     def running(self) -> list[tuple[int, Sequence]]:
         return [(slot, sequence) for slot, sequence in enumerate(self.slots) if sequence is not None]
 
-    def sequences(self) -> Iterator[Sequence]:
-        """All that are here, with a slot or without."""
-        yield from (sequence for _, sequence in self.running)
-        yield from self.returning
-        yield from self.waiting
-
-    def has_work(self) -> bool:
-        return next(self.sequences(), None) is not None
+    def sequences(self) -> list[Sequence]:
+        """Returns all that are here, with a slot or without."""
+        return [*filter(None, self.slots), *self.returning, *self.waiting]
 
     # ---- who comes and who goes ----
 

@@ -1,4 +1,5 @@
-"""The ranks of the tensors that a pure function reads, asserted at its head: they follow from their names.
+"""What a pure function asserts of its arguments at its head: the ranks of the tensors that it reads, which
+follow from their names (`ranked`), and the bounds of its options (`require`).
 
 A column is one number per row, per token or per choice of a token (columns.py says which). In estimators rows
 lie below each other, [B] and [B, T]; in a loss the tokens of all rows lie behind each other, [N], and what is
@@ -10,10 +11,12 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar, cast
 
 from rondo.columns import TABLE
+from rondo.errors import ConfigError
 
 # pairs: every column is [P]. any: flat where the first column is, else rows.
 Layout = Literal["rows", "flat", "pairs", "any"]
@@ -66,3 +69,30 @@ def _shapes(names: Sequence[str], layout: str, others: Mapping[str, str]) -> dic
     belongs_to = {**{column.name: column.per for column in TABLE}, **others}
     known = {name: _SHAPES[layout].get(per) for name, per in belongs_to.items()} | _OWN_SHAPES
     return {name: shape for name in names if (shape := known.get(name)) is not None}
+
+
+def require(
+    what: str,
+    *,
+    above: float | None = None,
+    at_least: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
+    **options: float | None,
+) -> None:
+    """Raises ConfigError for an option that is not within these bounds, NaN included; None always is.
+
+    what: the key and the function, for the message.
+    """
+    bounds: Sequence[tuple[str, Callable[[Any, Any], bool], float | None]] = (
+        (">", operator.gt, above),
+        (">=", operator.ge, at_least),
+        ("<=", operator.le, at_most),
+        ("<", operator.lt, below),
+    )
+    given = [bound for bound in bounds if bound[2] is not None]
+    for name, value in options.items():
+        if value is None or all(holds(value, limit) for _, holds, limit in given):
+            continue
+        needs = " and ".join(f"{sign} {limit}" for sign, _, limit in given)
+        raise ConfigError(f"{what} needs {name} {needs}, got {value}")
