@@ -30,14 +30,16 @@ def content_keys(root: bytes, tokens: np.ndarray) -> list[bytes]:
 
 
 class BlockPool:
-    """The blocks 0 … num_blocks - 1. One without an owner is free; what it holds can be found until another
-    owner takes it. Free blocks that hold nothing are taken first, then those that were given back earliest.
+    """Counts the owners of blocks 0 … num_blocks - 1. One without an owner is free; what it holds can be
+    found until another owner takes it. Free blocks that hold nothing are taken first, then those that were
+    given back earliest.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self._owners = [0] * num_blocks
         self._blank = list(range(num_blocks - 1, -1, -1))  # a stack: the last used is warm
-        self._idle: dict[int, None] = {}  # free and of use to somebody, in the order in which they became so
+        # Free, but what they hold can be found; in the order in which they became so.
+        self._idle: dict[int, None] = {}
         self._keys: list[list[bytes]] = [[] for _ in range(num_blocks)]
         self._where: dict[bytes, int] = {}
 
@@ -84,7 +86,7 @@ class BlockPool:
             self._keys[block].append(key)
 
     def forget(self) -> None:
-        """Nothing that blocks hold is of use any more; owners stay."""
+        """Forgets what all blocks hold, since it is of no use any more; owners stay."""
         self._where.clear()
         self._blank.extend(self._idle)
         self._idle.clear()

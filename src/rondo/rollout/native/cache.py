@@ -91,24 +91,24 @@ def count_blocks(
 
 
 def free_bytes(device: torch.device) -> int:
-    """Returns what the device, or this machine, has left; of a machine that does not say, as good as all."""
+    """Returns the bytes that the device, or this machine, has left."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
+    # Where the system does not say, more than anything needs: then only what is asked for sets a bound.
     return memory_bytes()[1] or 1 << 62
 
 
 class BlockCache:
-    """Keys and values of the PyTorch paths, zero at first: what is masked must be finite.
-
-    keys, values: per layer [blocks × BLOCK, kv_heads, dim], so that a block is one piece of memory.
-    """
+    """Holds the keys and values of the PyTorch paths."""
 
     def __init__(
         self, shapes: Sequence[LayerShape], num_blocks: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         def zeros(shape: LayerShape, dim: int) -> torch.Tensor:
+            # Not empty: what is masked is multiplied by 0, and must be finite.
             return torch.zeros(num_blocks * BLOCK, shape.kv_heads, dim, dtype=dtype, device=device)
 
+        # Per layer [blocks × BLOCK, kv_heads, dim], so that a block is one piece of memory.
         self.keys = [zeros(shape, shape.key_dim) for shape in shapes]
         self.values = [zeros(shape, shape.value_dim) for shape in shapes]
 

@@ -64,7 +64,9 @@ def choose_path(
     device: torch.device,
     threads: int,
 ) -> tuple[DecodePath, str]:
-    """The path and the reason for it. ConfigError when `decode` names one that cannot run the model here."""
+    """Returns the decode path and the reason for it. Raises ConfigError when `decode` names one that cannot
+    run the model here.
+    """
     if decode not in ("auto", "generic", "lean", "compiled"):
         raise ConfigError(f"rollout.engine.decode={decode}: choose auto, generic, lean or compiled")
     name, reason = decode, f"rollout.engine.decode={decode}"
@@ -99,7 +101,9 @@ def choose_path(
 
 
 def refuse_what_masks_hide(model_config: Any, max_context: int) -> None:
-    """Some models keep windows or states out of the attention call; their config gives them away."""
+    """Raises ConfigError for a model that keeps windows or states out of the attention call: no error there
+    would tell of them, but its config does.
+    """
     config = model_config.get_text_config()
     other, window = layers_beside_attention(config), window_of(config)
     if other:

@@ -30,7 +30,7 @@ PREFILL_ROWS = 4096  # prompt tokens per C call
 def why_not_compiled(
     module: torch.nn.Module, max_context: int, dtype: torch.dtype, device: torch.device
 ) -> str:
-    """The reason why the compiled path cannot run this model here; "" if it can (and is compiled)."""
+    """Returns the reason why the compiled path cannot run this model here; "" if it can (and is compiled)."""
     if device.type != "cpu":
         return f"it runs on a CPU only, not on {device}"
     if dtype != torch.float32:
@@ -48,15 +48,18 @@ def why_not_compiled(
 
 @dataclass(frozen=True)
 class _Product:
-    """Linear layers of one input as one C product: [columns / panel, K, panel]; bias [columns] or None."""
+    """Linear layers of one input, computed as one C product."""
 
     linears: Sequence[torch.nn.Linear]
+    """The layers whose output columns stand side by side in the product's."""
     packed: torch.Tensor
+    """Their weights as the C code reads them: [columns / panel, K, panel]."""
     bias: torch.Tensor | None
+    """[columns]; None where no layer has one."""
 
 
 class CompiledPath:
-    """Same interface as GenericPath."""
+    """Decodes and prefills in C; has the interface of GenericPath."""
 
     name = "compiled"
     shares_beginnings = True
@@ -75,13 +78,15 @@ class CompiledPath:
         self.module = module
         self._capacity = blocks_of(max_context) * BLOCK  # positions of one sequence
         self._library = kernels.library()
-        self._lanes, self._panel = self._library.rondo_lanes(), self._library.rondo_panel()
+        self._lanes = self._library.rondo_lanes()  # numbers in a vector register
+        self._panel = self._library.rondo_panel()  # columns of a product that C computes at one time
         assert self._library.rondo_page() == BLOCK
         shapes = layer_shapes(module.config)
         self._shape: LayerShape = shapes[0]
         self.block_nbytes = block_bytes(shapes, torch.float32)
         self._rotary = rotary_tables(module, self._capacity, torch.device("cpu"))
         layers = layer_weights(module)
+        # The C code keeps addresses: these records and the products' tensors must live as long as the path.
         self._layer_records = (kernels.Layer * len(layers))()
         self._products: list[_Product] = []
         for record, layer in zip(self._layer_records, layers, strict=True):
@@ -94,7 +99,7 @@ class CompiledPath:
         head = self._product([module.lm_head])
         self._model = self._model_record(head)
         floats = self._library.rondo_scratch_floats(ctypes.byref(self._model))
-        self._scratch = [torch.zeros(floats) for _ in range(threads)]
+        self._scratch = [torch.zeros(floats) for _ in range(threads)]  # one each: calls run side by side
         self._pool: ThreadPoolExecutor | None = None
         self._keys: torch.Tensor | None = None
         self._values: torch.Tensor | None = None
@@ -102,12 +107,15 @@ class CompiledPath:
     # ---- memory ----
 
     def allocate(self, num_blocks: int) -> None:
-        """keys [layers, blocks, kv_heads, BLOCK / lanes, head_dim, lanes]; values [..., BLOCK, head_dim]."""
+        """Makes keys [layers, blocks, kv_heads, BLOCK / lanes, head_dim, lanes], which lie so that one vector
+        register holds one dimension of `lanes` positions, and values [..., BLOCK, head_dim].
+        """
         layers, heads, dim = len(self._layer_records), self._shape.kv_heads, self._shape.key_dim
         self._keys = torch.zeros(layers, num_blocks, heads, BLOCK // self._lanes, dim, self._lanes)
         self._values = torch.zeros(layers, num_blocks, heads, BLOCK, dim)
         for i, record in enumerate(self._layer_records):
-            record.keys, record.values = self._keys[i].data_ptr(), self._values[i].data_ptr()
+            record.keys = self._keys[i].data_ptr()
+            record.values = self._values[i].data_ptr()
         if len(self._scratch) > 1:
             self._pool = ThreadPoolExecutor(len(self._scratch), "rondo-kernels")
 
@@ -128,7 +136,7 @@ class CompiledPath:
     # ---- weights ----
 
     def weights_changed(self) -> None:
-        """Pack the products' weights, and join their biases, again."""
+        """Packs the products' weights, and joins their biases, again."""
         for product in self._products:
             first = 0
             for linear in product.linears:
@@ -140,7 +148,7 @@ class CompiledPath:
                 first += N
 
     def _product(self, linears: Sequence[torch.nn.Linear]) -> _Product:
-        """One more that `weights_changed` fills."""
+        """Makes one more product; its weights and bias are zero until `weights_changed` fills them."""
         columns, K = sum(linear.weight.shape[0] for linear in linears), linears[0].weight.shape[1]
         packed = kernels.zeros_in_huge_pages(-(-columns // self._panel), K, self._panel)
         without = all(linear.bias is None for linear in linears)
@@ -174,8 +182,9 @@ class CompiledPath:
     # ---- steps ----
 
     def prefill(self, prefills: Sequence[Prefill], table: SlotTable) -> None:
-        """Many prompts per call. Threads get whole prompts: a row needs the earlier rows of its own one only,
-        and it makes no difference whether a token was prefilled or decoded.
+        """Computes the keys and values of many prompts per C call. Threads get whole prompts: a row needs
+        only the earlier rows of its own prompt, and it makes no difference whether a token was prefilled or
+        decoded.
         """
         parts: list[list[Prefill]] = [[]]
         num_rows = 0
@@ -196,7 +205,7 @@ class CompiledPath:
             self._run(jobs, table, None)
 
     def decode(self, rows: np.ndarray, table: SlotTable) -> tuple[np.ndarray, np.ndarray]:
-        """One token for each slot of `rows`. Returns ids int64 and log-probs float32."""
+        """Makes one token for each slot of `rows` [R]. Returns ids int64 [R] and log-probs float32 [R]."""
         decoding = kernels.Decoding(*(getattr(table, name).ctypes.data for name in kernels.TABLE_COLUMNS))
         parts = [part for part in np.array_split(rows, len(self._scratch)) if len(part)]
         jobs = [(table.tokens[part], part, table.positions[part]) for part in parts]
@@ -242,7 +251,7 @@ class CompiledPath:
             ids.ctypes.data,
             log_probs.ctypes.data,
         )
-        if bad >= 0:
+        if bad >= 0:  # the first row whose logits are not finite; the decoder looks for such a log-prob
             log_probs[bad] = float("nan")
         return ids, log_probs
 

@@ -42,11 +42,11 @@ class Decoder:
 
     @torch.inference_mode()
     def step(self, version: int) -> list[News]:
-        """Makes one token for every running sequence, after seating those that wait. Returns who finished, or
-        is past its deadline. version: of the weights.
+        """Makes one token for every running sequence, after seating those that wait. Returns the sequences
+        that finished, or are past their deadline. version: of the weights.
         """
         table, news = self.scheduler.table, []
-        self.scheduler.grow(self._rows)
+        self.scheduler.grow(self._rows)  # before any is seated: blocks go to those that run first
         if self.scheduler.changed:
             started = self.cpu_clock()
             self._apply_plan()
@@ -72,6 +72,7 @@ class Decoder:
     def _apply_plan(self) -> None:
         scheduler = self.scheduler
         plan = scheduler.plan()
+        # Waves in order, then copies: each reads blocks that those before it fill.
         for _, wave in groupby(sorted(plan.prefills, key=lambda one: one.wave), key=lambda one: one.wave):
             self.path.prefill(list(wave), scheduler.table)
         for copy in plan.copies:
@@ -86,12 +87,12 @@ class Decoder:
         self._deadlines = any(one.deadline is not None for one in here)
 
     def _take_out(self, slot: int, reason: FinishReason) -> News:
-        """The end of the slot's sequence, with the tokens of which its caller was to be told still."""
+        """Ends the slot's sequence. Returns its completion, and the tokens that are news to its caller."""
         sequence = self.scheduler.release(slot)
         return sequence, sequence.news(), sequence.completion(reason)
 
     def progress(self) -> list[News]:
-        """The new tokens of all running sequences that stream, since the last call."""
+        """Returns the new tokens, since the last call, of all running sequences that stream."""
         news: list[News] = []
         for slot, sequence in self.scheduler.running:
             if sequence.on_tokens is not None:
@@ -108,7 +109,7 @@ class Decoder:
         return self._leave(lambda one: one.request.request_id == request_id, "cancelled")
 
     def give_up(self, request_id: str) -> None:
-        """As `cancel`, for a sequence that nobody waits for any more; its tokens are counted as wasted."""
+        """Takes a sequence out whose caller has gone; its tokens are counted as wasted."""
         for _, _, completion in self.cancel(request_id):
             self._stats.add_sum(WASTED_TOKENS, float(len(completion.token_ids)))
 
@@ -128,7 +129,7 @@ class Decoder:
     # ---- weights and cache ----
 
     def weights_changed(self) -> None:
-        """The next step runs on new weights: what is cached is not valid; running sequences prefill again."""
+        """Drops what is cached: the next step runs on new weights. Running sequences are prefilled again."""
         self.path.weights_changed()
         self.scheduler.invalidate(new_weights=True)
 
@@ -144,7 +145,7 @@ class Decoder:
         self.asleep = False
 
     def reset(self) -> None:
-        """Forgets all sequences, after an error: a clean table and cache."""
+        """Forgets all sequences, after an error, and makes a clean table and cache."""
         self.scheduler = self._new_scheduler()
         self._rows = np.empty(0, np.int64)
         self.path.free()
@@ -155,8 +156,9 @@ class Decoder:
         return Scheduler(*self._sizes, shares_beginnings=self.path.shares_beginnings)
 
     def stats(self) -> StepStats:
-        """Counters since the last call."""
-        stats, self._stats = self._stats, StepStats()
+        """Returns the counters since the last call."""
+        stats = self._stats
+        self._stats = StepStats()
         stats.add_max("rollout/cache_bytes", self.path.cache_nbytes)
         if self.scheduler.num_preempted:
             stats.add_sum("rollout/preemptions", self.scheduler.num_preempted)

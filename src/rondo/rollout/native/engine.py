@@ -36,33 +36,37 @@ from rondo.rollout.requests import check_ready, check_request, complete_as_it_is
 from rondo.types import Completion, GenerateRequest, StepStats
 from rondo.usage import TeamClock
 
-TOKENS_SECONDS, TOKENS_STEPS = 0.02, 8  # on_tokens is called after both, so that it costs little
+# on_tokens is called after both, so that it costs little: a callback crosses threads.
+TOKENS_SECONDS, TOKENS_STEPS = 0.02, 8
 _log = logging.getLogger(__name__)
 
 
 class NativeEngine:
-    """Continuous batching over one Hugging Face causal LM. Implements `RolloutEngine`.
-
-    model_config: a transformers config. parameters: checkpoint name → tensor, used in place (the trainer's
-    storage; say `set_version` after every change); None: own storage, filled by begin / receive / commit
-    before the first request. max_concurrent: slots. max_context: prompt and response tokens of one request at
-    most. decode: "auto" takes the fastest path that can run the model here; `decode_path` and `decode_reason`
-    say which and why. cache_bytes: of all keys and values; None: what all slots could need, and at most a
-    share of the memory that is free. threads: of the decode thread. Raises ConfigError or WeightSyncError.
+    """Serves one Hugging Face causal LM with continuous batching; implements `RolloutEngine`. Raises
+    ConfigError or WeightSyncError when it is made of what cannot work.
     """
 
     def __init__(
         self,
+        # A transformers config.
         model_config: Any,
         *,
+        # Checkpoint name → tensor, used in place (the trainer's storage; say `set_version` after every
+        # change). None: the engine's own storage, filled by begin, receive, commit before the first request.
         parameters: Mapping[str, torch.Tensor] | None = None,
         dtype: torch.dtype | str = torch.float32,
         device: torch.device | str = "cpu",
+        # Slots: requests that decode at one time.
         max_concurrent: int = 256,
+        # Most prompt and response tokens of one request together.
         max_context: int = 2048,
+        # "auto" takes the fastest path that can run the model here; `decode_path` and `decode_reason` say
+        # which and why.
         decode: Decode = "auto",
+        # Bytes of all keys and values. None: what all slots could need, at most a share of the free memory.
         cache_bytes: int | None = None,
         trust_remote_code: bool = False,
+        # Threads that the decode thread computes with.
         threads: int = 1,
     ) -> None:
         if min(max_concurrent, max_context, threads) < 1:
@@ -75,7 +79,7 @@ class NativeEngine:
             model_config, generic.ATTENTION, dtype, device, trust_remote_code=trust_remote_code
         )
         self._weights = WeightStore(module, parameters, dtype, device)
-        path, self.decode_reason = choose_path(
+        path, reason = choose_path(
             decode,
             module,
             max_context=max_context,
@@ -84,7 +88,9 @@ class NativeEngine:
             threads=threads,
         )
         self.decode_path = path.name
-        self.max_context, self._vocab = max_context, int(module.get_input_embeddings().weight.shape[0])
+        self.decode_reason = reason
+        self.max_context = max_context
+        self._vocab = int(module.get_input_embeddings().weight.shape[0])
         num_blocks = count_blocks(
             path.block_nbytes,
             spare=path.spare_blocks,
@@ -98,14 +104,15 @@ class NativeEngine:
         self._inbox: deque[Callable[[], None]] = deque()
         self._in_flight: dict[str, Sequence] = {}
         self._serving = self._paused = self._closed = False
-        self._next_report, self._steps_untold = 0.0, 0
+        self._next_report = 0.0  # on the clock of time.monotonic
+        self._steps_untold = 0  # since the last report
         self._executor = ThreadPoolExecutor(1, "rondo-decode", self._prepare_thread, (threads, device))
         if self._weights.complete:
             self._decoder.weights_changed()
         _log.info("%s", self.describe())
 
     def describe(self) -> str:
-        """One line: which decode path runs, and why."""
+        """Returns one line that says which decode path runs, and why."""
         return f"native rollout engine: {self.decode_path} path ({self.decode_reason})"
 
     def capabilities(self) -> Capabilities:
@@ -114,8 +121,8 @@ class NativeEngine:
     # ---- requests ----
 
     async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> Completion:
-        """The completion of one request. Cancelling the task frees its slot at the next token boundary.
-        on_tokens gets new tokens every few steps (TOKENS_STEPS).
+        """Returns the completion of one request. Cancelling the task frees its slot at the next token
+        boundary. on_tokens gets new tokens every few steps (TOKENS_STEPS).
 
         Raises RolloutError: an impossible request, no weights yet, engine asleep or closed, or an error while
         decoding.
@@ -141,6 +148,7 @@ class NativeEngine:
         finally:
             if timer is not None:
                 timer.cancel()
+            # A cancelled call may end after another of the same id has begun: it removes only itself.
             if self._in_flight.get(request.request_id) is call:
                 del self._in_flight[request.request_id]
 
@@ -156,37 +164,38 @@ class NativeEngine:
         check_request(request, max_context=self.max_context, vocab_size=self._vocab)
 
     async def cancel(self, request_id: str) -> None:
-        """The pending generate call returns what it has so far. Unknown (finished) requests are ignored."""
+        """Makes the pending generate call return what it has so far. Ignores unknown (finished) requests."""
         if request_id in self._in_flight:
             self._post(lambda: deliver(self._decoder.cancel(request_id)))
 
     async def pause(self) -> None:
-        """Stop at the next token boundary; when this returns nothing decodes. Requests keep their place."""
+        """Stops at the next token boundary; when this returns nothing decodes. Requests keep their place."""
         self._paused = True
+        # An empty task of the one decode thread runs only after the burst that is under way has ended.
         await asyncio.wrap_future(self._executor.submit(lambda: None))
 
     async def resume(self) -> None:
-        """Go on after `pause`."""
+        """Goes on after `pause`."""
         self._paused = False
         self._post()
 
     # ---- weights ----
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """Checkpoint name → the tensor that the decoder reads (tied names included)."""
+        """Returns checkpoint name → the tensor that the decoder reads (tied names included)."""
         return dict(self._weights.tensors)
 
     def parameter(self, name: str) -> torch.Tensor:
-        """One of `parameters`. Raises WeightSyncError for a name that the model does not have."""
+        """Returns one of `parameters`. Raises WeightSyncError for a name that the model does not have."""
         return self._weights.tensors[self._weights.canonical(name)]
 
     @property
     def version(self) -> int:
-        """The policy version that new tokens are stamped with; -1 before the first commit."""
+        """Returns the policy version that new tokens are stamped with; -1 before the first commit."""
         return self._weights.version
 
     def set_version(self, version: int) -> None:
-        """Shared storage only: the tensors now hold `version`. To be called after every change of them."""
+        """Says that the tensors now hold `version`; for shared storage only, after every change of it."""
         if not self._weights.shared:
             raise WeightSyncError("this engine has its own storage: send weights with begin, receive, commit")
 
@@ -197,40 +206,43 @@ class NativeEngine:
         self._between_bursts("set_version", change)
 
     def begin(self, version: int) -> None:
-        """Start to receive `version`. Until `commit` nothing decodes. Raises WeightSyncError."""
+        """Starts to receive `version`. Until `commit` nothing decodes. Raises WeightSyncError."""
         self._between_bursts("begin", lambda: self._weights.begin(version))
 
     def receive(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy one tensor, under its checkpoint name, into the decoder's storage. Raises WeightSyncError."""
+        """Copies one tensor, by its checkpoint name, into the decoder's storage. Raises WeightSyncError."""
         self._weights.receive(name, tensor)
 
     def commit(self, version: int, checksums: Mapping[str, int] | None = None) -> None:
-        """All tensors are there: serve `version`. checksums: what they must be (`rondo.weights.checksum`).
-        Raises WeightSyncError naming what did not arrive or differs.
+        """Serves `version`, of which all tensors are there. checksums: what they must be
+        (`rondo.weights.checksum`). Raises WeightSyncError naming what did not arrive or differs.
         """
 
         def change() -> None:
             self._weights.commit(version, checksums)
             self._decoder.weights_changed()
 
+        # Requests in flight are no error here: they came after `begin`, wait, and go on by the post.
         self._executor.submit(change).result()
         self._post()
 
     # ---- life ----
 
     async def sleep(self) -> None:
-        """Free the cache; the engine must be paused or idle. What is in flight goes on after wake, resume."""
+        """Frees the cache; the engine must be paused or idle. Requests go on after `wake` and `resume`."""
         if not self._decoder.asleep:
             self._between_bursts("sleep", self._decoder.sleep)
 
     async def wake(self) -> None:
-        """Make the cache again."""
+        """Makes the cache again."""
         if self._decoder.asleep:
             self._executor.submit(self._decoder.wake).result()
             self._post()
 
     async def stats(self) -> StepStats:
-        """rollout/…: tokens, steps, occupancy, CPU-seconds since the last call; bytes of the cache."""
+        """Returns rollout/… and perf/…: tokens, steps, occupancy, CPU-seconds since the last call; the
+        cache's bytes.
+        """
         taken: Future[StepStats] = Future()
 
         def take() -> None:  # on the decode thread, which counts
@@ -240,10 +252,11 @@ class NativeEngine:
         return await asyncio.wrap_future(taken) if self._post(take) else self._decoder.stats()
 
     def close(self) -> None:
-        """Stop the decode thread and free the cache; whoever still waits gets a RolloutError."""
+        """Stops the decode thread and frees the cache; callers that still wait get a RolloutError."""
         self._paused = True
         with self._lock:
             self._closed = True
+        # Only then: the burst that ends empties the inbox, and what came after it is done here.
         self._executor.shutdown(wait=True)
         for action in self._inbox:  # what was posted too late
             action()
@@ -253,8 +266,8 @@ class NativeEngine:
     # ---- inside ----
 
     def _post(self, *actions: Callable[[], None]) -> bool:
-        """Have `actions` run on the decode thread at the next token boundary, and decode what there is
-        (at once when idle); False: the engine is closed.
+        """Has `actions` run on the decode thread at the next token boundary, and what there is decoded (at
+        once when idle). Returns False when the engine is closed.
         """
         with self._lock:
             if self._closed:
@@ -266,7 +279,7 @@ class NativeEngine:
             return True
 
     def _serve(self) -> None:
-        """One burst, on the decode thread."""
+        """Runs one burst, on the decode thread."""
         try:
             while self._drain():
                 deliver(self._decoder.step(self._weights.version))
@@ -290,12 +303,12 @@ class NativeEngine:
                 self._post()  # what has come meanwhile
 
     def _drain(self) -> bool:
-        """Do what has been posted; False ends the burst."""
+        """Does what has been posted; False ends the burst."""
         while True:
             with self._lock:
                 actions = list(self._inbox)
                 self._inbox.clear()
-                if not actions:
+                if not actions:  # under the lock: who posts now sees whether a burst goes on
                     ready = self._weights.complete and not self._paused and not self._decoder.asleep
                     self._serving = ready and bool(self._decoder.scheduler.sequences())
                     return self._serving
@@ -308,8 +321,9 @@ class NativeEngine:
             self._report()
 
     def _report(self) -> None:
-        """Hand the callers that want it the new tokens of what is running: one callback per event loop."""
-        self._next_report, self._steps_untold = time.monotonic() + TOKENS_SECONDS, 0
+        """Hands the callers that want it the new tokens of what is running: one callback per event loop."""
+        self._next_report = time.monotonic() + TOKENS_SECONDS
+        self._steps_untold = 0
         deliver(self._decoder.progress())
 
     def _fail(self, failure: RolloutError, cause: BaseException | None = None) -> None:
@@ -319,7 +333,7 @@ class NativeEngine:
             deliver([(call, None, error)])
 
     def _between_bursts(self, what: str, change: Callable[[], None]) -> None:
-        """Run `change` on the decode thread. Requests in flight are an error unless the engine is paused."""
+        """Runs `change` on the decode thread. Requests in flight are an error unless the engine is paused."""
         if self._in_flight and not self._paused:
             raise WeightSyncError(
                 f"{what}: {len(self._in_flight)} requests are in flight; await pause() first, or wait"
@@ -327,7 +341,7 @@ class NativeEngine:
         self._executor.submit(change).result()
 
     def _prepare_thread(self, threads: int, device: torch.device) -> None:
-        """Of the decode thread, before it does anything: those that it starts to help it count as its own."""
+        """Runs on the decode thread before all else: threads that this one starts count as its own."""
         if threads > 1:
             self._decoder.cpu_clock = TeamClock().seconds
         torch.set_num_threads(threads)

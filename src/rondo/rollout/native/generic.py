@@ -41,7 +41,7 @@ _HARMLESS = frozenset(
 
 @dataclass
 class Step:
-    """What attention needs to know of R rows with C columns, one new position each."""
+    """What attention needs to know of R rows with C columns, each of which has one new position."""
 
     positions: torch.Tensor
     """int64 [R, C]; padding's come after all that the blocks hold."""
@@ -56,14 +56,14 @@ class Step:
     parts: Sequence[tuple[int, int, int]] = ()
     """(first row, last row + 1, blocks that they need): what attention gathers at one time."""
     probe: dict[int, LayerShape] | None = None
-    """Record shapes only."""
+    """Where layers record their shapes instead of attending (`GenericPath.probe`)."""
 
 
 _STEP: ContextVar[Step] = ContextVar("rondo_decode_step")
 
 
 def register() -> None:
-    """Make the attention function known to transformers (idempotent)."""
+    """Makes the attention function known to transformers (idempotent)."""
     AttentionInterface.register(ATTENTION, decode_attention)
 
 
@@ -78,7 +78,9 @@ def decode_attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """query [R, heads, C, D], key and value [R, kv_heads, C, D], rotated. Returns [R, C, heads, D]."""
+    """Attends from query [R, heads, C, D] to the cache, which gets key and value [R, kv_heads, C, D]; all are
+    rotated. Returns [R, C, heads, D].
+    """
     step = _STEP.get()
     unknown = [name for name, given in kwargs.items() if given is not None and name not in _HARMLESS]
     if unknown or attention_mask is not None:
@@ -137,8 +139,8 @@ def gathered(cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
 def grouped_attention(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scaling: float | None
 ) -> torch.Tensor:
-    """query [R, heads, C, D] against keys, values [R, kv_heads, W, D]; mask [R, 1, C, W]. Returns [R, heads,
-    C, Dv].
+    """Attends from query [R, heads, C, D] to keys, values [R, kv_heads, W, D] under mask [R, 1, C, W].
+    Returns [R, heads, C, Dv].
 
     The query heads of one key/value head become further query positions: no key is repeated.
     """
@@ -156,8 +158,8 @@ class GenericPath:
     """Decodes rows of all lengths at once; prefills prompt by prompt, so that no prompt's bits depend on
     another's.
 
-    A prompt's bits may depend on its length, and a decoded token's differ from a prefilled one's: whoever
-    lost blocks gets them filled in the way in which they were. Subclasses replace `forward`.
+    A prompt's bits may depend on its length, and a decoded token's differ from a prefilled one's: a sequence
+    that lost its blocks gets them filled in the way in which they were. Subclasses replace `forward`.
     """
 
     name = "generic"
@@ -173,7 +175,9 @@ class GenericPath:
         device: torch.device,
         threads: int,
     ) -> None:
-        self.module, self.device, self.dtype = module, device, dtype
+        self.module = module
+        self.device = device
+        self.dtype = dtype
         self._max_context = max_context
         self._min_rows = MIN_ROWS if threads == 1 or device.type == "cuda" else MIN_ROWS_THREADED
         self._arange = torch.arange(blocks_of(max_context) * BLOCK, device=device)
@@ -181,7 +185,7 @@ class GenericPath:
         self.block_nbytes = block_bytes(self._shapes, dtype)
         largest = max(shape.kv_heads * shape.key_dim for shape in self._shapes) * BLOCK * dtype.itemsize
         self._gathered_blocks = GATHERED_BYTES["cpu" if device.type == "cpu" else "cuda"] // largest
-        self._padding_block = 0
+        self._padding_block = 0  # the one behind all others, as soon as there is a cache
         self.cache: BlockCache | None = None
 
     def probe(self) -> list[LayerShape]:
@@ -212,7 +216,7 @@ class GenericPath:
         return 0 if self.cache is None else self.cache.nbytes
 
     def weights_changed(self) -> None:
-        """Nothing is derived from the weights here."""
+        """Does nothing: this path derives nothing from the weights."""
 
     def copy(self, source: int, target: int, length: int) -> None:
         assert self.cache is not None
@@ -227,6 +231,7 @@ class GenericPath:
                     stop = min(start + PREFILL_CHUNK, one.together)
                     self._prefill_chunk(blocks, start, one.tokens[start:stop])
             for start in range(max(one.start, one.together), len(one.tokens), PREFILL_CHUNK):
+                # From the end, since a decode step wants its longest row first.
                 tokens = one.tokens[start : start + PREFILL_CHUNK][::-1]
                 at = np.arange(start, start + len(tokens))[::-1]
                 rows = np.broadcast_to(blocks, (len(tokens), len(blocks)))
@@ -238,7 +243,7 @@ class GenericPath:
         padded = max(round_up(len(tokens), 16), self._min_rows)
         ids = np.zeros((1, padded), np.int64)
         ids[0, : len(tokens)] = tokens
-        at = np.full((1, padded), n * BLOCK)
+        at = np.full((1, padded), n * BLOCK)  # padding's position: in the padding's block, column n
         at[0, : len(tokens)] = np.arange(start, start + len(tokens))
         with_padding = np.append(blocks[:n], self._padding_block)[None]
         step = self._step(self._on_device(at), self._on_device(with_padding), [(0, 1, n)])
@@ -263,7 +268,7 @@ class GenericPath:
         return ids, log_probs
 
     def decode_logits(self, tokens: np.ndarray, positions: np.ndarray, blocks: np.ndarray) -> torch.Tensor:
-        """Logits [≥ R, V] of tokens [R] at positions [R], the longest row first; blocks [R, …]."""
+        """Returns logits [≥ R, V] of tokens [R] at positions [R], the longest row first; blocks [R, …]."""
         step, ids = self._decode_step(tokens, positions, blocks)
         logits = self.forward(step, ids, want_logits=True)
         assert logits is not None
@@ -272,14 +277,14 @@ class GenericPath:
     def _decode_step(
         self, tokens: np.ndarray, positions: np.ndarray, blocks: np.ndarray
     ) -> tuple[Step, torch.Tensor]:
-        """The longest row comes first."""
+        """Returns the step, and its tokens on the device, of rows of which the longest comes first."""
         ids, at, with_padding = self.padded(tokens, positions, blocks)
         return self._step(at, with_padding, self.parts(positions, *with_padding.shape)), ids
 
     def padded(
         self, tokens: np.ndarray, positions: np.ndarray, blocks: np.ndarray
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Tokens [R, 1], positions [R, 1] and blocks [R, n + 1] with rows and a column of padding."""
+        """Returns tokens [R, 1], positions [R, 1] and blocks [R, n + 1] with rows and a column of padding."""
         R, n = self.bucket(len(tokens), blocks_of(int(positions.max()) + 1))
         ids, at = np.zeros((R, 1), np.int64), np.full((R, 1), n * BLOCK)
         ids[: len(tokens), 0] = tokens
@@ -290,7 +295,7 @@ class GenericPath:
         return self._on_device(ids), self._on_device(at), self._on_device(with_padding)
 
     def bucket(self, active: int, num_blocks: int) -> tuple[int, int]:
-        """Rows and blocks of a step with `active` sequences, the longest of `num_blocks` blocks."""
+        """Returns the rows and blocks of a step with `active` sequences, the longest of `num_blocks`."""
         return max(round_up(active, 8), self._min_rows), num_blocks
 
     def parts(self, positions: np.ndarray, num_rows: int, columns: int) -> list[tuple[int, int, int]]:
@@ -300,7 +305,7 @@ class GenericPath:
         while first < num_rows:
             n = columns - 1
             if self.device.type == "cpu" and first < len(positions):
-                n = blocks_of(int(positions[first]) + 1)
+                n = blocks_of(int(positions[first]) + 1)  # as many as the part's first row, its longest
             last = min(num_rows, first + max(1, self._gathered_blocks // n))
             parts.append((first, last, n))
             first = last
@@ -309,13 +314,13 @@ class GenericPath:
     def _step(
         self, positions: torch.Tensor, blocks: torch.Tensor, parts: Sequence[tuple[int, int, int]]
     ) -> Step:
-        """blocks [R, n + 1]: the last one takes what is written beyond the n others."""
+        """Returns the step. Of blocks [R, n + 1] the last takes what is written beyond the n others."""
         addresses = blocks.gather(1, positions // BLOCK) * BLOCK + positions % BLOCK
         mask = self._mask(positions, (blocks.shape[1] - 1) * BLOCK)
         return Step(positions, self._max_context, self.cache, blocks, addresses.flatten(), mask, parts)
 
     def _mask(self, positions: torch.Tensor, width: int) -> torch.Tensor:
-        """[R, 1, C, width]: 0 where a cache position is at or before the query's, -inf after it."""
+        """Returns [R, 1, C, width]: 0 where a cache position is at or before the query's, -inf after it."""
         hidden = self._arange[:width] > positions[:, None, :, None]
         return torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(
             hidden, float("-inf")
@@ -325,7 +330,7 @@ class GenericPath:
         return torch.from_numpy(array).to(self.device)
 
     def forward(self, step: Step, tokens: torch.Tensor, *, want_logits: bool) -> torch.Tensor | None:
-        """Tokens [R, C] through the model. Returns logits [R, V] of the last column if wanted."""
+        """Takes tokens [R, C] through the model. Returns logits [R, V] of the last column if wanted."""
         logits = self._run_module(step, tokens)
         return logits[:, -1] if want_logits else None
 

@@ -22,6 +22,7 @@ import torch
 from rondo.errors import RolloutError
 
 SOURCE = Path(__file__).with_name("kernels.c")
+# No -ffast-math: it would drop the C code's test for logits that are not finite.
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC", "-fno-math-errno")
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
@@ -60,14 +61,14 @@ class Decoding(ctypes.Structure):
 
 
 def compiler() -> str | None:
-    """The C compiler's path: $CC, or cc, gcc, clang."""
+    """Returns the path of the C compiler: $CC, or cc, gcc, clang; None where there is none."""
     names = (os.environ.get("CC", ""), "cc", "gcc", "clang")
     return next((path for name in names if name and (path := shutil.which(name))), None)
 
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The kernels, compiled if need be. Raises RolloutError with the compiler's message."""
+    """Returns the kernels, compiled if need be. Raises RolloutError with the compiler's message."""
     command = compiler()
     if command is None:
         raise RolloutError(
@@ -99,7 +100,7 @@ def zeros_in_huge_pages(*shape: int) -> torch.Tensor:
 
 
 def _compile(command: str, path: Path) -> None:
-    """Into a temporary name first: another process may be doing the same."""
+    """Compiles into a temporary name first: another process may be doing the same."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         out = Path(folder) / path.name
         arguments = [command, *FLAGS, "-o", str(out), str(SOURCE), "-lm"]
@@ -125,7 +126,7 @@ def _cache_folder() -> Path:
 
 
 def _processor() -> str:
-    """What -march=native depends on; a shared home folder serves different machines."""
+    """Returns what -march=native depends on; a shared home folder serves different machines."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

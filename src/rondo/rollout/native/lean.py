@@ -1,6 +1,6 @@
 """The lean path: our own forward over the weights of a Llama, Qwen2 or Qwen3 module.
 
-The same arithmetic as the module's, without its per-call Python: one mask and one pair of rotary tables per
+It does the arithmetic of the module without its per-call Python: one mask and one pair of rotary tables per
 step. On a CUDA device the decode step can be captured once per (rows, blocks) and replayed as a graph.
 """
 
@@ -20,7 +20,7 @@ from rondo.rollout.native.generic import GenericPath, Step, cached_attention
 
 
 def why_not_lean(module: torch.nn.Module, max_context: int) -> str:
-    """The reason why the lean path cannot run this model; "" if it can."""
+    """Returns the reason why the lean path cannot run this model; "" if it can."""
     config: Any = module.config
     classes = sorted(family.llama_class for family in FAMILIES.values() if family.llama_class)
     if type(module).__name__ not in classes:
@@ -54,7 +54,7 @@ class LayerWeights:
 
 
 def layer_weights(module: torch.nn.Module) -> list[LayerWeights]:
-    """The layers' weights (views, no copies)."""
+    """Returns the weights of every layer (views, no copies)."""
 
     def of(layer: Any) -> LayerWeights:
         attention, mlp = layer.self_attn, layer.mlp
@@ -79,7 +79,7 @@ def layer_weights(module: torch.nn.Module) -> list[LayerWeights]:
 def rotary_tables(
     module: torch.nn.Module, length: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin, float32 [length, head_dim], from the module's own rotary embedding."""
+    """Returns cos and sin, float32 [length, head_dim], from the module's own rotary embedding."""
     positions = torch.arange(length, device=device)[None]
     with torch.no_grad():
         cos, sin = module.model.rotary_emb(torch.zeros(1, 1, 1, device=device), positions)
@@ -95,12 +95,15 @@ class LeanPath(GenericPath):
         super().__init__(module, **settings)
         config: Any = module.config
         self._layers = layer_weights(module)
-        self._eps, self._hidden = config.rms_norm_eps, config.hidden_size
-        self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self._eps = config.rms_norm_eps
+        self._hidden = config.hidden_size
+        self._heads = config.num_attention_heads
+        self._kv_heads = config.num_key_value_heads
         self._head_dim = self._shapes[0].key_dim
         self._most_blocks = blocks_of(self._max_context)
         cos, sin = rotary_tables(module, self._most_blocks * BLOCK + 1, self.device)  # and padding's position
-        self._cos, self._sin = cos.to(self.dtype), sin.to(self.dtype)
+        self._cos = cos.to(self.dtype)
+        self._sin = sin.to(self.dtype)
         self._graphs: DecodeGraphs | None = None
         if cuda_graphs and self.device.type == "cuda":
             self._graphs = DecodeGraphs()
@@ -108,7 +111,7 @@ class LeanPath(GenericPath):
     def allocate(self, num_blocks: int) -> None:
         super().allocate(num_blocks)
         if self._graphs is not None:
-            self._graphs.forget()
+            self._graphs.forget()  # those of another cache
 
     def free(self) -> None:
         super().free()
@@ -116,7 +119,7 @@ class LeanPath(GenericPath):
             self._graphs.forget()  # they hold the cache's addresses
 
     def bucket(self, active: int, num_blocks: int) -> tuple[int, int]:
-        """With graphs: powers of two, so that few graphs are captured."""
+        """Returns powers of two where there are graphs, so that few graphs are captured."""
         R, n = super().bucket(active, num_blocks)
         if self._graphs is None:
             return R, n
@@ -158,6 +161,7 @@ class LeanPath(GenericPath):
     def _rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         if x.dtype == torch.float32:
             return F.rms_norm(x, weight.shape, weight, self._eps)
+        # As the module does it: in float32, and rounded before the weight is multiplied.
         wide = x.float()
         normed: torch.Tensor = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self._eps)).to(
             x.dtype
@@ -166,15 +170,15 @@ class LeanPath(GenericPath):
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of x [R, C, heads, D]; cos, sin [R, C, 1, D]."""
+    """Returns x [R, C, heads, D], turned by its rotary embedding cos, sin [R, C, 1, D]."""
     low, high = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-high, low), dim=-1) * sin
 
 
 class DecodeGraphs:
-    """CUDA graphs of the decode step, one per shape of the block table, sharing one memory pool.
+    """Holds CUDA graphs of the decode step, one per shape of the block table, which share one memory pool.
 
-    Not run on the machines this was written on (no GPU): covered by the `gpu` tests only.
+    Only the `gpu` tests run it.
     """
 
     def __init__(self) -> None:
@@ -186,8 +190,8 @@ class DecodeGraphs:
         self._pool = None
 
     def run(self, step: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
-        """step(*inputs) -> logits, replayed. The last input's shape is the step's. The result is valid until
-        the next call.
+        """Returns step(*inputs), logits, from the graph for the last input's shape, which is captured at its
+        first use. The result is valid until the next call.
         """
         key = tuple(inputs[-1].shape)
         if key not in self._captured:

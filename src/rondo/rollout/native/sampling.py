@@ -17,7 +17,7 @@ def sample(
     top_p: torch.Tensor,
     min_p: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens int64 [R] and log-probs float32 [R] of logits [R, V].
+    """Returns tokens int64 [R], drawn from logits [R, V], and their log-probs float32 [R].
 
     All other arguments are [R]: uniforms float64 in [0, 1), temperature (0: greedy, log-probs then at
     temperature 1), top_k (0: off), top_p (1: off), min_p (0: off). Log-probs are those after temperature and
@@ -34,11 +34,12 @@ def sample(
 
 
 def draw(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Tokens int64 [R]: the inverse of the cumulative distribution at uniforms float64 [R] in [0, 1). weights
-    [R, V] need not add up to 1.
+    """Returns tokens int64 [R]: the inverse of the cumulative distribution at uniforms float64 [R] in [0, 1).
+    weights [R, V] need not add up to 1.
     """
     cumulative = weights.double().cumsum(-1)
     total = cumulative[:, -1]
+    # Below the total even where the product rounds up to it: a search for the total itself finds no token.
     target = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(cumulative, target[:, None], right=True)[:, 0].clamp_(max=weights.shape[1] - 1)
 
@@ -46,8 +47,8 @@ def draw(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 def truncate(
     weights: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor:
-    """weights [R, V] with 0 outside the support: top-k, then the smallest top-p set of what is left, then
-    min-p.
+    """Returns weights [R, V] with 0 outside the support: top-k, then the smallest top-p set of what is left,
+    then min-p.
 
     min-p keeps what is at least min_p times the largest probability. Ties go to the lower token id.
     """
@@ -58,5 +59,5 @@ def truncate(
     before = kept.cumsum(-1) - kept
     keep &= (before < top_p.double()[:, None] * kept.sum(-1, keepdim=True)) | (top_p[:, None] >= 1)
     keep &= ordered >= min_p[:, None] * ordered[:, :1]
-    keep[:, 0] = True
+    keep[:, 0] = True  # whatever the settings, one token is left to draw
     return torch.zeros_like(weights).scatter_(1, ids, ordered * keep)

@@ -26,7 +26,7 @@ class Sequence(Pending):
     """A generate call here. While it has a slot, its newest tokens are in the slot table only."""
 
     number: int = field(init=False, default=-1)
-    """Order of arrival: the highest is the youngest."""
+    """Its place in the order of arrival: the highest is the youngest; -1 before it is added."""
     tokens: np.ndarray = field(init=False)
     """int64: the prompt and the response as far as this record has it."""
     together: int = field(init=False)
@@ -44,7 +44,7 @@ class Sequence(Pending):
 
     @property
     def num_response(self) -> int:
-        """Response tokens, the request's prefix included."""
+        """Returns how many response tokens it has, the request's prefix included."""
         prefix = self.request.prefix
         return len(self.token_ids) + (0 if prefix is None else len(prefix.token_ids))
 
@@ -93,11 +93,13 @@ class Plan:
 
 
 class Scheduler:
-    """shares_beginnings: the path computes a position from the tokens up to it alone, so that prompts share
-    the blocks before the first difference; otherwise only those that are prefilled with the same tokens do.
-    """
+    """Decides which sequences have slots and blocks, and how their blocks get filled."""
 
     def __init__(self, num_slots: int, num_blocks: int, max_context: int, *, shares_beginnings: bool) -> None:
+        """shares_beginnings says that the path computes a position from the tokens up to it alone, so that
+        prompts share the blocks before the first difference; otherwise only those that are prefilled with the
+        same tokens do.
+        """
         assert num_blocks >= blocks_of(max_context)  # else the oldest could wait forever
         self.slots: list[Sequence | None] = [None] * num_slots
         self.table = SlotTable(num_slots, max_context)
@@ -154,8 +156,9 @@ class Scheduler:
         self.changed = True
 
     def invalidate(self, *, new_weights: bool) -> None:
-        """The cache is lost, or belongs to other weights: nothing is shared, all that run are prefilled
-        again. new_weights: all tokens so far in one prefill, as if they came with the request.
+        """Drops what is cached, which is lost or belongs to other weights: nothing of it is shared, and all
+        sequences that run are prefilled again. new_weights: all their tokens in one prefill, as if they came
+        with the request.
         """
         for slot, _ in self.running:
             self._put_back(slot)
@@ -217,7 +220,7 @@ class Scheduler:
         num_whole, rest = divmod(len(tokens), BLOCK)
         keys = content_keys(self._root(sequence), tokens)
         shared, source = self._find(keys, num_whole)
-        for block in (*shared, *source):
+        for block in (*shared, *source):  # before any is taken: they may be free, and would be taken then
             self.pool.share(block)
         missing = num_whole + 1 - len(shared)
         if missing + reserve > self.pool.num_free and source:  # without it there is one more to take
@@ -232,6 +235,7 @@ class Scheduler:
             pinned += source
             plan.copies.append(Copy(source[0], blocks[num_whole], rest))
         elif start < len(tokens):
+            # Behind all waves that fill a block it reads; 0 where it reads none that this plan fills.
             wave = 1 + max((filled.get(block, -1) for block in shared), default=-1)
             filled.update(dict.fromkeys(blocks[len(shared) :], wave))
             plan.prefills.append(Prefill(slot, tokens, start, sequence.together - 1, wave))
@@ -290,7 +294,7 @@ class SlotTable:
         self.log_probs = np.zeros((num_slots, max_context), np.float32)
         self.versions = np.zeros((num_slots, max_context), np.int32)
         self.stops = np.full((num_slots, 1), -1, np.int64)
-        """Stop tokens, -1 where there are fewer than columns."""
+        """Stop tokens, -1 (no token has that id) where there are fewer than columns."""
 
     def seat(self, slot: int, sequence: Sequence) -> None:
         """Fills the slot's row; the response goes on behind the tokens that there are."""
@@ -298,6 +302,7 @@ class SlotTable:
         self.tokens[slot] = sequence.tokens[-1]
         self.positions[slot] = len(sequence.tokens) - 1
         self.set_blocks(slot, sequence.blocks)
+        # A seed of 2^63 or more becomes the int64 of the same bits.
         self.seeds[slot] = (sequence.request.seed + 2**63) % 2**64 - 2**63
         self.max_tokens[slot] = sampling.max_tokens
         self.temperature[slot] = sampling.temperature

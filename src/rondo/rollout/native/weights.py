@@ -17,7 +17,7 @@ from rondo.weights.intake import Intake
 
 
 class _ParametersOnMeta(TorchFunctionMode):
-    """Inside: `torch.empty`, which makes every large parameter, allocates nothing; buffers become real."""
+    """Inside, `torch.empty`, which makes every large parameter, allocates nothing; buffers become real."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -29,7 +29,10 @@ class _ParametersOnMeta(TorchFunctionMode):
 def build_module(
     model_config: Any, attention: str, dtype: torch.dtype, device: torch.device, *, trust_remote_code: bool
 ) -> PreTrainedModel:
-    """The causal LM of a transformers config with real buffers, and parameters that await a storage."""
+    """Returns the causal LM of a transformers config with real buffers, and parameters that await a storage.
+    Raises ConfigError where a buffer cannot be made.
+    """
+    # The constructor draws random numbers that nobody uses: the fork keeps the caller's generator as it is.
     with torch.random.fork_rng(devices=[]), _ParametersOnMeta():
         module = AutoModelForCausalLM.from_config(  # a copy: it writes the attention's name into the config
             copy.deepcopy(model_config),
@@ -51,10 +54,7 @@ def build_module(
 
 
 class WeightStore(Intake):
-    """The parameters of `module` under their checkpoint names, with the version that they are.
-
-    tensors: every name, tied ones included, to the storage that the decoder reads.
-    """
+    """Holds the parameters of `module` under their checkpoint names, and the version that they are."""
 
     def __init__(
         self,
@@ -65,10 +65,11 @@ class WeightStore(Intake):
     ) -> None:
         super().__init__(module.named_parameters(remove_duplicate=False))
         self.shared = shared is not None
+        # Every name, tied ones included, to the storage that the decoder reads.
         self.tensors: dict[str, torch.Tensor] = {}
         given_tensors: Mapping[str, torch.Tensor] = shared or {}
         for name in given_tensors:
-            self.canonical(name)
+            self.canonical(name)  # called for its error: a name that the model does not have
         kept = kept_in_float32(module, dtype)
         for canonical, names in self.names().items():
             own_dtype = torch.float32 if canonical in kept else dtype
@@ -85,7 +86,7 @@ class WeightStore(Intake):
                     "match"
                 )
             self._assign(module, names, given)
-        if self.shared:
+        if self.shared:  # complete from the start; the owner says which version it is with `set_version`
             self.finish(0)
 
     def _assign(self, module: torch.nn.Module, names: list[str], tensor: torch.Tensor) -> None:
@@ -104,15 +105,15 @@ class WeightStore(Intake):
         super().begin(version)
 
     def receive(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy one tensor into the storage of its name."""
+        """Copies one tensor into the storage of its name. Raises WeightSyncError."""
         own = self.tensors[self.take(name, tensor.shape)]
         own.copy_(tensor)
-        if tensor.dtype != own.dtype:
+        if tensor.dtype != own.dtype:  # the storage's checksum is not that of what was sent
             self.note({name: checksum(tensor)})
 
     def commit(self, version: int, checksums: Mapping[str, int] | None = None) -> None:
-        """Serve `version`. checksums: of what was sent, by name: compared with the storage itself, or, where
-        the dtype of the wire is another, with what arrived.
+        """Serves `version`. checksums: of what was sent, by name; they are compared with the storage itself
+        or, where the dtype of the wire is another, with what arrived. Raises WeightSyncError.
         """
         self.check(version, checksums, lambda canonical: checksum(self.tensors[canonical]))
         self.finish(version)
