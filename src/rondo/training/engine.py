@@ -45,24 +45,25 @@ from rondo.weights.layout import Layout
 
 
 class FsdpEngine:
-    """One role's model, optimizer and verbs on this rank.
-
-    mesh: its data-parallel axis is called "dp" (a mesh of one axis may call it anything); other axes must
-    have size 1. optimizer None: a frozen model (reference). temperature divides the logits.
-    total_optimizer_steps: for schedules that fall. Raises ConfigError or DataError for a source or setting
-    that cannot work.
+    """Holds one role's model and optimizer on this rank, and does the verbs. Raises ConfigError or DataError
+    for a source or setting that cannot work.
     """
 
     def __init__(
         self,
         source: ModelSource,
         engine: FrozenEngineConfig,
+        # None: a frozen model (reference).
         optimizer: OptimizerConfig | None,
         *,
+        # Its data-parallel axis is called "dp" (a mesh of one axis may call it anything); other axes must
+        # have size 1.
         mesh: DeviceMesh,
         backend: TorchBackendConfig | None = None,
         head: Literal["lm", "value"] = "lm",
+        # Divides the logits.
         temperature: float = 1.0,
+        # For schedules that fall.
         total_optimizer_steps: int | None = None,
         device: str | torch.device = "cpu",
     ) -> None:
@@ -70,9 +71,11 @@ class FsdpEngine:
             raise ConfigError(f"temperature={temperature}: log-probs need a temperature above 0")
         self.device = torch.device(device)
         engine, backend = engine_for(engine, self.device.type), backend or TorchBackendConfig()
-        self.source, self.config = source, engine
+        self.source = source
+        self.config = engine
         self.mesh = _data_parallel(mesh)
-        self._group, self._world = self.mesh.get_group(), self.mesh.size()
+        self._group = self.mesh.get_group()
+        self._world = self.mesh.size()
         param_dtype, compute_dtype = getattr(torch, engine.param_dtype), getattr(torch, engine.compute_dtype)
         lm = build_model(source, param_dtype, self.device, backend.kernels)
         family = family_of(lm.config)
@@ -106,7 +109,7 @@ class FsdpEngine:
     # ---- verbs
 
     def forward(self, batch: Batch, outputs: Mapping[str, str]) -> Batch:
-        """New per-token columns, without gradient. outputs: what to compute -> column name.
+        """Returns new per-token columns, without gradient. outputs: what to compute -> column name.
 
         E.g. {"log_probs": "old_log_probs"} reads prompt_ids and response_ids and returns Batch(row_id,
         old_log_probs). topk_log_probs also reads teacher_topk_ids, and is wide [N, K].
@@ -114,8 +117,9 @@ class FsdpEngine:
         return self._columns(batch, outputs, None)
 
     def forward_topk(self, batch: Batch, k: int, prefix: str = "teacher") -> Batch:
-        """For distillation: <prefix>_log_probs (of the response tokens), and of the k likeliest tokens,
-        falling, <prefix>_topk_ids (int32 [N, k]) and <prefix>_topk_log_probs (float32 [N, k]).
+        """Returns, for distillation, <prefix>_log_probs (of the response tokens), and of the k likeliest
+        tokens, in descending order, <prefix>_topk_ids (int32 [N, k]) and <prefix>_topk_log_probs (float32
+        [N, k]).
 
         Raises TrainError when the vocabulary has fewer than k tokens.
         """
@@ -125,7 +129,9 @@ class FsdpEngine:
         return self._columns(batch, {name: f"{prefix}_{name}" for name in names}, k)
 
     def forward_scores(self, batch: Batch, column: str) -> Batch:
-        """One float32 per row: the value head after the row's last response token (NaN for a row without)."""
+        """Returns one float32 per row, the value head's after its last response token; NaN for a row
+        without.
+        """
         flat, bounds = self.forward(batch, {"scores": column}).ragged(column)
         scores = np.full(len(batch), np.nan, np.float32)
         answered = np.diff(bounds.numpy()) > 0
@@ -133,7 +139,9 @@ class FsdpEngine:
         return batch.select([ROW_ID]).with_columns({column: scores})
 
     def _columns(self, batch: Batch, outputs: Mapping[str, str], k: int | None) -> Batch:
-        """k: the wide outputs are at the k likeliest tokens; None: at those of column teacher_topk_ids."""
+        """Computes columns; the wide ones are at the k likeliest tokens, or at those of column
+        teacher_topk_ids where k is None.
+        """
         flat = {name: [self._no_output(batch, name, k)] for name in outputs}
         order: list[np.ndarray] = []
         from_column = k is None and "topk_log_probs" in outputs
@@ -145,13 +153,13 @@ class FsdpEngine:
                     order.append(packed.rows)
                     for name in outputs:
                         flat[name].append(results[name])
-            for unit in self._units:
+            for unit in self._units:  # without a backward pass FSDP leaves units gathered
                 unit.reshard()
         columns = {column: _in_row_order(batch, order, flat[name]) for name, column in outputs.items()}
         return batch.select([ROW_ID]).with_columns(columns)
 
     def _no_output(self, batch: Batch, name: str, k: int | None) -> torch.Tensor:
-        """An output's type and width, for a batch without response tokens."""
+        """Returns an empty output, so that a batch without response tokens has its type and width."""
         shape: tuple[int, ...] = (0,)
         if name.startswith("topk"):
             shape += (k or batch.array(TOPK_IDS).type.value_type.list_size,)
@@ -159,13 +167,13 @@ class FsdpEngine:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
     def _topk_ids(self, batch: Batch, packed: PackedRows) -> torch.Tensor | int:
-        """Where the wide outputs are: ids [M, K], of column teacher_topk_ids; any one token in a dummy."""
+        """Returns where the wide outputs are: ids [M, K] of column teacher_topk_ids; 1 (any) in a dummy."""
         if not len(packed.rows):
             return 1
         return expand_columns(batch, [TOPK_IDS], packed, self._output_dtype)[TOPK_IDS]
 
     def forward_backward(self, batch: Batch, loss: Loss) -> StepStats:
-        """Add the gradient of Σ loss over all rows of all ranks to what is there. Returns this rank's
+        """Adds the gradient of Σ loss over all rows of all ranks to what is there. Returns this rank's
         metrics.
         """
         if self.optimizer is None:
@@ -173,12 +181,12 @@ class FsdpEngine:
         return self._run_loss(batch, loss, backward=True)
 
     def evaluate(self, batch: Batch, loss: Loss) -> StepStats:
-        """The loss's metrics, without gradient."""
+        """Returns the loss's metrics, without gradient."""
         with torch.no_grad():
             return self._run_loss(batch, loss, backward=False)
 
     def optimizer_step(self) -> OptimizerStats:
-        """Clip by the global norm and update; a non-finite norm skips the update and leaves weights and
+        """Clips by the global norm and updates; a non-finite norm skips the update and leaves weights and
         moments.
         """
         if self.optimizer is None:
@@ -199,7 +207,7 @@ class FsdpEngine:
                     for name, value in metrics.items():
                         parts = value if isinstance(value, tuple) else (value,)
                         seen.append((name, [part.detach().double() for part in parts]))
-                else:
+                else:  # a dummy: a gradient of 0, for the collectives of the backward pass
                     total = sum(output.sum() for output in outputs.values()) * 0.0
                 if backward:
                     total.backward()
@@ -208,7 +216,7 @@ class FsdpEngine:
         return _step_stats(seen)
 
     def _passes(self, batch: Batch, outputs: Collection[str] = ()) -> Iterator[PackedRows]:
-        """The micro-batches of this rank, then dummies up to the number of passes of the busiest rank."""
+        """Yields this rank's micro-batches, then dummies up to the number of passes of the busiest rank."""
         full = "scores" in outputs
         plan = plan_passes(batch, self._packing.family, self.config.token_budget, full)
         passes = len(plan)
@@ -227,11 +235,13 @@ class FsdpEngine:
     # ---- parameters
 
     def num_parameters(self) -> int:
-        """Of the whole model; tied tensors count once."""
+        """Returns the number of the whole model's parameters; tied tensors count once."""
         return sum(shard.numel() for shard in self._shards.values())
 
     def parameters_in_place(self) -> dict[str, torch.Tensor]:
-        """Hugging Face name -> tensor that shares the trainer's storage; tied tensors once. One rank only."""
+        """Returns Hugging Face name -> tensor that shares the trainer's storage; tied tensors once. Raises
+        TrainError where there is more than one rank.
+        """
         if self._world > 1:
             raise TrainError(
                 f"parameters_in_place needs one rank, there are {self._world}: use gathered_parameters"
@@ -239,7 +249,7 @@ class FsdpEngine:
         return {name: shard.to_local().detach() for name, shard in self._shards.items()}
 
     def copy_parameters_from(self, other: FsdpEngine) -> None:
-        """Take over the parameters of another engine of this process that is sharded alike, in this one's
+        """Takes over the parameters of another engine of this process that is sharded alike, in this one's
         dtype.
 
         Raises TrainError naming the parameters that differ in shape.
@@ -261,19 +271,19 @@ class FsdpEngine:
     def gathered_parameters(
         self, bucket_bytes: int, dtype: str | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Full tensors under Hugging Face names, tied ones once, in `dtype` (default: their own). Collective:
-        every rank must run through all of it.
+        """Yields full tensors under Hugging Face names, tied ones once, in `dtype` (default: their own).
+        Collective: every rank must run through all of it.
 
         At most `bucket_bytes` (or one tensor) exist beside the shards; on one rank, in their own dtype, the
         tensors are the storage itself. Afterwards all memory that is not in use goes back to the device:
-        who gathers has a generation engine beside, which may be about to wake.
+        beside a trainer that gathers there is a generation engine, which may be about to wake.
         """
         with self._awake():
             yield from gather_buckets(self._shards, self._group, bucket_bytes, dtype)
         self._release_memory()
 
     def layout(self, dtype: str | None = None) -> Layout:
-        """Which rank of the world holds which rows of which parameter (frozen ones too, tied ones once).
+        """Says which rank of the world holds which rows of which parameter (frozen ones too, tied ones once).
 
         dtype: in which they are sent; None: their own.
         """
@@ -281,21 +291,23 @@ class FsdpEngine:
 
     @contextlib.contextmanager
     def named_shards(self) -> Iterator[Mapping[str, torch.Tensor]]:
-        """Hugging Face name -> this rank's rows: the storage itself, on the device while inside. `layout`
-        says where in the whole they are.
+        """Yields Hugging Face name -> this rank's rows: the storage itself, on the device while inside.
+        `layout` says where in the whole they are.
         """
         with self._awake():
             yield {name: shard.to_local().detach() for name, shard in self._shards.items()}
 
     def parameter_checksums(self, dtype: str | None = None) -> dict[str, int]:
-        """Of the full tensors in `dtype` (`rondo.weights.checksum`), without gathering them. Collective."""
+        """Returns the checksums (`rondo.weights.checksum`) of the full tensors in `dtype`, without gathering
+        them. Collective.
+        """
         with self._awake():
             return checksums_of(self._shards, self._group, dtype)
 
     # ---- state
 
     def state(self) -> checkpoint.State:
-        """All state (parameters, moments, counters) as tensors that share storage; for
+        """Returns all state (parameters, moments, counters) as tensors that share storage; for
         torch.distributed.checkpoint.
         """
         state: checkpoint.State = {
@@ -308,15 +320,15 @@ class FsdpEngine:
         return state
 
     def _common(self, steps: torch.Tensor) -> torch.Tensor:
-        """The counters as any rank has them: a rank without rows of a parameter never advances its
-        counter.
+        """Returns the counters as the ranks that have rows have them: a rank without rows of a parameter
+        never advances its counter.
         """
         steps = steps.to(self.device)
         dist.all_reduce(steps, dist.ReduceOp.MAX, self._group)
         return steps.cpu()
 
     def load_state(self, state: checkpoint.State) -> None:
-        """Take over a state of the same sharding, e.g. a snapshot."""
+        """Takes over a state of the same sharding, e.g. a snapshot. Raises TrainError for other entries."""
         own = self.state()
         if own.keys() != state.keys():
             raise TrainError(f"the state to load has other entries: {sorted(own.keys() ^ state.keys())[:4]}")
@@ -327,57 +339,60 @@ class FsdpEngine:
             self.optimizer.load_steps(state["optimizer.steps"])
 
     def snapshot(self) -> checkpoint.State:
-        """A copy of `state` that `save` can write later, while training goes on."""
+        """Returns a copy of `state` that `save` can write later, while training goes on."""
         return {name: tensor.detach().clone() for name, tensor in self.state().items()}
 
     def save(self, path: str, state: checkpoint.State | None = None) -> Files:
-        """Write `state` (a snapshot; default: as it is now). Collective. Returns the checksums of the files
+        """Writes `state` (a snapshot; default: as it is now). Collective. Returns the checksums of the files
         of all ranks.
         """
         return checkpoint.save(self.state() if state is None else state, path, self._group)
 
     def load(self, path: str, files: Files) -> None:
-        """Read what `save` wrote, on any number of ranks. files: what it returned. Collective.
+        """Reads what `save` wrote, on any number of ranks. files: what it returned. Collective.
 
         Raises CheckpointError.
         """
-        state = self.state()
+        state = self.state()  # shares storage, except the counters: reading into it loads all but these
         checkpoint.load(state, path, files, self._group)
         if self.optimizer is not None:
             self.optimizer.load_steps(state["optimizer.steps"])
 
     def export(self, path: str) -> None:
-        """Write a Hugging Face folder (config, safetensors; a critic's value head beside). Collective."""
+        """Writes a Hugging Face folder (config, safetensors; a critic's value head beside). Collective."""
         keep = dist.get_rank(self._group) == 0
         tensors = {}
+        # Every rank runs through it, and one keeps: gathering is collective. Buckets of 256 MiB fit beside
+        # any model that trains.
         for name, tensor in separate(self.gathered_parameters(256 << 20)):
             if keep:
                 tensors[name] = tensor.to("cpu", copy=True)
         if keep:
             checkpoint.export_folder(tensors, self.source, path)
-        dist.barrier(self._group)
+        dist.barrier(self._group)  # when any rank returns, the folder is whole
 
     # ---- memory
 
     def offload(self) -> None:
-        """Move parameters and moments to host memory (nothing to do on a CPU)."""
+        """Moves parameters and moments to host memory (nothing to do on a CPU)."""
         if self.device.type != "cpu":
             self._move(torch.device("cpu"), params=True, optimizer=True)
             self._release_memory()
 
     def onload(self) -> None:
-        """Move parameters and moments to the device."""
+        """Moves parameters and moments to the device."""
         if self.device.type != "cpu":
             self._move(self.device, params=True, optimizer=True)
 
     def peak_memory_bytes(self) -> int:
-        """Most bytes ever in use: of the device's allocator, or of this process on a CPU."""
+        """Returns the most bytes ever in use: of the device's allocator, or of this process on a CPU."""
         if self.device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self.device))
+        # macOS counts it in bytes, Linux in KiB.
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
     def device_bytes_in_use(self) -> int:
-        """Of a CUDA device's memory, what all processes together use."""
+        """Returns the bytes of a CUDA device's memory that all processes together use."""
         free, total = torch.cuda.mem_get_info(self.device)
         return int(total - free)
 
@@ -391,7 +406,7 @@ class FsdpEngine:
 
     @contextlib.contextmanager
     def _awake(self, optimizer: bool = False) -> Iterator[None]:
-        """Parameters (and moments) are on the device inside; afterwards they rest where the config says."""
+        """Keeps parameters (and moments) on the device inside; afterwards they rest where the config says."""
         if self.device.type == "cpu":  # nothing ever moves
             yield
             return
@@ -409,7 +424,7 @@ class FsdpEngine:
     def _move(self, device: torch.device, *, params: bool, optimizer: bool) -> None:
         if params and next(iter(self._shards.values())).to_local().device != device:
             self._model.to(device)
-            if self.optimizer is not None:
+            if self.optimizer is not None:  # its tensors share the storage that has just moved
                 self.optimizer.rebind()
         if optimizer and self.optimizer is not None:
             self.optimizer.move_state(device)
@@ -432,14 +447,14 @@ def _data_parallel(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def _heads(config: Any) -> tuple[int, int]:
-    """(query heads, key/value heads)."""
+    """Returns the numbers of query heads and of key/value heads."""
     heads = int(config.num_attention_heads)
     return heads, int(getattr(config, "num_key_value_heads", None) or heads)
 
 
 def _in_row_order(batch: Batch, order: list[np.ndarray], parts: list[torch.Tensor]) -> object:
-    """Micro-batch results as one list column in the batch's row order (rows without response tokens are
-    empty).
+    """Returns micro-batch results as one list column in the batch's row order (rows without response tokens
+    are empty).
     """
     lengths = batch.lengths("response_ids").astype(np.int64)
     rows = np.concatenate([*order, np.flatnonzero(lengths == 0)])

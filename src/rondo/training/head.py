@@ -21,10 +21,8 @@ KEPT_BYTES = 1 << 30  # of all chunks' log-probs of all tokens, where they wait 
 
 
 class TokenModel(torch.nn.Module):
-    """A causal LM and a head; one forward gives the per-token outputs [M] of a micro-batch's response
+    """Joins a causal LM and a head; one forward gives the per-token outputs [M] of a micro-batch's response
     positions.
-
-    lm: the transformers model. value_head: makes it a critic (the LM's own head is gone then).
     """
 
     def __init__(
@@ -37,15 +35,15 @@ class TokenModel(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.lm = lm
-        self.value_head = value_head
+        self.value_head = value_head  # makes it a critic; the LM's own head is gone then
         self.temperature = temperature
         self.logits_chunk = logits_chunk
 
     def forward(
         self, packed: PackedRows, outputs: tuple[str, ...], topk: torch.Tensor | int | None = None
     ) -> dict[str, torch.Tensor]:
-        """outputs: names out of LM_OUTPUTS or VALUE_OUTPUTS, as the head is; returned as [M] in at least
-        float32.
+        """Returns `outputs`, names out of LM_OUTPUTS or VALUE_OUTPUTS, as the head is, as [M] in at least
+        float32. Raises TrainError for a name that is not among them.
 
         topk: for the wide outputs topk_log_probs and topk_ids [M, K]: ids [M, K], or how many of the
         likeliest. values are those before each response token, scores those after it (full documents).
@@ -94,11 +92,11 @@ def token_log_probs(
 ) -> dict[str, torch.Tensor]:
     """Computes what `outputs` names of p = softmax(z / temperature), z = hidden · weightᵀ + bias.
 
-    hidden [M, H], weight [V, H], targets int64 [M]. log_probs [M]: log p[target]. entropy [M].
-    sum_p_squared [M]: Σ p², not differentiable. topk_log_probs [M, K]: log p[topk]; topk_ids [M, K]: those
-    ids, int32; topk: ids [M, K], or how many of the likeliest (falling). All but ids in float32 (float64 for
-    float64 inputs). Logits of at most `chunk` positions, and of at most CHUNK_BYTES, are computed at one
-    time, and again in the backward pass, unless all of them together fit in KEPT_BYTES and are kept.
+    hidden [M, H], weight [V, H], targets int64 [M]. log_probs [M]: log p[target]. entropy [M]. sum_p_squared
+    [M]: Σ p², not differentiable. topk_log_probs [M, K]: log p[topk]; topk_ids [M, K]: those ids, int32;
+    topk: ids [M, K], or how many of the likeliest (descending). All but ids in float32 (float64 for float64
+    inputs). Logits of at most `chunk` positions, and of at most CHUNK_BYTES, are computed at one time, and
+    again in the backward pass, unless all of them together fit in KEPT_BYTES and are kept.
     """
     if topk is None and {"topk_log_probs", "topk_ids"} & set(outputs):
         raise TrainError(
@@ -129,7 +127,7 @@ def _log_softmax(
 
 
 def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """left · right in at least float32; half-precision products are accumulated and kept in float32."""
+    """Returns left · right in at least float32; half-precision products are summed and kept in float32."""
     wide = torch.promote_types(left.dtype, torch.float32)
     if left.dtype == wide:
         return left @ right
@@ -139,8 +137,10 @@ def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 class _TokenLogProbs(torch.autograd.Function):
-    """∂logp_t/∂z = onehot - p;  ∂H/∂z = -p (log p + H). The results are LM_OUTPUTS; what is not wanted is
-    empty."""
+    """Computes LM_OUTPUTS, of which those that are not wanted are empty, without keeping all logits.
+
+    ∂logp_t/∂z = onehot - p;  ∂H/∂z = -p (log p + H).
+    """
 
     @staticmethod
     def forward(
@@ -157,7 +157,7 @@ class _TokenLogProbs(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         want_entropy, want_squares = wanted
         picked, entropies, squares, wide, ids = [], [], [], [], []
-        ctx.kept = {}
+        ctx.kept = {}  # start of a chunk -> its log-probs of all tokens, where they are kept
         for start in range(0, len(targets), chunk):
             part = slice(start, start + chunk)
             log_softmax = _log_softmax(hidden[part], weight, bias, temperature)
@@ -179,6 +179,9 @@ class _TokenLogProbs(torch.autograd.Function):
         sum_p_squared = torch.cat(squares) if want_squares else empty(0)
         topk_ids = torch.cat(ids)
         narrow_ids = topk_ids.int()
+        # What the backward pass cannot compute again cheaply: the inputs, and of the outputs entropy, which
+        # is in its own derivative, and topk's ids, as int64, by which gradients are scattered. (`ctx.kept` is
+        # no input or output, so autograd need not know of it.)
         ctx.save_for_backward(hidden, weight, bias, targets, entropy, topk_ids)
         ctx.temperature = temperature
         ctx.chunk = chunk
@@ -202,6 +205,7 @@ class _TokenLogProbs(torch.autograd.Function):
             log_softmax = ctx.kept.pop(start, None)
             if log_softmax is None:
                 log_softmax = _log_softmax(hidden[part], weight, bias, ctx.temperature)
+            # Every onehot's gradient also falls on all of p, as -p times it.
             onto_all = grad_picked[part, None] + grad_wide[part].sum(1, keepdim=True)
             if grad_entropy is None:
                 grad = log_softmax.exp_().mul_(-onto_all)
@@ -226,4 +230,5 @@ class _TokenLogProbs(torch.autograd.Function):
                 grad_bias = onto_bias if grad_bias is None else grad_bias.add_(onto_bias)
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         grad_bias = None if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
+        # One for each argument of `forward`: targets and all that follow have none.
         return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None

@@ -11,25 +11,30 @@ Metrics = Mapping[str, tuple[torch.Tensor, torch.Tensor] | torch.Tensor]
 
 
 class Loss(Protocol):
-    """A pure function of one micro-batch. The sum of its first result over micro-batches and ranks is the
+    """Is a pure function of one micro-batch. The sum of its first result over micro-batches and ranks is the
     loss.
-
-    outputs: which it wants of "log_probs", "entropy", "topk_log_probs" ([N, K], at the ids in column
-    teacher_topk_ids), "sum_p_squared" (without gradient); of a value head "values" (before each token) and
-    "scores" (after it). columns: columns of the batch it reads. N are the response positions of the
-    micro-batch; entry t belongs to `response_ids[t]`. Per-row columns arrive expanded to [N]; floats and
-    uint8 masks arrive in the outputs' dtype. cu_seqlens: int32 [B+1], of the responses. It sees whole rows;
-    those of equal `unit`, if the batch has that column, together, next to each other and in the batch's
-    order. Returns (loss_sum, metrics); a metric is (numerator, denominator), or a 0-dim tensor, which is a
-    maximum. Metrics may be part of the loss's graph: the engine takes their numbers only.
     """
 
     outputs: tuple[str, ...]
+    """Which it wants of "log_probs", "entropy", "topk_log_probs" ([N, K], at the ids in column
+    teacher_topk_ids), "sum_p_squared" (without gradient); of a value head "values" (before each token) and
+    "scores" (after it).
+    """
     columns: tuple[str, ...]
+    """The columns of the batch that it reads."""
 
     def __call__(
         self,
         outputs: Mapping[str, torch.Tensor],
         columns: Mapping[str, torch.Tensor],
         cu_seqlens: torch.Tensor,
-    ) -> tuple[torch.Tensor, Metrics]: ...
+    ) -> tuple[torch.Tensor, Metrics]:
+        """Returns (loss_sum, metrics); a metric is (numerator, denominator), or a 0-dim tensor, which is a
+        maximum. Metrics may be part of the loss's graph: the engine takes their numbers only.
+
+        outputs, columns: [N], the response positions of the micro-batch; entry t belongs to
+        `response_ids[t]`. Per-row columns arrive expanded to [N]; floats and uint8 masks arrive in the
+        outputs' dtype. cu_seqlens: int32 [B+1], of the responses. It sees whole rows; those of equal `unit`,
+        if the batch has that column, together, next to each other and in the batch's order.
+        """
+        ...

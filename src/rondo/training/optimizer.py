@@ -33,18 +33,17 @@ class OptimizerStats:
 
 
 class ShardedAdamW:
-    """torch's AdamW, run on plain tensors that share the shards' storage (DTensor dispatch costs more than
-    the step).
-
-    shards: parameter name -> sharded parameter. group: the ranks that the shards are spread over.
-    Every call of `step` counts for the schedule, also a skipped one.
+    """Runs torch's AdamW on plain tensors that share the shards' storage (DTensor dispatch costs more than
+    the step). Every call of `step` counts for the schedule, also a skipped one.
     """
 
     def __init__(
         self,
+        # Parameter name -> sharded parameter.
         shards: Mapping[str, DTensor],
         config: OptimizerConfig,
         total_steps: int | None,
+        # The ranks that the shards are spread over.
         group: dist.ProcessGroup,
     ) -> None:
         self._shards = shards
@@ -56,13 +55,14 @@ class ShardedAdamW:
         # Called for its error: a schedule that cannot work fails now, not after the warm-up.
         lr_ratio(config.schedule.warmup_steps, config.schedule, total_steps)
         self._adamw = torch.optim.AdamW(
-            [local for local in self._locals.values() if local.numel()],
+            [local for local in self._locals.values() if local.numel()],  # a rank may have no row of one
             lr=config.lr,
             betas=config.betas,
             eps=config.eps,
             weight_decay=config.weight_decay,
             fused=True,
         )
+        # Made now, of empty shards too: a checkpoint is loaded in place, into the same entries on every rank.
         for local in self._locals.values():
             moments = {name: torch.zeros_like(local) for name in MOMENTS}
             step = torch.zeros((), dtype=torch.float32, device=local.device)
@@ -74,7 +74,9 @@ class ShardedAdamW:
             local.data = self._shards[name].to_local().detach()
 
     def step(self) -> OptimizerStats:
-        """Clip, update, drop the gradients. One host synchronisation (the norm decides whether to skip)."""
+        """Clips, updates and drops the gradients. Synchronises with the host once: the norm decides whether
+        the update is skipped.
+        """
         lr = self._config.lr * lr_ratio(self.num_steps, self._config.schedule, self._total_steps)
         self.num_steps += 1
         for name, shard in self._shards.items():
@@ -87,7 +89,7 @@ class ShardedAdamW:
         skipped = not bool(torch.isfinite(norm))
         if not skipped:
             if self._config.grad_clip is not None and gradients:
-                scale = torch.clamp(self._config.grad_clip / (norm + 1e-6), max=1.0)
+                scale = torch.clamp(self._config.grad_clip / (norm + 1e-6), max=1.0)  # as clip_grad_norm_
                 torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
             for parameter_group in self._adamw.param_groups:
                 parameter_group["lr"] = lr
@@ -105,8 +107,8 @@ class ShardedAdamW:
                 state[name] = state[name].to(device)
 
     def state(self) -> dict[str, DTensor | torch.Tensor]:
-        """Moments as sharded tensors that share storage, and the step counters (schedule, then one per
-        parameter).
+        """Returns the moments as sharded tensors that share storage, and the step counters (of the schedule,
+        then one per parameter).
         """
         out: dict[str, DTensor | torch.Tensor] = {}
         for name, shard in self._shards.items():

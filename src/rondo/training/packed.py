@@ -38,26 +38,29 @@ class PackedLayout:
 
 @dataclass(frozen=True)
 class PackedRows:
-    """One micro-batch on the device. N tokens in B documents, M response tokens.
-
-    rows: positions in the batch. input_ids, position_ids: int64 [N]. positions: int64 [M], the position whose
-    output predicts each response token. targets: int64 [M], the response tokens. cu_seqlens: int32 [B+1] of
-    the responses. after: int64 [M], the positions of the response tokens themselves; full documents only.
-    """
+    """One micro-batch on the device: N tokens in documents, M response tokens in B rows."""
 
     rows: np.ndarray
+    """[B]: positions in the batch; none in a dummy."""
     input_ids: torch.Tensor
+    """int64 [N]."""
     position_ids: torch.Tensor
+    """int64 [N]."""
     positions: torch.Tensor
+    """int64 [M]: the position whose output predicts each response token."""
     targets: torch.Tensor
+    """int64 [M]: the response tokens."""
     cu_seqlens: torch.Tensor
+    """int32 [B + 1], of the responses."""
     documents: Documents | None
+    """How attention keeps documents apart; None for a model whose rows cannot be packed."""
     after: torch.Tensor | None = None
+    """int64 [M]: the positions of the response tokens themselves; of full documents only."""
 
 
 def plan_passes(batch: Batch, family: Family, token_budget: int, full: bool = False) -> list[np.ndarray]:
-    """The rows of each pass: whole units of at most `token_budget` tokens, or single rows of a model that
-    cannot be packed. Rows without response tokens need no pass.
+    """Returns the rows of each pass: whole units of at most `token_budget` tokens, or single rows of a model
+    that cannot be packed. Rows without response tokens need no pass.
 
     Raises DataError for a row with a response but no prompt (nothing predicts its first token), TrainError
     for a unit that cannot have a pass.
@@ -94,8 +97,9 @@ def _check_units(units: np.ndarray, lengths: np.ndarray, family: Family) -> None
 
 
 def dummy(layout: PackedLayout, full: bool = False) -> PackedRows:
-    """One document with a response of one token: what a rank without rows computes, so that all run the same
-    passes."""
+    """Returns one document with a response of one token: what a rank without rows computes, so that all run
+    the same passes.
+    """
     token = np.zeros(1, np.int64)
     return pack(np.empty(0, np.int64), [token], [token], layout, full)
 
@@ -119,14 +123,17 @@ def pack(
         kernel = choose_kernel(layout.attention, device, layout.dtype, longest)
     documents, continues, first, own = _arrange(prompts, responses, full, share=kernel == "short")
     lengths = np.array([sum(len(part) for part in document) for document in documents], np.int64)
+    # One more entry than documents: a shared prompt's response of one token, which is not read, has its place
+    # in a document that need not come.
     starts = np.append(np.cumsum(lengths) - lengths, 0)
     cu_responses = np.concatenate([[0], np.cumsum(response_lengths)])
     rest = np.array([starts[document] + place for document, place in own])
     after = np.arange(cu_responses[-1]) + np.repeat(rest - cu_responses[:-1], response_lengths)
-    positions = after - 1
+    positions = after - 1  # right but for each row's first token, whose prompt may lie elsewhere
     positions[cu_responses[:-1]] = [starts[document] + place for document, place in first]
     prefixes = np.array(continues, np.int64)
-    first_position = np.where(prefixes >= 0, lengths[prefixes], 0)  # a continuation goes on
+    # A continuation's positions go on where its prefix ends (-1 indexes the last document, and is not taken).
+    first_position = np.where(prefixes >= 0, lengths[prefixes], 0)
     tokens = np.concatenate([part for document in documents for part in document]).astype(np.int64)
     position_ids = np.arange(len(tokens)) - np.repeat(starts[:-1] - first_position, lengths)
     plan = None
@@ -150,8 +157,9 @@ Place = tuple[int, int]  # a document and an index in it
 def _arrange(
     prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray], full: bool, *, share: bool
 ) -> tuple[list[list[np.ndarray]], list[int], list[Place], list[Place]]:
-    """The documents, each the arrays that it is joined from; which document each one continues, or -1; and of
-    each row the places of its prompt's last token, which predicts the response's first, and of that.
+    """Returns the documents, each the arrays that it is joined from; which document each one continues, or -1
+    where it is on its own; and of each row the places of its prompt's last token, which predicts the first of
+    the response, and of that first token.
     """
     keys = [prompt.tobytes() if share else i for i, prompt in enumerate(prompts)]
     counts = Counter(keys)
@@ -178,8 +186,8 @@ def _arrange(
 def expand_columns(
     batch: Batch, names: Sequence[str], packed: PackedRows, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """The columns of the micro-batch's rows as [M] on its device: per-token as they are, per-row ones
-    repeated.
+    """Returns the columns of the micro-batch's rows as [M] on its device: per-token ones as they are, per-row
+    ones repeated.
 
     Floats and uint8 masks become `dtype`. Raises DataError naming a per-token column that is not aligned with
     the responses.

@@ -59,8 +59,8 @@ def shard_model(
 
 
 def _precise_modules(model: TokenModel, dtypes: Iterable[torch.dtype]) -> list[torch.nn.Module]:
-    """The modules whose parameters compute in their own dtype, inner ones first. dtypes: of the others, at
-    rest and in the forward pass (a unit of FSDP has parameters of one dtype).
+    """Returns the modules whose parameters compute in their own dtype, inner ones first, as FSDP must wrap
+    them. dtypes: of the others, at rest and in the forward pass (a unit of FSDP has parameters of one dtype).
     """
     kept = frozenset().union(*(kept_in_float32(model.lm, dtype) for dtype in dtypes))
     owners = {name.rpartition(".")[0] for name in kept}
@@ -70,14 +70,14 @@ def _precise_modules(model: TokenModel, dtypes: Iterable[torch.dtype]) -> list[t
 
 
 def _blocks(model: TokenModel) -> list[torch.nn.Module]:
-    """The transformer blocks, by the class names that transformers must not split."""
+    """Returns the transformer blocks, by the class names that transformers says must not be split."""
     names = set(getattr(model.lm, "_no_split_modules", None) or ())
     return [module for module in model.lm.modules() if type(module).__name__ in names]
 
 
 def as_shard(shard: DTensor, local: torch.Tensor) -> DTensor:
-    """`local`, wherever it rests, as this rank's part of a tensor that is sharded as `shard` is; shares its
-    storage.
+    """Returns `local`, wherever it rests, as this rank's part of a tensor that is sharded as `shard` is. The
+    result shares its storage.
     """
     mesh = shard.device_mesh
     if mesh.device_type != local.device.type:
@@ -92,7 +92,7 @@ def as_shard(shard: DTensor, local: torch.Tensor) -> DTensor:
 
 
 def layout_of(shards: Mapping[str, DTensor], group: dist.ProcessGroup, dtype: str | None) -> Layout:
-    """Who holds what, by the ranks of the world. dtype: of the wire; None: each parameter's own."""
+    """Says which rank of the world holds what. dtype: of the wire; None: each parameter's own."""
     parameters = [
         Parameter(name, tuple(shard.shape), dtype or str(shard.dtype).removeprefix("torch."))
         for name, shard in shards.items()
@@ -103,7 +103,9 @@ def layout_of(shards: Mapping[str, DTensor], group: dist.ProcessGroup, dtype: st
 def checksums_of(
     shards: Mapping[str, DTensor], group: dist.ProcessGroup, dtype: str | None
 ) -> dict[str, int]:
-    """Of the whole tensors, at wire dtype; every rank reads its own rows only. Collective."""
+    """Returns the checksums of the whole tensors, at wire dtype; every rank reads only its own rows.
+    Collective.
+    """
     layout, rank, partial = layout_of(shards, group, dtype), dist.get_rank(), []
     for parameter in layout.parameters:
         local = _at(shards[parameter.name], dtype)
@@ -119,7 +121,7 @@ def checksums_of(
 
 
 def _at(shard: DTensor, dtype: str | None) -> torch.Tensor:
-    """This rank's rows at wire dtype."""
+    """Returns this rank's rows at wire dtype."""
     local = shard.to_local().detach()
     return local if dtype is None else local.to(getattr(torch, dtype))
 
@@ -127,8 +129,8 @@ def _at(shard: DTensor, dtype: str | None) -> torch.Tensor:
 def gather_buckets(
     shards: Mapping[str, DTensor], group: dist.ProcessGroup, bucket_bytes: int, dtype: str | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, full tensor) of every shard, gathered in buckets of at most `bucket_bytes`. Collective. dtype:
-    of the wire; each rank casts its rows before they move.
+    """Yields (name, full tensor) of every shard, gathered in buckets of at most `bucket_bytes`. Collective.
+    dtype: of the wire; each rank casts its rows before they move.
     """
     world = dist.get_world_size(group)
     if world == 1:
@@ -141,7 +143,9 @@ def gather_buckets(
 
 
 def _buckets(layout: Layout, bucket_bytes: int) -> list[list[Parameter]]:
-    """Consecutive parameters of one dtype, of at most `bucket_bytes` together (or one parameter)."""
+    """Returns runs of consecutive parameters of one dtype, each of at most `bucket_bytes` (or one
+    parameter).
+    """
     buckets: list[list[Parameter]] = []
     size = 0
     for parameter in layout.parameters:
@@ -162,9 +166,9 @@ def _gather(
     group: dist.ProcessGroup,
     scratch: dict[torch.dtype, tuple[torch.Tensor, torch.Tensor]],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """One all-gather for a bucket. Every rank holds ceil(rows / world) rows of a parameter, the last ones
-    fewer. scratch: of this rank's and everyone's part, allocated once for the largest of `buckets` (memory
-    that comes and goes leaves holes).
+    """Gathers a bucket at once and yields its tensors. Every rank holds ceil(rows / world) rows of a
+    parameter, the last ones fewer. scratch: of this rank's and of all ranks' part, allocated once for the
+    largest of `buckets` (memory that comes and goes leaves holes).
     """
     dtype, sizes = getattr(torch, bucket[0].dtype), [_padded(parameter, world) for parameter in bucket]
     if dtype not in scratch:
@@ -190,5 +194,5 @@ def _gather(
 
 
 def _padded(parameter: Parameter, world: int) -> int:
-    """Elements of a rank's rows, as many on every rank."""
+    """Returns the elements of a rank's rows, padded to as many on every rank."""
     return -(-parameter.shape[0] // world) * math.prod(parameter.shape[1:])
