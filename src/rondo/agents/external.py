@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 GIVEN = ("prompt", "messages", "fields", "base_url", "api_key", "model")
 MODEL = "policy"
-_LOGGED_FAILURES = 3
+_LOGGED_FAILURES = 3  # of a worker; metrics count them all
 _log = logging.getLogger(__name__)
 
 
@@ -176,7 +176,8 @@ class ExternalAgent:
 
     def close(self) -> None:
         """Ends the endpoint. From any thread; on its own loop's thread it ends soon after."""
-        server, loop, self._server = self._server, self._loop, None
+        server, loop = self._server, self._loop
+        self._server = None
         if server is None or loop is None or not loop.is_running():
             return
         ending = asyncio.run_coroutine_threadsafe(server.close(), loop)

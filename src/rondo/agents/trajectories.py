@@ -90,7 +90,7 @@ class _Response:
 
     def insert(self, kind: str, ids: np.ndarray) -> None:
         n = len(ids)
-        self._extend(ids, np.zeros(n), np.zeros(n), np.full(n, -1))
+        self._extend(ids, np.zeros(n), np.zeros(n), np.full(n, -1))  # -1: no version of the policy made them
         self._turn(kind, n)
 
     def add(self, call: ModelCall) -> None:

@@ -14,7 +14,7 @@ from rondo.errors import ConfigError
 
 @group_filter("mixed_accuracy")
 def mixed_accuracy(accuracy: np.ndarray) -> str | None:
-    """Keep groups whose samples [n] differ in accuracy (DAPO's dynamic sampling, 2503.14476 §3.2).
+    """Keeps groups whose samples [n] differ in accuracy (DAPO's dynamic sampling, 2503.14476 §3.2).
 
     All equal means no gradient; so does a group of one, which the reference keeps.
     """
@@ -25,7 +25,7 @@ def mixed_accuracy(accuracy: np.ndarray) -> str | None:
 
 @group_filter("accuracy_range")
 def accuracy_range(accuracy: np.ndarray, *, low: float = 0.2, high: float = 0.8) -> str | None:
-    """Keep groups whose share of right answers (accuracy > 0) is in [low, high] (PRIME, 2502.01456: 0.2 to
+    """Keeps groups whose share of right answers (accuracy > 0) is in [low, high] (PRIME, 2502.01456: 0.2 to
     0.8).
     """
     if not 0.0 <= low <= high <= 1.0:

@@ -16,8 +16,8 @@ from rondo.algorithms.statistics import masked_mean
 from rondo.errors import DataError
 from rondo.types import StepStats
 
-EXPONENT_LIMIT = 20.0
-K3_LIMIT = 10.0
+EXPONENT_LIMIT = 20.0  # of a log-ratio before exp: e^20 is far beyond any use, and finite when squared
+K3_LIMIT = 10.0  # of one token's estimate: a single token must not make the gradient of a whole batch
 
 
 @kl_estimator("k1")

@@ -150,7 +150,7 @@ def _check_content(path: Path, pieces: Pieces, on_bytes: Callable[[int], None]) 
 
 
 def placed(pieces: Pieces) -> Iterator[tuple[int, Piece]]:
-    """The pieces of a file, each behind where it begins."""
+    """Returns the pieces of a file, each behind where it begins."""
     start = 0
     for piece in pieces:
         yield start, piece
@@ -171,7 +171,7 @@ def write_manifest(folder: Path, files: Files, **facts: object) -> None:
 
 
 def read_manifest(folder: Path) -> tuple[dict[str, Any], Files]:
-    """(all that the manifest says, the files that it lists). Raises CheckpointError naming it."""
+    """Returns all that the manifest says, and the files that it lists. Raises CheckpointError naming it."""
     path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
@@ -192,7 +192,7 @@ def read_manifest(folder: Path) -> tuple[dict[str, Any], Files]:
 
 
 def _own_checksum(manifest: dict[str, Any]) -> int:
-    """Of all that a manifest says but this."""
+    """Returns the checksum of all that a manifest says but this."""
     return zlib.crc32(json.dumps({key: manifest[key] for key in manifest if key != "crc32"}).encode())
 
 

@@ -67,7 +67,7 @@ class ControllerState:
 
 
 def save_controller_state(draft: Draft, state: ControllerState, compatibility: Mapping[str, Any]) -> None:
-    """Write into a checkpoint under way. Raises CheckpointError on what JSON has not."""
+    """Writes into a checkpoint under way. Raises CheckpointError on what JSON does not have."""
     names = [f.name for f in dataclasses.fields(state) if f.name not in ("ledger", "groups")]
     small = {name: getattr(state, name) for name in names}
     draft.write(_STATE, _json(small, _STATE))
@@ -97,12 +97,12 @@ def load_controller_state(checkpoint: Checkpoint) -> ControllerState:
 
 
 def load_compatibility(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The settings that a resumed run must share. Raises CheckpointError as `load_controller_state`."""
+    """Returns the settings that a resumed run must share. Raises as `load_controller_state`."""
     return dict(json.loads(checkpoint.read(_COMPATIBILITY)))
 
 
 def compatibility_record(config: Config) -> dict[str, Any]:
-    """The settings that must not change on resume, one entry per leaf: `data.batch_size`,
+    """Returns the settings that must not change on resume, one entry per leaf: `data.batch_size`,
     `data.train.0.path`, …
 
     Take it from the configuration as the user wrote it, before a warm start sets `model.path`.
@@ -123,7 +123,7 @@ def check_compatible(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
 
 
 def _json(value: Any, name: str) -> bytes:
-    """A line of JSON. Raises CheckpointError naming the file where it would not come back as it is."""
+    """Returns a line of JSON. Raises CheckpointError naming the file where it would come back changed."""
     try:
         _require_text_keys(value)
         return json.dumps(value, allow_nan=False).encode() + b"\n"

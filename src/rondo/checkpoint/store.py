@@ -205,12 +205,14 @@ class CheckpointStore:
 
     def clean(self) -> None:
         """Removes what a killed writer left. For the writer only: it must hold the run folder's lock."""
-        for path in list(self.directory.iterdir()) if self.directory.is_dir() else []:
+        if not self.directory.is_dir():
+            return
+        for path in list(self.directory.iterdir()):  # a list: what is removed must not move the walk
             if path.name.startswith((_WRITING, _REMOVING)):
                 shutil.rmtree(path)
 
     def _prune(self, written: int) -> None:
-        """All but the newest `keep` go; `written` never. Renamed first: a kill leaves no half checkpoint."""
+        """Removes all but the newest `keep`, never `written`. Renames first: a kill leaves nothing half."""
         for step in self.steps()[: -self.keep]:
             if step != written:
                 path = self.path_of(step)
@@ -251,7 +253,7 @@ def _folder_bytes(path: Path) -> int:
 
 
 def _says_full(error: BaseException | None) -> bool:
-    """The error, or one that it came from, is a full disk; workers' errors arrive as text."""
+    """Says whether the error, or one that it came from, is a full disk; workers' errors arrive as text."""
     seen: set[int] = set()
     words = [os.strerror(code) for code in _DISK_FULL]
     while error is not None and id(error) not in seen:

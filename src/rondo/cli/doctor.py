@@ -49,8 +49,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the findings; 0 when rondo can train here with its native engine, 1 when it cannot. With a run: 0
-    when all that it has saved is whole, 1 when it is not.
+    """Prints the findings; returns 0 when rondo can train here with its native engine, 1 when it cannot. With
+    a run: 0 when all that it has saved is whole, 1 when it is not.
     """
     if args.run is not None:
         from rondo.cli import doctor_run
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine() -> list[Finding]:
-    """Everything that `rondo doctor` knows. Imports torch (if it is there); raises nothing."""
+    """Returns everything that `rondo doctor` knows. Imports torch (if it is there); raises nothing."""
     sections: tuple[Callable[[], Iterator[Finding]], ...] = (
         _core,
         _machine,
@@ -86,7 +86,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _found(section: str, what: str, version: str | None, remedy: str, about: str = "") -> Finding:
-    """Whether a package is there. about: of it, behind its version."""
+    """Says whether a package is there. about: of it, behind its version."""
     if version:
         return Finding(section, what, "ok", f"{version}{about}")
     return Finding(section, what, "no", "not installed", remedy)
@@ -138,7 +138,7 @@ def _shared_memory() -> Iterator[Finding]:
     if not Path("/dev/shm").is_dir():
         return
     free = shutil.disk_usage("/dev/shm").free
-    low = free < 1 << 30
+    low = free < 1 << 30  # containers get 64 MiB unless told otherwise
     remedy = "Ray keeps batches there: start the container with --shm-size=8g" if low else ""
     yield Finding("machine", "/dev/shm", "no" if low else "info", f"{_gib(free)} free", remedy)
 
@@ -182,7 +182,7 @@ def _engines() -> Iterator[Finding]:
 
 
 def _unusable(engine: str) -> str:
-    """Why an installed engine cannot be used; empty: it can."""
+    """Says why an installed engine cannot be used; "" if it can."""
     import torch
 
     from rondo.errors import ConfigError
@@ -224,7 +224,12 @@ def _attention() -> Iterator[Finding]:
     if varlen and modern:
         yield Finding("attention", "torch varlen", "ok", "bfloat16 and float16")
     else:
-        why = "no CUDA device" if not cuda else "compute capability below 8.0" if varlen else "torch has none"
+        if not cuda:
+            why = "no CUDA device"
+        elif varlen:
+            why = "compute capability below 8.0"
+        else:
+            why = "torch has none"
         yield Finding("attention", "torch varlen", "no", why, "")
 
 

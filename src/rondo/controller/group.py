@@ -44,7 +44,7 @@ class WorkerGroup:
 
     @property
     def alive(self) -> tuple[int, ...]:
-        """The ranks whose host takes calls. A host counts as dead from the first call that finds it so."""
+        """Returns the ranks whose host takes calls. A host is dead once a call has found it so."""
         return tuple(rank for rank, host in enumerate(self._hosts) if host.broken is None)
 
     async def call(

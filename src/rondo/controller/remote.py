@@ -24,8 +24,8 @@ from rondo.controller.host import Host, failure_of
 from rondo.transport.link import PICKLE_ERRORS
 from rondo.usage import children_cpu_seconds
 
-START_SECONDS = 300.0
-CLOSE_SECONDS = 10.0
+START_SECONDS = 300.0  # for hosts to come up and join: imports and a cold disk take minutes
+CLOSE_SECONDS = 10.0  # for a host to close its workers; then it is killed
 _log = logging.getLogger(__name__)
 
 
@@ -194,7 +194,7 @@ def unpack_reply(raw: bytes) -> Reply:
 
 
 def _pack_reply(reply: Reply) -> bytes:
-    """The exception is pickled on its own: where it cannot be read, the failure still arrives."""
+    """Pickles the exception on its own: where it cannot be read, the failure still arrives."""
     cause = reply.failure.cause if reply.failure is not None else None
     if reply.failure is not None:
         reply = replace(reply, failure=replace(reply.failure, cause=None))
@@ -264,8 +264,9 @@ class HostProgram:
 
 
 def worker_environment(threads: int) -> dict[str, str]:
-    """Environment of the host processes: import what the controller can import, and no more threads than
-    planned."""
+    """Makes the environment of the host processes: import what the controller can import, and no more threads
+    than planned.
+    """
     own = tuple(os.path.realpath(path) for path in sysconfig.get_paths().values())
     entries = [os.path.realpath(entry) for entry in sys.path if os.path.exists(entry or ".")]
     path = [entry for entry in entries if not entry.startswith(own)]

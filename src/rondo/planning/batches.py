@@ -42,7 +42,7 @@ def mini_batch_orders(mini_batch: np.ndarray, epochs: int, *, seed: int, step: i
     mini_batch: [B], of `plan_mini_batches`. Membership is fixed for a step; only the order changes from epoch
     to epoch.
     """
-    number = int(mini_batch.max(initial=-1)) + 1
+    number = int(mini_batch.max(initial=-1)) + 1  # 0 without rows
     seeds = [request_seed(seed, "mini_batch_order", step, epoch) for epoch in range(epochs)]
     return [np.random.default_rng(of_epoch).permutation(number).tolist() for of_epoch in seeds]
 

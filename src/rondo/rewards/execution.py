@@ -17,7 +17,7 @@ from typing import Any
 from rondo.errors import ConfigError, DataError, RewardError
 from rondo.transport.child import CallFailedError, Child, ProcessLostError
 
-_START_SECONDS = 120.0
+_START_SECONDS = 120.0  # for a process to import the user's reward function
 _GRACE_SECONDS = 2.0  # a process ends itself at the time limit; after this much more it is killed
 
 

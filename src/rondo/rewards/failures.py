@@ -15,7 +15,7 @@ from rondo.types import Outcome, Trajectory
 logger = logging.getLogger(__name__)
 
 _LOGGED_FAILURES = 3  # of one kind
-_LOGGED_CHARACTERS = 2000
+_LOGGED_CHARACTERS = 2000  # of one failure
 
 
 class ScoringError(Exception):

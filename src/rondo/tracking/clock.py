@@ -94,7 +94,7 @@ class Clock:
             self._sample()
 
     def call_sent(self, role: str, rank: int, device: int, method: str) -> None:
-        """Is told that a call went out; see CallWatcher."""
+        """Notes that a call went out; see CallWatcher."""
         busy = self._busy_on(role, device)
         if role != ROLLOUT or method in GENERATING:
             busy.running += 1
@@ -105,7 +105,7 @@ class Clock:
     def call_ended(
         self, role: str, rank: int, device: int, method: str, start: float, end: float, *, died: bool
     ) -> None:
-        """Is told that a call came back, or that its host died; see CallWatcher."""
+        """Notes that a call came back, or that its host died; see CallWatcher."""
         busy = self._busy_on(role, device)
         if role != ROLLOUT or method in GENERATING:
             busy.running -= 1

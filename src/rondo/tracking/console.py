@@ -23,7 +23,7 @@ from rondo.tracking.view import render_report, render_run
 Mode = Literal["auto", "live", "plain", "off"]
 
 _REFRESH_PER_SECOND = 2  # drawing takes CPU time from training
-_WARNINGS_SHOWN = 3
+_WARNINGS_SHOWN = 3  # the latest; all are in the log
 _PLAIN_SUPERVISED_LINES = 40  # steps of supervised training are many and short: a log shows some of them
 
 
@@ -185,7 +185,7 @@ class Console:
         self._warnings.clear()
 
     def _render(self) -> RenderableType:
-        """Called by the live display's thread."""
+        """Returns the panel, for the live display's thread."""
         view, activity = self._view, None
         activities = list(self._activities)  # the loop's thread may end one meanwhile
         if activities:
@@ -203,7 +203,7 @@ class Console:
         )
 
     def _line(self, message: str, style: str = "") -> None:
-        """One line of any length; markup in it is text."""
+        """Prints one line of any length; markup in it is text."""
         self.out.print(Text(clean_text(message, self.out.encoding), style=style), soft_wrap=True)
 
 

@@ -21,7 +21,7 @@ _COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "red")
 def render_run(
     view: RunView, warnings: Sequence[str], activity: RenderableType | None, width: int = 100
 ) -> RenderableType:
-    """The live panel; made for 100 columns, usable from 60."""
+    """Returns the live panel, made for 100 columns, usable from 60."""
     header = view.header
     title = Text.assemble(("rondo", "bold"), f" · {header.algorithm} · {header.model} · {header.device} ")
     parts: list[RenderableType] = [_progress(view), Text(), _numbers(view, width)]
@@ -76,7 +76,7 @@ def _numbers(view: RunView, width: int) -> RenderableType:
 
 
 def _phases(shares: Sequence[tuple[str, float]], width: int = 24) -> RenderableType:
-    """A bar of coloured stretches and its legend.
+    """Returns a bar of coloured stretches and its legend.
 
     Widths are cut from the running total, so that they add up.
     """
@@ -103,7 +103,7 @@ def _sample(step: int, sample: Sample) -> list[RenderableType]:
 
 
 def render_report(report: Report, encoding: str = "utf-8") -> RenderableType:
-    """The final table: numbers before and after, answers to the same prompts, facts."""
+    """Returns the final table: numbers before and after, answers to the same prompts, facts."""
     ascii_only = not encoding.lower().startswith("utf")
     box = ASCII if ascii_only else SIMPLE_HEAD
     parts: list[RenderableType] = []

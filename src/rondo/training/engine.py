@@ -362,8 +362,7 @@ class FsdpEngine:
         """Writes a Hugging Face folder (config, safetensors; a critic's value head beside). Collective."""
         keep = dist.get_rank(self._group) == 0
         tensors = {}
-        # Every rank runs through it, and one keeps: gathering is collective. Buckets of 256 MiB fit beside
-        # any model that trains.
+        # All ranks run through it, since gathering is collective; one keeps the tensors.
         for name, tensor in separate(self.gathered_parameters(256 << 20)):
             if keep:
                 tensors[name] = tensor.to("cpu", copy=True)

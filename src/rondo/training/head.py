@@ -180,8 +180,7 @@ class _TokenLogProbs(torch.autograd.Function):
         topk_ids = torch.cat(ids)
         narrow_ids = topk_ids.int()
         # What the backward pass cannot compute again cheaply: the inputs, and of the outputs entropy, which
-        # is in its own derivative, and topk's ids, as int64, by which gradients are scattered. (`ctx.kept` is
-        # no input or output, so autograd need not know of it.)
+        # is in its own derivative, and topk's ids, as int64, by which gradients are scattered.
         ctx.save_for_backward(hidden, weight, bias, targets, entropy, topk_ids)
         ctx.temperature = temperature
         ctx.chunk = chunk

@@ -15,7 +15,7 @@ from rondo.transport.forkserver import ForkServer
 from rondo.transport.link import DROP, PICKLE_ERRORS, Call, Failure, Link, Reply
 from rondo.transport.process import ChildProcess
 
-CLOSE_SECONDS = 10.0
+CLOSE_SECONDS = 10.0  # for a process to end by itself; then it is killed
 _log = logging.getLogger(__name__)
 
 
@@ -78,7 +78,7 @@ class Child:
 
     @property
     def lost(self) -> ProcessLostError | None:
-        """Why it answers no more; None: it lives."""
+        """Says why it answers no more; None while it lives."""
         return self._lost
 
     def when_lost(self, tell: Callable[[ProcessLostError], None]) -> None:

@@ -44,7 +44,8 @@ class ForkServer:
 
     def __init__(self, preload: Sequence[str], environment: Mapping[str, str]) -> None:
         self._lock = threading.Lock()
-        self._connection, theirs = socket.socketpair()
+        ours, theirs = socket.socketpair()
+        self._connection = ours
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "rondo.transport.forkserver", str(theirs.fileno()), *preload],

@@ -21,7 +21,7 @@ from typing import Any
 
 _HEADER = struct.Struct("<QI")
 _DESCRIPTORS_AT_ONCE = 250  # the kernel takes 253 a message
-_ALIGNMENT = 64
+_ALIGNMENT = 64  # of each part: a cache line, and what Arrow recommends for its buffers
 
 
 class Frame:
@@ -144,7 +144,7 @@ class SharedObject:
     def close(self) -> None:
         """Gives the descriptor back; objects that were loaded stay valid. A second call does nothing."""
         descriptor = self.descriptor
-        self.descriptor = -1
+        self.descriptor = -1  # no descriptor has that number: it is closed
         if descriptor >= 0:
             os.close(descriptor)
 

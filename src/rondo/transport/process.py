@@ -24,7 +24,7 @@ from typing import IO, Protocol
 from rondo.errors import ConfigError
 from rondo.transport.forkserver import ForkServer
 
-_TAIL_LINES = 30
+_TAIL_LINES = 30  # of what a process said, in the error that tells of its end: a traceback fits
 _GUARD = Path(__file__).with_name("guard.py")
 _log = logging.getLogger(__name__)
 

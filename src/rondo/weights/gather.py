@@ -5,7 +5,7 @@ from __future__ import annotations
 from rondo.weights.layout import Layout
 from rondo.weights.sync import SyncReport, WeightSink, WeightSource
 
-DEFAULT_BUCKET_BYTES = 256 << 20
+DEFAULT_BUCKET_BYTES = 256 << 20  # beside the shards on a device: little, and enough for few collectives
 
 
 def gather_into(

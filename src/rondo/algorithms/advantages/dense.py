@@ -24,7 +24,7 @@ def prime(
     gamma: float = 1.0,
     process_coef: float = 1.0,
 ) -> Tensor:
-    """Process and outcome rewards, each with its leave-one-out baseline: [B, T] (PRIME, 2502.01456 Eq. 5).
+    """Adds process and outcome rewards, each less a leave-one-out baseline: [B, T] (PRIME 2502.01456 Eq. 5).
 
     A_t = c Σ_{s>=t} γ^{s-t} (r_s - mean_{j≠i} r̄_j) + R - mean_{j≠i} R_j over trained tokens, where r is the
     implicit process reward β log(π_prm / π_ref), process_rewards [B, T], r̄_j its mean over the tokens of

@@ -116,7 +116,7 @@ def gdpo(
     weights: Sequence[float] | None = None,
     eps: float = 1e-6,
 ) -> Tensor:
-    """Normalise each score in its group, sum with `weights`, whiten over the batch's tokens: [B] (GDPO,
+    """Normalises each score in its group, sums with `weights`, whitens over the batch's tokens: [B] (GDPO,
     2601.05242).
 
     scores: [B, K], one column per named score; NaN where a row has no such score (it is then in no statistic

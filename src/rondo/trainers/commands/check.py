@@ -60,7 +60,7 @@ def check_rl(loaded: LoadedConfig) -> Program:
 
 
 def _planned(config: Config, recorded: Recorded | None, found: Findings) -> Program | None:
-    """The program of a configuration whose algorithm stands by itself, and what does not fit it."""
+    """Returns the program of a configuration whose algorithm stands by itself, and what does not fit it."""
     found.of(_check_group_size, config)
     found.of(_check_scores, config, recorded)
     program = found.of(plan_program, config, recorded)
@@ -124,7 +124,7 @@ def _unread(loaded: LoadedConfig, program: Program | None) -> Iterator[ConfigErr
 
 
 def _columns_of_unread(program: Program) -> dict[str, str]:
-    """The sections of roles that a run does not have, and the columns that would bring such a role."""
+    """Returns the sections of roles that a run does not have, and the columns that would bring such one."""
     made = {column for producer in program.producers for column in producer.columns}
     sections = {ROLES[role].section for role in program.all_roles if role in ROLES}
     unread = {r.section: r.read_by for r in ROLES.values() if r.read_by and r.section not in sections}

@@ -56,7 +56,7 @@ class Findings:
 
 @contextmanager
 def second_pass(loaded: LoadedConfig) -> Iterator[Findings]:
-    """The checks of a command stand inside; what they find is raised at the end, located, as one error."""
+    """Collects what the checks of a command inside find; it is raised at the end, located, as one error."""
     findings = Findings()
     with located(loaded):
         with collected(findings.problems):
@@ -88,7 +88,7 @@ def changed_keys(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
 
 
 def _leaf(config: Config, key: str) -> Any:
-    """The section or value below which the dotted `key` lies, as deep as there are fields."""
+    """Returns the section or value below which the dotted `key` lies, as deep as there are fields."""
     value: Any = config
     for part in key.split("."):
         if not hasattr(value, part):

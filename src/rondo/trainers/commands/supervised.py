@@ -82,7 +82,7 @@ async def warm_started(run: Run, folder: Path) -> Config:
 
 
 def _warm_start_config(sft_config: Config, config: Config) -> Config:
-    """The SFT recipe with this run's seed, trackers and cluster; it always exports.
+    """Returns the SFT recipe with this run's seed, trackers and cluster; it always exports.
 
     It trains the actor on as many devices as the run will, so that the placement of other roles changes
     nothing.

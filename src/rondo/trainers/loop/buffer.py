@@ -324,7 +324,7 @@ class Buffer:
         return groups
 
     def credits(self) -> int:
-        """How many more groups may start now."""
+        """Says how many more groups may start now."""
         return may_admit(
             num_admitted=self.ledger.next_seq - len(self.ledger.reissue),  # they hold or have used a credit
             num_dropped=len(self.ledger.dropped) - self._unused,

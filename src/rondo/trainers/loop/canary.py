@@ -43,7 +43,8 @@ class Canary:
         self.tolerance = max(TOLERANCE[dtype] for dtype in self._dtypes)
 
     async def check(self, version: int) -> float:
-        """The largest gap of one log-prob, over all engines that serve `version`; they must be running.
+        """Returns the largest gap of one log-prob, over all engines that serve `version`; they must be
+        running.
 
         Raises WeightSyncError where it is over the tolerance, naming engine and, where that engine can read
         its weights back, the first tensor that differs.

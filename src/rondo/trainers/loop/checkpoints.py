@@ -51,11 +51,11 @@ class Checkpoints:
         """Looks, before anything starts, whether there is a checkpoint that is whole and fits. Raises
         CheckpointError.
         """
-        _ = self._newest
+        _ = self._newest  # looked at for its errors
 
     @cached_property
     def _newest(self) -> Checkpoint | None:
-        """What an earlier attempt left to go on from, if anything; looked at once."""
+        """Returns what an earlier attempt left to go on from, if anything; looked at once."""
         checkpoint = self._store.latest() if self._folder.resuming else None
         if checkpoint is not None:
             with self._store.way_out_named(checkpoint.step):
@@ -116,7 +116,8 @@ class Checkpoints:
 
     async def write(self, trainer: Resumable) -> None:
         """Writes what was cut; the trainer may go on meanwhile."""
-        state, self.cut = self.cut, None
+        state = self.cut
+        self.cut = None
         assert state is not None
         with self._store.writing(state.step) as draft:
             for role, group in trainer.saved_roles().items():

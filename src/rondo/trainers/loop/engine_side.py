@@ -56,7 +56,7 @@ class RolloutSide(Episodes, Protocol):
         ...
 
     async def start_counting(self) -> None:
-        """A step begins here: what the engines counted until now belongs to none."""
+        """Begins a step: what the engines counted until now belongs to none."""
         ...
 
     async def evaluate(self) -> EvaluationResult:
@@ -132,7 +132,7 @@ class EngineSide:
         return await restarted(self._rollout)
 
     async def _enter(self, phase: Phase) -> None:
-        """The engines rest or wake as the phase asks (rollout.sleep); they are paused."""
+        """Lets the engines rest or wake as the phase asks (rollout.sleep); they are paused."""
         await self._rollout.call_each(RolloutWorker.enter, phase)
 
     async def end_step(self) -> StepStats:

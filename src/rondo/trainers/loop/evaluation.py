@@ -110,7 +110,7 @@ def summarise(records: Sequence[EvaluationRecord], kind: str) -> dict[str, float
 
 
 def _rewards(scored: Sequence[EvaluationRecord], kind: str) -> dict[str, float]:
-    """The metrics that are rewards."""
+    """Returns the metrics that are rewards."""
     by_prompt: dict[str, list[EvaluationRecord]] = defaultdict(list)
     for record in scored:
         by_prompt[record.prompt_id].append(record)
@@ -137,7 +137,9 @@ def _rewards(scored: Sequence[EvaluationRecord], kind: str) -> dict[str, float]:
 
 
 def _majority(group: Sequence[EvaluationRecord]) -> float:
-    """The reward of the first answer among the most frequent ones; answers that name nothing do not vote."""
+    """Returns the reward of the first answer among the most frequent ones; answers that name nothing do not
+    vote.
+    """
     votes = Counter(record.answer for record in group if record.answer is not None)
     if not votes:
         return 0.0

@@ -154,8 +154,8 @@ class EpisodeFeeder:
             self._buffer.put(Group(seq, version, oldest, ref, ended))
 
     async def hold(self, unless_stranded: Callable[[Awaitable[object]], Awaitable[str]]) -> None:
-        """When this returns nothing decodes, until the engines resume and `Buffer.advance` lets prompts start
-        again. unless_stranded: of the `Mender`.
+        """Stops the episodes: when this returns nothing decodes, until the engines resume and
+        `Buffer.advance` lets prompts start again. unless_stranded: of the `Mender`.
 
         finish: drain what is in flight, scoring and refills included; or until an engine was started again,
         whose requests wait for weights that only the publish after this brings: then what is left is given

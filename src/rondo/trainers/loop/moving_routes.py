@@ -74,7 +74,7 @@ class CollectiveRoute:
         return dataclasses.replace(report, lost=lost or None)
 
     async def _prepare(self) -> tuple[int, ...]:
-        """The ranks to serve; both sides know the transfer to them."""
+        """Returns the ranks to serve; both sides know the transfer to them."""
         ranks = self._rollout.alive
         if not ranks:
             raise WeightSyncError("no rollout rank is left to send weights to")
@@ -94,8 +94,8 @@ class CollectiveRoute:
         sending: asyncio.Task[list[SendReport]],
         receiving: Mapping[int, asyncio.Task[SyncReport]],
     ) -> dict[int, str]:
-        """Rollout ranks that died meanwhile, when all others are done. Raises what is no death, without
-        waiting for those who now wait for ever.
+        """Returns rollout ranks that died meanwhile, when all others are done. Raises what is no death,
+        without waiting for those who now wait for ever.
         """
         pending: set[asyncio.Task[Any]] = {sending, *receiving.values()}
         while pending:
@@ -117,8 +117,8 @@ class CollectiveRoute:
         return lost
 
     def _missed(self, sending: asyncio.Task[list[SendReport]]) -> dict[int, str]:
-        """Rollout ranks that did not get everything. Raises the sender's error: a receiver's never becomes
-        one, so that it is a cause and no echo.
+        """Returns rollout ranks that did not get everything. Raises the sender's error: a receiver's never
+        becomes one, so that it is a cause and no echo.
         """
         rank_of = {device: rank for rank, device in enumerate(self._rollout.devices)}
         reports = reversed(sending.result())

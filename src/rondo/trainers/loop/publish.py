@@ -52,7 +52,7 @@ class WeightPublisher:
         self._shared = shared
         self._enter = enter
         self._canary = canary
-        self._version = -1  # that the engines serve
+        self._version = -1  # that the engines serve; -1: none yet
         self._held = False  # the episodes
         self._changes = False  # the weights: `mender.changing` is ours
         self.mender = Mender(episodes.restarted, self._reload, check=self._check, warn=warn)
@@ -62,7 +62,7 @@ class WeightPublisher:
         await self._episodes.pause()
         await self._load(version)
         await self._episodes.resume()
-        self._buffer.advance(version)
+        self._buffer.advance(version)  # last: it gives credits, and prompts start on these at once
 
     async def rest(self) -> None:
         """Engines that rest while the trainer computes (rollout.sleep) are held from here to `release`."""
@@ -75,6 +75,7 @@ class WeightPublisher:
         that anybody is served. Episodes are held, once; if_shared: only where their engines have the
         trainer's storage.
         """
+        # The lock first: while it is held, a hold does not wait for an engine that was started again.
         if not self._changes:
             await self.mender.changing.acquire()
             self._changes = True
@@ -99,11 +100,11 @@ class WeightPublisher:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Between `publish` and `release`: the engines run inside, for an evaluation."""
+        """Lets the engines run inside, for an evaluation between `publish` and `release`."""
         await self._episodes.resume()
         self.mender.changing.release()  # only now: the mender pauses and resumes engines that run
         yield
-        await self.mender.changing.acquire()
+        await self.mender.changing.acquire()  # before the pause: the mender would resume what it has mended
         await self._episodes.pause()
 
     async def release(self, version: int, stats: StepStats) -> None:
@@ -112,7 +113,7 @@ class WeightPublisher:
         self._buffer.advance(version)
         self._held = False
         self._changes = False
-        self.mender.changing.release()
+        self.mender.changing.release()  # after `resume`: the mender pauses and resumes engines that run
         if self._canary is not None:  # the engines run, and the trainer holds what they serve
             gap = await self.mender.served(self._canary(version))
             stats.add_max("weights/canary_gap", gap)

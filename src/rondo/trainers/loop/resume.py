@@ -20,7 +20,7 @@ FREE = (
 
 
 def already_finished(folder: RunFolder, config: Config, console: Console) -> dict[str, Any] | None:
-    """The summary of a run that is complete as asked for, or None when there is something to do.
+    """Returns the summary of a run that is complete as asked for, or None when there is something to do.
 
     Settings that differ from those that the folder was made with are said where the run goes on; where the
     earlier run is now, when it cannot go on. Raises ConfigError where it is finished: nothing would be
@@ -52,5 +52,7 @@ def already_finished(folder: RunFolder, config: Config, console: Console) -> dic
 
 
 def differences(old: Config, new: Config, *, free: Sequence[str] = ()) -> list[str]:
-    """A line for every setting with which two runs are not the same. free: keys that may differ besides."""
+    """Returns a line for every setting with which two runs are not the same. free: keys that may differ
+    besides.
+    """
     return changes(leaves_of(old), leaves_of(new), "before", free=(*FREE, *free))

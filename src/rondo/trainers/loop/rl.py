@@ -132,7 +132,7 @@ class RLRun:
     async def start(self) -> None:
         """Resumes if there is something to resume, serves the weights, proves that they are the trainer's."""
         self.clock.count_cpu(await self.cluster.cpu_seconds())  # from here on: not what loading took
-        await self.checkpoints.restore(self)
+        await self.checkpoints.restore(self)  # first: it says at which step, and loads what is then served
         await self.weights.start(self.step)
         if self.side.canary is None:
             return
@@ -162,7 +162,7 @@ class RLRun:
             if not self.buffer.stopped:
                 await self.finish_evaluation()
         finally:
-            await cancel(feeding)
+            await cancel(feeding)  # before `close`: it would start what that gives back
             await self.feeder.close()
             if self._evaluating is not None:  # the run that goes on from here evaluates again
                 await cancel(self._evaluating)
@@ -246,28 +246,30 @@ class RLRun:
         """Ends a step: its weights are held for, loaded, confirmed; then what is due while nothing decodes;
         release.
         """
-        self.step += 1
+        self.step += 1  # first: the weights below are this version, and what is due depends on it
         refresh_every = self.config.reference.refresh_every
         if refresh_every is not None and self.step % refresh_every == 0:
             # The reference becomes the policy (SPPO, SPIN).
             await self.roles.group("reference").call(ModelWorker.copy_parameters_from, "actor")
         evaluation = self._evaluation_due()
         with self.clock.phase("publish"):
-            await self.finish_evaluation()
+            await self.finish_evaluation()  # before engines get other weights than it measures
             await self.weights.publish(self.step, stats)
+            # Counted while nothing decodes, and before this step's evaluation, whose tokens are no step's.
             stats.merge(await self.side.end_step())
             for name, value in self.buffer.end_step().items():
                 stats.add_sum(name, value)
             if evaluation == "alone":
                 async with self.weights.running():
                     self._evaluated.append(await self.evaluate())
-                await self.side.start_counting()  # evaluation's tokens are no step's
+                await self.side.start_counting()
             every = self.config.checkpoint.every
             if every is not None and (self.step % every == 0 or self.step == self.total_steps):
+                # Before the release: nothing trains or decodes, so all parts are of one moment.
                 await self.checkpoints.snapshot(self)
             await self.weights.release(self.step, stats)
         self.clock.mark("publish", {"version": self.step})
-        if evaluation == "beside":
+        if evaluation == "beside":  # after the release: the engines run
             self._evaluating = asyncio.create_task(self.side.evaluate(), name=f"evaluation-{self.step}")
 
     async def report(self, scored: BatchRef, stats: StepStats) -> None:
@@ -283,7 +285,8 @@ class RLRun:
             explained = explained_variance(values)
             if explained is not None:
                 extra["critic/explained_variance"] = explained
-        evaluated, self._evaluated = self._evaluated, []
+        evaluated = self._evaluated
+        self._evaluated = []
         for result in evaluated:
             extra |= result.metrics
         extra["perf/driver_bytes"] = float(self.cluster.driver_bytes() - self._driver_bytes)
@@ -342,8 +345,8 @@ class RLRun:
         return {role: self.roles.group(role) for role in roles}
 
     async def state(self) -> ControllerState:
-        """The controller's part of a checkpoint; groups in flight are listed to be issued again, whatever
-        becomes complete while the others are fetched.
+        """Returns the controller's part of a checkpoint; groups in flight are listed to be issued again,
+        whatever becomes complete while the others are fetched.
         """
         ready, partial = dict(self.buffer.ready), self.feeder.partial()
         rows = partial | {seq: group.ref for seq, group in ready.items()}
@@ -364,7 +367,7 @@ class RLRun:
 
     async def load_state(self, state: ControllerState) -> None:
         """Goes on where `state` was cut."""
-        self.step = state.step
+        self.step = state.step  # also the version: a publish ends every step
         self.coefficients.load_state(dict(state.extra))
         self.clock.load_state(state.timers)
         groups = [
@@ -410,15 +413,16 @@ class RLTrainer(RLRun):
             rows = with_scores_of(everything, scored) if self._models_score else everything
             await self.reporter.rollouts(self.step + 1, rows)
         batch = await self._through(self.program.stages, scored, step)
-        await self.weights.hold(if_shared=True)
+        await self.weights.hold(if_shared=True)  # samplers must not read what an optimizer step writes
         if self.step >= self._warmup_steps:
             with self.clock.phase("update_actor"):
                 loss, epochs = self.program.actor_loss, self.config.actor.epochs
                 joined = self._pretraining
                 step.stats.merge(await update_actor(self.roles.actor, batch, loss, epochs, step, joined))
-            self.coefficients.adapt(scored, step.stats)
+            self.coefficients.adapt(scored, step.stats)  # for the next step: this one's rows have had theirs
         await self.publish(step.stats)
         await self.report(scored, step.stats)
+        # Last: a run that goes on from the checkpoint must find the metrics of its step on disk.
         with self.clock.phase("checkpoint"):
             if self.checkpoints.cut is not None:
                 await self.checkpoints.write(self)

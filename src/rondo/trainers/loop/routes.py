@@ -30,13 +30,13 @@ class Route(Protocol):
     moves: bool
 
     async def load(self, version: int) -> SyncReport:
-        """Every engine serves `version`, and has confirmed it; the engines are paused. Raises
+        """Makes every engine serve `version`, and confirm it; the engines are paused. Raises
         WeightSyncError (or the WorkerError around it).
         """
         ...
 
     def describe(self) -> str:
-        """One line for the log."""
+        """Returns one line for the log."""
         ...
 
 
@@ -59,7 +59,7 @@ def make_route(config: Config, roles: Roles, folder: Path) -> Route:
 
 
 def remove_files(folder: Path) -> None:
-    """What a disk route left in a run's folder: nobody reads it after the run."""
+    """Removes what a disk route left in a run's folder: it is not read after the run."""
     remove_weights(folder / FOLDER)
     with contextlib.suppress(OSError):  # it is not there, or something else is in it
         (folder / FOLDER).rmdir()

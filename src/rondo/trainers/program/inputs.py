@@ -71,7 +71,7 @@ def complete_model(config: Config) -> Config:
 
 
 def load_prompts(config: Config) -> Prompts:
-    """Read and tokenise the sources. Raises DataError or ConfigError naming file, row and column."""
+    """Reads and tokenises the sources. Raises DataError or ConfigError naming file, row and column."""
     tokenizer, data = open_tokenizer(config), config.data
     train = PromptStream(
         data.train,

@@ -18,6 +18,7 @@ def lm_weights(tokens: np.ndarray, mini_batch: np.ndarray, coef: float) -> np.nd
     """Returns coef / (all of `tokens` in the row's mini-batch), 0 for rows without: the mean over those
     tokens.
     """
+    # Without rows the last number is -1, and there are no totals.
     totals = np.bincount(mini_batch, weights=tokens, minlength=int(mini_batch.max(initial=-1)) + 1)
     return np.where(tokens > 0, coef / np.maximum(totals[mini_batch], 1), 0.0)
 
@@ -54,7 +55,8 @@ class Pretraining:
         per_token = {name: _zeros(like.array(name).type, offsets) for name in missing}
         lengths = ("prompt_length", "response_length", "num_trained_tokens")
         planned = {
-            ROW_ID: -1 - rows.scalars(ROW_ID),  # negative: no row of an episode has such a number
+            # Negative: no row of an episode has such a number. Less 1, since there is no -0.
+            ROW_ID: -1 - rows.scalars(ROW_ID),
             "mini_batch": mini_batch,
             "loss_weight": np.zeros(len(rows)),
             "lm_weight": lm_weights(rows.scalars("num_trained_tokens"), mini_batch, self._coef),

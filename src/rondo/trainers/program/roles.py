@@ -91,7 +91,9 @@ def engine_of(role: str, config: Config) -> tuple[str, FrozenEngineConfig]:
 
 
 def source_of(role: str, config: Config) -> ModelSource:
-    """The weights that a role with a training engine starts from. Raises ConfigError where none are named."""
+    """Returns the weights that a role with a training engine starts from. Raises ConfigError where none are
+    named.
+    """
     section, engine = engine_of(role, config)
     if isinstance(engine, RewardModelConfig):
         if engine.path is None:

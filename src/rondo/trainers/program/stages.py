@@ -117,9 +117,9 @@ class CorrectionStage:
         return f"{', '.join((*self.writes, 'response_mask'))} <- {self._said}"
 
     async def __call__(self, batch: BatchRef, step: Step) -> BatchRef:
-        """The batch with `rollout_weights` (where importance is set); where something is rejected, with a
-        smaller `response_mask` and its `num_trained_tokens`, so that loss weights count what is left (D15,
-        D16).
+        """Returns the batch with `rollout_weights` (where importance is set); where something is rejected,
+        with a smaller `response_mask` and its `num_trained_tokens`, so that loss weights count what is left
+        (D15, D16).
         """
         tokens = await padded_columns(batch, self.columns)
         old, rollout, mask = (tokens[name] for name in self.columns)
@@ -179,7 +179,7 @@ class PreparationStage:
         return f"{', '.join(self.writes)} <- controller, per mini-batch ({self._name})"
 
     async def __call__(self, batch: BatchRef, step: Step) -> BatchRef:
-        """The batch with what `prepare` makes of each mini-batch (index column `mini_batch`).
+        """Returns the batch with what `prepare` makes of each mini-batch (index column `mini_batch`).
 
         Raises TrainError when `prepare` returns another shape, or not what the loss reads.
         """

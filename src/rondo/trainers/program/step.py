@@ -68,7 +68,7 @@ class Coefficients:
 
     @property
     def adapts(self) -> bool:
-        """Whether any of them changes in this run."""
+        """Says whether any of them changes in this run."""
         return self._adapts_kl or self._constraint is not None
 
     @property
@@ -88,7 +88,7 @@ class Coefficients:
             self._follow_cost(self._constraint, batch, stats)
 
     def _follow_cost(self, constraint: ConstraintConfig, batch: BatchRef, stats: StepStats) -> None:
-        """λ follows the moving average of the cost."""
+        """Lets λ follow the moving average of the cost."""
         assert self.multiplier is not None
         mean = float(batch.index.scalars(SCORE(constraint.cost)).mean())
         self._average_cost = smooth_cost(self._average_cost, mean, constraint.smoothing)
@@ -99,7 +99,7 @@ class Coefficients:
         )
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint; a coefficient that does not adapt is the configuration's."""
+        """Returns what a checkpoint keeps; a coefficient that does not adapt is the configuration's."""
         return {
             "kl_coef": self.kl_coef if self._adapts_kl else None,
             "constraint": [self.multiplier, self._average_cost],
@@ -109,7 +109,9 @@ class Coefficients:
         """Goes on where `state` was cut."""
         if state["kl_coef"] is not None and self._adapts_kl:
             self.kl_coef = float(state["kl_coef"])
-        self.multiplier, self._average_cost = state["constraint"]
+        multiplier, average_cost = state["constraint"]
+        self.multiplier = multiplier
+        self._average_cost = average_cost
 
 
 @dataclass
@@ -140,7 +142,7 @@ class Stage(Protocol):
 
     @property
     def writes(self) -> tuple[str, ...]:
-        """The columns that it adds, or makes anew."""
+        """Names the columns that it adds, or makes anew."""
         ...
 
     def describe(self) -> str:
@@ -148,7 +150,7 @@ class Stage(Protocol):
         ...
 
     async def __call__(self, batch: BatchRef, step: Step) -> BatchRef:
-        """The batch with more columns, or with fewer rows."""
+        """Returns the batch with more columns, or with fewer rows."""
         ...
 
 

@@ -170,7 +170,7 @@ class RecordedSide:
         self._cluster = cluster
         self._limits = _limits(config, program)
         self._reading = asyncio.Lock()
-        self._file = -1
+        self._file = -1  # the one that `_rows` are of; -1: none yet
         self._rows = Batch.of({})
         self.index_columns = index_columns(recorded.recording.scores, greedy_baseline=program.greedy_baseline)
         self.route: Route = NoRoute()
