@@ -65,9 +65,9 @@ def test_arguments_of_a_worker_come_from_the_sections_of_its_row() -> None:
 
 def test_a_model_that_is_only_used_has_no_optimizer() -> None:
     config = Config(model=POLICY)
-    assert set(role_spec("actor", config)[1]) == {"source", "engine", "temperature"}
+    assert set(role_spec("actor", config)[1]) == {"source", "engine", "backend", "temperature"}
     trained = {"optimizer", "losses", "total_optimizer_steps"}
-    assert set(role_spec("actor", config, {})[1]) == {"source", "engine", "temperature", *trained}
+    assert set(role_spec("actor", config, {})[1]) == {"source", "engine", "backend", "temperature", *trained}
     assert not trained & set(role_spec("reference", config, {})[1])
 
 

@@ -243,24 +243,24 @@ def test_a_teams_clock_is_the_sum_of_its_threads_clocks_and_of_no_other() -> Non
     not.
     """
     counted: dict[str, float] = {}
-    ready, stop = threading.Barrier(2), threading.Event()
+    burnt, ends, stop = threading.Barrier(3), threading.Event(), threading.Event()
 
-    def busy(name: str, stay: bool) -> None:
+    def busy(name: str, until: threading.Event) -> None:
         while time.thread_time() < 0.1:
             pass
         counted[name] = time.thread_time()
-        if stay:
-            ready.wait()
-            stop.wait()
+        burnt.wait()
+        until.wait()
 
     def team() -> None:
         clock = TeamClock()
-        threads = [threading.Thread(target=busy, args=args) for args in (("stays", True), ("ends", False))]
+        threads = [threading.Thread(target=busy, args=args) for args in (("stays", stop), ("ends", ends))]
         for thread in threads:
             thread.start()
-        while "ends" not in counted:
-            clock.seconds()  # as a caller who looks now and then: what has ended is known up to the last look
-        ready.wait()
+        burnt.wait()
+        clock.seconds()  # what has ended is known up to the last look
+        ends.set()
+        threads[1].join()
         counted["own"] = time.thread_time()
         counted["reported"] = clock.seconds()
         stop.set()
@@ -270,7 +270,8 @@ def test_a_teams_clock_is_the_sum_of_its_threads_clocks_and_of_no_other() -> Non
     while runner.is_alive():  # busy beside them
         pass
     reported = counted.pop("reported")
-    assert reported == pytest.approx(sum(counted.values()), abs=0.01)
+    # Nothing is missing; what is more is the waiting, and far from what this thread has used.
+    assert sum(counted.values()) <= reported <= sum(counted.values()) + 0.05
 
 
 def test_a_teams_clock_counts_the_threads_of_a_library() -> None:

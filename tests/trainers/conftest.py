@@ -165,7 +165,7 @@ def hold_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def waiting(self: NativeEngine) -> bool:
         running = enumerate(self._decoder.scheduler.slots)
-        begun = any(s is not None and self._decoder._table.indices[slot] for slot, s in running)
+        begun = any(s is not None and self._decoder.scheduler.table.indices[slot] for slot, s in running)
         first_is_done = len(first_batch) == size and answered.issuperset(first_batch)
         if begun and first_is_done and not held.is_set():
             held.set()
