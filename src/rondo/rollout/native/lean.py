@@ -96,7 +96,6 @@ class LeanPath(GenericPath):
         config: Any = module.config
         self._layers = layer_weights(module)
         self._eps = config.rms_norm_eps
-        self._hidden = config.hidden_size
         self._heads = config.num_attention_heads
         self._kv_heads = config.num_key_value_heads
         self._head_dim = self._shapes[0].key_dim
