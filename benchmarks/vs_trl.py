@@ -2,7 +2,7 @@
 reward.
 
     .venv/bin/python benchmarks/vs_trl.py            # makes .venv-trl with TRL 1.16 when it is not there
-    .venv/bin/python benchmarks/vs_trl.py --shape qwen2.5-0.5b     # random weights; needs 16 GiB of memory
+    .venv/bin/python benchmarks/vs_trl.py --shape qwen2.5-0.5b     # random weights; needs 20 GiB of memory
 
 Both start from the same checkpoint (of the quickstart: a warm-started one), see the same prompts in the same
 order, take the same number of steps with the same group size, learning rate and loss (token-mean, clip
