@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import random
+import shutil
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,15 +15,15 @@ from typing import Any
 
 import pytest
 
-from rondo.agents import corpus as corpus_module
-from rondo.agents.corpus import index_of, search
+from rondo.agents.search import Search
 from rondo.agents.tools import Toolbox, ToolFailedError, load_tools
 from rondo.config.schema import FunctionConfig, ToolConfig
 from rondo.errors import ConfigError, DataError, StorageError, ToolError
+from rondo.search import index_of, words
 from tests.agents.scripted import call, episode, saying
 from tests.serving.conftest import TOKENIZER
 from tests.test_storage import files_no_larger_than
-from tests.trainers.conftest import inline
+from tests.trainers.conftest import inline, metrics
 
 ROWS = [
     {"id": 7, "title": "Moon", "text": "It goes around the earth, and has no air."},
@@ -98,9 +99,8 @@ def test_the_ranking_is_bm25s(tmp_path: Path) -> None:
     for _ in range(50):
         query = draw.sample(words[5:], 3)
         scores = bm25(docs, query)
-        found = [
-            passage.text.split() for passage in search(index, " ".join(["w0", *query]), 8)
-        ]  # w0: in more than half
+        hits = index.search(" ".join(["w0", *query]), 8)  # w0: in more than half
+        found = [hit.passage.text.split() for hit in hits]
         best = sorted(scores.values(), reverse=True)[:8]
         assert [scores[docs.index(doc)] for doc in found] == pytest.approx(best)
 
@@ -109,29 +109,28 @@ def test_any_text_is_a_query(passages: Path) -> None:
     """FTS5's own signs are none here."""
     index = index_of(str(passages))
     for text in ('"', "NEAR(", "AND OR NOT", "title:", "^*", "-{", "'; DROP TABLE", "\x00", "\ud800", "é"):
-        assert [passage.title for passage in search(index, f"{text} shine", 1)] == ["Sun"]
+        assert [hit.passage.title for hit in index.search(f"{text} shine", 1)] == ["Sun"]
     assert (
-        len(search(index, " ".join(f"word{i}" for i in range(10_000)) + " sun", 4)) == 0
+        len(index.search(" ".join(f"word{i}" for i in range(10_000)) + " sun", 4)) == 0
     )  # the first 64 count
     for text in ("", " ", "?!", "\ud800"):
         with pytest.raises(ToolError, match="the query has no word in it"):
-            search(index, text, 4)
+            index.search(text, 4)
 
 
 def test_an_index_is_made_once_for_what_a_corpus_holds(passages: Path, cache: Path) -> None:
-    first = index_of(str(passages))
+    first = index_of(str(passages)).database
     made = first.stat().st_mtime_ns
     again = passages.rename(passages.with_name("other.jsonl"))
-    assert index_of(str(again)) == first
-    assert [file.name for file in cache.iterdir()] == [first.name]
+    assert index_of(str(again)).database == first
+    assert list(cache.iterdir()) == [first.parent]
     assert first.stat().st_mtime_ns == made
     written(again, [{"text": "It has changed"}])
-    assert index_of(str(again)) == first  # a run goes on with what it began with
-    assert [passage.text for passage in search(index_of(str(again), anew=True), "changed", 1)] == [
-        "It has changed"
-    ]
-    index_of(str(again)).unlink()
-    assert index_of(str(again)).exists()
+    assert index_of(str(again)).database == first  # a run goes on with what it began with
+    hits = index_of(str(again), anew=True).search("changed", 1)
+    assert [hit.passage.text for hit in hits] == ["It has changed"]
+    shutil.rmtree(index_of(str(again)).database.parent)
+    assert index_of(str(again)).database.exists()
 
 
 def test_a_folder_of_texts(tmp_path: Path) -> None:
@@ -141,9 +140,12 @@ def test_a_folder_of_texts(tmp_path: Path) -> None:
     (folder / "deep/a.md").write_text("# Heading\n\nfirst\n \n" + "x " * 480 + "\n\n" + "second " * 20)
     (folder / "b.txt").write_text("\n\n first\n\n\n")
     (folder / "c.html").write_text("first")
-    found = search(index_of(str(folder)), "first second", 9)
-    texts = {(passage.title, passage.text[:10], len(passage.text)) for passage in found}
-    assert texts == {("b", "first", 5), ("deep/a", "# Heading\n", 978), ("deep/a", "second sec", 139)}
+    found = [hit.passage for hit in index_of(str(folder)).search("first second", 9)]
+    assert {(one.id, one.title, one.text[:10], len(one.text)) for one in found} == {
+        ("b#0", "b", "first", 5),
+        ("deep/a#0", "deep/a", "# Heading\n", 978),
+        ("deep/a#1", "deep/a", "second sec", 139),
+    }
 
 
 def wrong(**options: Any) -> str:
@@ -201,7 +203,7 @@ def test_an_empty_folder(tmp_path: Path) -> None:
 
 
 def test_a_python_that_cannot_search(passages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus_module, "_TABLE", "CREATE VIRTUAL TABLE passages USING fts99(title, text)")
+    monkeypatch.setattr(words, "_TABLE", "CREATE VIRTUAL TABLE words USING fts99(title, text)")
     assert "cannot search texts (no such module: fts99): use one with FTS5" in wrong(corpus=str(passages))
 
 
@@ -305,7 +307,42 @@ def test_an_episode_that_searches(passages: Path) -> None:
     assert (trajectory.outcome, len(trajectory.rows)) == ("scored", 1)
     assert "[1] Cheese\nThe cheese is made of milk." in policy.asked[1]
     assert "Error: the query has no word in it" in policy.asked[2]
+    (result,) = trajectory.tool_results  # the second call came to nothing
+    assert (result.tool, result.data) == ("search", {"ids": ["2"]})
+    assert result.text == "[1] Cheese\nThe cheese is made of milk.\nIt is no star."
     assert (values["agent/tool_calls/search"], values["agent/tool_errors/search"]) == (2, 1)
+
+
+def trained_on(passages: Path) -> tuple[list[str], list[str]]:
+    """Of an episode that searches twice: the stretches of a row with mask 1, and those with mask 0."""
+    answers = (call("search", query="milk"), call("search", query="moon"), "#### 7")
+    tools = [ToolConfig("search", options={"corpus": str(passages), "k": 1})]
+    trajectory, _ = episode(saying(*answers), FunctionConfig("tools"), tools)
+    (row,) = trajectory.rows
+    assert [turn.kind for turn in row.turns] == ["policy", "tool", "policy", "tool", "policy"]
+    stretches: tuple[list[str], list[str]] = ([], [])
+    for turn in row.turns:
+        here = slice(turn.start, turn.stop)
+        (bit,) = set(row.response_mask[here].tolist())
+        assert set(row.rollout_log_probs[here].tolist()) == {-0.5 * bit}
+        stretches[1 - bit].append(TOKENIZER.decode(row.response_ids[here]))
+    return stretches
+
+
+def test_what_a_search_finds_carries_no_loss(passages: Path) -> None:
+    """To the token: the policy's turns alone are trained on, and other passages change nothing of them. What
+    the mask hides reaches neither loss nor gradient: tests/algorithms/test_objective.py.
+    """
+    policy, tool = trained_on(passages)
+    calls = [call("search", query=query) + "<|im_end|>" for query in ("milk", "moon")]
+    assert policy == [*calls, "#### 7<|im_end|>"]
+    around = "\n<|im_start|>user\n<tool_response>{}</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    assert tool == [
+        around.format("[1] Cheese\nThe cheese is made of milk.\nIt is no star."),
+        around.format("[1] Moon\nIt goes around the earth, and has no air."),
+    ]
+    others = written(passages.with_name("others.jsonl"), [{"text": "milk and moon, in other words"}])
+    assert trained_on(others) == (policy, [around.format("[1] milk and moon, in other words")] * 2)
 
 
 @pytest.mark.slow
@@ -313,6 +350,17 @@ def test_training_with_a_corpus(run: Any, passages: Path, cache: Path) -> None:
     folder = run("searches", f"rollout.tools=[{{name: search, corpus: {passages}}}]")
     assert (folder / "rollouts/step-000002.parquet").exists()
     assert len(list(cache.iterdir())) == 1  # made when the recipe was checked
+
+
+@pytest.mark.slow
+def test_a_worker_has_its_index_before_an_episode(
+    run: Any, passages: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no check has built it, as on another machine; this policy calls no tool."""
+    monkeypatch.setattr(Search, "check", None)
+    folder = run("searches", f"rollout.tools=[{{name: search, corpus: {passages}}}]")
+    assert not any(line.get("agent/tool_calls/search") for line in metrics(folder))
+    assert len(list(cache.iterdir())) == 1
 
 
 def test_a_recipe_with_a_corpus_that_is_not_there(recipe: Path) -> None:

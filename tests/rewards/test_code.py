@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,9 @@ from rondo.rewards.code.cases import (
     same_output,
     same_result,
 )
-from rondo.sandbox import check_sandbox, runs
+from rondo.sandbox import runs
 from tests.rewards.conftest import make_trajectory
+from tests.sandboxes import need_sandbox
 from tests.trainers.conftest import RECIPE, cli, metrics
 
 ADDS = {"inputs": ["1 2\n", "3 4\n", "5 6\n", "7 8\n"], "outputs": ["3\n", "7", "11 ", "15\n\n"]}
@@ -38,12 +38,7 @@ SUM = "print(sum(map(int, input().split())))"
 @pytest.fixture(scope="module", autouse=True)
 def held() -> None:
     """These tests need something that holds programs."""
-    try:
-        check_sandbox("auto")
-    except SandboxError as error:
-        if os.environ.get("RONDO_REQUIRED_SANDBOXES"):
-            raise
-        pytest.skip(str(error))
+    need_sandbox()
 
 
 def block(program: str) -> str:

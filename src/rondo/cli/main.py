@@ -39,6 +39,7 @@ COMMANDS = {
     "list": "rondo.cli.listing",
     "config": "rondo.cli.config_command",
     "sandbox": "rondo.cli.sandbox_command",
+    "search": "rondo.cli.search_command",
     "doctor": "rondo.cli.doctor",
 }
 RUNS = ("train", "sft", "preference", "reward-model", "serve")

@@ -29,6 +29,7 @@ from rondo.rewards.answers import (
 )
 from rondo.rewards.code import code
 from rondo.rewards.marks import reward_function
+from rondo.rewards.retrieval import ndcg, recall
 from rondo.types import Prompt, Trajectory, Turn
 
 
@@ -247,8 +248,10 @@ BUILTINS: Mapping[str, Callable[..., Any]] = {
     "format": format_tags,
     "gsm8k": gsm8k,
     "math": math,
+    "ndcg": ndcg,
     "overlong": overlong,
     "reasoning_gym": reasoning_gym,
+    "recall": recall,
     "regex": regex,
     "success": success,
 }

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import os
 import queue
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -17,6 +16,7 @@ from typing import Any, Literal
 from rondo.border import contained
 from rondo.errors import ConfigError, DataError, RewardError
 from rondo.transport.child import CallFailedError, Child, ProcessLostError
+from rondo.transport.process import import_path
 
 _START_SECONDS = 120.0  # for a process to import the user's reward function
 _GRACE_SECONDS = 2.0  # a process ends itself at the time limit; after this much more it is killed
@@ -108,8 +108,8 @@ class _Process:
     """A process (`rondo.rewards.worker`) for one reward function, and the calls that run in it."""
 
     def __init__(self, spec: str, mode: Literal["in_turn", "at_once"]) -> None:
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        own = {"PYTHONPATH": import_path(), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        environment = {**os.environ, **own}
         self.child = Child("the reward function's process", ["rondo.rewards.worker", mode], environment)
         self.loading = asyncio.ensure_future(self._load(spec))
         self.calls = 0

@@ -1,0 +1,8 @@
+"""Collections of texts that can be searched: read once into an index in the cache folder, here or behind
+Search-R1's HTTP API. It knows nothing of agents (docs/search.md).
+"""
+
+from rondo.search.corpus import Passage
+from rondo.search.index import MOST_RESULTS, Hit, Index, check_query, index_of
+
+__all__ = ["MOST_RESULTS", "Hit", "Index", "Passage", "check_query", "index_of"]
