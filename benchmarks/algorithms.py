@@ -45,11 +45,14 @@ NO_ALGORITHM = (
     "calculator",
     "python_tool",
     "frozen_lake",
+    "sokoban",
 )  # and theirs
 FROM_PAIRS = ("dpo",)  # trained by `rondo preference`, without rollouts: two points, no curve
 TEACHER = "grpo"  # whose model teaches the `distill` recipes
 TARGET = 0.6
 SETTINGS = ("cluster.threads=1", "tracking={console: 'off', plot: false, trackers: []}")
+SCORERS = ("gsm8k", "exact_match")  # of which each task has one
+_SCORE = "reward/score/"
 RL_SETTINGS = (
     "tracking={save_rollouts: false, samples: 0}",
     "trainer.evaluation={every: 2, samples: 0, limit: 128}",
@@ -162,7 +165,7 @@ def result_of(folder: Path) -> dict[str, Any] | None:
     norms = [line["actor/grad_norm"] for line in lines]
     return {
         "accuracy": curve,
-        "sampled": {line["step"]: _sampled(line) for line in lines if "reward/score/gsm8k" in line},
+        "sampled": {line["step"]: _sampled(line) for line in lines if _right(line, _SCORE) is not None},
         "cpu_seconds": summary["cpu_seconds"],
         "steps": summary["steps"],
         "grad_norm_mean": statistics.fmean(norms) if norms else None,
@@ -181,12 +184,17 @@ def _evaluations(folder: Path) -> list[Path]:
 def _accuracy(file: Path) -> float:
     """Share of right answers by the task's own scorer, whatever else the recipe rewards."""
     records = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    return statistics.fmean(record["scores"].get("gsm8k", 0.0) for record in records)
+    return statistics.fmean(_right(record["scores"]) or 0.0 for record in records)
 
 
 def _sampled(line: Mapping[str, Any]) -> float:
     """Accuracy of a step's samples; with a filter the mean reward before it, which is nearly that."""
-    return float(line.get("reward/generated_mean", line["reward/score/gsm8k"]))
+    return float(line.get("reward/generated_mean", _right(line, _SCORE)))
+
+
+def _right(scores: Mapping[str, Any], prefix: str = "") -> float | None:
+    """Returns the score that says whether an answer is right; None: there is none, as of a failure."""
+    return next((scores[prefix + name] for name in SCORERS if prefix + name in scores), None)
 
 
 def _mean(lines: Sequence[Mapping[str, Any]], *names: str) -> float | None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from rondo.algorithms import check_algorithm, names
 from rondo.algorithms.advantages.agentic import gigpo, hgpo
 from rondo.algorithms.advantages.group import grpo
+from rondo.algorithms.anchors import alike
 from rondo.config.schema import AlgorithmConfig, FunctionConfig
 from rondo.errors import ConfigError
 
@@ -32,6 +34,36 @@ STEP_PART = T([-0.5, 0.5, 0.0, -5 / 6, 4 / 6, 1 / 6])
 EPISODE_PART = T(
     [-0.5, 0.5, 0.0, -0.5, 0.5, -0.5]
 )  # the mean over two trajectories, not over five rows (D18)
+
+
+def test_observations_that_are_alike() -> None:
+    """By hand: `SequenceMatcher` has 2 · (equal characters) / (all of both). Each is compared with the first
+    of a cluster, in the order of rows; those of other groups are never.
+    """
+    texts = ["abcdefghij", "abcdefghix", "abcdefgyyy", "abcdefghij", "abcdefghix", "abcdefyyyy"]
+    rows = {"group_id": np.array([1, 1, 1, 2, 1, 1]), "row_id": np.array([5, 6, 7, 1, 8, 9])}
+    own = np.array([10, 11, 12, 10, 11, 13])
+
+    def made(similarity: float, order: list[int]) -> list[int]:
+        columns = {name: column[order] for name, column in rows.items()}
+        out = alike(own[order], [texts[i] for i in order], similarity=similarity, **columns)
+        return out[np.argsort(order)].tolist()
+
+    for order in ([0, 1, 2, 3, 4, 5], [5, 3, 1, 0, 4, 2]):
+        # ratios with the first: 0.9, 0.7, of another group, 0.9, 0.6; of the last two rows of group 1: 0.9
+        assert made(0.95, order) == own.tolist()
+        assert made(0.9, order) == [10, 10, 12, 10, 10, 12]
+        assert made(0.7, order) == [10, 10, 10, 10, 10, 13]
+        assert made(0.6, order) == [10, 10, 10, 10, 10, 10]
+    assert own.tolist() == [10, 11, 12, 10, 11, 13]
+
+
+@pytest.mark.parametrize("name", ["gigpo", "hgpo"])
+@pytest.mark.parametrize("similarity", [0.0, 1.5])
+def test_how_alike_observations_may_be(name: str, similarity: float) -> None:
+    chosen = FunctionConfig(name, {"similarity": similarity})
+    with pytest.raises(ConfigError, match="similarity"):
+        check_algorithm(AlgorithmConfig(advantage=chosen))
 
 
 def select(rows: Any) -> dict[str, torch.Tensor]:

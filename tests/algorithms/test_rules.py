@@ -39,6 +39,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
 # Estimators for which equal rewards in a group are not "no signal".
 NO_GROUP_BASELINE = {
     "gae": "the baseline is the critic's",
+    "bi_level_gae": "likewise",
     "safe_rlhf": "the baselines are the critics'",
     "reinforce_pp": "the baseline is the mean of the whole batch",
     "teacher_gap": "reads no reward",

@@ -10,19 +10,22 @@ from typing import Any
 
 import pytest
 
-from rondo.agents.builtin_tools import Python
 from rondo.config import load
 from rondo.config.load import RECIPES
 from rondo.config.schema import Config
-from rondo.errors import SandboxError
+from tests.environments.packages.installed import needs, needs_programs
+from tests.sandboxes import need_sandbox
 from tests.trainers.conftest import MODEL, inline, weights
 
 OTHER_COMMANDS = {
     "quickstart_sft": "sft",
     "reasoning_gym_sft": "sft",
     "frozen_lake_sft": "sft",
+    "sokoban_sft": "sft",
+    "miniwob_sft": "sft",
     "calculator_sft": "sft",
     "python_tool_sft": "sft",
+    "search_r1_sft": "sft",
     "dpo": "preference",
     "reward_model": "reward-model",
 }
@@ -38,10 +41,13 @@ ONE_BATCH = ("data.train.0.options.size=4", "data.batch_size=4", "actor.optimize
 ABOUT = {
     "grpo": ["actor/kl_loss"],
     "frozen_lake": ["environment/steps/frozen_lake", "environment/success/frozen_lake"],
+    "sokoban": ["environment/steps/sokoban", "environment/success/sokoban"],
+    "miniwob": ["environment/steps/miniwob", "environment/success/miniwob"],
     "ppo": ["critic/loss", "critic/explained_variance", "actor/kl_reward"],
     "quickstart_ppo": ["critic/loss", "actor/clip_fraction"],
     "calculator": ["agent/tool_calls/calculator", "agent/invalid_calls"],
     "python_tool": ["agent/tool_calls/python", "agent/tool_seconds_share"],
+    "search_r1": ["agent/tool_calls/search", "agent/tool_errors/search"],
     "quickstart_async": ["buffer/staleness_max", "rollout_correction/effective_sample_size"],
     "rloo": ["actor/kl_reward"],
     "reinforce_pp": ["actor/kl_reward", "actor/clip_fraction"],
@@ -74,6 +80,9 @@ def run(command: str, name: str, folder: Path, *overrides: str) -> list[dict[str
     """The lines of metrics.jsonl of two tiny steps of a recipe."""
     if name.startswith("reasoning_gym") and importlib.util.find_spec("reasoning_gym") is None:
         pytest.skip("needs reasoning_gym")
+    if name.startswith("miniwob"):
+        needs("miniwob")
+        needs_programs("chromium")
     inline(command, str(RECIPES / f"{name}.yaml"), *overrides, f"trainer.run_dir={folder}")
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
@@ -117,19 +126,12 @@ def smaller(config: Config) -> list[str]:
     return out
 
 
-def _skip_without_sandbox() -> None:
-    try:
-        Python.check()
-    except SandboxError as error:
-        pytest.skip(str(error))
-
-
 @pytest.mark.parametrize("name", of("train"))
 def test_recipe_takes_two_steps(name: str, start: Path, tmp_path: Path) -> None:
     loaded = load([str(RECIPES / f"{name}.yaml")])
     overrides = [*TINY, *smaller(loaded.config), *of_model(start)]
     if name == "python_tool":
-        _skip_without_sandbox()
+        need_sandbox()
     if loaded.config.rollout.tools:  # a template that writes only the names of tools
         overrides.append("model.tokenizer=rondo.recipes.tool_tasks.tokenizer")
     if any(key.startswith("teacher.") for key in loaded.origins):

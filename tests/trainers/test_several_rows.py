@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from typing import Any, cast
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from rondo.agents.record import rows_of
 from rondo.algorithms import bind
 from rondo.batch import ROW_ID, Batch, BatchRef, ragged_rows
+from rondo.config import Config
 from rondo.config.schema import (
     AlgorithmConfig,
     ClusterConfig,
@@ -21,7 +23,7 @@ from rondo.config.schema import (
     RewardModelConfig,
 )
 from rondo.controller import Cluster, start_cluster
-from rondo.data import firsts, lasts, trajectory_of_rows
+from rondo.data import firsts, is_cut_off, lasts, trajectory_of_rows
 from rondo.data.rows import rows_from_trajectories
 from rondo.errors import DataError, TrainError
 from rondo.trainers.loop.buffer import Group, failures
@@ -30,6 +32,7 @@ from rondo.trainers.loop.report import describe_rows
 from rondo.trainers.program.advantages import AdvantageStage
 from rondo.trainers.program.stages import PreparationStage, Resampling, RewardModelScores
 from rondo.trainers.program.step import Roles, Step
+from rondo.trainers.program.update import ActorWeights
 from rondo.types import Call, Completion, Prompt, StepStats, Trajectory
 
 # Two groups of two trajectories: of two, one, three and one rows. Rewards, and tokens of each row.
@@ -117,6 +120,26 @@ def test_the_rows_of_a_trajectory_are_found_in_any_order() -> None:
         trajectory_of_rows(rows().take([0, 1, 2, 4, 5, 6]))
 
 
+def test_all_rows_of_an_episode_that_was_cut_off_are_cut_off(cluster: Cluster) -> None:
+    """t0 ends with a row that was cut off, t3 is one; in t2 an answer was, and the episode went on."""
+    made = [trajectory(number) for number in range(4)]
+    cut = dataclasses.replace(made[2].rows[1], finish_reason="length")
+    made[2] = dataclasses.replace(made[2], rows=(made[2].rows[0], cut, made[2].rows[2]))
+    batch = rows_from_trajectories(made, {"score/right": "right"}, accuracy="right", of_agents=True)
+    order = [5, 0, 6, 3, 2, 1, 4]
+    expected = np.array([True, True, False, False, True, False, True])
+    assert is_cut_off(batch).tolist() == expected.tolist()
+    assert is_cut_off(batch.take(order)).tolist() == expected[order].tolist()
+    config = Config(algorithm=AlgorithmConfig(mask_truncated=True))
+    weighed, _ = stepped(
+        ActorWeights(config),
+        held(cluster, batch.with_columns({"mini_batch": np.zeros(7, np.int64)}), order),
+        cluster,
+    )
+    weights = weighed.index.scalars("loss_weight")
+    np.testing.assert_allclose(weights, np.where(expected, 0, 1 / 5)[order])  # 3 + 1 + 1 tokens are left
+
+
 @pytest.mark.parametrize("name", ["grpo", "rloo", "dr_grpo", "reinforce_pp_baseline", "gdpo", "passk"])
 def test_an_estimator_of_responses_sees_each_trajectory_once(cluster: Cluster, name: str) -> None:
     """And all rows get what their trajectory got; in any order of rows."""
@@ -149,6 +172,26 @@ def test_an_estimator_over_tokens_credits_each_row_with_the_outcome(cluster: Clu
     made, _ = stepped(stage, held(cluster, rows(), values=0.0), cluster)
     returns = asyncio.run(made.fetch(["returns"])).rows("returns")
     assert [set(row.tolist()) for row in returns] == [{1.0}, {1.0}, {0.0}, {0.25}, {0.25}, {0.25}, {1.0}]
+
+
+def test_an_estimator_of_turns_sees_each_outcome_once(cluster: Cluster) -> None:
+    """Γ = ½ between turns, values 0, here a turn in each row: half of the outcome one row earlier; in any
+    order of rows. A KL is every token's own: 0.1 · 0.25 is taken from each, and halved between turns, too.
+    """
+    chosen = FunctionConfig("bi_level_gae", {"high_level_gamma": 0.5})
+    order = [5, 0, 6, 3, 2, 1, 4]
+    made, _ = stepped(
+        AdvantageStage(AlgorithmConfig(advantage=chosen)), held(cluster, rows(), order, values=0.0), cluster
+    )
+    returns = asyncio.run(made.fetch(["returns"])).rows("returns")
+    expected = [{0.5}, {1.0}, {0.0}, {0.0625}, {0.125}, {0.25}, {1.0}]
+    assert [set(row.tolist()) for row in returns] == [expected[row] for row in order]
+    kl = KlConfig(name="k1", where="reward", coef=0.1)
+    batch = held(cluster, rows(0), values=0.0, old_log_probs=-0.5, ref_log_probs=-0.75)
+    made, _ = stepped(AdvantageStage(AlgorithmConfig(advantage=chosen, kl=kl)), batch, cluster, kl_coef=0.1)
+    first, second = asyncio.run(made.fetch(["returns"])).rows("returns")
+    np.testing.assert_allclose(second, [0.975], rtol=1e-6)
+    np.testing.assert_allclose(first, [0.4875 - 0.025 - 0.025, 0.4875 - 0.025], rtol=1e-6)
 
 
 def test_an_estimator_of_steps_sees_rows(cluster: Cluster) -> None:

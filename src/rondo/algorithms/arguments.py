@@ -1,10 +1,10 @@
 """What a pure function asserts of its arguments at its head: the ranks of the tensors that it reads, which
 follow from their names (`ranked`), and the bounds of its options (`require`).
 
-A column is one number per row, per token or per choice of a token (columns.py says which). In estimators rows
+A column is one number per row, turn, token or choice of a token (columns.py says which). In estimators rows
 lie below each other, [B] and [B, T]; in a loss the tokens of all rows lie behind each other, [N], and what is
-per row stands on each of them. Letters: B rows, T tokens of a row, G groups, N tokens in all, K choices or
-scores, P preference pairs.
+per row stands on each of them. Letters: B rows, T tokens of a row, U its turns, G groups, N tokens in all, K
+choices or scores, P preference pairs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Layout = Literal["rows", "flat", "pairs", "any"]
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
 _SHAPES: Mapping[str, Mapping[str, str]] = {
-    "rows": {"row": "[B]", "token": "[B, T]", "choice": "[B, T, K]"},
+    "rows": {"row": "[B]", "turn": "[B, U]", "token": "[B, T]", "choice": "[B, T, K]"},
     "flat": {"row": "[N]", "token": "[N]", "choice": "[N, K]"},
 }
 # Columns whose shape is not that of what the table says they belong to, in any layout.

@@ -25,10 +25,12 @@ def example_columns(
     """Makes the columns that a function may read: the mask as given, ids and counts 0, the others by `fill`.
 
     response_mask: [B, T], or flat [N], where a column that is per row stands on each of its tokens. fill:
-    shape -> floating-point tensor. Each row is a trajectory of one step, and all are samples of one prompt.
+    shape -> floating-point tensor. Each row is a trajectory of one step and one turn of the policy, and all
+    are samples of one prompt.
     """
     per_token, per_row = tuple(response_mask.shape), tuple(response_mask.shape[:1])
-    shapes = {"row": per_row, "token": per_token, "choice": (*per_token, 2), "batch": ()}
+    per_turn = (*per_row, 1)
+    shapes = {"row": per_row, "turn": per_turn, "token": per_token, "choice": (*per_token, 2), "batch": ()}
     known = (c for c in TABLE if c.made_by != UPDATE_PLAN and not isinstance(c, Family))
     table = {c.name: c for c in known if c.per in shapes}
     floats = {name: shapes[c.per] for name, c in table.items() if c.is_float}
@@ -38,6 +40,8 @@ def example_columns(
         **{name: fill(shape) for name, shape in floats.items()},
         **{name: torch.zeros(per_row, dtype=torch.int64) for name in ids},
         "trajectory_id": torch.arange(len(response_mask)),
+        "turn_stops": torch.full(per_turn, per_token[-1]),
+        "turn_kinds": torch.zeros(per_turn, dtype=torch.int64),
         "response_mask": response_mask,
     }
 

@@ -32,6 +32,7 @@ def gigpo(
     gamma: float = 0.95,
     step_weight: float = 1.0,
     normalize_std: bool = True,
+    similarity: float = 1.0,
     eps: float = 1e-6,
 ) -> Tensor:
     """A^E + ω A^S, [B] -> [B] (GiGPO, 2505.10978).
@@ -39,10 +40,11 @@ def gigpo(
     A^E = (R(τ) - mean) / F over the *trajectories* of the task (the reference averages over step rows, so
     that long trajectories weigh more: D18); A^S = (G_t - mean) / F over the task's steps with the same anchor
     observation. F: sample standard deviation + eps, or 1. reward: the episode's outcome R(τ), the same on all
-    rows of a trajectory. step_weight: ω. Which observations are equal is decided where anchor_id is made.
+    rows of a trajectory. step_weight: ω. similarity: see `check_similarity`.
     """
     require("algorithm.advantage: gigpo", at_least=0, at_most=1, gamma=gamma)
-    steps = _Steps.of(trajectory_id, step_index)
+    check_similarity("gigpo", similarity)
+    steps = Steps.of(trajectory_id, step_index)
     first = torch.nonzero(steps.position == 0).squeeze(1)
     episode = torch.zeros(len(first), dtype=torch.float64, device=reward.device)
     episode[steps.trajectory[first]] = grpo(
@@ -65,6 +67,7 @@ def hgpo(
     alpha: float = 1.0,
     gamma: float = 0.95,
     normalize_std: bool = True,
+    similarity: float = 1.0,
     eps: float = 1e-6,
 ) -> Tensor:
     """Σ_k w_k A_k, [B] -> [B] (HGPO, 2602.22817).
@@ -73,11 +76,12 @@ def hgpo(
     (k+1)^α / Σ_j (j+1)^α over those k whose group has more than one member (0 if there is none). Here k
     counts from 0 as in the paper, F is the sample standard deviation + eps as in GiGPO, and a group is
     recognised by its size; the reference has weights 2, 3, …, the population deviation, and takes an
-    advantage of 0 for a missing group (D3).
+    advantage of 0 for a missing group (D3). similarity: see `check_similarity`.
     """
     require("algorithm.advantage: hgpo", at_least=0, at_most=1, gamma=gamma)
     require("algorithm.advantage: hgpo", at_least=0, depth=depth, alpha=alpha)
-    steps = _Steps.of(trajectory_id, step_index)
+    check_similarity("hgpo", similarity)
+    steps = Steps.of(trajectory_id, step_index)
     returns = steps.returns(step_reward, gamma)
     anchors = steps.padded(anchor_id)
     total, total_weight = torch.zeros_like(returns), torch.zeros_like(returns)
@@ -94,21 +98,30 @@ def hgpo(
     return torch.where(total_weight > 0, total / total_weight.clamp(min=1.0), 0.0).to(step_reward.dtype)
 
 
+def check_similarity(name: str, similarity: float) -> None:
+    """Raises ConfigError where no texts are as similar as that.
+
+    1: observations have one anchor where they are equal. Below, anchor_id is made anew of their texts before
+    an estimator gets it (`anchors.alike`).
+    """
+    require(f"algorithm.advantage: {name}", above=0, at_most=1, similarity=similarity)
+
+
 def _pairs(first: Tensor, second: Tensor) -> Tensor:
     """Numbers the rows so that those that agree in both have one number: int64 [B]."""
     return torch.unique(torch.stack([first.long(), second.long()], 1), dim=0, return_inverse=True)[1]
 
 
 @dataclass(frozen=True)
-class _Steps:
-    """Says where each row of a batch stands."""
+class Steps:
+    """Says where each step stands: of the rows of a batch, or of turns."""
 
-    trajectory: Tensor  # [B], the row's trajectory, 0..N-1
-    position: Tensor  # [B], the row's place in its trajectory, 0 first
+    trajectory: Tensor  # [B], the step's trajectory, 0..N-1
+    position: Tensor  # [B], the step's place in its trajectory, 0 first
     shape: tuple[int, int]  # (N, steps of the longest trajectory)
 
     @classmethod
-    def of(cls, trajectory_id: Tensor, step_index: Tensor) -> _Steps:
+    def of(cls, trajectory_id: Tensor, step_index: Tensor) -> Steps:
         groups = Groups.of(trajectory_id)
         size = groups.size.long()
         # Rows come in any order. Sorted by step, then stably by trajectory, a row's place in its trajectory

@@ -45,24 +45,35 @@ def gae(
     if length_alpha is not None:
         lengths = counted.sum(1).clamp(min=1).to(torch.float64)
         policy_lam = (1.0 - 1.0 / (length_alpha * lengths)).clamp(min=0.0)
-    advantages = _accumulate(rewards, before, counted, gamma, policy_lam)
+    advantages = accumulate(rewards, before, counted, gamma, policy_lam)
     targets = advantages
     if lam_critic is not None:
-        targets = _accumulate(rewards, before, counted, gamma, torch.full_like(policy_lam, lam_critic))
+        targets = accumulate(rewards, before, counted, gamma, torch.full_like(policy_lam, lam_critic))
     returns = torch.where(counted, targets + before, 0.0)
     if whiten:
         advantages = statistics.whiten(advantages, response_mask)
     return advantages.to(values.dtype), returns.to(values.dtype)
 
 
-def _accumulate(rewards: Tensor, values: Tensor, counted: Tensor, gamma: float, lam: Tensor) -> Tensor:
-    """Accumulates Â [B, T] backwards over trained tokens; it is 0 where the mask is 0. lam: [B]."""
+def accumulate(
+    rewards: Tensor,
+    values: Tensor,
+    counted: Tensor,
+    gamma: float,
+    lam: Tensor,
+    ends: Tensor | None = None,
+) -> Tensor:
+    """Accumulates Â [B, T] backwards over trained tokens; it is 0 where the mask is 0. lam: [B]. ends: tokens
+    behind which nothing follows, beside the last.
+    """
     decay = gamma * lam
     next_value = rewards.new_zeros(len(rewards))
     next_advantage = rewards.new_zeros(len(rewards))
     out = torch.zeros_like(rewards.t())  # position first: a step reads and writes contiguous memory
-    steps = zip(rewards.t().contiguous(), values.t().contiguous(), counted.t().contiguous(), out, strict=True)
-    for reward, value, here, row in reversed(list(steps)):
+    goes_on = torch.ones_like(rewards) if ends is None else (~ends).to(rewards.dtype)
+    columns = (column.t().contiguous() for column in (rewards, values, counted, goes_on))
+    for reward, value, here, on, row in reversed(list(zip(*columns, out, strict=True))):
+        next_value, next_advantage = on * next_value, on * next_advantage
         delta = reward + gamma * next_value - value
         next_advantage = torch.where(here, delta + decay * next_advantage, next_advantage)
         next_value = torch.where(here, value, next_value)

@@ -4,15 +4,17 @@ controller.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 
 import torch
 
 from rondo.algorithms import bind, columns_read, kl_reward
-from rondo.batch import BatchRef
+from rondo.algorithms.anchors import alike
+from rondo.batch import ROW_ID, BatchRef
 from rondo.columns import SCORE, SCORE_PREFIX, declared
 from rondo.config import AlgorithmConfig
-from rondo.data import firsts, trajectory_of_rows
+from rondo.data import firsts, lasts, trajectory_of_rows
 from rondo.errors import ConfigError, DataError, TrainError
 from rondo.roles import of_section
 from rondo.trainers.program.step import Step, attach, check_one_row_each, numbers, padded_columns
@@ -38,6 +40,10 @@ class AdvantageStage:
         self._name = algorithm.advantage.name
         self._estimator = bind("advantage", algorithm.advantage)
         self.reads: tuple[str, ...] = columns_read(self._estimator)
+        self.similarity = 1.0
+        """Of observations that have one anchor."""
+        if "anchor_id" in self.reads:
+            self.similarity = float(algorithm.advantage.options.get("similarity", 1.0))
         self._kl = algorithm.kl if algorithm.kl is not None and algorithm.kl.where == "reward" else None
         cost = algorithm.constraint.cost if algorithm.constraint is not None else None
         if "token_costs" in self.reads and cost is None:
@@ -152,15 +158,42 @@ class AdvantageStage:
         per_token = set(self.columns) - in_index
         if per_token:
             inputs |= await padded_columns(batch, {*per_token, "response_mask"})
+        if self.similarity < 1:
+            inputs["anchor_id"] = await self._alike(batch)
         if "scores" in self.reads:
             names = [name for name in batch.index.columns if name.startswith(SCORE_PREFIX)]
             scores = [numbers(batch.index, name).to(torch.float32) for name in names]
             inputs["scores"] = torch.stack(scores, 1) if scores else torch.empty(len(batch), 0)
         if self._kl is not None or "token_rewards" in self.reads:
             self._reward(inputs, kl_coef, stats)
+        if {"token_rewards", "trajectory_id"} <= set(self.reads):
+            self._end_once(batch, inputs, kl_coef)
         if self._cost is not None:
             self._charge(inputs, self._cost, kl_coef)
         return inputs
+
+    async def _alike(self, batch: BatchRef) -> torch.Tensor:
+        """Returns the numbers of observations, [B], where those are the same that are alike. It may take
+        seconds, in which other tasks go on.
+        """
+        if "anchor" not in batch.columns:
+            raise ConfigError(
+                f"algorithm.advantage={self._name}: similarity={self.similarity} compares texts of "
+                "observations (column anchor), and these rows are of no agent; set similarity to 1"
+            )
+        texts = (await batch.fetch(["anchor"])).scalars("anchor").tolist()
+        ids = [batch.index.scalars(name) for name in ("anchor_id", "group_id", ROW_ID)]
+        made = await asyncio.to_thread(alike, ids[0], texts, ids[1], ids[2], self.similarity)
+        return torch.from_numpy(made)
+
+    def _end_once(self, batch: BatchRef, inputs: dict[str, torch.Tensor], kl_coef: float) -> None:
+        """Leaves the outcome in token_rewards on each trajectory's last row alone, for an estimator that
+        knows which rows are of one trajectory.
+        """
+        outcome = torch.zeros(len(batch))
+        last = torch.from_numpy(lasts(batch.index))
+        outcome[last] = numbers(batch.index, "reward")[last]
+        inputs["token_rewards"], _ = self._on_tokens(inputs, outcome, self._share(kl_coef))
 
     def _reward(self, inputs: dict[str, torch.Tensor], kl_coef: float, stats: StepStats) -> None:
         """Adds token_rewards, and the reward with the KL inside."""

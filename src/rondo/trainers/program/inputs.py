@@ -13,6 +13,8 @@ from rondo.config import Config, SourceConfig, config_for
 from rondo.controller import planned_device
 from rondo.data import ConversationStream, PromptStream, eval_prompts
 from rondo.data.rollout_files import Recording
+from rondo.environments.choices import load_environments
+from rondo.environments.rows import start_of
 from rondo.errors import ConfigError, DataError
 from rondo.models import load_model_config, load_tokenizer
 from rondo.trainers.program.roles import model_source, positions_of, tokenizer_source
@@ -124,9 +126,23 @@ def load_prompts(config: Config) -> Prompts:
         limit=config.trainer.evaluation.limit,
         tools=tools,
     )
+    if config.rollout.environments:
+        _check_rows(train, held_out, [one.name for one in load_environments(config.rollout.environments)])
     has_turns = agent_of(config.rollout) is not None
     notes = checked_continuation(tokenizer).notes() if has_turns else []
     return Prompts(train, held_out, sampling_params(config, tokenizer), tuple(notes))
+
+
+def _check_rows(train: PromptStream, held_out: Sequence[Prompt], names: Sequence[str]) -> None:
+    """Raises DataError for a row that is about none of the environments."""
+    for source, row in train.rows():
+        with source.about(row):
+            start_of(source.rows[row], names)
+    for prompt in held_out:
+        try:
+            start_of(prompt.fields, names)
+        except DataError as error:
+            raise DataError(f"prompt {prompt.prompt_id}: {error}") from error
 
 
 def sampling_params(config: Config, tokenizer: object) -> SamplingParams:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from rondo.agents.external import agent_of
 from rondo.algorithms import (
     ActorLoss,
     CriticLoss,
@@ -17,7 +18,7 @@ from rondo.algorithms import (
     lookup,
     seq_mean_token_mean,
 )
-from rondo.columns import GREEDY_REWARD
+from rondo.columns import AGENT, GREEDY_REWARD, made_by
 from rondo.config import (
     BypassConfig,
     Config,
@@ -173,7 +174,16 @@ def plan_program(config: Config, recorded: Recorded | None = None) -> Program:
         raise ConfigError(
             f"algorithm.advantage={algorithm.advantage.name} has a constraint: set algorithm.constraint.cost"
         )
-    producers = stages(read, "the configured algorithm", bypass=bypass)
+    of_turns = read & set(made_by(AGENT, per="turn"))
+    if of_turns and (recorded is not None or agent_of(config.rollout) is None):
+        why = "there is no agent" if recorded is None else "recorded rollouts are read without their turns"
+        raise ConfigError(
+            f"algorithm.advantage={algorithm.advantage.name} reads {min(of_turns)}, which is of an agent's "
+            f"turns, and {why}: train with rollout.environments, rollout.tools or rollout.agent, or use an "
+            "estimator of whole answers (gae, grpo)",
+            key="algorithm.advantage",
+        )
+    producers = stages(read - of_turns, "the configured algorithm", bypass=bypass)
     scoring: list[Stage] = [MiniBatches(config, learners)]
     scoring += [RewardModelScores(model) for model in _scoring_models(config, recorded)]
     later: list[Stage] = []

@@ -22,7 +22,7 @@ from rondo.batch import BatchRef
 from rondo.columns import SCORE, UPDATE, declared, made_by
 from rondo.config import AlgorithmConfig, FunctionConfig, RewardModelConfig, RolloutCorrectionConfig
 from rondo.controller import WorkerGroup
-from rondo.data import lasts, trajectory_of_rows
+from rondo.data import is_cut_off, lasts, trajectory_of_rows
 from rondo.errors import TrainError
 from rondo.trainers.program.producers import PRODUCERS, Producer, is_given
 from rondo.trainers.program.step import Step, attach, check_one_row_each, numbers, padded_columns
@@ -129,7 +129,7 @@ class CorrectionStage:
         old, rollout, mask = (tokens[name] for name in self.columns)
         counted = mask
         if self._mask_truncated:
-            whole = torch.from_numpy(batch.index.scalars("finish_reason") != "length")[:, None]
+            whole = torch.from_numpy(~is_cut_off(batch.index))[:, None]
             counted = torch.where(whole, mask, 0)
         rows, firsts = _as_often_as_drawn(batch)
         correction = correct(old[rows], rollout[rows], counted[rows], self._config)

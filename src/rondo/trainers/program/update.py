@@ -17,7 +17,7 @@ from rondo.batch import BatchRef
 from rondo.columns import LOSS_WEIGHT, MINI_BATCH, declared
 from rondo.config import ActorConfig, Config, CriticConfig
 from rondo.controller import WorkerGroup
-from rondo.data import trajectory_of_rows
+from rondo.data import is_cut_off, trajectory_of_rows
 from rondo.planning import mini_batch_orders, plan_mini_batches
 from rondo.trainers.program.pretraining import Pretraining, lm_weights
 from rondo.trainers.program.stages import PreparationStage
@@ -176,11 +176,11 @@ def without_idle(
 
 
 def _tokens(batch: BatchRef, config: Config) -> np.ndarray:
-    """Returns the trained tokens per row; none in a truncated response where those carry no loss."""
+    """Returns the trained tokens per row; none of what was cut off where that carries no loss."""
     tokens = batch.index.scalars("num_trained_tokens")
     if not config.algorithm.mask_truncated:
         return tokens
-    return np.where(batch.index.scalars("finish_reason") == "length", 0, tokens)
+    return np.where(is_cut_off(batch.index), 0, tokens)
 
 
 def _weights(batch: BatchRef, aggregate: Aggregate, mini_batch: np.ndarray, tokens: np.ndarray) -> np.ndarray:
