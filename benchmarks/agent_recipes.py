@@ -28,6 +28,7 @@ from rondo.trainers.commands import train as runs
 RECIPES = {
     "calculator": "calculator",
     "Python in the sandbox": "python_tool",
+    "search in a corpus": "search_r1",
     "openai-agents": "examples/agents_sdk.yaml",
 }
 LAST = 5  # steps of which means are shown

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
+from rondo.agents.memory import View
 from rondo.environments import Observation, StepResult
+from tests.agents import calling
 
 GO = ("go",)
 
@@ -89,6 +92,77 @@ class Meets(Breaks):
         return StepResult(Observation("there", GO), 1.0)
 
 
+ROOMS = (
+    "a kitchen with a red kettle",
+    "a cellar with green bottles",
+    "a garden with old trees",
+    "a kitchen with a blue kettle",
+)
+
+
+class Rooms(Breaks):
+    """One after the other; worth 1, 2, 4, …"""
+
+    def __init__(self) -> None:
+        super().__init__(what="nothing of the kind")
+
+    def reset(self, seed: int, task: Any) -> Observation:
+        self.steps = 0
+        return Observation(ROOMS[0], GO)
+
+    def step(self, action: str) -> StepResult:
+        self.steps += 1
+        return StepResult(Observation(ROOMS[self.steps % len(ROOMS)], GO), 2.0 ** (self.steps - 1))
+
+
+class Waits(Rooms):
+    """Waits in a step for what tools wait for, of the prompt whose row has twice its number as a seed."""
+
+    def reset(self, seed: int, task: Any) -> Observation:
+        self.seq = seed // 2
+        return super().reset(seed, task)
+
+    def step(self, action: str) -> StepResult:
+        asyncio.run(calling.before_a_result(self.seq))
+        return super().step(action)
+
+
+class Held(Rooms):
+    """Its steps wait until they are let go."""
+
+    opened = threading.Event()
+    waiting: ClassVar[set[int]] = set()
+
+    def step(self, action: str) -> StepResult:
+        Held.waiting.add(id(self))
+        Held.opened.wait(timeout=240)
+        return super().step(action)
+
+
+class Newest:
+    """A memory of a user's own: the last step, backwards."""
+
+    def __init__(self, *, times: int) -> None:
+        self.times = times
+        self.last: Any = None
+
+    def append(self, acted: Any) -> None:
+        self.last = acted
+
+    async def view(self, budget: int, seen: Observation, ask: Any) -> View:
+        return View((self.last,) * self.times if self.last else (), "mine")
+
+
+class Rambles(Newest):
+    """Asks for more than fits, once there is something to ask about."""
+
+    def __init__(self) -> None:
+        super().__init__(times=1)
+
+    async def view(self, budget: int, seen: Observation, ask: Any) -> View:
+        return View((), await ask("and so on " * 4000) if self.last else "")
+
+
 async def thinks_first(messages: Any, policy: Any, environment: Any) -> str:
     """Two calls to a step; where an answer says twice, two steps to a call."""
     seen = await environment.reset()
@@ -115,5 +189,17 @@ def first_word(answer: str, seen: Observation) -> str | None:
 
 
 def by_length(answer: str, seen: Observation) -> str | None:
-    """What a policy that knows nothing says, as a move: each of five with the same odds, one of them none."""
-    return (*seen.actions, None)[len(answer) % 5]
+    """What a policy that knows nothing says, as a move: each with the same odds, and as often none."""
+    return (*seen.actions, None)[len(answer) % (len(seen.actions) + 1)]
+
+
+def as_many_as_words(answer: str, seen: Observation) -> list[str]:
+    return ["go"] * len(answer.split())
+
+
+def one_row(row: Any) -> list[Any]:
+    return [row]
+
+
+def goes(answer: str, seen: Observation) -> str:
+    return "go"

@@ -9,28 +9,24 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 
-from rondo.agents.environment_loops import Acted, tagged_action, write_prompt
+from rondo.agents.environment_loops import tagged_action, write_prompt
 from rondo.agents.external import ExternalAgent, agent_of
-from rondo.agents.worlds import Worlds, check_reads, load_environments
+from rondo.agents.memory import Acted
+from rondo.agents.worlds import Worlds, check_reads
 from rondo.chat import decode, encode_prompt
 from rondo.config.schema import EnvironmentConfig, FunctionConfig, RolloutConfig, ToolConfig
 from rondo.data.rows import rows_from_trajectories
 from rondo.environments import Observation
+from rondo.environments.choices import load_environments
 from rondo.environments.frozen_lake import way_to_goal
-from rondo.errors import ConfigError, DataError, WorkerError
+from rondo.errors import ConfigError, DataError
 from rondo.rewards.builtin import environment, success
-from rondo.trainers.program.advantages import AdvantageStage
 from rondo.types import Prompt, SamplingParams, Trajectory
-from rondo.view import read_trajectories
-from rondo.view.trajectories import written
-from tests.agents.own_worlds import Meets, takes_both
+from tests.agents.own_worlds import ROOMS, Meets, takes_both
 from tests.agents.scripted import episode, saying
 from tests.serving.conftest import STOPS, TOKENIZER
-from tests.trainers.conftest import metrics, weights
-from tests.trainers.test_journal import assert_equal, broken_off
 
 WORLDS = "tests/agents/own_worlds.py"
 LAKE = EnvironmentConfig("frozen_lake", options={"size": 3})
@@ -145,19 +141,19 @@ def test_steps_are_bounded(loop: str) -> None:
 
 
 def test_the_transcript_shows_what_was_seen_said_and_done() -> None:
+    """And with what each context began, of a row what is in it."""
     trajectory, _, _ = play("steps", act("up", "stay"), max_steps=2)
     lake = trajectory.rows[0].turns[0].anchor
-    assert trajectory.transcript == "\n".join(
-        [
-            f"[environment] {lake}",
-            "[policy] <action>up</action><|im_end|>",
-            "[action] up · reward 0",
-            f"[environment] {lake}",
-            "[policy] <action>stay</action><|im_end|>",
-            "[action] invalid action · reward 0",
-            f"[environment] {lake}",
-        ]
-    ).replace("<|im_end|>", decode(TOKENIZER, np.array([])))
+    begun = [decode(TOKENIZER, row.prompt_ids, special=True).strip() for row in trajectory.rows]
+    assert all(f"<|im_start|>user\nGo!\n\n{lake}" in text for text in begun)
+    assert trajectory.transcripts == (
+        f"[context] {begun[0]}\n[policy] <action>up</action>\n[action] up · reward 0",
+        f"[context] {begun[1]}\n[policy] <action>stay</action>\n[action] invalid action · reward 0\n"
+        f"[environment] {lake}",
+    )
+    assert rows_from_trajectories([dataclasses.replace(trajectory, reward=0.0)], of_agents=True).scalars(
+        "transcript"
+    ).tolist() == list(trajectory.transcripts)
 
 
 @pytest.mark.parametrize(
@@ -219,7 +215,7 @@ def test_which_of_several_environments() -> None:
     assert values["environment/steps/bandit"] == 1
     assert "environment/steps/frozen_lake" not in values
     for fields in ({}, {"environment": "sokoban"}, {"environment": "bandit", "seed": "7"}):
-        with pytest.raises(DataError, match=r"prompt train/0/5: column '(environment|seed)'"):
+        with pytest.raises(DataError, match=r"column '(environment|seed)'"):
             episode(saying(), agent, worlds=both, prompt=prompt(**fields))
 
 
@@ -238,6 +234,52 @@ def test_the_reward_of_several_steps_in_one_row_is_their_sum() -> None:
     assert len(trajectory.rows) == 1
     batch = rows_from_trajectories([dataclasses.replace(trajectory, reward=3.0)], of_agents=True)
     assert batch.scalars("step_reward").tolist() == [3.0]
+
+
+IN_ROOMS = EnvironmentConfig(f"{WORLDS}:Rooms")  # worth 1, 2, 4, …
+
+
+@pytest.mark.parametrize("loop", ["concatenated", "steps"])
+def test_several_actions_of_one_answer(loop: str) -> None:
+    """Are carried out up to what is no action; the turn has the sum of their rewards, and the next one sees
+    what the last one led to.
+    """
+    answers = [
+        "".join(act("go", "GO", "go", "go")),
+        "".join(act("go", "fly", "go")),
+        "".join(act("go", "go")),
+    ]
+    trajectory, values, asked = play(
+        loop, answers, IN_ROOMS, actions_per_turn=3, invalid_penalty=0.25, max_steps=6
+    )
+    turns = [turn for row in trajectory.rows for turn in row.turns if turn.kind == "policy"]
+    assert [turn.reward for turn in turns] == [1.0 + 2.0 + 4.0, 8.0 - 0.25, 16.0]
+    assert [turn.flags for turn in turns] == [(), ("invalid",), ("truncated",)]
+    assert [turn.anchor for turn in turns] == [ROOMS[0], ROOMS[3], ROOMS[0]]
+    assert turns[1].note == "[action] go · reward 8\n[action] invalid action · reward -0.25"
+    assert (values["agent/calls"], values["environment/steps/Rooms"]) == (3, 6)
+    assert environment(trajectory.prompt, trajectory) == 30.75
+    if loop == "steps":
+        assert f"{ROOMS[0]}\n> go, go, go\n\n{ROOMS[3]}\n> go. That was no action.\n\n{ROOMS[0]}" in asked[2]
+    else:
+        assert f"user\n{ROOMS[3]}" in asked[1]
+        assert f"user\nThat was no action.\n{ROOMS[0]}" in asked[2]
+
+
+def test_an_episode_may_end_within_an_answer() -> None:
+    moves = way()
+    answer = "".join(act(*moves, "up", "up"))
+    trajectory, values, _ = play("steps", [answer], actions_per_turn=9)
+    assert (len(trajectory.calls), values["environment/steps/frozen_lake"]) == (1, len(moves))
+    assert trajectory.turns[-1].flags == ("success",)
+
+
+def test_an_action_function_may_return_several() -> None:
+    several = {"action": f"{WORLDS}:as_many_as_words", "max_steps": 4}
+    trajectory, _, _ = play("steps", ["a b", "a b c"], IN_ROOMS, actions_per_turn=2, **several)
+    assert [call.reward for call in trajectory.calls] == [1.0 + 2.0, 4.0 + 8.0]
+    alone, _, _ = play("steps", ["a b", "a b c", "", "a"], IN_ROOMS, **several)
+    assert [call.reward for call in alone.calls] == [1.0, 2.0, 0.0, 4.0]
 
 
 def test_a_full_context_ends_the_episode_and_is_scored() -> None:
@@ -298,7 +340,7 @@ def test_environments_run_beside_the_loop_and_not_all_at_once() -> None:
 
 def test_what_is_written_by_default() -> None:
     seen = Observation("a lake", ("up", "down"))
-    memory = [Acted(Observation("a shore"), "<action>up</action>", "up", 0.0)]
+    memory = [Acted(Observation("a shore"), "<action>up</action>", ("up",), 0.0)]
     assert write_prompt("Go!", memory, seen) == "Go!\n\na shore\n> up\n\na lake\n\nActions: up, down"
     assert write_prompt("", [], Observation("a lake")) == "a lake"
 
@@ -349,6 +391,15 @@ def test_which_loop_a_run_has() -> None:
         (["rollout.environments=[bandit]", "rollout.agent={name: steps, max_steps: 0}"], "max_steps must be"),
         (["rollout.environments=[bandit]", "rollout.agent={name: steps, history: -1}"], "history must be"),
         (
+            ["rollout.environments=[bandit]", "rollout.agent={name: steps, actions_per_turn: 0}"],
+            "actions_per_turn must be",
+        ),
+        (["rollout.environments=[bandit]", "rollout.agent={name: stepps}"], "did you mean 'steps'"),
+        (
+            ["rollout.environments=[bandit]", "rollout.agent={name: steps, memory: {name: recnt}}"],
+            "did you mean 'recent'",
+        ),
+        (
             ["rollout.environments=[bandit]", "rollout.agent={name: steps, invalid_penalty: -1.0}"],
             "invalid_penalty must be",
         ),
@@ -356,6 +407,7 @@ def test_which_loop_a_run_has() -> None:
             ["rollout.environments=[bandit]", "rollout.agent={name: steps, prompt: no.py:f}"],
             "there is no file",
         ),
+        (["algorithm.advantage={name: gigpo, similarity: 0.9}"], "texts of observations, which agents see"),
         (["rollout.environments=[bandit]", "rollout.agent=tools"], "does not take `environment`"),
         (["rollout.environments=[bandit]", "rollout.tools=[calculator]"], "remove rollout.tools"),
         (["rollout.agent=steps"], "rollout.environments, which is empty"),
@@ -366,106 +418,5 @@ def test_what_cannot_be_is_said_before_the_run(run: Any, overrides: list[str], s
         run("none", *overrides)
 
 
-# ---- training
-
-LAKES = "{type: function, task: rondo.environments.episodes, options: {environment: frozen_lake, size: 8%s}}"
-IN_LAKES = (
-    f"data.train=[{LAKES % ''}]",
-    f"data.eval=[{LAKES % ', held_out: true'}]",
-    "rollout.environments=[{name: frozen_lake, size: 2, holes: 0.4}]",
-    "reward.functions=[environment, {name: success, weight: 0.0}]",
-    "reward.accuracy=success",
-    "data.max_prompt_tokens=400",
-    "trainer.evaluation.every=2",
-)
-
-
-BY_STEPS = (
-    *IN_LAKES,
-    f"rollout.agent={{name: steps, max_steps: 4, history: 0, action: '{WORLDS}:by_length', "
-    "invalid_penalty: 0.5}",
-    "algorithm.advantage={name: gigpo, gamma: 0.9, normalize_std: false}",
-)
-
-
-def by_hand(rows: dict[str, list[Any]], gamma: float) -> np.ndarray:
-    """GiGPO's advantages of a step's rows without division by deviations, from the definition."""
-    out = np.zeros(len(rows["reward"]))
-    returns = np.zeros(len(out))
-    groups = list(zip(rows["group_id"], rows["anchor_id"], strict=True))
-    for i, (name, step) in enumerate(zip(rows["trajectory_id"], rows["step_index"], strict=True)):
-        returns[i] = sum(
-            gamma ** (later - step) * reward
-            for other, later, reward in zip(
-                rows["trajectory_id"], rows["step_index"], rows["step_reward"], strict=True
-            )
-            if other == name and later >= step
-        )
-    for i, (group, anchor) in enumerate(groups):
-        episodes = {
-            name: reward
-            for name, reward, one in zip(rows["trajectory_id"], rows["reward"], rows["group_id"], strict=True)
-            if one == group
-        }
-        alike = [returns[j] for j, other in enumerate(groups) if other == (group, anchor)]
-        out[i] = rows["reward"][i] - np.mean(list(episodes.values())) + returns[i] - np.mean(alike)
-    return out
-
-
-def test_gigpo_on_steps_of_real_episodes(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its groups are the steps of one prompt's samples that saw the same; its advantages those of its
-    definition.
-    """
-    seen: list[np.ndarray] = []
-    original = AdvantageStage.__call__
-
-    async def spy(self: AdvantageStage, batch: Any, step: Any) -> Any:
-        made = await original(self, batch, step)
-        names = ("group_id", "anchor_id", "trajectory_id", "step_index", "step_reward", "reward")
-        rows = {name: made.index.scalars(name).tolist() for name in names}
-        assert len(set(zip(rows["group_id"], rows["anchor_id"], strict=True))) < len(rows["reward"])
-        np.testing.assert_allclose(made.index.scalars("advantages"), by_hand(rows, 0.9), atol=1e-5)
-        seen.append(made.index.scalars("advantages"))
-        return made
-
-    monkeypatch.setattr(AdvantageStage, "__call__", spy)
-    folder = run("whole", *BY_STEPS)
-    assert len(seen) == 2
-    assert any(np.abs(advantages).max() > 0.1 for advantages in seen)
-    for line in metrics(folder)[1:]:
-        assert line["rollout/log_prob_gap"] < 1e-5
-        assert 0 < line["environment/invalid_share/frozen_lake"] < 1
-        assert line["environment/steps/frozen_lake"] == line["rollout/rows_per_trajectory"]
-        assert line["reward/mean"] == pytest.approx(line["environment/return/frozen_lake"])
-        assert line["reward/score/success"] == line["environment/success/frozen_lake"]
-    assert "[action] " in written(read_trajectories(folder)[0])
-
-
-@pytest.mark.slow
-def test_a_run_that_was_broken_off_begins_its_episodes_anew(run: Any) -> None:
-    """With the weights of one that went through; so does one that follows its journal."""
-    settings = (*BY_STEPS, "trainer.max_staleness=1", "trainer.on_update=finish", "checkpoint.every=1")
-    whole = run("whole", *settings)
-    with broken_off(2), pytest.raises(WorkerError, match="broken off"):
-        run("parts", *settings)
-    assert weights(run("parts", *settings)) == weights(whole)
-    moving = (*settings, "trainer.on_update=resume", "rollout.max_concurrent=5")
-    first = run("moving", *moving)
-    assert_equal(first, run("again", *moving, f"trainer.replay={first}"))
-
-
-def test_grpo_in_one_context(run: Any) -> None:
-    """All rows are what the engine got: the trainer's log-probs are its own."""
-    loop = "rollout.agent={name: concatenated, max_steps: 3}"
-    folder = run("grpo", *IN_LAKES, loop, "rollout.max_tokens=150")
-    lines = metrics(folder)[1:]
-    assert all(line["rollout/log_prob_gap"] < 1e-5 for line in lines)
-    assert all(line["rollout/rows_per_trajectory"] == 1 for line in lines)
-    assert {"eval/greedy/score/success", "eval/sampled/score/success"} <= set(lines[-1])
-    rows = pq.read_table(folder / "rollouts/step-000002.parquet").to_pydict()
-    assert all(kinds[:3] == [0, 2, 0] for kinds in rows["turn_kinds"] if len(kinds) > 2)
-    assert [len(flags) for flags in rows["turn_flags"]] == [len(stops) for stops in rows["turn_stops"]]
-
-
 def test_tools_beside_environments_are_for_a_loop_that_takes_both() -> None:
-    check_reads(takes_both, environments=(LAKE,), tools=(ToolConfig("calculator"),))
+    check_reads("both", takes_both, environments=(LAKE,), tools=(ToolConfig("calculator"),))

@@ -13,19 +13,19 @@ import pytest
 from rondo.errors import TrainError, WorkerError
 from rondo.workers.rollout import RolloutWorker
 from tests.agents import calling
-from tests.agents.test_updates import AGENTS, SETTINGS, Watch, rows_of, versions_by_turn
+from tests.agents.test_updates import AGENTS, BATCH, EACH, SETTINGS, Watch, calls_in, held_in, rows_of
 from tests.agents.test_updates import watch as watch
-from tests.trainers.conftest import weights
+from tests.trainers.conftest import metrics, weights
 from tests.trainers.test_journal import assert_equal, broken_off
 
 
-@pytest.mark.parametrize("agent", AGENTS)
+@pytest.mark.parametrize("agent", EACH)
 def test_a_replay_of_episodes_held_between_two_turns(run: Any, watch: Watch, agent: str) -> None:
     """Interrupted, too, with such episodes in flight."""
     settings = (*SETTINGS, *AGENTS[agent], "trainer.on_update=resume", "trainer.total_steps=3")
     watch.close(RolloutWorker, "pause", after=True)
     first = run("run", *settings)
-    held = [row for row in rows_of(first) if len(set().union(*versions_by_turn(row))) > 1]
+    held = [turns for turns in held_in(rows_of(first), agent) if len(set().union(*turns)) > 1]
     assert len(held) > 1
     replay = (*settings, f"trainer.replay={first}", "rollout.max_concurrent=5", "checkpoint.every=1")
     with broken_off(2), pytest.raises(WorkerError, match="broken off"):
@@ -33,7 +33,19 @@ def test_a_replay_of_episodes_held_between_two_turns(run: Any, watch: Watch, age
     assert_equal(first, run("again", *replay))
 
 
-@pytest.mark.parametrize("agent", AGENTS)
+@pytest.mark.parametrize("agent", ["tools", "a prompt for each step"])
+def test_a_replay_of_episodes_that_were_aborted(run: Any, watch: Watch, agent: str) -> None:
+    """What was cancelled between two turns is begun anew there, and not made here."""
+    settings = (*SETTINGS, *AGENTS[agent], "trainer.on_update=abort")
+    watch.close(RolloutWorker, "pause", after=True)
+    first = run("run", *settings)
+    assert sum(line["buffer/aborted"] for line in metrics(first)) == BATCH
+    made = len(watch.made)
+    assert_equal(first, run("again", *settings, f"trainer.replay={first}"))
+    assert len(watch.made) - made == sum(len(calls_in(row)) for row in rows_of(first)) < made
+
+
+@pytest.mark.parametrize("agent", EACH)
 def test_a_run_that_was_broken_off_goes_on_to_the_same_bits(run: Any, agent: str) -> None:
     settings = (*SETTINGS, *AGENTS[agent], "trainer.total_steps=3", "checkpoint.every=1")
     whole = run("whole", *settings)

@@ -4,6 +4,7 @@ says, or a tiny model; and training on both.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -183,7 +184,7 @@ def test_training_with_tools(run: Any) -> None:
     assert weights(parts) == weights(folder)
 
 
-def test_training_without_episodes_whose_context_was_full(run: Any) -> None:
+def test_training_without_episodes_whose_context_was_full(run: Any, tmp_path: Path) -> None:
     settings = (*SETTINGS, "rollout.max_tokens=160", "rollout.on_full=drop")
     folder = run("dropped", *settings, "reward.max_dropped_share=1")
     rows = rows_of(folder)
@@ -196,6 +197,12 @@ def test_training_without_episodes_whose_context_was_full(run: Any) -> None:
     assert shares
     with pytest.raises(RewardError, match=r"context_full.* Raise rollout.max_tokens, or take fewer turns"):
         run("stopped", *settings, "reward.max_dropped_share=0.01")
+    # The step that never was: groups with failures, one with too few that are scored among them.
+    rows = rows_of(tmp_path / "stopped")
+    full = [row for row in rows if row["outcome"] == "context_full"]
+    assert 0 < len(full)
+    assert all("[policy] " in row["transcript"] and row["failure"] for row in full)
+    assert {row["group_id"] for row in rows} == {row["group_id"] for row in full}
 
 
 def test_one_turn_in_process_is_training_without(run: Any) -> None:

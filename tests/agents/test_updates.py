@@ -1,5 +1,5 @@
 """New weights while episodes are between two turns, and groups that a filter drops: of agents that use tools,
-and begin several contexts.
+act in environments, and begin several contexts.
 """
 
 from __future__ import annotations
@@ -30,11 +30,22 @@ SETTINGS = (
     "trainer.evaluation={before: false, after: false, every: null}",
     "trainer.max_staleness=1",
 )
+ROWS = "environment: tests.agents.own_worlds.Waits, size: 64, prompt: Go"
+IN_WORLD = (
+    "rollout.tools=[]",
+    "rollout.environments=[{name: tests.agents.own_worlds.Waits, timeout_seconds: 240}]",
+    f"data.train=[{{type: function, task: rondo.environments.episodes, options: {{{ROWS}}}}}]",
+    "data.shuffle=false",
+)
+LOOP = "max_steps: 3, action: tests.agents.own_worlds.goes"
 AGENTS: dict[str, tuple[str, ...]] = {
     "tools": (),
     "several contexts": ("rollout.agent=tests.agents.calling.asks_twice",),
     "over HTTP": ("rollout.agent=tests.agents.calling.over_http", "rollout.tools=[]"),
+    "in an environment": (*IN_WORLD, f"rollout.agent={{name: concatenated, {LOOP}}}"),
+    "a prompt for each step": (*IN_WORLD, f"rollout.agent={{name: steps, {LOOP}}}"),
 }
+EACH = [pytest.param(name, marks=[pytest.mark.slow] * (name == "in an environment")) for name in AGENTS]
 BATCH, N = 4, 4
 
 
@@ -132,7 +143,18 @@ def versions_by_turn(row: dict[str, Any]) -> list[set[int]]:
     return [set(versions) for *_, versions in calls_in(row)]
 
 
-@pytest.mark.parametrize("agent", AGENTS)
+def held_in(rows: list[dict[str, Any]], agent: str) -> list[list[set[int]]]:
+    """The versions of each turn where there are several: in a row; where turns are rows, in a trajectory."""
+    if agent != "a prompt for each step":
+        turns = [versions_by_turn(row) for row in rows]
+    else:
+        names = dict.fromkeys(row["trajectory_id"] for row in rows)
+        own = [[row for row in rows if row["trajectory_id"] == name] for name in names]
+        turns = [[turn for row in part for turn in versions_by_turn(row)] for part in own]
+    return [versions for versions in turns if len(versions) > 1]
+
+
+@pytest.mark.parametrize("agent", EACH)
 @pytest.mark.parametrize("mode", ["finish", "resume", "abort"])
 def test_a_trajectory_between_two_turns_when_weights_come(
     run: Any, watch: Watch, mode: str, agent: str
@@ -153,21 +175,21 @@ def test_a_trajectory_between_two_turns_when_weights_come(
     assert len(trajectories) == len(set(trajectories)) == 2 * BATCH * N
     assert {row["outcome"] for row in rows} == {"scored"}
     assert all({0} == set().union(*versions_by_turn(row)) for row in rows if row["seq"] < BATCH)
-    late = [versions_by_turn(row) for row in rows if row["seq"] >= BATCH]
-    held = [turns for turns in late if len(turns) > 1]
+    late = [row for row in rows if row["seq"] >= BATCH]
+    held = held_in(late, agent)
     assert held
     made = sorted(map(call_of, watch.made))
     calls = sorted(call for row in rows for call in calls_in(row))
     if mode == "finish":
-        assert {0} == set().union(*(turn for turns in late for turn in turns))
+        assert {0} == set().union(*(turn for row in late for turn in versions_by_turn(row)))
         free = run("free", *settings)
         assert weights(free) == weights(folder)
         assert repr(rows_of(free)) == repr(rows)  # NaN is equal to itself
     elif mode == "resume":
         assert all(turns == [{0}] + [{1}] * (len(turns) - 1) for turns in held)
     else:
-        assert {1} == set().union(*(turn for turns in late for turn in turns))
-        assert watch.cancelled > 0
+        assert {1} == set().union(*(turn for row in late for turn in versions_by_turn(row)))
+        assert watch.cancelled > 0 or agent not in ("tools", "several contexts", "over HTTP")
         assert sum(line["buffer/aborted"] for line in metrics(folder)) == BATCH
         lost = [call for call in made if call not in calls]
         assert len(lost) >= BATCH * N  # the first answers of the second batch
@@ -176,7 +198,7 @@ def test_a_trajectory_between_two_turns_when_weights_come(
     assert calls == made
 
 
-@pytest.mark.parametrize("agent", ["tools", "several contexts"])
+@pytest.mark.parametrize("agent", ["tools", "several contexts", "a prompt for each step"])
 @pytest.mark.parametrize("mode", ["finish", "resume"])
 def test_groups_that_a_filter_drops(run: Any, mode: str, agent: str) -> None:
     """Dynamic sampling drops whole groups, all rows of all trajectories, and changes nothing of others."""

@@ -3,36 +3,34 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rondo.environments import Environment, check_environment
-from rondo.environments.bandit import Bandit
-from rondo.environments.frozen_lake import FrozenLake
-from rondo.environments.gymnasium_adapter import Gymnasium
-from rondo.environments.sokoban import Sokoban
-from rondo.errors import EnvironmentFailedError
-from tests.environments.worlds import Honest, cell
-
-LAKE = {"id": "FrozenLake-v1", "actions": ["left", "down", "right", "up"], "text": cell}
+from rondo.environments import Observation, check_environment
+from rondo.environments.registry import BUILTINS, environment_class
+from rondo.errors import ConfigError, EnvironmentFailedError
+from tests.environments.shipped import ELSEWHERE, SHIPPED, Shipped
+from tests.environments.worlds import Honest, Side
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        Honest,
-        Bandit,
-        FrozenLake,
-        lambda: FrozenLake(size=6, slippery=True),
-        Sokoban,
-        lambda: Sokoban(size=5, boxes=2, shaping=0.1),
-        lambda: Gymnasium(**LAKE, is_slippery=True),
-    ],
-)
-def test_promises_are_kept(make: Callable[[], Environment]) -> None:
-    check_environment(make, seeds=range(6))
+@pytest.mark.parametrize(("name", "shipped"), [pair for pair in SHIPPED if not pair[1].packages])
+def test_promises_are_kept(name: str, shipped: Shipped) -> None:
+    assert isinstance(shipped.make(), environment_class(name, "here"))
+    check_environment(shipped.make, seeds=range(shipped.seeds), act=shipped.act, steps=shipped.steps)
+
+
+def test_an_environment_of_a_user_keeps_them() -> None:
+    check_environment(Honest)
+
+
+def test_every_environment_that_ships_is_tested() -> None:
+    """Those with packages in tests/environments/packages."""
+    assert {name for name, _ in SHIPPED} | set(ELSEWHERE) == set(BUILTINS)
+    for path in ELSEWHERE.values():
+        assert "check_environment(" in (Path(__file__).parent / path).read_text()
 
 
 @pytest.mark.parametrize(
@@ -91,3 +89,31 @@ def test_free_text_needs_somebody_who_writes_it() -> None:
     with pytest.raises(EnvironmentFailedError, match="act="):
         check_environment(Free)
     check_environment(Free, act=lambda seen, rng: f"{seen.text[0]}{rng.random()}")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("one too few", "step_many returns a list of 3 results"),
+        ("mixed up", "seed 0: the episode by step_many is another from step 1 on"),
+    ],
+)
+def test_steps_side_by_side_are_those_one_by_one(wrong: str, said: str) -> None:
+    def act(seen: Observation, rng: random.Random) -> str:
+        return "next"
+
+    class Seeded(Side):
+        def _observe(self) -> Any:
+            return Observation(f"{self.seed}: {self.count}", ("next",))
+
+    check_environment(Seeded, seeds=range(3), act=act)
+    with pytest.raises(EnvironmentFailedError, match=said):
+        check_environment(lambda: Seeded(wrong=wrong), seeds=range(3), act=act)
+
+
+def test_step_many_is_a_class_method() -> None:
+    class Wrong(Honest):
+        def step_many(self, environments: Any, actions: Any) -> Any: ...
+
+    with pytest.raises(ConfigError, match=r"Wrong\.step_many is no class method"):
+        check_environment(Wrong)

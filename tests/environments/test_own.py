@@ -16,7 +16,7 @@ from rondo.environments.registry import check_protocol, environment_class
 from rondo.environments.sokoban import MOVES, Level, Sokoban, shortest_solution
 from rondo.errors import ConfigError, EnvironmentFailedError
 from rondo.recipes.frozen_lake import demonstrations, move, prompt
-from tests.environments.test_conformance import LAKE
+from tests.environments.shipped import LAKE
 from tests.environments.worlds import Honest
 
 

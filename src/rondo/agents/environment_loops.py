@@ -8,41 +8,35 @@ asks each step with a prompt of its own.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rondo.agents.policy import Policy
+from rondo.agents.memory import NO_ACTION, Acted, load_memory, told
+from rondo.agents.policy import Answer, Policy
 from rondo.agents.worlds import World
 from rondo.config.functions import resolve_function
-from rondo.environments import Observation
+from rondo.environments import Observation, StepResult
 from rondo.errors import ConfigError
 from rondo.serving.problems import ApiError
 from rondo.types import MAX_ROWS
 
 _TAG = re.compile(r"<action>(.*?)</action>", re.DOTALL)
-_INVALID = "That was no action."
-
-
-@dataclass(frozen=True)
-class Acted:
-    """A step that was made, as a loop's memory keeps it. action: None where the answer had no valid one."""
-
-    seen: Observation
-    answer: str
-    action: str | None
-    reward: float
-
 
 WritePrompt = Callable[[str, Sequence[Acted], Observation], str]
-ReadAction = Callable[[str, Observation], str | None]
+ReadAction = Callable[[str, Observation], str | Sequence[str | None] | None]
+Message = Mapping[str, Any]
+AskNext = Callable[[Acted | None, Observation], Awaitable[Answer | None]]
+"""Asks the policy what to do, given the turn before, if there is one, and what is to be seen. None: nothing
+more fits a context.
+"""
 
 
 def write_prompt(task: str, memory: Sequence[Acted], seen: Observation) -> str:
     """Returns a message: the task, what was seen and done, what is to be seen, and the actions."""
     parts = [task] if task else []
     if memory:
-        parts.append("\n\n".join(f"{acted.seen.text}\n> {acted.action or _INVALID}" for acted in memory))
+        parts.append("\n\n".join(told(acted) for acted in memory))
     parts.append(seen.text)
     if seen.actions:
         parts.append(f"Actions: {', '.join(seen.actions)}")
@@ -54,107 +48,159 @@ def tagged_action(answer: str, seen: Observation) -> str | None:
     Case and white space at the ends do not matter.
     """
     found = _TAG.findall(answer)
-    said = found[-1].strip() if found else ""
+    return _possible(found[-1], seen) if found else None
+
+
+def tagged_actions(answer: str, seen: Observation) -> list[str | None]:
+    """Returns what stands in every `<action>…</action>`, in their order. What is possible may change from one
+    to the next: those that are not yet are returned as they were said.
+    """
+    return [_possible(said, seen) or said.strip() or None for said in _TAG.findall(answer)]
+
+
+def whole_answer(answer: str, seen: Observation) -> str | None:
+    """Returns all that was said: for worlds to talk to. None: nothing was."""
+    return answer.strip() or None
+
+
+def _possible(said: str, seen: Observation) -> str | None:
+    said = said.strip()
     if not seen.actions:
         return said or None
     return next((action for action in seen.actions if action.casefold() == said.casefold()), None)
 
 
-async def concatenated(
-    messages: Sequence[Mapping[str, Any]],
-    policy: Policy,
-    environment: World,
-    *,
-    max_steps: int = 20,
-    invalid_penalty: float = 0.0,
-    prompt: str | None = None,
-    action: str | None = None,
-) -> str:
-    """Plays an episode in one conversation, in which each observation is a message of the user. Returns the
-    last answer.
+@dataclass(kw_only=True)
+class Concatenated:
+    """Plays episodes in one conversation each, in which every observation is a message of the user.
+
+    Its fields are the options of `rollout.agent`. Raises ConfigError for values that cannot be.
     """
-    write, read = _functions(prompt, action)
-    before, last = _task(messages)
-    seen = await environment.reset()
-    said = [*before, {**last, "content": write(str(last["content"]), (), seen)}]
-    answer = await policy.chat(said)
-    for step in range(1, max_steps + 1):
-        result = await environment.step(read(answer.text, seen), penalty=invalid_penalty)
-        if result.done or result.truncated:
-            return answer.text
-        if step < max_steps:
+
+    max_steps: int = 20
+    """Actions at most, valid or not."""
+    actions_per_turn: int = 1
+    """Actions that are carried out of one answer, at most."""
+    invalid_penalty: float = 0.0
+    """Is taken from the reward of an invalid action."""
+    prompt: str | None = None
+    """A WritePrompt."""
+    action: str | None = None
+    """A ReadAction; `whole`: whole_answer."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.max_steps <= MAX_ROWS:
+            raise ConfigError(f"rollout.agent: max_steps must be from 1 to {MAX_ROWS}, got {self.max_steps}")
+        if self.actions_per_turn < 1:
+            raise ConfigError(
+                f"rollout.agent: actions_per_turn must be at least 1, got {self.actions_per_turn}"
+            )
+        if not 0 <= self.invalid_penalty < float("inf"):
+            raise ConfigError(
+                f"rollout.agent: invalid_penalty must be at least 0, got {self.invalid_penalty}"
+            )
+        self._write: WritePrompt = resolve_function(self.prompt) if self.prompt else write_prompt
+        tagged: ReadAction = tagged_action if self.actions_per_turn == 1 else tagged_actions
+        chosen = self.action and resolve_function(self.action, {"whole": whole_answer})
+        self._read: ReadAction = chosen or tagged
+
+    async def play(self, messages: Sequence[Message], policy: Policy, environment: World) -> str:
+        """Plays an episode. Returns the last answer."""
+        if not messages:
+            raise ConfigError(
+                "rollout.environments: loops talk in messages; the tokenizer has no chat template"
+            )
+        ask = self._asking(messages, policy, environment)
+        seen, acted, text = await environment.reset(), None, ""
+        while environment.steps < self.max_steps:
+            answer = await ask(acted, seen)
+            if answer is None:
+                environment.cut_off(full=True)
+                return text
+            text = answer.text
+            acted, result = await self._act(environment, seen, text)
+            if result.done or result.truncated:
+                return text
             seen = result.observation
-            text = write("", (), seen)
-            content = f"{_INVALID}\n{text}" if result.invalid else text
-            said += [answer.message, {"role": "user", "content": content}]
-            answer = await policy.chat(said)
-    environment.cut_off()
-    return answer.text
+        environment.cut_off()
+        return text
+
+    async def _act(self, environment: World, seen: Observation, answer: str) -> tuple[Acted, StepResult]:
+        """Carries out an answer's actions up to one that is invalid or ends the episode. Returns all, and the
+        result of the last.
+        """
+        chosen = self._read(answer, seen)
+        actions = [chosen] if chosen is None or isinstance(chosen, str) else list(chosen) or [None]
+        made: list[str | None] = []
+        reward = 0.0
+        for action in actions[: min(self.actions_per_turn, self.max_steps - environment.steps)]:
+            result = await environment.step(action, penalty=self.invalid_penalty)
+            reward += result.reward
+            made.append(None if result.invalid else action)
+            if result.invalid or result.done or result.truncated:
+                break
+        return Acted(seen, answer, tuple(made), reward), result
+
+    def _asking(self, messages: Sequence[Message], policy: Policy, environment: World) -> AskNext:
+        said = list(messages[:-1])
+        answers: list[Answer] = []
+
+        async def ask(acted: Acted | None, seen: Observation) -> Answer:
+            if acted is None:
+                text = self._write(str(messages[-1]["content"]), (), seen)
+                said.append({**messages[-1], "content": text})
+            else:
+                text = self._write("", (), seen)
+                content = f"{NO_ACTION}\n{text}" if acted.invalid else text
+                said.extend([answers[-1].message, {"role": "user", "content": content}])
+            answers.append(await policy.chat(said))
+            return answers[-1]
+
+        return ask
 
 
-async def steps(
-    messages: Sequence[Mapping[str, Any]],
-    policy: Policy,
-    environment: World,
-    *,
-    max_steps: int = 20,
-    history: int = 2,
-    invalid_penalty: float = 0.0,
-    prompt: str | None = None,
-    action: str | None = None,
-) -> str:
-    """Plays an episode in which each step is asked with a fresh prompt: the task, the `history` last steps,
-    and what is to be seen. Returns the last answer.
+@dataclass(kw_only=True)
+class Steps(Concatenated):
+    """Plays episodes in which each step is asked with a fresh prompt: the task, what the memory shows of the
+    steps before, and what is to be seen.
     """
-    write, read = _functions(prompt, action)
-    before, last = _task(messages)
-    memory: list[Acted] = []
-    seen = await environment.reset()
-    text = ""
-    for _ in range(max_steps):
-        content = write(str(last["content"]), memory[max(0, len(memory) - history) :], seen)
-        try:
-            answer = await policy.chat([*before, {**last, "content": content}])
-        except ApiError as error:
-            if error.code != "context_length_exceeded" or not memory:
-                raise
-            environment.cut_off(full=True)
-            return text
-        text, chosen = answer.text, read(answer.text, seen)
-        result = await environment.step(chosen, penalty=invalid_penalty)
-        memory.append(Acted(seen, text, None if result.invalid else chosen, result.reward))
-        seen = result.observation
-        if result.done or result.truncated:
-            return text
-    environment.cut_off()
-    return text
+
+    history: int = 2
+    """Steps that are shown."""
+    memory: str | Mapping[str, Any] = "recent"
+    """See `memory.MEMORIES`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.history < 0:
+            raise ConfigError(f"rollout.agent: history must be at least 0, got {self.history}")
+        self._remember = load_memory(self.memory)
+
+    def _asking(self, messages: Sequence[Message], policy: Policy, environment: World) -> AskNext:
+        before, task = messages[:-1], messages[-1]
+        memory = self._remember()
+
+        async def chat(content: str) -> Answer:
+            return await policy.chat([*before, {**task, "content": content}])
+
+        async def aside(text: str) -> str:
+            answer = await chat(f"{task['content']}\n\n{text}")
+            environment.aside("memory")
+            return answer.text
+
+        async def ask(acted: Acted | None, seen: Observation) -> Answer | None:
+            if acted is not None:
+                memory.append(acted)
+            try:
+                view = await memory.view(self.history, seen, aside)
+                notes = f"\n\nNotes: {view.notes}" if view.notes else ""
+                return await chat(self._write(f"{task['content']}{notes}", view.steps, seen))
+            except ApiError as error:
+                if error.code != "context_length_exceeded" or acted is None:
+                    raise
+                return None
+
+        return ask
 
 
-def _task(
-    messages: Sequence[Mapping[str, Any]],
-) -> tuple[Sequence[Mapping[str, Any]], Mapping[str, Any]]:
-    """Returns the last message, which says the task, and those before it."""
-    if not messages:
-        raise ConfigError("rollout.environments: loops talk in messages; the tokenizer has no chat template")
-    return messages[:-1], messages[-1]
-
-
-def _functions(prompt: str | None, action: str | None) -> tuple[WritePrompt, ReadAction]:
-    write = resolve_function(prompt) if prompt else write_prompt
-    read = resolve_function(action) if action else tagged_action
-    return write, read
-
-
-LOOPS: Mapping[str, Callable[..., Any]] = {"concatenated": concatenated, "steps": steps}
-
-
-def check_loop(options: Mapping[str, Any]) -> None:
-    """Raises ConfigError for values of a loop's options that cannot be."""
-    most, history, penalty = (options.get(key, 1) for key in ("max_steps", "history", "invalid_penalty"))
-    if not 1 <= most <= MAX_ROWS:
-        raise ConfigError(f"rollout.agent: max_steps must be from 1 to {MAX_ROWS}, got {most}")
-    if history < 0:
-        raise ConfigError(f"rollout.agent: history must be at least 0, got {history}")
-    if not 0 <= penalty < float("inf"):
-        raise ConfigError(f"rollout.agent: invalid_penalty must be at least 0, got {penalty}")
-    _functions(options.get("prompt"), options.get("action"))
+LOOPS: Mapping[str, type[Concatenated]] = {"concatenated": Concatenated, "steps": Steps}

@@ -9,8 +9,8 @@ token by token.
                                   Endpoint ─▶ generate                          on the rollout worker's loop
              ◀──its recorded calls───┘
 
-The agent's code cannot block the worker's loop: coroutines run on one loop in a thread of their own, plain
-functions each in its own thread. Both are daemons: code that hangs is left behind when its time is up.
+The agent's code cannot block the worker's loop (`running`): coroutines run on a loop of their own, plain
+functions each in its own thread. With rollout.episode_workers those that ask over HTTP run there.
 """
 
 from __future__ import annotations
@@ -22,26 +22,25 @@ import inspect
 import logging
 import secrets
 import sys
-import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from rondo.agents.environment_loops import LOOPS, check_loop
+from rondo.agents.agent_workers import AgentWorkers
+from rondo.agents.environment_loops import LOOPS, Concatenated
 from rondo.agents.policy import MODEL, Policy
 from rondo.agents.record import rows_of
+from rondo.agents.running import in_thread, on_agents_loop, said_by
 from rondo.agents.tool_loop import use_tools
-from rondo.agents.tools import Tool, Toolbox, ToolStats, end_tools, in_thread
+from rondo.agents.tools import Tool, Toolbox, ToolStats, end_tools
 from rondo.agents.worlds import World, Worlds
-from rondo.border import EscapeError, awaited, contained, described
 from rondo.chat import decode
 from rondo.config.functions import check_options, did_you_mean, resolve_function
 from rondo.config.schema import FunctionConfig, RolloutConfig
-from rondo.errors import ConfigError
+from rondo.errors import ConfigError, EpisodeLostError
 from rondo.serving import Endpoint, Session, SessionRules, Sessions, prompt_key
 from rondo.types import (
     MAX_ROWS,
@@ -63,7 +62,7 @@ if TYPE_CHECKING:
 OVER_HTTP = ("base_url", "api_key", "model")
 IN_PROCESS = ("policy", "tools", "environment")
 GIVEN = ("prompt", "messages", "fields", *IN_PROCESS, *OVER_HTTP)
-BUILTINS = {"tools": use_tools, **LOOPS}
+BUILTINS: Mapping[str, Callable[..., Any]] = {"tools": use_tools, **LOOPS}
 _LOGGED_FAILURES = 3  # of a worker; metrics count them all
 _log = logging.getLogger(__name__)
 
@@ -78,10 +77,13 @@ def agent_of(rollout: RolloutConfig) -> FunctionConfig | None:
 
 
 def load_agent(config: FunctionConfig) -> Callable[..., Any]:
-    """Returns the function of `rollout.agent`. Parameters before `*` are what it wants to be given (some of
-    GIVEN), keyword-only ones are its options. Raises ConfigError.
+    """Returns the function of `rollout.agent` with its options. Parameters before `*` are what it wants to be
+    given (some of GIVEN), keyword-only ones are its options. Raises ConfigError.
     """
     function = resolve_function(config.name, BUILTINS)
+    if isinstance(function, type) and issubclass(function, Concatenated):
+        check_options(function, config.options, "rollout.agent", given=0, chosen=config)
+        return function(**config.options).play
     parameters = inspect.signature(function).parameters.values()
     names = {parameter.name for parameter in parameters}
     if names & set(OVER_HTTP):
@@ -107,18 +109,23 @@ def load_agent(config: FunctionConfig) -> Callable[..., Any]:
             )
     given = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
     check_options(function, config.options, "rollout.agent", given=given)
-    if function in LOOPS.values():
-        check_loop(config.options)
-    return function
+    return functools.partial(function, **config.options)
+
+
+def asks_over_http(function: Callable[..., Any]) -> bool:
+    """Says whether an agent is given nothing of this process, so that it may run in another."""
+    names = set(inspect.signature(function).parameters)
+    return bool(names & set(OVER_HTTP)) and not names & set(IN_PROCESS)
 
 
 class ExternalAgent:
     """An agent loop (see `runner.AgentLoop`) that runs `rollout.agent`; one per worker process.
 
     max_context: prompt and response tokens of a context. tools: of `rollout.tools`; they end with it. worlds:
-    of `rollout.environments`; None: there are none. on_full: what becomes of an episode that is cut off. The
-    endpoint starts with the first episode, on that episode's event loop; its server only where the agent asks
-    over HTTP. Raises ConfigError.
+    of `rollout.environments`; None: there are none. on_full: what becomes of an episode that is cut off.
+    episode_workers: processes for an agent that asks over HTTP; 0: it runs in this one. The endpoint starts
+    with the first episode, on that episode's event loop; its server only where the agent asks over HTTP.
+    Raises ConfigError.
     """
 
     def __init__(
@@ -130,9 +137,9 @@ class ExternalAgent:
         tools: Sequence[Tool] = (),
         worlds: Worlds | None = None,
         on_full: Literal["score", "drop"] = "score",
+        episode_workers: int = 0,
     ) -> None:
         self._function = load_agent(config)
-        self._options = dict(config.options)
         self._tokenizer = tokenizer
         self._max_context = max_context
         parameters = inspect.signature(self._function).parameters.values()
@@ -140,6 +147,9 @@ class ExternalAgent:
         self._tools = tools
         self._worlds = worlds
         self._drop_full = on_full == "drop"
+        self._workers: AgentWorkers | None = None
+        if episode_workers and asks_over_http(self._function):
+            self._workers = AgentWorkers(episode_workers, config, self._function)
         self._sessions = Sessions()
         self._endpoint: Endpoint | None = None
         self._token = secrets.token_urlsafe(24)
@@ -150,6 +160,7 @@ class ExternalAgent:
         self._episodes = self._turns = self._full = 0
         self._sent_back = self._reencoded = 0  # tokens of answers
         self._seconds = 0.0
+        self._reissued = 0
         self._tool_stats = ToolStats()
 
     async def __call__(
@@ -166,7 +177,7 @@ class ExternalAgent:
         """Runs one episode. deadline_seconds: of all of it. An agent that raises, runs out of time or never
         calls is a failed trajectory; what the engine raises is raised here (RolloutError). An agent that
         asked for more than sampling.max_tokens (400, context_length_exceeded) has an episode that was cut
-        off, and is scored (unless on_full says drop), whatever it did then.
+        off, and is scored (unless on_full says drop), whatever it did then. EpisodeLostError: call it again.
         """
         loop = asyncio.get_running_loop()
         if self._endpoint is None:
@@ -190,7 +201,9 @@ class ExternalAgent:
         )
         session = self._sessions.open(name, rules)
         tools = Toolbox(self._tools, self._tokenizer)
-        world = self._worlds.world(prompt, run_seed, session.calls) if self._worlds else None
+        world = None
+        if self._worlds:
+            world = self._worlds.world(prompt, run_seed, session.calls, trajectory_id)
         given = {
             "prompt": text,
             "messages": [dict(message) for message in copy.deepcopy(prompt.messages)],
@@ -204,10 +217,18 @@ class ExternalAgent:
         }
         started = time.monotonic()
         try:
-            said, failure = await self._run(given, (world, tools), deadline_seconds)
+            said, failure = await self._run(trajectory_id, given, (world, tools), deadline_seconds)
+        except EpisodeLostError:
+            self._reissued += 1
+            raise
         finally:
             self._sessions.close(name)  # what is in flight is cancelled; a straggler's calls are refused
         seconds = time.monotonic() - started
+        if world is not None and world.error is not None:
+            raise world.error
+        if self._worlds and world and world.lost:
+            self._worlds.count_reissued(world)
+            raise EpisodeLostError(world.lost)
         if world is not None and session.exhausted and "truncated" not in world.flags:
             world.cut_off(full=True)
         session.exhausted = session.exhausted or (world is not None and world.is_full)
@@ -235,10 +256,13 @@ class ExternalAgent:
             for tool in self._tools:
                 stats.add_sum(f"agent/tool_calls/{tool.name}", float(tools.calls[tool.name]))
             stats.add_sum("agent/invalid_calls", float(tools.invalid.total()))
+        if self._workers:
+            stats.add_sum("agent/reissued", float(self._reissued))
         if self._worlds:
             stats.merge(self._worlds.stats())
         self._episodes = self._turns = self._full = self._sent_back = self._reencoded = 0
         self._seconds = 0.0
+        self._reissued = 0
         self._tool_stats = ToolStats()
         return stats
 
@@ -281,13 +305,18 @@ class ExternalAgent:
             rows=tuple(rows) or (Row.empty(prompt.token_ids),),
             outcome=outcome,
             text=said,
-            transcript=self._transcript(rows, session, world),
+            transcripts=tuple(self._transcript(row, prompt) for row in rows),
             calls=tuple(calls),
+            tool_results=tools.results,
             failure=failure,
         )
 
     async def _run(
-        self, given: Mapping[str, Any], opened: tuple[World | None, Toolbox], deadline_seconds: float | None
+        self,
+        trajectory_id: str,
+        given: Mapping[str, Any],
+        opened: tuple[World | None, Toolbox],
+        deadline_seconds: float | None,
     ) -> tuple[str, str]:
         """Returns what the agent returned, and why it failed. opened: is closed when it ends."""
         arguments = {name: given[name] for name in self._wants}
@@ -301,29 +330,28 @@ class ExternalAgent:
                 await tools.close()
 
         try:
-            async with asyncio.timeout(deadline_seconds) as limit:
-                said = await asyncio.wrap_future(
-                    _start(self._function, {**arguments, **self._options}, close)
-                )
-        except Exception as error:  # the boundary: what the user's agent raises is a failed trajectory
-            if isinstance(error, TimeoutError) and limit.expired():
-                return "", f"the agent took longer than rollout.deadline_seconds = {deadline_seconds}"
-            return "", f"the agent raised {described(error)}"
-        if said is not None and not isinstance(said, str):
-            return "", f"the agent returned {type(said).__name__}; it must return None or its final text"
-        return said or "", ""
+            if self._workers is not None:
+                return await self._workers.run(trajectory_id, arguments, deadline_seconds)
+            call = functools.partial(self._function, **arguments)
+            is_coroutine = inspect.iscoroutinefunction(self._function)
+            async with asyncio.timeout(deadline_seconds):
+                running = on_agents_loop(call, close) if is_coroutine else in_thread(call, "agent")
+                return await said_by(asyncio.wrap_future(running))
+        except TimeoutError:
+            return "", f"the agent took longer than rollout.deadline_seconds = {deadline_seconds}"
 
-    def _transcript(self, rows: Sequence[Row], session: Session, world: World | None) -> str:
-        if world is not None:
-            return world.transcript(
-                [decode(self._tokenizer, call.completion.token_ids) for call in session.calls]
-            )
-        turns = (
-            (turn.kind, decode(self._tokenizer, row.response_ids[turn.start : turn.stop]))
-            for row in rows
-            for turn in row.turns
-        )
-        return "\n".join(f"[{kind}] {text.strip()}" for kind, text in turns)
+    def _transcript(self, row: Row, prompt: Prompt) -> str:
+        """Writes what was said in a context, and done, for people; and what it began with, where that is not
+        the prompt of the data.
+        """
+        lines = []
+        if not np.array_equal(row.prompt_ids, prompt.token_ids):
+            lines.append(f"[context] {decode(self._tokenizer, row.prompt_ids, special=True).strip()}")
+        for turn in row.turns:
+            text = decode(self._tokenizer, row.response_ids[turn.start : turn.stop])
+            lines.append(f"[{turn.kind}] {text.strip()}")
+            lines += [turn.note] if turn.note else []
+        return "\n".join(lines)
 
     def _log_failure(self, trajectory: Trajectory) -> None:
         if trajectory.failure and self._num_failures < _LOGGED_FAILURES:
@@ -341,10 +369,13 @@ class ExternalAgent:
         return await asyncio.shield(self._starting)
 
     def close(self) -> None:
-        """Ends the endpoint, and what the tools have shared. From any thread; on its own loop's thread the
-        endpoint ends soon after.
+        """Ends the endpoint, the episode workers, and what the tools have shared. From any thread; on its own
+        loop's thread the endpoint ends soon after.
         """
         end_tools(self._tools)
+        for part in (self._worlds, self._workers):
+            if part is not None:
+                part.close()
         server, loop = self._server, self._loop
         self._server = None
         if self._endpoint is not None:
@@ -385,39 +416,3 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
         return asyncio.get_running_loop()
     except RuntimeError:
         return None
-
-
-def _start(
-    function: Callable[..., Any], arguments: Mapping[str, Any], at_end: Callable[[], Awaitable[None]]
-) -> Future[Any]:
-    """Calls `function` where it can block nobody but agents. Cancelling the future cancels a coroutine.
-    at_end: is awaited after a coroutine, however that ended.
-    """
-    if not inspect.iscoroutinefunction(function):
-        return in_thread(functools.partial(function, **arguments), "agent")
-
-    async def run() -> Any:
-        try:
-            return await awaited(function(**arguments))
-        finally:
-            await at_end()
-
-    return asyncio.run_coroutine_threadsafe(run(), _agents_loop())
-
-
-@functools.cache
-def _agents_loop() -> asyncio.AbstractEventLoop:
-    """Returns one loop for the life of the process, so that agents may keep their clients from run to run."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=_run_forever, args=(loop,), name="rondo-agents", daemon=True).start()
-    return loop
-
-
-def _run_forever(loop: asyncio.AbstractEventLoop) -> None:
-    """Goes on where a task that an agent started, and nobody awaits, would end the loop."""
-    while True:
-        try:
-            with contained():
-                loop.run_forever()
-        except EscapeError as error:
-            _log.error("a task that an agent started raised %s", described(error))

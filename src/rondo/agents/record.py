@@ -78,7 +78,8 @@ class _Growing:
         n = len(made.token_ids)
         self._extend(made.token_ids, np.ones(n), made.log_probs, made.policy_versions)
         stop = len(self.ids) - self.prompt_length
-        self.turns.append(Turn("policy", stop - n, stop, call.reward, call.anchor, call.flags))
+        given = (call.reward, call.anchor, call.flags, call.note, call.states)
+        self.turns.append(Turn("policy", stop - n, stop, *given))
         self.finish_reason = made.finish_reason
 
     def _extend(self, ids: np.ndarray, *arrays: np.ndarray) -> None:

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 import numpy as np
 
 from rondo.agents.record import rows_of
-from rondo.errors import DeadlyRequestError, RolloutError
+from rondo.errors import DeadlyRequestError, EpisodeLostError, RolloutError
 from rondo.types import (
     Call,
     Completion,
@@ -27,6 +28,7 @@ from rondo.types import (
 Generate = Callable[[GenerateRequest], Awaitable[Completion]]
 Decode = Callable[[np.ndarray], str]
 AgentLoop = Callable[..., Awaitable[Trajectory]]
+_log = logging.getLogger(__name__)
 
 
 class TrajectoryScorer(Protocol):
@@ -149,18 +151,22 @@ class EpisodeRunner:
         purpose: str,
         deadline_seconds: float | None,
     ) -> Trajectory:
-        try:
-            trajectory = await self._agent(
-                prompt,
-                self._generate,
-                sampling=sampling,
-                sample_index=sample_index,
-                run_seed=self._run_seed,
-                purpose=purpose,
-                deadline_seconds=deadline_seconds,
-            )
-        except DeadlyRequestError as error:  # of all that an engine may raise, this is about one request only
-            trajectory = _failed(prompt, sample_index, purpose, str(error))
+        trajectory = None
+        while trajectory is None:
+            try:
+                trajectory = await self._agent(
+                    prompt,
+                    self._generate,
+                    sampling=sampling,
+                    sample_index=sample_index,
+                    run_seed=self._run_seed,
+                    purpose=purpose,
+                    deadline_seconds=deadline_seconds,
+                )
+            except EpisodeLostError as error:  # with the same seeds, and so to the same end
+                _log.info("%s/%s/%d: begun again: %s", purpose, prompt.prompt_id, sample_index, error)
+            except DeadlyRequestError as error:  # of what an engine may raise, this is about one request only
+                trajectory = _failed(prompt, sample_index, purpose, str(error))
         if not trajectory.text:
             trajectory = dataclasses.replace(trajectory, text=self._decode(trajectory.response_ids))
         return await self._scorer.score(trajectory)

@@ -9,9 +9,9 @@ episode, and the tools of MCP servers.
         ...
 
 Parameters before `*` are the policy's, with the schema of their types; keyword-only ones are options of the
-recipe. A result is text, or what JSON can write. `ToolError` is an observation; anything else that is raised,
-a call beyond its time, or a result of another type is a failure of the tool: the episode ends as tool_error,
-and is in no baseline.
+recipe. A result is text, what JSON can write, or a `ToolResult`, whose data rewards can read. `ToolError` is
+an observation; anything else that is raised, a call beyond its time, or a result of another type is a failure
+of the tool: the episode ends as tool_error, and is in no baseline.
 """
 
 from __future__ import annotations
@@ -21,14 +21,12 @@ import functools
 import inspect
 import json
 import re
-import threading
 import time
 import typing
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create_model
@@ -36,11 +34,13 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create
 from rondo.agents.builtin_tools import BUILTINS
 from rondo.agents.mcp_servers import McpServer
 from rondo.agents.policy import Answer
+from rondo.agents.running import in_thread
 from rondo.border import awaited, contained, described
 from rondo.chat import decode, tokenise_up_to
 from rondo.config.functions import check_options, resolve_function
 from rondo.config.schema import ToolConfig
 from rondo.errors import ConfigError, ToolError, about
+from rondo.types import ToolResult
 
 T = TypeVar("T")
 # What the policy reads of a call that could not be read, by the parser's reason.
@@ -68,6 +68,8 @@ class Tool:
     make: Callable[[], Callable[..., Any]]
     check: Callable[[], object] | None = None
     """Looks whether this machine has what the tool needs. Raises RondoError."""
+    prepare: Callable[[], object] | None = None
+    """Has ready what all episodes of a process share; no call's time limit counts it. Raises RondoError."""
     end: Callable[[], None] | None = None
     """Ends what episodes share; see `end_tools`."""
 
@@ -104,10 +106,16 @@ class Toolbox:
         """For `policy.chat(…, tools=…)`."""
         self.failure = ""
         """Why a tool of this episode failed; empty: none did."""
+        self._results: list[ToolResult | None] = []  # by call; None: it came to nothing, or not yet to an end
         self._tools = {tool.name: tool for tool in tools}
         self._made: dict[str, Callable[..., Any]] = {}
         self.stats = ToolStats()
         self._tokenizer = tokenizer
+
+    @property
+    def results(self) -> tuple[ToolResult, ...]:
+        """What was said, in the order of the calls."""
+        return tuple(result for result in self._results if result is not None)
 
     async def answer(self, answer: Answer) -> list[dict[str, Any]]:
         """Makes all calls of an answer, at the same time, and returns the messages with their results; and
@@ -140,9 +148,14 @@ class Toolbox:
             self.stats.invalid["wrong_arguments"] += 1
             return f"Error: {_wrong(error)}"
         self.stats.calls[name] += 1
+        place = len(self._results)
+        self._results.append(None)
         started = time.monotonic()
         try:
-            return self._cut(_text(await self._called(tool, given)), tool)
+            said = _result(await self._called(tool, given))
+            result = replace(said, text=self._cut(said.text, tool), tool=name)
+            self._results[place] = result
+            return result.text
         except ToolError as error:
             self.stats.errors[name] += 1
             return self._cut(f"Error: {error}", tool)
@@ -188,23 +201,6 @@ class Toolbox:
                 self.failure = self.failure or f"the tool {name} raised {described(error)} when it was closed"
 
 
-def in_thread(call: Callable[[], T], name: str) -> Future[T]:
-    """Calls a plain function in a thread of its own: one that hangs is left behind, and holds up nobody."""
-    result: Future[T] = Future()
-
-    def run() -> None:
-        if not result.set_running_or_notify_cancel():
-            return
-        try:
-            with contained():
-                result.set_result(call())
-        except Exception as error:  # the boundary: it travels to whoever waits for the result
-            result.set_exception(error)
-
-    threading.Thread(target=run, name=f"rondo-{name}", daemon=True).start()
-    return result
-
-
 # ---- what is configured
 
 
@@ -238,6 +234,17 @@ def end_tools(tools: Iterable[Tool]) -> None:
     """Ends what episodes have shared: MCP servers. Once is enough, and again does nothing."""
     for end in dict.fromkeys(tool.end for tool in tools if tool.end):
         end()
+
+
+def prepare_tools(tools: Sequence[Tool]) -> None:
+    """Has ready what episodes of this process will share: indexes that are searched. Raises RondoError."""
+    try:
+        for tool in tools:
+            if tool.prepare is not None:
+                tool.prepare()
+    except BaseException:
+        end_tools(tools)
+        raise
 
 
 @contextmanager
@@ -306,8 +313,15 @@ def _load(function: Callable[..., Any], config: ToolConfig, where: str) -> Tool:
         config,
         functools.partial(_read, arguments),
         make=with_options if is_class else lambda: with_options,
-        check=functools.partial(function.check, **config.options) if hasattr(function, "check") else None,
+        check=_at_start(function, "check", config),
+        prepare=_at_start(function, "prepare", config),
     )
+
+
+def _at_start(function: Any, method: str, config: ToolConfig) -> Callable[[], object] | None:
+    """Returns a class method of a tool's that takes its options; None: it has none."""
+    found = getattr(function, method, None)
+    return None if found is None else functools.partial(found, **config.options)
 
 
 def _check_name(name: str, where: str, remedy: str) -> None:
@@ -387,14 +401,14 @@ def _is_coroutine(function: Any) -> bool:
     return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(call)
 
 
-def _text(result: Any) -> str:
-    """Returns what the policy reads. Raises TypeError for what is neither text nor JSON."""
-    if isinstance(result, str):
+def _result(result: Any) -> ToolResult:
+    """Returns what a tool has returned, as text. Raises TypeError for what is neither text nor JSON."""
+    if isinstance(result, ToolResult):
         return result
-    if result is None:
-        return ""
+    if isinstance(result, str) or result is None:
+        return ToolResult(result or "")
     try:
-        return json.dumps(result, ensure_ascii=False)
+        return ToolResult(json.dumps(result, ensure_ascii=False))
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"it returned {type(result).__name__}, which is neither text nor JSON: {error}"

@@ -33,23 +33,30 @@ def check_environment(
 
     The same seed gives the same observation and, under the same actions, the same episode, in a new instance
     and in one that has played before; nothing is printed; Python's and numpy's global random streams stay
-    untouched; no observation is empty; rewards are finite; `close` leaves no process and can be called twice.
-    act: chooses an action; default: one of the admissible ones.
+    untouched; no observation is empty; rewards are finite; `step_many`, where there is one, does as `step`;
+    `close` leaves no process and can be called twice. act: chooses an action; default: one of the admissible
+    ones.
     """
     act = act or _any_action
     check_protocol(type(make()), "check_environment")
     with _untouched_streams(), _nothing_printed(), _no_process_left():
         used = make()
+        alone: list[list[Any]] = []
         try:
             for seed in seeds:
                 fresh = make()
                 first = _played(fresh, seed, task, act, steps)
+                alone.append(first)
                 fresh.close()
                 fresh.close()
                 _same(first, _played(used, seed, task, act, steps), f"seed {seed}: a second episode")
                 _same(first, _played(used, seed, task, act, steps), f"seed {seed}: the same instance")
         finally:
             used.close()
+        if hasattr(used, "step_many"):
+            together = _played_together([make() for _ in seeds], seeds, task, act, steps)
+            for seed, one, other in zip(seeds, alone, together, strict=True):
+                _same(one, other, f"seed {seed}: the episode by step_many")
 
 
 def check_observation(seen: Any) -> Observation:
@@ -71,6 +78,13 @@ def check_result(result: Any) -> StepResult:
     return result
 
 
+def check_results(results: Any, num_environments: int) -> list[StepResult]:
+    """Returns what `step_many` may return. Raises EnvironmentFailedError."""
+    if not isinstance(results, list) or len(results) != num_environments:
+        raise EnvironmentFailedError(f"step_many returns a list of {num_environments} results, one each")
+    return [check_result(result) for result in results]
+
+
 def _any_action(seen: Observation, rng: random.Random) -> str:
     if not seen.actions:
         raise EnvironmentFailedError(
@@ -84,17 +98,46 @@ def _played(world: Environment, seed: int, task: Any, act: Act, steps: int) -> l
     rng = random.Random(f"actions {seed}")
     with _about(f"seed {seed}, reset"):
         seen = check_observation(world.reset(seed, task))
-        story: list[Any] = [_shown(seen), world.state()]
+        story: list[Any] = [[_shown(seen), world.state()]]
     for step in range(1, steps + 1):
         with _about(f"seed {seed}, step {step}"):
             action = act(seen, rng)
             result = check_result(world.step(action))
             seen = result.observation
-            ends = (result.done, result.truncated, result.success, result.invalid)
-            story.append([action, _shown(seen), result.reward, ends, world.state()])
+            story.append(_happened(action, result, world))
         if result.done or result.truncated:
             break
     return story
+
+
+def _played_together(
+    worlds: Sequence[Any], seeds: Sequence[int], task: Any, act: Act, steps: int
+) -> list[list[Any]]:
+    """Does as `_played` for one episode of each seed, side by side."""
+    rngs = [random.Random(f"actions {seed}") for seed in seeds]
+    with _about("step_many"):
+        seen = [check_observation(world.reset(seed, task)) for world, seed in zip(worlds, seeds, strict=True)]
+        stories = [[[_shown(first), world.state()]] for first, world in zip(seen, worlds, strict=True)]
+        playing = list(range(len(worlds)))
+        for _ in range(steps):
+            actions = [act(seen[i], rngs[i]) for i in playing]
+            chosen = [worlds[i] for i in playing]
+            results = check_results(type(chosen[0]).step_many(chosen, actions), len(chosen))
+            for i, action, result in zip(playing, actions, results, strict=True):
+                seen[i] = result.observation
+                stories[i].append(_happened(action, result, worlds[i]))
+            ended = [result.done or result.truncated for result in results]
+            playing = [i for i, end in zip(playing, ended, strict=True) if not end]
+            if not playing:
+                break
+    for world in worlds:
+        world.close()
+    return stories
+
+
+def _happened(action: str, result: StepResult, world: Environment) -> list[Any]:
+    ends = (result.done, result.truncated, result.success, result.invalid)
+    return [action, _shown(result.observation), result.reward, ends, world.state()]
 
 
 @contextmanager
@@ -110,7 +153,8 @@ def _about(where: str) -> Iterator[None]:
 
 
 def _shown(seen: Observation) -> list[Any]:
-    return [seen.text, seen.actions, seen.anchor, None if seen.image is None else seen.image.tolist()]
+    image = None if seen.image is None else (seen.image.shape, seen.image.tobytes())
+    return [seen.text, seen.actions, seen.anchor, image]
 
 
 def _same(first: list[Any], other: list[Any], what: str) -> None:

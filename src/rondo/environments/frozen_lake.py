@@ -9,18 +9,26 @@ from typing import Any
 
 from rondo.environments.levels import level_of
 from rondo.environments.protocol import Observation, StepResult
+from rondo.environments.tiles import draw
 from rondo.errors import ConfigError
 
 Cell = tuple[int, int]
 MOVES: Mapping[str, Cell] = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
 ICE, HOLE, GOAL, PLAYER, DROWNED = "_", "O", "G", "P", "X"
+SIGNS: Mapping[str, tuple[str, ...]] = {
+    ICE: ("ice",),
+    HOLE: ("ice", "hole"),
+    GOAL: ("ice", "goal"),
+    PLAYER: ("ice", "player"),
+    DROWNED: ("ice", "hole", "player"),
+}
 
 
 class FrozenLake:
     """A square lake: start in one corner, goal in the other, holes with odds `holes`; there is always a way.
 
     Reward 1 at the goal. A step into a hole ends the episode. slippery: a third of the steps each goes to
-    one side or the other.
+    one side or the other. image: observations have a picture, too.
     """
 
     instructions = (
@@ -28,12 +36,15 @@ class FrozenLake:
         "Answer with one move, such as <action>left</action>."
     )
 
-    def __init__(self, *, size: int = 4, holes: float = 0.2, slippery: bool = False) -> None:
+    def __init__(
+        self, *, size: int = 4, holes: float = 0.2, slippery: bool = False, image: bool = False
+    ) -> None:
         if not 2 <= size <= 32 or not 0 <= holes <= 0.9:
             raise ConfigError(f"frozen_lake: needs size 2 to 32 and holes 0 to 0.9, got {size} and {holes}")
         self._size = size
         self._holes = holes
         self._slippery = slippery
+        self._image = image
         self._level: tuple[str, ...] = ()
 
     def reset(self, seed: int, task: Any = None) -> Observation:
@@ -66,7 +77,7 @@ class FrozenLake:
         player = DROWNED if self._level[row][column] == HOLE else PLAYER
         lines = list(self._level)
         lines[row] = lines[row][:column] + player + lines[row][column + 1 :]
-        return Observation("\n".join(lines), tuple(MOVES))
+        return Observation("\n".join(lines), tuple(MOVES), image=draw(lines, SIGNS) if self._image else None)
 
     def state(self) -> Mapping[str, Any]:
         """Returns the lake without the player, and where the player is."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from rondo.config.functions import resolve_function
+from rondo.environments.packages import require_package
 from rondo.environments.protocol import Observation, StepResult
 from rondo.errors import ConfigError, EnvironmentFailedError
 
@@ -47,8 +47,7 @@ class Gymnasium:
     @classmethod
     def check(cls, *, id: str, actions: Sequence[str], text: Any = None, **options: Any) -> None:
         """Raises ConfigError where the package is missing or does not know the environment."""
-        if importlib.util.find_spec("gymnasium") is None:
-            raise ConfigError("the environment gymnasium needs a package: pip install 'rondo-rl[gymnasium]'")
+        require_package("gymnasium", "gymnasium")
         import gymnasium
 
         if isinstance(actions, str) or len(set(actions)) != len(actions):

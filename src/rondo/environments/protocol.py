@@ -3,8 +3,9 @@
     reset(seed, task) ─▶ Observation ─▶ the policy's action ─▶ step(action) ─▶ StepResult ─▶ … ─▶ close()
 
 The methods are plain functions, may take long, and may be called from one thread after another, never from
-two at a time, but for `close` where a step hangs. All that is random follows from `seed`. What an environment
-raises is its own failure: the episode has no reward, and is in no baseline.
+two at a time, but for `close` where a step hangs; in an episode worker from its main thread only, one call of
+any environment at a time. All that is random follows from `seed`. What an environment raises is its own
+failure: the episode has no reward, and is in no baseline.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ class Environment(Protocol):
     """One world, for one episode after another. Options of the recipe go to `__init__`.
 
     A class may say `instructions`, what the policy is told to do (the prompt of `episodes`), and have a class
-    method `check(**options)`, which raises RondoError where this machine lacks what is needed.
+    method `check(**options)`, which raises RondoError where this machine lacks what is needed. A vectorised
+    one has a class method `step_many(environments, actions) -> list[StepResult]`, which does in each what
+    `step` does: an episode worker makes the steps that wait there in one such call.
     """
 
     def reset(self, seed: int, task: Any) -> Observation:

@@ -12,10 +12,23 @@ from rondo.errors import ConfigError
 
 # Where each class lives, so that only what a run names is imported.
 BUILTINS: Mapping[str, str] = {
+    "alfworld": "rondo.environments.alfworld_adapter:AlfWorld",
+    "appworld": "rondo.environments.appworld_adapter:AppWorld",
     "bandit": "rondo.environments.bandit:Bandit",
     "frozen_lake": "rondo.environments.frozen_lake:FrozenLake",
     "gymnasium": "rondo.environments.gymnasium_adapter:Gymnasium",
+    "minigrid": "rondo.environments.minigrid_adapter:MiniGrid",
+    "miniwob": "rondo.environments.miniwob_adapter:MiniWob",
+    "observed": "rondo.environments.observed:Observed",
+    "openenv": "rondo.environments.openenv_adapter:OpenEnv",
+    "reasoning_gym": "rondo.environments.reasoning_gym_adapter:ReasoningGym",
+    "search_qa": "rondo.environments.search_qa:SearchQA",
+    "shop": "rondo.environments.shop:Shop",
     "sokoban": "rondo.environments.sokoban:Sokoban",
+    "textarena": "rondo.environments.textarena_adapter:TextArena",
+    "textworld": "rondo.environments.textworld_adapter:TextWorld",
+    "user": "rondo.environments.user:User",
+    "verifiers": "rondo.environments.verifiers_adapter:Verifiers",
 }
 METHODS = {"reset": ("seed", "task"), "step": ("action",), "state": (), "close": ()}
 
@@ -53,4 +66,11 @@ def check_protocol(made: Any, where: str) -> None:
         except TypeError as error:
             raise ConfigError(
                 f"{where}: {made.__name__}.{name} cannot be called with ({', '.join(wanted)}): {error}"
+            ) from error
+    if hasattr(made, "step_many"):
+        try:
+            inspect.signature(made.step_many).bind([], [])
+        except TypeError as error:
+            raise ConfigError(
+                f"{where}: {made.__name__}.step_many is no class method with (environments, actions): {error}"
             ) from error

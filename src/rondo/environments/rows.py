@@ -1,11 +1,14 @@
-"""Rows for environments, so that a run needs no file: a prompt, and the seed of what it is about."""
+"""Rows for environments, so that a run needs no file: a prompt, and the seed of what it is about. And what a
+run reads of such rows.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rondo.environments.registry import environment_class, row_name
-from rondo.errors import ConfigError
+from rondo.errors import ConfigError, DataError
 
 
 def episodes(
@@ -31,3 +34,19 @@ def episodes(
     same: dict[str, Any] = {"prompt": text, "environment": row_name(environment, made)}
     same |= {} if task is None else {"task": task}
     return [{**same, "seed": 2 * (seed + row) + held_out} for row in range(size)]
+
+
+def start_of(row: Mapping[str, Any], names: Sequence[str]) -> tuple[str, int | None]:
+    """Returns which of a run's environments a row is about, and the seed, if it has one. names: of the
+    environments. Raises DataError.
+    """
+    name = row.get("environment", names[0] if len(names) == 1 else None)
+    if name not in names:
+        raise DataError(
+            f"column 'environment' is {name!r}, and rollout.environments has {', '.join(names)}; name one of "
+            "them"
+        )
+    seed = row.get("seed")
+    if seed is not None and not isinstance(seed, int):
+        raise DataError(f"column 'seed' is {seed!r}, no integer")
+    return name, seed

@@ -10,10 +10,20 @@ from typing import Any
 
 from rondo.environments.levels import level_of
 from rondo.environments.protocol import Observation, StepResult
+from rondo.environments.tiles import draw
 from rondo.errors import ConfigError
 
 Cell = tuple[int, int]
 MOVES: Mapping[str, Cell] = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
+SIGNS: Mapping[str, tuple[str, ...]] = {
+    "#": ("wall",),
+    "_": ("floor",),
+    ".": ("floor", "target"),
+    "$": ("floor", "box"),
+    "*": ("floor", "placed"),
+    "@": ("floor", "player"),
+    "+": ("floor", "target", "player"),
+}
 
 
 @dataclass(frozen=True)
@@ -66,7 +76,7 @@ class Sokoban:
     """A room of `size` × `size` cells inside its walls, with `boxes` boxes and as many targets, and a share
     `walls` of further walls. Reward 1 where all boxes are on targets, which ends the episode. shaping: for a
     box that comes onto a target, and taken back where it leaves. pulls: how far boxes are from targets, at
-    most.
+    most. image: observations have a picture, too.
     """
 
     instructions = (
@@ -76,7 +86,14 @@ class Sokoban:
     )
 
     def __init__(
-        self, *, size: int = 4, boxes: int = 1, walls: float = 0.1, pulls: int = 20, shaping: float = 0.0
+        self,
+        *,
+        size: int = 4,
+        boxes: int = 1,
+        walls: float = 0.1,
+        pulls: int = 20,
+        shaping: float = 0.0,
+        image: bool = False,
     ) -> None:
         if not 3 <= size <= 20 or not 1 <= boxes <= size * size // 4 or not 0 <= walls <= 0.5 or pulls < 1:
             raise ConfigError(
@@ -88,6 +105,7 @@ class Sokoban:
         self._walls = walls
         self._pulls = pulls
         self._shaping = shaping
+        self._image = image
 
     def reset(self, seed: int, task: Any = None) -> Observation:
         """Furnishes a room. task: `{size: 6, boxes: 2}`, where it is to have others."""
@@ -119,7 +137,8 @@ class Sokoban:
         return StepResult(self._observe(), float(solved) + self._shaping * placed, solved, success=solved)
 
     def _observe(self) -> Observation:
-        return Observation(self._level.text(), tuple(MOVES))
+        room = self._level.text()
+        return Observation(room, tuple(MOVES), image=draw(room.split("\n"), SIGNS) if self._image else None)
 
     def state(self) -> Mapping[str, Any]:
         """Returns the position."""

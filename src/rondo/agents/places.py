@@ -1,0 +1,273 @@
+"""Where the environments of episodes live: in threads of this process, or in episode workers.
+
+    World ── reset, step, close ─▶ Placed ─▶ a thread for each call ─────────────────▶ Played
+                                          ─▶ the line before a process ══ frames ══▶  Played
+
+A process makes one call at a time. What waits in its line does so on the agents' loop, in no thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import pickle
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from rondo.agents.running import in_thread
+from rondo.agents.worker_pool import MAX_REISSUES, EpisodeWorker, EpisodeWorkers
+from rondo.environments.choices import EnvironmentChoice
+from rondo.environments.played import Played, Shown
+from rondo.errors import EnvironmentFailedError, EpisodeLostError
+from rondo.transport.child import CallFailedError, ProcessLostError
+from rondo.transport.forkserver import ForkServer
+from rondo.transport.link import PICKLE_ERRORS
+
+_THREADS = 32  # that step at one time; what hangs holds none
+
+
+class Placed(Protocol):
+    """The environment of one episode. Its methods raise EnvironmentFailedError, and EpisodeLostError where
+    the episode has to be begun again.
+    """
+
+    seconds: float
+    """That its calls took, without waiting for their turn."""
+
+    async def reset(self, seed: int, task: Any) -> Shown: ...
+
+    async def step(self, action: str) -> Shown: ...
+
+    async def close(self) -> None: ...
+
+
+class Place(Protocol):
+    """Where environments live."""
+
+    def open(self, choice: EnvironmentChoice, episode: str) -> Placed: ...
+
+    def close(self) -> None: ...
+
+
+def over(what: str, limit: float) -> EnvironmentFailedError:
+    """Returns the failure of a call that took too long."""
+    return EnvironmentFailedError(f"{what} took longer than timeout_seconds = {limit}")
+
+
+# ---- in threads
+
+
+class Threads:
+    """Of this process: one for each call, and 32 at most at a time."""
+
+    def __init__(self) -> None:
+        self._slots = asyncio.Semaphore(_THREADS)
+
+    def open(self, choice: EnvironmentChoice, episode: str) -> Placed:
+        """Returns the environment of an episode."""
+        return _InThreads(choice, self._slots)
+
+    def close(self) -> None:
+        """Leaves behind what hangs."""
+
+
+class _InThreads:
+    def __init__(self, choice: EnvironmentChoice, slots: asyncio.Semaphore) -> None:
+        self.seconds = 0.0
+        self._choice = choice
+        self._slots = slots
+        self._played = Played(choice.make, keep_state=choice.config.keep_state)
+
+    async def reset(self, seed: int, task: Any) -> Shown:
+        return await self._called("reset", functools.partial(self._played.reset, seed, task))
+
+    async def step(self, action: str) -> Shown:
+        return await self._called("step", functools.partial(self._played.step, action))
+
+    async def close(self) -> None:
+        await self._called("close", self._played.close)
+
+    async def _called(self, what: str, call: Callable[[], Any]) -> Any:
+        limit = self._choice.config.timeout_seconds
+        async with self._slots:
+            started = time.monotonic()
+            try:
+                async with asyncio.timeout(limit):
+                    return await asyncio.wrap_future(in_thread(call, self._choice.name))
+            except TimeoutError as error:
+                raise over(what, limit) from error
+            finally:
+                self.seconds += time.monotonic() - started
+
+
+# ---- in episode workers
+
+
+@dataclass(eq=False)
+class _Asked:
+    """A call that waits in the line before a process."""
+
+    of: _InWorker
+    operation: str
+    arguments: tuple[Any, ...]
+    answer: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class _Line(EpisodeWorker):
+    """A process in which environments live, and the calls that wait for it."""
+
+    kind = "environments"
+
+    def __init__(self, number: int, given: tuple[Any, ...], forkserver: ForkServer) -> None:
+        super().__init__(number, given, forkserver)
+        self._waiting: deque[_Asked] = deque()
+        self._working: asyncio.Task[None] | None = None
+
+    async def answer(self, of: _InWorker, operation: str, *arguments: Any) -> Any:
+        """Returns what a call gave. Raises EnvironmentFailedError, EpisodeLostError."""
+        asked = _Asked(of, operation, arguments)
+        self._waiting.append(asked)
+        if self._working is None:
+            self._working = asyncio.create_task(self._work())
+        return await asked.answer
+
+    async def _work(self) -> None:
+        while self._waiting:
+            if asked := self._next():
+                await self._call(asked)
+        self._working = None
+
+    def _next(self) -> list[_Asked]:
+        """Returns the calls that are made next, as one: all steps that wait of one vectorised environment,
+        but for those with which a process has died before.
+        """
+        first = self._waiting.popleft()
+        asked = [first]
+        if first.operation == "step" and first.of.goes_with_others:
+            asked += [
+                each
+                for each in self._waiting
+                if each.operation == "step" and each.of.goes_with_others and each.of.choice == first.of.choice
+            ]
+            self._waiting = deque(each for each in self._waiting if each not in asked)
+        return [each for each in asked if not each.answer.done()]  # given up meanwhile
+
+    async def _call(self, asked: Sequence[_Asked]) -> None:
+        started = time.monotonic()
+        answers: Sequence[Any]
+        try:
+            answers = await self._answers(asked)
+        except Exception as error:  # whatever it is, it is told to those who wait, and the line goes on
+            answers = [error] * len(asked)
+        seconds = time.monotonic() - started
+        for each, answer in zip(asked, answers, strict=True):
+            each.of.seconds += seconds
+            if each.answer.done():
+                continue
+            if isinstance(answer, Exception):
+                each.answer.set_exception(answer)
+            else:
+                each.answer.set_result(answer)
+
+    async def _answers(self, asked: Sequence[_Asked]) -> list[Any]:
+        first, several = asked[0], len(asked) > 1
+        limit, what = first.of.choice.config.timeout_seconds, first.operation
+        numbers = [each.of.number for each in asked]
+        columns = zip(*(each.arguments for each in asked), strict=True)
+        try:
+            async with asyncio.timeout(limit):
+                said = await asyncio.wrap_future(self.ask(what, numbers, *map(list, columns)))
+            answers: list[Any] = pickle.loads(said)
+        except TimeoutError as error:
+            failure = over(what, limit)
+            await self.kill(f"{what} of {first.of.choice.name} took longer than {limit} s")
+            raise (_InCallError(str(failure)) if several else failure) from error
+        except ProcessLostError as error:
+            said = error.tail.splitlines()[-1:]
+            why = "; it printed last: ".join([f"{what}: its process died, {self.how_it_ended()}", *said])
+            raise _InCallError(why) from error
+        except CallFailedError as error:
+            cause = error.failure.cause()
+            told = cause if isinstance(cause, EnvironmentFailedError) else _unreadable(what, error)
+            raise (_InCallError(str(told)) if several else told) from error
+        except PICKLE_ERRORS as error:
+            raise _unreadable(what, error) from error
+        return answers
+
+
+class _InCallError(EpisodeLostError):
+    """And the episode was in the call, so that it may be to blame."""
+
+
+def _unreadable(what: str, error: Exception) -> EnvironmentFailedError:
+    return EnvironmentFailedError(
+        f"{what} cannot be asked in another process ({error}): tasks, and what results have as info, are of "
+        "Python's own types"
+    )
+
+
+class Workers:
+    """Processes of their own, in which one call is made at a time. choices: of all that may live there."""
+
+    def __init__(self, count: int, choices: Sequence[EnvironmentChoice]) -> None:
+        given = ([choice.config for choice in choices],)
+        self.pool: EpisodeWorkers[_Line] = EpisodeWorkers(
+            count, lambda number, forkserver: _Line(number, given, forkserver)
+        )
+        self.numbers = itertools.count()
+
+    def open(self, choice: EnvironmentChoice, episode: str) -> Placed:
+        """Returns the environment of an episode."""
+        return _InWorker(choice, episode, self)
+
+    def close(self) -> None:
+        """Ends the processes. From any thread."""
+        self.pool.close()
+
+
+class _InWorker:
+    def __init__(self, choice: EnvironmentChoice, episode: str, workers: Workers) -> None:
+        self.seconds = 0.0
+        self.choice = choice
+        self.number = next(workers.numbers)
+        self._episode = episode
+        self._pool = workers.pool
+        self._line: _Line | None = None
+        self._lost = False
+
+    @property
+    def goes_with_others(self) -> bool:
+        """Says whether its steps may be made in one call with those of others."""
+        return self.choice.steps_many and not self._pool.is_suspect(self._episode)
+
+    async def reset(self, seed: int, task: Any) -> Shown:
+        self._line = await self._pool.place()
+        shown: Shown = await self._answer(self._line, "reset", self.choice.name, seed, task)
+        return shown
+
+    async def step(self, action: str) -> Shown:
+        assert self._line is not None
+        shown: Shown = await self._answer(self._line, "step", action)
+        return shown
+
+    async def close(self) -> None:
+        line, self._line = self._line, None
+        if line is not None:
+            line.episodes -= 1
+            if not line.ended:  # with all that lived in it
+                await self._answer(line, "close")
+        if not self._lost:
+            self._pool.forget(self._episode)
+
+    async def _answer(self, line: _Line, operation: str, *arguments: Any) -> Any:
+        try:
+            return await line.answer(self, operation, *arguments)
+        except EpisodeLostError as error:
+            if isinstance(error, _InCallError) and not self._pool.blame(self._episode):
+                raise EnvironmentFailedError(f"{error}; so it was {MAX_REISSUES + 1} times") from error
+            self._lost = True
+            raise

@@ -1,0 +1,55 @@
+"""Pictures of rooms that are written with one sign a cell, as those of Sokoban and FrozenLake are."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+TILE = 16
+"""Pixels of a side of a cell: each dot of a drawing is two by two."""
+
+_COLOURS = {
+    "-": (232, 224, 200),
+    "~": (205, 230, 245),
+    "w": (150, 80, 60),
+    "m": (95, 60, 50),
+    "o": (30, 50, 90),
+    "t": (215, 50, 50),
+    "g": (245, 190, 40),
+    "b": (190, 140, 70),
+    "k": (90, 60, 20),
+    "p": (40, 130, 70),
+    "s": (250, 205, 165),
+}
+# Eight rows of eight dots each; a space shows what lies beneath.
+_DRAWINGS = {
+    "floor": ["--------"] * 8,
+    "ice": ["~~~~~~~~"] * 8,
+    "wall": "wwwwwwwm|wwwwwwwm|wwwwwwwm|mmmmmmmm|wwwmwwww|wwwmwwww|wwwmwwww|mmmmmmmm".split("|"),
+    "hole": "        |  oooo  | oooooo | oooooo | oooooo | oooooo |  oooo  |        ".split("|"),
+    "target": "        |  tttt  | t    t | t tt t | t tt t | t    t |  tttt  |        ".split("|"),
+    "goal": "   g    |   ggg  |   ggggg|   ggg  |   g    |   g    |   g    |  ggg   ".split("|"),
+    "box": "        | kkkkkk | kkbbkk | kbkkbk | kbkkbk | kkbbkk | kkkkkk |        ".split("|"),
+    "placed": "        | tttttt | ttbbtt | tbttbt | tbttbt | ttbbtt | tttttt |        ".split("|"),
+    "player": "        |   ss   |   ss   |  pppp  | p pp p |   pp   |  p  p  |  p  p  ".split("|"),
+}
+
+
+def draw(room: Sequence[str], signs: Mapping[str, tuple[str, ...]]) -> np.ndarray:
+    """Returns the picture of a room, [H, W, 3] uint8. signs: the drawings that lie over one another in a cell
+    with this sign, the lowest first.
+    """
+    return np.vstack([np.hstack([_tile(signs[sign]) for sign in row]) for row in room])
+
+
+@functools.cache
+def _tile(drawings: tuple[str, ...]) -> np.ndarray:
+    dots = np.zeros((8, 8, 3), dtype=np.uint8)
+    for name in drawings:
+        for row, line in enumerate(_DRAWINGS[name]):
+            for column, colour in enumerate(line):
+                if colour != " ":
+                    dots[row, column] = _COLOURS[colour]
+    return dots.repeat(TILE // 8, axis=0).repeat(TILE // 8, axis=1)
