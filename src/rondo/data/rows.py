@@ -53,7 +53,8 @@ def rows_from_trajectories(
     samples = np.array([t.sample_index for t in owners], np.int32)
     versions = (row.policy_versions[row.response_mask > 0] for row in rows)
     credit = [_step_credit(t, row) for t, row in zip(owners, rows, strict=True)]
-    anchor_ids = {anchor: request_seed(0, anchor) for anchor in {anchor for _, anchor in credit}}
+    anchors = [anchor or t.prompt.prompt_id for t, (_, anchor) in zip(owners, credit, strict=True)]
+    anchor_ids = {anchor: request_seed(0, anchor) for anchor in set(anchors)}
     prompts = {t.prompt.prompt_id: t.prompt for t in trajectories}
     texts = {prompt_id: prompt_text(prompt) for prompt_id, prompt in prompts.items()}
     columns: dict[str, object] = {
@@ -75,7 +76,7 @@ def rows_from_trajectories(
         "accuracy": np.array([t.scores.get(accuracy or "", np.nan) for t in owners], np.float32),
         # For step-level credit (GiGPO): each row is a step.
         "step_reward": np.array([reward for reward, _ in credit], np.float32),
-        "anchor_id": np.array([anchor_ids[anchor] for _, anchor in credit], np.int64),
+        "anchor_id": np.array([anchor_ids[anchor] for anchor in anchors], np.int64),
     }
     for column, name in scores.items():
         columns[column] = np.array([t.scores.get(name, np.nan) for t in owners], np.float32)
@@ -90,7 +91,8 @@ def rows_from_trajectories(
     }
     if of_agents:
         columns |= {
-            TRANSCRIPT: [t.transcript for t in owners],
+            TRANSCRIPT: [text for t in trajectories for text in t.transcripts or [""] * len(t.rows)],
+            "anchor": [anchor for _, anchor in credit],
             "failure": [t.failure for t in owners],
             **_turns(rows),
         }
@@ -142,6 +144,14 @@ def trajectory_of_rows(index: Batch) -> np.ndarray:
     return place[number]
 
 
+def is_cut_off(index: Batch) -> np.ndarray:
+    """Says of each row, bool [B], whether it ends where no more tokens fitted, or its trajectory does: an
+    episode that was cut off has no outcome of its own making, whatever its steps were before.
+    """
+    own = index.scalars("finish_reason") == "length"
+    return np.asarray(own | own[lasts(index)][trajectory_of_rows(index)])
+
+
 def prompt_text(prompt: Prompt) -> str:
     """Returns the prompt as people read it: the messages' contents, or the raw text."""
     if prompt.messages:
@@ -158,14 +168,13 @@ def is_scored(batch: Batch) -> np.ndarray:
 
 def _step_credit(t: Trajectory, row: Row) -> tuple[float, str]:
     """Returns the sum of what the agent loop gave the row's policy turns, else the trajectory's reward on its
-    last row and 0 on others; and a name of the observation before the first policy turn, by default the
-    prompt's.
+    last row and 0 on others; and a name of the observation before the first policy turn, empty where it has
+    none.
     """
     turns = [turn for turn in row.turns if turn.kind == "policy"]
     given = [turn.reward for turn in turns if turn.reward is not None]
     reward = sum(given) if given else t.reward if row is t.rows[-1] else 0.0
-    anchor = turns[0].anchor if turns else ""
-    return reward, anchor or t.prompt.prompt_id
+    return reward, turns[0].anchor if turns else ""
 
 
 def _check(trajectories: Sequence[Trajectory]) -> None:

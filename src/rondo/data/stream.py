@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
@@ -138,6 +138,12 @@ class SourceStream(Generic[T]):
         self.source_names: tuple[str, ...] = self._mixture.names
         # Of all sources, less what was dropped.
         self.rows_per_epoch: int = self._mixture.epoch_length
+
+    def rows(self) -> Iterator[tuple[Source, int]]:
+        """Yields every row that may be handed out, with its source."""
+        for kept in self._kept:
+            for row in kept.rows.tolist():
+                yield kept.source, row
 
     def row(self, seq: int) -> T:
         """Returns the encoded row at sequence number `seq` (from 0, without end)."""

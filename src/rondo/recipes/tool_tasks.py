@@ -145,8 +145,13 @@ def tokenizer() -> PreTrainedTokenizerFast:
     vocabulary. Digits, template and special tokens are those of `rondo.recipes.quickstart.tokenizer`, but of
     tools its template writes only the names.
     """
+    return tool_tokenizer(_bpe())
+
+
+def tool_tokenizer(bpe: str) -> PreTrainedTokenizerFast:
+    """Returns the tokenizer of such a BPE, whose template writes only the names of tools."""
     assert _SCHEMAS in CHAT_TEMPLATE
-    return fast_tokenizer(_bpe(), CHAT_TEMPLATE.replace(_SCHEMAS, _NAMES))
+    return fast_tokenizer(bpe, CHAT_TEMPLATE.replace(_SCHEMAS, _NAMES))
 
 
 @functools.cache
