@@ -185,8 +185,8 @@ class TestUnknownKeys:
         leaves = [key for key in keys if not any(other.startswith(f"{key}.") for other in keys)]
         assert len(set(keys)) == len(keys)
         # 210, hub, template options, override of five models, balance, isolation, hangs, best,
-        # tools, environments, full
-        assert len(leaves) <= 233
+        # tools, environments, full, python of engines, env, timeout, episode workers, states of environments
+        assert len(leaves) <= 238
 
 
 class TestBadFiles:
@@ -309,9 +309,9 @@ class TestPrinting:
         }
         sections = {"actor.backend", "actor.optimizer", "actor.optimizer.schedule", "rollout.engine"}
         # Of a function that is null, and of choices that were not made.
-        nothing = {"rollout.agent.name", "rollout.engine.tensor_parallel"}
+        nothing = {"rollout.agent.name", "rollout.engine.tensor_parallel", "rollout.engine.python"}
         nothing |= {f"rollout.tools.0.{key}" for key in ("name", "timeout_seconds", "max_tokens")}
-        nothing |= {f"rollout.environments.0.{key}" for key in ("name", "timeout_seconds")}
+        nothing |= {f"rollout.environments.0.{key}" for key in ("name", "timeout_seconds", "keep_state")}
         nothing |= {f"actor.optimizer.schedule.{key}" for key in ("min_ratio", "decay_steps")}
         assert simple - sections - nothing <= set(lines)
 

@@ -78,7 +78,7 @@ def group_in_this_process(mesh: Mesh) -> WorkerGroup:
     """A host object per rank, all on the event loop's thread; no torch.distributed."""
     handles = []
     for rank in range(mesh.size):
-        host = Host(rank, mesh.size, "cpu", 1, inline=True)
+        host = Host(rank, mesh.size, "cpu", 1, 60.0, inline=True)
         context = WorkerContext(
             role="calculator",
             rank=rank,

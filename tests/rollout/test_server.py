@@ -216,8 +216,8 @@ class TestOneProcess:
             for record in records:
                 if isinstance(record, Tokens) and not begun:
                     begun = True
+                    own._child._calls.clear()  # no reply finds whom it is for; before the test goes on
                     taken([Tokens.of({call: [part.part(0, 3)] for call, part in record.parts()})])
-                    own._child._calls.clear()  # no reply finds whom it is for
 
         async def main() -> Completion:
             loop, timers = asyncio.get_running_loop(), []

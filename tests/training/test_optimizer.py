@@ -70,6 +70,14 @@ def test_step_equals_torch_adamw_with_clip_grad_norm(mesh: DeviceMesh, clip: flo
         torch.testing.assert_close(tensor, plain[name].detach(), rtol=1e-5, atol=1e-6)
 
 
+def test_the_norm_of_half_precision_is_summed_in_float32(mesh: DeviceMesh) -> None:
+    engine = make_engine(mesh, optimizer=OptimizerConfig(lr=0.01), config={"param_dtype": "bfloat16"})
+    engine.forward_backward(make_batch(), PolicyLoss())
+    gradients = [shard.grad.to_local().double() for shard in engine._shards.values()]
+    norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients))
+    assert engine.optimizer_step().grad_norm == pytest.approx(norm, rel=1e-6)
+
+
 def test_a_nan_gradient_skips_the_step(mesh: DeviceMesh) -> None:
     schedule = FallingScheduleConfig("linear")
     engine = make_engine(mesh, optimizer=OptimizerConfig(lr=1.0, schedule=schedule), total_optimizer_steps=4)

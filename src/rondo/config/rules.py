@@ -115,7 +115,15 @@ def _model(check: Check) -> None:
 def _trained(check: Check) -> None:
     batch_size = check.config.data.batch_size
     for section in TRAINED_SECTIONS:
-        mini = getattr(check.config, section).mini_batch_size
+        engine = getattr(check.config, section)
+        if engine.param_dtype in ("bfloat16", "float16"):
+            check.wrong(
+                "{0} would sum gradients over micro-batches, and learn, in numbers of "
+                f"{8 if engine.param_dtype == 'bfloat16' else 11} bits, in which an update is mostly lost; "
+                f"remove it, and set {section}.compute_dtype={engine.param_dtype} for fast products",
+                f"{section}.param_dtype",
+            )
+        mini = engine.mini_batch_size
         if mini is not None and batch_size % mini:
             divisors = (n for n in range(1, batch_size + 1) if batch_size % n == 0)
             check.wrong(
@@ -232,6 +240,13 @@ def _trainer(check: Check) -> None:
         check.wrong("{0}, but data.eval is empty: add a source of held-out rows", f"{key}.every", "data.eval")
 
 
+_GOVERNED = {
+    "CUDA_VISIBLE_DEVICES": "cluster.devices, and the variable of the command itself",
+    "OMP_NUM_THREADS": "cluster.threads",
+    "PYTHONPATH": "nothing: the hosts import what the command can import",
+}
+
+
 def _cluster(check: Check) -> None:
     cluster = check.config.cluster
     if cluster.backend.name == "local" and cluster.devices > 1:
@@ -247,6 +262,16 @@ def _cluster(check: Check) -> None:
             "cluster.inline",
             "cluster.backend.name",
         )
+    for name in cluster.env:
+        if cluster.backend.name == "local":
+            check.wrong(
+                "{0}, and {1} has no process to give it to: set it before the command, or use "
+                "cluster.backend=process",
+                f"cluster.env.{name}",
+                "cluster.backend.name",
+            )
+        elif name in _GOVERNED:
+            check.wrong(f"{{0}}: rondo sets this; it is governed by {_GOVERNED[name]}", f"cluster.env.{name}")
     total = sum(cluster.pools.values())
     if cluster.pools and total != cluster.devices:
         check.wrong(

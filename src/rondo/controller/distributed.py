@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 
 import numpy as np
 import torch
@@ -23,12 +24,14 @@ _ECHOES = (
 )
 
 
-def init_distributed(rank: int, world_size: int, device: str, store: dist.Store | None) -> bool:
+def init_distributed(
+    rank: int, world_size: int, device: str, store: dist.Store | None, timeout: timedelta
+) -> bool:
     """Starts the default process group (gloo; with nccl for cuda tensors), unless there is one; says whether
     it did.
 
-    store: where ranks meet; None for a world of one. Raises ConfigError if a world of another size is up
-    already.
+    store: where ranks meet; None for a world of one. timeout: of one operation. Raises ConfigError if a world
+    of another size is up already.
     """
     if device.startswith("cuda"):
         torch.cuda.set_device(device)
@@ -39,26 +42,39 @@ def init_distributed(rank: int, world_size: int, device: str, store: dist.Store 
                 f"{world_size} of the cluster: start rondo without torchrun (cluster.devices sets the ranks)"
             )
         return False
-    backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
-    dist.init_process_group(backend, store=store or dist.HashStore(), rank=rank, world_size=world_size)
+    cuda = device.startswith("cuda")
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if cuda else "gloo",
+        store=store or dist.HashStore(),
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        device_id=torch.device(device) if cuda else None,  # a rank's GPU is not guessed from its number
+    )
     return True
 
 
-def new_axis_groups(mesh: Mesh, ranks: Sequence[int]) -> tuple[dist.ProcessGroup, ...]:
-    """Makes process groups for a mesh over these ranks of the world; returns, of each axis, the one that this
-    process is in.
+Groups = dict[tuple[int, ...], dist.ProcessGroup]
 
-    Collective over the *whole* world, as torch.distributed wants it, in one order everywhere; () for a
-    process that is not among `ranks`. Always new groups: colocated roles never share one, nor the default
-    group.
+
+def axis_groups(
+    mesh: Mesh, ranks: Sequence[int], known: Groups, timeout: timedelta
+) -> tuple[dist.ProcessGroup, ...]:
+    """Returns, of each axis of a mesh over these ranks of the world, the process group that this process is
+    in; () for a process that is not among `ranks`.
+
+    known: groups by their ranks, to which new ones are added. Roles on the same ranks share theirs (with NCCL
+    each has buffers of hundreds of MB): their calls run in one order on all ranks (`Host`). The default group
+    is none of them. Collective over the *whole* world, in one order everywhere.
     """
     grid = np.asarray(ranks).reshape(mesh.shape)
     mine = []
     for axis, name in enumerate(mesh.names):
-        for members in np.moveaxis(grid, axis, -1).reshape(-1, mesh.shape[axis]).tolist():
-            group = dist.new_group(members, group_desc=f"rondo_{name}")
+        for members in map(tuple, np.moveaxis(grid, axis, -1).reshape(-1, mesh.shape[axis]).tolist()):
+            if members not in known:
+                known[members] = dist.new_group(members, timeout=timeout, group_desc=f"rondo_{name}")
             if dist.get_rank() in members:
-                mine.append(group)
+                mine.append(known[members])
     return tuple(mine)
 
 

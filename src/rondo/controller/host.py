@@ -22,6 +22,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -33,7 +34,7 @@ from rondo import activity
 from rondo.activity import Activity, Pulse
 from rondo.batch import Batch
 from rondo.controller.calls import Call, Failure, Kept, Reply
-from rondo.controller.distributed import init_distributed, is_echo, new_axis_groups
+from rondo.controller.distributed import Groups, axis_groups, init_distributed, is_echo
 from rondo.controller.mesh import Mesh
 from rondo.controller.worker import Worker, WorkerContext
 
@@ -75,11 +76,19 @@ def failure_of(error: BaseException) -> Failure:
 
 
 class Host:
-    """rank: of this process in the world of hosts. inline: sync methods run on the event loop's own
-    thread."""
+    """rank: of this process in the world of hosts. timeout_seconds: of a collective operation. inline: sync
+    methods run on the event loop's own thread.
+    """
 
     def __init__(
-        self, rank: int, world_size: int, device: str, threads: int, *, inline: bool = False
+        self,
+        rank: int,
+        world_size: int,
+        device: str,
+        threads: int,
+        timeout_seconds: float,
+        *,
+        inline: bool = False,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
@@ -87,6 +96,8 @@ class Host:
         self.threads = threads
         self.workers: dict[str, Worker] = {}
         self._meshes: dict[str, tuple[NewMesh, tuple[dist.ProcessGroup, ...]]] = {}
+        self._groups: Groups = {}
+        self._timeout = timedelta(seconds=timeout_seconds)
         self._started_distributed = False
         self._threads_before = torch.get_num_threads()
         torch.set_num_threads(threads)
@@ -99,7 +110,7 @@ class Host:
     async def start(self, store: dist.Store | None = None) -> None:
         """Joins the world, as all hosts do at once. store: where they meet; None for a world of one."""
         self._started_distributed = await self._on_thread(
-            init_distributed, self.rank, self.world_size, self.device, store
+            init_distributed, self.rank, self.world_size, self.device, store, self._timeout
         )
 
     async def run(self, call: Call, blocks: Sequence[Batch], ticket: int | None) -> Result:
@@ -177,7 +188,7 @@ class Host:
 
     def _join(self, call: Call) -> None:
         new: NewMesh = call.args[0]
-        self._meshes[call.role] = new, new_axis_groups(new.mesh, new.ranks)
+        self._meshes[call.role] = new, axis_groups(new.mesh, new.ranks, self._groups, self._timeout)
 
     def _create(self, call: Call) -> None:
         new: NewWorker = call.args[0]

@@ -93,7 +93,7 @@ async def start_local(config: ClusterConfig, threads: int) -> LocalCluster:
             "cluster.device=cuda, but torch sees no CUDA device here: set cluster.device=cpu or auto"
         )
     device = "cuda:0" if planned == "cuda" else "cpu"
-    host = Host(0, 1, device, threads, inline=config.inline)
+    host = Host(0, 1, device, threads, config.timeout_seconds, inline=config.inline)
     try:
         await host.start()
     except BaseException:

@@ -71,9 +71,9 @@ class ProcessHandle(RemoteHandle):
 class ProcessCluster(RemoteCluster):
     """One process per device, forked from one that has imported what workers need."""
 
-    def __init__(self, num_devices: int, device: str, threads: int, logs: Path | None) -> None:
-        super().__init__(num_devices, device, threads, logs)
-        self._environment = {**os.environ, **worker_environment(threads)}
+    def __init__(self, config: ClusterConfig, device: str, threads: int, logs: Path | None) -> None:
+        super().__init__(config.devices, device, threads, config.timeout_seconds, logs)
+        self._environment = {**os.environ, **worker_environment(config, threads)}
         self._forkserver = ForkServer(["rondo.controller.remote", *WORKER_MODULES], self._environment)
         self._children: list[Child] = []
 
@@ -137,7 +137,7 @@ async def start_process_cluster(config: ClusterConfig, threads: int, logs: Path 
     # Each block is a descriptor here, and the soft limit is often 1,024.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    cluster = ProcessCluster(config.devices, device, threads, logs)
+    cluster = ProcessCluster(config, device, threads, logs)
     try:
         await cluster.start_hosts()
     except BaseException as error:

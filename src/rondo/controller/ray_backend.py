@@ -204,11 +204,12 @@ class RayCluster(RemoteCluster):
         pools: Mapping[str, int],
         device: str,
         threads: int,
+        timeout_seconds: float,
         connection: Connection,
         environment_before: Mapping[str, str],
         logs: Path | None,
     ) -> None:
-        super().__init__(sum(pools.values()), device, threads, logs)
+        super().__init__(sum(pools.values()), device, threads, timeout_seconds, logs)
         self._environment_before = environment_before
         self._pools = RayPools(pools, device)
         self._connection = connection
@@ -436,7 +437,7 @@ def start_ray(config: ClusterConfig, threads: int) -> Connection:
     if ray.is_initialized():
         return Connection("found")
     address = config.backend.address
-    env = {"env_vars": worker_environment(threads)}
+    env = {"env_vars": worker_environment(config, threads)}
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False, "runtime_env": env}
     with warnings.catch_warnings(), _own_sigterm():
         warnings.simplefilter("ignore")  # about Ray's future defaults
@@ -481,8 +482,9 @@ async def start_ray_cluster(config: ClusterConfig, threads: int, logs: Path | No
         device = "cuda" if use_cuda else "cpu"
         check_room(config, device)
         pools = dict(config.pools) or {"all": config.devices}
-        cluster = RayCluster(pools, device, threads, connection, environment_before, logs)
-        await cluster.start_hosts(worker_environment(threads))
+        timeout = config.timeout_seconds
+        cluster = RayCluster(pools, device, threads, timeout, connection, environment_before, logs)
+        await cluster.start_hosts(worker_environment(config, threads))
     except BaseException:
         if cluster is not None:
             await cluster.shutdown()

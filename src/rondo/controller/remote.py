@@ -9,8 +9,6 @@ import logging
 import os
 import pickle
 import signal
-import sys
-import sysconfig
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,11 +21,13 @@ import torch.distributed as dist
 from rondo import activity
 from rondo.activity import Activity, Pulse
 from rondo.batch import ROW_ID, Batch, BatchRef, Block, Shard
+from rondo.config.schema import ClusterConfig
 from rondo.controller.calls import Answer, Call, Failure, HostHandle, Reply
 from rondo.controller.cluster import Cluster
 from rondo.controller.host import Host, failure_of
 from rondo.errors import WorkerError
 from rondo.transport.link import PICKLE_ERRORS
+from rondo.transport.process import users_path
 from rondo.usage import children_cpu_seconds
 
 START_SECONDS = 300.0  # for hosts to come up and join: imports and a cold disk take minutes
@@ -110,9 +110,12 @@ class RemoteCluster(Cluster):
     the processes begin and end.
     """
 
-    def __init__(self, num_devices: int, device: str, threads: int, logs: Path | None) -> None:
-        """logs: a folder for the log files of the hosts."""
+    def __init__(
+        self, num_devices: int, device: str, threads: int, timeout_seconds: float, logs: Path | None
+    ) -> None:
+        """timeout_seconds: of a collective operation. logs: a folder for the log files of the hosts."""
         super().__init__(num_devices, device, threads)
+        self._timeout_seconds = timeout_seconds
         self._handles: list[RemoteHandle] = []
         self._logs = logs
         self._moved_bytes = 0  # what was put and fetched; the handles count their calls and replies
@@ -135,7 +138,7 @@ class RemoteCluster(Cluster):
         port = await asyncio.wait_for(
             self._handles[0].ask("open_store", address, self.num_devices), START_SECONDS
         )
-        world = self.num_devices, self.device, self.threads, address, port
+        world = self.num_devices, self.device, self.threads, self._timeout_seconds, address, port
         joining = (handle.ask("join", handle.device, *world) for handle in self._handles)
         try:
             await asyncio.wait_for(asyncio.gather(*joining), START_SECONDS)
@@ -259,13 +262,20 @@ class HostProgram:
         return self._store.port
 
     async def join(
-        self, rank: int, world_size: int, device: str, threads: int, address: str, port: int
+        self,
+        rank: int,
+        world_size: int,
+        device: str,
+        threads: int,
+        timeout_seconds: float,
+        address: str,
+        port: int,
     ) -> None:
         """Starts torch.distributed; returns when all ranks have joined. device: "cpu" or "cuda"."""
         with Activity("joining the world", in_turn=True, bound=True):
             store = self._store or dist.TCPStore(address, port, world_size, is_master=False)
             device = self.gpu() if device == "cuda" else device
-            self._host = Host(rank, world_size, device, threads)
+            self._host = Host(rank, world_size, device, threads, timeout_seconds)
             await self._host.start(store)
 
     def gpu(self) -> str:
@@ -302,11 +312,9 @@ class HostProgram:
             await self._host.close()
 
 
-def worker_environment(threads: int) -> dict[str, str]:
-    """Makes the environment of the host processes: import what the controller can import, and no more threads
-    than planned.
+def worker_environment(config: ClusterConfig, threads: int) -> dict[str, str]:
+    """Makes the environment of the host processes: import what the controller can import, no more threads
+    than planned, and what `cluster.env` says.
     """
-    own = tuple(os.path.realpath(path) for path in sysconfig.get_paths().values())
-    entries = [os.path.realpath(entry) for entry in sys.path if os.path.exists(entry or ".")]
-    path = [entry for entry in entries if not entry.startswith(own)]
-    return {"PYTHONPATH": os.pathsep.join(dict.fromkeys(path)), "OMP_NUM_THREADS": str(threads)}
+    own = {"PYTHONPATH": os.pathsep.join(users_path()), "OMP_NUM_THREADS": str(threads)}
+    return {name: str(value) for name, value in config.env.items()} | own

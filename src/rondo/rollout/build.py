@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +12,12 @@ import torch
 
 from rondo.errors import ConfigError
 from rondo.models import STRETCH, check_positions, load_model_config
+from rondo.rollout.interpreter import environment_of, interpreter
 from rondo.rollout.native.engine import NativeEngine
 from rondo.rollout.protocol import EngineSpec, RolloutEngine
 from rondo.rollout.third_party import ThirdParty
 from rondo.rollout.transformers.engine import TransformersEngine
+from rondo.transport.process import import_path
 
 if TYPE_CHECKING:
     from rondo.rollout.server.client import EngineProcess
@@ -74,20 +75,26 @@ def start_engine(
     if accelerators:  # the first of them is its first, whatever number that one has in this process
         spec = dataclasses.replace(spec, device=spec.device.partition(":")[0])
     spec, devices = visible_devices(spec, ",".join(accelerators) or os.environ.get("CUDA_VISIBLE_DEVICES"))
-    path = os.pathsep.join(dict.fromkeys(entry or os.getcwd() for entry in sys.path))
     own = {"OMP_NUM_THREADS": str(spec.threads)}
     if spec.engine in CLASSES:
         own = _third_party(spec.engine).environment(spec)
-    environment = {**os.environ, "PYTHONPATH": path, **own, **devices}
-    return EngineProcess(spec, environment, name=name, bucket_bytes=bucket_bytes)
+    python, environment = None, {**os.environ, "PYTHONPATH": import_path()}
+    if spec.python is not None:  # there, the engine is one of this environment
+        python, environment = interpreter(spec.python).executable, environment_of(spec.python)
+        spec = dataclasses.replace(spec, python=None)
+    environment |= {**own, **devices}
+    return EngineProcess(spec, environment, name=name, bucket_bytes=bucket_bytes, python=python)
 
 
-def check_engine(engine: str, options: Mapping[str, Any], *, device: str, sleep: bool = False) -> None:
+def check_engine(
+    engine: str, options: Mapping[str, Any], *, device: str, sleep: bool = False, python: str | None = None
+) -> None:
     """Raises ConfigError: not installed, a version that is not supported, an unknown option, or what the
-    engine cannot do on this device. Nothing is started. sleep: whether it will be asked for that.
+    engine cannot do on this device. Nothing is started but the interpreter `python`, where the engine is in
+    its environment, to say what that has. sleep: whether the engine will be asked for that.
     """
     if engine in CLASSES:
-        _third_party(engine).check(options, device, sleep=sleep)
+        _third_party(engine, python).check(options, device, sleep=sleep)
         return
     if engine not in OWN:
         known = ", ".join([*OWN, *CLASSES])
@@ -120,6 +127,6 @@ def visible_devices(spec: EngineSpec, visible: str | None) -> tuple[EngineSpec, 
     return dataclasses.replace(spec, device="cuda:0"), own
 
 
-def _third_party(engine: str) -> ThirdParty:
+def _third_party(engine: str, python: str | None = None) -> ThirdParty:
     known: ThirdParty = importlib.import_module(f"rondo.rollout.{engine}.options").ENGINE
-    return known
+    return known if python is None else type(known)(python)

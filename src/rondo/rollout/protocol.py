@@ -38,6 +38,8 @@ class EngineSpec:
     tokenizer: TokenizerSource | None = None
     # For files that go with the engine's process; None: the machine's temporary folder.
     folder: str | None = None
+    # The interpreter of the environment in which the engine is installed; None: this one's.
+    python: str | None = None
 
 
 @dataclass(frozen=True)

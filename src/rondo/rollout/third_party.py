@@ -6,7 +6,8 @@ import ast
 import importlib.metadata
 import importlib.util
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any, ClassVar
 
 from rondo.config.functions import did_you_mean
 from rondo.errors import ConfigError
+from rondo.rollout.interpreter import interpreter
 from rondo.rollout.protocol import Capabilities, EngineSpec
 
 
@@ -21,6 +23,7 @@ class ThirdParty:
     """One such engine. Nothing here imports it: that takes seconds, and changes the process.
 
     The options of `rollout.engine` are the engine's own arguments; their names are read from its source.
+    python: the interpreter of the environment in which it is looked for; None: this one.
     """
 
     # The value of rollout.engine.name, which is also the engine's package; and how it writes itself.
@@ -48,26 +51,36 @@ class ThirdParty:
     # Patterns of arguments whose effect on weights, versions or log-probs is not known to be right, and why.
     refused: ClassVar[Mapping[str, str]]
 
+    def __init__(self, python: str | None = None) -> None:
+        self.python = python
+
     def installed(self) -> tuple[str, str]:
         """Returns the distribution and its version. Raises ConfigError that says what to install."""
+        paths = sys.path if self.python is None else list(interpreter(self.python).paths)
         for name in self.distributions:
-            try:
-                version = importlib.metadata.version(name)
-            except importlib.metadata.PackageNotFoundError:
-                continue
-            return name, version
+            for found in importlib.metadata.distributions(name=name, path=paths):
+                return name, found.version
+        environment = "this environment" if self.python is None else f"the environment of {self.python}"
         raise ConfigError(
-            f"rollout.engine={self.name} needs {self.title}, which is not installed in this environment. "
+            f"rollout.engine={self.name} needs {self.title}, which is not installed in {environment}. "
             "Without a GPU: `make test-engines` makes .venv-engines, which has it; with a GPU: pip install "
-            f"{self.name}, then rondo; see docs/engines.md"
+            f"{self.name} in an environment of its own, and name its interpreter in rollout.engine.python; "
+            "see docs/engines.md"
         )
 
     def folder(self) -> Path:
         """Returns the folder of the installed package."""
-        spec = importlib.util.find_spec(self.name)
-        if spec is None or not spec.submodule_search_locations:
+        folders = self.folders(self.name)
+        if not folders:
             raise ConfigError(f"the installed {self.title} has no package {self.name!r}; reinstall it")
-        return Path(next(iter(spec.submodule_search_locations)))
+        return Path(folders[0])
+
+    def folders(self, package: str) -> Sequence[str] | None:
+        """Returns the folders of a package in the engine's environment; None: it is not there."""
+        if self.python is not None:
+            return interpreter(self.python, package).folders[package]
+        found = importlib.util.find_spec(package)
+        return None if found is None else [*(found.submodule_search_locations or ())]
 
     @cached_property
     def arguments(self) -> frozenset[str]:

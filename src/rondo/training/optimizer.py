@@ -129,9 +129,12 @@ class ShardedAdamW:
 def global_norm(
     gradients: list[torch.Tensor], group: dist.ProcessGroup, device: torch.device
 ) -> torch.Tensor:
-    """Returns the Euclidean norm of all ranks' local gradients together, float64 []."""
+    """Returns the Euclidean norm of all ranks' local gradients together, float64 []. Those of half precision
+    are summed in float32: in their own dtype a norm has 8 bits.
+    """
     if gradients:
-        squares = torch.stack(torch._foreach_norm(gradients)).double().square().sum()
+        wide = torch.promote_types(gradients[0].dtype, torch.float32)
+        squares = torch.stack(torch._foreach_norm(gradients, dtype=wide)).double().square().sum()
     else:
         squares = torch.zeros((), dtype=torch.float64, device=device)
     if dist.get_world_size(group) > 1:

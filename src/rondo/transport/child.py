@@ -49,7 +49,8 @@ class Child:
     """`python -m COMMAND…`, which serves calls on a socket; see `link` for what travels.
 
     who: the subject of messages. take: is handed what comes besides replies, a frame's records at once and
-    before the replies of that frame, on the reading thread. log: a file for what it prints.
+    before the replies of that frame, on the reading thread. log: a file for what it prints. python: another
+    environment's interpreter.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Child:
         take: Callable[[Sequence[Any]], None] = lambda records: None,
         forkserver: ForkServer | None = None,
         log: Path | None = None,
+        python: str | None = None,
     ) -> None:
         self.who = who
         self._take_others = take
@@ -74,7 +76,7 @@ class Child:
         self._told = threading.Event()
         connection, theirs = socket.socketpair()
         with theirs:
-            self.process = ChildProcess(who, command, theirs.fileno(), environment, forkserver, log)
+            self.process = ChildProcess(who, command, theirs.fileno(), environment, forkserver, log, python)
         self._link = Link(connection, f"rondo-{who}")
         self._link.start(self._take, self._end)
 

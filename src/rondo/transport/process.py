@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import threading
 import time
@@ -62,7 +63,8 @@ class ChildProcess:
     descriptor: a socket that it inherits. Its output goes behind what is in the file `log`, as long as that
     can be written; None: it is logged at level DEBUG. `tail` has the last lines. folder: temporary, for its
     files; removed when it ends, by the guard, and once more here.
-    forkserver: forks the process, with its imports done; None executes a new interpreter.
+    forkserver: forks the process, with its imports done; None executes a new interpreter: `python`, which
+    may be of another environment and imports this very package, or this process's.
     Raises StorageError where the log cannot be opened.
     """
 
@@ -74,6 +76,7 @@ class ChildProcess:
         environment: Mapping[str, str],
         forkserver: ForkServer | None = None,
         log: Path | None = None,
+        python: str | None = None,
     ) -> None:
         if sys.platform != "linux":
             raise ConfigError(
@@ -87,7 +90,9 @@ class ChildProcess:
         self._code: int | None = None
         self._ended = threading.Event()
         self.folder = Path(tempfile.mkdtemp(prefix="rondo-process-"))
-        start = _executed if forkserver is None else partial(_forked, forkserver)
+        if python is not None:
+            environment = _with_this_package(environment, self.folder / "packages")
+        start = partial(_executed, python) if forkserver is None else partial(_forked, forkserver)
         begin = partial(start, command, descriptor, environment, self.folder)
         started: Future[_Started] = Future()
         threading.Thread(
@@ -154,6 +159,18 @@ class ChildProcess:
         return "\n".join(self._tail)
 
 
+def import_path() -> str:
+    """Returns the PYTHONPATH with which a process finds what this one does."""
+    return os.pathsep.join(dict.fromkeys(entry or os.getcwd() for entry in sys.path))
+
+
+def users_path() -> list[str]:
+    """Returns where this process looks for modules besides what is installed in its environment."""
+    installed = tuple(os.path.realpath(path) for path in sysconfig.get_paths().values())
+    entries = [os.path.realpath(entry) for entry in sys.path if os.path.exists(entry or ".")]
+    return list(dict.fromkeys(entry for entry in entries if not entry.startswith(installed)))
+
+
 def header(name: str) -> str:
     """Returns the line of a log file behind which the output of a process begins."""
     return f"=== {name}, started {time.strftime('%Y-%m-%d %H:%M:%S')} ===\n"
@@ -174,11 +191,26 @@ def _opened(path: Path, name: str) -> TextIO:
     return log
 
 
+def _with_this_package(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
+    """Returns variables with which another environment's Python imports this package, whatever is installed
+    there, and nothing that lies beside it here. folder: is made, and has a link to the package.
+    """
+    package = Path(__file__).resolve().parents[1]
+    folder.mkdir()
+    (folder / package.name).symlink_to(package)
+    path = [str(folder), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+    return {**environment, "PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1"}
+
+
 def _executed(
-    command: Sequence[str], descriptor: int, environment: Mapping[str, str], folder: Path
+    python: str | None,
+    command: Sequence[str],
+    descriptor: int,
+    environment: Mapping[str, str],
+    folder: Path,
 ) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        guarded([sys.executable, "-m", *command, str(descriptor)], descriptor, str(folder)),
+        guarded([python or sys.executable, "-m", *command, str(descriptor)], descriptor, str(folder)),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

@@ -15,14 +15,15 @@ from rondo.agents import replay
 from rondo.agents.ended import Entry, ended_of
 from rondo.agents.external import ExternalAgent, agent_of
 from rondo.agents.runner import AgentLoop, EpisodeRunner, TrajectoryScorer, single_turn
-from rondo.agents.tools import load_tools
-from rondo.agents.worlds import Worlds, load_environments
+from rondo.agents.tools import load_tools, prepare_tools
+from rondo.agents.worlds import Worlds
 from rondo.batch import ROW_ID, Batch
 from rondo.chat import decode
 from rondo.columns import GREEDY_REWARD, SCORE
 from rondo.config.schema import RewardConfig, RolloutConfig
 from rondo.controller import Worker, WorkerContext, dispatch
 from rondo.data.rows import rows_from_trajectories
+from rondo.environments.choices import load_environments
 from rondo.models import load_tokenizer
 from rondo.models.source import ModelSource, TokenizerSource
 from rondo.planning.placement import Phase
@@ -93,6 +94,7 @@ class RolloutWorker(ReceivesWeights, Worker):
             tensor_parallel=rollout.engine.tensor_parallel,
             seed=run_seed,
             options=rollout.engine.options,
+            python=rollout.engine.python,
         )
         trainer: Any = context.peers[weights_from] if share else None
         self.replicas = Replicas(
@@ -109,7 +111,11 @@ class RolloutWorker(ReceivesWeights, Worker):
         self._scores: Scorer | Unscored = self.scorer or Unscored()
         self._score_columns = {SCORE(name): name for name in self._scores.names}
         chosen, tools = agent_of(rollout), load_tools(rollout.tools)
-        worlds = Worlds(load_environments(rollout.environments)) if rollout.environments else None
+        prepare_tools(tools)
+        worlds = None
+        if rollout.environments:
+            choices = load_environments(rollout.environments)
+            worlds = Worlds(choices, episode_workers=rollout.episode_workers)
         self._agent = (
             ExternalAgent(
                 chosen,
@@ -118,6 +124,7 @@ class RolloutWorker(ReceivesWeights, Worker):
                 tools=tools,
                 worlds=worlds,
                 on_full=rollout.on_full,
+                episode_workers=rollout.episode_workers,
             )
             if chosen
             else None
@@ -319,8 +326,8 @@ class RolloutWorker(ReceivesWeights, Worker):
         return self.replicas.stacks()
 
     def close(self) -> None:
-        """Ends the agents' endpoint, the engines, their processes and the scorers; called when the cluster
-        shuts down.
+        """Ends the agents' endpoint, the engines, the scorers and all their processes; called when the
+        cluster shuts down.
         """
         if self._agent:
             self._agent.close()

@@ -168,7 +168,7 @@ class AlgorithmConfig:
     resample: Function | None = None
     """How often each sample of a prompt is trained on (PF-PPO)."""
     mask_truncated: bool = False
-    """Responses cut off at rollout.max_tokens carry no loss."""
+    """What was cut off at rollout.max_tokens carries no loss: responses, and all rows of an episode."""
     rollout_correction: Annotated[RolloutCorrectionConfig | BypassConfig | None, Chosen()] = (
         RolloutCorrectionConfig()
     )

@@ -40,6 +40,7 @@ class OwnEngineConfig:
     """Of the keys, values and states of one engine; null: what all sequences could need, and at most a share
     of the memory that is free."""
     tensor_parallel: ClassVar[int] = 1
+    python: ClassVar[None] = None
     # It samples from the trainer's own policy, with the same bits whatever else is in the batch.
     exact: ClassVar[bool] = True
 
@@ -80,6 +81,8 @@ class ExternalEngineConfig:
     """What generates."""
     tensor_parallel: Few = 1
     """Devices per engine."""
+    python: Path | None = None
+    """The interpreter of the environment that has the engine (…/bin/python); null: this one."""
     options: Mapping[str, Any] = Field(default_factory=dict)
     """Arguments of the engine; in a recipe they stand beside its name."""
     process: ClassVar[Literal["own"]] = "own"
@@ -129,6 +132,8 @@ class EnvironmentConfig:
     """A built-in environment, `path.py:Class` or dotted name."""
     timeout_seconds: Seconds = 30.0
     """Of a reset or a step."""
+    keep_state: bool = False
+    """Keep its true state before and after each step in the record, for reward functions."""
     options: Mapping[str, Any] = Field(default_factory=dict)
     """Keyword arguments; in a recipe they stand beside its name."""
 
@@ -173,6 +178,9 @@ class RolloutConfig:
     """What the policy may call; with them and without an agent, it does so until it answers."""
     environments: tuple[Annotated[EnvironmentConfig, Chosen()], ...] = ()
     """What the policy acts in; of several, a prompt's row says which (column `environment`)."""
+    episode_workers: FewOrNone = 0
+    """Processes per rank of the rollout group in which environments live, or agents that ask over HTTP; 0:
+    threads of the rollout worker's own."""
     agent: Function | None = None
     """A function of yours that asks the policy; null: one turn per prompt, the loop of the tools, or that of
     the environments."""

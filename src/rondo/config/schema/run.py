@@ -168,6 +168,10 @@ class ClusterConfig:
     """By what rows are spread over the ranks of a worker group."""
     hang_seconds: Seconds | None = 60.0
     """When nothing has moved for so long, say who waits for whom, with all stacks; null: never."""
+    timeout_seconds: Seconds = 1800.0
+    """Of one collective operation: a rank that waits longer for the others fails."""
+    env: Mapping[str, str | Seed] = Field(default_factory=dict)
+    """Variables of the host processes (process, ray) and what they start, as NCCL's or the allocator's."""
     inline: bool = False
     """Of the local backend: calls run on the event loop's thread, so that a breakpoint just works."""
 

@@ -69,6 +69,7 @@ class EngineProcess:
     environment: all variables of the process. name: for messages. bucket_bytes: of weights in transit. The
     constructor returns when the engine is ready. Raises ConfigError or RolloutError with the engine's own
     message, or with the last lines of its output.
+    python: another environment's interpreter.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class EngineProcess:
         name: str = "0",
         bucket_bytes: int = 256 << 20,
         start_seconds: float = START_SECONDS,
+        python: str | None = None,
     ) -> None:
         self.name = name
         self._bucket_bytes = bucket_bytes
@@ -94,6 +96,7 @@ class EngineProcess:
             ["rondo.rollout.server.child"],
             environment,
             take=self._take,
+            python=python,
         )
         self._ready = self._built(replace(spec, folder=str(self._child.process.folder)), start_seconds)
         self._version = self._ready.version

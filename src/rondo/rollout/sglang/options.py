@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -91,7 +90,7 @@ class Sglang(ThirdParty):
 
     def check_build(self, distribution: str, version: str, device: str) -> None:
         """See ThirdParty.check_build."""
-        if not device.startswith("cuda") and importlib.util.find_spec("sgl_kernel") is None:
+        if not device.startswith("cuda") and self.folders("sgl_kernel") is None:
             raise ConfigError(
                 "rollout.engine=sglang on a CPU: its kernels (sgl_kernel) are built for GPUs only; `make "
                 "test-engines` builds .venv-engines, which has stand-ins for those that it imports"
