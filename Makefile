@@ -1,4 +1,4 @@
-# make quickstart | test | test-all | test-engines | lint | benchmarks | clean
+# make quickstart | test | test-all | test-engines | test-environments | lint | benchmarks | clean
 #
 # Everything runs in .venv, which is made once and brought up to date when pyproject.toml or the constraints change.
 # Variables:
@@ -6,6 +6,7 @@
 #   SEED=1                             seed of the quickstart
 #   TEST_PROCESSES=0                   tests one after the other, in this process (default: two at a time, by file)
 #   VENV_ENGINES=.venv-engines         where vLLM and SGLang for CPUs are installed (test-engines makes it)
+#   VENV_ENVIRONMENTS=.venv-environments   where packages of environments are installed (test-environments makes it)
 #   CONSTRAINTS=                       no version pins; the default pins what was tested on CPUs
 #   VENV_ARGS=--system-site-packages   use the torch that the machine brings (GPU images)
 #   PIP_ARGS="--no-deps --no-build-isolation"   a machine without a package index that has everything already
@@ -18,6 +19,7 @@ SHELL := bash
 PYTHON ?= python3
 VENV ?= .venv
 VENV_ENGINES ?= .venv-engines
+VENV_ENVIRONMENTS ?= .venv-environments
 VENV_ARGS ?=
 CONSTRAINTS ?= constraints/cpu.txt
 PIP_ARGS ?=
@@ -37,9 +39,10 @@ help:
 	@echo "make test         the tests, without those marked slow"
 	@echo "make test-all     all tests"
 	@echo "make test-engines the same conformance suite on real vLLM and SGLang, in an environment of their own"
+	@echo "make test-environments   tests of environments of other packages (TextWorld, ALFWorld, …), beside .venv"
 	@echo "make lint         ruff, mypy, import rules"
 	@echo "make benchmarks   decode against transformers and the roofline; a GRPO step against TRL"
-	@echo "make clean        remove .venv, .venv-engines, caches and build products (runs/ stays)"
+	@echo "make clean        remove .venv, .venv-engines, .venv-environments, caches and build products (runs/ stays)"
 	@echo "The first of them makes $(VENV) and installs into it (a few minutes). Variables: see the head of this file."
 
 $(BIN)/python:
@@ -94,10 +97,31 @@ $(VENV_ENGINES)/.stamp-engines: constraints/engines.txt pyproject.toml
 # hypothesis' plugin, where some package brought it, imports itself at the very end, beside threads that engines leave
 # behind; two threads that parse at once are an error of Python 3.11's ("AST constructor recursion depth mismatch").
 .PHONY: test-engines
-test-engines: $(VENV_ENGINES)/.stamp-engines
+test-engines: $(VENV_ENGINES)/.stamp-engines $(VENV)/.stamp-dev
 	@echo "$(CURDIR)/tests/engines/cpu" > \
 	  "$$($(VENV_ENGINES)/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/rondo_engines.pth"
 	OMP_NUM_THREADS=1 $(VENV_ENGINES)/bin/python -m pytest tests/engines -p no:hypothesispytest --maxfail 4 $(PYTEST_ARGS)
+	RONDO_ENGINE_PYTHON=$(VENV_ENGINES)/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/engines/test_elsewhere.py
+
+# Environments of other packages. Some pin what rondo's tests have in another version (mcp, openai), so that they get an
+# environment of their own; rondo_environments.pth puts the packages of .venv on its path after its own, so that torch
+# and all the rest are there once. pip leaves those of .venv alone, and says that openai-agents wants its openai.
+PURELIB = -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])'
+PIP_APART := /dependency resolver does not currently/d; /^openai-agents .* requires openai/d; $(PIP_NOISE)
+
+$(VENV_ENVIRONMENTS)/.stamp-environments: constraints/environments.txt pyproject.toml | $(VENV)/.stamp-dev
+	@echo "Installing rondo-rl[environments] into $(VENV_ENVIRONMENTS), beside what is in $(VENV) (a minute) …"
+	@test -x $(VENV_ENVIRONMENTS)/bin/python || $(BIN)/python -m venv $(VENV_ARGS) $(VENV_ENVIRONMENTS)
+	@echo "import site; site.addsitedir('$$($(abspath $(BIN)/python) $(PURELIB))')" > \
+	  "$$($(VENV_ENVIRONMENTS)/bin/python $(PURELIB))/rondo_environments.pth"
+	@$(VENV_ENVIRONMENTS)/bin/python -m pip install --quiet --progress-bar off $(PIP_ARGS) \
+	  --constraint constraints/environments.txt --editable ".[environments]" 2> >(sed "$(PIP_APART)" >&2)
+	@touch $@
+
+.PHONY: test-environments
+test-environments: $(VENV_ENVIRONMENTS)/.stamp-environments
+	OMP_NUM_THREADS=1 $(VENV_ENVIRONMENTS)/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile \
+	  tests/environments/packages $(PYTEST_ARGS)
 
 .PHONY: lint
 lint: $(VENV)/.stamp-dev
@@ -113,5 +137,5 @@ benchmarks: $(VENV)/.stamp-dev
 
 .PHONY: clean
 clean:
-	rm -rf $(VENV) $(VENV_ENGINES) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_ENGINES) $(VENV_ENVIRONMENTS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true

@@ -48,7 +48,7 @@ ALLOWED: dict[str, set[str]] = {
     "transport": {"errors", "storage", "streams"},
     "rewards": BASE | {"arithmetic", "sandbox", "transport"},
     "serving": BASE | {"chat"},
-    "agents": BASE | {"arithmetic", "chat", "environments", "sandbox", "serving", "transport"},
+    "agents": BASE | {"arithmetic", "chat", "environments", "sandbox", "search", "serving", "transport"},
     "controller": BASE | {"planning", "transport", "usage"},
     "recipes": BASE | {"environments", "data"},
     "data": BASE | {"chat"},
@@ -62,6 +62,7 @@ ALLOWED: dict[str, set[str]] = {
         "checkpoint",
         "controller",
         "data",
+        "environments",
         "models",
         "planning",
         "rewards",
@@ -73,8 +74,9 @@ ALLOWED: dict[str, set[str]] = {
 # Rooms to come (docs/architecture.md has the map): what they may import is fixed before their first file.
 ALLOWED |= {
     "compat": {"config", "errors"},
-    "environments": BASE,
+    "environments": BASE | {"search"},
     "sandbox": {"errors"},
+    "search": BASE,
     "view": {"errors"},  # reads files only
 }
 ALLOWED["trainers"] = {*ALLOWED, "trainers"} - {"__init__"}
@@ -112,19 +114,31 @@ FORBIDDEN: dict[str, set[str]] = {
     "agents": {"ray", *ENGINES},
     "rewards": {"ray", *ENGINES},
     "sandbox": {"ray", "torch", "numpy", "pyarrow", "transformers", *ENGINES},
+    "search": {"ray", *ENGINES},
     "serving": {"ray", "torch", *ENGINES},
     "data": {"ray", *ENGINES},
     "tracking": {"ray", "torch", "transformers", *ENGINES},
 }
 # Third-party systems that one or two modules hide from everybody else.
-HIDDEN = ("ray", "vllm", "sglang", "megatron", "aiohttp", "mcp", "modelscope", "gymnasium")
+HIDDEN = (
+    "ray",
+    "vllm",
+    "sglang",
+    "megatron",
+    "aiohttp",
+    "mcp",
+    "modelscope",
+    "gymnasium",
+    "tantivy",
+    "faiss",
+)
 
 # Boundaries between threads, tasks and processes, and around the user's code: what is raised is carried on
 # to whoever waits for the answer. Everywhere else `except Exception` must end in `raise`.
 BOUNDARIES = {
-    "rondo/agents/external.py": "what a user's agent raises is a failed trajectory",
     "rondo/agents/mcp_servers.py": "why a server did not start travels to whoever waits for it",
-    "rondo/agents/worlds.py": "what an environment raises ends its episode, typed and told",
+    "rondo/agents/places.py": "why a call of an episode worker failed travels to all who wait for it",
+    "rondo/agents/running.py": "what a user's agent raises is a failed trajectory",
     "rondo/agents/tools.py": "what a tool raises ends its episode, typed and told",
     "rondo/controller/host.py": "a worker's exception travels to the controller as a Failure",
     "rondo/models/fused.py": "a module that raises when it is tried keeps its own code",

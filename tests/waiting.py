@@ -5,13 +5,35 @@ differ, and named when in vain.
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 import psutil
 
 T = TypeVar("T")
+
+
+@contextlib.contextmanager
+def served_by(*command: str, **variables: str) -> Iterator[str]:
+    """The URL that `rondo COMMAND…` prints first; Ctrl-C ends it, as it says."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rondo.cli.main", *command, "--port", "0"],
+        env={**os.environ, **variables},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        yield process.stdout.readline().strip().removeprefix("url=")
+    finally:
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+        process.stdout.close()
 
 
 def wait_for(what: str, get: Callable[[], T], seconds: float = 240.0) -> T:

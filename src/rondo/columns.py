@@ -127,7 +127,14 @@ TABLE: tuple[Column, ...] = (
     ),
     Column("prompt_text", "row", _TEXT, TOKENIZER, "the prompt as people read it"),
     Column("text", "row", _TEXT, TOKENIZER, "the response as people read it"),
-    Column(TRANSCRIPT, "row", _TEXT, AGENT, "of a run with `rollout.agent`: its turns, and who wrote them"),
+    Column(
+        TRANSCRIPT,
+        "row",
+        _TEXT,
+        AGENT,
+        "of a run with `rollout.agent`: the row's turns, and who wrote them",
+    ),
+    Column("anchor", "row", _TEXT, AGENT, "the observation that anchor_id numbers; empty: the prompt"),
     Column("failure", "row", _TEXT, AGENT, "why its episode failed; empty: it did not"),
     Column("turn_stops", "turn", _INT, AGENT, "where each turn of the response ends"),
     Column("turn_kinds", "turn", _MASK, AGENT, "who wrote it: 0 policy, 1 tool, 2 environment, 3 user"),
@@ -155,7 +162,11 @@ TABLE: tuple[Column, ...] = (
     Column(TOPK_IDS, "choice", _INT, "teacher", "its K likeliest tokens"),
     Column("teacher_topk_log_probs", "choice", _FLOAT, "teacher", "theirs"),
     Column(
-        "token_rewards", "token", _FLOAT, ADVANTAGE_STAGE, "the outcome on the last trained token, and a KL"
+        "token_rewards",
+        "token",
+        _FLOAT,
+        ADVANTAGE_STAGE,
+        "the outcome on the last trained token (of the trajectory, for what reads `trajectory_id`), and a KL",
     ),
     Column("token_costs", "token", _FLOAT, ADVANTAGE_STAGE, "the same of the cost"),
     Column("scores", "row", _FLOAT, ADVANTAGE_STAGE, "all named scores, [B, K]"),

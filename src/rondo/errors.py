@@ -98,6 +98,10 @@ class EnvironmentFailedError(RondoError):
     """An environment did not start, died, or broke its protocol: infrastructure, never what a policy did."""
 
 
+class EpisodeLostError(RondoError):
+    """The process that an episode lived in has died or was ended: the episode is begun again."""
+
+
 class RewardError(RondoError):
     """A scorer raised, hung, or returned something that is no score, and the policy says stop."""
 

@@ -41,7 +41,7 @@ Outcome = Literal[
 ]
 
 
-def _hold(row: Prompt | Row | Trajectory, state: Mapping[str, Any]) -> None:
+def _hold(row: Prompt | ToolResult | Row | Trajectory, state: Mapping[str, Any]) -> None:
     """Sets fields of a frozen row, read-only: user code gets these rows, and others hold the same values."""
     vars(row).update({name: read_only(value) for name, value in state.items()})
 
@@ -174,8 +174,8 @@ class Completion:
 class Call:
     """One call of the policy by an agent: what the engine got and what it made of that.
 
-    inserted: who wrote what stands in the prompt behind the context so far. reward, anchor, flags: of its
-    turn.
+    inserted: who wrote what stands in the prompt behind the context so far. reward, anchor, flags, note,
+    states: of its turn.
     """
 
     completion: Completion
@@ -183,13 +183,17 @@ class Call:
     reward: float | None = None
     anchor: str = ""
     flags: tuple[TurnFlag, ...] = ()
+    note: str = ""
+    states: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
 class Turn:
     """One stretch of a row's response: positions [start, stop) and who wrote it. reward: what the agent loop
     gave for it. anchor: a name of what the policy saw before it, equal for equal observations. flags: what
-    came of it: an invalid action, the task done, an end by a limit.
+    came of it: an invalid action, the task done, an end by a limit. note: lines that say so in a transcript.
+    states: the true one that the policy's turn began in, and the one after each of its steps, where the
+    environment has keep_state; else none.
     """
 
     kind: TurnKind
@@ -198,6 +202,25 @@ class Turn:
     reward: float | None = None
     anchor: str = ""
     flags: tuple[TurnFlag, ...] = ()
+    note: str = ""
+    states: tuple[Mapping[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class ToolResult:
+    """What a tool said in one call: `text`, which the policy read, and `data`, which it did not, for rewards
+    (`ids` of passages that were found). tool: its name. All of it is read-only.
+    """
+
+    text: str
+    data: Mapping[str, Any] = field(default_factory=dict)
+    tool: str = ""
+
+    def __post_init__(self) -> None:
+        _hold(self, vars(self))
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        _hold(self, state)
 
 
 @dataclass(frozen=True)
@@ -250,10 +273,12 @@ class Trajectory:
     scores: Mapping[str, float] = field(default_factory=dict)
     text: str = ""
     """The response as scorers read it; of an agent, what it returned."""
-    transcript: str = ""
-    """Of an agent's episode: the text of each turn, behind who wrote it."""
+    transcripts: tuple[str, ...] = ()
+    """Of an agent's episode, for each row: the text of its turns, behind who wrote it."""
     calls: tuple[Call, ...] = ()
     """Of an agent: what its rows were made of, in the order in which they ended."""
+    tool_results: tuple[ToolResult, ...] = ()
+    """Of `rollout.tools`, in the order of the calls; without calls that came to nothing."""
     failure: str = ""
 
     def __post_init__(self) -> None:
@@ -262,6 +287,11 @@ class Trajectory:
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         _hold(self, state)
+
+    @property
+    def transcript(self) -> str:
+        """The text of all turns of an agent's episode, row by row."""
+        return "\n".join(self.transcripts)
 
     @property
     def response_ids(self) -> np.ndarray:

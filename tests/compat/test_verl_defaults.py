@@ -118,8 +118,10 @@ def test_w2_precision() -> None:
     for engine in (c.actor, c.critic, c.reference):
         assert (engine.param_dtype, engine.compute_dtype) == ("float32", "bfloat16")
     assert c.rollout.dtype == "bfloat16"
-    other = config(f"{A}.fsdp_config.dtype=fp32", f"{A}.fsdp_config.model_dtype=bf16")
-    assert (other.actor.param_dtype, other.actor.compute_dtype) == ("bfloat16", "float32")
+    other = config(f"{A}.fsdp_config.dtype=fp32")
+    assert (other.actor.param_dtype, other.actor.compute_dtype) == ("float32", "float32")
+    with pytest.raises(ConfigError, match=r"actor\.param_dtype = bfloat16 would sum gradients"):
+        config(f"{A}.fsdp_config.model_dtype=bf16")
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,6 @@ import base64
 import json
 import os
 import re
-import signal
-import subprocess
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -25,13 +22,14 @@ from rondo.cli import main as cli
 from rondo.config.schema import ToolConfig
 from rondo.errors import ConfigError, SandboxError
 from rondo.rewards.code import code
-from rondo.sandbox import Limits, Sandbox, check_sandbox, open_sandbox
+from rondo.sandbox import Limits, Sandbox, open_sandbox
 from rondo.sandbox.escapes import check, processes_named
 from rondo.sandbox.remote import TOKEN_VARIABLE
 from rondo.sandbox.server import BODY_BYTES, SandboxServer
 from tests.rewards.conftest import make_trajectory
+from tests.sandboxes import need_sandbox
 from tests.serving.conftest import TOKENIZER
-from tests.waiting import wait_for
+from tests.waiting import served_by, wait_for
 
 TOKEN = "a-key"
 
@@ -39,25 +37,9 @@ TOKEN = "a-key"
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     """Of `rondo sandbox serve`, which wants a key."""
-    try:
-        check_sandbox("auto")
-    except SandboxError as error:
-        if os.environ.get("RONDO_REQUIRED_SANDBOXES"):
-            raise
-        pytest.skip(str(error))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "rondo.cli.main", "sandbox", "serve", "--port", "0"],
-        env={**os.environ, TOKEN_VARIABLE: TOKEN},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    try:
-        yield process.stdout.readline().strip().removeprefix("url=")
-    finally:
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 130
-        process.stdout.close()
+    need_sandbox()
+    with served_by("sandbox", "serve", **{TOKEN_VARIABLE: TOKEN}) as url:
+        yield url
 
 
 @pytest.fixture(autouse=True)

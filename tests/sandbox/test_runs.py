@@ -51,8 +51,12 @@ def opened_to_all(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "depth"), [("d", 1500), ("d" * 200, 60)])
-def test_folders_deeper_than_a_path_can_say(backend: str, name: str, depth: int) -> None:
+def test_folders_deeper_than_a_path_can_say(
+    backend: str, name: str, depth: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What a program leaves is removed; the next one finds an empty folder."""
+    opened_to_all(tmp_path)
+    monkeypatch.setattr("rondo.sandbox.backends.tempfile.gettempdir", lambda: str(tmp_path))
     deep = f"import os\nfor _ in range({depth}): os.mkdir({name!r}); os.chdir({name!r})\nprint('deep')"
 
     async def work(sandbox: Sandbox) -> None:
@@ -61,10 +65,8 @@ def test_folders_deeper_than_a_path_can_say(backend: str, name: str, depth: int)
             assert (made.status, made.stdout) in (("finished", "deep\n"), ("disk_limit", ""))
             assert (await warm.run("import os; print(os.listdir('.'))")).stdout == "[]\n"
 
-    before = set(os.listdir(tempfile.gettempdir()))
     within(backend, work)
-    left = set(os.listdir(tempfile.gettempdir())) - before
-    assert not [each for each in left if each.startswith("rondo-sandbox")]
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

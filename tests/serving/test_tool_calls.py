@@ -34,6 +34,20 @@ async def answered(client: openai.AsyncOpenAI, stream: bool, messages: Any = ASK
     return choice
 
 
+def called_and_answered(generate: Any, stream: bool, **settings: Any) -> Any:
+    """Answers the one call of an answer, in the same session. Returns the choice with that call."""
+
+    async def use(client: openai.AsyncOpenAI) -> Any:
+        first = await answered(client, stream, **settings)
+        (call,) = first["message"]["tool_calls"]
+        message = {"role": "assistant", "content": first["message"]["content"], "tool_calls": [call]}
+        tool = {"role": "tool", "content": "7", "tool_call_id": call["id"]}
+        await answered(client, stream, [*ASK, message, tool])
+        return first
+
+    return with_client(generate, use, max_context=400, session="s")
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_malformed_call_stays_text_and_is_counted(stream: bool) -> None:
     generate, _ = says(f"See. {BROKEN}\n{GOOD}\n{UNKNOWN}", END)
@@ -81,17 +95,7 @@ def test_one_call_where_several_are_not_allowed(stream: bool) -> None:
             on_tokens(whole)
         return whole
 
-    choices: list[Any] = []
-
-    async def use(client: openai.AsyncOpenAI) -> None:
-        first = await answered(client, stream, parallel_tool_calls=False)
-        (call,) = first["message"]["tool_calls"]
-        message = {"role": "assistant", "content": first["message"]["content"], "tool_calls": [call]}
-        tool = {"role": "tool", "content": "7", "tool_call_id": call["id"]}
-        choices.extend([first, await answered(client, stream, [*ASK, message, tool])])
-
-    with_client(generate, use, max_context=400, session="s")
-    first, _ = choices
+    first = called_and_answered(generate, stream, parallel_tool_calls=False)
     assert [request.sampling.stop_token_ids for request in asked] == [
         tuple(sorted({*STOPS, closing})),
         tuple(sorted(STOPS)),
@@ -154,22 +158,13 @@ def test_a_call_that_is_asked_for_is_begun_in_the_prompt(
     """The next turn goes on from these tokens; what was not sampled is in the prompt."""
     say, ids = says(rest, END)
     asked: list[GenerateRequest] = []
-    choices: list[Any] = []
 
     async def generate(request: GenerateRequest, on_tokens: Any = None) -> Completion:
         asked.append(request)
         made: Completion = await say(request, on_tokens)
         return made
 
-    async def use(client: openai.AsyncOpenAI) -> None:
-        first = await answered(client, stream, tool_choice=choice)
-        (call,) = first["message"]["tool_calls"]
-        message = {"role": "assistant", "content": first["message"]["content"], "tool_calls": [call]}
-        tool = {"role": "tool", "content": "7", "tool_call_id": call["id"]}
-        choices.extend([first, await answered(client, stream, [*ASK, message, tool])])
-
-    with_client(generate, use, max_context=400, session="s")
-    first = choices[0]
+    first = called_and_answered(generate, stream, tool_choice=choice)
     assert first["message"]["tool_calls"][0]["function"] == {"name": "calc", "arguments": '{"expr":  "3+4"}'}
     assert (first["finish_reason"], first["message"]["content"] or "") == ("tool_calls", "")
     head = [*encode_prompt(TOKENIZER, ASK, tools=TOOLS), *encode_piece(TOKENIZER, opening)]

@@ -41,7 +41,7 @@ def run(tmp_path: Path) -> Path:
     made = [
         trajectory(0, "How many apples?", reward=0.5, scores={"right": 0.0, "short": 0.5}),
         trajectory(1, "How many pears?", (2, 4), reward=1.0, scores={"right": 1.0, "short": 0.0},
-                   transcript="[policy] a\n[tool] 7\n[policy] answer \x1b[31m1"),
+                   transcripts=("[policy] a\n[tool] 7", "[context] Sure?\n[policy] answer \x1b[31m1")),
         trajectory(2, "How many plums?", outcome="tool_error", failure="the tool x raised OSError: gone"),
     ]  # fmt: skip
     scores = {"score/right": "right", "score/short": "short"}
@@ -75,7 +75,7 @@ def test_what_is_written(run: Path) -> None:
         "",
     ]
     assert agent[0].endswith("reward 1 (right 1, short 0) · cut off (length) · 6 tokens in 2 contexts ")
-    assert agent[3:6] == ["  [policy] a", "  [tool] 7", "  [policy] answer \\x1b[31m1"]
+    assert agent[3:7] == ["  [policy] a", "  [tool] 7", "  [context] Sure?", "  [policy] answer \\x1b[31m1"]
     assert failed[0].startswith(
         "── step 2 · train/0/2 · sample 0 · tool_error: the tool x raised OSError: gone"
     )

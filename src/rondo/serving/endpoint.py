@@ -435,6 +435,8 @@ def _key(key: Key, piece: Piece, made: Completion, text: str) -> Key:
 
 async def _all(calls: list[Any]) -> list[Completion]:
     """Returns results in order; the first error, or a cancellation, cancels the others."""
+    if len(calls) == 1:  # mostly, and without a task of its own it costs less
+        return [await calls[0]]
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         return list(await asyncio.gather(*tasks))

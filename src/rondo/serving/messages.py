@@ -69,6 +69,8 @@ class _Message(TypedDict):
 # A content of text parts is joined. Fields that a chat template does not know are refused.
 Message = Annotated[_Message, BeforeValidator(_said)]
 _MESSAGES: TypeAdapter[list[Message]] = TypeAdapter(list[Message])
+# `json.dumps` with arguments makes an encoder for each of its calls, and a call has as many as messages.
+_written = json.JSONEncoder(sort_keys=True, ensure_ascii=False).encode
 
 
 def message_keys(messages: Sequence[Any]) -> list[str]:
@@ -86,4 +88,4 @@ def message_key(message: Mapping[str, Any]) -> str:
         (call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())
     ]
     parts = [message["role"], message["content"], message.get("name"), message.get("tool_call_id"), calls]
-    return json.dumps(parts, sort_keys=True, ensure_ascii=False)
+    return _written(parts)

@@ -101,7 +101,7 @@ def _shown(rows: Sequence[Mapping[str, Any]], step: int, scores: Sequence[str]) 
         prompt_id=last["prompt_id"],
         sample_index=last["sample_index"],
         prompt=last.get("prompt_text") or "",
-        said=last.get("transcript") or last["text"],
+        said="\n".join(filter(None, (row.get("transcript") for row in rows))) or last["text"],
         reward=last["reward"],
         scores={name.removeprefix("score/"): last[name] for name in scores},
         outcome=last["outcome"],

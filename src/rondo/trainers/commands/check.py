@@ -7,12 +7,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 
-from rondo.agents.external import agent_of, load_agent
+from rondo.agents.external import agent_of, asks_over_http, load_agent
 from rondo.agents.tools import loaded_tools
-from rondo.agents.worlds import check_reads, load_environments
+from rondo.agents.worlds import check_reads
 from rondo.algorithms import Kind, check_algorithm, columns_read, lookup
 from rondo.columns import GREEDY_REWARD, TOPK_IDS
 from rondo.config import Config, FunctionConfig, LoadedConfig, did_you_mean
+from rondo.environments.choices import load_environments
 from rondo.errors import ConfigError, about
 from rondo.rewards import load_functions
 from rondo.roles import ROLES
@@ -116,7 +117,16 @@ def _check_agent(config: Config) -> None:
     agent = agent_of(config.rollout)
     if agent is not None:
         with about("rollout.agent"):
-            check_reads(load_agent(agent), environments=environments, tools=tools)
+            function = load_agent(agent)
+            check_reads(agent.name, function, environments=environments, tools=tools)
+    workers = config.rollout.episode_workers
+    if workers and not environments and (agent is None or not asks_over_http(function)):
+        raise ConfigError(
+            f"rollout.episode_workers={workers}, and nothing would run in them: environments do "
+            "(rollout.environments), and an agent of yours that asks over HTTP and takes neither policy nor "
+            "tools; set one of these, or remove the key",
+            key="rollout.episode_workers",
+        )
 
 
 def _check_rewards(config: Config) -> None:
@@ -204,6 +214,12 @@ def _check_combinations(config: Config, program: Program) -> None:
             f"and the baseline of algorithm.advantage={name} would not know; use an estimator that does not "
             "compare a prompt's samples (gae, reinforce_pp)",
             key="algorithm.resample",
+        )
+    if program.advantage.similarity < 1 and (config.rollout.recorded or agent_of(config.rollout) is None):
+        raise ConfigError(
+            f"algorithm.advantage={name}: similarity compares the texts of observations, which agents see in "
+            "rollouts of this run (rollout.environments); set it to 1",
+            key="algorithm.advantage.similarity",
         )
     if program.reward_models:
         _check_model_rewards(config, program)

@@ -93,6 +93,7 @@ def check_rollout_engine(config: Config) -> None:
             rollout.engine.options,
             device=engine_device(config),
             sleep=rollout.sleep,
+            python=rollout.engine.python,
         )
     except ConfigError as error:
         error.key = error.key or "rollout.engine"

@@ -53,6 +53,7 @@ WITHOUT_MEANING: Mapping[str, str] = {
     "rollout.agent": "clients bring their own",
     "rollout.tools": "clients bring their own",
     "rollout.environments": "clients act in their own",
+    "rollout.episode_workers": "clients have their own processes",
     "rollout.sleep": "there is no trainer to make room for",
     "rollout.n": "a request says how many answers it wants",
     "rollout.weight_transport": "the weights are loaded once",
@@ -186,7 +187,7 @@ def _spec(config: Config, max_context: int) -> EngineSpec:
     rollout, engine, device = config.rollout, config.rollout.engine, engine_device(config)
     if device != "cpu" and not torch.cuda.is_available():
         raise ConfigError("cluster.device=cuda, but torch sees no CUDA device here: set cluster.device=cpu")
-    check_engine(engine.name, engine.options, device=device)
+    check_engine(engine.name, engine.options, device=device, python=engine.python)
     return EngineSpec(
         engine=engine.name,
         source=model_source(config),
@@ -199,6 +200,7 @@ def _spec(config: Config, max_context: int) -> EngineSpec:
         tensor_parallel=engine.tensor_parallel,
         seed=config.trainer.seed,
         options=engine.options,
+        python=engine.python,
     )
 
 

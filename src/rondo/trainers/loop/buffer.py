@@ -186,6 +186,7 @@ class Buffer:
         self._error: BaseException | None = None
         self._filter_statistics: Mapping[str, float] = {}  # of the batch taken last
         self._unused = 0  # places that short steps left empty: their credits are gone
+        self._failed: dict[int, BatchRef] = {}  # the rows of groups with failures that no step has counted
 
     @property
     def rules(self) -> dict[str, Any]:
@@ -227,7 +228,7 @@ class Buffer:
         reason = self.keep(group) if self.keep is not None else None
         self.change("put", seq=group.seq, reason=reason, **group.ended)
         if failed := failures(group.ref):
-            self.ledger.failed[group.seq] = failed
+            self._count_failed(group.seq, failed, group.ref)
         if reason is None:
             self.ledger.complete(group.seq)
             self.ready[group.seq] = group
@@ -241,15 +242,27 @@ class Buffer:
         seq: int,
         reason: str,
         failed: Sequence[str] = (),
+        rows: BatchRef | None = None,
         ended: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """Drops a group of which nothing can be trained on. failed: the outcomes of its failed trajectories.
-        ended: how, for the journal.
+        rows: its own, where it has any. ended: how, for the journal.
         """
         self.change("drop", seq=seq, reason=reason, **ended)
         if failed:
-            self.ledger.failed[seq] = list(failed)
+            self._count_failed(seq, failed, rows)
         self.ledger.drop(seq, reason)
+
+    def _count_failed(self, seq: int, outcomes: Sequence[str], rows: BatchRef | None) -> None:
+        self.ledger.failed[seq] = list(outcomes)
+        if rows is not None:
+            self._failed[seq] = rows
+
+    def failed_rows(self) -> list[BatchRef]:
+        """Returns the groups with failures that no step has counted, dropped ones too: what there is to read
+        where they stop the run.
+        """
+        return [self._failed[seq] for seq in sorted(self.ledger.failed) if seq in self._failed]
 
     def give_back(self, seqs: Iterable[int], *, aborted: bool = False, ending: bool = False) -> None:
         """Gives back what was cancelled or lost: the prompts will be issued again, before others. What is
@@ -323,6 +336,8 @@ class Buffer:
         last = groups[-1].seq if len(groups) == self.batch_size else math.inf
         failed = [seq for seq in self.ledger.failed if seq <= last]
         self.num_failed = sum(len(self.ledger.failed.pop(seq)) for seq in failed)
+        for seq in failed:
+            self._failed.pop(seq, None)  # not there after a resume
         if self.keep is not None:
             self._filter_statistics = self._count_filtered(groups, last)
         return groups

@@ -100,8 +100,9 @@ def summarise(records: Sequence[EvaluationRecord], kind: str) -> dict[str, float
     (mean over prompts of the best answer) and, where the scorer names a final answer, majority@n (the reward
     of the most frequent answer, the earliest of equals). Failed scorings are left out and counted in
     `eval/<kind>/failed_share`. `eval/<kind>/score/<name>` is each named score's mean, where the reward is not
-    the only score itself. Answers that no function scores (reward.models judge that source alone, and
-    score only what is trained on) are in no reward metric, and without others there is none.
+    the only score itself. Of several sources, each has both for itself (`…/<source>`). Answers that no
+    function scores (reward.models judge that source alone, and score only what is trained on) are in no
+    reward metric, and without others there is none.
     """
     scored = [record for record in records if record.outcome == SCORED]
     out = {f"eval/{kind}/failed_share": 1 - len(scored) / len(records) if records else 0.0}
@@ -135,8 +136,11 @@ def _rewards(scored: Sequence[EvaluationRecord], kind: str) -> dict[str, float]:
     if all(list(record.scores.values()) == [record.reward] for record in scored):
         return out
     for name in sorted({name for record in scored for name in record.scores}):
-        values = [record.scores[name] for record in scored if name in record.scores]
-        out[f"eval/{kind}/score/{name}"] = float(np.mean(values))
+        having = [record for record in scored if name in record.scores]
+        out[f"eval/{kind}/score/{name}"] = float(np.mean([record.scores[name] for record in having]))
+        for source in sorted({record.source for record in having}) if len(sources) > 1 else ():
+            values = [record.scores[name] for record in having if record.source == source]
+            out[f"eval/{kind}/score/{name}/{source}"] = float(np.mean(values))
     return out
 
 

@@ -145,10 +145,10 @@ class EpisodeFeeder:
         if has_baseline and not np.isfinite(ref.index.scalars(GREEDY_REWARD)).all():
             # Nothing of such a group is trained on: it costs as much as if all of its answers had failed.
             failed = [*failures(ref), *["without a greedy baseline"] * num_scored]
-            self._buffer.drop(seq, "the greedy baseline was not scored", failed, ended)
+            self._buffer.drop(seq, "the greedy baseline was not scored", failed, ref, ended)
         elif num_scored < min(2, self._n):
             reason = f"only {num_scored} of {self._n} trajectories were scored"
-            self._buffer.drop(seq, reason, failures(ref), ended)
+            self._buffer.drop(seq, reason, failures(ref), ref, ended)
         else:
             oldest = int(ref.index.scalars("oldest_version")[scored].min())
             self._buffer.put(Group(seq, version, oldest, ref, ended))

@@ -30,7 +30,7 @@ from rondo.checkpoint import ControllerState
 from rondo.config import Config
 from rondo.controller import Cluster, WorkerGroup
 from rondo.data import firsts, is_scored
-from rondo.errors import TrainError
+from rondo.errors import RewardError, TrainError
 from rondo.rewards import check_dropped_share
 from rondo.trainers.loop.buffer import Group, Ledger
 from rondo.trainers.loop.checkpoints import Checkpoints
@@ -164,11 +164,19 @@ class RLRun:
             yield
             if not self.buffer.stopped:
                 await self.finish_evaluation()
+        except RewardError:
+            await self._keep_failed()
+            raise
         finally:
             await cancel(feeding)  # before `close`: it would start what that gives back
             await self.feeder.close()
             if self._evaluating is not None:  # the run that goes on from here evaluates again
                 await cancel(self._evaluating)
+
+    async def _keep_failed(self) -> None:
+        """Writes down, as the next step's, the groups whose failures stop the run before there is one."""
+        if failed := self.buffer.failed_rows():
+            await self.reporter.rollouts(self.step + 1, BatchRef.concat(failed))
 
     async def ended(self) -> bool:
         """Comes after the last step. Returns False when the run was stopped on request before its end; then

@@ -1,0 +1,21 @@
+"""Sandboxes of this machine. RONDO_REQUIRED_SANDBOXES names the back ends whose absence is a failure."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from rondo.errors import SandboxError
+from rondo.sandbox import check_sandbox
+
+
+def need_sandbox(backend: str = "auto") -> None:
+    """Skips the test where this machine has no such back end (auto: none at all)."""
+    try:
+        check_sandbox(backend)
+    except SandboxError as error:
+        required = os.environ.get("RONDO_REQUIRED_SANDBOXES", "").split()
+        if backend in required or (backend == "auto" and required):
+            raise
+        pytest.skip(str(error))
