@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from rondo.cli.main import main
 from rondo.environments import Observation
 from rondo.environments.miniwob_adapter import MiniWob
 from rondo.errors import ConfigError
@@ -42,6 +43,10 @@ def test_only_a_links_word_is_a_click() -> None:
 def test_another_page_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"this one says: Task: Click button ONE\. .set id: click-link"):
         prompt("Click", (), Observation('Task: Click button ONE.\n[4] button "ONE"'))
+
+
+def test_the_recipe_passes_the_second_check(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "show", "miniwob"]) == 0, capsys.readouterr().err
 
 
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
