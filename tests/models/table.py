@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from rondo.errors import RondoError
 from rondo.models import family_of, load_model_config
 from rondo.rollout import NativeEngine
@@ -31,12 +33,10 @@ def lines() -> list[str]:
         config = load_model_config(source_of(family))
         kind = config.model_type
         trainer = "a pass per document" if family_of(config).not_packable else "packed"
-        try:
-            engine = NativeEngine(config, max_context=MAX_POSITIONS)
-            native = engine.decode_path
-            engine.close()
-        except RondoError:
-            native = "`transformers`"
+        native = _decode_path(config)
+        if native == "lean":  # heads of the tiny model may be narrower than this processor's vectors
+            config.head_dim = 64
+            native = _decode_path(config)
         thirds = [
             "yes"
             if kind in engine.models
@@ -47,6 +47,15 @@ def lines() -> list[str]:
         ]
         out.append(f"| {family} | {what(family)} | {trainer} | {native} | {' | '.join(thirds)} |")
     return out
+
+
+def _decode_path(config: Any) -> str:
+    try:
+        engine = NativeEngine(config, max_context=MAX_POSITIONS)
+    except RondoError:
+        return "`transformers`"
+    engine.close()
+    return engine.decode_path
 
 
 def what(family: str) -> str:

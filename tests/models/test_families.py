@@ -21,12 +21,15 @@ from rondo.batch import Batch, ragged_rows
 from rondo.config.schema import EngineConfig, OptimizerConfig
 from rondo.errors import CheckpointError, ConfigError, DataError
 from rondo.models import ModelSource, build_model
-from rondo.models.names import parts_of, separate, weights_of
+from rondo.models.loading import build_empty
+from rondo.models.names import parts_of, persistent_buffers, separate, weights_of
+from rondo.models.precision import kept_in_float32
 from rondo.rollout.third_party_engine import expected_weights
 from rondo.rollout.weights import WeightStore, build_module
 from rondo.training import FsdpEngine
 from rondo.training import checkpoint as rondo_checkpoint
 from rondo.weights.checksum import checksum
+from rondo.weights.layout import Box
 from tests.models.families import VOCAB, every_family, make, source_of, write
 from tests.models.table import lines
 from tests.ranks import run_ranks
@@ -57,6 +60,41 @@ def equal(found: dict[str, Any], model: PreTrainedModel) -> None:
 
 def test_every_tensor_is_loaded(checkpoint: Checkpoint) -> None:
     equal(dict(weights_of(build_model(checkpoint.source, torch.float32))), checkpoint.model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_ranks_read_what_transformers_loads(checkpoint: Checkpoint, dtype: torch.dtype) -> None:
+    """Each its own rows, of every tensor, over what was there; computed buffers are made with the model."""
+    kept = kept_in_float32(checkpoint.model, dtype)
+    expected = {
+        name: one.detach().to(torch.float32 if name in kept else dtype)
+        for name, one in checkpoint.model.named_parameters()
+    }
+    for name, buffer in persistent_buffers(checkpoint.model):
+        expected[name] = buffer.to(torch.promote_types(buffer.dtype, dtype))  # never narrower
+    model, stored = build_empty(checkpoint.source, dtype)
+    assert stored is not None
+    assert all(parameter.is_meta for parameter in model.parameters())
+    found = {name: torch.full_like(tensor, 7.0) for name, tensor in expected.items()}
+    for rank in range(3):
+        wanted = []
+        for name, tensor in found.items():
+            if tensor.ndim == 0:
+                wanted.append((name, tensor, Box((), ()), ()))
+                continue
+            rows = -(-len(tensor) // 3)
+            piece = tensor[rank * rows : (rank + 1) * rows]
+            box = Box((min(rank * rows, len(tensor)), *(0,) * (tensor.ndim - 1)), tuple(piece.shape))
+            wanted += [(name, piece, box, tuple(tensor.shape))] * bool(piece.numel())
+        stored.fill(wanted, parts_of(model))
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+    assert {name: one.dtype for name, one in weights_of(model) if name in expected} == {
+        name: one.dtype for name, one in expected.items()
+    }
+    computed = dict(checkpoint.model.named_buffers())
+    for name, buffer in model.named_buffers():
+        if name not in expected:
+            torch.testing.assert_close(buffer.float(), computed[name].float(), rtol=1e-7, atol=0)
 
 
 def test_names_in_checkpoints_are_those_of_transformers(checkpoint: Checkpoint) -> None:
@@ -343,7 +381,7 @@ def test_log_probs_and_gradients_are_those_of_transformers(
         gradients = {name: one.grad for name, one in engine._model.lm.named_parameters()}
         assert {name for name, one in gradients.items() if one is not None} >= wanted.keys()
         for name, theirs in wanted.items():
-            ours = gradients[name].to_local()
+            ours = gradients[name]
             assert float((ours - theirs).norm()) <= 2e-5 * float(theirs.norm()) + 1e-6, name
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from rondo.batch import Batch, ragged_rows
 from rondo.config.schema import EngineConfig, OptimizerConfig
@@ -129,7 +130,8 @@ def make_engine(
 
 def full_gradients(engine: FsdpEngine) -> dict[str, torch.Tensor]:
     """Every parameter's whole gradient (collective)."""
-    return {name: shard.grad.full_tensor() for name, shard in engine._shards.items()}
+    gradients = {name: parameter.grad for name, parameter in engine._parameters.items()}
+    return {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in gradients.items()}
 
 
 def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:

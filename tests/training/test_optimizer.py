@@ -21,7 +21,7 @@ from rondo.errors import ConfigError, TrainError
 from rondo.models import ModelSource
 from rondo.training import lr_ratio
 from rondo.training.sharding import as_shard
-from tests.training.helpers import PolicyLoss, ValueLoss, make_batch, make_engine
+from tests.training.helpers import PolicyLoss, ValueLoss, full_gradients, make_batch, make_engine
 
 SCHEDULES = [
     (ConstantScheduleConfig(warmup_steps=4), None, {0: 0.25, 1: 0.5, 3: 1.0, 4: 1.0, 99: 1.0}),
@@ -59,8 +59,8 @@ def test_step_equals_torch_adamw_with_clip_grad_norm(mesh: DeviceMesh, clip: flo
     theirs = torch.optim.AdamW(plain.values(), lr=0.01, betas=(0.9, 0.98), weight_decay=0.1)
     for seed in range(3):
         engine.forward_backward(make_batch(seed=seed), PolicyLoss())
-        for name, shard in engine._shards.items():
-            plain[name].grad = shard.grad.to_local().clone()
+        for name, gradient in full_gradients(engine).items():
+            plain[name].grad = gradient.clone()
         norm = torch.nn.utils.clip_grad_norm_(plain.values(), clip or math.inf)
         theirs.step()
         step = engine.optimizer_step()
@@ -73,8 +73,8 @@ def test_step_equals_torch_adamw_with_clip_grad_norm(mesh: DeviceMesh, clip: flo
 def test_the_norm_of_half_precision_is_summed_in_float32(mesh: DeviceMesh) -> None:
     engine = make_engine(mesh, optimizer=OptimizerConfig(lr=0.01), config={"param_dtype": "bfloat16"})
     engine.forward_backward(make_batch(), PolicyLoss())
-    gradients = [shard.grad.to_local().double() for shard in engine._shards.values()]
-    norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients))
+    squares = [gradient.double().square().sum() for gradient in full_gradients(engine).values()]
+    norm = math.sqrt(sum(map(float, squares)))
     assert engine.optimizer_step().grad_norm == pytest.approx(norm, rel=1e-6)
 
 
@@ -156,7 +156,7 @@ def test_a_frozen_engine_refuses_to_train(mesh: DeviceMesh) -> None:
         engine.forward_backward(make_batch(), PolicyLoss())
     with pytest.raises(TrainError, match="frozen model"):
         engine.optimizer_step()
-    assert not any(shard.requires_grad for shard in engine._shards.values())
+    assert not any(parameter.requires_grad for parameter in engine._parameters.values())
 
 
 def test_what_rests_elsewhere_than_its_mesh_is_no_copy(mesh: DeviceMesh) -> None:
@@ -164,7 +164,7 @@ def test_what_rests_elsewhere_than_its_mesh_is_no_copy(mesh: DeviceMesh) -> None
     elsewhere = DeviceMesh.from_group(mesh.get_group(), "meta", mesh_dim_names=("dp",))
     shard = DTensor.from_local(torch.empty(6, 4, device="meta"), elsewhere, [Shard(0)])
     resting = torch.zeros(6, 4)
-    tensor = as_shard(shard, resting)
+    tensor = as_shard(shard, resting, elsewhere)
     assert (tensor.device_mesh.device_type, tensor.shape) == ("cpu", shard.shape)
     assert tensor.to_local().data_ptr() == resting.data_ptr()
     tensor.to_local().fill_(3.0)

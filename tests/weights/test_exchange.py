@@ -36,7 +36,7 @@ def _trainer(ranks: int, world: int, name: str = "qwen3") -> FsdpEngine | None:
     if dist.get_rank() >= ranks:
         return None
     engine = make_engine(DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",)), source(name))
-    next(iter(engine._shards.values())).requires_grad_(False)
+    next(iter(engine._parameters.values())).requires_grad_(False)
     return engine
 
 

@@ -20,6 +20,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from rondo.models.attention import register_varlen, varlen_attention
 from rondo.models.documents import plan_documents
+from rondo.models.stored import random_parameters
 
 _log = logging.getLogger(__name__)
 
@@ -29,16 +30,17 @@ Result = TypeVar("Result")
 _PROBE = np.array([3, 2, 4])  # lengths of the documents that a replaced attention is tried on
 
 
-def use_fused_modules(model: PreTrainedModel) -> dict[str, int]:
+def use_fused_modules(model: PreTrainedModel, device: torch.device | str = "cpu") -> dict[str, int]:
     """Replaces `forward` of norms and attention modules that compute what ours do; returns how many of each
     kind.
 
     For float32 or float64 parameters on a CPU, in a model that was built for packed attention; otherwise
-    nothing happens.
+    nothing happens. device: where the parameters are, or will be; those without data are tried with random
+    numbers.
     """
     counts = {"rms_norm": 0, "attention": 0}
     parameter = next(model.parameters())
-    if parameter.device.type != "cpu" or parameter.dtype not in _DTYPES:
+    if torch.device(device).type != "cpu" or parameter.dtype not in _DTYPES:
         return counts
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -72,11 +74,12 @@ def _rms_norm_eps(module: torch.nn.Module) -> float | None:
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if set(parameters) != {"weight"} or not isinstance(eps, float) or next(module.children(), None):
         return None
-    weight = parameters["weight"]
-    if weight.ndim != 1:
+    if parameters["weight"].ndim != 1:
         return None
-    x = torch.randn(4, len(weight), dtype=weight.dtype)
-    return eps if _close(module(x), _RmsNorm.apply(x, weight, eps)) else None
+    with random_parameters(module):
+        weight: Any = module.weight
+        x = torch.randn(4, len(weight), dtype=weight.dtype)
+        return eps if _close(module(x), _RmsNorm.apply(x, weight, eps)) else None
 
 
 def _norm_forward(
@@ -136,11 +139,12 @@ def _fused_attention(model: PreTrainedModel, module: Any) -> Callable[..., Any] 
     heads = tuple(projection.out_features // module.head_dim for projection in (module.q_proj, module.k_proj))
     documents = plan_documents(_PROBE, "short", heads=heads, device=x.device)
     arguments = {"position_embeddings": rotary(x, positions), "attention_mask": None, "documents": documents}
-    theirs, asks = _forward_and_asks(module, {"hidden_states": x, **arguments})
-    ours = functools.partial(_attention_forward, module, module.forward, asks)
-    if any(isinstance(value, torch.Tensor) for value in asks.values()):
-        return None  # sinks: a parameter, which may be moved or gathered
-    return ours if _close(theirs, ours(hidden_states=x, **arguments)[0]) else None
+    with random_parameters(module):
+        theirs, asks = _forward_and_asks(module, {"hidden_states": x, **arguments})
+        ours = functools.partial(_attention_forward, module, module.forward, asks)
+        if any(isinstance(value, torch.Tensor) for value in asks.values()):
+            return None  # sinks: a parameter, which may be moved or gathered
+        return ours if _close(theirs, ours(hidden_states=x, **arguments)[0]) else None
 
 
 def _forward_and_asks(module: Any, arguments: dict[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:

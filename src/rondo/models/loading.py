@@ -34,11 +34,12 @@ from rondo.models.files import (
 )
 from rondo.models.fused import use_fused_modules
 from rondo.models.masks import implementation
-from rondo.models.names import parts_of, weights_of
+from rondo.models.names import parts_of, weights_of, whole_part
 from rondo.models.override import overridden
 from rondo.models.precision import cast_model
 from rondo.models.quantised import plain_tensors, quantisation_of
 from rondo.models.source import ModelSource, TokenizerSource
+from rondo.models.stored import StoredModel, parameters_on_meta
 
 # Keys that every config takes although its class does not declare them.
 _UNDECLARED = frozenset({"rope_theta", "rope_scaling", "dtype"})
@@ -140,21 +141,87 @@ def build_model(
     attention modules by leaner ones that compute the same (`models/fused.py`). output_head: whether a folder
     must have one (a critic's has none, and the model's is random then). Raises DataError or ConfigError.
     """
-    config = load_model_config(source)
-    family = family_of(config)
-    config._attn_implementation = "eager" if family.not_packable else implementation(IMPLEMENTATION, config)
-    register_varlen()
+    config = _config_for_packing(source)
     if source.config is not None:
-        model = _random_model(config, source)
+        model = _random_model(config, source, torch.float32)
     else:
         model = _pretrained_model(config, source, dtype, output_head)
+    return _finished(model, dtype, device, kernels)
+
+
+def build_empty(
+    source: ModelSource,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    kernels: Literal["auto", "transformers"] = "auto",
+    *,
+    output_head: bool = True,
+) -> tuple[PreTrainedModel, StoredModel | None]:
+    """`build_model`, with parameters that are not read yet (they are on `meta`), and what they are read from.
+
+    None: they are there, on every rank all of them. Random weights are, and those of a folder whose files are
+    not safetensors, or have other names than transformers writes: transformers converts them as a whole.
+    """
+    if source.config is None:
+        config = _config_for_packing(source)
+        check_weights(local_folder(str(source.path), source.hub))
+        with parameters_on_meta():
+            model = _random_model(config, source, torch.promote_types(dtype, torch.float32))
+        stored = _stored_model(source, model, output_head)
+        if stored is not None:
+            return _finished(model, dtype, device, kernels), stored
+    return build_model(source, dtype, device, kernels, output_head=output_head), None
+
+
+def _config_for_packing(source: ModelSource) -> PreTrainedConfig:
+    config = load_model_config(source)
+    not_packable = family_of(config).not_packable
+    config._attn_implementation = "eager" if not_packable else implementation(IMPLEMENTATION, config)
+    register_varlen()
+    return config
+
+
+def _finished(
+    model: PreTrainedModel, dtype: torch.dtype, device: torch.device | str, kernels: str
+) -> PreTrainedModel:
     cast_model(model, dtype)
-    model = model.to(device).eval()  # no dropout, no noise in routers, in training either: samplers have none
+    model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+    model.eval()  # no dropout, no noise in routers, in training either: samplers have none
     if dtype is torch.float64:
         model.set_experts_implementation("eager")  # torch's grouped product of matrices has no float64
-    if kernels == "auto" and not family.not_packable:
-        use_fused_modules(model)
+    if kernels == "auto" and not family_of(model.config).not_packable:
+        use_fused_modules(model, device)
     return model
+
+
+def _stored_model(source: ModelSource, model: PreTrainedModel, output_head: bool) -> StoredModel | None:
+    """Returns the files of a model's weights; None where they do not hold just its tensors, by the names and
+    in the shapes that transformers writes (it may know how to convert them, or what is wrong with them).
+    """
+    folder = Path(local_folder(str(source.path), source.hub))
+    written = json_object(folder / "config.json")
+    family = record_of(written.get("model_type", ""))
+    stored = StoredModel(folder, quantisation_of(folder, written), family.text_prefix)
+    shapes, parts = stored.shapes, parts_of(model)
+    unexpected, seen = set(shapes), set()
+    head = model.get_output_embeddings()
+    without = None if output_head or head is None else head.weight
+    for name, tensor in weights_of(model):
+        shape = tuple(tensor.shape)
+        found = {part.name: part.shape for part in parts.get(name, (whole_part(name, shape),))}
+        absent = tensor is without or id(tensor) in seen  # a tied tensor is there by its first name only
+        if not absent and any(shapes.get(one) != of for one, of in found.items()):
+            return None
+        if id(tensor) in seen and not unexpected.isdisjoint(found):
+            return None
+        unexpected -= found.keys()
+        seen.add(id(tensor))
+    ignored = [re.escape(prefix) for prefix in family.beside_text]
+    ignored += model._keys_to_ignore_on_load_unexpected or ()
+    if any(not any(re.search(one, name) for one in ignored) for name in unexpected):
+        return None
+    _report_left_out(folder, model, family)
+    return stored
 
 
 def count_parameters(source: ModelSource, *, output_head: bool) -> int:
@@ -168,12 +235,12 @@ def count_parameters(source: ModelSource, *, output_head: bool) -> int:
     return sum(parameter.numel() for parameter in model.parameters()) - without
 
 
-def _random_model(config: PreTrainedConfig, source: ModelSource) -> PreTrainedModel:
+def _random_model(config: PreTrainedConfig, source: ModelSource, dtype: torch.dtype) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(source.seed)
         return AutoModelForCausalLM.from_config(
             config,
-            dtype=torch.float32,
+            dtype=dtype,
             trust_remote_code=source.trust_remote_code,
             attn_implementation=config._attn_implementation,
         )

@@ -8,7 +8,7 @@ and shapes come from transformers' own table of conversions, read backwards.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +41,11 @@ class Part:
 
 # By the module's name; of a tensor that is not there, the checkpoint's name and form are the module's.
 Parts = Mapping[str, tuple[Part, ...]]
+
+
+def whole_part(name: str, shape: Sequence[int]) -> Part:
+    """Returns the one part of a tensor that checkpoints hold as the module does."""
+    return Part(name, Box.whole(shape), tuple(shape))
 
 
 def weights_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -129,5 +134,5 @@ def separate(tensors: Iterable[tuple[str, torch.Tensor]], parts: Parts) -> Itera
     """Yields a checkpoint's tensors, as views of the module's."""
     for name, tensor in tensors:
         whole = Box.whole(tensor.shape)
-        for part in parts.get(name, (Part(name, whole, tuple(tensor.shape)),)):
+        for part in parts.get(name, (whole_part(name, tensor.shape),)):
             yield part.name, tensor[part.box.slices(whole)].view(part.shape)

@@ -38,8 +38,9 @@ def quantisation_of(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
 class Computed:
     """A tensor that is made when it is read (`computed[...]`), which is how transformers' loader reads."""
 
-    def __init__(self, make: Callable[[], torch.Tensor]) -> None:
+    def __init__(self, make: Callable[[], torch.Tensor], shape: tuple[int, ...]) -> None:
         self._make = make
+        self.shape = shape
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         return self._make()[index]
@@ -52,17 +53,21 @@ def plain_tensors(files: Sequence[Path], quantisation: Mapping[str, Any]) -> dic
     stored: dict[str, Any] = {}
     for file in files:
         with safe_open(file, framework="pt") as opened:
-            stored |= {name: Computed(_reader(file, name)) for name in opened.keys()}
+            for name in opened.keys():
+                stored[name] = Computed(_reader(file, name), tuple(opened.get_slice(name).get_shape()))
     tensors = {name: one for name, one in stored.items() if name + _SCALE not in stored}
     if quantisation["quant_method"] == "fp8":
         block = quantisation.get("weight_block_size")
         for name in stored.keys() - tensors.keys():
-            tensors[name] = Computed(_scaled(stored[name], tensors.pop(name + _SCALE), block))
+            weight = stored[name]
+            tensors[name] = Computed(_scaled(weight, tensors.pop(name + _SCALE), block), weight.shape)
     else:
         for name in [name.removesuffix(_BLOCKS) for name in stored if name.endswith(_BLOCKS)]:
             if name + _SCALES in stored:
-                pair = tensors.pop(name + _BLOCKS), tensors.pop(name + _SCALES)
-                tensors[name] = Computed(_unpacked(*pair))
+                blocks, scales = tensors.pop(name + _BLOCKS), tensors.pop(name + _SCALES)
+                *matrices, rows, groups, size = blocks.shape
+                shape = (*matrices, groups * size * 2, rows)  # two numbers in a byte; rows and columns swap
+                tensors[name] = Computed(_unpacked(blocks, scales), shape)
     return tensors
 
 

@@ -29,8 +29,8 @@ class ValueHead(torch.nn.Module):
 
 
 def replace_lm_head(model: PreTrainedModel, path: str | None, dtype: torch.dtype) -> ValueHead:
-    """Drops the model's output head and returns a value head, read from `path` if an exported critic lies
-    there.
+    """Drops the model's output head and returns a value head on the CPU, read from `path` if an exported
+    critic lies there.
     """
     head = ValueHead(model.get_input_embeddings().embedding_dim, dtype)
     _drop_lm_head(model)
@@ -41,7 +41,7 @@ def replace_lm_head(model: PreTrainedModel, path: str | None, dtype: torch.dtype
             shapes = f"{tuple(saved['weight'].shape)}, the model needs {tuple(head.weight.shape)}"
             raise DataError(f"{file}: the value head has shape {shapes}")
         head.load_state_dict(saved)
-    return head.to(next(model.parameters()).device)
+    return head
 
 
 def _drop_lm_head(model: PreTrainedModel) -> None:

@@ -51,7 +51,7 @@ from rondo.weights.checksum import checksum
 State = dict[str, torch.Tensor]  # flat; sharded entries are DTensors
 
 _METADATA = ".metadata"
-_VALUE_HEAD = "value_head."
+VALUE_HEAD = "value_head."  # what the names of a critic's own parameters begin with
 
 
 def save(state: State, path: str, group: dist.ProcessGroup) -> Files:
@@ -226,10 +226,8 @@ def export_folder(tensors: State, source: ModelSource, path: str) -> None:
     """
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    trunk = {
-        name: tensor.contiguous() for name, tensor in tensors.items() if not name.startswith(_VALUE_HEAD)
-    }
-    head = {name.removeprefix(_VALUE_HEAD): t for name, t in tensors.items() if name.startswith(_VALUE_HEAD)}
+    trunk = {name: tensor.contiguous() for name, tensor in tensors.items() if not name.startswith(VALUE_HEAD)}
+    head = {name.removeprefix(VALUE_HEAD): t for name, t in tensors.items() if name.startswith(VALUE_HEAD)}
     config = load_model_config(source)
     config.dtype = next(iter(trunk.values())).dtype
     config.architectures = [_architecture(config)]
@@ -244,13 +242,13 @@ def check_export(path: str, source: ModelSource, dtype: torch.dtype, checksums: 
     """Loads an exported folder as training would, and compares it. dtype: of its parameters; checksums: of
     the trained tensors, by the module's names. Raises CheckpointError naming the first that differs.
     """
-    critic = any(name.startswith(_VALUE_HEAD) for name in checksums)
+    critic = any(name.startswith(VALUE_HEAD) for name in checksums)
     exported = ModelSource(path=path, trust_remote_code=source.trust_remote_code)
     model = build_model(exported, dtype, output_head=not critic)
     loaded = dict(weights_of(model))
     if critic:
         head = replace_lm_head(model, path, torch.promote_types(dtype, torch.float32))
-        loaded |= {f"{_VALUE_HEAD}{name}": tensor for name, tensor in head.named_parameters()}
+        loaded |= {f"{VALUE_HEAD}{name}": tensor for name, tensor in head.named_parameters()}
     for name, expected in checksums.items():
         if name not in loaded or checksum(loaded[name].detach()) != expected:
             raise CheckpointError(

@@ -31,9 +31,10 @@ from rondo.config.schema import EngineConfig, FrozenEngineConfig, OptimizerConfi
 from rondo.errors import ConfigError, TrainError
 from rondo.models.attention import fitting
 from rondo.models.family import family_of
-from rondo.models.loading import build_model
+from rondo.models.loading import build_empty
 from rondo.models.names import parts_of, persistent_buffers, separate
 from rondo.models.source import ModelSource
+from rondo.models.stored import StoredModel, materialise
 from rondo.models.value_head import replace_lm_head
 from rondo.training import checkpoint
 from rondo.training.head import TokenModel, check_head
@@ -45,6 +46,7 @@ from rondo.training.sharding import (
     checksums_of,
     gather_buckets,
     layout_of,
+    local_of,
     replicated,
     shard_model,
     wire_dtypes,
@@ -86,12 +88,13 @@ class FsdpEngine:
         self._group = self.mesh.get_group()
         self._world = self.mesh.size()
         param_dtype, compute_dtype = getattr(torch, engine.param_dtype), getattr(torch, engine.compute_dtype)
-        lm = build_model(source, param_dtype, self.device, backend.kernels, output_head=head == "lm")
+        lm, stored = build_empty(source, param_dtype, self.device, backend.kernels, output_head=head == "lm")
         family = family_of(lm.config)
         self._parts = parts_of(lm)
         value_head = None
         if head == "value":
-            value_head = replace_lm_head(lm, source.path, torch.promote_types(param_dtype, torch.float32))
+            wide = torch.promote_types(param_dtype, torch.float32)
+            value_head = replace_lm_head(lm, source.path, wide).to(self.device)
         else:
             check_head(lm, family.logits)
         self.hf_config = lm.config
@@ -112,14 +115,17 @@ class FsdpEngine:
             gradient_checkpointing=isinstance(engine, EngineConfig) and engine.gradient_checkpointing is True,
             reshard_after_forward=backend.reshard,
         )
-        parameters: dict[str, DTensor] = {
+        materialise(self._model, self.device)
+        self._parameters = {
             name.removeprefix("lm."): parameter for name, parameter in self._model.named_parameters()
         }
-        self._shards = parameters | self._buffers()
+        self._shards = self._as_shards()
+        if stored is not None:
+            self._read(stored)
         self._output_dtype = torch.promote_types(compute_dtype, torch.float32)
         self.optimizer: ShardedAdamW | None = None
         if optimizer is not None:
-            self.optimizer = ShardedAdamW(parameters, optimizer, total_optimizer_steps, self._group)
+            self.optimizer = ShardedAdamW(self._parameters, optimizer, total_optimizer_steps, self.mesh)
         if self.device.type != "cpu":
             self._rest()
             self._release_memory()
@@ -322,9 +328,23 @@ class FsdpEngine:
         with self._awake():
             return checksums_of(self._shards, self._group, self._wire(dtype))
 
-    def _buffers(self) -> dict[str, DTensor]:
-        """Returns the buffers that are weights; every rank has them whole."""
-        return {name: replicated(buffer, self.mesh) for name, buffer in persistent_buffers(self._model.lm)}
+    def _as_shards(self) -> dict[str, DTensor]:
+        """Returns parameters, and buffers that are weights (every rank has them whole), as they lie now."""
+        shards = {name: as_shard(one, local_of(one), self.mesh) for name, one in self._parameters.items()}
+        buffers = persistent_buffers(self._model.lm)
+        return shards | {name: replicated(buffer, self.mesh) for name, buffer in buffers}
+
+    def _read(self, stored: StoredModel) -> None:
+        """Reads this rank's rows of every tensor from the model's files (a value head has been read)."""
+        layout, rank = self.layout(), dist.get_rank()
+        wanted = []
+        for parameter in layout.parameters:
+            if not parameter.name.startswith(checkpoint.VALUE_HEAD):
+                for box in layout.held(rank, parameter.name):
+                    local = self._shards[parameter.name].to_local()
+                    wanted.append((parameter.name, local, box, parameter.shape))
+        with Activity(f"reading {self.source.path}", bound=False):
+            stored.fill(wanted, self._parts)
 
     def _wire(self, dtype: str | None) -> dict[str, str]:
         return wire_dtypes(self._model.lm, self._shards, dtype)
@@ -336,7 +356,7 @@ class FsdpEngine:
         torch.distributed.checkpoint.
         """
         state: checkpoint.State = {
-            f"model.{name}": as_shard(shard, shard.to_local().detach())
+            f"model.{name}": as_shard(shard, local_of(shard), self.mesh)
             for name, shard in self._shards.items()
         }
         if self.optimizer is not None:
@@ -359,7 +379,7 @@ class FsdpEngine:
             raise TrainError(f"the state to load has other entries: {sorted(own.keys() ^ state.keys())[:4]}")
         with torch.no_grad():
             for name, tensor in own.items():
-                _local(tensor).copy_(_local(state[name]))
+                local_of(tensor).copy_(local_of(state[name]))
         if self.optimizer is not None:
             self.optimizer.load_steps(state["optimizer.steps"])
 
@@ -455,15 +475,11 @@ class FsdpEngine:
     def _move(self, device: torch.device, *, params: bool, optimizer: bool) -> None:
         if params and next(iter(self._shards.values())).to_local().device != device:
             self._model.to(device)
-            self._shards |= self._buffers()  # parameters move in place, buffers become others
+            self._shards = self._as_shards()
             if self.optimizer is not None:  # its tensors share the storage that has just moved
                 self.optimizer.rebind()
         if optimizer and self.optimizer is not None:
             self.optimizer.move_state(device)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _data_parallel(mesh: DeviceMesh) -> DeviceMesh:

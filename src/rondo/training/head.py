@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from rondo.errors import ConfigError, TrainError
 from rondo.models.attention import watched
 from rondo.models.family import AS_THEY_ARE, LogitTransform
+from rondo.models.stored import random_parameters
 from rondo.models.value_head import ValueHead
 from rondo.training.packed import PackedRows
 
@@ -303,9 +304,23 @@ def check_head(lm: PreTrainedModel, transform: LogitTransform) -> None:
     """Raises ConfigError where a model's logits are not what `token_log_probs` makes of its output head: each
     log-prob would be wrong, and nothing would tell.
 
-    Tried on random hidden states that are long enough for scales and soft-caps to be seen.
+    Tried on random hidden states that are long enough for scales and soft-caps to be seen; with random
+    weights where the head's are not read yet.
     """
-    base, head = _trunk(lm), lm.get_output_embeddings()
+    head = lm.get_output_embeddings()
+    with random_parameters(head):
+        differs = _differs(lm, head, transform)
+    if differs:
+        raise ConfigError(
+            f"a {lm.config.model_type} model changes its logits after the output head in a way that rondo "
+            "does not know, so that its log-probs would be wrong; choose another model (docs/models.md has "
+            "the families that work)"
+        )
+
+
+def _differs(lm: PreTrainedModel, head: Any, transform: LogitTransform) -> bool:
+    """Says whether the model makes other log-probs of hidden states than `_log_softmax` does."""
+    base = _trunk(lm)
     hidden = torch.randn(4, head.weight.shape[1], generator=torch.Generator().manual_seed(0)).to(head.weight)
     largest = _product(hidden, head.weight.mT).abs().amax(1, keepdim=True)
     hidden *= (_LARGE_LOGIT / largest.clamp_min(1e-6)).to(hidden.dtype)
@@ -317,9 +332,4 @@ def check_head(lm: PreTrainedModel, transform: LogitTransform) -> None:
         del base.forward
     ours, _ = _log_softmax(hidden, head.weight, head.bias, Head(transform, 1.0, len(hidden), keep=False))
     tolerance = 1e-3 if hidden.dtype.itemsize >= 4 else 0.25
-    if (theirs.log_softmax(-1) - ours).abs().max() > tolerance:
-        raise ConfigError(
-            f"a {lm.config.model_type} model changes its logits after the output head in a way that rondo "
-            "does not know, so that its log-probs would be wrong; choose another model (docs/models.md has "
-            "the families that work)"
-        )
+    return bool((theirs.log_softmax(-1) - ours).abs().max() > tolerance)

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from rondo.config.schema import OptimizerConfig, ScheduleConfig
 from rondo.errors import ConfigError
-from rondo.training.sharding import as_shard
+from rondo.training.sharding import as_shard, local_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -39,19 +40,19 @@ class ShardedAdamW:
 
     def __init__(
         self,
-        # Parameter name -> sharded parameter.
-        shards: Mapping[str, DTensor],
+        # Name -> parameter: sharded over the mesh, or plain where there is one rank.
+        parameters: Mapping[str, torch.nn.Parameter],
         config: OptimizerConfig,
         total_steps: int | None,
-        # The ranks that the shards are spread over.
-        group: dist.ProcessGroup,
+        # The ranks that the parameters are spread over.
+        mesh: DeviceMesh,
     ) -> None:
-        self._shards = shards
+        self._parameters = parameters
         self._config = config
         self._total_steps = total_steps
-        self._group = group
+        self._mesh = mesh
         self.num_steps = 0
-        self._locals = {name: torch.nn.Parameter(shard.to_local().detach()) for name, shard in shards.items()}
+        self._locals = {name: torch.nn.Parameter(local_of(one)) for name, one in parameters.items()}
         # Called for its error: a schedule that cannot work fails now, not after the warm-up.
         lr_ratio(config.schedule.warmup_steps, config.schedule, total_steps)
         self._adamw = torch.optim.AdamW(
@@ -69,9 +70,9 @@ class ShardedAdamW:
             self._adamw.state[local] = {"step": step, **moments}
 
     def rebind(self) -> None:
-        """Points at the shards' storage again after it moved."""
+        """Points at the parameters' storage again after it moved."""
         for name, local in self._locals.items():
-            local.data = self._shards[name].to_local().detach()
+            local.data = local_of(self._parameters[name])
 
     def step(self) -> OptimizerStats:
         """Clips, updates and drops the gradients. Synchronises with the host once: the norm decides whether
@@ -79,13 +80,12 @@ class ShardedAdamW:
         """
         lr = self._config.lr * lr_ratio(self.num_steps, self._config.schedule, self._total_steps)
         self.num_steps += 1
-        for name, shard in self._shards.items():
-            gradient = shard.grad
-            self._locals[name].grad = None if gradient is None else gradient.to_local()
+        for name, parameter in self._parameters.items():
+            self._locals[name].grad = None if parameter.grad is None else local_of(parameter.grad)
         gradients = [
             local.grad for local in self._locals.values() if local.grad is not None and local.numel()
         ]
-        norm = global_norm(gradients, self._group, next(iter(self._locals.values())).device)
+        norm = global_norm(gradients, self._mesh.get_group(), next(iter(self._locals.values())).device)
         skipped = not bool(torch.isfinite(norm))
         if not skipped:
             if self._config.grad_clip is not None and gradients:
@@ -94,9 +94,8 @@ class ShardedAdamW:
             for parameter_group in self._adamw.param_groups:
                 parameter_group["lr"] = lr
             self._adamw.step()
-        for name, shard in self._shards.items():
-            shard.grad = None
-            self._locals[name].grad = None
+        for name, parameter in self._parameters.items():
+            parameter.grad = self._locals[name].grad = None
         return OptimizerStats(float(norm), skipped, lr)
 
     def move_state(self, device: torch.device) -> None:
@@ -111,10 +110,10 @@ class ShardedAdamW:
         then one per parameter).
         """
         out: dict[str, DTensor | torch.Tensor] = {}
-        for name, shard in self._shards.items():
+        for name, parameter in self._parameters.items():
             for moment in MOMENTS:
                 local = self._adamw.state[self._locals[name]][moment]
-                out[f"{moment}.{name}"] = as_shard(shard, local)
+                out[f"{moment}.{name}"] = as_shard(parameter, local, self._mesh)
         steps = [self._adamw.state[local]["step"].cpu() for local in self._locals.values()]
         out["steps"] = torch.stack([torch.tensor(float(self.num_steps)), *steps])
         return out

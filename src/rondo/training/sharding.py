@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -33,7 +33,8 @@ def shard_model(
 
     Parameters are cast to compute_dtype for the forward and backward pass; gradients are reduced in the
     parameters' own dtype. The value head, and what transformers keeps in float32 (`kept_in_float32`), are not
-    cast. On one rank there is nothing to gather, so the rest of the model is one unit.
+    cast. On one rank that casts nothing the model stays as it is (FSDP would copy all parameters and all
+    gradients); one that casts does so a block at a time.
     """
     param_dtype = next(model.parameters()).dtype
     cast = compute_dtype if compute_dtype != param_dtype else None
@@ -45,11 +46,12 @@ def shard_model(
             block.forward = functools.partial(
                 checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False
             )
+    if mesh.size() == 1 and cast is None:
+        return []
     for module in _precise_modules(model, {param_dtype, compute_dtype}):
         fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
-    if mesh.size() > 1:
-        for block in blocks:
-            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    for block in blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for unit in units:
@@ -76,13 +78,19 @@ def _blocks(model: TokenModel) -> list[torch.nn.Module]:
     return [module for module in model.lm.modules() if type(module).__name__ in names]
 
 
-def as_shard(shard: DTensor, local: torch.Tensor) -> DTensor:
-    """Returns `local`, wherever it rests, as this rank's part of a tensor that is sharded as `shard` is. The
-    result shares its storage.
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns this rank's part of a tensor, or the tensor where it is not sharded; shares its storage."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def as_shard(like: torch.Tensor, local: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """Returns `local`, wherever it rests, as this rank's part of a tensor that is sharded as `like` is (one
+    that is not is whole on the mesh's one rank). The result shares the storage of `local`.
     """
-    mesh = _mesh_at(local, shard.device_mesh)
+    placements = like.placements if isinstance(like, DTensor) else [Shard(0)]
+    where = _mesh_at(local, mesh)
     tensor = DTensor.from_local(
-        local, mesh, shard.placements, run_check=False, shape=shard.shape, stride=shard.stride()
+        local, where, placements, run_check=False, shape=like.shape, stride=like.stride()
     )
     assert tensor.to_local().data_ptr() == local.data_ptr()
     return tensor
