@@ -11,6 +11,7 @@ the same code. The engine is handed its mesh and always names the group.
 from __future__ import annotations
 
 import contextlib
+import logging
 import resource
 import sys
 from collections.abc import Collection, Iterator, Mapping
@@ -37,6 +38,7 @@ from rondo.models.source import ModelSource
 from rondo.models.stored import StoredModel, materialise
 from rondo.models.value_head import replace_lm_head
 from rondo.training import checkpoint
+from rondo.training.export import VALUE_HEAD, check_export, export_folder
 from rondo.training.head import TokenModel, check_head
 from rondo.training.loss import Loss, Numbers, numbers_of, step_stats
 from rondo.training.optimizer import OptimizerStats, ShardedAdamW
@@ -52,7 +54,9 @@ from rondo.training.sharding import (
     wire_dtypes,
 )
 from rondo.types import StepStats
-from rondo.weights.layout import Layout
+from rondo.weights.layout import Box, Layout
+
+_log = logging.getLogger(__name__)
 
 
 class FsdpEngine:
@@ -122,6 +126,13 @@ class FsdpEngine:
         self._shards = self._as_shards()
         if stored is not None:
             self._read(stored)
+        elif source.path is not None and self._world > 1:
+            _log.warning(
+                "model %s: its files are of another form than transformers writes, so that each of %d "
+                "ranks has loaded all of it; save it by transformers' save_pretrained to have each read a part",
+                source.path,
+                self._world,
+            )
         self._output_dtype = torch.promote_types(compute_dtype, torch.float32)
         self.optimizer: ShardedAdamW | None = None
         if optimizer is not None:
@@ -336,15 +347,15 @@ class FsdpEngine:
 
     def _read(self, stored: StoredModel) -> None:
         """Reads this rank's rows of every tensor from the model's files (a value head has been read)."""
-        layout, rank = self.layout(), dist.get_rank()
-        wanted = []
-        for parameter in layout.parameters:
-            if not parameter.name.startswith(checkpoint.VALUE_HEAD):
-                for box in layout.held(rank, parameter.name):
-                    local = self._shards[parameter.name].to_local()
-                    wanted.append((parameter.name, local, box, parameter.shape))
         with Activity(f"reading {self.source.path}", bound=False):
-            stored.fill(wanted, self._parts)
+            stored.fill((one for one in self._boxes() if not one[0].startswith(VALUE_HEAD)), self._parts)
+
+    def _boxes(self) -> Iterator[tuple[str, torch.Tensor, Box, tuple[int, ...]]]:
+        """Yields what this rank holds: (name, tensor, its box, the shape of the whole) each."""
+        layout, rank = self.layout(), dist.get_rank()
+        for parameter in layout.parameters:
+            for box in layout.held(rank, parameter.name):
+                yield parameter.name, local_of(self._shards[parameter.name]), box, parameter.shape
 
     def _wire(self, dtype: str | None) -> dict[str, str]:
         return wire_dtypes(self._model.lm, self._shards, dtype)
@@ -404,23 +415,17 @@ class FsdpEngine:
             self.optimizer.load_steps(state["optimizer.steps"])
 
     def export(self, path: str) -> None:
-        """Writes a Hugging Face folder (config, safetensors; a critic's value head beside), and loads it
-        again to compare. Collective. Raises CheckpointError naming a tensor that comes back as another.
+        """Writes a Hugging Face folder (config, safetensors; a critic's value head beside), and reads it
+        again to compare. Collective, and all ranks write. Raises CheckpointError naming a tensor that comes
+        back as another.
         """
-        keep = dist.get_rank(self._group) == 0
-        checksums = self.parameter_checksums()
-        tensors = {}
-        # All ranks run through it, since gathering is collective; one keeps the tensors.
-        for name, tensor in separate(self.gathered_parameters(256 << 20), self._parts):
-            if keep:
-                tensors[name] = tensor.to("cpu", copy=True)
-        if keep:
-            with Activity(f"writing {path}", bound=False):
-                checkpoint.export_folder(tensors, self.source, path)
-                tensors.clear()
+        checksums, layout = self.parameter_checksums(), self.layout()
+        tensors = separate(self.gathered_parameters(256 << 20), self._parts)
+        with Activity(f"writing {path}", bound=False):
+            export_folder(tensors, layout.parameters, self._parts, self.source, path, self._group)
+            with self._awake():
                 dtype = getattr(torch, self.config.param_dtype)
-                checkpoint.check_export(path, self.source, dtype, checksums)
-        dist.barrier(self._group)  # when any rank returns, the folder is whole
+                check_export(path, self.source, dtype, self._boxes(), checksums, self._group)
 
     # ---- memory
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -167,23 +167,26 @@ def gather_buckets(
     wire: the dtype in which each is sent; each rank casts its rows before they move.
     """
     world = dist.get_world_size(group)
-    here = {name: shard for name, shard in shards.items() if world == 1 or is_replicated(shard)}
-    yield from ((name, _at(shard, wire[name])) for name, shard in here.items())
-    away = {name: shard for name, shard in shards.items() if name not in here}
-    buckets = _buckets(layout_of(away, group, wire), bucket_bytes)
+    here = {name for name, shard in shards.items() if world == 1 or is_replicated(shard)}
+    buckets = _buckets(layout_of(shards, group, wire), bucket_bytes, here)
+    away = [bucket for bucket in buckets if bucket[0].name not in here]
     scratch: dict[torch.dtype, tuple[torch.Tensor, torch.Tensor]] = {}
     for bucket in buckets:
-        yield from _gather(bucket, buckets, shards, world, group, scratch)
+        if bucket[0].name in here:
+            yield from ((one.name, _at(shards[one.name], one.dtype)) for one in bucket)
+        else:
+            yield from _gather(bucket, away, shards, world, group, scratch)
 
 
-def _buckets(layout: Layout, bucket_bytes: int) -> list[list[Parameter]]:
-    """Returns runs of consecutive parameters of one dtype, each of at most `bucket_bytes` (or one
-    parameter).
+def _buckets(layout: Layout, bucket_bytes: int, here: Collection[str]) -> list[list[Parameter]]:
+    """Returns runs of consecutive parameters of one dtype, each of at most `bucket_bytes` (or one parameter).
+    Those that are here, and need no gathering, are in runs of their own.
     """
     buckets: list[list[Parameter]] = []
     size = 0
     for parameter in layout.parameters:
-        alike = bool(buckets) and buckets[-1][0].dtype == parameter.dtype
+        kind = parameter.dtype, parameter.name in here
+        alike = bool(buckets) and (buckets[-1][0].dtype, buckets[-1][0].name in here) == kind
         if not alike or size + parameter.num_bytes > bucket_bytes:
             buckets.append([])
             size = 0
