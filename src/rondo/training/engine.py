@@ -49,6 +49,7 @@ from rondo.training.sharding import (
     gather_buckets,
     layout_of,
     local_of,
+    moved,
     replicated,
     shard_model,
     wire_dtypes,
@@ -129,14 +130,18 @@ class FsdpEngine:
         elif source.path is not None and self._world > 1:
             _log.warning(
                 "model %s: its files are of another form than transformers writes, so that each of %d "
-                "ranks has loaded all of it; save it by transformers' save_pretrained to have each read a part",
+                "ranks has loaded all of it; save it by save_pretrained to have each read a part",
                 source.path,
                 self._world,
             )
         self._output_dtype = torch.promote_types(compute_dtype, torch.float32)
         self.optimizer: ShardedAdamW | None = None
         if optimizer is not None:
-            self.optimizer = ShardedAdamW(self._parameters, optimizer, total_optimizer_steps, self.mesh)
+            elsewhere = isinstance(engine, EngineConfig) and engine.offload_optimizer
+            resting = torch.device("cpu") if elsewhere and self.device.type != "cpu" else None
+            self.optimizer = ShardedAdamW(
+                self._parameters, optimizer, total_optimizer_steps, self.mesh, resting
+            )
         if self.device.type != "cpu":
             self._rest()
             self._release_memory()
@@ -226,7 +231,7 @@ class FsdpEngine:
         """
         if self.optimizer is None:
             raise TrainError("optimizer_step on a frozen model: it was built without an optimizer")
-        with self._awake(optimizer=True), Activity("optimizer step"):
+        with self._awake(), Activity("optimizer step"):
             return self.optimizer.step()
 
     def _run_loss(self, batch: Batch, loss: Loss, *, backward: bool) -> StepStats:
@@ -395,8 +400,8 @@ class FsdpEngine:
             self.optimizer.load_steps(state["optimizer.steps"])
 
     def snapshot(self) -> checkpoint.State:
-        """Returns a copy of `state` that `save` can write later, while training goes on."""
-        return {name: tensor.detach().clone() for name, tensor in self.state().items()}
+        """Returns a copy of `state` in host memory, that `save` can write later while training goes on."""
+        return {name: _copied(tensor) for name, tensor in self.state().items()}
 
     def save(self, path: str, state: checkpoint.State | None = None) -> Files:
         """Writes `state` (a snapshot; default: as it is now). Collective. Returns the checksums of the files
@@ -429,17 +434,6 @@ class FsdpEngine:
 
     # ---- memory
 
-    def offload(self) -> None:
-        """Moves parameters and moments to host memory (nothing to do on a CPU)."""
-        if self.device.type != "cpu":
-            self._move(torch.device("cpu"), params=True, optimizer=True)
-            self._release_memory()
-
-    def onload(self) -> None:
-        """Moves parameters and moments to the device."""
-        if self.device.type != "cpu":
-            self._move(self.device, params=True, optimizer=True)
-
     def peak_memory_bytes(self) -> int:
         """Returns the most bytes ever in use: of the device's allocator, or of this process on a CPU."""
         if self.device.type == "cuda":
@@ -461,30 +455,34 @@ class FsdpEngine:
                 torch.cuda.empty_cache()
 
     @contextlib.contextmanager
-    def _awake(self, optimizer: bool = False) -> Iterator[None]:
-        """Keeps parameters (and moments) on the device inside; afterwards they rest where the config says."""
+    def _awake(self) -> Iterator[None]:
+        """Keeps parameters on the device inside; afterwards they rest where the config says."""
         if self.device.type == "cpu":  # nothing ever moves
             yield
             return
-        self._move(self.device, params=True, optimizer=optimizer)
+        self._move(self.device)
         try:
             yield
         finally:
             self._rest()
 
     def _rest(self) -> None:
-        config = self.config
-        moments = isinstance(config, EngineConfig) and config.offload_optimizer
-        self._move(torch.device("cpu"), params=config.offload_params, optimizer=moments)
+        if self.config.offload_params:
+            self._move(torch.device("cpu"))
 
-    def _move(self, device: torch.device, *, params: bool, optimizer: bool) -> None:
-        if params and next(iter(self._shards.values())).to_local().device != device:
+    def _move(self, device: torch.device) -> None:
+        if next(iter(self._shards.values())).to_local().device != device:
             self._model.to(device)
             self._shards = self._as_shards()
             if self.optimizer is not None:  # its tensors share the storage that has just moved
                 self.optimizer.rebind()
-        if optimizer and self.optimizer is not None:
-            self.optimizer.move_state(device)
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a copy in host memory, sharded as the tensor is."""
+    local = local_of(tensor)
+    copy = local.clone() if local.device.type == "cpu" else moved(local, torch.device("cpu"))
+    return as_shard(tensor, copy, tensor.device_mesh) if isinstance(tensor, DTensor) else copy
 
 
 def _data_parallel(mesh: DeviceMesh) -> DeviceMesh:

@@ -83,6 +83,17 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
+def moved(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
+    """Returns a tensor on a device; itself where it is there already, or device is None. What comes from a
+    CUDA device to host memory is pinned there, which makes copies between the two fast.
+    """
+    if device is None or tensor.device == device:
+        return tensor
+    if tensor.device.type == "cuda" and device.type == "cpu":
+        return torch.empty_like(tensor, device=device, pin_memory=True).copy_(tensor)
+    return tensor.to(device)
+
+
 def as_shard(like: torch.Tensor, local: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     """Returns `local`, wherever it rests, as this rank's part of a tensor that is sharded as `like` is (one
     that is not is whole on the mesh's one rank). The result shares the storage of `local`.
