@@ -46,10 +46,11 @@ from rondo.training.packed import PackedLayout, PackedRows, dummy, expand_column
 from rondo.training.sharding import (
     as_shard,
     checksums_of,
+    copied,
+    data_parallel,
     gather_buckets,
     layout_of,
     local_of,
-    moved,
     replicated,
     shard_model,
     wire_dtypes,
@@ -89,7 +90,7 @@ class FsdpEngine:
         engine, backend = engine_for(engine, self.device.type), backend or TorchBackendConfig()
         self.source = source
         self.config = engine
-        self.mesh = _data_parallel(mesh)
+        self.mesh = data_parallel(mesh)
         self._group = self.mesh.get_group()
         self._world = self.mesh.size()
         param_dtype, compute_dtype = getattr(torch, engine.param_dtype), getattr(torch, engine.compute_dtype)
@@ -401,7 +402,7 @@ class FsdpEngine:
 
     def snapshot(self) -> checkpoint.State:
         """Returns a copy of `state` in host memory, that `save` can write later while training goes on."""
-        return {name: _copied(tensor) for name, tensor in self.state().items()}
+        return {name: copied(tensor) for name, tensor in self.state().items()}
 
     def save(self, path: str, state: checkpoint.State | None = None) -> Files:
         """Writes `state` (a snapshot; default: as it is now). Collective. Returns the checksums of the files
@@ -476,25 +477,6 @@ class FsdpEngine:
             self._shards = self._as_shards()
             if self.optimizer is not None:  # its tensors share the storage that has just moved
                 self.optimizer.rebind()
-
-
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a copy in host memory, sharded as the tensor is."""
-    local = local_of(tensor)
-    copy = local.clone() if local.device.type == "cpu" else moved(local, torch.device("cpu"))
-    return as_shard(tensor, copy, tensor.device_mesh) if isinstance(tensor, DTensor) else copy
-
-
-def _data_parallel(mesh: DeviceMesh) -> DeviceMesh:
-    if mesh.ndim == 1:
-        return mesh
-    names = mesh.mesh_dim_names or ()
-    other = [name for i, name in enumerate(names) if name != "dp" and mesh.size(i) > 1]
-    if "dp" not in names or other:
-        raise ConfigError(
-            f"FSDP splits over axis dp only; the mesh is {dict(zip(names, mesh.shape, strict=False))}"
-        )
-    return mesh["dp"]
 
 
 def _heads(config: Any) -> tuple[int, int]:

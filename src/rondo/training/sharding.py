@@ -14,10 +14,24 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from rondo.errors import ConfigError
 from rondo.models.precision import kept_in_float32
 from rondo.training.head import TokenModel
 from rondo.weights.checksum import box_checksum, combine, signed
 from rondo.weights.layout import Layout, Parameter
+
+
+def data_parallel(mesh: DeviceMesh) -> DeviceMesh:
+    """Returns the mesh's one axis of size above 1. Raises ConfigError where it is not dp."""
+    if mesh.ndim == 1:
+        return mesh
+    names = mesh.mesh_dim_names or ()
+    other = [name for i, name in enumerate(names) if name != "dp" and mesh.size(i) > 1]
+    if "dp" not in names or other:
+        raise ConfigError(
+            f"FSDP splits over axis dp only; the mesh is {dict(zip(names, mesh.shape, strict=False))}"
+        )
+    return mesh["dp"]
 
 
 def shard_model(
@@ -92,6 +106,13 @@ def moved(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
     if tensor.device.type == "cuda" and device.type == "cpu":
         return torch.empty_like(tensor, device=device, pin_memory=True).copy_(tensor)
     return tensor.to(device)
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a copy in host memory, sharded as the tensor is."""
+    local = local_of(tensor)
+    copy = local.clone() if local.device.type == "cpu" else moved(local, torch.device("cpu"))
+    return as_shard(tensor, copy, tensor.device_mesh) if isinstance(tensor, DTensor) else copy
 
 
 def as_shard(like: torch.Tensor, local: torch.Tensor, mesh: DeviceMesh) -> DTensor:
