@@ -11,17 +11,18 @@ import subprocess
 import sys
 import termios
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 from safetensors import safe_open
 
 from rondo.checkpoint import CheckpointStore
 from rondo.cli import doctor
 from rondo.cli.main import main
+from rondo.config.schema import FrozenEngineConfig
 from rondo.models import ModelSource
-from rondo.models.loading import build_model
-from rondo.training.checkpoint import export_folder
+from rondo.training import FsdpEngine
+from tests.training.conftest import mesh  # noqa: F401 (a fixture)
 from tests.training.helpers import ARCHITECTURES
 
 
@@ -113,7 +114,10 @@ def flip(path: Path) -> None:
 
 
 @pytest.fixture
-def saved_run(tmp_path: Path) -> Path:
+def saved_run(
+    tmp_path: Path,
+    mesh: Any,  # noqa: F811
+) -> Path:
     """The checkpoints of steps 1 to 3, and an export."""
     store = CheckpointStore(tmp_path / "checkpoints", keep=3)
     for step in (1, 2, 3):
@@ -121,8 +125,7 @@ def saved_run(tmp_path: Path) -> Path:
             draft.write("controller.json", b"{}")
             draft.write("actor/rank-0.bin", bytes(5_000_000))
     source = ModelSource(config={**ARCHITECTURES["qwen3"], "tie_word_embeddings": False})
-    model = build_model(source, torch.float32)
-    export_folder(dict(model.state_dict()), source, str(tmp_path / "export"))
+    FsdpEngine(source, FrozenEngineConfig(), None, mesh=mesh).export(str(tmp_path / "export"))
     return tmp_path
 
 

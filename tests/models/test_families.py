@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, Mxfp4Config, PreTrainedModel
@@ -27,7 +26,8 @@ from rondo.models.precision import kept_in_float32
 from rondo.rollout.third_party_engine import expected_weights
 from rondo.rollout.weights import WeightStore, build_module
 from rondo.training import FsdpEngine
-from rondo.training import checkpoint as rondo_checkpoint
+from rondo.training import engine as rondo_engine
+from rondo.training.export import export_folder
 from rondo.weights.checksum import checksum
 from rondo.weights.layout import Box
 from tests.models.families import VOCAB, every_family, make, source_of, write
@@ -164,11 +164,11 @@ def test_an_export_that_comes_back_as_another_is_no_export(
 ) -> None:
     engine = FsdpEngine(source_of("qwen3"), EngineConfig(), OptimizerConfig(), mesh=mesh)
 
-    def damaged(tensors: dict[str, torch.Tensor], folder: Path, **kwargs: Any) -> None:
-        tensors["model.norm.weight"][3] += 1
-        save_torch_state_dict(tensors, folder, **kwargs)
+    def damaged(tensors: Any, *rest: Any) -> None:
+        changed = ((n, t + torch.arange(len(t)).eq(3) if n == "model.norm.weight" else t) for n, t in tensors)
+        export_folder(changed, *rest)
 
-    monkeypatch.setattr(rondo_checkpoint, "save_torch_state_dict", damaged)
+    monkeypatch.setattr(rondo_engine, "export_folder", damaged)
     with pytest.raises(CheckpointError, match=r"not the trained one: 'model\.norm\.weight' comes back"):
         engine.export(str(tmp_path))
 

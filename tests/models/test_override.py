@@ -10,12 +10,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from rondo.config.schema import FrozenEngineConfig
 from rondo.errors import ConfigError, DataError
 from rondo.models import ModelSource, build_model, load_model_config, longest_context
 from rondo.models.override import overridden
 from rondo.rollout import EngineSpec
 from rondo.rollout.third_party_engine import model_folder
-from rondo.training.checkpoint import export_folder
+from rondo.training import FsdpEngine
+from tests.training.conftest import mesh  # noqa: F401 (a fixture)
 
 BASE = {
     "model_type": "qwen3",
@@ -133,12 +135,16 @@ def test_parts_of_a_config_are_checked_like_the_whole() -> None:
     assert caught.value.key == "model.override.text_config.hiden_size"
 
 
-def test_trainer_export_and_engines_have_it(folder: Path, tmp_path: Path) -> None:
+def test_trainer_export_and_engines_have_it(
+    folder: Path,
+    mesh: Any,  # noqa: F811
+    tmp_path: Path,
+) -> None:
     """The logits beyond the old positions are those of transformers with the same config."""
     source = ModelSource(path=str(folder), override={"rope_parameters": YARN})
     model = build_model(source, torch.float32, kernels="transformers")
     assert model.config.rope_parameters == STRETCHED
-    export_folder(model.state_dict(), source, str(tmp_path / "export"))
+    FsdpEngine(source, FrozenEngineConfig(), None, mesh=mesh).export(str(tmp_path / "export"))
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32)
     assert theirs.config.rope_parameters == STRETCHED
     old = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

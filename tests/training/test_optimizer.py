@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 
@@ -20,8 +21,9 @@ from rondo.config.schema import (
 from rondo.errors import ConfigError, TrainError
 from rondo.models import ModelSource
 from rondo.training import lr_ratio
-from rondo.training.sharding import as_shard
-from tests.training.helpers import PolicyLoss, ValueLoss, full_gradients, make_batch, make_engine
+from rondo.training import optimizer as optimizer_module
+from rondo.training.sharding import as_shard, local_of
+from tests.training.helpers import VOCAB, PolicyLoss, ValueLoss, full_gradients, make_batch, make_engine
 
 SCHEDULES = [
     (ConstantScheduleConfig(warmup_steps=4), None, {0: 0.25, 1: 0.5, 3: 1.0, 4: 1.0, 99: 1.0}),
@@ -107,8 +109,6 @@ def test_parameters_in_place_are_the_storage(mesh: DeviceMesh) -> None:
         engine.forward(make_batch(), {"log_probs": "x"})
         engine.forward_backward(make_batch(), PolicyLoss())
         engine.optimizer_step()
-        engine.offload()
-        engine.onload()
     assert [name for name in shared if "lm_head" in name or "embed" in name] == [
         "model.embed_tokens.weight"
     ]  # tied
@@ -174,9 +174,38 @@ def test_what_rests_elsewhere_than_its_mesh_is_no_copy(mesh: DeviceMesh) -> None
 def test_an_error_leaves_the_model_at_rest(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, moves = make_engine(mesh, config={"offload_params": True}), []
     monkeypatch.setattr(engine, "device", torch.device("meta"))
-    monkeypatch.setattr(
-        engine, "_move", lambda device, params, optimizer: moves.append((device.type, params))
-    )
+    monkeypatch.setattr(engine, "_move", lambda device: moves.append(device.type))
     with pytest.raises(TrainError, match="token"):
         engine.forward(make_batch(((9000, 9000),)), {"log_probs": "x"})
-    assert moves == [("meta", True), ("cpu", True)]
+    assert moves == ["meta", "cpu"]
+
+
+def test_moments_that_rest_elsewhere_come_a_block_at_a_time(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The update is that of all at once. (On a CPU there is nowhere else to rest: the moves are noted.)"""
+    plain, streamed = make_engine(mesh), make_engine(mesh)
+    assert streamed.optimizer is not None
+    monkeypatch.setattr(streamed.optimizer, "_resting", torch.device("cpu"))
+    monkeypatch.setattr(optimizer_module, "BLOCK_BYTES", 8 * 32 * VOCAB)  # of the embeddings' moments
+    blocks = streamed.optimizer._blocks(streamed._parameters)
+    sizes = [sum(8 * streamed._parameters[name].numel() for name in block) for block in blocks]
+    assert [name for block in blocks for name in block] == list(streamed._parameters)
+    assert max(sizes) == 8 * 32 * VOCAB
+    assert min(sum(pair) for pair in itertools.pairwise(sizes)) > 8 * 32 * VOCAB  # none could be joined
+    moves = []
+
+    def noted(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
+        moves.append(tensor.nbytes)
+        return tensor.clone()  # as if it had been elsewhere
+
+    monkeypatch.setattr(optimizer_module, "moved", noted)
+    for seed in range(3):
+        stats = []
+        for engine in (plain, streamed):
+            engine.forward_backward(make_batch(seed=seed), PolicyLoss())
+            stats.append(engine.optimizer_step())
+        assert stats[0] == stats[1]
+    assert sum(moves) == 2 * 2 * 3 * sum(sizes)  # both engines, there and back, three steps
+    for name, tensor in plain.snapshot().items():
+        assert torch.equal(local_of(streamed.state()[name]), local_of(tensor)), name

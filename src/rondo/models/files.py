@@ -71,6 +71,16 @@ def check_weights(path: str) -> None:
             _check_safetensors(file)
 
 
+def tensor_files(folder: Path) -> list[Path]:
+    """Returns the safetensors files that transformers reads: those of the index, or model.safetensors; []
+    where there is neither. (Folders may hold others: another format's, an adapter's, a critic's value head.)
+    """
+    index = next(iter(sorted(folder.glob(_INDEX))), None)
+    if index is not None:
+        return sorted({folder / str(name) for name in json_object(index)["weight_map"].values()})
+    return sorted(folder.glob("model.safetensors"))
+
+
 def file_of(folder: Path, tensor: str) -> str:
     """Returns the name of the file that holds a tensor; the folder's where no safetensors file does."""
     for file in sorted(folder.glob(_WEIGHTS)):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from rondo.models.files import tensor_files
 from rondo.models.names import Parts, whole_part
 from rondo.models.quantised import Computed, plain_tensors
 from rondo.weights.layout import Box
@@ -90,7 +91,7 @@ class StoredModel:
         """Reads the files' headers only. quantisation: the folder's (`quantised.quantisation_of`). prefix:
         taken from the names that begin so.
         """
-        files = sorted(folder.glob("*.safetensors"))
+        files = tensor_files(folder)
         if quantisation:
             computed: dict[str, Computed] = plain_tensors(files, quantisation)
             found = {name: _Stored(one.shape, one.__getitem__) for name, one in computed.items()}

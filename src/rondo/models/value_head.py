@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from rondo.errors import DataError
@@ -52,8 +52,3 @@ def _drop_lm_head(model: PreTrainedModel) -> None:
                 setattr(module, child_name, torch.nn.Identity())
                 return
     raise DataError(f"{type(model).__name__} has no output head to replace by a value head")
-
-
-def save_value_head(tensors: dict[str, torch.Tensor], folder: str) -> None:
-    """Writes `weight` and `bias` beside an exported trunk."""
-    save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, Path(folder) / FILE)

@@ -1,5 +1,4 @@
-"""An engine's state on disk: sharded (torch.distributed.checkpoint plans who writes and reads what), and as a
-Hugging Face folder.
+"""An engine's state on disk, sharded: torch.distributed.checkpoint plans who writes and reads what.
 
 rank-0.bin, rank-1.bin, …   the tensors of a rank, byte for byte, one after another
 .metadata                   where each is, of which type and shape, and of which tensor which part
@@ -7,11 +6,8 @@ rank-0.bin, rank-1.bin, …   the tensors of a rank, byte for byte, one after an
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
-import zlib
-from collections.abc import Mapping
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -20,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from huggingface_hub import save_torch_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
@@ -29,29 +24,20 @@ from torch.futures import Future
 
 from rondo.activity import Activity, progress
 from rondo.checkpoint.checked import (
-    MANIFEST,
     CheckedFile,
     Files,
-    Piece,
     Pieces,
     placed,
     read_checked,
     read_piece,
     write_checked,
-    write_manifest,
 )
 from rondo.errors import CheckpointError
-from rondo.models.loading import build_model, load_model_config
-from rondo.models.names import weights_of
-from rondo.models.source import ModelSource
-from rondo.models.value_head import replace_lm_head, save_value_head
 from rondo.storage import fault_in, refused
-from rondo.weights.checksum import checksum
 
 State = dict[str, torch.Tensor]  # flat; sharded entries are DTensors
 
 _METADATA = ".metadata"
-VALUE_HEAD = "value_head."  # what the names of a critic's own parameters begin with
 
 
 def save(state: State, path: str, group: dist.ProcessGroup) -> Files:
@@ -218,69 +204,6 @@ def _done(value: Any) -> Future[Any]:
     future: Future[Any] = Future()
     future.set_result(value)
     return future
-
-
-def export_folder(tensors: State, source: ModelSource, path: str) -> None:
-    """Writes a folder that AutoModelForCausalLM loads (of a critic: its trunk; the value head in a file of
-    its own), and a manifest of its tensor files.
-    """
-    folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
-    trunk = {name: tensor.contiguous() for name, tensor in tensors.items() if not name.startswith(VALUE_HEAD)}
-    head = {name.removeprefix(VALUE_HEAD): t for name, t in tensors.items() if name.startswith(VALUE_HEAD)}
-    config = load_model_config(source)
-    config.dtype = next(iter(trunk.values())).dtype
-    config.architectures = [_architecture(config)]
-    config.save_pretrained(folder)
-    save_torch_state_dict(trunk, folder, metadata={"format": "pt"})
-    if head:
-        save_value_head(head, path)
-    _note_checksums(folder, trunk | head)
-
-
-def check_export(path: str, source: ModelSource, dtype: torch.dtype, checksums: Mapping[str, int]) -> None:
-    """Loads an exported folder as training would, and compares it. dtype: of its parameters; checksums: of
-    the trained tensors, by the module's names. Raises CheckpointError naming the first that differs.
-    """
-    critic = any(name.startswith(VALUE_HEAD) for name in checksums)
-    exported = ModelSource(path=path, trust_remote_code=source.trust_remote_code)
-    model = build_model(exported, dtype, output_head=not critic)
-    loaded = dict(weights_of(model))
-    if critic:
-        head = replace_lm_head(model, path, torch.promote_types(dtype, torch.float32))
-        loaded |= {f"{VALUE_HEAD}{name}": tensor for name, tensor in head.named_parameters()}
-    for name, expected in checksums.items():
-        if name not in loaded or checksum(loaded[name].detach()) != expected:
-            raise CheckpointError(
-                f"{path}: the exported model is not the trained one: {name!r} comes back as another tensor. "
-                "The run's checkpoints are whole; this is a fault of rondo or of transformers' loading"
-            )
-
-
-def _note_checksums(folder: Path, tensors: State) -> None:
-    """Lists the exported tensor files in a manifest. Checksums are taken of the tensors in memory; of the
-    files, only the headers are read.
-    """
-    files = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with path.open("rb") as file:
-            size = file.read(8)
-            header = size + file.read(int.from_bytes(size, "little"))
-        entries = json.loads(header[8:])
-        entries.pop("__metadata__", None)
-        pieces = [Piece("", len(header), zlib.crc32(header))]
-        for name in sorted(entries, key=lambda name: entries[name]["data_offsets"]):
-            data = bytes_of(tensors[name])
-            pieces.append(Piece(name, len(data), zlib.crc32(data)))
-        files[path.name] = tuple(pieces)
-    (folder / MANIFEST).unlink(missing_ok=True)
-    write_manifest(folder, files)
-
-
-def _architecture(config: object) -> str:
-    from transformers import AutoModelForCausalLM
-
-    return str(AutoModelForCausalLM._model_mapping[type(config)].__name__)
 
 
 def _raise_refusal(path: str, what: str, error: BaseException) -> None:

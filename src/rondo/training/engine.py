@@ -11,6 +11,7 @@ the same code. The engine is handed its mesh and always names the group.
 from __future__ import annotations
 
 import contextlib
+import logging
 import resource
 import sys
 from collections.abc import Collection, Iterator, Mapping
@@ -37,6 +38,7 @@ from rondo.models.source import ModelSource
 from rondo.models.stored import StoredModel, materialise
 from rondo.models.value_head import replace_lm_head
 from rondo.training import checkpoint
+from rondo.training.export import VALUE_HEAD, check_export, export_folder
 from rondo.training.head import TokenModel, check_head
 from rondo.training.loss import Loss, Numbers, numbers_of, step_stats
 from rondo.training.optimizer import OptimizerStats, ShardedAdamW
@@ -44,6 +46,8 @@ from rondo.training.packed import PackedLayout, PackedRows, dummy, expand_column
 from rondo.training.sharding import (
     as_shard,
     checksums_of,
+    copied,
+    data_parallel,
     gather_buckets,
     layout_of,
     local_of,
@@ -52,7 +56,9 @@ from rondo.training.sharding import (
     wire_dtypes,
 )
 from rondo.types import StepStats
-from rondo.weights.layout import Layout
+from rondo.weights.layout import Box, Layout
+
+_log = logging.getLogger(__name__)
 
 
 class FsdpEngine:
@@ -84,7 +90,7 @@ class FsdpEngine:
         engine, backend = engine_for(engine, self.device.type), backend or TorchBackendConfig()
         self.source = source
         self.config = engine
-        self.mesh = _data_parallel(mesh)
+        self.mesh = data_parallel(mesh)
         self._group = self.mesh.get_group()
         self._world = self.mesh.size()
         param_dtype, compute_dtype = getattr(torch, engine.param_dtype), getattr(torch, engine.compute_dtype)
@@ -122,10 +128,21 @@ class FsdpEngine:
         self._shards = self._as_shards()
         if stored is not None:
             self._read(stored)
+        elif source.path is not None and self._world > 1:
+            _log.warning(
+                "model %s: its files are of another form than transformers writes, so that each of %d "
+                "ranks has loaded all of it; save it by save_pretrained to have each read a part",
+                source.path,
+                self._world,
+            )
         self._output_dtype = torch.promote_types(compute_dtype, torch.float32)
         self.optimizer: ShardedAdamW | None = None
         if optimizer is not None:
-            self.optimizer = ShardedAdamW(self._parameters, optimizer, total_optimizer_steps, self.mesh)
+            elsewhere = isinstance(engine, EngineConfig) and engine.offload_optimizer
+            resting = torch.device("cpu") if elsewhere and self.device.type != "cpu" else None
+            self.optimizer = ShardedAdamW(
+                self._parameters, optimizer, total_optimizer_steps, self.mesh, resting
+            )
         if self.device.type != "cpu":
             self._rest()
             self._release_memory()
@@ -215,7 +232,7 @@ class FsdpEngine:
         """
         if self.optimizer is None:
             raise TrainError("optimizer_step on a frozen model: it was built without an optimizer")
-        with self._awake(optimizer=True), Activity("optimizer step"):
+        with self._awake(), Activity("optimizer step"):
             return self.optimizer.step()
 
     def _run_loss(self, batch: Batch, loss: Loss, *, backward: bool) -> StepStats:
@@ -336,15 +353,15 @@ class FsdpEngine:
 
     def _read(self, stored: StoredModel) -> None:
         """Reads this rank's rows of every tensor from the model's files (a value head has been read)."""
-        layout, rank = self.layout(), dist.get_rank()
-        wanted = []
-        for parameter in layout.parameters:
-            if not parameter.name.startswith(checkpoint.VALUE_HEAD):
-                for box in layout.held(rank, parameter.name):
-                    local = self._shards[parameter.name].to_local()
-                    wanted.append((parameter.name, local, box, parameter.shape))
         with Activity(f"reading {self.source.path}", bound=False):
-            stored.fill(wanted, self._parts)
+            stored.fill((one for one in self._boxes() if not one[0].startswith(VALUE_HEAD)), self._parts)
+
+    def _boxes(self) -> Iterator[tuple[str, torch.Tensor, Box, tuple[int, ...]]]:
+        """Yields what this rank holds: (name, tensor, its box, the shape of the whole) each."""
+        layout, rank = self.layout(), dist.get_rank()
+        for parameter in layout.parameters:
+            for box in layout.held(rank, parameter.name):
+                yield parameter.name, local_of(self._shards[parameter.name]), box, parameter.shape
 
     def _wire(self, dtype: str | None) -> dict[str, str]:
         return wire_dtypes(self._model.lm, self._shards, dtype)
@@ -384,8 +401,8 @@ class FsdpEngine:
             self.optimizer.load_steps(state["optimizer.steps"])
 
     def snapshot(self) -> checkpoint.State:
-        """Returns a copy of `state` that `save` can write later, while training goes on."""
-        return {name: tensor.detach().clone() for name, tensor in self.state().items()}
+        """Returns a copy of `state` in host memory, that `save` can write later while training goes on."""
+        return {name: copied(tensor) for name, tensor in self.state().items()}
 
     def save(self, path: str, state: checkpoint.State | None = None) -> Files:
         """Writes `state` (a snapshot; default: as it is now). Collective. Returns the checksums of the files
@@ -404,36 +421,19 @@ class FsdpEngine:
             self.optimizer.load_steps(state["optimizer.steps"])
 
     def export(self, path: str) -> None:
-        """Writes a Hugging Face folder (config, safetensors; a critic's value head beside), and loads it
-        again to compare. Collective. Raises CheckpointError naming a tensor that comes back as another.
+        """Writes a Hugging Face folder (config, safetensors; a critic's value head beside), and reads it
+        again to compare. Collective, and all ranks write. Raises CheckpointError naming a tensor that comes
+        back as another.
         """
-        keep = dist.get_rank(self._group) == 0
-        checksums = self.parameter_checksums()
-        tensors = {}
-        # All ranks run through it, since gathering is collective; one keeps the tensors.
-        for name, tensor in separate(self.gathered_parameters(256 << 20), self._parts):
-            if keep:
-                tensors[name] = tensor.to("cpu", copy=True)
-        if keep:
-            with Activity(f"writing {path}", bound=False):
-                checkpoint.export_folder(tensors, self.source, path)
-                tensors.clear()
+        checksums, layout = self.parameter_checksums(), self.layout()
+        tensors = separate(self.gathered_parameters(256 << 20), self._parts)
+        with Activity(f"writing {path}", bound=False):
+            export_folder(tensors, layout.parameters, self._parts, self.source, path, self._group)
+            with self._awake():
                 dtype = getattr(torch, self.config.param_dtype)
-                checkpoint.check_export(path, self.source, dtype, checksums)
-        dist.barrier(self._group)  # when any rank returns, the folder is whole
+                check_export(path, self.source, dtype, self._boxes(), checksums, self._group)
 
     # ---- memory
-
-    def offload(self) -> None:
-        """Moves parameters and moments to host memory (nothing to do on a CPU)."""
-        if self.device.type != "cpu":
-            self._move(torch.device("cpu"), params=True, optimizer=True)
-            self._release_memory()
-
-    def onload(self) -> None:
-        """Moves parameters and moments to the device."""
-        if self.device.type != "cpu":
-            self._move(self.device, params=True, optimizer=True)
 
     def peak_memory_bytes(self) -> int:
         """Returns the most bytes ever in use: of the device's allocator, or of this process on a CPU."""
@@ -456,42 +456,27 @@ class FsdpEngine:
                 torch.cuda.empty_cache()
 
     @contextlib.contextmanager
-    def _awake(self, optimizer: bool = False) -> Iterator[None]:
-        """Keeps parameters (and moments) on the device inside; afterwards they rest where the config says."""
+    def _awake(self) -> Iterator[None]:
+        """Keeps parameters on the device inside; afterwards they rest where the config says."""
         if self.device.type == "cpu":  # nothing ever moves
             yield
             return
-        self._move(self.device, params=True, optimizer=optimizer)
+        self._move(self.device)
         try:
             yield
         finally:
             self._rest()
 
     def _rest(self) -> None:
-        config = self.config
-        moments = isinstance(config, EngineConfig) and config.offload_optimizer
-        self._move(torch.device("cpu"), params=config.offload_params, optimizer=moments)
+        if self.config.offload_params:
+            self._move(torch.device("cpu"))
 
-    def _move(self, device: torch.device, *, params: bool, optimizer: bool) -> None:
-        if params and next(iter(self._shards.values())).to_local().device != device:
+    def _move(self, device: torch.device) -> None:
+        if next(iter(self._shards.values())).to_local().device != device:
             self._model.to(device)
             self._shards = self._as_shards()
             if self.optimizer is not None:  # its tensors share the storage that has just moved
                 self.optimizer.rebind()
-        if optimizer and self.optimizer is not None:
-            self.optimizer.move_state(device)
-
-
-def _data_parallel(mesh: DeviceMesh) -> DeviceMesh:
-    if mesh.ndim == 1:
-        return mesh
-    names = mesh.mesh_dim_names or ()
-    other = [name for i, name in enumerate(names) if name != "dp" and mesh.size(i) > 1]
-    if "dp" not in names or other:
-        raise ConfigError(
-            f"FSDP splits over axis dp only; the mesh is {dict(zip(names, mesh.shape, strict=False))}"
-        )
-    return mesh["dp"]
 
 
 def _heads(config: Any) -> tuple[int, int]:

@@ -5,7 +5,7 @@ learning rate.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,9 +15,10 @@ from torch.distributed.tensor import DTensor
 
 from rondo.config.schema import OptimizerConfig, ScheduleConfig
 from rondo.errors import ConfigError
-from rondo.training.sharding import as_shard, local_of
+from rondo.training.sharding import as_shard, local_of, moved
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+BLOCK_BYTES = 1 << 30  # of moments that come to the device at one time
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,14 @@ class ShardedAdamW:
         total_steps: int | None,
         # The ranks that the parameters are spread over.
         mesh: DeviceMesh,
+        # Where the moments are between steps; None: with the parameters.
+        resting: torch.device | None = None,
     ) -> None:
         self._parameters = parameters
         self._config = config
         self._total_steps = total_steps
         self._mesh = mesh
+        self._resting = resting
         self.num_steps = 0
         self._locals = {name: torch.nn.Parameter(local_of(one)) for name, one in parameters.items()}
         # Called for its error: a schedule that cannot work fails now, not after the warm-up.
@@ -65,7 +69,7 @@ class ShardedAdamW:
         )
         # Made now, of empty shards too: a checkpoint is loaded in place, into the same entries on every rank.
         for local in self._locals.values():
-            moments = {name: torch.zeros_like(local) for name in MOMENTS}
+            moments = {name: moved(torch.zeros_like(local), resting) for name in MOMENTS}
             step = torch.zeros((), dtype=torch.float32, device=local.device)
             self._adamw.state[local] = {"step": step, **moments}
 
@@ -80,30 +84,55 @@ class ShardedAdamW:
         """
         lr = self._config.lr * lr_ratio(self.num_steps, self._config.schedule, self._total_steps)
         self.num_steps += 1
-        for name, parameter in self._parameters.items():
-            self._locals[name].grad = None if parameter.grad is None else local_of(parameter.grad)
-        gradients = [
-            local.grad for local in self._locals.values() if local.grad is not None and local.numel()
-        ]
-        norm = global_norm(gradients, self._mesh.get_group(), next(iter(self._locals.values())).device)
+        gradients = {
+            name: local_of(parameter.grad)
+            for name, parameter in self._parameters.items()
+            if parameter.grad is not None and self._locals[name].numel()
+        }
+        every = list(gradients.values())
+        norm = global_norm(every, self._mesh.get_group(), next(iter(self._locals.values())).device)
         skipped = not bool(torch.isfinite(norm))
         if not skipped:
-            if self._config.grad_clip is not None and gradients:
+            if self._config.grad_clip is not None and every:
                 scale = torch.clamp(self._config.grad_clip / (norm + 1e-6), max=1.0)  # as clip_grad_norm_
-                torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
+                torch._foreach_mul_(every, scale.to(every[0].dtype))
             for parameter_group in self._adamw.param_groups:
                 parameter_group["lr"] = lr
-            self._adamw.step()
-        for name, parameter in self._parameters.items():
-            parameter.grad = self._locals[name].grad = None
+            for block in self._blocks(gradients):
+                self._update(block, gradients)
+        for parameter in self._parameters.values():
+            parameter.grad = None
         return OptimizerStats(float(norm), skipped, lr)
 
-    def move_state(self, device: torch.device) -> None:
-        """Moves the moments (twice the parameters' bytes) to `device`."""
-        for local in self._locals.values():
-            state = self._adamw.state[local]
-            for name in MOMENTS:
-                state[name] = state[name].to(device)
+    def _blocks(self, names: Iterable[str]) -> list[list[str]]:
+        """Returns the parameters that are updated at one time: all, or, where their moments come from
+        elsewhere, so many that these have BLOCK_BYTES, or one.
+        """
+        if self._resting is None:
+            return [list(names)]
+        blocks: list[list[str]] = []
+        size = 0
+        for name in names:
+            num_bytes = len(MOMENTS) * self._locals[name].nbytes
+            if not blocks or size + num_bytes > BLOCK_BYTES:
+                blocks.append([])
+                size = 0
+            blocks[-1].append(name)
+            size += num_bytes
+        return blocks
+
+    def _update(self, names: Sequence[str], gradients: Mapping[str, torch.Tensor]) -> None:
+        """Updates some parameters: AdamW passes over those without a gradient."""
+        states = [self._adamw.state[self._locals[name]] for name in names]
+        for name, state in zip(names, states, strict=True):
+            self._locals[name].grad = gradients[name]
+            for moment in MOMENTS:
+                state[moment] = moved(state[moment], self._locals[name].device)
+        self._adamw.step()
+        for name, state in zip(names, states, strict=True):
+            self._locals[name].grad = None
+            for moment in MOMENTS:
+                state[moment] = moved(state[moment], self._resting)
 
     def state(self) -> dict[str, DTensor | torch.Tensor]:
         """Returns the moments as sharded tensors that share storage, and the step counters (of the schedule,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -14,10 +14,24 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from rondo.errors import ConfigError
 from rondo.models.precision import kept_in_float32
 from rondo.training.head import TokenModel
 from rondo.weights.checksum import box_checksum, combine, signed
 from rondo.weights.layout import Layout, Parameter
+
+
+def data_parallel(mesh: DeviceMesh) -> DeviceMesh:
+    """Returns the mesh's one axis of size above 1. Raises ConfigError where it is not dp."""
+    if mesh.ndim == 1:
+        return mesh
+    names = mesh.mesh_dim_names or ()
+    other = [name for i, name in enumerate(names) if name != "dp" and mesh.size(i) > 1]
+    if "dp" not in names or other:
+        raise ConfigError(
+            f"FSDP splits over axis dp only; the mesh is {dict(zip(names, mesh.shape, strict=False))}"
+        )
+    return mesh["dp"]
 
 
 def shard_model(
@@ -81,6 +95,24 @@ def _blocks(model: TokenModel) -> list[torch.nn.Module]:
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Returns this rank's part of a tensor, or the tensor where it is not sharded; shares its storage."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def moved(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
+    """Returns a tensor on a device; itself where it is there already, or device is None. What comes from a
+    CUDA device to host memory is pinned there, which makes copies between the two fast.
+    """
+    if device is None or tensor.device == device:
+        return tensor
+    if tensor.device.type == "cuda" and device.type == "cpu":
+        return torch.empty_like(tensor, device=device, pin_memory=True).copy_(tensor)
+    return tensor.to(device)
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a copy in host memory, sharded as the tensor is."""
+    local = local_of(tensor)
+    copy = local.clone() if local.device.type == "cpu" else moved(local, torch.device("cpu"))
+    return as_shard(tensor, copy, tensor.device_mesh) if isinstance(tensor, DTensor) else copy
 
 
 def as_shard(like: torch.Tensor, local: torch.Tensor, mesh: DeviceMesh) -> DTensor:
@@ -167,23 +199,26 @@ def gather_buckets(
     wire: the dtype in which each is sent; each rank casts its rows before they move.
     """
     world = dist.get_world_size(group)
-    here = {name: shard for name, shard in shards.items() if world == 1 or is_replicated(shard)}
-    yield from ((name, _at(shard, wire[name])) for name, shard in here.items())
-    away = {name: shard for name, shard in shards.items() if name not in here}
-    buckets = _buckets(layout_of(away, group, wire), bucket_bytes)
+    here = {name for name, shard in shards.items() if world == 1 or is_replicated(shard)}
+    buckets = _buckets(layout_of(shards, group, wire), bucket_bytes, here)
+    away = [bucket for bucket in buckets if bucket[0].name not in here]
     scratch: dict[torch.dtype, tuple[torch.Tensor, torch.Tensor]] = {}
     for bucket in buckets:
-        yield from _gather(bucket, buckets, shards, world, group, scratch)
+        if bucket[0].name in here:
+            yield from ((one.name, _at(shards[one.name], one.dtype)) for one in bucket)
+        else:
+            yield from _gather(bucket, away, shards, world, group, scratch)
 
 
-def _buckets(layout: Layout, bucket_bytes: int) -> list[list[Parameter]]:
-    """Returns runs of consecutive parameters of one dtype, each of at most `bucket_bytes` (or one
-    parameter).
+def _buckets(layout: Layout, bucket_bytes: int, here: Collection[str]) -> list[list[Parameter]]:
+    """Returns runs of consecutive parameters of one dtype, each of at most `bucket_bytes` (or one parameter).
+    Those that are here, and need no gathering, are in runs of their own.
     """
     buckets: list[list[Parameter]] = []
     size = 0
     for parameter in layout.parameters:
-        alike = bool(buckets) and buckets[-1][0].dtype == parameter.dtype
+        kind = parameter.dtype, parameter.name in here
+        alike = bool(buckets) and (buckets[-1][0].dtype, buckets[-1][0].name in here) == kind
         if not alike or size + parameter.num_bytes > bucket_bytes:
             buckets.append([])
             size = 0
