@@ -72,7 +72,9 @@ def failure_of(error: BaseException) -> Failure:
     ):
         frames = frames.tb_next
     text = "".join(traceback.format_exception(type(error), error, frames))
-    return Failure(f"{type(error).__name__}: {error}", text, time.time(), is_echo(error), cause=error)
+    echo = is_echo(error)
+    message = f"{type(error).__name__}: {error}"
+    return Failure(message, text, time.time(), echo, outage=echo, cause=error)
 
 
 class Host:

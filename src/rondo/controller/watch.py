@@ -272,7 +272,7 @@ class HangWatch:
         why = f"{still}, and nobody computes: {lines}"
         where = f"; the stacks are in {self._log}" if self._log is not None else ""
         _log.error("%s. These calls fail", why)
-        failure = Failure(why + where, at=time.time())
+        failure = Failure(why + where, at=time.time(), outage=True)
         handles = []
         for host, one in zip(self._hosts, seen, strict=True):
             if one.takes_part and host.handle is not None:

@@ -87,6 +87,8 @@ class TrainerConfig:
     """A run's folder: do what its journal says was trained when, to the same bits."""
     run_dir: Path | None = None
     """Default: runs/<name of the first recipe>."""
+    max_restarts: FewOrNone = 3
+    """So often a run that loses a host process (it died, it hangs) goes on from its newest checkpoint."""
     warm_start: Path | None = None
     """An SFT recipe, run first; its export becomes model.path."""
     evaluation: EvaluationConfig = EvaluationConfig()
