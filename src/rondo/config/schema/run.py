@@ -168,10 +168,10 @@ class ClusterConfig:
     """Torch threads per device; default: cores shared out evenly."""
     balance: Annotated[BalanceConfig, Chosen()] = TokenBalanceConfig()
     """By what rows are spread over the ranks of a worker group."""
-    hang_seconds: Seconds | None = 60.0
+    hang_seconds: Seconds | None = 50.0
     """When nothing has moved for so long, say who waits for whom, with all stacks; null: never."""
     timeout_seconds: Seconds = 1800.0
-    """Of one collective operation: a rank that waits longer for the others fails."""
+    """Of one collective operation, and without a word of a host: who is waited for longer has failed."""
     env: Mapping[str, str | Seed] = Field(default_factory=dict)
     """Variables of the host processes (process, ray) and what they start, as NCCL's or the allocator's."""
     inline: bool = False

@@ -103,7 +103,7 @@ class Run:
         self.begin(trainer.reporter)
         if self.restarts.number:
             trainer.reporter.note(f"{self.restarts.name}: {_goes_on_from(trainer.step)}")
-            trainer.clock.mark("restart", {"number": self.restarts.number, "from step": trainer.step})
+            trainer.clock.mark("restart", {"number": self.restarts.number})
         with self.stoppable(trainer.request_stop):
             # A task of its own, like what runs beside it (feeder, mender).
             finished = await asyncio.create_task(trainer.run(), name="trainer")
