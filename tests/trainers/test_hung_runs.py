@@ -86,24 +86,26 @@ def test_a_stopped_rank(
     assert "These calls fail" in report
     assert restarts_of(tmp_path / "run")[-1] == (3, 1)
     assert weights(tmp_path / "run") == weights(undisturbed)
-    assert metrics(tmp_path / "run") == metrics(undisturbed)
+    if placed is not SPLIT:  # it counts what moves
+        assert metrics(tmp_path / "run") == metrics(undisturbed)
     wait_until_gone(killer.pids)
 
 
 def test_a_rank_that_sleeps_in_its_loss(
-    recipe: Path, tmp_path: Path, undisturbed: Path, caplog: pytest.LogCaptureFixture
+    recipe: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "mine.py").write_text(SLEEPY)
     flag = tmp_path / "flag"
-    flag.touch()
     settings = [f"algorithm.policy_loss={tmp_path / 'mine.py'}:sleepy", f"cluster.env={{FLAG: {flag}}}"]
-    settings += [*THREE_STEPS, *TWO, HANG, f"trainer.run_dir={tmp_path / 'run'}"]
-    train(load([str(recipe)], settings))
+    settings += [*THREE_STEPS, *TWO, HANG]
+    train(load([str(recipe)], [*settings, f"trainer.run_dir={tmp_path / 'whole'}"]))
+    flag.touch()
+    train(load([str(recipe)], [*settings, f"trainer.run_dir={tmp_path / 'run'}"]))
     report = "\n".join(told(caplog.records))
     assert "time.sleep(10_000)" in report  # the stack of rank 1
-    assert "actor[0].update_actor" in report
+    assert "waits in all_gather" in report
     assert not flag.exists()
-    assert weights(tmp_path / "run") == weights(undisturbed)
+    assert weights(tmp_path / "run") == weights(tmp_path / "whole")
 
 
 def test_a_rank_that_is_stopped_in_the_load(
