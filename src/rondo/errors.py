@@ -6,12 +6,17 @@ import os
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
+E = TypeVar("E", bound="RondoError")
 _STANDARD_LIBRARY = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 
 
 class RondoError(Exception):
     """Base of every error that rondo raises on purpose."""
+
+    is_outage = False
+    """No code is at fault: a process died, hung, or lost its peers. The same may succeed in new ones."""
 
     def _render_traceback_(self) -> list[str]:
         """Returns what a notebook shows of it (IPython asks for this): the lines of the user's own that led
@@ -20,6 +25,12 @@ class RondoError(Exception):
         """
         own = without_libraries(users_frames(self))
         return "".join([*traceback.format_list(own), *traceback.format_exception_only(self)]).splitlines()
+
+
+def outage(error: E) -> E:
+    """Returns the error, marked as one that no code is at fault for."""
+    error.is_outage = True
+    return error
 
 
 class ConfigError(RondoError, ValueError):

@@ -185,8 +185,8 @@ class TestUnknownKeys:
         leaves = [key for key in keys if not any(other.startswith(f"{key}.") for other in keys)]
         assert len(set(keys)) == len(keys)
         # 210, hub, template options, override of five models, balance, isolation, hangs, best,
-        # tools, environments, full, python of engines, env, timeout, episode workers, states of environments
-        assert len(leaves) <= 238
+        # tools, environments, full, python of engines, env, timeout, episode workers, states, restarts
+        assert len(leaves) <= 239
 
 
 class TestBadFiles:

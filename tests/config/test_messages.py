@@ -78,6 +78,7 @@ BOUNDS = [
     ("rollout.replicas=0", "rollout.replicas"),
     ("rollout.bucket_bytes=4095", "rollout.bucket_bytes"),
     ("trainer.total_steps=0", "trainer.total_steps"),
+    ("trainer.max_restarts=-1", "trainer.max_restarts"),
     ("trainer.max_staleness=-1", "trainer.max_staleness"),
     ("trainer.evaluation.every=0", "trainer.evaluation.every"),
     ("checkpoint.every=0", "checkpoint.every"),

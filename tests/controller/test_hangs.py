@@ -19,11 +19,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rondo.activity import Activity, Deed, progress, pulse
+from rondo.activity import Activity, Deed, Pulse, progress, pulse
 from rondo.config import load
 from rondo.config.schema import ClusterConfig
 from rondo.controller import Cluster, Worker, WorkerContext, WorkerGroup, dispatch, start_cluster
 from rondo.controller.hangs import Seen, SentCall, describe, is_hopeless, waiting_for
+from rondo.controller.watch import _Host
 from rondo.errors import ConfigError, WorkerError
 from tests.controller.conftest import BACKENDS, Run
 from tests.waiting import wait_for
@@ -158,6 +159,7 @@ def test_a_rank_that_never_enters_a_collective(
     with pytest.raises(WorkerError, match=rf"waits in all_reduce for host 1 \({doing}\)") as caught:
         run(fresh.call(method, 1))
     assert caught.value.died
+    assert caught.value.is_outage
     assert (caught.value.role, caught.value.rank) == ("hangs", 0)
     assert f"cluster.hang_seconds); the stacks are in {tmp_path}" not in str(caught.value)
     assert str(caught.value).endswith(f"the stacks are in {tmp_path / 'controller.log'}")
@@ -166,6 +168,9 @@ def test_a_rank_that_never_enters_a_collective(
     assert report.index("--- stacks of host 0") < report.index("--- stacks of host 1")
     assert "all_reduce: work.wait()" in report  # host 0's
     assert "stacks of the controller" in report
+    assert re.search(
+        r"flight record.*\n  group \d rondo_dp: 1 begun\n    1: gloo:all_reduce of \['Float'\]", report
+    )
     assert "These calls fail" in end
 
 
@@ -256,6 +261,32 @@ def test_a_stopped_host_that_others_wait_for_ends_the_call(
         run(stop())
 
 
+@pytest.mark.slow
+def test_a_stopped_host_that_nobody_waits_for_in_a_collective_is_given_up(
+    run: Run, backend: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In an episode, say, which may take any time. Until then nobody waits for what it has used."""
+    config = ClusterConfig(BACKENDS[backend], devices=2, device="cpu", threads=1, timeout_seconds=20.0)
+    cluster: Cluster = run(start_cluster(replace(config, hang_seconds=HANG_SECONDS)))
+    group = run(cluster.create_group("hangs", Hangs))
+
+    async def stop() -> None:
+        pids = await group.call(Worker.process_id)
+        call = asyncio.ensure_future(group.call(Hangs.answers_late))
+        await group.call_rank(1, Worker.process_id)
+        os.kill(pids[1], signal.SIGSTOP)
+        assert (await cluster.cpu_seconds()).keys() == {0}
+        await call
+
+    with pytest.raises(
+        WorkerError, match=r"hangs\[1\].* has not answered for 20 s .cluster.timeout_s"
+    ) as caught:
+        run(stop())
+    assert caught.value.died
+    assert caught.value.is_outage
+    run(cluster.shutdown())
+
+
 def test_a_local_call_is_told(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     cluster = start(run, "local", devices=1)
     group = run(cluster.create_group("hangs", Hangs))
@@ -327,6 +358,8 @@ def seen(*deeds: Deed, silent: float | None = None, state: str = "", works: bool
         ([seen(JOINING), seen(silent=70.0, state="T")], True),
         ([seen(MEETING), seen(TRAINING, silent=70.0, state="R", works=True)], False),
         ([seen(MEETING), seen(COMPILING, silent=70.0)], False),
+        ([seen(MEETING), seen(COMPILING, silent=70.0, state="T")], True),
+        ([seen(MEETING), seen(replace(COMPILING, collective="barrier"), silent=70.0)], True),
         ([seen(TRAINING), seen(TRAINING)], False),  # nothing here has a known bound
         ([seen(TRAINING, silent=70.0)], False),
         ([seen(EPISODE)], False),
@@ -349,6 +382,19 @@ def test_words() -> None:
         "host 0 (pid 7) has not answered for 61 s: something in it may hold Python's lock (GIL); the last it "
         "said: nothing to do"
     )
+
+
+def test_to_write_stacks_down_is_no_work() -> None:
+    host = _Host(None)
+    quiet = Pulse(7, (0, 0), 1.0, ())
+    host._hear(quiet, 1.0)
+    host._hear(replace(quiet, cpu_seconds=1.01), 6.0)
+    assert host.worked == 1.0  # the first pulse: what it used before is not known
+    host._hear(replace(quiet, cpu_seconds=3.0, stacks="thread MainThread"), 11.0)
+    host._hear(replace(quiet, cpu_seconds=4.0), 16.0)  # its engines' stacks
+    assert host.worked == 1.0
+    host._hear(replace(quiet, cpu_seconds=5.0), 21.0)
+    assert host.worked == 21.0
 
 
 def test_a_pulse_says_where_everybody_is() -> None:

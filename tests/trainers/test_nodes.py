@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rondo.controller import Worker
-from rondo.errors import ConfigError, DataError, RolloutError, WeightSyncError, WorkerError
+from rondo.errors import ConfigError, RolloutError, WeightSyncError, WorkerError
 from rondo.trainers.commands import train as runner
 from rondo.trainers.program.step import Roles
 from tests.trainers.conftest import weights
@@ -97,7 +97,9 @@ def test_a_node_that_is_lost_ends_the_run(run: Any, nodes: Any, tmp_path: Path, 
         r"no rollout rank is left",
         r"a block of this batch is lost, its host process or node is gone",
     )
-    errors = (WorkerError, WeightSyncError, RolloutError, DataError)
-    with pytest.raises(errors, match="|".join(ways)):
-        run("lost", "trainer.total_steps=5000", *SPLIT, f"cluster.backend.address={nodes.address}")
+    errors = (WorkerError, WeightSyncError, RolloutError)
+    settings = ("trainer.total_steps=5000", "trainer.max_restarts=0", *SPLIT)
+    with pytest.raises(errors, match="|".join(ways)) as caught:
+        run("lost", *settings, f"cluster.backend.address={nodes.address}")
+    assert caught.value.is_outage
     wait_until_gone([*pids["actor"], *pids["rollout"]])

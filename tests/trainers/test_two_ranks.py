@@ -72,6 +72,7 @@ def test_a_killed_worker_is_an_error_that_names_it(
             *two_devices,
             "trainer.total_steps=500",
             "trainer.evaluation.every=null",
+            "trainer.max_restarts=0",
         ],
     )
     monkeypatch.setattr(RLTrainer, "take", kill_and_take)

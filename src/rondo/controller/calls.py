@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from rondo.activity import Pulse
 from rondo.batch import Batch, Shard
-from rondo.errors import WorkerError
+from rondo.errors import RondoError, WorkerError
 
 # After a first failure: how long peers may take to report theirs (the earliest is the cause), and how long to
 # wait for the cause when all that arrived are echoes ("connection closed by peer").
@@ -57,13 +57,15 @@ class Failure:
     echo: bool = False
     # The host process is gone.
     died: bool = False
+    # No code raised it: a process died, or nobody moved any more.
+    outage: bool = False
     # The exception itself, or None where it could not travel.
     cause: BaseException | None = None
 
     def for_other_calls(self) -> Failure:
         """Returns why all other calls fail of the host that this failure made unusable."""
         message = f"this rank's host process is unusable since: {self.message}"
-        return Failure(message, self.traceback, self.at)
+        return Failure(message, self.traceback, self.at, outage=self.outage)
 
 
 @dataclass(frozen=True)
@@ -249,4 +251,6 @@ def _error(call: Call, rank: int, failure: Failure, *, died: bool) -> WorkerErro
     error = WorkerError(call.role, rank, call.method, failure.message, failure.traceback)
     error.cause_error = failure.cause
     error.died = died
+    cause = failure.cause
+    error.is_outage = failure.outage or (isinstance(cause, RondoError) and cause.is_outage)
     return error

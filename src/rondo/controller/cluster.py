@@ -42,9 +42,9 @@ class Cluster:
         self._handles: Sequence[HostHandle] = ()  # by device number
         self._watch: HangWatch | None = None
 
-    def watch(self, seconds: float, log: Path | None) -> None:
+    def watch(self, seconds: float, limit: float, log: Path | None) -> None:
         """Has a thread look whether anything moves; see HangWatch. Ends with the cluster."""
-        self._watch = HangWatch(self._handles, seconds, log)
+        self._watch = HangWatch(self._handles, seconds, limit, log)
         self.call_watchers.append(self._watch)
         self._watch.start()
 
@@ -112,7 +112,8 @@ class Cluster:
 
     async def cpu_seconds(self) -> dict[int, float]:
         """Returns, by device, the CPU time of the host and of the processes below it (engines, their workers,
-        scorers) so far, ended ones included; without this very process, and without hosts that are dead."""
+        scorers) so far, ended ones included; without this very process, and without hosts that are dead or do
+        not answer."""
         raise NotImplementedError
 
     async def shutdown(self) -> None:
@@ -166,7 +167,8 @@ async def start_cluster(config: ClusterConfig, logs: Path | None = None) -> Clus
     cluster = await _start(config, threads, logs)
     cluster.balance = config.balance
     if config.hang_seconds is not None and not config.inline:  # inline: a debugger waits for its user
-        cluster.watch(config.hang_seconds, None if logs is None else logs / "controller.log")
+        log = None if logs is None else logs / "controller.log"
+        cluster.watch(config.hang_seconds, config.timeout_seconds, log)
     return cluster
 
 

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import time
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import torch
+import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from rondo.controller.mesh import Mesh
 from rondo.errors import ConfigError
 
+# Where torch keeps it: of all backends but NCCL, and, in builds for CUDA, of NCCL. Each holds the last
+# TORCH_FR_BUFFER_SIZE (2000) collectives.
+_FLIGHT_RECORDS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 # How the transports say that the *other* end went away: the echo of a failure, never its cause.
 _ECHOES = (
     "connection closed by peer",
@@ -88,9 +95,35 @@ def device_mesh_of(
     return DeviceMesh.from_group(list(groups), device_type, mesh=grid, mesh_dim_names=mesh.names)
 
 
+def flight_record() -> str:
+    """Writes what torch's flight record has of the collectives of this process, by process group: how many it
+    has begun, and those that have not ended. Laid beside those of other ranks it says who is behind, and in
+    what. Empty where nothing was begun.
+    """
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for dump in filter(None, (getattr(c10d, name, None) for name in _FLIGHT_RECORDS)):
+        for entry in json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", ()):
+            groups.setdefault(" ".join(entry["process_group"]), []).append(entry)
+    lines = []
+    for group, entries in groups.items():
+        lines.append(f"  group {group}: {max(map(_number, entries))} begun")
+        for entry in entries:
+            if not entry["retired"]:
+                what = f"{entry['profiling_name']} of {entry['input_dtypes']} {entry['input_sizes']}"
+                seconds = time.time() - entry["time_created_ns"] / 1e9
+                lines.append(f"    {_number(entry)}: {what}, open since {seconds:.0f} s")
+    return "\n".join(["flight record of torch.distributed", *lines]) if lines else ""
+
+
+def _number(entry: Mapping[str, Any]) -> int:
+    return int(entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"])
+
+
 def is_echo(error: BaseException) -> bool:
-    """Says whether an error only reports that a peer went away during a collective."""
+    """Says whether an error, or what it was raised from, only reports that a peer went away during a
+    collective.
+    """
     if not isinstance(error, RuntimeError):  # torch.distributed's errors are RuntimeErrors
-        return False
+        return error.__cause__ is not None and is_echo(error.__cause__)
     text = f"{type(error).__name__}: {error}".lower()
     return type(error).__name__.startswith("Dist") or any(sign in text for sign in _ECHOES)

@@ -9,6 +9,7 @@ from rondo.activity import Deed
 
 _STATES = {
     "T": "it is stopped (SIGSTOP, or a debugger)",
+    "t": "a debugger has stopped it",
     "D": "it waits for a disk or a file system",
     "Z": "it has ended",
     "": "its machine may be gone, or out of reach",
@@ -35,7 +36,7 @@ class Seen:
     roles: frozenset[str]
     calls: tuple[SentCall, ...]
     deeds: tuple[Deed, ...]
-    """Of one that does not answer: the last ones that it told."""
+    """Of one that does not answer: the last ones that it told, of the calls that it still has."""
     silent_seconds: float | None = None
     """None: it answers."""
     state: str = ""
@@ -57,6 +58,11 @@ class Seen:
         return self.owes or bool(self.in_turn) or (self.silent_seconds is not None and bool(self.calls))
 
     @property
+    def is_stopped(self) -> bool:
+        """Says whether it stands still, whatever it was in, until somebody else lets it go on."""
+        return self.silent_seconds is not None and self.state in ("T", "t", "Z")
+
+    @property
     def waits(self) -> bool:
         """Says whether it is in something that is over within seconds, or never."""
         return self.silent_seconds is None and any(deed.collective or deed.bound for deed in self.in_turn)
@@ -64,9 +70,10 @@ class Seen:
     @property
     def may_go_on(self) -> bool:
         """Says whether it may move again by itself: it computes, is to begin, or in what may take long."""
-        return (
-            self.works or self.owes or (not self.waits and any(deed.bound is False for deed in self.in_turn))
-        )
+        if self.is_stopped:
+            return False
+        long = any(deed.bound is False and not deed.collective for deed in self.in_turn)
+        return self.works or self.owes or long
 
 
 def is_hopeless(processes: Sequence[Seen]) -> bool:

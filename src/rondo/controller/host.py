@@ -34,7 +34,7 @@ from rondo import activity
 from rondo.activity import Activity, Pulse
 from rondo.batch import Batch
 from rondo.controller.calls import Call, Failure, Kept, Reply
-from rondo.controller.distributed import Groups, axis_groups, init_distributed, is_echo
+from rondo.controller.distributed import Groups, axis_groups, flight_record, init_distributed, is_echo
 from rondo.controller.mesh import Mesh
 from rondo.controller.worker import Worker, WorkerContext
 
@@ -72,7 +72,9 @@ def failure_of(error: BaseException) -> Failure:
     ):
         frames = frames.tb_next
     text = "".join(traceback.format_exception(type(error), error, frames))
-    return Failure(f"{type(error).__name__}: {error}", text, time.time(), is_echo(error), cause=error)
+    echo = is_echo(error)
+    message = f"{type(error).__name__}: {error}"
+    return Failure(message, text, time.time(), echo, outage=echo, cause=error)
 
 
 class Host:
@@ -169,13 +171,13 @@ class Host:
 
     def pulse(self, stacks: bool) -> Pulse:
         """Returns what this process is doing; from any thread, whatever the others do. stacks: with those of
-        the processes that its workers have started, as far as they answer.
+        the processes that its workers have started, as far as they answer, and the flight record.
         """
         own = activity.pulse(stacks)
         if not stacks:
             return own
         below = [worker.stacks() for worker in list(self.workers.values())]
-        return replace(own, stacks="\n".join(filter(None, [own.stacks, *below])))
+        return replace(own, stacks="\n".join(filter(None, [own.stacks, *below, flight_record()])))
 
     def _bound(self, call: Call, blocks: Sequence[Batch]) -> Callable[[], Any]:
         """Returns the method of a call with all its arguments."""

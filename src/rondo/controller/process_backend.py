@@ -26,7 +26,7 @@ from rondo.config.schema import ClusterConfig
 from rondo.controller.calls import Failure
 from rondo.controller.cluster import planned_device
 from rondo.controller.remote import RemoteCluster, RemoteHandle, worker_environment
-from rondo.errors import ConfigError, WorkerError
+from rondo.errors import ConfigError, WorkerError, outage
 from rondo.roles import WORKER_MODULES
 from rondo.transport.child import Child, ProcessLostError
 from rondo.transport.forkserver import ForkServer
@@ -65,7 +65,7 @@ class ProcessHandle(RemoteHandle):
     def died(self, error: Exception) -> Failure:
         """See RemoteHandle.died."""
         assert isinstance(error, ProcessLostError)
-        return Failure(f"{error}{self.last_words(error.tail)}", at=time.time(), died=True)
+        return Failure(f"{error}{self.last_words(error.tail)}", at=time.time(), died=True, outage=True)
 
 
 class ProcessCluster(RemoteCluster):
@@ -143,6 +143,7 @@ async def start_process_cluster(config: ClusterConfig, threads: int, logs: Path 
     except BaseException as error:
         await cluster.shutdown()
         if isinstance(error, ProcessLostError):
-            raise WorkerError("hosts", 0, "start", f"{error}; its last lines:\n{error.tail}") from error
+            message = f"{error}; its last lines:\n{error.tail}"
+            raise outage(WorkerError("hosts", 0, "start", message)) from error
         raise
     return cluster

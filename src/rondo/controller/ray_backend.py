@@ -39,7 +39,7 @@ from rondo.controller.remote import (
     log_everything,
     worker_environment,
 )
-from rondo.errors import ConfigError, DataError
+from rondo.errors import ConfigError, WorkerError, outage
 from rondo.transport.process import TAIL_LINES, header
 
 _ENVIRONMENT = dict(os.environ)  # importing Ray writes into it
@@ -148,7 +148,7 @@ class RayHandle(RemoteHandle):
         where = f"pid {self.place.pid} on {self.place.address}"
         message = f"its host process ({where}) died or cannot be reached: {type(error).__name__}: {first}"
         message += self.last_words("" if self.log is None else _tail(self.log))
-        return Failure(message, str(error), time.time(), died=True)
+        return Failure(message, str(error), time.time(), died=True, outage=True)
 
 
 class RayPools:
@@ -274,9 +274,8 @@ class RayCluster(RemoteCluster):
         try:
             return await _all(places)
         except RayError as error:
-            raise DataError(
-                f"a block of this batch is lost, its host process or node is gone: {error}"
-            ) from error
+            message = f"a block of this batch is lost, its host process or node is gone: {error}"
+            raise outage(WorkerError("hosts", 0, "fetch", message)) from error
 
     async def shutdown(self) -> None:
         """See Cluster.shutdown."""

@@ -31,6 +31,7 @@ from rondo.transport.process import users_path
 from rondo.usage import children_cpu_seconds
 
 START_SECONDS = 300.0  # for hosts to come up and join: imports and a cold disk take minutes
+COUNT_SECONDS = 2.0  # for a host to say what it has used
 CLOSE_SECONDS = 10.0  # for a host to close its workers; then it is killed
 _log = logging.getLogger(__name__)
 
@@ -178,8 +179,9 @@ class RemoteCluster(Cluster):
         used: dict[int, float] = {}
 
         async def ask(handle: RemoteHandle) -> None:
-            with contextlib.suppress(handle.gone):  # dead since: it adds nothing more
-                used[handle.device] = await handle.ask("cpu_seconds")
+            # Dead since: it adds nothing more. Or busy, or hung: it is counted the next time.
+            with contextlib.suppress(handle.gone, TimeoutError):
+                used[handle.device] = await asyncio.wait_for(handle.ask("cpu_seconds"), COUNT_SECONDS)
 
         await asyncio.gather(*(ask(handle) for handle in self._handles if handle.broken is None))
         return dict(sorted(used.items()))

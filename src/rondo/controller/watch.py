@@ -23,7 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from rondo import activity
-from rondo.activity import Pulse
+from rondo.activity import Deed, Pulse
 from rondo.controller.calls import Failure, HostHandle
 from rondo.controller.hangs import Seen, SentCall, describe, is_hopeless, waiting_for
 from rondo.errors import RondoError
@@ -93,13 +93,15 @@ class _Host:
         for kind in (BESIDE, IN_TURN):
             if self.pulse is None or pulse.moves[kind] != self.pulse.moves[kind]:
                 self.moved[kind] = now
-        self._work(pulse.cpu_seconds, any(deed.on_disk for deed in pulse.deeds), now)
+        # To write its stacks down takes a processor, and so does having it done by others: that is no work.
+        asked = bool(pulse.stacks) or (self.pulse is not None and bool(self.pulse.stacks))
+        self._work(pulse.cpu_seconds, any(deed.on_disk for deed in pulse.deeds), now, counts=not asked)
         self.pulse = pulse
         self.heard = now
 
-    def _work(self, cpu_seconds: float, on_disk: bool, now: float) -> None:
+    def _work(self, cpu_seconds: float, on_disk: bool, now: float, *, counts: bool = True) -> None:
         before, at = self._cpu
-        if on_disk or cpu_seconds - before > WORKING_SHARE * (now - at):
+        if on_disk or (counts and cpu_seconds - before > WORKING_SHARE * (now - at)):
             self.worked = now
         self._cpu = cpu_seconds, now
 
@@ -124,6 +126,10 @@ class _Host:
         """Returns what there is to say of it where nothing has moved for `seconds`."""
         assert self.handle is not None
         silent = now - self.heard > seconds / 2
+        deeds = () if self.pulse is None else self.pulse.deeds
+        if silent:  # since its last word it may have ended what it told then
+            under_way = {(role, method) for role, _, method in list(self.calls)}
+            deeds = tuple(deed for deed in deeds if _call_of(deed) in under_way)
         return Seen(
             self.handle.device,
             None if self.pulse is None else self.pulse.pid,
@@ -131,7 +137,7 @@ class _Host:
             calls=tuple(
                 SentCall(*call, now - at) for call, sent in list(self.calls.items()) for at in list(sent)
             ),
-            deeds=() if self.pulse is None else self.pulse.deeds,
+            deeds=deeds,
             silent_seconds=now - self.heard if silent else None,
             state=self.state,
             owes=not silent and self.handle.owed > 0 and not self.in_turn,
@@ -139,14 +145,22 @@ class _Host:
         )
 
 
+def _call_of(deed: Deed) -> tuple[str, str]:
+    """Returns role and method of the call that a deed is part of: "actor[0].update_actor"."""
+    name = deed.path[0]
+    return name.partition("[")[0], name.rpartition(".")[2].partition(" ")[0]
+
+
 class HangWatch:
     """Is told of all calls (`CallWatcher`), and looks at the hosts between `start` and `close`.
 
-    seconds: without a movement. log: the file where it is written down, for messages.
+    seconds: without a movement. limit: seconds without an answer, after which a host is given up. log: the
+    file where it is written down, for messages.
     """
 
-    def __init__(self, handles: Sequence[HostHandle], seconds: float, log: Path | None) -> None:
+    def __init__(self, handles: Sequence[HostHandle], seconds: float, limit: float, log: Path | None) -> None:
         self._seconds = seconds
+        self._limit = limit
         self._period = min(MOST_SECONDS, seconds / 4)
         self._log = log
         self._hosts = [_Host(handle) for handle in handles]
@@ -208,6 +222,7 @@ class HangWatch:
             _log.warning("it moves again, after %.0f s", self._now - self._since)
         if CALLS in hang and self._end_what_is_hopeless():
             hang = frozenset()
+        self._end_the_silent()
         self._told = hang
         self._ask()
 
@@ -269,15 +284,28 @@ class HangWatch:
             return False
         lines = "; ".join(describe(one, seen) for one in seen if one.takes_part)
         still = f"nothing has moved for {self._seconds:g} s (cluster.hang_seconds)"
-        why = f"{still}, and nobody computes: {lines}"
+        part = [host for host, one in zip(self._hosts, seen, strict=True) if one.takes_part]
+        self._fail(part, f"{still}, and nobody computes: {lines}")
+        return True
+
+    def _end_the_silent(self) -> None:
+        """Fails all calls of hosts that have not answered for as long as a collective may take: whatever they
+        are in, stopped or out of reach, nobody would end it.
+        """
+        silent = [host for host in self._hosts if host.calls and self._now - host.heard >= self._limit]
+        for host in silent:
+            if not host.lost:
+                self._fail(
+                    [host], f"{host.name} has not answered for {self._limit:g} s (cluster.timeout_seconds)"
+                )
+
+    def _fail(self, hosts: Sequence[_Host], why: str) -> None:
         where = f"; the stacks are in {self._log}" if self._log is not None else ""
         _log.error("%s. These calls fail", why)
-        failure = Failure(why + where, at=time.time())
-        handles = []
-        for host, one in zip(self._hosts, seen, strict=True):
-            if one.takes_part and host.handle is not None:
-                host.given_up = True
-                handles.append(host.handle)
+        failure = Failure(why + where, at=time.time(), outage=True)
+        handles = [host.handle for host in hosts if host.handle is not None]
+        for host in hosts:
+            host.given_up = True
 
         def condemn() -> None:
             for handle in handles:
@@ -285,7 +313,6 @@ class HangWatch:
 
         with suppress(RuntimeError):  # the loop is closed: nobody waits
             self._loop.call_soon_threadsafe(condemn)
-        return True
 
     def _seen(self) -> list[Seen]:
         return [host.seen(self._now, self._seconds) for host in self._hosts]

@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from rondo.border import users_code
 from rondo.config.functions import check_options, did_you_mean, resolve_function
@@ -26,6 +26,7 @@ from rondo.config.schema import (
     SourceConfig,
     TaskSourceConfig,
 )
+from rondo.data.urls import check_url, fetched, is_url
 from rondo.errors import ConfigError, DataError, half_of_a_pair
 
 Row = Mapping[str, Any]
@@ -137,7 +138,7 @@ def check_source(config: SourceConfig) -> None:
     """
     with _named(source_name(config)):
         if isinstance(config, FileSourceConfig):
-            _existing_file(config)
+            _check_file(config)
         elif isinstance(config, TaskSourceConfig) and config.type == "function":
             _function_of(config)
 
@@ -168,6 +169,17 @@ def open_sources(configs: Sequence[SourceConfig], tools: Sequence[Any] = ()) -> 
         if "/" in name:
             raise ConfigError(f"data: source name {name!r} must not contain '/'; it is a part of prompt ids")
     return tuple(dataclasses.replace(open_source(config), shared_tools=tools) for config in configs)
+
+
+def _check_file(config: FileSourceConfig) -> None:
+    if is_url(config.path):
+        check_url(config.path)
+    else:
+        _existing_file(config)
+
+
+def _opened(config: FileSourceConfig) -> IO[bytes]:
+    return fetched(config.path) if is_url(config.path) else _existing_file(config).open("rb")
 
 
 def _existing_file(config: FileSourceConfig) -> Path:
@@ -203,21 +215,21 @@ def _open_parquet(config: FileSourceConfig) -> Rows:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    path = _existing_file(config)
     try:
-        table = pq.ParquetFile(path).read()
+        with _opened(config) as file:
+            table = pq.ParquetFile(file).read()
         table.validate(full=True)  # texts are UTF-8
     except (OSError, pa.ArrowInvalid) as error:
-        raise DataError(f"{path} cannot be read as Parquet: {error}") from error
-    return Rows(_TableRows(table.slice(0, config.size)), str(path))
+        raise DataError(f"{config.path} cannot be read as Parquet: {error}") from error
+    return Rows(_TableRows(table.slice(0, config.size)), config.path)
 
 
 def _open_jsonl(config: FileSourceConfig) -> Rows:
-    path = _existing_file(config)
+    path = config.path
     rows: list[Row] = []
     places: list[str] = []
     try:
-        with path.open("rb") as file:
+        with _opened(config) as file:
             for number, line in enumerate(file, 1):
                 if config.size is not None and len(rows) == config.size:
                     break
@@ -226,7 +238,7 @@ def _open_jsonl(config: FileSourceConfig) -> Rows:
                     places.append(f"line {number}")
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
-    return Rows(rows, str(path), places)
+    return Rows(rows, path, places)
 
 
 def _parse_line(line: bytes, where: str) -> Row:

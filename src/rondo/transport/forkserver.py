@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 from rondo.transport import guard
 
+END_SECONDS = 10.0
 _NUMBER = struct.Struct("<Q")
 
 
@@ -84,7 +85,11 @@ class ForkServer:
     def close(self) -> None:
         """Ends the server, and what it forked with it."""
         self._connection.close()
-        self._process.wait()
+        try:
+            self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:  # it is stopped, or still imports
+            self._process.kill()
+            self._process.wait()
 
 
 def main(descriptor: int, preload: Sequence[str]) -> None:

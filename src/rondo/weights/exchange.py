@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from rondo.activity import Activity, progress
-from rondo.errors import RondoError, WeightSyncError
+from rondo.errors import RondoError, WeightSyncError, outage
 from rondo.weights.checksum import box_checksum, combine, signed
 from rondo.weights.layout import Box, Layout
 from rondo.weights.plan import Move, TransferPlan, plan_transfer
@@ -297,7 +297,8 @@ def _watch(lost: dict[int, str], peer: int, doing: str) -> Iterator[None]:
 
 def _raise_lost(lost: Mapping[int, str], version: int) -> None:
     for rank, reason in lost.items():
-        raise WeightSyncError(f"version {version} did not arrive from rank {rank} of the trainer: {reason}")
+        message = f"version {version} did not arrive from rank {rank} of the trainer: {reason}"
+        raise outage(WeightSyncError(message))
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:

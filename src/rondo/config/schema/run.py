@@ -87,6 +87,8 @@ class TrainerConfig:
     """A run's folder: do what its journal says was trained when, to the same bits."""
     run_dir: Path | None = None
     """Default: runs/<name of the first recipe>."""
+    max_restarts: FewOrNone = 3
+    """So often a run that loses a host process (it died, it hangs) goes on from its newest checkpoint."""
     warm_start: Path | None = None
     """An SFT recipe, run first; its export becomes model.path."""
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -166,10 +168,10 @@ class ClusterConfig:
     """Torch threads per device; default: cores shared out evenly."""
     balance: Annotated[BalanceConfig, Chosen()] = TokenBalanceConfig()
     """By what rows are spread over the ranks of a worker group."""
-    hang_seconds: Seconds | None = 60.0
+    hang_seconds: Seconds | None = 50.0
     """When nothing has moved for so long, say who waits for whom, with all stacks; null: never."""
     timeout_seconds: Seconds = 1800.0
-    """Of one collective operation: a rank that waits longer for the others fails."""
+    """Of one collective operation, and without a word of a host: who is waited for longer has failed."""
     env: Mapping[str, str | Seed] = Field(default_factory=dict)
     """Variables of the host processes (process, ray) and what they start, as NCCL's or the allocator's."""
     inline: bool = False

@@ -23,6 +23,7 @@ from rondo.controller import Cluster, start_cluster
 from rondo.interrupts import came, caught
 from rondo.tracking import Console, Kind, RunFolder, logged_to
 from rondo.trainers.commands.export import export_model
+from rondo.trainers.commands.restarts import Restarts
 from rondo.trainers.loop import Checkpoints, Reporter, RLRun, RLTrainer, finish, remove_files
 from rondo.trainers.supervised import SupervisedTrainer
 
@@ -38,14 +39,20 @@ def open_console(config: Config) -> Console:
 
 @contextmanager
 def open_run(
-    loaded: LoadedConfig, path: str | Path, console: Console, on_step: OnStep | None = None
+    loaded: LoadedConfig,
+    path: str | Path,
+    console: Console,
+    on_step: OnStep | None = None,
+    restarts: Restarts | None = None,
 ) -> Iterator[Run]:
-    """Holds the folder of a run. on_step: may end it. Raises CheckpointError where the run cannot go on from
-    what is in it.
+    """Holds the folder of a run. on_step: may end it. restarts: whose attempt this is; None: there are none.
+    Raises CheckpointError where the run cannot go on from what is in it.
     """
-    with RunFolder(path, resume=loaded.config.checkpoint.resume) as folder, ExitStack() as at_end:
+    restarts = restarts or Restarts(loaded.config, console)
+    resume = "auto" if restarts.number else loaded.config.checkpoint.resume  # what it finds is its own
+    with RunFolder(path, resume=resume) as folder, ExitStack() as at_end:
         at_end.callback(remove_files, folder.path)
-        run = Run(loaded, folder, console, at_end, on_step)
+        run = Run(loaded, folder, console, at_end, on_step, restarts)
         run.checkpoints.check()
         yield run
 
@@ -60,6 +67,7 @@ class Run:
         console: Console,
         at_end: ExitStack,
         on_step: OnStep | None,
+        restarts: Restarts,
     ) -> None:
         self.loaded = loaded
         """As the user wrote it: before a warm start says where the model comes from."""
@@ -67,6 +75,7 @@ class Run:
         self.console = console
         self.at_end = at_end
         """What is closed before the folder is."""
+        self.restarts = restarts
         self.checkpoints = Checkpoints(loaded.config, folder)
         self._on_step = on_step
         self._request_stop: Callable[[], None] | None = None  # while it can be stopped
@@ -77,6 +86,7 @@ class Run:
         reporter = Reporter(config, self.folder, self.console, title=self.folder.path.name, kind=kind)
         reporter.on_step = partial(self._stepped, reporter)
         reporter.on_evaluation = partial(self._evaluated, reporter)
+        reporter.restarts = self.restarts.number
         backend, devices = config.cluster.backend.name, config.cluster.devices
         logs = self.folder.logs_dir
         with logged_to(logs / "controller.log", self.folder.attempt):
@@ -89,7 +99,11 @@ class Run:
     async def train(self, trainer: RLTrainer | SupervisedTrainer) -> Summary:
         """Trains, and ends the run."""
         await trainer.start()
+        self.restarts.reached = trainer.step
         self.begin(trainer.reporter)
+        if self.restarts.number:
+            trainer.reporter.note(f"{self.restarts.name}: {_goes_on_from(trainer.step)}")
+            trainer.clock.mark("restart", {"number": self.restarts.number})
         with self.stoppable(trainer.request_stop):
             # A task of its own, like what runs beside it (feeder, mender).
             finished = await asyncio.create_task(trainer.run(), name="trainer")
@@ -109,6 +123,7 @@ class Run:
 
     def _stepped(self, reporter: Reporter, metrics: Mapping[str, Any]) -> None:
         """Asks `on_step` after every step, and ends the run where it says so."""
+        self.restarts.reached = metrics["step"]
         if self._on_step is not None and self._on_step(metrics):
             self._end_early(reporter)
 
@@ -136,6 +151,7 @@ class Run:
         """
 
         def stop() -> None:
+            self.restarts.stopping = True
             request_stop()
             name = "Ctrl-C" if came() == signal.SIGINT else came().name
             self.console.note(
@@ -166,3 +182,9 @@ class Run:
                     await self.checkpoints.load_best(trained.roles.actor, trained.step)
                     await export_model(trained.roles.actor, trained.config, part)
             return finish(reporter, trained.step, best.told())
+
+
+def _goes_on_from(step: int) -> str:
+    if step:
+        return f"goes on behind step {step}, of which the newest checkpoint is"
+    return "begins with the first step, as there was no checkpoint (checkpoint.every)"

@@ -15,6 +15,7 @@ from rondo.trainers.commands.event_loop import run_loop
 from rondo.trainers.commands.export import with_model
 from rondo.trainers.commands.open_run import OnStep, Run, Summary, open_console, open_run
 from rondo.trainers.commands.recipe import beside_recipe, located, run_dir, settled_recipe
+from rondo.trainers.commands.restarts import Restarts
 from rondo.trainers.commands.warm_cache import DEPENDS_ON, entry_of, keep
 from rondo.trainers.loop import already_finished, config_of
 from rondo.trainers.program import complete_model, placement_of
@@ -42,12 +43,19 @@ def _supervised(loaded: LoadedConfig, task: Task, on_step: OnStep | None) -> Sum
     loaded = settled_recipe(loaded)
     check_supervised(loaded, task)
     with located(loaded), open_console(loaded.config) as console:
-        main = _supervise(loaded, task, console, on_step)
-        return run_loop(main, loaded.config.cluster.hang_seconds)
+        restarts = Restarts(loaded.config, console)
+
+        def attempt() -> Summary:
+            main = _supervise(loaded, task, console, on_step, restarts)
+            return run_loop(main, loaded.config.cluster.hang_seconds)
+
+        return restarts.around(attempt)
 
 
-async def _supervise(loaded: LoadedConfig, task: Task, console: Console, on_step: OnStep | None) -> Summary:
-    with open_run(loaded, run_dir(loaded), console, on_step) as run:
+async def _supervise(
+    loaded: LoadedConfig, task: Task, console: Console, on_step: OnStep | None, restarts: Restarts
+) -> Summary:
+    with open_run(loaded, run_dir(loaded), console, on_step, restarts) as run:
         done = already_finished(run.folder, loaded.config, console)
         if done is not None:
             console.note(
@@ -86,7 +94,7 @@ async def warm_started(run: Run, folder: Path) -> Config:
         path.symlink_to(entry)
         run.console.note(f"warm start: made before on this machine ({entry})")
     else:
-        with located(recipe), open_run(recipe, path, run.console) as first:
+        with located(recipe), open_run(recipe, path, run.console, restarts=run.restarts) as first:
             await _trained(first, SFT, complete_model(recipe.config))
         if entry is not None:
             keep(path, entry)

@@ -16,6 +16,7 @@ from rondo.trainers.commands.check_memory import check_memory
 from rondo.trainers.commands.event_loop import run_loop
 from rondo.trainers.commands.open_run import OnStep, Run, Summary, open_console, open_run
 from rondo.trainers.commands.recipe import located, run_dir, settled_recipe
+from rondo.trainers.commands.restarts import Restarts
 from rondo.trainers.commands.supervised import warm_started
 from rondo.trainers.loop import (
     EngineSide,
@@ -57,15 +58,22 @@ def train(loaded: LoadedConfig, on_step: OnStep | None = None) -> Summary:
     loaded = settled_recipe(loaded)
     program = check_rl(loaded)
     with located(loaded), open_console(loaded.config) as console:
-        main = _train(loaded, program, console, on_step)
-        return run_loop(main, loaded.config.cluster.hang_seconds)
+        restarts = Restarts(loaded.config, console)
+
+        def attempt() -> Summary:
+            main = _train(loaded, program, console, on_step, restarts)
+            return run_loop(main, loaded.config.cluster.hang_seconds)
+
+        return restarts.around(attempt)
 
 
-async def _train(loaded: LoadedConfig, program: Program, console: Console, on_step: OnStep | None) -> Summary:
+async def _train(
+    loaded: LoadedConfig, program: Program, console: Console, on_step: OnStep | None, restarts: Restarts
+) -> Summary:
     folder = run_dir(loaded)
     check_own_folder(program.recorded, folder)
     followed = followed_journal(loaded.config, folder)
-    with open_run(loaded, folder, console, on_step) as run:
+    with open_run(loaded, folder, console, on_step, restarts) as run:
         done = already_finished(run.folder, loaded.config, console)
         if done is not None:
             return show_finished(loaded.config, run.folder, console, done)

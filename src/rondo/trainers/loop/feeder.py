@@ -17,7 +17,7 @@ import numpy as np
 from rondo.batch import BatchRef
 from rondo.columns import GREEDY_REWARD
 from rondo.data import firsts, is_scored
-from rondo.errors import RolloutError, WorkerError
+from rondo.errors import RolloutError, WorkerError, outage
 from rondo.planning import OnUpdate
 from rondo.trainers.loop.buffer import Buffer, Group, failures
 from rondo.types import Ended
@@ -105,7 +105,8 @@ class EpisodeFeeder:
         version = self._buffer.ledger.open[seq]
         ranks = self._alive()
         if not ranks:
-            self._buffer.fail(RolloutError("no rollout rank is left: all their host processes died"))
+            lost = RolloutError("no rollout rank is left: all their host processes died")
+            self._buffer.fail(outage(lost))
             return
         rank = min(ranks, key=lambda rank: int(self._load[rank]))
         self._load[rank] += 1

@@ -10,7 +10,7 @@ from typing import Any
 
 from rondo.config import Config
 from rondo.controller import WorkerGroup
-from rondo.errors import WeightSyncError, WorkerError
+from rondo.errors import WeightSyncError, WorkerError, outage
 from rondo.trainers.loop.feeder import cancel
 from rondo.trainers.program import rollout_dtype
 from rondo.weights import Layout, SendReport, SyncReport, Transfer
@@ -113,7 +113,8 @@ class CollectiveRoute:
         lost = {rank: error.message for rank, error in errors.items() if isinstance(error, WorkerError)}
         if len(lost) == len(receiving):
             rank, reason = next(iter(lost.items()))
-            raise WeightSyncError(f"version {version}: no rollout rank is left; rollout[{rank}]: {reason}")
+            message = f"version {version}: no rollout rank is left; rollout[{rank}]: {reason}"
+            raise outage(WeightSyncError(message))
         return lost
 
     def _missed(self, sending: asyncio.Task[list[SendReport]]) -> dict[int, str]:

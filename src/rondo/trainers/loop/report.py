@@ -67,6 +67,7 @@ class Reporter:
         self.is_enough = (
             False  # it has ended before its last step by a rule of the user's: an end all the same
         )
+        self.restarts = 0  # of the run, by itself (trainer.max_restarts), so far
         # They hear the metrics of every step (`step` among them), and of every evaluation, once written.
         self.on_step: Callable[[Mapping[str, Any]], None] | None = None
         self.on_evaluation: Callable[[int, Mapping[str, Any]], None] | None = None
@@ -143,6 +144,8 @@ class Reporter:
             self.clock.mark("staleness", shown, is_counter=True)
         metrics = values | dict(extra) | self.clock.end_step(step, **tokens)
         update = metrics.get("timing/update_actor_s", 0.0)
+        if self.restarts:
+            metrics["perf/restarts"] = self.restarts
         if update > 0:  # so that evaluations and checkpoints do not count; what is generated has no phase
             metrics["perf/trained_tokens_per_s"] = trained / update
         self._log(step, metrics)

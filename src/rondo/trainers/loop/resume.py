@@ -16,7 +16,15 @@ from rondo.tracking import Console, RunFolder
 
 LENGTH = ("trainer.total_steps", "trainer.epochs", "checkpoint.best")
 # Where and how a run runs, and what it tells, may change at will; so may its length and what ends it.
-FREE = ("trainer.run_dir", *LENGTH, "trainer.evaluation", "cluster", "tracking", "checkpoint")
+FREE = (
+    "trainer.run_dir",
+    "trainer.max_restarts",
+    *LENGTH,
+    "trainer.evaluation",
+    "cluster",
+    "tracking",
+    "checkpoint",
+)
 
 
 def already_finished(folder: RunFolder, config: Config, console: Console) -> dict[str, Any] | None:

@@ -9,7 +9,7 @@ from rondo.config import Config, LoadedConfig
 from rondo.errors import ConfigError
 from rondo.trainers.commands.check import without_data
 from rondo.trainers.commands.check_machine import check_backend, check_files, check_reward_models
-from rondo.trainers.commands.recipe import second_pass
+from rondo.trainers.commands.recipe import changed_keys, second_pass
 
 # What the built-in loop does by configuration, and a program by a line of its own.
 YOURS: Mapping[str, str] = {
@@ -25,9 +25,17 @@ def check_session(loaded: LoadedConfig) -> None:
     with second_pass(loaded) as found:
         found.problems += without_data(config)
         found.problems += _of_the_built_in_loop(config)
+        found.problems += _restarts(loaded)
         found.of(check_backend, config)
         found.of(functools.partial(check_files, context=True), loaded)
         found.of(check_reward_models, config, [model.name for model in config.reward.models])
+
+
+def _restarts(loaded: LoadedConfig) -> Iterator[ConfigError]:
+    key = "trainer.max_restarts"
+    if loaded.config.trainer.max_restarts and any(key == changed for changed, _ in changed_keys(loaded)):
+        text = f"{key} is for the built-in loop; a program of your own goes on when you start it again"
+        yield ConfigError(text, key=key)
 
 
 def _of_the_built_in_loop(config: Config) -> Iterator[ConfigError]:
