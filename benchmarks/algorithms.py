@@ -44,8 +44,11 @@ NO_ALGORITHM = (
     "reward_model",
     "calculator",
     "python_tool",
+    "search_r1",
     "frozen_lake",
     "sokoban",
+    "alfworld",
+    "miniwob",
 )  # and theirs
 FROM_PAIRS = ("dpo",)  # trained by `rondo preference`, without rollouts: two points, no curve
 TEACHER = "grpo"  # whose model teaches the `distill` recipes

@@ -1,12 +1,16 @@
-"""Policies that learn to act: GRPO, GiGPO, HGPO and PPO with bi-level GAE in the worlds of the recipes.
+"""Policies that learn to act, in the worlds of the recipes: in Sokoban and FrozenLake with GRPO, GiGPO, HGPO
+and PPO with bi-level GAE, in ALFWorld and MiniWoB as the recipes have it.
 
     OMP_NUM_THREADS=1 python benchmarks/environment_recipes.py                                  # all of it
     OMP_NUM_THREADS=1 python benchmarks/environment_recipes.py --only sokoban --algorithms grpo gigpo
+    OMP_NUM_THREADS=1 .venv-environments/bin/python benchmarks/environment_recipes.py --only alfworld miniwob
 
-Each run is a recipe with another estimator, from the warm start that the recipe has at that seed: all
-estimators of a seed begin with the same weights. Runs whose summary is in WORK are not repeated. Prints, for
-each recipe, the share of held-out levels that are solved before and after, and the difference between GiGPO
-and GRPO of the same seed after BUDGET steps in the environment; draws docs/environments.png.
+ALFWorld and MiniWoB want their packages, which `make test-environments` installs, and the latter Chromium.
+Each run is a recipe, perhaps with another estimator, from the warm start that the recipe has at that seed:
+all estimators of a seed begin with the same weights. Runs whose summary is in WORK are not repeated. Prints,
+for each recipe, the share of held-out levels that are solved before and after, and where estimators are
+compared the difference between GiGPO and GRPO of the same seed after BUDGET steps in the environment; draws
+docs/environments_RECIPE.png.
 """
 
 from __future__ import annotations
@@ -29,7 +33,6 @@ from rondo.config import load
 from rondo.tracking import read_metrics
 from rondo.trainers.commands import train as runs
 
-RECIPES = ("sokoban", "frozen_lake")
 # As in the recipes, no group is divided by its deviation, so that what differs is the credit.
 ALGORITHMS = {
     "grpo": ("algorithm.advantage={name: grpo, normalize_std: false}",),
@@ -44,9 +47,15 @@ ALGORITHMS = {
         "critic.optimizer={lr: 5.0e-4, betas: [0.9, 0.99], schedule: {name: constant, warmup_steps: 5}}",
     ),
 }
-TITLES = {"grpo": "GRPO", "gigpo": "GiGPO", "hgpo": "HGPO", "ppo": "PPO, bi-level GAE"}
-SEEDS = {"sokoban": (0, 1, 2, 3, 4), "frozen_lake": (0, 1, 2)}
-# Steps in the environment after which estimators are compared.
+TITLES = {
+    "grpo": "GRPO",
+    "gigpo": "GiGPO",
+    "hgpo": "HGPO",
+    "ppo": "PPO, bi-level GAE",
+    "recipe": "as in the recipe",
+}
+SEEDS = {"sokoban": (0, 1, 2, 3, 4), "frozen_lake": (0, 1, 2), "alfworld": (0, 1, 2), "miniwob": (0, 1, 2)}
+# Steps in the environment after which estimators are compared, in the recipes in which they are.
 BUDGET = {"sokoban": 10_000, "frozen_lake": 10_000}
 SAMPLED, GREEDY = "eval/sampled/reward", "eval/greedy/reward"
 # 97.5 % quantiles of Student's t, by degrees of freedom.
@@ -60,13 +69,13 @@ def training(recipe: str, algorithm: str, seed: int, work: Path) -> Task:
     folder = work / f"{recipe}_{algorithm}_{seed}"
     overrides = [
         *SETTINGS,
-        *ALGORITHMS[algorithm],
         f"trainer.seed={seed}",
         f"trainer.run_dir={folder}",
         "tracking={save_rollouts: false, samples: 0}",
-        "trainer.evaluation={every: 15, samples: 2}",
         "checkpoint={every: null, export: false}",
     ]
+    if algorithm != "recipe":
+        overrides += [*ALGORITHMS[algorithm], "trainer.evaluation={every: 15, samples: 2}"]
     return Task(f"{recipe} {algorithm}", seed, folder, lambda: runs.train(load([recipe], overrides)))
 
 
@@ -147,27 +156,26 @@ def table(recipe: str, ours: Results) -> list[str]:
     return rows
 
 
-def draw(results: Mapping[str, Results], path: Path) -> None:
-    """Sampled success on held-out levels by steps in the environment: each seed, a panel per recipe."""
+def draw(recipe: str, ours: Results, path: Path) -> None:
+    """Sampled success on held-out levels by steps in the environment, each seed."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(4.2 * len(results), 2.8), layout="constrained")
+    figure = Figure(figsize=(4.2, 2.8), layout="constrained")
     FigureCanvasAgg(figure)
-    colours = dict(zip(ALGORITHMS, ("#777777", "#2457a8", "#2a8a57", "#c2571a"), strict=True))
-    for axes, (recipe, ours) in zip(
-        figure.subplots(1, len(results), squeeze=False).flat, results.items(), strict=True
-    ):
-        for algorithm, by_seed in ours.items():
-            for number, run in enumerate(by_seed.values()):
-                label = TITLES[algorithm] if number == 0 else None
-                steps, solved = zip(*run[SAMPLED], strict=True)
-                axes.plot(steps, solved, color=colours[algorithm], linewidth=1, marker="o", ms=2, label=label)
+    colours = dict(zip(TITLES, ("#777777", "#2457a8", "#2a8a57", "#c2571a", "#2457a8"), strict=True))
+    axes = figure.subplots()
+    for algorithm, by_seed in ours.items():
+        for number, run in enumerate(by_seed.values()):
+            label = TITLES[algorithm] if number == 0 else None
+            steps, solved = zip(*run[SAMPLED], strict=True)
+            axes.plot(steps, solved, color=colours[algorithm], linewidth=1, marker="o", ms=2, label=label)
+    if recipe in BUDGET:
         axes.axvline(BUDGET[recipe], color="#777777", linewidth=0.6, linestyle=":")
-        axes.set_title(recipe, fontsize=9, loc="left")
-        axes.set(ylim=(0, 1), xlabel="steps in the environment", ylabel="held-out levels solved, sampled")
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(fontsize=7, frameon=False, loc="lower right")
+    axes.set_title(recipe, fontsize=9, loc="left")
+    axes.set(ylim=(0, 1), xlabel="steps in the environment", ylabel="held-out levels solved, sampled")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=7, frameon=False, loc="lower right")
     figure.savefig(path, dpi=100)
 
 
@@ -176,10 +184,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="+", choices=RECIPES, default=RECIPES)
+    parser.add_argument("--only", nargs="+", choices=list(SEEDS), default=list(SEEDS))
     parser.add_argument("--algorithms", nargs="+", choices=list(ALGORITHMS), default=list(ALGORITHMS))
-    parser.add_argument("--seeds", help="comma list; default: 0 to 4 in sokoban, 0 to 2 in frozen_lake")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs", help="folder of the picture")
+    parser.add_argument("--seeds", help="comma list; default: 0 to 4 in sokoban, 0 to 2 in the others")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs", help="folder of the pictures")
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "environments", help="run folders")
     parser.add_argument("--jobs", type=int, default=1, help="runs at one time, one thread each")
     args = parser.parse_args()
@@ -189,22 +197,24 @@ def main() -> None:
     tasks = []
     for recipe in args.only:
         seeds = [int(seed) for seed in args.seeds.split(",")] if args.seeds else SEEDS[recipe]
-        tasks += [training(recipe, name, seed, work) for seed in seeds for name in args.algorithms]
+        names = args.algorithms if recipe in BUDGET else ["recipe"]
+        tasks += [training(recipe, name, seed, work) for seed in seeds for name in names]
     run_all(tasks, args.jobs)
-    results = {recipe: _found(recipe, work) for recipe in RECIPES}
+    results = {recipe: _found(recipe, work) for recipe in SEEDS}
     results = {recipe: ours for recipe, ours in results.items() if ours}
     if not results:
         raise SystemExit(f"no run finished; the logs are in {work}/*.log")
     print(machine())
     for recipe, ours in results.items():
         print("\n".join(["", *table(recipe, ours), ""]))
-        print("\n".join(difference(ours, recipe, name) for name in (SAMPLED, GREEDY)))
-    draw(results, out / "environments.png")
+        if recipe in BUDGET:
+            print("\n".join(difference(ours, recipe, name) for name in (SAMPLED, GREEDY)))
+        draw(recipe, ours, out / f"environments_{recipe}.png")
 
 
 def _found(recipe: str, work: Path) -> dict[str, dict[int, dict[str, Any]]]:
     found: dict[str, dict[int, dict[str, Any]]] = {}
-    for algorithm in ALGORITHMS:
+    for algorithm in TITLES:
         for seed in SEEDS[recipe]:
             made = described(work / f"{recipe}_{algorithm}_{seed}", recipe)
             if made is not None:

@@ -48,7 +48,7 @@ def test_every_recipe_that_rondo_ships_passes_the_second_check(capsys: pytest.Ca
     """As it is, with the model that a warm start has yet to make; only a teacher is for the user to name.
     A recipe whose package is not here says so (where the package is, `make test-environments` checks it).
     """
-    missing = [name for name in ("miniwob",) if importlib.util.find_spec(name) is None]
+    missing = [name for name in ("alfworld", "miniwob") if importlib.util.find_spec(name) is None]
     for path in sorted(RECIPES.glob("*.yaml")):
         teacher = ["teacher.path=."] if path.stem.startswith("distill") else []
         code = main(["config", "show", path.stem, *teacher])

@@ -42,6 +42,7 @@ ABOUT = {
     "grpo": ["actor/kl_loss"],
     "frozen_lake": ["environment/steps/frozen_lake", "environment/success/frozen_lake"],
     "sokoban": ["environment/steps/sokoban", "environment/success/sokoban"],
+    "alfworld": ["environment/steps/alfworld", "environment/success/alfworld"],
     "miniwob": ["environment/steps/miniwob", "environment/success/miniwob"],
     "ppo": ["critic/loss", "critic/explained_variance", "actor/kl_reward"],
     "quickstart_ppo": ["critic/loss", "actor/clip_fraction"],
@@ -80,6 +81,8 @@ def run(command: str, name: str, folder: Path, *overrides: str) -> list[dict[str
     """The lines of metrics.jsonl of two tiny steps of a recipe."""
     if name.startswith("reasoning_gym") and importlib.util.find_spec("reasoning_gym") is None:
         pytest.skip("needs reasoning_gym")
+    if name.startswith("alfworld"):
+        needs("alfworld", "textworld")
     if name.startswith("miniwob"):
         needs("miniwob")
         needs_programs("chromium")

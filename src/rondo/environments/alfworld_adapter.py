@@ -18,7 +18,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-from rondo.environments.alfworld_rooms import CHANGES, TASKS, Rules, draw_room, problem_of
+from rondo.environments.alfworld_rooms import CHANGES, TASKS, Room, Rules, draw_room, problem_of
 from rondo.environments.levels import level_of
 from rondo.environments.packages import borrowed_globals, require_package
 from rondo.environments.protocol import Observation, StepResult
@@ -140,10 +140,22 @@ def _rules() -> tuple[Rules, str, str]:
     return rules, domain, grammar
 
 
+def known_rules() -> Rules:
+    """Returns what ALFWorld says of the world. Raises ConfigError without the package."""
+    require_package("alfworld", "alfworld")
+    return _rules()[0]
+
+
+def made_room(seed: int, tasks: Sequence[str], others: int) -> Room:
+    """Returns the room of a seed, without the game. Raises ConfigError as `AlfWorld.check`."""
+    AlfWorld.check(tasks=tasks, others=others)
+    rules, name = known_rules(), f"alfworld {' '.join(sorted(tasks))} {others}"
+    return level_of(name, seed, lambda rng: draw_room(rng, rules, tasks, others), lambda level: level.fixed)
+
+
 def _made_game(seed: int, tasks: Sequence[str], others: int) -> _Game:
     rules, domain, grammar = _rules()
-    name = f"alfworld {' '.join(sorted(tasks))} {others}"
-    room = level_of(name, seed, lambda rng: draw_room(rng, rules, tasks, others), lambda level: level.fixed)
+    room = made_room(seed, tasks, others)
     data = {
         "pddl_domain": domain,
         "grammar": grammar.replace("UNKNOWN GOAL", room.sentence),

@@ -8,6 +8,7 @@ construction, so that each can be solved.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -62,7 +63,7 @@ TASKS = {
     "cool": "pick_cool_then_place_in_recep",
     "two": "pick_two_obj_and_place",
 }
-_TOOLS = {"clean": "SinkBasin", "heat": "Microwave", "cool": "Fridge"}
+TOOLS = {"clean": "SinkBasin", "heat": "Microwave", "cool": "Fridge"}
 CHANGES = {"clean": "Cleanable", "heat": "Heatable", "cool": "Coolable"}
 _LAMPS = {"Bedroom": ("DeskLamp", "Desk"), "LivingRoom": ("FloorLamp", "SideTable")}
 
@@ -99,6 +100,19 @@ class Room:
     plan: tuple[str, ...]
 
     @property
+    def names(self) -> dict[str, str]:
+        """What ALFWorld calls furniture and objects: types with numbers, of which the first name in the
+        planning problem has the highest.
+        """
+        kinds = {name: kind.lower() for name, kind in {**self.furniture, **self.objects}.items()}
+        left = Counter(kinds.values())
+        called = {}
+        for name in sorted(kinds, key=str.lower):
+            called[name] = f"{kinds[name]} {left[kinds[name]]}"
+            left[kinds[name]] -= 1
+        return called
+
+    @property
     def fixed(self) -> object:
         """What no action changes."""
         return self.sentence, sorted(self.furniture), sorted(self.objects)
@@ -116,7 +130,7 @@ def draw_room(rng: random.Random, rules: Rules, tasks: Sequence[str], others: in
     fitting = [one for one in fitting if not one.endswith("Sliced")]
     able = rules.changes[CHANGES[task]] if task in CHANGES else fitting
     wanted = rng.choice([one for one in fitting if one in able])
-    tool = _TOOLS.get(task, "")
+    tool = TOOLS.get(task, "")
     targets = sorted(kind for kind in set(furniture.values()) if wanted in rules.fits[kind] and kind != tool)
     if not targets:
         return None
@@ -181,8 +195,8 @@ def _plan(
                 go_to(places[lamp])
             actions.append(f"use {{{lamp}}}")
             break
-        if task in _TOOLS:
-            tool = first(_TOOLS[task])
+        if task in TOOLS:
+            tool = first(TOOLS[task])
             if tool != places[name]:
                 go_to(tool, inside=False)
             actions.append(f"{task} {{{name}}} with {{{tool}}}")

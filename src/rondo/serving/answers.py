@@ -118,8 +118,8 @@ class Frame:
         return message
 
     def _logprobs(self, made: Completion) -> dict[str, Any]:
-        texts = [self.tokenizer.decode([int(token)]) for token in made.token_ids]
-        numbers = [float(x) for x in made.log_probs]
+        texts = [self.tokenizer.decode([token]) for token in made.token_ids.tolist()]
+        numbers = made.log_probs.tolist()
         if self.kind == "text":
             offsets = np.cumsum([0, *map(len, texts)])[:-1].tolist()
             return {"tokens": texts, "token_logprobs": numbers, "top_logprobs": None, "text_offset": offsets}

@@ -48,6 +48,7 @@ Generate = Callable[..., Awaitable[Completion]]
 
 # More would not be faster: they share the interpreter, and the tokenizer's part is short.
 _THREADS = 2
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 T = TypeVar("T")
 
 
@@ -343,7 +344,8 @@ class Endpoint:
     def _sampling(self, asked: ApiRequest, session: Session, place: Place) -> SamplingParams:
         rules, limit, prompt_ids = session.rules, self.max_context, place.prompt_ids
         base = rules.sampling if rules else self._defaults
-        said = asked.model_dump(include={"temperature", "top_p", "top_k", "min_p"}, exclude_none=True)
+        named = {name: getattr(asked, name) for name in _SAMPLING}
+        said = {name: value for name, value in named.items() if value is not None}
         if rules is not None:
             limit = min(limit, session.root_length(place.parent, len(prompt_ids)) + base.max_tokens)
             for name, value in said.items():

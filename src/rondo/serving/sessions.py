@@ -224,6 +224,6 @@ def exact_tokens(made: Completion) -> dict[str, list[Any]]:
     """Writes tokens with their log-probs and versions as JSON has them."""
     return {
         "token_ids": made.token_ids.tolist(),
-        "token_log_probs": [float(x) for x in made.log_probs],
+        "token_log_probs": made.log_probs.tolist(),
         "policy_versions": made.policy_versions.tolist(),
     }

@@ -22,7 +22,7 @@ def answer_text(
     """Returns the answer without special tokens, and without the stop token or stop string at the end; and
     what its tokens say from the stop string on. parser: of the tools that the model was offered.
     """
-    ids = [int(token) for token in token_ids]
+    ids = np.asarray(token_ids).tolist()
     ids = ids[:-1] if ids and ids[-1] in stop_ids else ids
     whole = decode(tokenizer, ids) if parser is None else parser.decode(ids)
     return _read(whole, stops, parser), whole[len(before_stop(whole, stops)) :]
