@@ -21,7 +21,6 @@ import asyncio
 import gc
 import json
 import os
-import pickle
 import statistics
 import tempfile
 import time
@@ -39,7 +38,7 @@ from rondo.config import Config, load
 from rondo.controller import Mesh, WorkerGroup
 from rondo.controller.calls import Reply
 from rondo.controller.host import _ended
-from rondo.controller.remote import RemoteCluster, RemoteHandle, _pack_reply
+from rondo.controller.remote import RemoteCluster, RemoteHandle, _pack_reply, unpack_call
 from rondo.data import index_columns, is_scored
 from rondo.data.rows import row_ids
 from rondo.roles import ROLES
@@ -133,7 +132,7 @@ class SimulatedHandle(RemoteHandle):
 
 def simulate_call(answer: Callable[..., Any], payload: bytes, places: Sequence[Any]) -> tuple[bytes, Any]:
     """Does what `HostProgram.run` and `Host.run` do, with `answer` in the place of a worker."""
-    call = pickle.loads(payload)
+    call = unpack_call(payload)
     reply, kept = _ended(call, (time.time(), time.perf_counter()), answer(call, places))
     assert isinstance(reply, Reply)
     return _pack_reply(reply), kept
