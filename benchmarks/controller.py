@@ -28,7 +28,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -48,6 +48,7 @@ from rondo.trainers.program import Program, Roles, Step, plan_program, update_ac
 from rondo.trainers.program.roles import worker_class
 from rondo.types import SCORED, Prompt, SamplingParams, StepStats
 from rondo.workers import RolloutWorker
+from rondo.workers.estimating import EstimatingWorker
 
 PROMPT_TOKENS = 64
 COMMON = ["model.path=none", "trainer.total_steps=1", "trainer.max_staleness=2", "tracking.samples=0"]
@@ -189,6 +190,11 @@ class Rows:
         """What a worker's method returns: rows, columns of the right size, or numbers."""
         if call.method == "run_group":
             return self._group(call.args[0].seq), {}
+        if hasattr(EstimatingWorker, call.method):  # small enough to be done
+            method: Callable[..., Any] = getattr(EstimatingWorker, call.method)
+            return method(
+                cast(EstimatingWorker, None), call.shard.assemble(places), *call.args, **call.kwargs
+            )
         if call.method == "update_actor":
             stats = StepStats()
             stats.add_mean("actor/loss", 1.0)

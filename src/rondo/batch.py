@@ -121,12 +121,12 @@ class Batch:
         """Returns the number of entries in each row of a per-token column: int32 [B]."""
         return np.diff(self.ragged(name)[1].numpy())
 
-    def padded(self, name: str, fill: float = 0) -> torch.Tensor:
-        """Returns [B, T] (wide: [B, T, K]), T the longest row. For pure functions on the controller only; no
-        padding travels.
+    def padded(self, name: str, fill: float = 0, width: int | None = None) -> torch.Tensor:
+        """Returns [B, T] (wide: [B, T, K]), T the longest row, or `width`, which no row is longer than. For
+        pure functions only; no padding travels.
         """
         rows = self.rows(name)
-        width = max((len(row) for row in rows), default=0)
+        width = max((len(row) for row in rows), default=0) if width is None else width
         values = self.ragged(name)[0].numpy()
         out = np.full((len(rows), width, *values.shape[1:]), fill, values.dtype)
         for i, row in enumerate(rows):
@@ -383,6 +383,11 @@ class BatchRef:
         held = {name for block in self.blocks for name in block.columns} & set(new)
         blocks = self._blocks_without(held, replace) if held else self.blocks
         return BatchRef(self.index.with_columns(new, replace), blocks, self.resolve)
+
+    def without(self, *names: str) -> BatchRef:
+        """Returns the batch less these columns, wherever they lie."""
+        blocks = self._blocks_without(set(names), replace=True)
+        return BatchRef(self.index.without(*names), blocks, self.resolve)
 
     def with_blocks(self, new: Sequence[Block], replace: bool = False) -> BatchRef:
         """Adds columns that a worker wrote. A name that is there already is an error unless `replace`."""

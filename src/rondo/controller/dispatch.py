@@ -27,15 +27,20 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 @dataclass(frozen=True)
 class Dispatch:
     """The mark of a method. reads: columns shipped with a BatchRef. writes: columns it may return; () is not
-    checked."""
+    checked. replaces: columns it may return that the batch has, which are then those that it returned."""
 
     how: How
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
+    replaces: tuple[str, ...] = ()
 
 
 def dispatch(
-    how: How, *, reads: tuple[str, ...] = (), writes: tuple[str, ...] = ()
+    how: How,
+    *,
+    reads: tuple[str, ...] = (),
+    writes: tuple[str, ...] = (),
+    replaces: tuple[str, ...] = (),
 ) -> Callable[[Method], Method]:
     """Marks a worker method that the controller may `call`.
 
@@ -45,7 +50,7 @@ def dispatch(
     """
 
     def mark(method: Method) -> Method:
-        setattr(method, MARK, Dispatch(how, reads, writes))
+        setattr(method, MARK, Dispatch(how, reads, writes, replaces))
         return method
 
     return mark

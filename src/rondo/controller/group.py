@@ -189,7 +189,7 @@ class WorkerGroup:
             self._check_rows(
                 f"{self.role}[{rank}].{method.__name__}", mark, shard.index.scalars(ROW_ID), reply
             )
-        grown = ref.with_blocks(_blocks(chosen))
+        grown = ref.with_blocks(_blocks(chosen), replace=bool(mark.replaces))
         return grown if extra is None else (grown, extra)
 
     def _check_rows(self, where: str, mark: Dispatch, row_ids: np.ndarray, reply: Reply) -> None:
@@ -198,11 +198,12 @@ class WorkerGroup:
                 f"{where} returned no Batch where another rank did; all ranks return the same kind"
             )
         returned = reply.kept.index.scalars(ROW_ID)
-        if not np.array_equal(np.sort(returned), np.sort(row_ids)):
+        same = np.array_equal(returned, row_ids) or np.array_equal(np.sort(returned), np.sort(row_ids))
+        if not same:
             raise DataError(
                 f"{where} returned {len(returned)} rows that are not the {len(row_ids)} of its shard"
             )
-        undeclared = sorted(set(reply.kept.columns) - set(mark.writes))
+        undeclared = sorted(set(reply.kept.columns) - {*mark.writes, *mark.replaces})
         if mark.writes and undeclared:
             raise DataError(f"{where} returned {', '.join(undeclared)}, not declared in writes={mark.writes}")
 
