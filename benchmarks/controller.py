@@ -262,6 +262,7 @@ class Driver:
         self.reporter = Reporter(config, folder, Console("off"), title="benchmark")
         self.clock = Clock(Timeline(folder.timeline_path))
         self.cluster.call_watchers.append(self.clock)
+        gc.freeze()  # as `Cluster.create_group` does
 
     async def step(self, number: int) -> dict[str, float]:
         """CPU seconds by part, and the bytes that passed through the driver."""

@@ -80,13 +80,14 @@ def made_columns(name: str, made: Any, wanted: tuple[str, ...]) -> dict[str, Ten
 
 
 def advantage_stats(advantages: Tensor, counted: Tensor | None) -> StepStats:
-    """Describes advantages, [B] or [B, T]. counted: the tokens that are trained, [B, T]."""
+    """Describes advantages, [B] or [B, T], which are summed in their own type. counted: the tokens that are
+    trained, [B, T].
+    """
     stats, per_row = StepStats(), advantages.ndim == 1
     values = advantages if counted is None or per_row else advantages[counted]
     if values.numel():
-        wide = values.to(torch.float64)
-        stats.add_mean("actor/advantage", float(wide.sum()), values.numel())
-        stats.add_mean("actor/advantage_abs", float(wide.abs().sum()), values.numel())
+        stats.add_mean("actor/advantage", float(values.sum()), values.numel())
+        stats.add_mean("actor/advantage_abs", float(values.abs().sum()), values.numel())
         stats.add_max("actor/advantage_max", float(values.max()))
         stats.add_min("actor/advantage_min", float(values.min()))
     rows = advantages if per_row else advantages.abs().sum(dim=1)

@@ -3,6 +3,7 @@ one behaviour."""
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -90,6 +91,8 @@ class Cluster:
         await invoke(create, chosen, watchers)
         for host in chosen:
             host.roles.add(role)
+        # As in the hosts: a full collection of this process, half a second, would come in every step or two.
+        gc.freeze()
         return WorkerGroup(role, worker_class, mesh, chosen, self.resolve, self.call_watchers, self.placer)
 
     def accelerators(self, role: str, devices: Sequence[int]) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
+import gc
 import logging
 import os
 import pickle
@@ -191,6 +192,7 @@ class RemoteCluster(Cluster):
             return
         self._closed = True
         self.end_watch()
+        gc.unfreeze()
 
         async def close(handle: RemoteHandle) -> None:
             with contextlib.suppress(handle.gone):

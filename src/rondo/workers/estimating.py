@@ -116,7 +116,7 @@ class EstimatingWorker(Worker):
             known = moments(made["advantages"], inputs["response_mask"])
         else:
             made["advantages"] = made["advantages"].to(torch.float32)
-            stats.merge(advantage_stats(made["advantages"], counted))
+            stats.merge(advantage_stats(made["advantages"].to(torch.float64), counted))
         there, offsets = _there(batch, how.width)
         written = {name: ragged_array(column[there], offsets) for name, column in made.items()}
         said = Estimated(RowNumbers(batch.scalars(ROW_ID), known.numpy()), stats)
@@ -128,7 +128,8 @@ class EstimatingWorker(Worker):
         raw, offsets = batch.ragged("advantages")
         advantages = how(raw, batch.ragged("response_mask")[0]).to(torch.float32)
         made = batch.select([ROW_ID]).with_columns({"advantages": ragged_array(advantages, offsets)})
-        stats = advantage_stats(made.padded("advantages"), batch.padded("response_mask") > 0)
+        wide = made.padded("advantages").to(torch.float64)
+        stats = advantage_stats(wide, batch.padded("response_mask") > 0)
         return made, stats
 
     @dispatch("split", reads=("reward", "response_mask", "old_log_probs", "ref_log_probs"))
