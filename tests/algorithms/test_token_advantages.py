@@ -134,7 +134,7 @@ def test_nothing_trained_gives_zeros(shape: tuple[int, int]) -> None:
 
 
 def test_whitening_of_rows_that_are_apart_is_that_of_the_batch() -> None:
-    """From four numbers per row, in any number of parts; equal values are exact zeros; nothing counted is 0."""
+    """From four numbers per row, in any number of parts; equal values become exact zeros."""
     generator = torch.Generator().manual_seed(2)
     values = 1e3 + torch.randn(9, 7, generator=generator, dtype=torch.float64)
     weights = torch.randint(0, 4, (9, 7), generator=generator)
