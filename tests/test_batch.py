@@ -318,13 +318,16 @@ def test_shards_hold_exactly_their_rows_and_columns(
     ref, rows = drawn
     where = data.draw(st.lists(st.integers(0, len(rows) - 1), unique=True)) if rows else []
     columns = data.draw(st.lists(st.sampled_from(NAMES), unique=True))
-    shard = ref.shard(columns, np.array(where, np.int64))
-    batch = shard.assemble([piece.handle for piece in shard.pieces])
+    others = [i for i in range(len(rows)) if i not in where]
+    shard, rest = ref.shards(columns, [np.array(where, np.int64), np.array(others, np.int64)])
+    batch = shard.assemble(shard.handles)
     assert set(batch.columns) == {ROW_ID, *columns}
     assert rows_in(batch.select([ROW_ID, *columns])) == [
         {name: rows[i][name] for name in (ROW_ID, *columns)} for i in where
     ]
-    assert sum(len(piece.source) for piece in shard.pieces if "tokens" in piece.columns) in (0, len(where))
+    assert all(len(part.row) == len(part.block) == len(where) for part in shard.parts)
+    assert rest.assemble(rest.handles).scalars(ROW_ID).tolist() == [rows[i][ROW_ID] for i in others]
+    assert all(len(pickle.dumps(one.index)) < 1500 for one in (shard, rest))
 
 
 @FAST
@@ -337,8 +340,8 @@ def test_split_write_and_collect_is_the_identity(
     owner = np.array([random.randrange(n) for _ in rows], np.int64)
     written = []
     for part in range(n):
-        shard = ref.shard(["tokens"], np.flatnonzero(owner == part))
-        batch = shard.assemble([piece.handle for piece in shard.pieces])
+        (shard,) = ref.shards(["tokens"], [np.flatnonzero(owner == part)])
+        batch = shard.assemble(shard.handles)
         order = list(range(len(batch)))
         random.shuffle(order)
         batch = batch.take(order)

@@ -8,6 +8,7 @@ to blocks of token data; taking and joining it moves no tokens.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,9 @@ import torch
 
 from rondo.arrays import (
     ColumnLike,
+    is_plain,
     joined,
+    numbers,
     packed,
     ragged_array,
     ragged_rows,
@@ -32,7 +35,7 @@ from rondo.arrays import (
 from rondo.columns import ROW_ID
 from rondo.errors import DataError
 
-__all__ = ["ROW_ID", "Batch", "BatchRef", "Block", "ColumnLike", "Piece", "Resolver", "Shard"]
+__all__ = ["ROW_ID", "Batch", "BatchRef", "Block", "ColumnLike", "Part", "Resolver", "Shard"]
 __all__ += ["ragged_array", "ragged_rows", "wide_array"]
 
 _NO_ROW = np.iinfo(np.int64).min  # stands for a row of a block that belongs to nobody
@@ -118,12 +121,12 @@ class Batch:
         """Returns the number of entries in each row of a per-token column: int32 [B]."""
         return np.diff(self.ragged(name)[1].numpy())
 
-    def padded(self, name: str, fill: float = 0) -> torch.Tensor:
-        """Returns [B, T] (wide: [B, T, K]), T the longest row. For pure functions on the controller only; no
-        padding travels.
+    def padded(self, name: str, fill: float = 0, width: int | None = None) -> torch.Tensor:
+        """Returns [B, T] (wide: [B, T, K]), T the longest row, or `width`, which no row is longer than. For
+        pure functions only; no padding travels.
         """
         rows = self.rows(name)
-        width = max((len(row) for row in rows), default=0)
+        width = max((len(row) for row in rows), default=0) if width is None else width
         values = self.ragged(name)[0].numpy()
         out = np.full((len(rows), width, *values.shape[1:]), fill, values.dtype)
         for i, row in enumerate(rows):
@@ -168,6 +171,21 @@ class Batch:
             raise DataError(f"row {int(outside[0])} asked for, the batch has {len(self)} rows")
         return Batch({name: taken(array, where) for name, array in self._arrays.items()})
 
+    def cut(self, ends: Sequence[int]) -> list[Batch]:
+        """Returns consecutive rows: up to the first of `ends`, from there to the second, and so on."""
+        starts = [0, *ends[:-1]] if ends else []
+        made: list[dict[str, pa.Array]] = [{} for _ in ends]
+        for name, array in self._arrays.items():
+            if is_plain(array):  # views: a slice of Arrow's would drag the whole column along when it travels
+                values = to_numpy(array)
+                parts = [numbers(values[start:end]) for start, end in zip(starts, ends, strict=True)]
+            else:
+                rows = zip(starts, ends, strict=True)
+                parts = [taken(array, np.arange(start, end)) for start, end in rows]
+            for one, part in zip(made, parts, strict=True):
+                one[name] = part
+        return [Batch(one) for one in made]
+
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:
         """Returns the rows of all, in order. Columns (names and types) must agree; their order may differ."""
@@ -208,36 +226,73 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Some columns of some rows of one block: `source` are positions in the block, `target` in the shard."""
+class Part:
+    """Some columns of a shard's rows, and where they lie: row i at place `row[i]` of block `block[i]`."""
 
-    handle: Any
     columns: tuple[str, ...]
-    source: np.ndarray
-    target: np.ndarray
+    blocks: np.ndarray
+    """The numbers that `block` has, ascending: int32. Of a shard without rows one, which knows the types."""
+    block: np.ndarray
+    row: np.ndarray
+
+    def arrays(self, blocks: Sequence[Batch]) -> dict[str, pa.Array]:
+        """Returns the columns, in the order of the shard's rows. blocks: all of the shard's."""
+        order = np.argsort(self.block, kind="stable")
+        ends = np.searchsorted(self.block[order], self.blocks, side="right")
+        sources = np.split(self.row[order], ends[:-1])
+        taken_rows = [
+            blocks[number].select(self.columns).take(rows)
+            for number, rows in zip(self.blocks, sources, strict=True)
+        ]
+        found = {name: joined(name, [rows.array(name) for rows in taken_rows]) for name in self.columns}
+        if np.array_equal(order, np.arange(len(order))):
+            return found
+        back = np.argsort(order, kind="stable")
+        return {name: taken(array, back) for name, array in found.items()}
 
 
 @dataclass(frozen=True)
 class Shard:
-    """All that a worker needs to put its rows together: the index columns asked for, and pieces of blocks."""
+    """All that a worker needs to put its rows together: the index columns asked for, and in which blocks
+    (`handles`, each once) the others lie.
+    """
 
     index: Batch
-    pieces: tuple[Piece, ...]
+    parts: tuple[Part, ...]
+    handles: tuple[Any, ...]
 
     def assemble(self, blocks: Sequence[Batch]) -> Batch:
-        """Returns the rows as one Batch. blocks: what `pieces[i].handle` stands for."""
-        found: dict[str, list[tuple[np.ndarray, pa.Array]]] = {}
-        for piece, block in zip(self.pieces, blocks, strict=True):
-            rows = block.select(piece.columns).take(piece.source)
-            for name in piece.columns:
-                found.setdefault(name, []).append((piece.target, rows.array(name)))
-        out = {}
-        for name, parts in found.items():
-            target = np.concatenate([where for where, _ in parts])
-            whole = joined(name, [array for _, array in parts])
-            in_order = np.array_equal(target, np.arange(len(self.index)))
-            out[name] = whole if in_order else taken(whole, np.argsort(target, kind="stable"))
-        return self.index.with_columns(Batch(out))
+        """Returns the rows as one Batch. blocks: what the handles stand for."""
+        found: dict[str, pa.Array] = {}
+        for part in self.parts:
+            found |= part.arrays(blocks)
+        return self.index.with_columns(Batch(found))
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where some columns lie: row i of a batch at `row[i]` of its block `block[i]`, -1 where none has it.
+    first: a block that has them, whatever its rows.
+    """
+
+    block: np.ndarray
+    row: np.ndarray
+    first: int
+
+    @classmethod
+    def of(cls, ids: np.ndarray, chosen: Sequence[int], blocks: Sequence[Block]) -> _Places:
+        """Finds the rows `ids` in the `chosen` ones of the blocks: one search in all of their row ids."""
+        held = [blocks[number].row_ids for number in chosen]
+        lengths = [len(one) for one in held]
+        there = np.concatenate(held)
+        if not len(there):
+            return cls(np.full(len(ids), -1, np.int32), np.zeros(len(ids), np.int32), chosen[0])
+        block = np.repeat(np.asarray(chosen, np.int32), lengths)
+        row = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
+        order = np.argsort(there, kind="stable")
+        at = np.searchsorted(there, ids, sorter=order)
+        at = order[np.minimum(at, len(order) - 1)]
+        return cls(np.where(there[at] == ids, block[at], np.int32(-1)), row[at], chosen[0])
 
 
 async def _resolve_local(handles: Sequence[Any]) -> list[Batch]:
@@ -278,22 +333,33 @@ class BatchRef:
     def __len__(self) -> int:
         return len(self.index)
 
+    @functools.cached_property
+    def _places(self) -> dict[str, _Places]:
+        """Says where the rows of each column of the blocks lie."""
+        alike: dict[tuple[str, ...], list[int]] = {}
+        for number, block in enumerate(self.blocks):
+            alike.setdefault(block.columns, []).append(number)
+        holders: dict[str, tuple[int, ...]] = {}
+        for columns, of_blocks in alike.items():
+            for name in columns:
+                holders[name] = (*holders.get(name, ()), *of_blocks)
+        ids = self.index.scalars(ROW_ID)
+        found = {of_blocks: _Places.of(ids, of_blocks, self.blocks) for of_blocks in {*holders.values()}}
+        return {name: found[of_blocks] for name, of_blocks in holders.items()}
+
     @property
     def columns(self) -> list[str]:
         """Returns every column that each row has, wherever it lies."""
-        names = list(self.index.columns)
-        ids = set(self.index.scalars(ROW_ID).tolist())
-        missing: dict[str, set[int]] = {}  # rows of which no block so far has the column
-        for block in self.blocks:
-            held = set(block.row_ids.tolist())
-            for name in block.columns:
-                missing[name] = missing.get(name, ids) - held
-        return names + [name for name, rows in missing.items() if not rows]
+        whole = [name for name, places in self._places.items() if not np.any(places.block < 0)]
+        return [*self.index.columns, *whole]
 
     def take(self, rows: np.ndarray | Sequence[int]) -> BatchRef:
-        index = self.index.take(rows)
-        ids = set(index.scalars(ROW_ID).tolist())
-        kept = tuple(b for b in self.blocks if not ids or not ids.isdisjoint(b.row_ids.tolist()))
+        where = np.asarray(rows, np.int64)
+        index, kept = self.index.take(where), self.blocks
+        if len(where):
+            used = [np.unique(places.block[where]) for places in _distinct(self._places.values())]
+            of_rows = set(np.concatenate(used).tolist()) if used else set()
+            kept = tuple(block for number, block in enumerate(self.blocks) if number in of_rows)
         return BatchRef(index, kept, self.resolve)
 
     @staticmethod
@@ -321,6 +387,11 @@ class BatchRef:
         blocks = self._blocks_without(held, replace) if held else self.blocks
         return BatchRef(self.index.with_columns(new, replace), blocks, self.resolve)
 
+    def without(self, *names: str) -> BatchRef:
+        """Returns the batch less these columns, wherever they lie."""
+        blocks = self._blocks_without(set(names), replace=True)
+        return BatchRef(self.index.without(*names), blocks, self.resolve)
+
     def with_blocks(self, new: Sequence[Block], replace: bool = False) -> BatchRef:
         """Adds columns that a worker wrote. A name that is there already is an error unless `replace`."""
         held = {name for block in new for name in block.columns} & set(self.columns)
@@ -339,46 +410,78 @@ class BatchRef:
         )
         return tuple(block for block in stripped if block.columns)
 
-    def shard(self, columns: Sequence[str], rows: np.ndarray | None = None) -> Shard:
-        """Returns the plan for reading `columns` of `rows` (positions; default all). Pure: nothing moves.
+    def shard(self, columns: Sequence[str]) -> Shard:
+        """Returns the plan for reading `columns` of all rows; see `shards`."""
+        return self.shards(columns, [np.arange(len(self))])[0]
+
+    def shards(self, columns: Sequence[str], parts: Sequence[np.ndarray]) -> list[Shard]:
+        """Returns for each part of the rows (positions) the plan for reading `columns`. Pure: nothing moves.
 
         Raises DataError naming a column that no block holds for all of the rows.
         """
         in_index = [ROW_ID, *(n for n in columns if n in self.index.columns and n != ROW_ID)]
-        index = self.index.select(in_index)
-        if rows is not None:
-            index = index.take(rows)
-        ids = index.scalars(ROW_ID)
         wanted = [n for n in dict.fromkeys(columns) if n not in in_index]
-        pieces: list[Piece] = []
-        found: dict[str, int] = {}
-        for block in self.blocks:
-            # For an empty shard, one source per column is enough to know its type.
-            names = tuple(n for n in wanted if n in block.columns and (len(ids) or n not in found))
-            if not names:
-                continue
-            order = np.argsort(block.row_ids, kind="stable")
-            at = np.searchsorted(block.row_ids, ids, sorter=order)
-            at = order[np.minimum(at, len(order) - 1)] if len(order) else np.zeros(len(ids), np.int64)
-            hit = np.flatnonzero(block.row_ids[at] == ids) if len(order) else np.empty(0, np.int64)
-            if len(hit) == 0 and len(ids):
-                continue
-            pieces.append(Piece(block.handle, names, at[hit], hit))
-            found |= {name: found.get(name, 0) + len(hit) for name in names}
+        rows = np.concatenate(parts) if parts else np.empty(0, np.int64)
+        alike: dict[int, list[str]] = {}
         for name in wanted:
-            if found.get(name) != len(ids):
-                missing, have = len(ids) - found.get(name, 0), ", ".join(self.columns)
+            places = self._places.get(name)
+            missing = len(rows) if places is None else int(np.count_nonzero(places.block[rows] < 0))
+            if places is None or missing:
+                have = ", ".join(self.columns)
                 raise DataError(
-                    f"column {name!r} is missing for {missing} of {len(ids)} rows; there are: {have}"
+                    f"column {name!r} is missing for {missing} of {len(rows)} rows; there are: {have}"
                 )
-        return Shard(index, tuple(pieces))
+            alike.setdefault(id(places), []).append(name)
+        lying = [(tuple(names), self._places[names[0]]) for names in alike.values()]
+        ordered = [(names, places.block[rows], places.row[rows]) for names, places in lying]
+        ends = np.cumsum([len(part) for part in parts]).tolist()
+        indexes = self.index.select(in_index).take(rows).cut(ends)
+        return [
+            self._shard(one, [(names, block[begin:end], row[begin:end]) for names, block, row in ordered])
+            for one, begin, end in zip(indexes, [0, *ends], ends, strict=False)
+        ]
+
+    def _shard(self, index: Batch, lying: Sequence[tuple[tuple[str, ...], np.ndarray, np.ndarray]]) -> Shard:
+        """Returns the shard of these rows. lying: columns, and in which block of this batch, and where."""
+        handles: dict[int, Any] = {}
+        places: dict[int, int] = {}  # of a handle, by its identity: several blocks may share one
+        parts = []
+        for names, block, row in lying:
+            used, of_rows = _numbered(block)
+            if not len(used):  # one source per column is enough to know its type
+                used = np.array([self._places[names[0]].first])
+            here = [self.blocks[number].handle for number in used.tolist()]
+            for handle in here:
+                places.setdefault(id(handle), len(places))
+            handles |= {places[id(handle)]: handle for handle in here}
+            local = [places[id(handle)] for handle in here]
+            known = np.array(sorted(set(local)), np.int32)
+            parts.append(Part(names, known, np.array(local, np.int32)[of_rows], row))
+        return Shard(index, tuple(parts), tuple(handles.values()))
 
     async def fetch(self, columns: Sequence[str] | None = None) -> Batch:
         """Is the only way to the token data: returns the rows, in the index's order, with `row_id` and
         `columns` (default all).
         """
         shard = self.shard(self.columns if columns is None else columns)
-        return shard.assemble(await self.resolve([piece.handle for piece in shard.pieces]))
+        return shard.assemble(await self.resolve(shard.handles))
+
+
+def _numbered(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the distinct values, ascending, and for each value its place among them: `np.unique` of few
+    values, of which a tenth is the work, and there are several for each rank in each call.
+    """
+    order = np.argsort(values, kind="stable")
+    ascending = values[order]
+    is_first = np.ones(len(values), bool)
+    np.not_equal(ascending[1:], ascending[:-1], out=is_first[1:])
+    places = np.empty(len(values), np.int64)
+    places[order] = np.cumsum(is_first) - 1
+    return ascending[is_first], places
+
+
+def _distinct(places: Iterable[_Places]) -> list[_Places]:
+    return list({id(one): one for one in places}.values())
 
 
 def _in_arrow_spelling(kind: pa.DataType) -> pa.DataType:

@@ -88,9 +88,9 @@ def test_an_estimator_of_the_kl_takes_rows_and_flat_columns_and_no_mixture(name:
 
 OTHERS: dict[Callable[..., Any], dict[str, Any]] = {
     returns_to_go: ROWS,
-    correct: ROWS | {"config": RolloutCorrectionConfig()},
-    importance_ratio: {"gap": torch.zeros(2, 3), "counted": torch.ones(2, 3), "level": "token"},
-    accepted: {"gap": torch.zeros(2, 3), "counted": torch.ones(2, 3), "rule": None},
+    correct: FLAT | {"config": RolloutCorrectionConfig()},
+    importance_ratio: {"gap": torch.zeros(6), "counted": torch.ones(6), "cu_seqlens": None, "level": "token"},
+    accepted: {"gap": torch.zeros(6), "counted": torch.ones(6), "cu_seqlens": None, "rule": None},
     kl_reward: ROWS,
     covariances: ROWS,
     select_largest: ROWS,

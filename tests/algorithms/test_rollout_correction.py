@@ -7,7 +7,15 @@ import math
 import pytest
 import torch
 
-from rondo.algorithms.rollout_correction import Correction, accepted, accepted_of_packed, correct
+from rondo.algorithms.rollout_correction import (
+    Correction,
+    accepted,
+    correct,
+    divergences,
+    mean_weight,
+    weight_sums,
+    with_sample_size,
+)
 from rondo.config.schema import (
     DivergenceRejectionConfig,
     ImportanceConfig,
@@ -31,7 +39,22 @@ def run(
 ) -> Correction:
     rollout = torch.full_like(ratios, -3.0)
     config = RolloutCorrectionConfig(importance=importance, reject=reject)
-    return correct(rollout + ratios.log(), rollout, mask, config)
+    return corrected(rollout + ratios.log(), rollout, mask, config)
+
+
+def corrected(
+    old: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor, config: RolloutCorrectionConfig
+) -> Correction:
+    """Of rows of one length below each other, as they lie there; the diagnostics complete."""
+    height, width = mask.shape
+    flat = [column.reshape(-1) for column in (old, rollout, mask)]
+    cu_seqlens = torch.arange(height + 1, dtype=torch.int32) * width
+    mean = 1.0
+    if config.importance is not None and config.importance.normalize:
+        mean = mean_weight(weight_sums(*flat, cu_seqlens, config))
+    made = correct(*flat, cu_seqlens, config, mean=mean)
+    rows = (column.view(height, width) for column in (made.weights, made.mask))
+    return Correction(*rows, with_sample_size(made.stats))
 
 
 @pytest.mark.parametrize(
@@ -125,19 +148,64 @@ RULES = [
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.statistic}-{rule.level}")
-def test_packed_responses_are_judged_as_padded_ones(rule: RejectionConfig) -> None:
+def test_responses_behind_each_other_are_judged_each_for_itself(rule: RejectionConfig) -> None:
     """Fifty responses of up to nine tokens with holes, some without a trained token."""
     generator = torch.Generator().manual_seed(4)
     lengths = torch.randint(1, 10, (50,), generator=generator)
-    there = torch.arange(9) < lengths[:, None]
-    scale = 0.5 * torch.rand(50, 1, generator=generator).double()
-    counted = there & (torch.rand(50, 9, generator=generator) < 0.7)
-    gap = torch.where(counted, scale * torch.randn(50, 9, generator=generator), 0.0)
-    expected = accepted(gap, counted, rule).expand_as(there) | ~counted
-    cu_seqlens = torch.cat([torch.zeros(1), lengths.cumsum(0)]).int()
-    found = accepted_of_packed(gap[there], counted[there], cu_seqlens, rule)
-    assert torch.equal(found, expected[there])
-    assert 0.05 < found[counted[there]].float().mean() < 0.95  # it says something
+    rows = torch.repeat_interleave(torch.arange(50), lengths)
+    scale = 0.5 * torch.rand(50, generator=generator).double()[rows]
+    counted = torch.rand(len(rows), generator=generator) < 0.7
+    gap = torch.where(counted, scale * torch.randn(len(rows), generator=generator), 0.0)
+    found = accepted(gap, counted, torch.cat([torch.zeros(1), lengths.cumsum(0)]).int(), rule)
+    for row in range(50):
+        own, trained = gap[rows == row], counted[rows == row]
+        values = divergences(own, rule.statistic)
+        of_row = {"sum": values.sum(), "mean": values[trained].mean(), "max": values.max()}
+        value = of_row.get(rule.level, values)
+        inside = value <= (math.log(rule.upper) if rule.statistic == "k1" else rule.upper)
+        if rule.statistic == "k1":
+            inside &= value >= -math.log(rule.upper)
+        assert torch.equal(found[rows == row], inside | ~trained)
+    assert 0.05 < found[counted].float().mean() < 0.95  # it says something
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_what_is_made_of_rows_does_not_depend_on_who_has_which(level: str) -> None:
+    """Forty rows at once, and cut in three: the same bits of weights and mask, a row that counts k times as
+    if it stood there k times, the same diagnostics."""
+    generator = torch.Generator().manual_seed(5)
+    lengths = torch.randint(0, 9, (40,), generator=generator)
+    rows = torch.repeat_interleave(torch.arange(40), lengths)
+    old, rollout = torch.randn(2, len(rows), generator=generator)
+    mask = (torch.rand(len(rows), generator=generator) < 0.8).to(torch.uint8)
+    times = torch.randint(0, 4, (40,), generator=generator).double()
+    config = RolloutCorrectionConfig(
+        importance=ImportanceConfig(level, upper=3.0, normalize=True),
+        reject=(DivergenceRejectionConfig("k3", 2.0, "max"),),
+    )
+
+    def made_of(
+        chosen: list[int], often: torch.Tensor | None, mean: float | None
+    ) -> tuple[Correction, float]:
+        at = torch.cat([torch.nonzero(rows == row).flatten() for row in chosen])
+        cu_seqlens = torch.cat([torch.zeros(1), lengths[chosen].cumsum(0)]).int()
+        given = old[at], rollout[at], mask[at], cu_seqlens, config
+        own = None if often is None else often[chosen]
+        found = mean_weight(weight_sums(*given, times=own)) if mean is None else mean
+        return correct(*given, times=own, mean=found), found
+
+    every = list(range(40))
+    whole, mean = made_of(every, times, None)
+    parts = [made_of(part, times, mean)[0] for part in (every[:7], every[7:29], every[29:])]
+    assert torch.equal(torch.cat([part.weights for part in parts]), whole.weights)
+    assert torch.equal(torch.cat([part.mask for part in parts]), whole.mask)
+    repeated = [row for row in every for _ in range(int(times[row]))]
+    as_often, same = made_of(repeated, None, None)
+    assert same == pytest.approx(mean, rel=1e-13)
+    merged = with_sample_size(whole.stats).values()
+    of_parts = with_sample_size(parts[0].stats.merge(*(part.stats for part in parts[1:]))).values()
+    assert of_parts == pytest.approx(merged, rel=1e-12)
+    assert with_sample_size(as_often.stats).values() == pytest.approx(merged, rel=1e-12)
 
 
 def test_all_rules_must_accept_and_what_is_rejected_is_counted() -> None:
@@ -194,8 +262,8 @@ def test_no_nan_whatever_the_gap_and_the_padding(level: str, outside: str) -> No
         for width, rows in ((3, 3), (3, 0), (0, 3)):
             config = RolloutCorrectionConfig(importance=importance, reject=reject)
             parts = (x[:rows, :width] for x in (old, rollout, mask))
-            result = correct(*parts, config)
+            result = corrected(*parts, config)
             assert bool(result.weights.isfinite().all())
             assert not result.weights[result.mask == 0].any()
             assert all(math.isfinite(value) for value in result.stats.values().values())
-    assert not correct(old.requires_grad_(), rollout, mask, config).weights.requires_grad
+    assert not corrected(old.requires_grad_(), rollout, mask, config).weights.requires_grad

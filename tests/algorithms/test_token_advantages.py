@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from rondo.algorithms import kl_reward
 from rondo.algorithms.advantages.gae import gae
 from rondo.algorithms.advantages.returns import reinforce_pp, remax, returns_to_go
+from rondo.algorithms.statistics import Whitening, moments, whiten
 from rondo.errors import ConfigError
 
 T = torch.tensor
@@ -130,3 +131,20 @@ def test_nothing_trained_gives_zeros(shape: tuple[int, int]) -> None:
     assert torch.equal(kl_reward(reward, mask, nothing, nothing, estimator="k3", coef=1.0)[0], mask)
     for out in (*gae(nothing, nothing, mask), reinforce_pp(nothing, mask), remax(nothing, mask, reward)):
         assert torch.equal(out, mask)
+
+
+def test_whitening_of_rows_that_are_apart_is_that_of_the_batch() -> None:
+    """From four numbers per row, in any number of parts; equal values become exact zeros."""
+    generator = torch.Generator().manual_seed(2)
+    values = 1e3 + torch.randn(9, 7, generator=generator, dtype=torch.float64)
+    weights = torch.randint(0, 4, (9, 7), generator=generator)
+    weights[4] = 0
+    values[weights == 0] = torch.nan
+    how = Whitening.of(moments(values, weights))
+    torch.testing.assert_close(how(values, weights), whiten(values, weights), rtol=1e-12, atol=1e-12)
+    apart = torch.cat([moments(part, w) for part, w in zip(values.split(2), weights.split(2), strict=True)])
+    assert Whitening.of(apart) == how
+    same = torch.full((9, 7), 0.1, dtype=torch.float64)
+    assert not Whitening.of(moments(same, weights))(same, weights).any()
+    assert not Whitening.of(moments(values, 0 * weights))(values, 0 * weights).any()
+    assert Whitening.of(moments(values[:0], weights[:0])) == Whitening(0.0, 0.0, 0.0)

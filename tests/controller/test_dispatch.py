@@ -17,7 +17,7 @@ from rondo.config import load
 from rondo.config.schema import AttentionBalanceConfig, TokenBalanceConfig
 from rondo.controller import Mesh, WorkerContext, WorkerGroup, start_cluster
 from rondo.controller.calls import Answer, Call, Failure
-from rondo.controller.dispatch import cut
+from rondo.controller.dispatch import Placer, cut
 from rondo.controller.host import Host
 from rondo.controller.local import LocalHandle
 from rondo.errors import WorkerError
@@ -67,7 +67,7 @@ def test_rows_are_spread_by_what_the_cluster_says() -> None:
     cluster = load(["quickstart"], ["cluster.balance={name: attention, linear: 6144}"]).config.cluster
     assert cluster.balance == AttentionBalanceConfig("attention", 6144.0)
     running = asyncio.run(start_cluster(replace(cluster, device="cpu")))
-    assert running.balance == cluster.balance
+    assert running.placer.by == cluster.balance
 
 
 def test_without_lengths_rows_cost_the_same() -> None:
@@ -126,7 +126,7 @@ def test_ranks_of_a_data_parallel_group_see_the_same_rows() -> None:
         ref = BatchRef.of(
             Batch.of({ROW_ID: np.arange(6), "tokens": ragged_rows([np.arange(2)] * 6, np.int32)}), []
         )
-        shards = [ref.shard(("tokens",), part) for part in cut(ref.index, 2)]
+        shards = ref.shards(("tokens",), cut(ref.index, 2))
         seen = []
 
         class Spy(LocalHandle):
@@ -191,3 +191,36 @@ def test_a_call_whose_host_breaks_before_it_has_begun_fails_with_the_reason() ->
         assert await group.call_each(Calculator.notes) == {1: []}
 
     asyncio.run(main())
+
+
+def test_rows_are_placed_once_until_something_that_decides_changes() -> None:
+    placer = Placer()
+    index = index_of([5, 4, 3, 2, 1], [0, 0, 0, 1, 1])
+    placed = placer.place(index, 2)
+    assert [rows.tolist() for rows in placed] == [rows.tolist() for rows in cut(index, 2)]
+    grown = index.with_columns({"loss_weight": np.ones(5)})
+    assert placer.place(grown, 2) is placed
+    assert placer.place(grown.take(np.arange(5)), 2) is placed
+    assert placer.place(index, 3) is not placed
+    other = placer.place(index.with_columns({"mini_batch": np.zeros(5, np.int64)}, replace=True), 2)
+    assert other is not placed
+    fewer = placer.place(index.take([0, 1, 2]), 2)
+    assert sorted(np.concatenate(fewer).tolist()) == [0, 1, 2]
+    assert placer.place(index, 2) is placed  # still known, after three others
+    for lengths in ([1], [2], [3], [4]):
+        placer.place(index_of(lengths), 2)
+    assert placer.place(index, 2) is not placed
+    assert [rows.tolist() for rows in placer.place(index, 2)] == [rows.tolist() for rows in placed]
+
+
+def test_roles_with_as_many_ranks_agree_on_who_computes_which_rows() -> None:
+    """What one role wrote about a rank's rows is one block, and all that the same rank of another reads."""
+    first, second = group_in_this_process(MESHES[1]), group_in_this_process(MESHES[1])
+    second._placer = first._placer
+    index = index_of([5, 4, 3, 2, 1, 7, 8])
+    rows = ragged_rows([np.arange(3)] * 7, np.int32)
+    ref = BatchRef.of(index.with_columns({"tokens": rows}), ["prompt_length"])
+    written = asyncio.run(first.call(Calculator.multiply, ref))
+    seen = asyncio.run(second.call(Calculator.row_ids, written, reads=["multiplied"]))
+    assert seen == [sorted(block.row_ids.tolist()) for block in written.blocks[1:]]
+    assert len(second._placer._placed) == 1

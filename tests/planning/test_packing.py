@@ -187,3 +187,40 @@ def test_units_that_cannot_be_kept_are_named() -> None:
         micro_batches(np.array([4, 1, 5]), 8, np.array([5, 3, 5]))
     with pytest.raises(TrainError, match=r"unit 5 lies in the mini-batches \[0, 1\]"):
         balance(np.ones(3), 2, np.array([0, 0, 1]), np.array([5, 3, 5]))
+
+
+def joined_as_published(costs: np.ndarray, parts: int, equal_sizes: bool) -> list[list[int]]:
+    """Largest differencing as it is written down: all parts of every partial partition, empty ones too."""
+    at_once, order = 1, np.arange(len(costs))
+    if equal_sizes:
+        at_once, order = parts, np.argsort(-costs, kind="stable")
+    waiting = []
+    for start in range(0, len(costs), at_once):
+        rows = order[start : start + at_once]
+        members = [[int(row)] for row in rows] + [[] for _ in range(parts - len(rows))]
+        waiting.append((start, np.append(costs[rows], np.zeros(parts - len(rows))), members))
+    while len(waiting) > 1:
+        waiting.sort(key=lambda one: (one[1][-1] - one[1][0], one[0]))
+        (first, sums, members), (_, others, theirs) = waiting.pop(0), waiting.pop(0)
+        sums = sums + others[::-1]
+        order = np.argsort(-sums, kind="stable")
+        members = [members[k] + theirs[parts - 1 - k] for k in order]
+        waiting.append((first, sums[order], members))
+    return [sorted(rows) for rows in waiting[0][2]]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=40)
+    | st.lists(st.floats(0.5, 1e6), min_size=1, max_size=40),
+    st.integers(2, 9),
+    st.booleans(),
+)
+def test_balance_is_largest_differencing_to_the_row(
+    costs: list[float], parts: int, equal_sizes: bool
+) -> None:
+    """The short way through sorted lists places every row where the long way does, ties included."""
+    values = np.array(costs, np.float64)
+    expected = joined_as_published(values, parts, equal_sizes)
+    found = balance(values, parts, equal_sizes=equal_sizes)
+    assert sorted(rows.tolist() for rows in found) == sorted(expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import json
@@ -21,6 +22,7 @@ import yaml
 from rondo.algorithms import registry
 from rondo.cli.main import main
 from rondo.config import LoadedConfig, load
+from rondo.controller import Cluster, Mesh, WorkerGroup
 from rondo.errors import ConfigError
 from rondo.rollout import NativeEngine, in_process
 from rondo.rollout.decoder import Decoder
@@ -28,7 +30,9 @@ from rondo.rollout.in_process import InProcessEngine
 from rondo.rollout.native.decoder import PagedDecoder
 from rondo.rollout.requests import News
 from rondo.trainers.commands.train import train
+from rondo.trainers.program.step import Roles
 from rondo.types import GenerateRequest
+from rondo.workers.estimating import EstimatingWorker
 
 REPOSITORY = Path(__file__).parents[2]
 PYTHONPATH = os.pathsep.join([str(REPOSITORY / "src"), str(REPOSITORY)])  # of processes that a test starts
@@ -230,3 +234,12 @@ def _has_begun(decoder: Decoder[Any]) -> bool:
 def begun_at_first_update(monkeypatch: pytest.MonkeyPatch) -> None:
     """See `hold_an_answer`."""
     hold_an_answer(monkeypatch)
+
+
+def roles_without_models(cluster: Cluster) -> Roles:
+    """With an actor that has no model, on all devices: it computes columns of columns."""
+    mesh = Mesh.data_parallel(cluster.num_devices)
+    if "actor" not in cluster._handles[0].roles:
+        return Roles(asyncio.run(cluster.create_group("actor", EstimatingWorker)), None)
+    given = cluster._handles, cluster.resolve, (), cluster.placer
+    return Roles(WorkerGroup("actor", EstimatingWorker, mesh, *given), None)

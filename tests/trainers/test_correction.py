@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,9 +32,9 @@ from rondo.errors import ConfigError, DataError, TrainError
 from rondo.trainers.program.advantages import AdvantageStage
 from rondo.trainers.program.plan import describe_correction, effective_correction
 from rondo.trainers.program.stages import CorrectionStage, PreparationStage
-from rondo.trainers.program.step import Roles, Stage, Step, attach, numbers, padded_columns
+from rondo.trainers.program.step import Stage, Step, attach, numbers, padded_columns
 from rondo.types import StepStats
-from tests.trainers.conftest import registered_for_now
+from tests.trainers.conftest import registered_for_now, roles_without_models
 
 # Four responses of lengths 2, 3, 1, 2; row 1 has a hole, row 3 no trained token.
 MASK = [[1, 1], [1, 0, 1], [1], [0, 0]]
@@ -73,7 +73,7 @@ def stepped(
     stage: Stage, batch: BatchRef, cluster: Cluster, *, seed: int = 0, **shared: Any
 ) -> tuple[BatchRef, StepStats]:
     """What a stage makes of the batch in a first step, and its metrics."""
-    step = Step(0, seed, cluster, cast(Roles, None), **shared)
+    step = Step(0, seed, cluster, roles_without_models(cluster), **shared)
     return asyncio.run(_awaited(stage(batch, step))), step.stats
 
 

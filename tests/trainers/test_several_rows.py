@@ -34,6 +34,7 @@ from rondo.trainers.program.stages import PreparationStage, Resampling, RewardMo
 from rondo.trainers.program.step import Roles, Step
 from rondo.trainers.program.update import ActorWeights
 from rondo.types import Call, Completion, Prompt, StepStats, Trajectory
+from tests.trainers.conftest import roles_without_models
 
 # Two groups of two trajectories: of two, one, three and one rows. Rewards, and tokens of each row.
 REWARDS = [1.0, 0.0, 0.25, 1.0]
@@ -88,7 +89,8 @@ def held(cluster: Cluster, batch: Batch, order: Any = None, **tokens: float) -> 
 
 
 def stepped(stage: Any, batch: BatchRef, cluster: Cluster, **shared: Any) -> tuple[BatchRef, StepStats]:
-    step = Step(0, 0, cluster, shared.pop("roles", cast(Roles, None)), **shared)
+    roles = shared.pop("roles", None) or roles_without_models(cluster)
+    step = Step(0, 0, cluster, roles, **shared)
 
     async def main() -> BatchRef:
         return cast(BatchRef, await stage(batch, step))

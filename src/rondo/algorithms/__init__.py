@@ -24,6 +24,7 @@ from rondo.algorithms.pair_objective import PreferenceLoss, RewardModelLoss
 from rondo.algorithms.registry import (
     Kind,
     bind,
+    bind_by_row,
     bind_preparation,
     columns_read,
     lookup,
@@ -31,6 +32,8 @@ from rondo.algorithms.registry import (
     registered_by_user,
 )
 from rondo.algorithms.resampling import draw
-from rondo.algorithms.rollout_correction import correct
+from rondo.algorithms.rollout_correction import correct, mean_weight, weight_sums, with_sample_size
+from rondo.algorithms.statistics import Whitening, moments
+from rondo.algorithms.token_rewards import TokenRewards, advantage_stats, made_columns
 from rondo.algorithms.trial import check_algorithm
 from rondo.algorithms.value_loss import explained_variance

@@ -23,7 +23,7 @@ from torch.nn import functional
 from rondo.algorithms.arguments import ranked
 from rondo.algorithms.policy_losses.ratio import LOG_RATIO_LIMIT
 from rondo.algorithms.registry import bind, columns_read, is_zero_at_zero_advantage, lookup
-from rondo.algorithms.rollout_correction import accepted_of_packed
+from rondo.algorithms.rollout_correction import accepted
 from rondo.algorithms.statistics import Metrics, row_index
 from rondo.columns import LOSS_WEIGHT
 from rondo.config.schema import AlgorithmConfig, BypassConfig, FunctionConfig, KlConfig, RejectionConfig
@@ -189,7 +189,7 @@ def _judged(inputs: Columns, rules: Sequence[RejectionConfig]) -> tuple[Tensor, 
     gap = gap.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     keep = torch.ones_like(counted)
     for rule in rules:
-        keep &= accepted_of_packed(gap, counted, cu_seqlens, rule)
+        keep &= accepted(gap, counted, cu_seqlens, rule)
     rows, num_rows = row_index(cu_seqlens, len(gap)), len(cu_seqlens) - 1
     trained, left = (
         gap.new_zeros(num_rows).index_add(0, rows, tokens.to(gap.dtype)) > 0

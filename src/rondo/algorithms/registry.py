@@ -38,6 +38,7 @@ _LAYOUTS: Mapping[Kind, Layout] = {
 _FUNCTIONS: dict[Kind, dict[str, Callable[..., Any]]] = {kind: {} for kind in _LAYOUTS}
 _ZERO_AT_ZERO_ADVANTAGE: set[Callable[..., Any]] = set()
 _PREPARE: dict[Callable[..., Any], Callable[..., Any]] = {}
+_BY_ROW: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 
 def _register(kind: Kind, name: str) -> Callable[[AnyFunction], AnyFunction]:
@@ -62,11 +63,24 @@ def _origin(function: Callable[..., Any]) -> tuple[str, str]:
     return code.co_filename, function.__qualname__
 
 
-def advantage(name: str) -> Callable[[AnyFunction], AnyFunction]:
+def advantage(
+    name: str, *, by_row: bool | Callable[..., Any] = False
+) -> Callable[[AnyFunction], AnyFunction]:
     """Registers an advantage estimator: columns -> advantages [B] or [B, T], or (advantages, returns), or a
     mapping from column names ("advantages" and others) to such tensors.
+
+    by_row: True where what it makes of a row, [B, T], depends on no other row: then it is called where the
+    rows lie, with some of them at a time. A function with the same columns where that holds but for a last
+    step: the estimator whitens its advantages over the batch, unless its option `whiten` is false.
     """
-    return _register("advantage", name)
+
+    def add(function: AnyFunction) -> AnyFunction:
+        function = _register("advantage", name)(function)
+        if by_row:
+            _BY_ROW[function] = function if by_row is True else by_row
+        return function
+
+    return add
 
 
 def policy_loss(
@@ -174,6 +188,19 @@ def bind_preparation(config: FunctionConfig) -> functools.partial[Any] | None:
     """Returns the `prepare` of a policy loss with the options that it declares; None where it has none."""
     prepare = _PREPARE.get(lookup("policy_loss", config.name))
     return None if prepare is None else _with_own(prepare, config.options)
+
+
+def bind_by_row(config: FunctionConfig) -> tuple[functools.partial[Any], bool] | None:
+    """Returns an advantage estimator as it is called with some of a batch's rows, and whether what it makes
+    is then whitened over the batch; None where it needs to see other rows.
+    """
+    function = lookup("advantage", config.name)
+    rows = _BY_ROW.get(function)
+    if rows is None:
+        return None
+    whiten = _options(function).get("whiten")
+    default = rows is not function if whiten is None else bool(whiten.default)
+    return _with_own(rows, config.options), bool(config.options.get("whiten", default))
 
 
 def _bordered(function: AnyFunction, kind: Kind, name: str) -> AnyFunction:

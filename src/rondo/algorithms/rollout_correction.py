@@ -5,13 +5,13 @@ the same tokens at the start of the step, π is being trained. With λ_t = ℓ_o
 (clamped to ±20, 0 elsewhere) the loss gets a weight and a mask per token; the ratio π/π_old stays the policy
 loss's own business (decoupled PPO: 2110.00641, AReaL 2505.24298). In bypass mode π_old is π_roll, and nothing
 is known of the trainer's numbers before the update: there the loss itself judges λ_t = ℓ - ℓ_roll
-(`accepted_of_packed`).
+(`accepted`).
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,28 +22,58 @@ from rondo.algorithms.statistics import row_index, row_means
 from rondo.config.schema import ImportanceConfig, RejectionConfig, RolloutCorrectionConfig
 from rondo.types import StepStats
 
+# Σ w², on the way to the effective sample size.
+_SQUARES = "rollout_correction/squares"
+
 
 @dataclass(frozen=True)
 class Correction:
-    """What `correct` makes of a batch."""
+    """What `correct` makes of rows."""
 
-    weights: Tensor  # float32 [B, T], 0 where `mask` is 0, no gradient
-    mask: Tensor  # [B, T], the response mask without what was rejected, in its own type
-    stats: StepStats  # the diagnostics
+    weights: Tensor  # float32 [N], 0 where `mask` is 0, no gradient
+    mask: Tensor  # [N], the response mask without what was rejected, in its own type
+    stats: StepStats  # the diagnostics, to be merged with those of other rows; then `with_sample_size`
 
 
-@ranked("rows")
+@dataclass(frozen=True)
+class _Judged:
+    """What is known of each token: λ, in float64 and 0 where not `counted`; bool: whether it counts, whether
+    no rule rejects it, whether its ratio is out of bounds; the bounded ratio. How often each row counts.
+    """
+
+    gap: Tensor
+    counted: Tensor
+    keep: Tensor
+    outside: Tensor
+    weights: Tensor
+    rows: Tensor
+    times: Tensor
+
+    def per_row(self, values: Tensor) -> Tensor:
+        """Sums values [N] per row: float64 [B]."""
+        return values.new_zeros(len(self.times), dtype=torch.float64).index_add(
+            0, self.rows, values.to(torch.float64)
+        )
+
+
+@ranked("flat", times="row")
 def correct(
     old_log_probs: Tensor,
     rollout_log_probs: Tensor,
     response_mask: Tensor,
+    cu_seqlens: Tensor,
     config: RolloutCorrectionConfig,
+    *,
+    times: Tensor | None = None,
+    mean: float = 1.0,
 ) -> Correction:
-    """Makes weights and mask of a whole batch, all [B, T]; what stands where the mask is 0 may be anything.
+    """Makes weights and mask of the responses of some rows behind each other, all [N]; what stands where the
+    mask is 0 may be anything. What it makes of a row depends on no other row, but for `mean`.
 
     importance: see `importance_ratio`; truncated to the bounds (TIS) or 0 outside them (IcePop, Ring-1T
-    2510.18855). None: all weights are 1. normalize divides by the mean weight of what is still trained on:
-    its tokens (level token) or its rows. reject: see `accepted`; all must accept.
+    2510.18855). None: all weights are 1. mean: what all weights are divided by; with `normalize` that of the
+    whole batch (`mean_weight`). reject: see `accepted`; all must accept. times: [B], how often each row
+    counts in what is measured; 0: its tokens are neither judged nor weighed.
 
     Diagnostics, over the original mask, as rollout_correction/…: kl and k3 (k1 and k3 estimates of
     KL(π_roll ‖ π_old)), ppl_ratio and log_ppl_difference (means over rows; perplexity under π_old relative to
@@ -52,71 +82,115 @@ def correct(
     effective_sample_size (1/E[(w/E w)²], a share of the tokens) of the weights in the loss, clipped_share
     (tokens whose ratio is out of the bounds of importance).
     """
-    counted = response_mask > 0
+    judged = _judge(old_log_probs, rollout_log_probs, response_mask, cu_seqlens, config, times)
+    judged = replace(judged, weights=judged.weights / mean)
+    mask = torch.where(judged.counted & ~judged.keep, 0, response_mask)
+    return Correction(judged.weights.to(torch.float32), mask, _diagnostics(judged))
+
+
+@ranked("flat", times="row")
+def weight_sums(
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    response_mask: Tensor,
+    cu_seqlens: Tensor,
+    config: RolloutCorrectionConfig,
+    *,
+    times: Tensor | None = None,
+) -> Tensor:
+    """Returns for each row what `mean_weight` is made of, float64 [B, 2]: the sum of its weights, and what it
+    counts: its tokens (level token), or itself once, however long it is (and then the mean of its weights).
+    """
+    assert config.importance is not None
+    judged = _judge(old_log_probs, rollout_log_probs, response_mask, cu_seqlens, config, times)
+    sums, counts = judged.per_row(judged.weights), judged.per_row(judged.keep)
+    if config.importance.level != "token":
+        sums, counts = sums / counts.clamp(min=1), counts.clamp(max=1)
+    return torch.stack([sums, counts], 1) * judged.times[:, None]
+
+
+def mean_weight(sums: Tensor) -> float:
+    """Returns the mean weight of what is still trained on, from `weight_sums` of all rows of a batch, in any
+    fixed order; 1 where no weight is above 0.
+    """
+    total, count = sums.sum(0).tolist()
+    mean: float = total / max(count, 1.0)
+    return mean if mean > 0 else 1.0
+
+
+def with_sample_size(stats: StepStats) -> StepStats:
+    """Returns the diagnostics of all parts of a batch, merged, with the effective sample size."""
+    squares = stats.sums.pop(_SQUARES, None)
+    if squares is not None:
+        # 1/E[(w/E w)²] = (Σ w)² / (N Σ w²); 0 where every weight is
+        total, number = stats.means["rollout_correction/weight_mean"]
+        effective = total**2 / (number * squares) if squares > 0 else 0.0
+        stats.add_mean("rollout_correction/effective_sample_size", effective)
+    return stats
+
+
+def _judge(
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    response_mask: Tensor,
+    cu_seqlens: Tensor,
+    config: RolloutCorrectionConfig,
+    times: Tensor | None,
+) -> _Judged:
+    rows, num_rows = row_index(cu_seqlens, len(response_mask)), len(cu_seqlens) - 1
+    often = torch.ones(num_rows, dtype=torch.float64) if times is None else times.to(torch.float64)
+    counted = (response_mask > 0) & (often > 0)[rows]
     gap = old_log_probs.detach().to(torch.float64) - rollout_log_probs.detach().to(torch.float64)
     gap = torch.where(counted, gap.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT), 0.0)
     keep = counted.clone()
     for rule in config.reject:
-        keep &= accepted(gap, counted, rule)
-    weights = keep.to(torch.float64)
-    outside = torch.zeros_like(keep)
+        keep &= accepted(gap, counted, cu_seqlens, rule)
+    weights, outside = keep.to(torch.float64), torch.zeros_like(keep)
     if config.importance is not None:
-        ratio = importance_ratio(gap, counted, config.importance.level)
+        ratio = importance_ratio(gap, counted, cu_seqlens, config.importance.level)
         weights, outside = _bounded(ratio, keep, config.importance)
-    stats = _diagnostics(gap, counted, weights, keep, outside)
-    return Correction(weights.to(torch.float32), torch.where(keep, response_mask, 0), stats)
+    return _Judged(gap, counted, keep, outside, weights, rows, often)
 
 
-@ranked("rows", gap="token", counted="token")
-def importance_ratio(gap: Tensor, counted: Tensor, level: str) -> Tensor:
-    """Returns π_old/π_roll of each token's unit, [B, T], from λ [B, T] (0 where not `counted`).
+@ranked("flat", gap="token", counted="token")
+def importance_ratio(gap: Tensor, counted: Tensor, cu_seqlens: Tensor, level: str) -> Tensor:
+    """Returns π_old/π_roll of each token's unit, [N], from λ [N] (0 where not `counted`).
 
     token: exp λ_t. sequence: exp Σ_t λ_t on every token of the row, the exponent clamped to ±20. geometric:
     exp of the row's mean λ.
     """
     if level == "token":
         return gap.exp()
-    exponent = gap.sum(1, keepdim=True)
+    rows, num_rows = row_index(cu_seqlens, len(gap)), len(cu_seqlens) - 1
     if level == "geometric":
-        exponent = exponent / counted.sum(1, keepdim=True).clamp(min=1)
-    return exponent.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().expand_as(gap)
+        exponent = row_means(gap, counted.to(gap.dtype), rows, num_rows)
+    else:
+        exponent = gap.new_zeros(num_rows).index_add(0, rows, gap)
+    return exponent.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()[rows]
 
 
 def _bounded(ratio: Tensor, keep: Tensor, config: ImportanceConfig) -> tuple[Tensor, Tensor]:
-    """Returns (weights [B, T], 0 where not `keep`; bool [B, T]: whether the ratio was out of the bounds)."""
+    """Returns (weights [N], 0 where not `keep`; bool [N]: whether the ratio was out of the bounds)."""
     lower = 0.0 if config.lower is None else config.lower
     assert 0.0 <= lower <= config.upper
     outside = (ratio < lower) | (ratio > config.upper)
     inside = (
         torch.where(outside, 0.0, ratio) if config.outside == "mask" else ratio.clamp(lower, config.upper)
     )
-    weights = torch.where(keep, inside, 0.0)
-    if config.normalize:
-        share = keep.to(weights.dtype)
-        if config.level != "token":  # each row once, however long it is
-            share = share / share.sum(1, keepdim=True).clamp(min=1)
-        mean = (share * weights).sum() / share.sum().clamp(min=1)
-        weights = weights / torch.where(mean > 0, mean, 1.0)
-    return weights, outside
+    return torch.where(keep, inside, 0.0), outside
 
 
-@ranked("rows", gap="token", counted="token")
-def accepted(gap: Tensor, counted: Tensor, rule: RejectionConfig) -> Tensor:
-    """Returns what one rule lets through: bool [B, T] (level token) or [B, 1]. gap: λ, 0 where not `counted`.
+@ranked("flat", gap="token", counted="token")
+def accepted(gap: Tensor, counted: Tensor, cu_seqlens: Tensor, rule: RejectionConfig) -> Tensor:
+    """Returns what one rule lets through of responses behind each other: bool [N]; a verdict on a row is on
+    all of its tokens.
 
     Statistics of a token, estimates of KL(π_roll ‖ π_old): k1 = -λ, k2 = λ²/2, k3 = e^λ - 1 - λ. Level token
     judges each for itself; sum, mean and max judge the row by that of its trained tokens. k2 and k3 are
     accepted up to `upper`; k1 is bounded by ratios: lower <= π_old/π_roll <= upper (that of the whole
-    response for sum, its geometric mean for mean), lower 1/upper by default. A row without trained tokens is
-    accepted. Which combinations mean something is checked when a configuration is loaded.
+    response for sum, its geometric mean for mean), lower 1/upper by default. What does not count is accepted.
+    Which combinations mean something is checked when a configuration is loaded.
     """
-    value = _by_level(divergences(gap, rule.statistic), counted, rule.level)
-    return _in_bounds(value, rule) | ~counted.any(1, keepdim=True)
-
-
-@ranked("flat", gap="token", counted="token")
-def accepted_of_packed(gap: Tensor, counted: Tensor, cu_seqlens: Tensor, rule: RejectionConfig) -> Tensor:
-    """Is `accepted` of responses behind each other, bool [N]: the verdict on a row, on all of its tokens."""
     values = divergences(torch.where(counted, gap, 0.0), rule.statistic)
     if rule.level == "token":
         return _in_bounds(values, rule) | ~counted
@@ -148,44 +222,38 @@ def _in_bounds(value: Tensor, rule: RejectionConfig) -> Tensor:
     return (value >= math.log(lower)) & (value <= math.log(rule.upper))
 
 
-def _by_level(values: Tensor, counted: Tensor, level: str) -> Tensor:
-    """Returns the token values [B, T], or one value per row [B, 1]."""
-    if level == "token":
-        return values
-    if level == "max":  # of k2 and k3, which are at least 0
-        return torch.cat([values, values.new_zeros(len(values), 1)], 1).amax(1, keepdim=True)
-    total = values.sum(1, keepdim=True)
-    return total / counted.sum(1, keepdim=True).clamp(min=1) if level == "mean" else total
-
-
-def _diagnostics(gap: Tensor, counted: Tensor, weights: Tensor, keep: Tensor, outside: Tensor) -> StepStats:
+def _diagnostics(judged: _Judged) -> StepStats:
     """Measures how far π_roll and π_old are apart, and how much was cut off, rejected and reweighted."""
     stats = StepStats()
+    gap, keep, times = judged.gap, judged.keep, judged.times
+    often = times[judged.rows]
 
-    def mean(name: str, numerator: Tensor | float, denominator: float) -> None:
-        stats.add_mean(f"rollout_correction/{name}", float(numerator), denominator)
+    def mean(name: str, numerators: Tensor, denominator: float) -> None:
+        stats.add_mean(f"rollout_correction/{name}", float((often * numerators).sum()), denominator)
 
-    has_tokens = counted.any(1)
-    tokens, rows = float(counted.sum()), float(has_tokens.sum())
-    total = gap.sum(1)
-    means = total / counted.sum(1).clamp(min=1)
+    def mean_of_rows(name: str, numerators: Tensor) -> None:
+        stats.add_mean(f"rollout_correction/{name}", float((times * numerators).sum()), rows)
+
+    of_rows = judged.per_row(judged.counted)
+    has_tokens = of_rows > 0
+    tokens, rows = float((times * of_rows).sum()), float((times * has_tokens).sum())
+    total = judged.per_row(gap)
+    means = total / of_rows.clamp(min=1)
     bounded = total.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    mean("kl", -total.sum(), tokens)
-    mean("k3", (gap.expm1() - gap).sum(), tokens)
-    mean("ppl_ratio", (-means).exp()[has_tokens].sum(), rows)
-    mean("log_ppl_difference", -means.sum(), rows)
-    mean("chi2_token", (2 * gap).expm1().sum(), tokens)
-    mean("chi2_sequence", (2 * bounded).expm1().sum(), rows)
-    kept = weights[keep]
-    mean("rejected_token_share", tokens - len(kept), tokens)
-    mean("rejected_row_share", rows - keep.any(1).sum(), rows)
-    mean("clipped_share", (outside & keep).sum(), len(kept))
-    mean("weight_mean", kept.sum(), len(kept))
-    if len(kept):
-        stats.add_max("rollout_correction/weight_max", float(kept.max()))
-        stats.add_min("rollout_correction/weight_min", float(kept.min()))
-        # 1/E[(w/E w)²] = (Σ w)² / (N Σ w²); 0 where every weight is
-        squares = float(kept.square().sum())
-        effective = float(kept.sum()) ** 2 / (len(kept) * squares) if squares > 0 else 0.0
-        mean("effective_sample_size", effective, 1.0)
+    mean("kl", -gap, tokens)
+    mean("k3", gap.expm1() - gap, tokens)
+    mean_of_rows("ppl_ratio", torch.where(has_tokens, (-means).exp(), 0.0))
+    mean_of_rows("log_ppl_difference", -means)
+    mean("chi2_token", (2 * gap).expm1(), tokens)
+    mean_of_rows("chi2_sequence", (2 * bounded).expm1())
+    kept = float((often * keep).sum())
+    mean("rejected_token_share", judged.counted & ~keep, tokens)
+    mean_of_rows("rejected_row_share", has_tokens & ~(judged.per_row(keep) > 0))
+    mean("clipped_share", judged.outside & keep, kept)
+    mean("weight_mean", judged.weights, kept)
+    if kept:
+        weights = judged.weights[keep]
+        stats.add_max("rollout_correction/weight_max", float(weights.max()))
+        stats.add_min("rollout_correction/weight_min", float(weights.min()))
+        stats.add_sum(_SQUARES, float((often * judged.weights.square()).sum()))
     return stats

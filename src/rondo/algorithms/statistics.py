@@ -75,6 +75,51 @@ def whiten(values: Tensor, weights: Tensor, *, eps: float = 1e-8) -> Tensor:
     return deviation * (variance + eps).rsqrt()
 
 
+def moments(values: Tensor, weights: Tensor) -> Tensor:
+    """Returns what `Whitening.of` needs to know of each row of values [B, T], which count `weights` times:
+    float64 [B, 4]. Their number, the smallest, their mean above that, the sum of squares about the mean.
+    """
+    counted = weights > 0
+    wide = torch.where(counted, values.to(torch.float64), torch.inf)
+    share = torch.where(counted, weights.to(torch.float64), 0.0)
+    number = share.sum(1)
+    lowest = torch.cat([wide, wide.new_full((len(wide), 1), torch.inf)], 1).amin(1)
+    raised = torch.where(counted, wide - lowest[:, None], 0.0)
+    mean = (share * raised).sum(1) / number.clamp(min=1)
+    squares = (share * (raised - mean[:, None]).square()).sum(1)
+    return torch.stack([number, torch.where(number > 0, lowest, 0.0), mean, squares], 1)
+
+
+@dataclass(frozen=True)
+class Whitening:
+    """What `whiten` does to the values of a batch, where its rows are apart: it takes `lowest` and then
+    `mean` off, and multiplies by `scale`.
+    """
+
+    lowest: float
+    mean: float
+    scale: float
+
+    @classmethod
+    def of(cls, rows: Tensor, *, eps: float = 1e-8) -> Whitening:
+        """Joins the `moments` of all rows, [B, 4], in any fixed order (Chan, Golub & LeVeque 1979)."""
+        number, lowest, mean, squares = rows[rows[:, 0] > 0].unbind(1)
+        total = number.sum()
+        if total == 0:
+            return cls(0.0, 0.0, 0.0)
+        least = lowest.min()
+        raised = lowest - least + mean
+        middle = (number * raised).sum() / total
+        spread = squares.sum() + (number * (raised - middle).square()).sum()
+        variance = spread / (total - 1).clamp(min=1)
+        return cls(float(least), float(middle), float((variance + eps).rsqrt()))
+
+    def __call__(self, values: Tensor, weights: Tensor) -> Tensor:
+        """Returns float64 of the same shape, 0 where the weight is 0."""
+        above = values.to(torch.float64) - self.lowest - self.mean
+        return torch.where(weights > 0, above, 0.0) * self.scale
+
+
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     """Averages the last dimension's masked entries, 0 where there are none; the others may be NaN."""
     counted = mask > 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -194,12 +194,9 @@ async def invoke(
             if id(call) not in packed:  # a broadcast is one call to all
                 packed[id(call)] = hosts[rank].pack(call)
         tasks = {hosts[rank].submit(packed[id(call)], call.is_async): rank for rank, call in calls.items()}
-        pending = set(tasks)
-        while pending:
-            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            if any(task.cancelled() or task.result()[0].failure for task in done):
-                error = await _first_cause(tasks, calls, hosts)
-                raise error from error.cause_error
+        if not await _all_well(tasks):
+            error = await _first_cause(tasks, calls, hosts)
+            raise error from error.cause_error
         answers = {rank: task.result() for task, rank in tasks.items()}
         return answers
     except asyncio.CancelledError:
@@ -215,6 +212,25 @@ async def invoke(
                 span = answers[rank][0].span if rank in answers else given_up
                 died, device = hosts[rank].broken is not None, hosts[rank].device
                 watcher.call_ended(call.role, rank, device, call.method, *span, died=died)
+
+
+async def _all_well(tasks: Collection[asyncio.Task[Answer]]) -> bool:
+    """Waits for all tasks (True), or for the first that has no result (False). It wakes up once, however many
+    ranks there are: `asyncio.wait` would look through all of them whenever one of them is done.
+    """
+    done = asyncio.get_running_loop().create_future()
+    left = len(tasks)
+
+    def ended(task: asyncio.Task[Answer]) -> None:
+        nonlocal left
+        left -= 1
+        failed = task.cancelled() or task.result()[0].failure is not None
+        if (failed or not left) and not done.done():
+            done.set_result(not failed)
+
+    for task in tasks:
+        task.add_done_callback(ended)
+    return bool(await done)
 
 
 async def _first_cause(

@@ -3,6 +3,7 @@ one behaviour."""
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from rondo.batch import Batch, BatchRef
 from rondo.config.schema import ClusterConfig
 from rondo.controller.calls import Call, CallWatcher, HostHandle, invoke
-from rondo.controller.dispatch import BY_TOKENS
+from rondo.controller.dispatch import Placer
 from rondo.controller.group import WorkerGroup
 from rondo.controller.host import CREATE, JOIN, NewMesh, NewWorker
 from rondo.controller.mesh import Mesh
@@ -35,8 +36,8 @@ class Cluster:
         self.device = device
         # Torch threads of each host.
         self.threads = threads
-        # By what rows are spread over the ranks of a group.
-        self.balance = BY_TOKENS
+        # Spreads rows over the ranks of all groups.
+        self.placer = Placer()
         # Are told of every worker call; add to it.
         self.call_watchers: list[CallWatcher] = []
         self._handles: Sequence[HostHandle] = ()  # by device number
@@ -90,7 +91,9 @@ class Cluster:
         await invoke(create, chosen, watchers)
         for host in chosen:
             host.roles.add(role)
-        return WorkerGroup(role, worker_class, mesh, chosen, self.resolve, self.call_watchers, self.balance)
+        # As in the hosts: a full collection of this process, half a second, would come in every step or two.
+        gc.freeze()
+        return WorkerGroup(role, worker_class, mesh, chosen, self.resolve, self.call_watchers, self.placer)
 
     def accelerators(self, role: str, devices: Sequence[int]) -> tuple[str, ...]:
         """Returns the ids of the GPUs of one rank, where it has several; see WorkerContext."""
@@ -165,7 +168,7 @@ async def start_cluster(config: ClusterConfig, logs: Path | None = None) -> Clus
     logs = None if logs is None else logs.absolute()
     threads = config.threads or max(1, (os.cpu_count() or 1) // config.devices)
     cluster = await _start(config, threads, logs)
-    cluster.balance = config.balance
+    cluster.placer = Placer(config.balance)
     if config.hang_seconds is not None and not config.inline:  # inline: a debugger waits for its user
         log = None if logs is None else logs / "controller.log"
         cluster.watch(config.hang_seconds, config.timeout_seconds, log)

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from rondo.batch import Batch
+from rondo.batch import ROW_ID, Batch
 from rondo.columns import UNIT, column, declared
 from rondo.config.schema import BalanceConfig, TokenBalanceConfig
 from rondo.planning.batches import attention_work, balance
@@ -27,15 +27,20 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 @dataclass(frozen=True)
 class Dispatch:
     """The mark of a method. reads: columns shipped with a BatchRef. writes: columns it may return; () is not
-    checked."""
+    checked. replaces: columns it may return that the batch has, which are then those that it returned."""
 
     how: How
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
+    replaces: tuple[str, ...] = ()
 
 
 def dispatch(
-    how: How, *, reads: tuple[str, ...] = (), writes: tuple[str, ...] = ()
+    how: How,
+    *,
+    reads: tuple[str, ...] = (),
+    writes: tuple[str, ...] = (),
+    replaces: tuple[str, ...] = (),
 ) -> Callable[[Method], Method]:
     """Marks a worker method that the controller may `call`.
 
@@ -45,10 +50,38 @@ def dispatch(
     """
 
     def mark(method: Method) -> Method:
-        setattr(method, MARK, Dispatch(how, reads, writes))
+        setattr(method, MARK, Dispatch(how, reads, writes, replaces))
         return method
 
     return mark
+
+
+class Placer:
+    """Places the rows of a step on data-parallel ranks: once for all calls that read the same rows in the
+    same mini-batches, and so on the same ranks. by: what the ranks are to be even in.
+
+    It knows rows again by the very columns that decide (those of a batch are never written, and pass from one
+    stage's batch to the next's), and remembers the latest few: those of a step, and of the part of its rows
+    that an update computes apart (`trainers/program/update.py`).
+    """
+
+    _REMEMBERED = 4
+
+    def __init__(self, by: BalanceConfig = BY_TOKENS) -> None:
+        self.by = by
+        self._placed: list[tuple[int, dict[str, Any], list[np.ndarray]]] = []  # the latest last
+
+    def place(self, index: Batch, parts: int) -> list[np.ndarray]:
+        """Returns what `cut` does."""
+        names = (ROW_ID, *COST_COLUMNS, GROUP_COLUMN, UNIT)
+        deciding = {name: index.array(name) for name in names if name in index.columns}
+        for number, known, rows in self._placed:
+            same = number == parts and known.keys() == deciding.keys()
+            if same and all(known[name] is array for name, array in deciding.items()):
+                return rows
+        rows = cut(index, parts, self.by)
+        self._placed = [*self._placed[1 - self._REMEMBERED :], (parts, deciding, rows)]
+        return rows
 
 
 def cut(index: Batch, parts: int, by: BalanceConfig = BY_TOKENS) -> list[np.ndarray]:

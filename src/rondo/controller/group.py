@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 
 from rondo.batch import ROW_ID, BatchRef, Block, Resolver
-from rondo.config.schema import BalanceConfig
 from rondo.controller.calls import Answer, Call, CallWatcher, HostHandle, Reply, invoke
-from rondo.controller.dispatch import BY_TOKENS, MARK, Dispatch, cut
+from rondo.controller.dispatch import MARK, Dispatch, Placer
 from rondo.controller.mesh import Mesh
 from rondo.controller.worker import Worker
 from rondo.errors import DataError, WorkerError
@@ -33,8 +32,9 @@ class WorkerGroup:
         hosts: Sequence[HostHandle],
         resolve: Resolver,
         watchers: Sequence[CallWatcher] = (),
-        balance: BalanceConfig = BY_TOKENS,
+        placer: Placer | None = None,
     ) -> None:
+        """placer: the cluster's, so that roles with as many ranks agree on who computes which rows."""
         self.role = role
         self.worker_class = worker_class
         self.mesh = mesh
@@ -42,7 +42,7 @@ class WorkerGroup:
         self.devices = tuple(host.device for host in hosts)
         self._hosts = tuple(hosts)
         self._resolve = resolve
-        self._balance = balance
+        self._placer = placer or Placer()
         self._watchers = watchers  # the cluster's own list: it may grow
 
     @property
@@ -173,8 +173,9 @@ class WorkerGroup:
                 f"{self.role}.{method.__name__} writes {', '.join(conflicts)}, which the batch has already"
             )
         num_shards = len(self.mesh.collect_ranks)
-        parts = [None] if num_shards == 1 else cut(ref.index, num_shards, self._balance)
-        shards = [ref.shard(columns, part) for part in parts]
+        whole = num_shards == 1
+        parts = [np.arange(len(ref))] if whole else self._placer.place(ref.index, num_shards)
+        shards = ref.shards(columns, parts)
         calls = {}
         for rank, at in enumerate(self.mesh.dp_shards):
             collect = rank in self.mesh.collect_ranks
@@ -188,7 +189,7 @@ class WorkerGroup:
             self._check_rows(
                 f"{self.role}[{rank}].{method.__name__}", mark, shard.index.scalars(ROW_ID), reply
             )
-        grown = ref.with_blocks(_blocks(chosen))
+        grown = ref.with_blocks(_blocks(chosen), replace=bool(mark.replaces))
         return grown if extra is None else (grown, extra)
 
     def _check_rows(self, where: str, mark: Dispatch, row_ids: np.ndarray, reply: Reply) -> None:
@@ -197,11 +198,12 @@ class WorkerGroup:
                 f"{where} returned no Batch where another rank did; all ranks return the same kind"
             )
         returned = reply.kept.index.scalars(ROW_ID)
-        if not np.array_equal(np.sort(returned), np.sort(row_ids)):
+        same = np.array_equal(returned, row_ids) or np.array_equal(np.sort(returned), np.sort(row_ids))
+        if not same:
             raise DataError(
                 f"{where} returned {len(returned)} rows that are not the {len(row_ids)} of its shard"
             )
-        undeclared = sorted(set(reply.kept.columns) - set(mark.writes))
+        undeclared = sorted(set(reply.kept.columns) - {*mark.writes, *mark.replaces})
         if mark.writes and undeclared:
             raise DataError(f"{where} returned {', '.join(undeclared)}, not declared in writes={mark.writes}")
 

@@ -116,7 +116,7 @@ class Host:
         )
 
     async def run(self, call: Call, blocks: Sequence[Batch], ticket: int | None) -> Result:
-        """Runs one call. blocks: what the pieces of `call.shard` stand for. ticket: None for async
+        """Runs one call. blocks: what the handles of `call.shard` stand for. ticket: None for async
         methods.
         """
         if ticket is not None:

@@ -28,11 +28,11 @@ class LocalHandle(HostHandle):
     async def send(self, packed: Call, ticket: int | None) -> Answer:
         """Runs the call; nothing travels, and the index and the positions of rows are counted as if they
         did."""
-        pieces = packed.shard.pieces if packed.shard else ()
-        if packed.shard is not None:
-            self.num_bytes += packed.shard.index.num_bytes
-            self.num_bytes += sum(piece.source.nbytes + piece.target.nbytes for piece in pieces)
-        reply, kept = await self._host.run(packed, [piece.handle for piece in pieces], ticket)
+        shard = packed.shard
+        if shard is not None:
+            self.num_bytes += shard.index.num_bytes
+            self.num_bytes += sum(part.block.nbytes + part.row.nbytes for part in shard.parts)
+        reply, kept = await self._host.run(packed, () if shard is None else shard.handles, ticket)
         if reply.kept is not None:
             self.num_bytes += reply.kept.index.num_bytes
         return reply, kept

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
+import gc
 import logging
 import os
 import pickle
@@ -20,7 +21,7 @@ import torch.distributed as dist
 
 from rondo import activity
 from rondo.activity import Activity, Pulse
-from rondo.batch import ROW_ID, Batch, BatchRef, Block, Shard
+from rondo.batch import ROW_ID, Batch, BatchRef, Block
 from rondo.config.schema import ClusterConfig
 from rondo.controller.calls import Answer, Call, Failure, HostHandle, Reply
 from rondo.controller.cluster import Cluster
@@ -38,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Packed:
-    """A call as it travels: its pickle, in which the handles of blocks are numbers, and the handles."""
+    """A call as it travels: its pickle, without the handles of its shard, and those."""
 
     payload: bytes
     handles: tuple[Any, ...]
@@ -97,13 +98,12 @@ class RemoteHandle(HostHandle):
 
     def pack(self, call: Call) -> Packed:
         """Pickles a call (classes and functions of `__main__` by value); blocks travel apart from it."""
-        handles: dict[int, Any] = {}
-        if call.shard is not None:
-            handles = {id(piece.handle): piece.handle for piece in call.shard.pieces}
-            places = {key: place for place, key in enumerate(handles)}
-            pieces = tuple(replace(piece, handle=places[id(piece.handle)]) for piece in call.shard.pieces)
-            call = replace(call, shard=Shard(call.shard.index, pieces))
-        return Packed(cloudpickle.dumps(call), tuple(handles.values()))
+        if call.shard is None:
+            return Packed(pickle.dumps((cloudpickle.dumps(call), None)), ())
+        # Apart: a shard is arrays, and nothing of the user's, for which cloudpickle takes twice as long.
+        shard = replace(call.shard, handles=())
+        body = cloudpickle.dumps(replace(call, shard=None))
+        return Packed(pickle.dumps((body, shard)), call.shard.handles)
 
 
 class RemoteCluster(Cluster):
@@ -192,6 +192,7 @@ class RemoteCluster(Cluster):
             return
         self._closed = True
         self.end_watch()
+        gc.unfreeze()
 
         async def close(handle: RemoteHandle) -> None:
             with contextlib.suppress(handle.gone):
@@ -204,6 +205,13 @@ class RemoteCluster(Cluster):
                     _log.warning("a host process did not close its workers, and is killed: %r", outcome)
         finally:
             await self.end_hosts()
+
+
+def unpack_call(raw: bytes) -> Call:
+    """Returns what `RemoteHandle.pack` packed, less the handles."""
+    body, shard = pickle.loads(raw)
+    call: Call = pickle.loads(body)
+    return call if shard is None else replace(call, shard=shard)
 
 
 def unpack_reply(raw: bytes) -> Reply:
@@ -290,14 +298,13 @@ class HostProgram:
         """Runs one packed call; returns the reply for `unpack_reply`, and the kept Batch."""
         assert self._host is not None
         try:
-            call: Call = pickle.loads(payload)
+            call = unpack_call(payload)
         except PICKLE_ERRORS as error:  # e.g. the worker class's module cannot be imported here
             reply = Reply(failure=failure_of(error))
             if ticket is not None:
                 await self._host.skip(ticket)
             return _pack_reply(reply), None
-        pieces = call.shard.pieces if call.shard is not None else ()
-        reply, kept = await self._host.run(call, [blocks[piece.handle] for piece in pieces], ticket)
+        reply, kept = await self._host.run(call, blocks, ticket)
         return _pack_reply(reply), kept
 
     def pulse(self, stacks: bool = False) -> Pulse:

@@ -7,7 +7,10 @@ gradient on either (`algorithms/aggregation.py`).
 
 from __future__ import annotations
 
+import bisect
 import heapq
+import operator
+from typing import Any
 
 import numpy as np
 
@@ -166,31 +169,81 @@ def balance(
     return [np.sort(np.asarray(shard, np.int64)) for shard in shards]
 
 
+# Those parts of a partial partition that have rows, the fullest first: their costs, and their rows, each as a
+# tree of pairs (joining two is one pair, however many rows they have).
+_Partial = tuple[list[float], list[Any]]
+
+
 def _largest_differencing(
     costs: np.ndarray, parts: int, equal_sizes: bool
 ) -> tuple[np.ndarray, list[list[int]]]:
     """Returns sums [parts] and rows of each part: joins the two least even partial partitions until one is
     left. They begin with a row each, or (equal_sizes) with one for each part.
+
+    Nearly all joins are of a partition with a single row, which is a search in a sorted list: the time hardly
+    depends on the number of parts.
     """
     if parts == 1 or len(costs) == 0:
         return np.full(parts, costs.sum()), [list(range(len(costs))), *([] for _ in range(parts - 1))]
-    heap: list[tuple[float, int, np.ndarray, list[list[int]]]] = []
     at_once, order = 1, np.arange(len(costs))
     if equal_sizes:
         at_once, order = parts, np.argsort(-costs, kind="stable")
+    values = costs[order].tolist()
+    heap: list[tuple[float, int, _Partial]] = []
     for start in range(0, len(costs), at_once):
-        rows = order[start : start + at_once]
-        sums = np.zeros(parts)
-        sums[: len(rows)] = costs[rows]
-        members = [[int(row)] for row in rows] + [[] for _ in range(parts - len(rows))]
-        heap.append((float(sums[-1] - sums[0]), start, sums, members))
+        rows: list[Any] = order[start : start + at_once].tolist()
+        sums = values[start : start + at_once]
+        heap.append((_least_even_first(sums, parts), start, (sums, rows)))
     heapq.heapify(heap)
     while len(heap) > 1:
-        _, first, sums_a, members_a = heapq.heappop(heap)
-        _, _, sums_b, members_b = heapq.heappop(heap)
-        sums = sums_a + sums_b[::-1]  # the fullest of one meets the emptiest of the other
-        order = np.argsort(-sums, kind="stable")
-        members = [members_a[k] + members_b[parts - 1 - k] for k in order]
-        sums = sums[order]
-        heapq.heappush(heap, (float(sums[-1] - sums[0]), first, sums, members))
-    return heap[0][2], heap[0][3]
+        _, first, one = heapq.heappop(heap)
+        _, _, other = heapq.heappop(heap)
+        if len(other[0]) == 1 and other[0][0] > 0:
+            _put(one, other, parts)
+        else:
+            one = _joined(one, other, parts)
+        heapq.heappush(heap, (_least_even_first(one[0], parts), first, one))
+    sums, trees = heap[0][2]
+    empty = parts - len(sums)
+    return np.array(sums + [0.0] * empty), [*map(_leaves, trees), *([] for _ in range(empty))]
+
+
+def _least_even_first(sums: list[float], parts: int) -> float:
+    """Returns the difference of the least and the greatest of all parts, for the heap."""
+    return (sums[-1] if len(sums) == parts else 0.0) - sums[0]
+
+
+def _put(one: _Partial, single: _Partial, parts: int) -> None:
+    """Adds a single row to the emptiest part; behind all that are as full."""
+    sums, rows = one
+    cost, row = single[0][0], single[1][0]
+    if len(sums) == parts:
+        cost, row = sums.pop() + cost, (rows.pop(), row)
+    at = bisect.bisect_right(sums, -cost, key=operator.neg)
+    sums.insert(at, cost)
+    rows.insert(at, row)
+
+
+def _joined(one: _Partial, other: _Partial, parts: int) -> _Partial:
+    """Joins two: the fullest part of one meets the emptiest of the other."""
+    sums = np.zeros(parts)
+    sums[: len(one[0])] = one[0]
+    met = parts - len(other[0])  # from here on the other has rows
+    sums[met:] += np.array(other[0][::-1])
+    rows = [*one[1], *[None] * (parts - len(one[1]))]
+    for part, tree in enumerate(reversed(other[1]), start=met):
+        rows[part] = tree if rows[part] is None else (rows[part], tree)
+    order = [k for k in np.argsort(-sums, kind="stable").tolist() if rows[k] is not None]
+    return sums[order].tolist(), [rows[k] for k in order]
+
+
+def _leaves(tree: Any) -> list[int]:
+    """Returns the rows of a tree of pairs, in any order."""
+    found, waiting = [], [tree]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, tuple):
+            waiting += node
+        else:
+            found.append(node)
+    return found

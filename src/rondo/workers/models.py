@@ -21,6 +21,7 @@ from rondo.roles import ROLES
 from rondo.training import FsdpEngine, Loss
 from rondo.training.measuring import equal_rows, metrics_of
 from rondo.types import StepStats
+from rondo.workers.estimating import EstimatingWorker
 from rondo.workers.transfer import SendsWeights
 
 TOKENS = declared("prompt_ids", "response_ids")
@@ -137,7 +138,7 @@ class ModelWorker(Worker):
         return stats
 
 
-class ActorWorker(SendsWeights, ModelWorker):
+class ActorWorker(EstimatingWorker, SendsWeights, ModelWorker):
     """The policy that is trained."""
 
     @dispatch("split", reads=TOKENS, writes=("old_log_probs", "sum_p_squared", "entropy"))

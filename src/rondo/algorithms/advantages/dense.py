@@ -49,7 +49,7 @@ def prime(
     return torch.where(counted, advantages, 0.0).to(process_rewards.dtype)
 
 
-@advantage("teacher_gap")
+@advantage("teacher_gap", by_row=True)
 def teacher_gap(
     teacher_log_probs: Tensor, old_log_probs: Tensor, response_mask: Tensor, *, clamp: float = 20.0
 ) -> Tensor:

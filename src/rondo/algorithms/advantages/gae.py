@@ -13,7 +13,37 @@ from rondo.algorithms.registry import advantage
 from rondo.errors import ConfigError
 
 
-@advantage("gae")
+def gae_of_rows(
+    token_rewards: Tensor,
+    values: Tensor,
+    response_mask: Tensor,
+    *,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    lam_critic: float | None = None,
+    length_alpha: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Is `gae` before it whitens: advantages in float64."""
+    if length_alpha is not None and lam != 1.0:
+        raise ConfigError("algorithm.advantage: gae takes lam or length_alpha, not both")
+    require("algorithm.advantage: gae", above=0, length_alpha=length_alpha)
+    require("algorithm.advantage: gae", at_least=0, at_most=1, gamma=gamma, lam=lam, lam_critic=lam_critic)
+    counted = response_mask > 0
+    rewards = torch.where(counted, token_rewards, 0.0).to(torch.float64)
+    before = torch.where(counted, values, 0.0).to(torch.float64)
+    policy_lam = rewards.new_full((len(rewards),), lam)
+    if length_alpha is not None:
+        lengths = counted.sum(1).clamp(min=1).to(torch.float64)
+        policy_lam = (1.0 - 1.0 / (length_alpha * lengths)).clamp(min=0.0)
+    advantages = accumulate(rewards, before, counted, gamma, policy_lam)
+    targets = advantages
+    if lam_critic is not None:
+        targets = accumulate(rewards, before, counted, gamma, torch.full_like(policy_lam, lam_critic))
+    returns = torch.where(counted, targets + before, 0.0)
+    return advantages, returns.to(values.dtype)
+
+
+@advantage("gae", by_row=gae_of_rows)
 def gae(
     token_rewards: Tensor,
     values: Tensor,
@@ -34,25 +64,18 @@ def gae(
     another λ for the returns (decoupled GAE; VAPO uses 1). length_alpha: λ = 1 - 1/(alpha · L) per row
     instead of `lam`, not below 0 (VAPO: 0.05). Both outputs are 0 where the mask is 0.
     """
-    if length_alpha is not None and lam != 1.0:
-        raise ConfigError("algorithm.advantage: gae takes lam or length_alpha, not both")
-    require("algorithm.advantage: gae", above=0, length_alpha=length_alpha)
-    require("algorithm.advantage: gae", at_least=0, at_most=1, gamma=gamma, lam=lam, lam_critic=lam_critic)
-    counted = response_mask > 0
-    rewards = torch.where(counted, token_rewards, 0.0).to(torch.float64)
-    before = torch.where(counted, values, 0.0).to(torch.float64)
-    policy_lam = rewards.new_full((len(rewards),), lam)
-    if length_alpha is not None:
-        lengths = counted.sum(1).clamp(min=1).to(torch.float64)
-        policy_lam = (1.0 - 1.0 / (length_alpha * lengths)).clamp(min=0.0)
-    advantages = accumulate(rewards, before, counted, gamma, policy_lam)
-    targets = advantages
-    if lam_critic is not None:
-        targets = accumulate(rewards, before, counted, gamma, torch.full_like(policy_lam, lam_critic))
-    returns = torch.where(counted, targets + before, 0.0)
+    advantages, returns = gae_of_rows(
+        token_rewards,
+        values,
+        response_mask,
+        gamma=gamma,
+        lam=lam,
+        lam_critic=lam_critic,
+        length_alpha=length_alpha,
+    )
     if whiten:
         advantages = statistics.whiten(advantages, response_mask)
-    return advantages.to(values.dtype), returns.to(values.dtype)
+    return advantages.to(values.dtype), returns
 
 
 def accumulate(
@@ -81,7 +104,30 @@ def accumulate(
     return torch.where(counted, out.t(), 0.0)
 
 
-@advantage("safe_rlhf")
+def safe_rlhf_of_rows(
+    token_rewards: Tensor,
+    values: Tensor,
+    token_costs: Tensor,
+    cost_values: Tensor,
+    response_mask: Tensor,
+    multiplier: Tensor,
+    *,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+) -> dict[str, Tensor]:
+    """Is `safe_rlhf` before it whitens: advantages in float64."""
+    both = [
+        gae_of_rows(given, estimate.to(torch.float64), response_mask, gamma=gamma, lam=lam)
+        for given, estimate in ((token_rewards, values), (token_costs, cost_values))
+    ]
+    (reward_advantages, returns), (cost_advantages, cost_returns) = both
+    scale = multiplier.to(torch.float64)
+    advantages = reward_advantages / (1.0 + scale) - cost_advantages * (scale / (1.0 + scale))
+    targets = {"returns": returns.to(values.dtype), "cost_returns": cost_returns.to(values.dtype)}
+    return {"advantages": advantages, **targets}
+
+
+@advantage("safe_rlhf", by_row=safe_rlhf_of_rows)
 def safe_rlhf(
     token_rewards: Tensor,
     values: Tensor,
@@ -101,14 +147,8 @@ def safe_rlhf(
     gamma and lam. whiten: normalise the *sum* over the batch's tokens; the paper does not, hence the default,
     and normalising A_r and A_c each by its own spread would change the trade that λ stands for.
     """
-    both = [
-        gae(given, estimate.to(torch.float64), response_mask, gamma=gamma, lam=lam, whiten=False)
-        for given, estimate in ((token_rewards, values), (token_costs, cost_values))
-    ]
-    (reward_advantages, returns), (cost_advantages, cost_returns) = both
-    scale = multiplier.to(torch.float64)
-    advantages = reward_advantages / (1.0 + scale) - cost_advantages * (scale / (1.0 + scale))
+    columns = token_rewards, values, token_costs, cost_values, response_mask, multiplier
+    out = safe_rlhf_of_rows(*columns, gamma=gamma, lam=lam)
     if whiten:
-        advantages = statistics.whiten(advantages, response_mask)
-    out = {"advantages": advantages, "returns": returns, "cost_returns": cost_returns}
-    return {name: column.to(values.dtype) for name, column in out.items()}
+        out["advantages"] = statistics.whiten(out["advantages"], response_mask)
+    return out | {"advantages": out["advantages"].to(values.dtype)}

@@ -31,17 +31,23 @@ def returns_to_go(token_rewards: Tensor, response_mask: Tensor, gamma: float = 1
     return out
 
 
-@advantage("reinforce_pp")
+def reinforce_pp_of_rows(token_rewards: Tensor, response_mask: Tensor, *, gamma: float = 1.0) -> Tensor:
+    """Is `reinforce_pp` before it whitens."""
+    require("algorithm.advantage: reinforce_pp", at_least=0, at_most=1, gamma=gamma)
+    return returns_to_go(token_rewards, response_mask, gamma)
+
+
+@advantage("reinforce_pp", by_row=reinforce_pp_of_rows)
 def reinforce_pp(token_rewards: Tensor, response_mask: Tensor, *, gamma: float = 1.0) -> Tensor:
     """whiten(returns-to-go) over all trained tokens of the batch, [B, T] (REINFORCE++, 2501.03262).
 
     One response per prompt is enough. The paper has a k1 penalty in the reward (algorithm.kl.where=reward).
     """
-    require("algorithm.advantage: reinforce_pp", at_least=0, at_most=1, gamma=gamma)
-    return whiten(returns_to_go(token_rewards, response_mask, gamma), response_mask).to(token_rewards.dtype)
+    returns = reinforce_pp_of_rows(token_rewards, response_mask, gamma=gamma)
+    return whiten(returns, response_mask).to(token_rewards.dtype)
 
 
-@advantage("remax")
+@advantage("remax", by_row=True)
 def remax(token_rewards: Tensor, response_mask: Tensor, greedy_reward: Tensor) -> Tensor:
     """Returns-to-go minus the reward of the greedy response to the same prompt, [B, T] (ReMax, 2310.10505).
 

@@ -259,5 +259,7 @@ def describe_rows(batch: BatchRef, stats: StepStats) -> None:
     truncated = np.bincount(of_rows, rows.scalars("finish_reason") == "length", len(index)) > 0
     stats.add_mean("rollout/truncated_share", float(truncated.sum()), len(truncated))
     group_ids = index.scalars("group_id")
-    spreads = np.array([reward[group_ids == group].std() for group in np.unique(group_ids)])
+    in_groups = np.argsort(group_ids, kind="stable")
+    cuts = np.flatnonzero(np.diff(group_ids[in_groups])) + 1
+    spreads = np.array([own.std() for own in np.split(reward[in_groups], cuts) if len(own)])
     stats.add_mean("reward/constant_group_share", float((spreads == 0).sum()), len(spreads))

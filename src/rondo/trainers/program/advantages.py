@@ -1,24 +1,36 @@
-"""The stage that makes a step's advantages (and returns): an estimator over rewards and columns, on the
-controller.
+"""The stage that makes a step's advantages (and returns): an estimator over rewards and columns. Where what
+it makes of a row depends on that row's tokens and numbers of rows, the actor's workers call it, each with its
+rows; where it looks at the tokens of other rows, the controller does.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
+import numpy as np
 import torch
 
-from rondo.algorithms import bind, columns_read, kl_reward
+from rondo.algorithms import (
+    TokenRewards,
+    Whitening,
+    advantage_stats,
+    bind,
+    bind_by_row,
+    columns_read,
+    made_columns,
+)
 from rondo.algorithms.anchors import alike
 from rondo.batch import ROW_ID, BatchRef
-from rondo.columns import SCORE, SCORE_PREFIX, declared
+from rondo.columns import SCORE, SCORE_PREFIX, TABLE, declared
 from rondo.config import AlgorithmConfig
 from rondo.data import firsts, lasts, trajectory_of_rows
-from rondo.errors import ConfigError, DataError, TrainError
+from rondo.errors import ConfigError, TrainError
 from rondo.roles import of_section
 from rondo.trainers.program.step import Step, attach, check_one_row_each, numbers, padded_columns
-from rondo.types import StepStats
+from rondo.workers import ActorWorker
+from rondo.workers.estimating import Estimation, RowNumbers
 
 # What the advantage stage makes its columns of.
 MADE_OF: Mapping[str, tuple[str, ...]] = {
@@ -39,6 +51,7 @@ class AdvantageStage:
     def __init__(self, algorithm: AlgorithmConfig) -> None:
         self._name = algorithm.advantage.name
         self._estimator = bind("advantage", algorithm.advantage)
+        self._by_row = bind_by_row(algorithm.advantage)
         self.reads: tuple[str, ...] = columns_read(self._estimator)
         self.similarity = 1.0
         """Of observations that have one anchor."""
@@ -52,6 +65,7 @@ class AdvantageStage:
                 "name of the score that is the cost"
             )
         self._cost = SCORE(cost) if cost is not None and "token_costs" in self.reads else None
+        self._rewards = TokenRewards(self._kl, self._cost)
         needed = [column for name in self.reads for column in MADE_OF.get(name, (name,))]
         needed += [self._cost] if self._cost else []
         needed += ["reward", "response_mask", "old_log_probs", "ref_log_probs"] if self._kl else []
@@ -60,7 +74,8 @@ class AdvantageStage:
         self.writes: tuple[str, ...] = ("advantages", *filter(None, targets))
 
     def describe(self) -> str:
-        return f"{', '.join(self.writes)} <- controller ({self._name})"
+        where = "controller" if self._by_row is None else "actor's workers, each of its rows"
+        return f"{', '.join(self.writes)} <- {where} ({self._name})"
 
     async def __call__(self, batch: BatchRef, step: Step) -> BatchRef:
         """Returns the batch with advantages (and returns).
@@ -68,7 +83,9 @@ class AdvantageStage:
         A row that counts k times (index column sample_weight) counts so in the estimator's mask and number of
         trained tokens. Raises TrainError when the estimator returns something else than it should.
         """
-        inputs = await self._inputs(batch, step.kl_coef, step.stats)
+        if self._by_row is not None:
+            return await self._where_rows_lie(batch, step, *self._by_row)
+        inputs = await self._inputs(batch, step)
         of_rows = self._trajectories(batch, inputs)
         if of_rows is not None:
             inputs = self._whole(batch, inputs, of_rows)
@@ -80,32 +97,42 @@ class AdvantageStage:
             for name in {"response_mask", "num_trained_tokens"} & set(inputs):
                 inputs[name] = inputs[name] * (weight if inputs[name].ndim == 1 else weight[:, None])
         made = self._estimator(**{name: inputs[name] for name in self.reads})
-        if isinstance(made, tuple):
-            made = dict(zip(("advantages", "returns"), made, strict=True))
-        elif not isinstance(made, Mapping):
-            made = {"advantages": made}
+        columns = made_columns(self._name, made, self.writes)
         if of_rows is not None:
-            made = {name: self._on_rows(column, of_rows) for name, column in made.items()}
-        missing = sorted(set(self.writes) - set(made))
-        if missing:
-            raise TrainError(
-                f"the estimator {self._name!r} must return {missing[0]}; it returned {sorted(made)}"
-            )
-        columns = dict(made)
-        for name, column in made.items():
+            columns = {name: self._on_rows(column, of_rows) for name, column in columns.items()}
+        for name, column in columns.items():
             if counted is not None and column.ndim == 2:  # nothing where the mask is 0
                 columns[name] = torch.where(counted, column, 0.0)
-        advantages, stats = columns["advantages"], step.stats
-        per_row = advantages.ndim == 1
-        values = advantages if counted is None or per_row else advantages[counted]
-        if values.numel():
-            stats.add_mean("actor/advantage", float(values.sum()), values.numel())
-            stats.add_mean("actor/advantage_abs", float(values.abs().sum()), values.numel())
-            stats.add_max("actor/advantage_max", float(values.max()))
-            stats.add_min("actor/advantage_min", float(values.min()))
-        rows = advantages if per_row else advantages.abs().sum(dim=1)
-        stats.add_mean("actor/zero_advantage_share", float((rows == 0).sum()), max(len(rows), 1))
+        step.stats.merge(advantage_stats(columns["advantages"], counted))
         return attach(batch, columns, step.cluster)
+
+    async def _where_rows_lie(
+        self, batch: BatchRef, step: Step, function: Callable[..., Any], whiten: bool
+    ) -> BatchRef:
+        """Has the actor's workers make what of a row depends on no other row; and whiten it, once the
+        controller has joined what they say of each row.
+        """
+        actor, also = step.roles.actor, ("sample_weight",) if "sample_weight" in batch.index.columns else ()
+        reads = tuple(dict.fromkeys((*self.columns, "response_mask", *also)))
+        estimation = Estimation(
+            self._name,
+            function,
+            whiten,
+            self._rewards,
+            self.columns,
+            self.writes,
+            width=int(batch.index.scalars("response_length").max(initial=0)),
+            kl_coef=step.kl_coef,
+            multiplier=step.multiplier,
+        )
+        batch, said = await actor.call(ActorWorker.estimate_advantages, batch, estimation, reads=reads)
+        step.stats.merge(*(one.stats for one in said))
+        if whiten:
+            rows = RowNumbers.in_order([one.moments for one in said], batch.index.scalars(ROW_ID))
+            how = Whitening.of(torch.from_numpy(rows))
+            batch, stats = await actor.call(ActorWorker.whiten_advantages, batch, how)
+            step.stats.merge(stats)
+        return batch
 
     def _trajectories(self, batch: BatchRef, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         """Returns the trajectory of each row, [B], where some have several rows and the estimator is to see
@@ -149,27 +176,46 @@ class AdvantageStage:
             )
         return column[of_rows]
 
-    async def _inputs(self, batch: BatchRef, kl_coef: float, stats: StepStats) -> dict[str, torch.Tensor]:
+    async def _inputs(self, batch: BatchRef, step: Step) -> dict[str, torch.Tensor]:
         """Returns the estimator's arguments by name: per-row [B], per-token [B, T] float32, response_mask [B,
         T] float32.
         """
         in_index = set(self.columns) & set(batch.index.columns)
         inputs = {name: numbers(batch.index, name) for name in in_index}
+        of_rows = not any(map(_is_of_tokens, self.reads))
+        if of_rows and self._kl is not None:
+            inputs["reward"] = await self._reward_with_kl(batch, step)
+            return await self._other_inputs(batch, inputs)
         per_token = set(self.columns) - in_index
         if per_token:
             inputs |= await padded_columns(batch, {*per_token, "response_mask"})
+        inputs = await self._other_inputs(batch, inputs)
+        if self._kl is not None or "token_rewards" in self.reads:
+            step.stats.merge(self._rewards.add(inputs, step.kl_coef))
+        if {"token_rewards", "trajectory_id"} <= set(self.reads):
+            self._end_once(batch, inputs, step.kl_coef)
+        self._rewards.charge(inputs, step.kl_coef)
+        return inputs
+
+    async def _reward_with_kl(self, batch: BatchRef, step: Step) -> torch.Tensor:
+        """Returns the rewards [B] less the KL of their tokens, which the actor's workers sum up."""
+        width = int(batch.index.scalars("response_length").max(initial=0))
+        call = ActorWorker.charge_rewards, batch, self._rewards, step.kl_coef, width
+        said = await step.roles.actor.call(*call)
+        step.stats.merge(*(stats for _, stats in said))
+        rows = RowNumbers.in_order([rewards for rewards, _ in said], batch.index.scalars(ROW_ID))
+        return torch.from_numpy(rows[:, 0].astype(np.float32))
+
+    async def _other_inputs(
+        self, batch: BatchRef, inputs: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Returns the inputs with what is made of the index, or of texts."""
         if self.similarity < 1:
             inputs["anchor_id"] = await self._alike(batch)
         if "scores" in self.reads:
             names = [name for name in batch.index.columns if name.startswith(SCORE_PREFIX)]
             scores = [numbers(batch.index, name).to(torch.float32) for name in names]
             inputs["scores"] = torch.stack(scores, 1) if scores else torch.empty(len(batch), 0)
-        if self._kl is not None or "token_rewards" in self.reads:
-            self._reward(inputs, kl_coef, stats)
-        if {"token_rewards", "trajectory_id"} <= set(self.reads):
-            self._end_once(batch, inputs, kl_coef)
-        if self._cost is not None:
-            self._charge(inputs, self._cost, kl_coef)
         return inputs
 
     async def _alike(self, batch: BatchRef) -> torch.Tensor:
@@ -193,36 +239,12 @@ class AdvantageStage:
         outcome = torch.zeros(len(batch))
         last = torch.from_numpy(lasts(batch.index))
         outcome[last] = numbers(batch.index, "reward")[last]
-        inputs["token_rewards"], _ = self._on_tokens(inputs, outcome, self._share(kl_coef))
+        self._rewards.end_once(inputs, outcome, kl_coef)
 
-    def _reward(self, inputs: dict[str, torch.Tensor], kl_coef: float, stats: StepStats) -> None:
-        """Adds token_rewards, and the reward with the KL inside."""
-        inputs["token_rewards"], kl_stats = self._on_tokens(inputs, inputs["reward"], self._share(kl_coef))
-        stats.merge(kl_stats)
-        if self._kl is not None:  # a row without trained tokens keeps the reward that it got
-            has_tokens = (inputs["response_mask"] > 0).any(1)
-            with_kl = inputs["token_rewards"].sum(1)
-            inputs["reward"] = torch.where(has_tokens, with_kl, inputs["reward"])
 
-    def _charge(self, inputs: dict[str, torch.Tensor], cost: str, kl_coef: float) -> None:
-        """Adds token_costs: the cost on the last trained token, plus half of the KL (Safe-RLHF,
-        2310.12773).
-        """
-        if bool(inputs[cost].isnan().any()):
-            raise DataError(f"{cost}, the cost of algorithm.constraint, is missing in some rows of the batch")
-        inputs["token_costs"], _ = self._on_tokens(inputs, inputs[cost], -self._share(kl_coef))
-
-    def _share(self, kl_coef: float) -> float:
-        return kl_coef / 2 if self._cost is not None else kl_coef
-
-    def _on_tokens(
-        self, inputs: Mapping[str, torch.Tensor], outcome: torch.Tensor, coef: float
-    ) -> tuple[torch.Tensor, StepStats]:
-        return kl_reward(
-            outcome,
-            inputs["response_mask"],
-            inputs.get("old_log_probs"),
-            inputs.get("ref_log_probs"),
-            estimator=self._kl.name if self._kl else None,
-            coef=coef,
-        )
+def _is_of_tokens(name: str) -> bool:
+    """Says whether a column that an estimator reads may be one of tokens: a name of the user's may be."""
+    if name in ("scores", "multiplier") or SCORE.member(name) is not None:
+        return False
+    known = {one.name: one.per for one in TABLE}
+    return known.get(name) != "row"

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from rondo.algorithms import bind, bind_preparation, columns_read, correct, draw
-from rondo.batch import BatchRef
+from rondo.algorithms import bind, bind_preparation, columns_read, draw, mean_weight, with_sample_size
+from rondo.batch import ROW_ID, BatchRef
 from rondo.columns import SCORE, UPDATE, declared, made_by
 from rondo.config import AlgorithmConfig, FunctionConfig, RewardModelConfig, RolloutCorrectionConfig
 from rondo.controller import WorkerGroup
@@ -26,8 +26,9 @@ from rondo.data import is_cut_off, lasts, trajectory_of_rows
 from rondo.errors import TrainError
 from rondo.trainers.program.producers import PRODUCERS, Producer, is_given
 from rondo.trainers.program.step import Step, attach, check_one_row_each, numbers, padded_columns
-from rondo.types import request_seed
-from rondo.workers import RewardModelWorker
+from rondo.types import StepStats, request_seed
+from rondo.workers import ActorWorker, RewardModelWorker
+from rondo.workers.estimating import CORRECTED, TIMES, RowNumbers
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,8 @@ class Resampling:
 
 class CorrectionStage:
     """Importance weights and rejection for what the rollout policy sampled (mode decoupled; bypass takes the
-    sampler's policy for π_old, and leaves nothing to correct).
+    sampler's policy for π_old, and leaves nothing to correct). The actor's workers make them, each of its
+    rows; a mean weight that all rows have a part in is theirs in a first call, a line of numbers per row.
 
     mask_truncated: as algorithm.mask_truncated; truncated rows weigh nothing in the loss, so they are in no
     mean here and stay as they are. columns: what it reads. writes: the columns that it adds. said: what it
@@ -107,7 +109,7 @@ class CorrectionStage:
     """
 
     phase = "advantages"
-    columns: tuple[str, ...] = ("old_log_probs", "rollout_log_probs", "response_mask")
+    columns: tuple[str, ...] = CORRECTED
 
     def __init__(
         self, config: RolloutCorrectionConfig, *, mask_truncated: bool = False, said: str = ""
@@ -125,34 +127,34 @@ class CorrectionStage:
         with a smaller `response_mask` and its `num_trained_tokens`, so that loss weights count what is left
         (D15, D16).
         """
-        tokens = await padded_columns(batch, self.columns)
-        old, rollout, mask = (tokens[name] for name in self.columns)
-        counted = mask
-        if self._mask_truncated:
-            whole = torch.from_numpy(~is_cut_off(batch.index))[:, None]
-            counted = torch.where(whole, mask, 0)
-        rows, firsts = _as_often_as_drawn(batch)
-        correction = correct(old[rows], rollout[rows], counted[rows], self._config)
-        if self.writes:
-            batch = attach(batch, {"rollout_weights": correction.weights[firsts]}, step.cluster)
-        rejected = (correction.mask[firsts] == 0) & (counted > 0)
-        if bool(rejected.any()):
-            left = (mask > 0) & ~rejected
-            new = {"response_mask": left.to(torch.uint8), "num_trained_tokens": left.sum(1).to(torch.int32)}
-            batch = attach(batch, new, step.cluster, replace=True)
-        step.stats.merge(correction.stats)
+        actor, config, given, columns = step.roles.actor, self._config, batch, self.columns
+        times = self._times(batch)
+        if times is not None:
+            given, columns = batch.with_index({TIMES: times}), (*columns, TIMES)
+        mean = 1.0
+        if config.importance is not None and config.importance.normalize:
+            sums = await actor.call(ActorWorker.weigh_rollouts, given, config, reads=columns)
+            mean = mean_weight(torch.from_numpy(RowNumbers.in_order(sums, batch.index.scalars(ROW_ID))))
+        said = await actor.call(ActorWorker.correct_rollouts, given, config, mean, reads=columns)
+        if isinstance(said, tuple):
+            grown, said = said
+            batch = grown.without(TIMES)
+        if config.reject:
+            left = RowNumbers.in_order([one.num_trained_tokens for one in said], batch.index.scalars(ROW_ID))
+            batch = batch.with_index({"num_trained_tokens": left[:, 0]}, replace=True)
+        step.stats.merge(with_sample_size(StepStats().merge(*(one.stats for one in said))))
         return batch
 
-
-def _as_often_as_drawn(batch: BatchRef) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns positions in `batch`, k times that of a row that was drawn k times (column sample_weight); and
-    positions in these, of each row's first copy.
-    """
-    counts = np.ones(len(batch), np.int64)
-    if "sample_weight" in batch.index.columns:
-        counts = batch.index.scalars("sample_weight").astype(np.int64)
-    rows = np.repeat(np.arange(len(batch)), counts)
-    return torch.from_numpy(rows), torch.from_numpy(np.cumsum(counts) - counts)
+    def _times(self, batch: BatchRef) -> np.ndarray | None:
+        """Returns how often each row counts: as often as it was drawn (column sample_weight), and not at all
+        where it was cut off and weighs nothing. None where each counts once.
+        """
+        drawn = "sample_weight" in batch.index.columns
+        if not drawn and not self._mask_truncated:
+            return None
+        times = batch.index.scalars("sample_weight") if drawn else np.ones(len(batch))
+        times = times.astype(np.float64)
+        return np.where(is_cut_off(batch.index), 0.0, times) if self._mask_truncated else times
 
 
 class PreparationStage:

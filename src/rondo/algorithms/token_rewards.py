@@ -1,0 +1,95 @@
+"""What an estimator is given beside the columns of a batch: rewards and costs on tokens, with a KL inside;
+and what is said of the advantages that it makes. Each row by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rondo.algorithms.kl import kl_reward
+from rondo.config.schema import KlConfig
+from rondo.errors import DataError, TrainError
+from rondo.types import StepStats
+
+
+@dataclass(frozen=True)
+class TokenRewards:
+    """kl: algorithm.kl where it is in the reward. cost: the column of the score that algorithm.constraint
+    names, where the estimator reads its costs.
+    """
+
+    kl: KlConfig | None
+    cost: str | None
+
+    def add(self, inputs: dict[str, Tensor], kl_coef: float) -> StepStats:
+        """Adds token_rewards, and the reward with the KL inside. inputs: columns [B] and [B, T]."""
+        inputs["token_rewards"], stats = self._on_tokens(inputs, inputs["reward"], self._share(kl_coef))
+        if self.kl is not None:  # a row without trained tokens keeps the reward that it got
+            has_tokens = (inputs["response_mask"] > 0).any(1)
+            with_kl = inputs["token_rewards"].sum(1)
+            inputs["reward"] = torch.where(has_tokens, with_kl, inputs["reward"])
+        return stats
+
+    def charge(self, inputs: dict[str, Tensor], kl_coef: float) -> None:
+        """Adds token_costs: the cost on the last trained token, plus half of the KL (Safe-RLHF,
+        2310.12773).
+        """
+        if self.cost is None:
+            return
+        if bool(inputs[self.cost].isnan().any()):
+            raise DataError(
+                f"{self.cost}, the cost of algorithm.constraint, is missing in some rows of the batch"
+            )
+        inputs["token_costs"], _ = self._on_tokens(inputs, inputs[self.cost], -self._share(kl_coef))
+
+    def end_once(self, inputs: dict[str, Tensor], outcome: Tensor, kl_coef: float) -> None:
+        """Makes token_rewards anew, of another outcome [B]."""
+        inputs["token_rewards"], _ = self._on_tokens(inputs, outcome, self._share(kl_coef))
+
+    def _share(self, kl_coef: float) -> float:
+        return kl_coef / 2 if self.cost is not None else kl_coef
+
+    def _on_tokens(
+        self, inputs: Mapping[str, Tensor], outcome: Tensor, coef: float
+    ) -> tuple[Tensor, StepStats]:
+        return kl_reward(
+            outcome,
+            inputs["response_mask"],
+            inputs.get("old_log_probs"),
+            inputs.get("ref_log_probs"),
+            estimator=self.kl.name if self.kl else None,
+            coef=coef,
+        )
+
+
+def made_columns(name: str, made: Any, wanted: tuple[str, ...]) -> dict[str, Tensor]:
+    """Returns by name what the estimator `name` made. Raises TrainError where it is not what is `wanted`."""
+    if isinstance(made, tuple):
+        made = dict(zip(("advantages", "returns"), made, strict=True))
+    elif not isinstance(made, Mapping):
+        made = {"advantages": made}
+    missing = sorted(set(wanted) - set(made))
+    if missing:
+        raise TrainError(f"the estimator {name!r} must return {missing[0]}; it returned {sorted(made)}")
+    return dict(made)
+
+
+def advantage_stats(advantages: Tensor, counted: Tensor | None) -> StepStats:
+    """Describes advantages, [B] or [B, T], which are summed in their own type. counted: the tokens that are
+    trained, [B, T].
+    """
+    stats, per_row = StepStats(), advantages.ndim == 1
+    values = advantages if counted is None or per_row else advantages[counted]
+    if values.numel():
+        stats.add_mean("actor/advantage", float(values.sum()), values.numel())
+        stats.add_mean("actor/advantage_abs", float(values.abs().sum()), values.numel())
+        stats.add_max("actor/advantage_max", float(values.max()))
+        stats.add_min("actor/advantage_min", float(values.min()))
+    rows = advantages if per_row else advantages.abs().sum(dim=1)
+    stats.add_mean("actor/zero_advantage_share", float((rows == 0).sum()), len(rows))
+    return stats
