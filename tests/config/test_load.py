@@ -186,7 +186,7 @@ class TestUnknownKeys:
         assert len(set(keys)) == len(keys)
         # 210, hub, template options, override of five models, balance, isolation, hangs, best,
         # tools, environments, full, python of engines, env, timeout, episode workers, states of environments
-        assert len(leaves) <= 238
+        assert len(leaves) <= 248
 
 
 class TestBadFiles:
@@ -313,6 +313,7 @@ class TestPrinting:
         nothing |= {f"rollout.tools.0.{key}" for key in ("name", "timeout_seconds", "max_tokens")}
         nothing |= {f"rollout.environments.0.{key}" for key in ("name", "timeout_seconds", "keep_state")}
         nothing |= {f"actor.optimizer.schedule.{key}" for key in ("min_ratio", "decay_steps")}
+        nothing |= {f"actor.lora.{key}" for key in ("rank", "alpha", "targets", "init", "path")}
         assert simple - sections - nothing <= set(lines)
 
 
