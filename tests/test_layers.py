@@ -52,7 +52,7 @@ ALLOWED: dict[str, set[str]] = {
     "controller": BASE | {"planning", "transport", "usage"},
     "recipes": BASE | {"environments", "data"},
     "data": BASE | {"chat"},
-    "training": BASE | {"checkpoint", "models", "planning", "weights"},
+    "training": BASE | {"checkpoint", "models", "planning", "usage", "weights"},
     "rollout": BASE | {"chat", "hub", "models", "transport", "usage", "weights"},
     "workers": BASE
     | {
@@ -127,6 +127,7 @@ HIDDEN = (
     "megatron",
     "aiohttp",
     "mcp",
+    "peft",
     "modelscope",
     "gymnasium",
     "tantivy",

@@ -246,6 +246,7 @@ OPTIONAL = (  # section, what, distribution, extra, what for
     ("extras", "reasoning-gym", "reasoning-gym", "reasoning-gym", "procedurally generated tasks"),
     ("extras", "gymnasium", "gymnasium", "gymnasium", "environments of its API"),
     ("extras", "datasets", "datasets", "datasets", "Hugging Face datasets as sources"),
+    ("extras", "peft", "peft", "lora", "adapters (actor.lora)"),
     ("extras", "modelscope", "modelscope", "modelscope", "models from ModelScope (model.hub)"),
     ("extras", "aiohttp", "aiohttp", "serve", "the OpenAI-compatible endpoint (rondo serve, rollout.agent)"),
 )

@@ -116,7 +116,7 @@ def _trained(check: Check) -> None:
     batch_size = check.config.data.batch_size
     for section in TRAINED_SECTIONS:
         engine = getattr(check.config, section)
-        if engine.param_dtype in ("bfloat16", "float16"):
+        if engine.lora is None and engine.param_dtype in ("bfloat16", "float16"):
             check.wrong(
                 "{0} would sum gradients over micro-batches, and learn, in numbers of "
                 f"{8 if engine.param_dtype == 'bfloat16' else 11} bits, in which an update is mostly lost; "

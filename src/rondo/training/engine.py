@@ -12,19 +12,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import resource
-import sys
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from rondo.activity import Activity, progress
-from rondo.batch import ROW_ID, Batch, ragged_array
+from rondo.batch import ROW_ID, Batch
 from rondo.checkpoint import Files
 from rondo.columns import TOPK_IDS
 from rondo.config.auto import engine_for
@@ -35,16 +32,28 @@ from rondo.models.family import family_of
 from rondo.models.loading import build_empty
 from rondo.models.names import parts_of, persistent_buffers, separate
 from rondo.models.source import ModelSource
-from rondo.models.stored import StoredModel, materialise
+from rondo.models.stored import materialise
 from rondo.models.value_head import replace_lm_head
 from rondo.training import checkpoint
+from rondo.training.adapters import BASE, Adapters
 from rondo.training.export import VALUE_HEAD, check_export, export_folder
 from rondo.training.head import TokenModel, check_head
 from rondo.training.loss import Loss, Numbers, numbers_of, step_stats
 from rondo.training.optimizer import OptimizerStats, ShardedAdamW
-from rondo.training.packed import PackedLayout, PackedRows, dummy, expand_columns, pack, plan_passes
+from rondo.training.packed import (
+    PackedLayout,
+    PackedRows,
+    dummy,
+    expand_columns,
+    heads_of,
+    in_row_order,
+    pack,
+    plan_passes,
+)
 from rondo.training.sharding import (
+    LocalRows,
     as_shard,
+    boxes_here,
     checksums_of,
     copied,
     data_parallel,
@@ -56,9 +65,11 @@ from rondo.training.sharding import (
     wire_dtypes,
 )
 from rondo.types import StepStats
-from rondo.weights.layout import Box, Layout
+from rondo.usage import process_usage
+from rondo.weights.layout import Layout
 
 _log = logging.getLogger(__name__)
+_LOADED_WHOLE = "model %s: not in the form that save_pretrained writes, so each of %d ranks loaded all of it"
 
 
 class FsdpEngine:
@@ -104,8 +115,11 @@ class FsdpEngine:
         else:
             check_head(lm, family.logits)
         self.hf_config = lm.config
+        self.adapters: Adapters | None = None
+        if isinstance(engine, EngineConfig) and engine.lora is not None:
+            self.adapters = Adapters(lm, engine.lora, source.seed, self.device)
         attention = fitting(source.attention, lm.config)
-        self._packing = PackedLayout(family, _heads(lm.config), self.device, compute_dtype, attention)
+        self._packing = PackedLayout(family, heads_of(lm.config), self.device, compute_dtype, attention)
         self._model = TokenModel(
             lm,
             value_head,
@@ -113,7 +127,9 @@ class FsdpEngine:
             logits_chunk=engine.logits_chunk,
             transform=family.logits,
         )
-        self._model.requires_grad_(optimizer is not None)
+        for name, parameter in self._model.named_parameters():
+            learns = self.adapters is None or self.adapters.learns(name)
+            parameter.requires_grad_(optimizer is not None and learns)
         self._units = shard_model(
             self._model,
             self.mesh,
@@ -125,24 +141,23 @@ class FsdpEngine:
         self._parameters = {
             name.removeprefix("lm."): parameter for name, parameter in self._model.named_parameters()
         }
-        self._shards = self._as_shards()
+        self._bind()
         if stored is not None:
-            self._read(stored)
+            with Activity(f"reading {source.path}", bound=False):
+                boxes = boxes_here(self.layout(), LocalRows(self._shards))
+                stored.fill((one for one in boxes if not one[0].startswith(VALUE_HEAD)), self._parts)
         elif source.path is not None and self._world > 1:
-            _log.warning(
-                "model %s: its files are of another form than transformers writes, so that each of %d "
-                "ranks has loaded all of it; save it by save_pretrained to have each read a part",
-                source.path,
-                self._world,
-            )
+            _log.warning(_LOADED_WHOLE, source.path, self._world)
         self._output_dtype = torch.promote_types(compute_dtype, torch.float32)
         self.optimizer: ShardedAdamW | None = None
         if optimizer is not None:
             elsewhere = isinstance(engine, EngineConfig) and engine.offload_optimizer
             resting = torch.device("cpu") if elsewhere and self.device.type != "cpu" else None
-            self.optimizer = ShardedAdamW(
-                self._parameters, optimizer, total_optimizer_steps, self.mesh, resting
-            )
+            own, factors = Adapters.split(self._parameters)
+            learned = {name: one for name, one in (own | factors).items() if one.requires_grad}
+            self.optimizer = ShardedAdamW(learned, optimizer, total_optimizer_steps, self.mesh, resting)
+        if self.adapters is not None:
+            self.adapters.check_path(self._shards, self._group)
         if self.device.type != "cpu":
             self._rest()
             self._release_memory()
@@ -196,7 +211,7 @@ class FsdpEngine:
                         flat[name].append(results[name])
             for unit in self._units:  # without a backward pass FSDP leaves units gathered
                 unit.reshard()
-        columns = {column: _in_row_order(batch, order, flat[name]) for name, column in outputs.items()}
+        columns = {column: in_row_order(batch, order, flat[name]) for name, column in outputs.items()}
         return batch.select([ROW_ID]).with_columns(columns)
 
     def _no_output(self, batch: Batch, name: str, k: int | None) -> torch.Tensor:
@@ -276,22 +291,23 @@ class FsdpEngine:
     # ---- parameters
 
     def num_parameters(self) -> int:
-        """Returns the number of the whole model's parameters; tied tensors count once."""
+        """Returns the number of the whole model's parameters (adapters too); tied tensors count once."""
         return sum(parameter.numel() for parameter in self._model.parameters())
 
     def parameters_in_place(self) -> dict[str, torch.Tensor]:
         """Returns Hugging Face name -> tensor that shares the trainer's storage; tied tensors once. Raises
         TrainError where there is more than one rank.
         """
-        if self._world > 1:
+        if self._world > 1 or self.adapters is not None:
             raise TrainError(
-                f"parameters_in_place needs one rank, there are {self._world}: use gathered_parameters"
+                f"parameters_in_place needs one rank, there are {self._world}, and a model without adapters: "
+                "use gathered_parameters"
             )
         return {name: shard.to_local().detach() for name, shard in self._shards.items()}
 
     def copy_parameters_from(self, other: FsdpEngine) -> None:
-        """Takes over the parameters of another engine of this process that is sharded alike, in this one's
-        dtype.
+        """Takes over the parameters (with adapters merged) of another engine of this process that is sharded
+        alike, in this one's dtype. This one has no adapters.
 
         Raises TrainError naming the parameters that differ in shape.
         """
@@ -305,9 +321,9 @@ class FsdpEngine:
                 f"parameters cannot be copied, {len(names)} differ in shape or sharding: {names[0]} is "
                 f"{mine.get(names[0])} here, {theirs.get(names[0])} there"
             )
-        with torch.no_grad(), self._awake(), other._awake():
+        with torch.no_grad(), self._awake(), other._weights() as weights:
             for name, shard in self._shards.items():
-                shard.to_local().copy_(other._shards[name].to_local())
+                shard.to_local().copy_(weights[name])
 
     def gathered_parameters(
         self, bucket_bytes: int, dtype: str | None = None
@@ -319,8 +335,8 @@ class FsdpEngine:
         tensors are the storage itself. Afterwards all memory that is not in use goes back to the device:
         beside a trainer that gathers there is a generation engine, which may be about to wake.
         """
-        with self._awake():
-            yield from gather_buckets(self._shards, self._group, bucket_bytes, self._wire(dtype))
+        with self._weights() as weights:
+            yield from gather_buckets(self._shards, self._group, bucket_bytes, self._wire(dtype), weights)
         self._release_memory()
 
     def layout(self, dtype: str | None = None) -> Layout:
@@ -335,33 +351,33 @@ class FsdpEngine:
         """Yields Hugging Face name -> this rank's rows: the storage itself, on the device while inside.
         `layout` says where in the whole they are.
         """
-        with self._awake():
-            yield {name: shard.to_local().detach() for name, shard in self._shards.items()}
+        with self._weights() as weights:
+            yield weights
 
     def parameter_checksums(self, dtype: str | None = None) -> dict[str, int]:
         """Returns the checksums (`rondo.weights.checksum`) of the full tensors in `dtype`, without gathering
         them. Collective.
         """
+        with self._weights() as weights:
+            return checksums_of(self._shards, self._group, self._wire(dtype), weights)
+
+    @contextlib.contextmanager
+    def _weights(self) -> Iterator[Mapping[str, torch.Tensor]]:
+        """Yields this rank's rows of what engines and exports get, on the device while inside. Collective
+        with adapters, which are merged.
+        """
         with self._awake():
-            return checksums_of(self._shards, self._group, self._wire(dtype))
+            if self.adapters is None:
+                yield LocalRows(self._shards)
+            else:
+                yield self.adapters.merged(self._shards, self._factors, self._group)
 
-    def _as_shards(self) -> dict[str, DTensor]:
-        """Returns parameters, and buffers that are weights (every rank has them whole), as they lie now."""
+    def _bind(self) -> None:
+        """Sees parameters, and buffers that are weights (every rank has them whole), as they lie now."""
         shards = {name: as_shard(one, local_of(one), self.mesh) for name, one in self._parameters.items()}
-        buffers = persistent_buffers(self._model.lm)
-        return shards | {name: replicated(buffer, self.mesh) for name, buffer in buffers}
-
-    def _read(self, stored: StoredModel) -> None:
-        """Reads this rank's rows of every tensor from the model's files (a value head has been read)."""
-        with Activity(f"reading {self.source.path}", bound=False):
-            stored.fill((one for one in self._boxes() if not one[0].startswith(VALUE_HEAD)), self._parts)
-
-    def _boxes(self) -> Iterator[tuple[str, torch.Tensor, Box, tuple[int, ...]]]:
-        """Yields what this rank holds: (name, tensor, its box, the shape of the whole) each."""
-        layout, rank = self.layout(), dist.get_rank()
-        for parameter in layout.parameters:
-            for box in layout.held(rank, parameter.name):
-                yield parameter.name, local_of(self._shards[parameter.name]), box, parameter.shape
+        self._shards, self._factors = Adapters.split(shards)
+        for name, buffer in persistent_buffers(self._model.lm):
+            self._shards[name] = replicated(buffer, self.mesh)
 
     def _wire(self, dtype: str | None) -> dict[str, str]:
         return wire_dtypes(self._model.lm, self._shards, dtype)
@@ -370,12 +386,15 @@ class FsdpEngine:
 
     def state(self) -> checkpoint.State:
         """Returns all state (parameters, moments, counters) as tensors that share storage; for
-        torch.distributed.checkpoint.
+        torch.distributed.checkpoint. With adapters: of the parameters only those that learn.
         """
-        state: checkpoint.State = {
-            f"model.{name}": as_shard(shard, local_of(shard), self.mesh)
-            for name, shard in self._shards.items()
-        }
+        shards, state = self._shards, checkpoint.State()
+        if self.adapters is not None:
+            own = {name: shard for name, shard in shards.items() if self.adapters.learns(name)}
+            shards = own | self._factors
+            with self._awake():
+                state[BASE] = self.adapters.base_checksum(self._shards, self._group).clone()
+        state |= {f"model.{name}": as_shard(one, local_of(one), self.mesh) for name, one in shards.items()}
         if self.optimizer is not None:
             state |= {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state().items()}
             state["optimizer.steps"] = self._common(state["optimizer.steps"])
@@ -417,6 +436,8 @@ class FsdpEngine:
         """
         state = self.state()  # shares storage, except the counters: reading into it loads all but these
         checkpoint.load(state, path, files, self._group)
+        if self.adapters is not None:
+            self.adapters.check_loaded(state, path)
         if self.optimizer is not None:
             self.optimizer.load_steps(state["optimizer.steps"])
 
@@ -429,9 +450,14 @@ class FsdpEngine:
         tensors = separate(self.gathered_parameters(256 << 20), self._parts)
         with Activity(f"writing {path}", bound=False):
             export_folder(tensors, layout.parameters, self._parts, self.source, path, self._group)
-            with self._awake():
-                dtype = getattr(torch, self.config.param_dtype)
-                check_export(path, self.source, dtype, self._boxes(), checksums, self._group)
+            with self._weights() as weights:
+                dtype, held = getattr(torch, self.config.param_dtype), boxes_here(layout, weights)
+                check_export(path, self.source, dtype, held, checksums, self._group)
+            if self.adapters is not None:
+                folder, base = f"{path}/adapter", self.source.path
+                with self._awake():
+                    self.adapters.export(folder, self._factors, self._shards, base, self._group)
+        dist.barrier(self._group)  # when any rank returns, the folder is whole
 
     # ---- memory
 
@@ -439,13 +465,7 @@ class FsdpEngine:
         """Returns the most bytes ever in use: of the device's allocator, or of this process on a CPU."""
         if self.device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self.device))
-        # macOS counts it in bytes, Linux in KiB.
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-    def device_bytes_in_use(self) -> int:
-        """Returns the bytes of a CUDA device's memory that all processes together use."""
-        free, total = torch.cuda.mem_get_info(self.device)
-        return int(total - free)
+        return process_usage().peak_memory_bytes
 
     def _release_memory(self) -> None:
         """Gives what torch's allocator keeps for later back to the device: a generation engine in another
@@ -474,24 +494,6 @@ class FsdpEngine:
     def _move(self, device: torch.device) -> None:
         if next(iter(self._shards.values())).to_local().device != device:
             self._model.to(device)
-            self._shards = self._as_shards()
+            self._bind()
             if self.optimizer is not None:  # its tensors share the storage that has just moved
                 self.optimizer.rebind()
-
-
-def _heads(config: Any) -> tuple[int, int]:
-    """Returns the numbers of query heads and of key/value heads."""
-    heads = int(config.num_attention_heads)
-    return heads, int(getattr(config, "num_key_value_heads", None) or heads)
-
-
-def _in_row_order(batch: Batch, order: list[np.ndarray], parts: list[torch.Tensor]) -> object:
-    """Returns micro-batch results as one list column in the batch's row order (rows without response tokens
-    are empty).
-    """
-    lengths = batch.lengths("response_ids").astype(np.int64)
-    rows = np.concatenate([*order, np.flatnonzero(lengths == 0)])
-    flat = torch.cat(parts).cpu()
-    offsets = np.concatenate([[0], np.cumsum(lengths[rows])])
-    shuffled = Batch.of({"values": ragged_array(flat, offsets)})
-    return shuffled.take(np.argsort(rows, kind="stable")).array("values")

@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import torch
 
-from rondo.batch import Batch
+from rondo.batch import Batch, ragged_array
 from rondo.columns import UNIT
 from rondo.errors import DataError, TrainError
 from rondo.models.attention import choose_kernel
@@ -230,3 +231,21 @@ def response_columns(
         tensor = torch.from_numpy(values).to(device)
         out[name] = tensor.to(dtype) if tensor.is_floating_point() or tensor.dtype == torch.uint8 else tensor
     return out
+
+
+def heads_of(config: Any) -> tuple[int, int]:
+    """Returns the numbers of query heads and of key/value heads."""
+    heads = int(config.num_attention_heads)
+    return heads, int(getattr(config, "num_key_value_heads", None) or heads)
+
+
+def in_row_order(batch: Batch, order: list[np.ndarray], parts: list[torch.Tensor]) -> object:
+    """Returns micro-batch results as one list column in the batch's row order (rows without response tokens
+    are empty).
+    """
+    lengths = batch.lengths("response_ids").astype(np.int64)
+    rows = np.concatenate([*order, np.flatnonzero(lengths == 0)])
+    flat = torch.cat(parts).cpu()
+    offsets = np.concatenate([[0], np.cumsum(lengths[rows])])
+    shuffled = Batch.of({"values": ragged_array(flat, offsets)})
+    return shuffled.take(np.argsort(rows, kind="stable")).array("values")

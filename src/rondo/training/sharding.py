@@ -18,7 +18,7 @@ from rondo.errors import ConfigError
 from rondo.models.precision import kept_in_float32
 from rondo.training.head import TokenModel
 from rondo.weights.checksum import box_checksum, combine, signed
-from rondo.weights.layout import Layout, Parameter
+from rondo.weights.layout import Box, Layout, Parameter
 
 
 def data_parallel(mesh: DeviceMesh) -> DeviceMesh:
@@ -52,7 +52,9 @@ def shard_model(
     """
     param_dtype = next(model.parameters()).dtype
     cast = compute_dtype if compute_dtype != param_dtype else None
-    policy = MixedPrecisionPolicy(param_dtype=cast, reduce_dtype=param_dtype)
+    # Of what learns: adapters are in float32 beside a model in half precision.
+    learned = next((p.dtype for p in model.parameters() if p.requires_grad), param_dtype)
+    policy = MixedPrecisionPolicy(param_dtype=cast, reduce_dtype=learned)
     blocks = _blocks(model)
     if gradient_checkpointing:
         for block in blocks:
@@ -164,18 +166,48 @@ def layout_of(shards: Mapping[str, DTensor], group: dist.ProcessGroup, wire: Map
     return Layout.sharded(parameters, dist.get_process_group_ranks(group), everywhere)
 
 
+def boxes_here(
+    layout: Layout, rows: Mapping[str, torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor, Box, tuple[int, ...]]]:
+    """Yields what this rank holds: (name, rows, their box, the shape of the whole) each, in the layout's
+    dtype: the storage itself where that is its own.
+    """
+    for one in layout.parameters:
+        for box in layout.held(dist.get_rank(), one.name):
+            yield one.name, rows[one.name].to(getattr(torch, one.dtype)), box, one.shape
+
+
+class LocalRows(Mapping[str, torch.Tensor]):
+    """This rank's rows of shards: the storage itself."""
+
+    def __init__(self, shards: Mapping[str, DTensor]) -> None:
+        self._shards = shards
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._shards[name].to_local().detach()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shards)
+
+    def __len__(self) -> int:
+        return len(self._shards)
+
+
 def checksums_of(
-    shards: Mapping[str, DTensor], group: dist.ProcessGroup, wire: Mapping[str, str]
+    shards: Mapping[str, DTensor],
+    group: dist.ProcessGroup,
+    wire: Mapping[str, str],
+    rows: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, int]:
     """Returns the checksums of the whole tensors, at wire dtype; every rank reads only its own rows, and the
-    first what all have. Collective.
+    first what all have. Collective. rows: this rank's, where they are not those of the shards.
     """
+    rows = LocalRows(shards) if rows is None else rows
     layout, rank, partial = layout_of(shards, group, wire), dist.get_rank(), []
     for parameter in layout.parameters:
-        shard = shards[parameter.name]
-        local = _at(shard, parameter.dtype)
+        local = rows[parameter.name].to(getattr(torch, parameter.dtype))
         boxes = layout.held(rank, parameter.name)
-        if is_replicated(shard) and rank != layout.ranks[0]:
+        if is_replicated(shards[parameter.name]) and rank != layout.ranks[0]:
             boxes = ()
         partial.append(box_checksum(local, boxes[0].offset, parameter.shape) if boxes else 0)
     device = next(iter(shards.values())).to_local().device
@@ -187,27 +219,27 @@ def checksums_of(
     }
 
 
-def _at(shard: DTensor, dtype: str) -> torch.Tensor:
-    """Returns this rank's rows at wire dtype."""
-    return shard.to_local().detach().to(getattr(torch, dtype))
-
-
 def gather_buckets(
-    shards: Mapping[str, DTensor], group: dist.ProcessGroup, bucket_bytes: int, wire: Mapping[str, str]
+    shards: Mapping[str, DTensor],
+    group: dist.ProcessGroup,
+    bucket_bytes: int,
+    wire: Mapping[str, str],
+    rows: Mapping[str, torch.Tensor] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields (name, full tensor) of every shard, gathered in buckets of at most `bucket_bytes`. Collective.
-    wire: the dtype in which each is sent; each rank casts its rows before they move.
+    wire: the dtype in which each is sent; each rank casts its rows before they move. rows: as of
+    `checksums_of`; read one by one.
     """
-    world = dist.get_world_size(group)
+    world, rows = dist.get_world_size(group), LocalRows(shards) if rows is None else rows
     here = {name for name, shard in shards.items() if world == 1 or is_replicated(shard)}
     buckets = _buckets(layout_of(shards, group, wire), bucket_bytes, here)
     away = [bucket for bucket in buckets if bucket[0].name not in here]
     scratch: dict[torch.dtype, tuple[torch.Tensor, torch.Tensor]] = {}
     for bucket in buckets:
         if bucket[0].name in here:
-            yield from ((one.name, _at(shards[one.name], one.dtype)) for one in bucket)
+            yield from ((one.name, rows[one.name].to(getattr(torch, one.dtype))) for one in bucket)
         else:
-            yield from _gather(bucket, away, shards, world, group, scratch)
+            yield from _gather(bucket, away, rows, world, group, scratch)
 
 
 def _buckets(layout: Layout, bucket_bytes: int, here: Collection[str]) -> list[list[Parameter]]:
@@ -230,7 +262,7 @@ def _buckets(layout: Layout, bucket_bytes: int, here: Collection[str]) -> list[l
 def _gather(
     bucket: list[Parameter],
     buckets: list[list[Parameter]],
-    shards: Mapping[str, DTensor],
+    rows: Mapping[str, torch.Tensor],
     world: int,
     group: dist.ProcessGroup,
     scratch: dict[torch.dtype, tuple[torch.Tensor, torch.Tensor]],
@@ -243,14 +275,14 @@ def _gather(
     if dtype not in scratch:
         alike = [one for one in buckets if one[0].dtype == bucket[0].dtype]
         largest = max(sum(_padded(parameter, world) for parameter in one) for one in alike)
-        device = shards[bucket[0].name].to_local().device
+        device = rows[bucket[0].name].device
         scratch[dtype] = (
             torch.zeros(largest, dtype=dtype, device=device),
             torch.empty(largest * world, dtype=dtype, device=device),
         )
     mine, everyone = scratch[dtype][0][: sum(sizes)], scratch[dtype][1][: sum(sizes) * world]
     for parameter, piece in zip(bucket, mine.split(sizes), strict=True):
-        local = shards[parameter.name].to_local().detach()
+        local = rows[parameter.name]
         piece[: local.numel()].copy_(local.flatten())
     dist.all_gather_into_tensor(everyone, mine, group=group)
     columns = everyone.view(world, -1).split(sizes, dim=1)

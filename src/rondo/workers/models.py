@@ -134,7 +134,8 @@ class ModelWorker(Worker):
         stats.add_max(f"{prefix}/lr", step.lr)
         stats.add_mean(f"{prefix}/skipped_steps", float(step.skipped))
         if self.engine.device.type == "cuda":
-            stats.add_max("perf/device_bytes_in_use", float(self.engine.device_bytes_in_use()))
+            free, total = torch.cuda.mem_get_info(self.engine.device)  # of all processes together
+            stats.add_max("perf/device_bytes_in_use", float(total - free))
         return stats
 
 
@@ -152,6 +153,17 @@ class ActorWorker(EstimatingWorker, SendsWeights, ModelWorker):
     def compute_current_log_prob(self, batch: Batch) -> Batch:
         """Adds log_probs: under the policy as it is now, in the middle of an update."""
         return self.engine.forward(batch, {"log_probs": "log_probs"})
+
+    @dispatch("split", reads=TOKENS, writes=("ref_log_probs",))
+    def compute_ref_log_prob(self, batch: Batch) -> Batch:
+        """Adds ref_log_probs: under the model without its adapters, which is the reference. Raises TrainError
+        where it has none.
+        """
+        adapters = self.engine.adapters
+        if adapters is None:
+            raise TrainError("the actor has no adapters to take off: without actor.lora its start is gone")
+        with adapters.off():
+            return self.engine.forward(batch, {"log_probs": "ref_log_probs"})
 
     @dispatch("split", reads=("rollout_log_probs",), writes=("old_log_probs",))
     def adopt_rollout_log_prob(self, batch: Batch) -> Batch:

@@ -169,7 +169,7 @@ TABLE: Mapping[str, Rule] = {
     "actor_rollout_ref.model.trust_remote_code": To("model.trust_remote_code"),
     "actor_rollout_ref.model.use_fused_kernels": Ignored("log-probs are always computed in chunks"),
     "actor_rollout_ref.model.lora_rank": Only(
-        (0,), "adapters arrive with a later release; train all weights"
+        (0,), "say it as rondo does, in place of verl's keys: actor.lora={rank: 16, alpha: 32}"
     ),
     # actor, critic
     f"{_A}.ppo_mini_batch_size": To("actor.mini_batch_size"),

@@ -38,6 +38,7 @@ from rondo.config.schema.models import (
     EngineConfig,
     FallingScheduleConfig,
     FrozenEngineConfig,
+    LoraConfig,
     ModelConfig,
     OptimizerConfig,
     PrmConfig,

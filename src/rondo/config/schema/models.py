@@ -132,6 +132,22 @@ class TorchBackendConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
+class LoraConfig:
+    """Adapters of low rank (LoRA): they alone learn, beside a value head; the model's weights stay."""
+
+    rank: Few = 16
+    """Of each adapter, r: it adds alpha / r · B · A to a weight, A [r, in], B [out, r]."""
+    alpha: Positive = 32.0
+    """How much an adapter counts."""
+    targets: Annotated[tuple[str, ...], Field(min_length=1)] = ("all-linear",)
+    """The modules that get one, by the end of their names (q_proj); all-linear: all but the output head."""
+    init: Literal["kaiming", "gaussian"] = "kaiming"
+    """How A starts; B starts at 0, so that the model starts as it was."""
+    path: Path | None = None
+    """A folder with an adapter of this model, of peft's format, to start from."""
+
+
+@dataclass(frozen=True, config=STRICT)
 class FrozenEngineConfig:
     """The engine of a model that is evaluated only."""
 
@@ -149,7 +165,9 @@ class FrozenEngineConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class EngineConfig(FrozenEngineConfig):
-    """A training engine. Master weights and optimizer state are in `param_dtype`."""
+    """A training engine. Master weights and optimizer state are in `param_dtype`; those of adapters are in
+    float32 at least.
+    """
 
     gradient_checkpointing: AutoOrBool = "auto"
     """Compute transformer blocks again in the backward pass; auto: on CUDA."""
@@ -159,6 +177,8 @@ class EngineConfig(FrozenEngineConfig):
     """Prompt groups per optimizer step; default data.batch_size."""
     epochs: Few = 1
     """Passes over each batch."""
+    lora: LoraConfig | None = None
+    """Train adapters of low rank instead of the model's own weights; null: those."""
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -33,6 +33,7 @@ from rondo.trainers.program import (
     path_of,
     placement_of,
     plan_program,
+    reference_in_actor,
     warmup_steps,
 )
 from rondo.trainers.replay import check_replay, recorded_rollouts
@@ -139,6 +140,9 @@ def _check_rewards(config: Config) -> None:
 def _unread(loaded: LoadedConfig, program: Program | None) -> Iterator[ConfigError]:
     """Yields keys that are set and that nothing reads. program: None where it is not known."""
     columns = _columns_of_unread(program) if program is not None else {}
+    if program is not None and "ref_log_probs" in {c for p in program.producers for c in p.columns}:
+        columns.pop("reference", None)
+        yield from unread_of_reference(loaded)
     for key, _ in changed_keys(loaded):
         above = {key} | {key[:end] for end, letter in enumerate(key) if letter == "."}
         for command in (OF_OTHER_COMMANDS[section] for section in above & set(OF_OTHER_COMMANDS)):
@@ -147,6 +151,19 @@ def _unread(loaded: LoadedConfig, program: Program | None) -> Iterator[ConfigErr
             yield ConfigError(
                 f"{key} is set, but no chosen function reads {read}: there is nothing for it to configure; "
                 "remove the key, or choose a function that reads them",
+                key=key,
+            )
+
+
+def unread_of_reference(loaded: LoadedConfig) -> Iterator[ConfigError]:
+    """Yields keys of a reference's engine where the actor without its adapters is the reference."""
+    if not reference_in_actor(loaded.config):
+        return
+    for key, _ in changed_keys(loaded):
+        if key.startswith("reference.") and not key.startswith(("reference.path", "reference.override")):
+            yield ConfigError(
+                f"{key} is set, but with actor.lora the reference is the actor without its adapters, on the "
+                "actor's engine; remove it",
                 key=key,
             )
 

@@ -28,6 +28,7 @@ from rondo.controller import planned_device
 from rondo.data import check_source
 from rondo.errors import ConfigError, DataError, about
 from rondo.models import STRETCH, check_model_folder, check_positions, load_model_config
+from rondo.models.lora import check_lora
 from rondo.rollout import check_engine, check_engine_model
 from rondo.trainers.commands.recipe import beside_recipe, run_dir
 from rondo.trainers.program import model_source, open_tokenizer, section_at, source_of
@@ -126,10 +127,31 @@ def check_files(loaded: LoadedConfig, *, context: bool) -> None:
             # What it exports has the positions of the model that it starts from, unless they are overridden.
             exported = replace(first, override={**first.override, **config.model.override})
             check_model(replace(config, model=exported), context=context, key="trainer.warm_start")
+    if not problems:
+        with collected(problems):
+            _check_adapters(config, first)
     with collected(problems):
         _check_template(loaded, first)
     if problems:
         raise ConfigError.of(problems)
+
+
+def _check_adapters(config: Config, first: ModelConfig) -> None:
+    """Raises ConfigError for adapters that a model cannot have. first: as of `_check_template`."""
+    if config.cluster.backend.address is not None:
+        return
+    for section in ("actor", "critic"):
+        lora = getattr(config, section).lora
+        if lora is None:
+            continue
+        own = section == "critic" and config.critic.path is not None
+        source = model_source(replace(config, model=first), section if own else "model")
+        try:
+            check_lora(source, lora)
+        except DataError as error:
+            raise ConfigError(f"{section}.{error}", key=f"{section}.lora.path") from error
+        except ConfigError as error:
+            raise ConfigError(f"{section}.{error}", key=f"{section}.{error.key}") from error
 
 
 def check_run_dir(loaded: LoadedConfig) -> None:

@@ -75,7 +75,8 @@ def _of_models(config: Config, roles: Sequence[str], trained: Collection[str]) -
         if engine.offload_params or getattr(engine, "offload_optimizer", False):
             continue
         itemsize = getattr(torch, engine.param_dtype).itemsize
-        held = model_bytes(size(role), itemsize, trained=role in trained)
+        all_of_it = role in trained and getattr(engine, "lora", None) is None  # adapters are few
+        held = model_bytes(size(role), itemsize, trained=all_of_it)
         yield Need(role, held, (f"{section}.param_dtype",))
     if "rollout" in roles and not shares_weights(config):
         itemsize = getattr(torch, rollout_dtype(config)).itemsize

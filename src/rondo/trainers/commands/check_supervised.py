@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping
 from rondo.config import Config, LoadedConfig
 from rondo.errors import ConfigError
 from rondo.tracking import check_trackers
-from rondo.trainers.commands.check import without_data
+from rondo.trainers.commands.check import unread_of_reference, without_data
 from rondo.trainers.commands.check_machine import check_backend, check_files, check_run_dir
 from rondo.trainers.commands.recipe import changed_keys, second_pass
-from rondo.trainers.program import placement_of
+from rondo.trainers.program import placement_of, reference_in_actor
 from rondo.trainers.supervised import Task
 
 # Keys that supervised training reads; any other key that is set would be ignored, so it is an error.
@@ -57,7 +57,7 @@ def check_supervised(loaded: LoadedConfig, task: Task) -> None:
         found.problems += _unread(loaded, task, needs_reference)
         if needs_reference is not None:
             found.of(placement_of, config, task.roles(config))
-        if needs_reference:
+        if needs_reference and not reference_in_actor(config):
             found.of(_check_reference, config)
         found.of(check_trackers, config.tracking.trackers)
         found.of(check_backend, config)
@@ -79,6 +79,8 @@ def _unread(loaded: LoadedConfig, task: Task, needs_reference: bool | None) -> I
                 "reference to configure; remove the key, or choose a loss that needs one",
                 key=key,
             )
+    if needs_reference:
+        yield from unread_of_reference(loaded)
 
 
 def _check_reference(config: Config) -> None:

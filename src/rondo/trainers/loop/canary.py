@@ -7,7 +7,7 @@ import itertools
 
 import numpy as np
 
-from rondo.batch import BatchRef
+from rondo.batch import Batch, BatchRef
 from rondo.config import Config
 from rondo.errors import WeightSyncError
 from rondo.trainers.program import Prompts, Roles, rollout_dtype
@@ -18,6 +18,10 @@ from rondo.workers.transfer import probed
 # Largest believable difference of one log-prob between two correct implementations, by the sampler's dtype.
 TOLERANCE = {"float64": 1e-6, "float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
 NUM_TOKENS, NUM_PROMPT_TOKENS = 8, 32
+# An engine without the adapters has the log-probs of the model without them, but for rounding: so many times
+# nearer to them than to the trainer's, which rounding alone does not make it.
+NEARER = 4.0
+SMALLEST_EFFECT = 1e-4  # of adapters on a log-prob, above what float32 rounds
 
 
 class Canary:
@@ -25,7 +29,9 @@ class Canary:
     all that waits in an engine (a publish waits for it): no statistics of requests change, and no other
     request's noise does. The trainer computes them again in one
     small pass, so it must hold the version that the engines serve. The first check of a run also asks behind
-    a prompt of data.max_prompt_tokens: what is wrong at high positions only is wrong from the start.
+    a prompt of data.max_prompt_tokens: what is wrong at high positions only is wrong from the start. With
+    actor.lora the trainer also computes them without its adapters, for an engine that ignores these: what
+    they change may be less than the tolerance of half precision.
     """
 
     def __init__(self, roles: Roles, prompts: Prompts, config: Config) -> None:
@@ -39,6 +45,7 @@ class Canary:
         count = min(NUM_TOKENS, prompts.sampling.max_tokens)
         self._sampling = dataclasses.replace(prompts.sampling, max_tokens=count)
         self._seed = request_seed(config.trainer.seed, "canary")
+        self._adapters = config.actor.lora is not None
         self._dtypes = sorted({self._dtype, config.actor.compute_dtype})
         self.tolerance = max(TOLERANCE[dtype] for dtype in self._dtypes)
 
@@ -47,7 +54,7 @@ class Canary:
         running.
 
         Raises WeightSyncError where it is over the tolerance, naming engine and, where that engine can read
-        its weights back, the first tensor that differs.
+        its weights back, the first tensor that differs; and for an engine that computes without the adapters.
         """
         if self._long_prompt is not None:
             await self._gap(self._long_prompt, version)
@@ -61,14 +68,19 @@ class Canary:
         if not len(rows):
             return 0.0  # every engine is being started again
         scored = await self._actor.call(ActorWorker.compute_log_prob, rows)
-        batch = await scored.fetch(["rollout_log_probs", "old_log_probs"])
-        theirs, bounds = batch.ragged("rollout_log_probs")
-        difference = np.abs(theirs.numpy() - batch.ragged("old_log_probs")[0].numpy())
-        difference = np.where(np.isfinite(difference), difference, np.inf)
-        gaps = [float(difference[a:b].max(initial=0.0)) for a, b in itertools.pairwise(bounds.tolist())]
+        columns = ["rollout_log_probs", "old_log_probs"]
+        if self._adapters:
+            scored = await self._actor.call(ActorWorker.compute_ref_log_prob, scored)
+            columns.append("ref_log_probs")
+        batch = await scored.fetch(columns)
+        gaps = _largest(batch, "old_log_probs")
         worst = int(np.argmax(gaps))
         if not gaps[worst] <= self.tolerance:
             await self._fail(version, gaps[worst], int(batch.scalars("row_id")[worst]), len(prompt))
+        if self._adapters:
+            for row, (gap, without) in enumerate(zip(gaps, _largest(batch, "ref_log_probs"), strict=True)):
+                if without * NEARER < gap and gap > SMALLEST_EFFECT:
+                    _fail_without_adapters(version, gap, without, int(batch.scalars("row_id")[row]))
         return gaps[worst]
 
     async def _fail(self, version: int, gap: float, row_id: int, length: int) -> None:
@@ -81,3 +93,20 @@ class Canary:
             f"prompt of {length} tokens: it does not hold the trainer's weights, or computes another model; "
             f"{found}"
         )
+
+
+def _largest(batch: Batch, column: str) -> list[float]:
+    """Returns, for each row, the largest distance of the engine's log-probs from those of `column`."""
+    theirs, bounds = batch.ragged("rollout_log_probs")
+    difference = np.abs(theirs.numpy() - batch.ragged(column)[0].numpy())
+    difference = np.where(np.isfinite(difference), difference, np.inf)
+    return [float(difference[a:b].max(initial=0.0)) for a, b in itertools.pairwise(bounds.tolist())]
+
+
+def _fail_without_adapters(version: int, gap: float, without: float, row_id: int) -> None:
+    rank, number = probed(row_id)
+    raise WeightSyncError(
+        f"version {version}: engine {number} of rollout[{rank}] computes without the adapters of actor.lora: "
+        f"its log-probs differ by {gap:.3g} from the trainer's, and by {without:.3g} from those of the model "
+        "without them"
+    )

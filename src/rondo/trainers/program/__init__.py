@@ -36,6 +36,7 @@ from rondo.trainers.program.roles import (
     path_of,
     placement_of,
     positions_of,
+    reference_in_actor,
     role_spec,
     rollout_dtype,
     section_at,

@@ -35,7 +35,7 @@ from rondo.roles import ROLLOUT, of_section
 from rondo.trainers.program.advantages import AdvantageStage
 from rondo.trainers.program.inputs import Recorded
 from rondo.trainers.program.producers import Producer, stages
-from rondo.trainers.program.roles import describe_planned
+from rondo.trainers.program.roles import describe_planned, reference_in_actor
 from rondo.trainers.program.stages import (
     CorrectionStage,
     PreparationStage,
@@ -183,7 +183,12 @@ def plan_program(config: Config, recorded: Recorded | None = None) -> Program:
             "estimator of whole answers (gae, grpo)",
             key="algorithm.advantage",
         )
-    producers = stages(read - of_turns, "the configured algorithm", bypass=bypass)
+    producers = stages(
+        read - of_turns,
+        "the configured algorithm",
+        bypass=bypass,
+        reference_in_actor=reference_in_actor(config),
+    )
     scoring: list[Stage] = [MiniBatches(config, learners)]
     scoring += [RewardModelScores(model) for model in _scoring_models(config, recorded)]
     later: list[Stage] = []

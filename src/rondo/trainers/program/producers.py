@@ -59,6 +59,9 @@ ADOPT = Producer(
     ("old_log_probs",), "actor", ActorWorker.adopt_rollout_log_prob, reads=("rollout_log_probs",)
 )
 
+# With actor.lora the actor without its adapters is the reference: there is no second model.
+WITHOUT_ADAPTERS = Producer(("ref_log_probs",), "actor", ActorWorker.compute_ref_log_prob)
+
 # What the episode side, the scorers or the controller make.
 GIVEN = frozenset(
     made_by(EPISODE, GREEDY_ANSWER, UPDATE_PLAN, RESAMPLING, ADVANTAGE_STAGE, ESTIMATOR, CORRECTION)
@@ -70,12 +73,16 @@ def is_given(column: str) -> bool:
     return column in GIVEN or SCORE.member(column) is not None
 
 
-def stages(columns: Iterable[str], asked_by: str, *, bypass: bool = False) -> tuple[Producer, ...]:
+def stages(
+    columns: Iterable[str], asked_by: str, *, bypass: bool = False, reference_in_actor: bool = False
+) -> tuple[Producer, ...]:
     """Returns the producers for `columns` and for what they read themselves, each after those it reads from.
 
-    bypass: `old_log_probs` are the sampler's. Raises ConfigError for a column that nothing produces.
+    bypass: `old_log_probs` are the sampler's. reference_in_actor: see `WITHOUT_ADAPTERS`. Raises ConfigError
+    for a column that nothing produces.
     """
-    table = [ADOPT, *(p for p in PRODUCERS if p.columns != ADOPT.columns)] if bypass else PRODUCERS
+    other = [*([ADOPT] if bypass else []), *([WITHOUT_ADAPTERS] if reference_in_actor else [])]
+    table = [*other, *(p for p in PRODUCERS if p.columns not in [one.columns for one in other])]
     known = {column for producer in table for column in producer.columns}
     chosen: list[Producer] = []
 

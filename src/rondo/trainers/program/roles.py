@@ -143,7 +143,21 @@ def source_of(role: str, config: Config) -> ModelSource:
                 key=f"{section}.path",
             )
         return source
-    return model_source(config, "model" if path_of(role, config) is None else str(ROLES[role].weights))
+    if path_of(role, config) is not None:
+        return model_source(config, str(ROLES[role].weights))
+    return model_source(config)
+
+
+def reference_in_actor(config: Config) -> bool:
+    """Says whether the reference is the actor without its adapters: with actor.lora, where both come from the
+    same model and the reference stays as it is.
+    """
+    lora, model, reference = config.actor.lora, config.model, config.reference
+    if lora is None or reference.refresh_every is not None:
+        return False
+    if reference.path is None:
+        return lora.path is None
+    return (reference.path, reference.override) == (model.path, model.override)
 
 
 def positions_of(role: str, config: Config) -> int | None:
@@ -157,7 +171,8 @@ def positions_of(role: str, config: Config) -> int | None:
 
 def path_of(role: str, config: Config) -> str | None:
     """Returns the weights of its own that a role of the table starts from; None: the policy's initial model,
-    which a warm start may have yet to make. Raises ConfigError where it must have its own.
+    which a warm start may have yet to make. Raises ConfigError where it must have its own, and where that
+    model has an adapter already.
     """
     row = ROLES[role]
     path: str | None = getattr(config, row.weights).path if row.weights is not None else None
@@ -165,6 +180,13 @@ def path_of(role: str, config: Config) -> str | None:
         raise ConfigError(
             f"{row.weights}.path is not set, but the configured algorithm reads {row.read_by}; name the "
             f"{role}'s folder or hub id"
+        )
+    lora = config.actor.lora
+    if row.weights is not None and path is None and lora is not None and lora.path is not None:
+        raise ConfigError(
+            f"the {role} starts as the policy does, which starts with the adapter of actor.lora.path: set "
+            f"{row.weights}.path, to model.path for the model without it, or to an export with it merged",
+            key="actor.lora.path",
         )
     return path
 
@@ -186,6 +208,10 @@ def role_spec(
         "engine": engine_of(role, config)[1],
         "backend": config.actor.backend,
     }
+    if row.engine is not None and row.section != row.engine and kwargs["engine"].lora is not None:
+        # On the actor's engine, and not from its adapter.
+        lora = dataclasses.replace(kwargs["engine"].lora, path=None)
+        kwargs["engine"] = dataclasses.replace(kwargs["engine"], lora=lora)
     kwargs |= {"head": "value"} if row.value_head else {"temperature": config.rollout.temperature}
     kwargs |= {name: functools.reduce(getattr, key.split("."), config) for name, key in row.options.items()}
     if row.learns_from is not None and losses is not None:
@@ -265,13 +291,14 @@ def rollout_dtype(config: Config) -> str:
 
 def one_storage(config: Config) -> bool:
     """Says whether trainer and sampler can use the same tensors: one rank each, in one process, the same
-    dtype, parameters that stay where they are.
+    dtype, parameters that stay where they are and are whole without adapters.
     """
     placement, rollout = placement_of(config), config.rollout
     same_process = not runs_in_own_process(rollout)
     same_dtype = rollout_dtype(config) == config.actor.param_dtype
     one_device = len(placement.devices("actor")) == 1 and placement.colocated("actor", "rollout")
-    return one_device and same_process and same_dtype and not config.actor.offload_params
+    as_it_is = not config.actor.offload_params and config.actor.lora is None  # adapters are to be merged
+    return one_device and same_process and same_dtype and as_it_is
 
 
 def shares_weights(config: Config) -> bool:
@@ -298,5 +325,7 @@ def describe_planned(config: Config) -> str:
         route = "in place: one storage for both"
     else:
         route = "gathered in buckets, next to the engines"
+    if config.actor.lora is not None:
+        route += ", adapters merged"
     sleep = "; key/value cache given back from `take` to here" if rollout.sleep else ""
     return f"({rollout.engine.name}, {where}), {route}{sleep}"

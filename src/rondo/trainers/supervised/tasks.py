@@ -20,7 +20,7 @@ from rondo.config import Config
 from rondo.data import ConversationStream, PairStream
 from rondo.errors import ConfigError, DataError
 from rondo.tracking import Kind
-from rondo.trainers.program import conversations, longest_row, open_tokenizer
+from rondo.trainers.program import conversations, longest_row, open_tokenizer, reference_in_actor
 from rondo.training import Loss
 
 
@@ -50,7 +50,8 @@ class Task:
 
     def roles(self, config: Config) -> tuple[str, ...]:
         """Returns the names of its worker groups."""
-        return ("actor", "reference") if self.needs_reference(config) else ("actor",)
+        own = self.needs_reference(config) and not reference_in_actor(config)
+        return ("actor", "reference") if own else ("actor",)
 
     def needs_reference(self, config: Config) -> bool:
         """Says whether the loss compares with the model as it was at the start."""

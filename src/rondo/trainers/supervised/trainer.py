@@ -40,7 +40,8 @@ class SupervisedTrainer:
         self.total_steps = total_steps(config, self.stream.rows_per_epoch)
         self.step = 0
         self.roles: Roles
-        """The actor, and the reference where the loss compares with it; `start` makes them."""
+        """The actor, and the reference where the loss compares with it, unless that is the actor without its
+        adapters; `start` makes them."""
         self.clock = reporter.watch(cluster)
         self._reads = update_columns(self.loss)
         self._held_out_batch: BatchRef | None = None
@@ -59,7 +60,7 @@ class SupervisedTrainer:
             devices = placement_of(config, task.roles(config)).devices("actor")
             actor = await self.cluster.create_group("actor", worker, kwargs=kwargs, devices=devices)
             self.roles = Roles(actor, None)
-            if task.needs_reference(config):
+            if "reference" in task.roles(config):
                 self.roles.models["reference"] = await create_model(self.cluster, "reference", config)
         await self.checkpoints.restore(self)
         if self.checkpoints.best.enough:  # it was killed between that evaluation and its end
@@ -123,10 +124,13 @@ class SupervisedTrainer:
         batch = self.cluster.put(rows, per_row(rows.columns)).with_index(
             {"mini_batch": np.zeros(len(rows), np.int64), "loss_weight": self.task.weights(rows)}
         )
-        reference = self.roles.models.get("reference")
-        if reference is not None:
+        if self.task.needs_reference(self.config):
             with self.clock.phase("reference"):
-                batch = await reference.call(ReferenceWorker.compute_ref_log_prob, batch)
+                reference = self.roles.models.get("reference")
+                if reference is None:  # the actor without its adapters
+                    batch = await self.roles.actor.call(ActorWorker.compute_ref_log_prob, batch)
+                else:
+                    batch = await reference.call(ReferenceWorker.compute_ref_log_prob, batch)
         return batch
 
     async def _evaluate(self, stream: RowStream) -> dict[str, float]:

@@ -1,0 +1,323 @@
+"""Adapters of low rank (LoRA) in a model, through peft: the one module that imports it.
+
+    y = W x + alpha / r · B (A x)          A [r, in], B [out, r]; W stays
+
+peft puts a layer of its own in the place of each target, with the module that was there as its `base_layer`.
+Everywhere else the model's tensors keep the names that they have in checkpoints (`base_name`), and adapters
+have those of peft's files (`adapter_name`).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from rondo.config.schema import LoraConfig
+from rondo.errors import ConfigError, DataError
+from rondo.models.files import json_object
+from rondo.models.loading import load_model_config
+from rondo.models.precision import kept_in_float32
+from rondo.models.source import ModelSource
+
+ALL_LINEAR = "all-linear"
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+BASE_CHECKSUM = "rondo_base_checksum"  # in the file's metadata: of the model that it was trained on
+_NAME = "default"  # what peft calls the one adapter in its modules' names
+_PREFIX = "base_model.model."  # what names in peft's files begin with
+_INSTALL = 'lora: adapters need the package peft: pip install "rondo-rl[lora]"'
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """What is added to one weight of the model."""
+
+    module: str
+    """The target: its weight is `<module>.weight`."""
+    scaling: float
+    """alpha / r."""
+    transposed: bool
+    """The weight is [in, out] (GPT-2's)."""
+
+    @property
+    def a(self) -> str:
+        """Names A as peft's files do."""
+        return f"{_PREFIX}{self.module}.lora_A.weight"
+
+    @property
+    def b(self) -> str:
+        return f"{_PREFIX}{self.module}.lora_B.weight"
+
+    def delta(self, a: torch.Tensor, b: torch.Tensor, rows: slice) -> torch.Tensor:
+        """Returns those rows of what is added to the weight, from the whole A and B."""
+        product = a.t()[rows] @ b.t() if self.transposed else b[rows] @ a
+        return product * self.scaling
+
+
+def add_adapters(
+    model: PreTrainedModel, lora: LoraConfig, seed: int, device: torch.device | str = "cpu"
+) -> dict[str, Adapter]:
+    """Puts adapters into a model, in place; returns them by the name of the weight that each changes.
+
+    Their numbers depend on `seed` alone (or come from lora.path), not on the number of ranks; they are in
+    float32 at least. The model computes what it did, bit for bit, as long as B is 0. Its parameters may be on
+    `meta`. Raises ConfigError for targets that it does not have, or that cannot have an adapter.
+    """
+    peft = _peft()
+    targets = _targets(model, lora)
+    config = peft.LoraConfig(r=lora.rank, lora_alpha=lora.alpha, lora_dropout=0.0, target_modules=targets)
+    # Without numbers at first (low_cpu_mem_usage): peft's own are of the global generator.
+    peft.inject_adapter_in_model(config, model, adapter_name=_NAME, low_cpu_mem_usage=True)
+    generator = torch.Generator().manual_seed(seed)
+    dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
+    adapters = {}
+    for module in targets:
+        layer: Any = model.get_submodule(module)
+        adapter = Adapter(module, lora.alpha / lora.rank, isinstance(layer.base_layer, Conv1D))
+        adapters[f"{module}.weight"] = adapter
+        a, b = layer.lora_A[_NAME], layer.lora_B[_NAME]
+        first = _first(tuple(a.weight.shape), lora.init, generator).to(device, dtype)
+        a.weight = torch.nn.Parameter(first)
+        b.weight = torch.nn.Parameter(torch.zeros(b.weight.shape, dtype=dtype, device=device))
+    if lora.path is not None:
+        _load(model, read_adapter(lora.path, lora, _shapes(model)))
+    return adapters
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise ConfigError(_INSTALL, key="lora") from error
+    return peft
+
+
+def _first(shape: tuple[int, ...], init: str, generator: torch.Generator) -> torch.Tensor:
+    """Returns A as peft starts it: uniform in ±1/√in (kaiming), or normal with a deviation of 1/r."""
+    if init == "gaussian":
+        return torch.randn(shape, generator=generator) / shape[0]
+    return (torch.rand(shape, generator=generator) * 2 - 1) / math.sqrt(shape[1])
+
+
+def _targets(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
+    """Returns the names of the modules that get an adapter, in the model's order."""
+    head = model.get_output_embeddings()
+    modules = dict(model.named_modules())
+    precise = {name.rpartition(".")[0] for name in kept_in_float32(model, torch.float16)}  # routers
+    able = [
+        name
+        for name, module in modules.items()
+        if isinstance(module, torch.nn.Linear | Conv1D) and module is not head and name not in precise
+    ]
+    chosen: set[str] = set()
+    for target in lora.targets:
+        found = able if target == ALL_LINEAR else [name for name in able if _ends_with(name, target)]
+        if not found:
+            _refuse_target(target, modules, able, head)
+        chosen.update(found)
+    if any(parameter.ndim > 2 for parameter in model.parameters()):
+        _log.warning(
+            "LoRA: the experts of this %s are one tensor, and get no adapter; the other targets do",
+            model.config.model_type,
+        )
+    return [name for name in able if name in chosen]
+
+
+def _ends_with(name: str, target: str) -> bool:
+    return name == target or name.endswith("." + target)
+
+
+def _refuse_target(target: str, modules: Mapping[str, Any], able: list[str], head: Any) -> None:
+    there = [name for name in modules if _ends_with(name, target)]
+    ends = sorted({name.rpartition(".")[2] for name in able})
+    if any(modules[name] is head for name in there):
+        why = "is the output head, whose logits are computed in chunks from its weight alone"
+    elif there:
+        kind = type(modules[there[0]]).__name__
+        why = f"is a {kind}, and only linear modules can have an adapter here"
+    else:
+        why = "is the name of no module"
+    raise ConfigError(
+        f"lora.targets: {target!r} {why}; choose from {', '.join(ends)}, or {ALL_LINEAR}", key="lora.targets"
+    )
+
+
+def check_lora(source: ModelSource, lora: LoraConfig) -> None:
+    """Raises ConfigError or DataError for adapters that this model cannot have, or a lora.path that is not of
+    it. Nothing of the model's weights is made or read.
+    """
+    config = load_model_config(source)
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=source.trust_remote_code)
+    add_adapters(model, lora, 0)
+
+
+# ---- names
+
+
+def is_adapter(name: str) -> bool:
+    """Says whether this parameter of a module with adapters is one's."""
+    return f".lora_A.{_NAME}." in name or f".lora_B.{_NAME}." in name
+
+
+def base_name(name: str) -> str:
+    """Returns what checkpoints call a parameter of a module with adapters."""
+    return name.replace(".base_layer.", ".")
+
+
+def adapter_name(name: str) -> str:
+    """Returns what peft's files call an adapter's parameter."""
+    return _PREFIX + name.replace(f".{_NAME}.weight", ".weight")
+
+
+def _shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    return {adapter_name(n): tuple(p.shape) for n, p in model.named_parameters() if is_adapter(n)}
+
+
+# ---- on and off
+
+
+@contextmanager
+def adapters_off(model: torch.nn.Module) -> Iterator[None]:
+    """Inside, the model is the one without adapters, bit for bit.
+
+    peft's own switch also takes `requires_grad` from the adapters; FSDP would keep that for ever, if the
+    first pass of all was inside.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+# ---- peft's files
+
+
+def write_adapter(
+    folder: Path,
+    tensors: Mapping[str, torch.Tensor],
+    lora: LoraConfig,
+    base: str | None,
+    base_checksum: int,
+) -> None:
+    """Writes a folder that peft loads. tensors: by `adapter_name`. base: the model's folder or hub id."""
+    folder.mkdir(parents=True, exist_ok=True)
+    modules = sorted({name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in tensors})
+    config = _peft().LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=0.0,
+        target_modules=modules,
+        task_type="CAUSAL_LM",
+        inference_mode=True,
+        base_model_name_or_path=base,
+    )
+    config.save_pretrained(str(folder))
+    contents = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
+    save_file(contents, folder / WEIGHTS, metadata={"format": "pt", BASE_CHECKSUM: str(base_checksum)})
+
+
+def read_adapter(
+    path: str, lora: LoraConfig, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, torch.Tensor]:
+    """Returns the tensors of an adapter's folder, by `adapter_name`.
+
+    Raises DataError where it is none; ConfigError where it is not of this rank, alpha, these targets, or this
+    model, or is of a kind that is not trained here.
+    """
+    folder = Path(path)
+    for name in (CONFIG, WEIGHTS):
+        if not (folder / name).is_file():
+            raise DataError(f"lora.path: there is no {name} in {path}, so it is no adapter of peft's format")
+    _check_kind(path, json_object(folder / CONFIG), lora)
+    try:
+        with safe_open(folder / WEIGHTS, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+    except (OSError, SafetensorError) as error:
+        raise DataError(f"lora.path: {folder / WEIGHTS} cannot be read: {error}") from error
+    _check_tensors(path, tensors, shapes)
+    return tensors
+
+
+def _check_kind(path: str, written: Mapping[str, Any], lora: LoraConfig) -> None:
+    def wrong(key: str, message: str) -> None:
+        raise ConfigError(f"lora.path: the adapter in {path} {message}", key=key)
+
+    if written.get("peft_type") != "LORA":
+        wrong("lora.path", f"is of the kind {written.get('peft_type')}, not LORA")
+    starts = written.get("init_lora_weights", True)
+    if starts not in (True, False, "gaussian", "kaiming", "orthogonal", "eva"):
+        wrong(
+            "lora.path",
+            f"started with {starts!r}, which changes the model's own weights too, and those are not in it: "
+            "have peft convert it (save_pretrained with path_initial_model_for_weight_conversion)",
+        )
+    plain = {
+        "use_dora": False,
+        "use_rslora": False,
+        "modules_to_save": None,
+        "bias": "none",
+        "rank_pattern": None,
+        "alpha_pattern": None,
+        "lora_bias": False,
+        "target_parameters": None,
+        "trainable_token_indices": None,
+    }
+    for key, value in plain.items():
+        if written.get(key, value) not in (value, {}, []):
+            wrong("lora.path", f"has {key}={written[key]!r}; only plain LoRA is trained here")
+    for key, mine in (("r", lora.rank), ("lora_alpha", lora.alpha)):
+        if written.get(key) != mine:
+            ours = "lora.rank" if key == "r" else "lora.alpha"
+            wrong(ours, f"has {key}={written.get(key)}, and {ours} is {mine}: set it to that of the adapter")
+
+
+def _check_tensors(
+    path: str, tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    differ = sorted(tensors.keys() ^ shapes.keys())
+    if differ:
+        who = "lacks" if differ[0] in shapes else "has"
+        raise ConfigError(
+            f"lora.path: the adapter in {path} {who} {differ[0]!r} (and {len(differ) - 1} others): it is for "
+            "other targets, or another model; set lora.targets to the adapter's, and the model to its base",
+            key="lora.targets",
+        )
+    for name, shape in shapes.items():
+        if tuple(tensors[name].shape) != shape:
+            raise ConfigError(
+                f"lora.path: the adapter in {path} is for another model: {name!r} has shape "
+                f"{tuple(tensors[name].shape)}, and this model's would be {shape}",
+                key="lora.path",
+            )
+
+
+def _load(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if is_adapter(name):
+                parameter.copy_(tensors[adapter_name(name)])
+
+
+def base_checksum_of(path: str) -> int | None:
+    """Returns the checksum of the model that an adapter was trained on, where rondo wrote it."""
+    with safe_open(Path(path) / WEIGHTS, framework="pt") as file:
+        written = (file.metadata() or {}).get(BASE_CHECKSUM)
+    return None if written is None else int(written)

@@ -1,0 +1,176 @@
+"""What an engine does with adapters (LoRA): which of its tensors learn, and the weights with the adapters
+merged, as generation engines and exports get them: under the model's own names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from rondo.config.schema import LoraConfig
+from rondo.errors import CheckpointError, ConfigError
+from rondo.models.lora import (
+    Adapter,
+    adapter_name,
+    adapters_off,
+    add_adapters,
+    base_checksum_of,
+    base_name,
+    is_adapter,
+    read_adapter,
+    write_adapter,
+)
+from rondo.training.export import VALUE_HEAD
+from rondo.training.sharding import checksums_of, gather_buckets, wire_dtypes
+from rondo.weights.checksum import checksum, combine, signed
+
+BASE = "base.checksum"  # in the state: of the model that the adapters belong to
+_BUCKET_BYTES = 256 << 20
+Tensor = TypeVar("Tensor", bound=torch.Tensor)
+
+
+class Adapters:
+    """The adapters of one engine's model, which alone learn (with a value head)."""
+
+    def __init__(self, model: PreTrainedModel, config: LoraConfig, seed: int, device: torch.device) -> None:
+        """Puts them into the model. Raises ConfigError, DataError (`models.lora`)."""
+        self.config = config
+        self._model = model
+        self._adapters = add_adapters(model, config, seed, device)
+        self._base_checksum: torch.Tensor | None = None
+
+    @staticmethod
+    def learns(name: str) -> bool:
+        """Says whether this parameter of a `TokenModel` learns."""
+        return is_adapter(name) or name.startswith(VALUE_HEAD)
+
+    @staticmethod
+    def split(parameters: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Takes a module's parameters apart: those of the model by a checkpoint's names, and A and B by those
+        of peft's files.
+        """
+        own = {base_name(name): one for name, one in parameters.items() if not is_adapter(name)}
+        factors = {adapter_name(name): one for name, one in parameters.items() if is_adapter(name)}
+        return own, factors
+
+    def off(self) -> AbstractContextManager[None]:
+        """Inside, the model is the one without them."""
+        return adapters_off(self._model)
+
+    def merged(
+        self,
+        shards: Mapping[str, DTensor],
+        factors: Mapping[str, DTensor],
+        group: dist.ProcessGroup,
+    ) -> MergedRows:
+        """Returns this rank's rows of the weights with the adapters in them. Collective: A and B, which are
+        small, are gathered.
+        """
+        whole = self._whole(factors, group)
+        return MergedRows(shards, self._adapters, whole, dist.get_rank(group), dist.get_world_size(group))
+
+    def _whole(self, factors: Mapping[str, DTensor], group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
+        wire = wire_dtypes(self._model, factors, None)
+        return dict(gather_buckets(factors, group, _BUCKET_BYTES, wire))
+
+    def base_checksum(self, shards: Mapping[str, DTensor], group: dist.ProcessGroup) -> torch.Tensor:
+        """Returns a number of the model's weights, int64 [1], the same for every dtype that they may rest in:
+        taken in bfloat16. Collective the first time.
+        """
+        if self._base_checksum is None:
+            base = {name: shard for name, shard in shards.items() if not self.learns(name)}
+            sums = checksums_of(base, group, wire_dtypes(self._model, base, "bfloat16"))
+            self._base_checksum = torch.tensor([signed(combine(sums.values()))])
+        return self._base_checksum
+
+    def check_path(self, shards: Mapping[str, DTensor], group: dist.ProcessGroup) -> None:
+        """Raises ConfigError where lora.path was trained by rondo on another model. Collective."""
+        if self.config.path is None:
+            return
+        theirs, ours = base_checksum_of(self.config.path), int(self.base_checksum(shards, group))
+        if theirs not in (None, ours):
+            raise ConfigError(
+                f"lora.path: the adapter in {self.config.path} was trained on a model with other weights: "
+                "set model.path to that one",
+                key="lora.path",
+            )
+
+    def check_loaded(self, state: Mapping[str, torch.Tensor], path: str) -> None:
+        """Raises CheckpointError where a checkpoint's adapters belong to a model with other weights."""
+        if self._base_checksum is not None and not torch.equal(state[BASE], self._base_checksum):
+            raise CheckpointError(
+                f"checkpoint {path} holds adapters of a model with other weights than those that are loaded: "
+                "have the model as it was when the run began"
+            )
+
+    def export(
+        self,
+        path: str,
+        factors: Mapping[str, DTensor],
+        shards: Mapping[str, DTensor],
+        base: str | None,
+        group: dist.ProcessGroup,
+    ) -> None:
+        """Writes a folder that peft loads, and reads it again to compare. Collective; the first rank writes.
+
+        base: the model's folder or hub id, as peft notes it. Raises CheckpointError.
+        """
+        tensors, base_checksum = self._whole(factors, group), int(self.base_checksum(shards, group))
+        if dist.get_rank(group) != 0:
+            return
+        write_adapter(Path(path), tensors, self.config, base, base_checksum)
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        for name, read in read_adapter(path, self.config, shapes).items():
+            if checksum(read) != checksum(tensors[name]):
+                raise CheckpointError(f"{path}: {name!r} of the exported adapter is not the trained one")
+
+
+class MergedRows(Mapping[str, torch.Tensor]):
+    """This rank's rows of W + alpha / r · B · A, each made when it is read and forgotten with the next one:
+    there is no second model. Of other tensors they are the model's own.
+    """
+
+    def __init__(
+        self,
+        shards: Mapping[str, DTensor],
+        adapters: Mapping[str, Adapter],
+        # A and B by their names in peft's files, whole.
+        factors: Mapping[str, torch.Tensor],
+        # Of this process in the group of ranks.
+        rank: int,
+        num_ranks: int,
+    ) -> None:
+        self._shards = shards
+        self._adapters = adapters
+        self._factors = factors
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._last: tuple[str, torch.Tensor] | None = None
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        shard, adapter = self._shards[name], self._adapters.get(name)
+        local = shard.to_local().detach()
+        if adapter is None:
+            return local
+        if self._last is not None and self._last[0] == name:  # it is sent in pieces
+            return self._last[1]
+        self._last = None  # before the next one is made
+        a, b = (self._factors[one].to(local.device) for one in (adapter.a, adapter.b))
+        start = self._rank * -(-shard.shape[0] // self._num_ranks)
+        # In float32: rounded once, to what is sent.
+        merged = local.to(a.dtype) + adapter.delta(a, b, slice(start, start + len(local)))
+        self._last = name, merged
+        return merged
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shards)
+
+    def __len__(self) -> int:
+        return len(self._shards)
