@@ -122,7 +122,7 @@ def test_an_export_is_whole_or_absent(recipe: Path, tmp_path: Path, monkeypatch:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # injected: no file system fills up just there
 
     with monkeypatch.context() as patch:
-        patch.setattr("rondo.training.checkpoint.write_manifest", refused)
+        patch.setattr("rondo.training.export.write_manifest", refused)
         done = inline("train", str(recipe), *SHORT, f"trainer.run_dir={run}", check=False)
         assert done.returncode == 2
         assert "goes on from there" in done.stderr

@@ -75,12 +75,13 @@ def export_folder(
             files[name] = written or ()
         for _ in arrived:  # whoever writes, and whatever fails: all ranks gather all tensors
             pass
-    told: list[tuple[Files, Exception | None]] = [({}, None)] * world
-    dist.all_gather_object(told, (files, failure), group=group)
-    _raise_first(path, [failure for _, failure in told])
+    _raise_first(path, failure, group)
+    everyone: list[Files] = [{}] * world
+    dist.all_gather_object(everyone, files, group=group)
     if rank == 0:
-        write_manifest(folder, {name: pieces for files, _ in told for name, pieces in files.items()})
-    dist.barrier(group)  # when any rank returns, the folder is whole
+        listed = {name: pieces for files in everyone for name, pieces in files.items()}
+        _, failure = _tried(write_manifest, folder, listed)
+    _raise_first(path, failure, group)  # when any rank returns, the folder is whole
 
 
 def check_export(
@@ -105,9 +106,7 @@ def check_export(
     size = sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
     if dist.get_rank(group) == 0 and size <= WHOLE_BYTES and failure is None:
         _, failure = _tried(_check_whole, exported, dtype, checksums, critic)
-    failures: list[Exception | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(failures, failure, group=group)
-    _raise_first(path, failures)
+    _raise_first(path, failure, group)
 
 
 def _tried(
@@ -120,15 +119,18 @@ def _tried(
         return None, error
 
 
-def _raise_first(path: str, failures: Sequence[Exception | None]) -> None:
-    """Raises the first of the ranks' failures; what a file system refused as a StorageError."""
-    failure = next((one for one in failures if one is not None), None)
-    if isinstance(failure, OSError):
-        fault = fault_in(failure)
-        if fault is not None:
-            raise refused(path, "written", fault) from failure
-    if failure is not None:
-        raise failure
+def _raise_first(path: str, failure: Exception | None, group: dist.ProcessGroup) -> None:
+    """Raises the first of the ranks' failures on all of them; what a file system refused as a StorageError.
+    Collective.
+    """
+    failures: list[Exception | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(failures, failure, group=group)
+    first = next((one for one in failures if one is not None), None)
+    fault = fault_in(first) if isinstance(first, OSError) else None
+    if fault is not None:
+        raise refused(path, "written", fault) from first
+    if first is not None:
+        raise first
 
 
 def _planned(
