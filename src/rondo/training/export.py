@@ -214,10 +214,11 @@ def _check_boxes(
     model, stored = build_empty(exported, dtype, output_head=not critic)
     if stored is None:
         raise _not_the_same(exported, "the folder", "does not hold just the model's tensors")
+    parts = parts_of(model)
     for name, tensor, box, shape in held:
         if not name.startswith(VALUE_HEAD):
             read = torch.empty_like(tensor, device="cpu")
-            stored.fill([(name, read, box, shape)], parts_of(model))
+            stored.fill([(name, read, box, shape)], parts)
             if bytes_of(read) != bytes_of(tensor):
                 raise _not_the_same(exported, repr(name))
 
