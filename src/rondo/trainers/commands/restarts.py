@@ -4,13 +4,14 @@ do, the same command once more, in this process. So it goes on from its newest c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rondo.config import Config
 from rondo.errors import RondoError, WorkerError
 from rondo.tracking import Console
+from rondo.trainers.commands.event_loop import run_loop
 
 T = TypeVar("T")
 
@@ -36,6 +37,7 @@ class Restarts:
 
     def __init__(self, config: Config, console: Console) -> None:
         self._most = config.trainer.max_restarts
+        self._hang_seconds = config.cluster.hang_seconds
         self._console = console
         self._last: Loss | None = None
         self.number = 0
@@ -49,6 +51,10 @@ class Restarts:
     def name(self) -> str:
         """Returns what messages call this attempt, where it is a restart."""
         return f"restart {self.number} of {self._most} (trainer.max_restarts)"
+
+    def run(self, main: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Runs a command, for each attempt anew, in an event loop of its own; as `around`."""
+        return self.around(lambda: run_loop(main(), self._hang_seconds))
 
     def around(self, attempt: Callable[[], T]) -> T:
         """Makes attempts until one ends, or fails for good. Raises what the last one raised."""

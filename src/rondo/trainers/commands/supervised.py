@@ -11,7 +11,6 @@ from rondo.errors import ConfigError
 from rondo.tracking import Console
 from rondo.trainers.commands.check_memory import check_memory
 from rondo.trainers.commands.check_supervised import check_supervised
-from rondo.trainers.commands.event_loop import run_loop
 from rondo.trainers.commands.export import with_model
 from rondo.trainers.commands.open_run import OnStep, Run, Summary, open_console, open_run
 from rondo.trainers.commands.recipe import beside_recipe, located, run_dir, settled_recipe
@@ -44,12 +43,7 @@ def _supervised(loaded: LoadedConfig, task: Task, on_step: OnStep | None) -> Sum
     check_supervised(loaded, task)
     with located(loaded), open_console(loaded.config) as console:
         restarts = Restarts(loaded.config, console)
-
-        def attempt() -> Summary:
-            main = _supervise(loaded, task, console, on_step, restarts)
-            return run_loop(main, loaded.config.cluster.hang_seconds)
-
-        return restarts.around(attempt)
+        return restarts.run(lambda: _supervise(loaded, task, console, on_step, restarts))
 
 
 async def _supervise(

@@ -13,7 +13,6 @@ from rondo.rewards import score_names
 from rondo.tracking import Console
 from rondo.trainers.commands.check import check_rl
 from rondo.trainers.commands.check_memory import check_memory
-from rondo.trainers.commands.event_loop import run_loop
 from rondo.trainers.commands.open_run import OnStep, Run, Summary, open_console, open_run
 from rondo.trainers.commands.recipe import located, run_dir, settled_recipe
 from rondo.trainers.commands.restarts import Restarts
@@ -59,12 +58,7 @@ def train(loaded: LoadedConfig, on_step: OnStep | None = None) -> Summary:
     program = check_rl(loaded)
     with located(loaded), open_console(loaded.config) as console:
         restarts = Restarts(loaded.config, console)
-
-        def attempt() -> Summary:
-            main = _train(loaded, program, console, on_step, restarts)
-            return run_loop(main, loaded.config.cluster.hang_seconds)
-
-        return restarts.around(attempt)
+        return restarts.run(lambda: _train(loaded, program, console, on_step, restarts))
 
 
 async def _train(
