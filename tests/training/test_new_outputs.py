@@ -274,7 +274,7 @@ def _pair_gradients(rank: int, world: int) -> dict[int, tuple[float, dict[str, t
         engine = make_engine(mesh, source("llama"), config={**FLOAT64, "token_budget": budget}, head="value")
         weight = torch.randn(1, 32, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
         head = engine._shards["value_head.weight"]
-        head.detach().copy_(distribute_tensor(weight, mesh, head.placements))
+        head.detach().copy_(distribute_tensor(weight, head.device_mesh, head.placements))
         stats = engine.forward_backward(mine, PairLoss())
         out[budget] = (stats.means.get("loss", (0.0, 0.0))[0], full_gradients(engine))
     return out

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from rondo.config.schema import OptimizerConfig, ScheduleConfig
 from rondo.errors import ConfigError
 from rondo.training.sharding import as_shard, local_of, moved
+from rondo.training.views import Views
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 BLOCK_BYTES = 1 << 30  # of moments that come to the device at one time
@@ -41,21 +41,27 @@ class ShardedAdamW:
 
     def __init__(
         self,
-        # Name -> parameter: sharded over the mesh, or plain where there is one rank.
+        # Name -> parameter: sharded over the ranks, or plain where there is one.
         parameters: Mapping[str, torch.nn.Parameter],
         config: OptimizerConfig,
         total_steps: int | None,
         # The ranks that the parameters are spread over.
-        mesh: DeviceMesh,
+        views: Views,
         # Where the moments are between steps; None: with the parameters.
         resting: torch.device | None = None,
     ) -> None:
         self._parameters = parameters
         self._config = config
         self._total_steps = total_steps
-        self._mesh = mesh
+        self._views = views
         self._resting = resting
         self.num_steps = 0
+        # Of several ranks that hold the same the first one's gradient is the one in the norm.
+        self._counted = {
+            name
+            for name, one in parameters.items()
+            if not isinstance(one, DTensor) or views.spec_of(one).first(dist.get_rank())
+        }
         self._locals = {name: torch.nn.Parameter(local_of(one)) for name, one in parameters.items()}
         # Called for its error: a schedule that cannot work fails now, not after the warm-up.
         lr_ratio(config.schedule.warmup_steps, config.schedule, total_steps)
@@ -90,7 +96,8 @@ class ShardedAdamW:
             if parameter.grad is not None and self._locals[name].numel()
         }
         every = list(gradients.values())
-        norm = global_norm(every, self._mesh.get_group(), next(iter(self._locals.values())).device)
+        counted = [gradient for name, gradient in gradients.items() if name in self._counted]
+        norm = global_norm(counted, self._views.everyone, next(iter(self._locals.values())).device)
         skipped = not bool(torch.isfinite(norm))
         if not skipped:
             if self._config.grad_clip is not None and every:
@@ -142,7 +149,7 @@ class ShardedAdamW:
         for name, parameter in self._parameters.items():
             for moment in MOMENTS:
                 local = self._adamw.state[self._locals[name]][moment]
-                out[f"{moment}.{name}"] = as_shard(parameter, local, self._mesh)
+                out[f"{moment}.{name}"] = as_shard(parameter, local, self._views.dense)
         steps = [self._adamw.state[local]["step"].cpu() for local in self._locals.values()]
         out["steps"] = torch.stack([torch.tensor(float(self.num_steps)), *steps])
         return out
