@@ -50,7 +50,7 @@ from rondo.training.packed import (
     pack,
     plan_passes,
 )
-from rondo.training.parallel import check_parallel, parallelise
+from rondo.training.parallel import check_parallel, heads_here, parallelise
 from rondo.training.sharding import (
     LocalRows,
     as_shard,
@@ -118,8 +118,8 @@ class FsdpEngine:
         if isinstance(engine, EngineConfig) and engine.lora is not None:
             self.adapters = Adapters(lm, engine.lora, source.seed, self.device)
         attention = fitting(source.attention, lm.config)
-        heads, kv_heads = (number // self.views.sizes[0] for number in heads_of(lm.config))
-        self._packing = PackedLayout(family, (heads, kv_heads), self.device, compute_dtype, attention)
+        heads, context = heads_here(heads_of(lm.config), self.views), self.views.context
+        self._packing = PackedLayout(family, heads, self.device, compute_dtype, attention, context)
         self._model = TokenModel(
             lm,
             value_head,

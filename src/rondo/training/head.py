@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from rondo.errors import ConfigError, TrainError
 from rondo.models.attention import watched
+from rondo.models.context import Context
 from rondo.models.family import AS_THEY_ARE, LogitTransform
 from rondo.models.stored import random_parameters
 from rondo.models.value_head import ValueHead
@@ -60,17 +61,55 @@ class TokenModel(torch.nn.Module):
             if name not in known:
                 raise TrainError(f"this model's head computes {', '.join(known)}, not {name!r}")
         hidden = self._hidden(packed) if self._checked else self._first_hidden(packed)
+        context = None if packed.documents is None else packed.documents.context
+        if context is not None:
+            return self._divided(hidden, packed, outputs, topk, context)
         if self.value_head is not None:
-            where = {"values": packed.positions, "scores": packed.after}
-            every = torch.cat([_given(where[name]) for name in outputs])  # one call: FSDP gathers per call
-            parts = self.value_head(hidden.index_select(0, every)).split(len(packed.targets))
-            return {name: part.clone() for name, part in zip(outputs, parts, strict=True)}  # views upset FSDP
+            return self._values(hidden, {name: _where(name, packed) for name in outputs})
+        return self._of_logits(hidden, packed.positions, packed.targets, outputs, topk)
+
+    def _divided(
+        self,
+        hidden: torch.Tensor,
+        packed: PackedRows,
+        outputs: tuple[str, ...],
+        topk: torch.Tensor | int | None,
+        context: Context,
+    ) -> dict[str, torch.Tensor]:
+        """Computes outputs where ranks divide the tokens: each at its own, then gathered on all of them."""
+        num_tokens = len(packed.input_ids)
+        places = {name: context.places(_where(name, packed), num_tokens) for name in outputs}
+        if self.value_head is not None:
+            own = self._values(hidden, {name: one.local for name, one in places.items()})
+            return {name: places[name].gathered(own[name]) for name in outputs}
+        one = places[outputs[0]]  # they are all at the same positions
+        # A rank that has none computes one, of which nothing is kept: it takes part in the backward pass.
+        at = one.own if len(one.own) else torch.zeros(1, dtype=torch.int64, device=hidden.device)
+        local = one.local if len(one.own) else at
+        topk = topk[at] if isinstance(topk, torch.Tensor) else topk
+        own = self._of_logits(hidden, local, packed.targets[at], outputs, topk)
+        return {name: one.gathered(values[: len(one.own)]) for name, values in own.items()}
+
+    def _values(self, hidden: torch.Tensor, where: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        assert self.value_head is not None
+        every = torch.cat(list(where.values()))  # one call: FSDP gathers per call
+        parts = self.value_head(hidden.index_select(0, every)).split([len(one) for one in where.values()])
+        return {name: part.clone() for name, part in zip(where, parts, strict=True)}  # views upset FSDP
+
+    def _of_logits(
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        targets: torch.Tensor,
+        outputs: tuple[str, ...],
+        topk: torch.Tensor | int | None,
+    ) -> dict[str, torch.Tensor]:
         head = self.lm.get_output_embeddings()
         return token_log_probs(
-            hidden.index_select(0, packed.positions),
+            hidden.index_select(0, positions),
             head.weight,
             head.bias,
-            packed.targets,
+            targets,
             outputs,
             topk=topk,
             transform=self.transform,
@@ -80,8 +119,12 @@ class TokenModel(torch.nn.Module):
 
     def _hidden(self, packed: PackedRows) -> torch.Tensor:
         extra: Mapping[str, Any] = {} if packed.documents is None else {"documents": packed.documents}
+        input_ids, position_ids = packed.input_ids, packed.position_ids
+        if packed.documents is not None and packed.documents.context is not None:
+            own = packed.documents.context.own(len(input_ids))
+            input_ids, position_ids = input_ids[own], position_ids[own]
         hidden: torch.Tensor = _trunk(self.lm)(
-            input_ids=packed.input_ids[None], position_ids=packed.position_ids[None], use_cache=False, **extra
+            input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, **extra
         ).last_hidden_state[0]
         return hidden
 
@@ -107,9 +150,12 @@ def _trunk(lm: PreTrainedModel) -> torch.nn.Module:
     return trunk
 
 
-def _given(positions: torch.Tensor | None) -> torch.Tensor:
-    assert positions is not None, "scores need full documents"
-    return positions
+def _where(output: str, packed: PackedRows) -> torch.Tensor:
+    """Returns the positions [M] of an output: scores come after each response token, all else before it."""
+    if output != "scores":
+        return packed.positions
+    assert packed.after is not None, "scores need full documents"
+    return packed.after
 
 
 def token_log_probs(

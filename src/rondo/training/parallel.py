@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Literal
 
 import torch
 import transformers
@@ -16,11 +15,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from rondo.config.schema import EngineConfig, FrozenEngineConfig
 from rondo.errors import ConfigError
-from rondo.models.loading import load_model_config
+from rondo.models.context import Context
+from rondo.models.documents import Heads
+from rondo.models.family import family_of
+from rondo.models.loading import Kernels, load_model_config
 from rondo.models.source import ModelSource
-from rondo.training.views import Views
+from rondo.training.packed import heads_of
+from rondo.training.views import EXPERT, Views
 
-Kernels = Literal["auto", "transformers"]
 LEAST_TRANSFORMERS = "5.23"
 _EXPERTS = re.compile(r"\.experts(\.|$)")
 # Styles of plans that were compared with one process; of the others nothing is known.
@@ -32,12 +34,12 @@ def check_parallel(
     source: ModelSource, engine: FrozenEngineConfig, views: Views, kernels: Kernels
 ) -> Kernels:
     """Raises ConfigError where a model cannot be spread over the views' axes. Returns the kernels to build it
-    with: leaner ones multiply with whole weights, so a model whose products are cut has transformers' own.
+    with: leaner attention multiplies with whole weights, which are cut here.
     """
     tensor, expert = views.sizes
-    if tensor == 1 and views.expert is None:
+    if tensor == expert == 1 and views.context is None:
         return kernels
-    axis = "tensor" if tensor > 1 else "expert"
+    axis = "tensor" if tensor > 1 else "expert" if expert > 1 else "context"
     if Version(transformers.__version__) < Version(LEAST_TRANSFORMERS):
         raise _refused(
             axis,
@@ -48,22 +50,40 @@ def check_parallel(
         raise _refused(axis, views, "adapters (lora) are for ranks that shard only")
     text = load_model_config(source).get_text_config()
     experts = num_experts(text)
+    if views.context is not None:
+        _check_context(text, views, views.context)
     if tensor > 1:
         styles = set(_dense_plan(text).values())
         if not styles or styles - _STYLES:
             why = f"has {', '.join(sorted(styles - _STYLES))}" if styles else "does not exist"
             raise _refused("tensor", views, f"transformers' plan for {text.model_type} {why}")
-        for name in ("num_attention_heads", "num_key_value_heads"):
-            heads = getattr(text, name, None) or text.num_attention_heads
+        for name, heads in zip(("num_attention_heads", "num_key_value_heads"), heads_of(text), strict=True):
             if heads % tensor:
                 raise _refused("tensor", views, f"the model's {name}={heads} cannot be divided by it")
     if expert > 1 and (experts is None or experts % expert):
         why = "the model has no experts" if experts is None else f"it does not divide the {experts} experts"
         raise _refused("expert", views, why)
     styles = set(_plan_of(text, "base_model_ep_plan").values())
-    if experts is not None and (not styles or styles - _EXPERT_STYLES):
+    if experts is not None and (tensor, expert) != (1, 1) and (not styles or styles - _EXPERT_STYLES):
         raise _refused(axis, views, f"transformers has no plan for the experts of {text.model_type}")
-    return "transformers"
+    return "norms" if kernels == "auto" else kernels
+
+
+def _check_context(text: PreTrainedConfig, views: Views, context: Context) -> None:
+    why_not = family_of(text).not_packable
+    if why_not:
+        raise _refused("context", views, f"rows of a {text.model_type} model cannot be packed: {why_not}")
+    heads, kv_heads = (number // views.sizes[0] for number in heads_of(text))
+    if heads % context.size or (kv_heads % context.size and context.size % kv_heads):
+        why = f"it does not divide the {heads} heads and {kv_heads} key/value heads that a rank would have"
+        raise _refused("context", views, why)
+
+
+def heads_here(heads: Heads, views: Views) -> Heads:
+    """Returns how many of a model's heads a rank has in attention."""
+    mine, kv = (number // views.sizes[0] for number in heads)
+    size = 1 if views.context is None else views.context.size
+    return mine // size, max(1, kv // size)
 
 
 def num_experts(text: PreTrainedConfig) -> int | None:
@@ -76,7 +96,8 @@ def num_experts(text: PreTrainedConfig) -> int | None:
 
 
 def _refused(axis: str, views: Views, why: str) -> ConfigError:
-    size = views.sizes[0 if axis == "tensor" else 1]
+    context = 1 if views.context is None else views.context.size
+    size = dict(zip(("tensor", "expert", "context"), (*views.sizes, context), strict=True))[axis]
     return ConfigError(f"parallel.{axis}={size}: {why}", key=f"parallel.{axis}")
 
 
@@ -85,7 +106,7 @@ def parallelise(lm: PreTrainedModel, views: Views) -> list[torch.nn.Module]:
     this rank's part, and has its modules exchange what they need of other ranks. Returns the modules of
     experts that are spread over the view of experts.
     """
-    if views.tensor is None and views.expert is None:
+    if views.sizes == (1, 1):
         return []
     from transformers.distributed.expert_parallel import apply_expert_parallelism
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
@@ -94,11 +115,11 @@ def parallelise(lm: PreTrainedModel, views: Views) -> list[torch.nn.Module]:
     if views.tensor is not None:
         # Experts are spread by their own plan, also where each rank holds all of them.
         apply_tensor_parallelism(lm, views.tensor, _for_each(_dense_plan(text), lm))
-    if views.expert is None:
+    if views.expert is None or num_experts(text) is None:
         return []
     plan = _for_each(_plan_of(text, "base_model_ep_plan"), lm)
-    tensor = views.tensor if views.tensor is not None else views.alone
-    apply_expert_parallelism(lm, views.expert["expert"], tensor, plan, "all_to_all")
+    same_rows = views.alone if views.tensor is None else views.tensor
+    apply_expert_parallelism(lm, views.expert[EXPERT], same_rows, plan, "all_to_all")
     return [lm.get_submodule(name) for name, style in plan.items() if style == "ep_dispatch_experts"]
 
 

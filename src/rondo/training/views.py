@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from rondo.errors import ConfigError
+from rondo.models.context import Context
 from rondo.weights.layout import Cut, Spec
 
 REPLICATE, SHARD, TENSOR = "replicate", "shard", "tensor"
@@ -27,13 +28,14 @@ EXPERT_SHARD, EXPERT = "expert_shard", "expert"
 @dataclass(frozen=True)
 class Views:
     """everyone: the group of all ranks. expert: None where experts are spread as all else is. alone: of this
-    rank only; there where `expert` is.
+    rank only; there where `expert` is. context: the ranks that have the same rows, and divide their tokens.
     """
 
     everyone: dist.ProcessGroup
     dense: DeviceMesh
     expert: DeviceMesh | None = None
     alone: DeviceMesh | None = None
+    context: Context | None = None
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> Views:

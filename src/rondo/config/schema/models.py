@@ -132,6 +132,20 @@ class TorchBackendConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
+class ParallelConfig:
+    """How a model is spread over the ranks of its devices: they shard what these axes leave (FSDP)."""
+
+    replicate: Few = 1
+    """Copies of the sharded model (HSDP): parameters are gathered within a copy only."""
+    tensor: Few = 1
+    """Ranks that compute the same rows, each with a part of every attention's heads and of every product."""
+    context: Few = 1
+    """Ranks that divide the tokens of the same rows between them."""
+    expert: Few = 1
+    """Ranks that hold whole experts of a mixture, each another part of them."""
+
+
+@dataclass(frozen=True, config=STRICT)
 class LoraConfig:
     """Adapters of low rank (LoRA): they alone learn, beside a value head; the model's weights stay."""
 
@@ -161,6 +175,8 @@ class FrozenEngineConfig:
     """Parameters rest in host memory between calls."""
     logits_chunk: Tokens = 4096
     """Response positions whose logits exist at one time, at most: 512 MiB of them."""
+    parallel: ParallelConfig | None = None
+    """How it is spread over its ranks; null: as the actor is (critic, reference), or by sharding alone."""
 
 
 @dataclass(frozen=True, config=STRICT)
