@@ -3,6 +3,7 @@
     python benchmarks/memory.py                      peak of two steps on one rank, beside what must be there
     python benchmarks/memory.py --load 4             peak of each of 4 ranks that load a folder and export it
     python benchmarks/memory.py --tokens 1024 --checkpointing --layers 24
+    python benchmarks/memory.py --optimizer adamw_8bit
 
 Each case runs in processes of its own. A peak is the process's (ru_maxrss); loading_gb and exporting_gb are
 without what it had before the model.
@@ -75,11 +76,13 @@ def train(folder: str, options: argparse.Namespace, store: str, answers: Any) ->
     from rondo.batch import Batch, ragged_rows
     from rondo.config.schema import EngineConfig, OptimizerConfig
     from rondo.models import ModelSource
+    from rondo.planning.memory import model_bytes
     from rondo.training import FsdpEngine
 
     mesh, before = rank_of(0, 1, store), peak()
     config = EngineConfig(gradient_checkpointing=options.checkpointing)
-    engine = FsdpEngine(ModelSource(path=folder), config, OptimizerConfig(), mesh=mesh)
+    optimizer = OptimizerConfig(name=options.optimizer)
+    engine = FsdpEngine(ModelSource(path=folder), config, optimizer, mesh=mesh)
     built, rng, rows = peak(), np.random.default_rng(0), options.tokens // ROW
     ids = [rng.integers(0, SHAPE["vocab_size"], ROW // 2) for _ in range(2 * rows)]
     batch = Batch.of(
@@ -93,16 +96,18 @@ def train(folder: str, options: argparse.Namespace, store: str, answers: Any) ->
     started = time.process_time()
     for _ in range(2):
         engine.forward_backward(batch, Policy())
+        updating = time.process_time()
         engine.optimizer_step()
-    number = engine.num_parameters()
+    ended, number = time.process_time(), engine.num_parameters()
     answers.put(
         {
             "parameters": number,
-            "must_be_there_gb": 16 * number / 1e9,
+            "must_be_there_gb": model_bytes(number, 4, options.optimizer) / 1e9,
             "before_gb": before,
             "built_gb": built,
             "peak_gb": peak(),
-            "cpu_seconds": time.process_time() - started,
+            "cpu_seconds": ended - started,
+            "of_one_update": ended - updating,
         }
     )
 
@@ -137,6 +142,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1024, help="of a step")
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--optimizer", choices=("adamw", "adamw_8bit"), default="adamw")
     parser.add_argument("--load", type=int, metavar="RANKS", help="load and export instead of training")
     parser.add_argument("--json", type=Path, help="write the figures there")
     options = parser.parse_args()

@@ -117,14 +117,19 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
     return as_shard(tensor, copy, tensor.device_mesh) if isinstance(tensor, DTensor) else copy
 
 
-def as_shard(like: torch.Tensor, local: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+def as_shard(
+    like: torch.Tensor, local: torch.Tensor, mesh: DeviceMesh, shape: tuple[int, ...] | None = None
+) -> DTensor:
     """Returns `local`, wherever it rests, as this rank's part of a tensor that is sharded as `like` is (one
     that is not is whole on the mesh's one rank). The result shares the storage of `local`.
+
+    shape: of the whole, where it has rows of another length than `like`.
     """
     placements = like.placements if isinstance(like, DTensor) else [Shard(0)]
     where = _mesh_at(local, mesh)
+    strides = like.stride() if shape is None else local.stride()  # rows are shared out: they are alike
     tensor = DTensor.from_local(
-        local, where, placements, run_check=False, shape=like.shape, stride=like.stride()
+        local, where, placements, run_check=False, shape=shape or like.shape, stride=strides
     )
     assert tensor.to_local().data_ptr() == local.data_ptr()
     return tensor

@@ -97,6 +97,8 @@ ScheduleConfig = ConstantScheduleConfig | FallingScheduleConfig | WsdScheduleCon
 class OptimizerConfig:
     """AdamW, its schedule, and clipping."""
 
+    name: Literal["adamw", "adamw_8bit"] = "adamw"
+    """adamw_8bit: its moments take 8 bits a number, block by block, instead of those of `param_dtype`."""
     lr: Rate = 1e-6
     """The learning rate after the warm-up."""
     betas: tuple[Decay, Decay] = (0.9, 0.999)
