@@ -124,7 +124,7 @@ class FsdpEngine:
             lm,
             value_head,
             temperature=temperature,
-            logits_chunk=engine.logits_chunk,
+            logits_bytes=engine.logits_bytes,
             transform=family.logits,
         )
         for name, parameter in self._model.named_parameters():

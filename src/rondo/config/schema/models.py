@@ -10,6 +10,7 @@ from rondo.config.schema.types import (
     STRICT,
     AutoOrBool,
     Batch,
+    Buffer,
     Chosen,
     Count,
     Decay,
@@ -161,8 +162,8 @@ class FrozenEngineConfig:
     """Of the matrix products; auto: bfloat16 on CUDA, float32 elsewhere."""
     offload_params: bool = False
     """Parameters rest in host memory between calls."""
-    logits_chunk: Tokens = 4096
-    """Response positions whose logits exist at one time, at most: 512 MiB of them."""
+    logits_bytes: Buffer = 512 << 20
+    """Of the logits that exist at one time, whatever the vocabulary; at least one position's do."""
 
 
 @dataclass(frozen=True, config=STRICT)

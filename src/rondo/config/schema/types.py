@@ -59,7 +59,8 @@ Few = Annotated[int, Field(ge=1, le=2**16), BeforeValidator(whole)]  # samples, 
 FewOrNone = Annotated[int, Field(ge=0, le=2**16), BeforeValidator(whole)]
 # What is packed is counted in 32 bits.
 Tokens = Annotated[int, Field(ge=1, lt=2**31), BeforeValidator(whole)]
-# A bucket is shared memory, in whole pages: less than one saves nothing, and costs a round per element.
+# Of a bucket (shared memory, in whole pages), a cache or logits: less than a page saves nothing, and costs a
+# round per element.
 Buffer = Annotated[int, Field(ge=4096, le=2**50), BeforeValidator(whole)]
 Number = Annotated[float, Field(ge=-1e12, le=1e12)]
 Positive = Annotated[float, Field(gt=0, le=1e12)]
