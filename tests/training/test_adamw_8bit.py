@@ -104,6 +104,25 @@ def test_each_number_is_rounded_to_the_nearest() -> None:
         assert torch.equal(state[f"{name}_codes"].long(), nearest)
 
 
+@pytest.mark.parametrize("signed", [False, True])
+def test_the_table_of_upper_bits_finds_what_a_search_finds(signed: bool) -> None:
+    """At both ends of each run of numbers with the same upper bits, at the edges between codes, beside."""
+    numbers = torch.tensor(dynamic_map(signed=signed), dtype=torch.float64)
+    halfway = ((numbers[1:] + numbers[:-1]) / 2).float()
+    upper = (torch.arange(1 << 16) << 16)[:, None] + torch.tensor([0, 0xFFFF])
+    ends = upper.to(torch.int32).view(torch.float32).flatten()
+    beside = [torch.nextafter(halfway, torch.tensor(end)) for end in (-2.0, 2.0)]
+    values = torch.cat([ends[ends.abs() <= 1], halfway, *beside, torch.tensor([1.0])])
+    values = values if signed else values[values >= 0]
+    state = moments_8bit(torch.empty(len(values), 128), (len(values), 128))
+    name = "exp_avg" if signed else "exp_avg_sq"
+    rows = torch.ones(len(values), 128)  # the largest of each block is 1
+    rows[:, 0] = values
+    adamw_8bit._write(state, name, slice(0, len(values)), 128, rows)
+    expected = torch.bucketize(values, halfway, right=True)
+    assert torch.equal(state[f"{name}_codes"][:, 0].long(), expected)
+
+
 def test_what_is_too_small_for_codes_is_torchs_adamw(mesh: DeviceMesh) -> None:
     settings = {"lr": 0.01, "betas": (0.9, 0.98), "weight_decay": 0.1}
     plain = make_engine(mesh, optimizer=OptimizerConfig(**settings), config=FLOAT64)
@@ -129,7 +148,7 @@ def test_slices_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         return {"parameter": parameter.data, **optimizer.state[parameter]}
 
     whole = run()
-    monkeypatch.setattr(adamw_8bit, "_AT_ONE_TIME", 7 * 192)
+    monkeypatch.setitem(adamw_8bit._AT_ONE_TIME, "cpu", 7 * 192)
     sliced = run()
     assert all(torch.equal(sliced[name], whole[name]) for name in whole)
 

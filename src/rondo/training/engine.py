@@ -134,8 +134,8 @@ class FsdpEngine:
             self._model,
             self.mesh,
             compute_dtype,
-            gradient_checkpointing=isinstance(engine, EngineConfig) and engine.gradient_checkpointing is True,
-            reshard_after_forward=backend.reshard,
+            gradient_checkpointing=isinstance(engine, EngineConfig) and engine.gradient_checkpointing,
+            backend=backend,
         )
         materialise(self._model, self.device)
         self._parameters = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
@@ -11,11 +10,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from rondo.config.schema import TorchBackendConfig
 from rondo.errors import ConfigError
 from rondo.models.precision import kept_in_float32
+from rondo.training.activations import checkpoint_blocks, tile_mlps
 from rondo.training.head import TokenModel
 from rondo.weights.checksum import box_checksum, combine, signed
 from rondo.weights.layout import Box, Layout, Parameter
@@ -39,8 +39,8 @@ def shard_model(
     mesh: DeviceMesh,
     compute_dtype: torch.dtype,
     *,
-    gradient_checkpointing: bool,
-    reshard_after_forward: bool,
+    gradient_checkpointing: bool | str,
+    backend: TorchBackendConfig,
 ) -> list[FSDPModule]:
     """Shards over the mesh's one axis, block by block; gradients are summed over ranks, not averaged. Returns
     the units that are gathered each for itself.
@@ -56,18 +56,14 @@ def shard_model(
     learned = next((p.dtype for p in model.parameters() if p.requires_grad), param_dtype)
     policy = MixedPrecisionPolicy(param_dtype=cast, reduce_dtype=learned)
     blocks = _blocks(model)
-    if gradient_checkpointing:
-        for block in blocks:
-            # Around `forward`, inside of FSDP's hooks: what is computed again finds its parameters gathered.
-            block.forward = functools.partial(
-                checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False
-            )
+    tile_mlps(blocks, backend.mlp_chunk)
+    checkpoint_blocks(blocks, gradient_checkpointing)
     if mesh.size() == 1 and cast is None:
         return []
     for module in _precise_modules(model, {param_dtype, compute_dtype}):
         fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
     for block in blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=backend.reshard)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for unit in units:

@@ -8,9 +8,9 @@ from pydantic.dataclasses import dataclass
 
 from rondo.config.schema.types import (
     STRICT,
-    AutoOrBool,
     Batch,
     Buffer,
+    Checkpointing,
     Chosen,
     Count,
     Decay,
@@ -132,6 +132,8 @@ class TorchBackendConfig:
     """A block's gathered parameters are given back after its forward pass; false: after the backward pass."""
     kernels: Literal["auto", "transformers"] = "auto"
     """auto: leaner norms and attention where they compute the same; transformers: its own code as it is."""
+    mlp_chunk: Tokens | None = None
+    """Tokens in an MLP at one time, for long rows: computed again in the backward pass; null: all."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -172,8 +174,8 @@ class EngineConfig(FrozenEngineConfig):
     float32 at least.
     """
 
-    gradient_checkpointing: AutoOrBool = "auto"
-    """Compute transformer blocks again in the backward pass; auto: on CUDA."""
+    gradient_checkpointing: Checkpointing = "auto"
+    """Compute blocks again in the backward pass (auto: on CUDA); offload: from inputs in host memory."""
     offload_optimizer: bool = False
     """The optimizer's state rests in host memory between calls."""
     mini_batch_size: Batch | None = None

@@ -28,7 +28,7 @@ def whole(value: Any) -> Any:
 def _no_number(value: Any) -> Any:
     """Refuses 1, which is equal to True."""
     if type(value) in (int, float):
-        raise ValueError("must be auto, true or false")
+        raise ValueError("must be auto, true, false or offload")
     return value
 
 
@@ -72,7 +72,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Mass = Annotated[float, Field(gt=0, le=1)]
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
-AutoOrBool = Annotated[Literal["auto", True, False], BeforeValidator(_no_number)]
+Checkpointing = Annotated[Literal["auto", True, False, "offload"], BeforeValidator(_no_number)]
 
 
 @cache
