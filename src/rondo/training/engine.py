@@ -124,7 +124,7 @@ class FsdpEngine:
             lm,
             value_head,
             temperature=temperature,
-            logits_chunk=engine.logits_chunk,
+            logits_bytes=engine.logits_bytes,
             transform=family.logits,
         )
         for name, parameter in self._model.named_parameters():
@@ -136,8 +136,8 @@ class FsdpEngine:
             self.views,
             experts,
             compute_dtype,
-            gradient_checkpointing=isinstance(engine, EngineConfig) and engine.gradient_checkpointing is True,
-            reshard_after_forward=backend.reshard,
+            gradient_checkpointing=isinstance(engine, EngineConfig) and engine.gradient_checkpointing,
+            backend=backend,
         )
         materialise(self._model, self.device)
         self._parameters = {

@@ -20,9 +20,10 @@ from rondo.training.packed import PackedRows
 
 LM_OUTPUTS = ("log_probs", "entropy", "sum_p_squared", "topk_log_probs", "topk_ids")
 VALUE_OUTPUTS = ("values", "scores")
-CHUNK_BYTES = 512 << 20  # of one chunk's logits; three times as much are in use while it is computed
+# All chunks' log-probs of all tokens wait for the backward pass where they take at most so many times what
+# the logits of one chunk may; three times as much as these is in use while a chunk is computed.
+KEPT_CHUNKS = 2
 _LARGE_LOGIT = 20.0  # what the largest logit is where a head is tried
-KEPT_BYTES = 1 << 30  # of all chunks' log-probs of all tokens, where they wait for the backward pass
 
 
 class TokenModel(torch.nn.Module):
@@ -36,14 +37,14 @@ class TokenModel(torch.nn.Module):
         value_head: ValueHead | None,
         *,
         temperature: float,
-        logits_chunk: int,
+        logits_bytes: int,
         transform: LogitTransform = AS_THEY_ARE,
     ) -> None:
         super().__init__()
         self.lm = lm
         self.value_head = value_head  # makes it a critic; the LM's own head is gone then
         self.temperature = temperature
-        self.logits_chunk = logits_chunk
+        self.logits_bytes = logits_bytes
         self.transform = transform
         self._checked = False
 
@@ -114,7 +115,7 @@ class TokenModel(torch.nn.Module):
             topk=topk,
             transform=self.transform,
             temperature=self.temperature,
-            chunk=self.logits_chunk,
+            chunk_bytes=self.logits_bytes,
         )
 
     def _hidden(self, packed: PackedRows) -> torch.Tensor:
@@ -168,15 +169,15 @@ def token_log_probs(
     topk: torch.Tensor | int | None = None,
     transform: LogitTransform = AS_THEY_ARE,
     temperature: float = 1.0,
-    chunk: int = 4096,
+    chunk_bytes: int = 512 << 20,
 ) -> dict[str, torch.Tensor]:
     """Computes what `outputs` names of p = softmax(z / temperature), z = transform(hidden · weightᵀ + bias).
 
     hidden [M, H], weight [V, H], targets int64 [M]. log_probs [M]: log p[target]. entropy [M]. sum_p_squared
     [M]: Σ p², not differentiable. topk_log_probs [M, K]: log p[topk]; topk_ids [M, K]: those ids, int32;
     topk: ids [M, K], or how many of the likeliest (descending). All but ids in float32 (float64 for float64
-    inputs). Logits of at most `chunk` positions, and of at most CHUNK_BYTES, are computed at one time, and
-    again in the backward pass, unless all of them together fit in KEPT_BYTES and are kept.
+    inputs). Logits of at most `chunk_bytes`, or of one position, are computed at one time, and again in the
+    backward pass, unless all of them together have at most KEPT_CHUNKS times as many bytes and are kept.
     """
     if topk is None and {"topk_log_probs", "topk_ids"} & set(outputs):
         raise TrainError(
@@ -186,10 +187,10 @@ def token_log_probs(
     given = targets.new_empty(len(targets), 0) if topk is None else topk
     wide = torch.promote_types(hidden.dtype, torch.float32)
     row_bytes = len(weight) * wide.itemsize
-    chunk = max(1, min(chunk, CHUNK_BYTES // row_bytes))
+    chunk = max(1, chunk_bytes // row_bytes)
     chunk = -(-len(targets) // -(-len(targets) // chunk))  # equal ones: a short last one multiplies slowly
     kept_bytes = len(targets) * row_bytes * (1 if transform.softcap is None else 2)
-    keep = torch.is_grad_enabled() and kept_bytes <= KEPT_BYTES
+    keep = torch.is_grad_enabled() and kept_bytes <= KEPT_CHUNKS * chunk_bytes
     head = Head(transform, temperature, chunk, keep)
     results = _TokenLogProbs.apply(hidden, weight, bias, targets, given, head, wanted)
     named: dict[str, torch.Tensor] = dict(zip(LM_OUTPUTS, results, strict=True))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
@@ -11,11 +10,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from rondo.config.schema import TorchBackendConfig
 from rondo.models.names import persistent_buffers
 from rondo.models.precision import kept_in_float32
+from rondo.training.activations import checkpoint_blocks, tile_mlps
 from rondo.training.head import TokenModel
 from rondo.training.views import Views
 from rondo.weights.checksum import box_checksum, combine, signed
@@ -28,8 +28,8 @@ def shard_model(
     experts: Iterable[torch.nn.Module],
     compute_dtype: torch.dtype,
     *,
-    gradient_checkpointing: bool,
-    reshard_after_forward: bool,
+    gradient_checkpointing: bool | str,
+    backend: TorchBackendConfig,
 ) -> list[FSDPModule]:
     """Shards what is left of each parameter, block by block; gradients are summed over ranks, not averaged.
     Returns the units that are gathered each for itself. experts: modules that are spread over the view of
@@ -46,23 +46,17 @@ def shard_model(
     learned = next((p.dtype for p in model.parameters() if p.requires_grad), param_dtype)
     policy = MixedPrecisionPolicy(param_dtype=cast, reduce_dtype=learned)
     blocks = _blocks(model)
-    if gradient_checkpointing:
-        for block in blocks:
-            # Around `forward`, inside of FSDP's hooks: what is computed again finds its parameters gathered.
-            block.forward = functools.partial(
-                checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False
-            )
+    tile_mlps(blocks, backend.mlp_chunk)
+    checkpoint_blocks(blocks, gradient_checkpointing)
     if views.size == 1 and cast is None:
         return []
     mesh = views.shards
     for module in _precise_modules(model, {param_dtype, compute_dtype}):
         fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
     for module in experts:
-        fully_shard(
-            module, mesh=views.expert_shards, mp_policy=policy, reshard_after_forward=reshard_after_forward
-        )
+        fully_shard(module, mesh=views.expert_shards, mp_policy=policy, reshard_after_forward=backend.reshard)
     for block in blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=backend.reshard)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for unit in units:
@@ -112,17 +106,22 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
     return as_shard(tensor, copy, tensor.device_mesh) if isinstance(tensor, DTensor) else copy
 
 
-def as_shard(like: torch.Tensor, local: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+def as_shard(
+    like: torch.Tensor, local: torch.Tensor, mesh: DeviceMesh, shape: tuple[int, ...] | None = None
+) -> DTensor:
     """Returns `local`, wherever it rests, as this rank's part of a tensor that is spread as `like` is; every
     rank of the mesh has all of one that is not. The result shares the storage of `local`.
+
+    shape: of the whole, where it has rows of another length than `like`.
     """
     if isinstance(like, DTensor):
         mesh, placements = like.device_mesh, like.placements
     else:
         placements = (Replicate(),) * mesh.ndim
     where = _mesh_at(local, mesh)
+    strides = like.stride() if shape is None else local.stride()  # rows are shared out: they are alike
     tensor = DTensor.from_local(
-        local, where, placements, run_check=False, shape=like.shape, stride=like.stride()
+        local, where, placements, run_check=False, shape=shape or like.shape, stride=strides
     )
     assert tensor.to_local().data_ptr() == local.data_ptr()
     return tensor
