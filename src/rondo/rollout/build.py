@@ -53,6 +53,7 @@ def build_engine(spec: EngineSpec, parameters: Mapping[str, torch.Tensor] | None
         max_context=spec.max_context,
         trust_remote_code=spec.source.trust_remote_code,
         threads=spec.threads,
+        adapters=spec.adapters,
         **spec.options,
     )
 

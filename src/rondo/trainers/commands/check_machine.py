@@ -28,7 +28,7 @@ from rondo.controller import planned_device
 from rondo.data import check_source
 from rondo.errors import ConfigError, DataError, about
 from rondo.models import STRETCH, check_model_folder, check_positions, load_model_config
-from rondo.models.lora import check_lora
+from rondo.models.lora import adapter_set
 from rondo.rollout import check_engine, check_engine_model
 from rondo.trainers.commands.recipe import beside_recipe, run_dir
 from rondo.trainers.program import model_source, open_tokenizer, section_at, source_of
@@ -147,7 +147,7 @@ def _check_adapters(config: Config, first: ModelConfig) -> None:
         own = section == "critic" and config.critic.path is not None
         source = model_source(replace(config, model=first), section if own else "model")
         try:
-            check_lora(source, lora)
+            adapter_set(source, lora)
         except DataError as error:
             raise ConfigError(f"{section}.{error}", key=f"{section}.lora.path") from error
         except ConfigError as error:
