@@ -214,7 +214,7 @@ def test_nobody_is_waited_for_who_will_never_answer(
 
         async def main() -> None:
             route = CollectiveRoute(actor, rollout, config())  # type: ignore[arg-type]
-            await route._prepare()
+            await route._prepare("merged")
             actor.hangs = hangs
             await asyncio.wait_for(route.load(3), 240)
 
