@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,9 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from rondo.errors import ConfigError, WeightSyncError
+from rondo.errors import WeightSyncError
 from rondo.models.lora import Adapter, AdapterSet
-from rondo.rollout.build import check_engine_model
 from rondo.rollout.protocol import RolloutEngine
 from rondo.weights.checksum import checksum
 from tests.engines.conftest import (
@@ -49,9 +47,7 @@ def factors(model: torch.nn.Module, adapters: AdapterSet, seed: int) -> dict[str
     return {name: 0.2 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
-def merged(
-    base: Mapping[str, Any], adapters: AdapterSet, ab: Mapping[str, torch.Tensor]
-) -> torch.nn.Module:
+def merged(base: Mapping[str, Any], adapters: AdapterSet, ab: Mapping[str, torch.Tensor]) -> torch.nn.Module:
     """The model that an engine with these adapters should be."""
     model = build_model(0, base)
     with torch.no_grad():

@@ -1,5 +1,5 @@
 """Adapters that come by themselves, in an engine that serves several versions of them at one time: each is a
-folder of peft's format under a name of its own, and stays until the last request that began with it has ended.
+folder of peft's format under a name of its own, and stays until the last request that began with it ends.
 """
 
 from __future__ import annotations
@@ -96,4 +96,3 @@ class Shelf:
     def _removed(self, served: Served) -> Served:
         shutil.rmtree(served.folder, ignore_errors=True)
         return served
-

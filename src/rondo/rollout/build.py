@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rondo.errors import ConfigError
-from rondo.models.lora import AdapterSet
 from rondo.models import STRETCH, check_positions, load_model_config
+from rondo.models.lora import AdapterSet
 from rondo.rollout.interpreter import environment_of, interpreter
 from rondo.rollout.native.engine import NativeEngine
 from rondo.rollout.protocol import EngineSpec, RolloutEngine

@@ -18,7 +18,6 @@ from rondo.errors import ConfigError
 from rondo.rollout.interpreter import interpreter
 from rondo.rollout.protocol import Capabilities, EngineSpec
 
-
 MERGE = "set actor.lora.send=merged"
 
 
@@ -169,11 +168,11 @@ class ThirdParty:
                 key="actor.lora.send",
             )
         ends = {name.rpartition(".")[2] for name in modules}
-        other = sorted(ends - self.adapter_targets)
+        other, known = sorted(ends - self.adapter_targets), ", ".join(sorted(self.adapter_targets))
         if other:
             raise ConfigError(
-                f"actor.lora.targets: {self.title} serves adapters of {', '.join(sorted(self.adapter_targets))}"
-                f" here, not of {', '.join(other)}; name others, or {MERGE}",
+                f"actor.lora.targets: {self.title} serves adapters of {known} here, not of "
+                f"{', '.join(other)}; name others, or {MERGE}",
                 key="actor.lora.targets",
             )
 

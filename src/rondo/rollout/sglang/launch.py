@@ -246,12 +246,13 @@ class Core:
     async def drop_adapters(self, adapters: Served) -> None:
         """Forgets them; no request uses them any more."""
         message = UnloadLoRAAdapterReqInput(lora_name=adapters.name)
+        who = f"{adapters.name} (version {adapters.version})"
         try:  # it waits until its own count of their requests is 0
             dropped = await asyncio.wait_for(self._manager.unload_lora_adapter(message), DROP_SECONDS)
         except TimeoutError as error:
-            raise WeightSyncError(f"SGLang still has requests with {adapters.name}, rondo has none") from error
+            raise WeightSyncError(f"SGLang still has requests with {who}, and rondo has none") from error
         if not dropped.success:
-            raise WeightSyncError(f"SGLang did not forget {adapters.name}: {dropped.error_message}")
+            raise WeightSyncError(f"SGLang did not forget {who}: {dropped.error_message}")
 
     # ---- life ----
 

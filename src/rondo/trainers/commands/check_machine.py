@@ -24,6 +24,7 @@ from rondo.config import (
     collected,
     load,
 )
+from rondo.config.schema import ActorLoraConfig
 from rondo.controller import planned_device
 from rondo.data import check_source
 from rondo.errors import ConfigError, DataError, about
