@@ -131,14 +131,7 @@ class FsdpEngine:
             learns = self.adapters is None or self.adapters.learns(name)
             parameter.requires_grad_(optimizer is not None and learns)
         experts = parallelise(lm, self.views)
-        self._units = shard_model(
-            self._model,
-            self.views,
-            experts,
-            compute_dtype,
-            gradient_checkpointing=isinstance(engine, EngineConfig) and engine.gradient_checkpointing,
-            backend=backend,
-        )
+        self._units = shard_model(self._model, self.views, experts, compute_dtype, engine, backend)
         materialise(self._model, self.device)
         self._parameters = {
             name.removeprefix("lm."): parameter for name, parameter in self._model.named_parameters()
