@@ -8,11 +8,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
+from rondo.batch import ROW_ID
 from rondo.checkpoint import Files
+from rondo.columns import TOPK_IDS
 from rondo.config.schema import LoraConfig, OptimizerConfig, ParallelConfig
 from rondo.controller import Mesh
 from rondo.errors import ConfigError
@@ -138,6 +141,43 @@ def test_every_layout_computes_what_one_process_does(world: int, layouts: list[S
         for name, tensor in updated.items():
             assert relative_difference(weights[name], tensor) <= max(limit, 1e-6), (case, sizes, name)
             assert all(torch.equal(other[case, sizes][2][name], weights[name]) for other in ranks)
+
+
+def _columns(rank: int, world: int, layouts: list[Sizes]) -> dict[tuple[str, str], list[np.ndarray]]:
+    """(column, layout) -> its values by row, of all rows."""
+    out = {}
+    for sizes in layouts:
+        views, index, count = layout(world, **sizes)
+        batch, columns = rows_of(index, count), []
+        engine = make_engine(views, source("llama"), config={**FLOAT64, "token_budget": 30})
+        columns.append(
+            engine.forward(batch, {name: name for name in ("log_probs", "entropy", "sum_p_squared")})
+        )
+        columns.append(engine.forward_topk(batch, 5))
+        given = batch.select([*batch.columns]).with_columns({TOPK_IDS: columns[1].array(TOPK_IDS)})
+        columns.append(engine.forward(given, {"topk_log_probs": "given_log_probs"}))
+        critic = make_engine(views, source("llama"), config=FLOAT64, head="value")
+        columns.append(critic.forward_scores(batch, "scores"))
+        for one in columns:
+            for name in set(one.columns) - {ROW_ID}:
+                values = one.rows(name) if name != "scores" else one.scalars(name)
+                every: list[Any] = [None] * world
+                mine = dict(zip(one.scalars(ROW_ID).tolist(), map(np.asarray, values), strict=True))
+                dist.all_gather_object(every, mine)
+                joined = {row: value for part in every for row, value in part.items()}
+                out[name, str(sizes)] = [joined[row] for row in sorted(joined)]
+    return out
+
+
+def test_columns_of_every_layout_are_those_of_one_process() -> None:
+    alone = run_ranks(1, _columns, [{}])[0]
+    names = {name for name, _ in alone}
+    assert len(names) == 8
+    layouts = [{"tensor": 2}, {"context": 2}]
+    for told in run_ranks(2, _columns, layouts):
+        for (name, sizes), values in told.items():
+            for value, expected in zip(values, alone[name, "{}"], strict=True):
+                np.testing.assert_allclose(value, expected, rtol=1e-9, atol=1e-12, err_msg=f"{name} {sizes}")
 
 
 PLACES: list[tuple[int, Sizes]] = [

@@ -45,7 +45,6 @@ from rondo.training.packed import (
     PackedRows,
     dummy,
     expand_columns,
-    heads_of,
     in_row_order,
     pack,
     plan_passes,
@@ -118,7 +117,7 @@ class FsdpEngine:
         if isinstance(engine, EngineConfig) and engine.lora is not None:
             self.adapters = Adapters(lm, engine.lora, source.seed, self.device)
         attention = fitting(source.attention, lm.config)
-        heads, context = heads_here(heads_of(lm.config), self.views), self.views.context
+        heads, context = heads_here(lm.config.get_text_config(), self.views), self.views.context
         self._packing = PackedLayout(family, heads, self.device, compute_dtype, attention, context)
         self._model = TokenModel(
             lm,
@@ -126,6 +125,7 @@ class FsdpEngine:
             temperature=temperature,
             logits_bytes=engine.logits_bytes,
             transform=family.logits,
+            vocabulary=self.views.vocabulary(lm.config.get_text_config().vocab_size),
         )
         for name, parameter in self._model.named_parameters():
             learns = self.adapters is None or self.adapters.learns(name)

@@ -5,8 +5,9 @@ experts).
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 import transformers
@@ -26,7 +27,8 @@ from rondo.training.views import EXPERT, Views
 LEAST_TRANSFORMERS = "5.23"
 _EXPERTS = re.compile(r"\.experts(\.|$)")
 # Styles of plans that were compared with one process; of the others nothing is known.
-_STYLES = frozenset({"colwise", "rowwise", "replicated_with_grad_allreduce"})
+_LINEAR_STYLES = frozenset({"colwise", "rowwise", "colwise_gather_output", "rowwise_split_input"})
+_STYLES = _LINEAR_STYLES | {"replicated_with_grad_allreduce"}
 _EXPERT_STYLES = frozenset({"grouped_gemm", "ep_dispatch_experts"})
 
 
@@ -58,7 +60,7 @@ def check_parallel(
             why = f"has {', '.join(sorted(styles - _STYLES))}" if styles else "does not exist"
             raise _refused("tensor", views, f"transformers' plan for {text.model_type} {why}")
         for name, heads in zip(("num_attention_heads", "num_key_value_heads"), heads_of(text), strict=True):
-            if heads % tensor:
+            if heads % _cuts_of_heads(text, views):
                 raise _refused("tensor", views, f"the model's {name}={heads} cannot be divided by it")
     if expert > 1 and (experts is None or experts % expert):
         why = "the model has no experts" if experts is None else f"it does not divide the {experts} experts"
@@ -73,17 +75,23 @@ def _check_context(text: PreTrainedConfig, views: Views, context: Context) -> No
     why_not = family_of(text).not_packable
     if why_not:
         raise _refused("context", views, f"rows of a {text.model_type} model cannot be packed: {why_not}")
-    heads, kv_heads = (number // views.sizes[0] for number in heads_of(text))
+    heads, kv_heads = (number // _cuts_of_heads(text, views) for number in heads_of(text))
     if heads % context.size or (kv_heads % context.size and context.size % kv_heads):
         why = f"it does not divide the {heads} heads and {kv_heads} key/value heads that a rank would have"
         raise _refused("context", views, why)
 
 
-def heads_here(heads: Heads, views: Views) -> Heads:
-    """Returns how many of a model's heads a rank has in attention."""
-    mine, kv = (number // views.sizes[0] for number in heads)
+def heads_here(text: PreTrainedConfig, views: Views) -> Heads:
+    """Returns how many query heads and key/value heads of a model a rank has in attention."""
+    heads, kv_heads = (number // _cuts_of_heads(text, views) for number in heads_of(text))
     size = 1 if views.context is None else views.context.size
-    return mine // size, max(1, kv // size)
+    return heads // size, max(1, kv_heads // size)
+
+
+def _cuts_of_heads(text: PreTrainedConfig, views: Views) -> int:
+    """Returns into how many parts the axis `tensor` cuts the heads: some plans leave attention alone."""
+    cut = any(name.endswith(".q_proj") and style == "colwise" for name, style in _dense_plan(text).items())
+    return views.sizes[0] if cut else 1
 
 
 def num_experts(text: PreTrainedConfig) -> int | None:
@@ -114,13 +122,37 @@ def parallelise(lm: PreTrainedModel, views: Views) -> list[torch.nn.Module]:
     text = lm.config.get_text_config()
     if views.tensor is not None:
         # Experts are spread by their own plan, also where each rank holds all of them.
-        apply_tensor_parallelism(lm, views.tensor, _for_each(_dense_plan(text), lm))
+        dense = _for_each(_dense_plan(text), lm)
+        _check_whole(lm, dense, views)
+        apply_tensor_parallelism(lm, views.tensor, dense)
     if views.expert is None or num_experts(text) is None:
         return []
     plan = _for_each(_plan_of(text, "base_model_ep_plan"), lm)
     same_rows = views.alone if views.tensor is None else views.tensor
     apply_expert_parallelism(lm, views.expert[EXPERT], same_rows, plan, "all_to_all")
-    return [lm.get_submodule(name) for name, style in plan.items() if style == "ep_dispatch_experts"]
+    experts = [lm.get_submodule(name) for name, style in plan.items() if style == "ep_dispatch_experts"]
+    for module in experts:
+        # Not a view: what adds to it in place (shared experts) would take FSDP's hook off it.
+        module.forward = functools.partial(_copied, module.forward)
+    return experts
+
+
+def _copied(forward: Callable[..., torch.Tensor], *arguments: torch.Tensor) -> torch.Tensor:
+    return forward(*arguments).clone()
+
+
+def _check_whole(lm: PreTrainedModel, plan: Mapping[str, str], views: Views) -> None:
+    """Raises ConfigError where a plan cuts a module's products and leaves out another of its parameters: each
+    rank would have a part of that one's gradient, and nothing would add them up (norms of heads, learned
+    activations).
+    """
+    cut = {name.rpartition(".")[0] for name, style in plan.items() if style == "rowwise"}
+    for name, _ in lm.named_parameters():
+        above = [name[:at] for at, letter in enumerate(name) if letter == "."]
+        if cut & set(above) and not plan.keys() & {name, *above}:
+            raise _refused(
+                "tensor", views, f"transformers' plan for {lm.config.model_type} leaves out {name}"
+            )
 
 
 def _plan_of(text: PreTrainedConfig, name: str) -> Mapping[str, str]:
@@ -148,6 +180,6 @@ def _for_each(plan: Mapping[str, str], lm: PreTrainedModel) -> dict[str, str]:
         known = re.compile(re.escape(prefix + pattern).replace(r"\*", r"\d+"))
         for name in filter(known.fullmatch, every):
             out[name] = style
-            if style in ("colwise", "rowwise"):  # of a linear module: its weight and bias are cut alike
+            if style in _LINEAR_STYLES:  # of a linear module: its weight and bias are cut alike
                 out |= {f"{name}.{own}": style for own in names.get(name, ())}
     return out

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 
 from rondo.config.schema import EngineConfig, FrozenEngineConfig, TorchBackendConfig
+from rondo.errors import TrainError
 from rondo.models.names import persistent_buffers
 from rondo.models.precision import kept_in_float32
 from rondo.training.activations import checkpoint_blocks, tile_mlps
@@ -188,26 +189,33 @@ def checksums_of(
     layout: Layout, rows: Mapping[str, torch.Tensor], group: dist.ProcessGroup
 ) -> dict[str, int]:
     """Returns the checksums of the whole tensors, at the layout's dtypes; every rank reads only its own
-    `rows`, and of those that hold the same, the first. Collective over the group, which has all ranks of the
-    layout.
+    `rows`. Collective over the group, which has all ranks of the layout.
+
+    Raises TrainError where ranks that should hold the same do not.
     """
-    rank, partial, device = dist.get_rank(), [], torch.device("cpu")
+    rank, device = dist.get_rank(), torch.device("cpu")
+    counted, every = [], []  # of whoever is the first to hold what it holds, and of all
     for parameter in layout.parameters:
-        local, sums = rows[parameter.name].to(getattr(torch, parameter.dtype)), []
-        device = local.device
-        whole = Box.whole(local.shape)
-        if layout.specs[parameter.name].first(rank):
-            for span in layout.spans(rank, parameter.name):
-                if span.box.size:
-                    held = local[span.local.slices(whole)]
-                    sums.append(box_checksum(held, span.box.offset, parameter.shape))
-        partial.append(combine(sums))
-    sums = torch.tensor([signed(value) for value in partial], dtype=torch.int64, device=device)
-    dist.all_reduce(sums, group=group)
-    return {
-        parameter.name: combine([value])
-        for parameter, value in zip(layout.parameters, sums.tolist(), strict=True)
-    }
+        local = rows[parameter.name].to(getattr(torch, parameter.dtype))
+        device, whole, sums = local.device, Box.whole(local.shape), []
+        for span in layout.spans(rank, parameter.name):
+            if span.box.size:
+                held = local[span.local.slices(whole)]
+                sums.append(box_checksum(held, span.box.offset, parameter.shape))
+        every.append(signed(combine(sums)))
+        counted.append(every[-1] if layout.specs[parameter.name].first(rank) else 0)
+    totals = torch.tensor([counted, every], dtype=torch.int64, device=device)
+    dist.all_reduce(totals, group=group)
+    out = {}
+    for parameter, first, together in zip(layout.parameters, *totals.tolist(), strict=True):
+        out[parameter.name] = combine([first])
+        copies = layout.specs[parameter.name].num_copies
+        if combine([first] * copies) != combine([together]):
+            raise TrainError(
+                f"{copies} ranks should hold the same of {parameter.name!r}, and do not: they have drifted "
+                "apart, and what they train is no longer one model; go on from the last checkpoint"
+            )
+    return out
 
 
 def gather_buckets(

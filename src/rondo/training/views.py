@@ -19,6 +19,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from rondo.errors import ConfigError
 from rondo.models.context import Context
+from rondo.training.vocabulary import Vocabulary
 from rondo.weights.layout import Cut, Spec
 
 REPLICATE, SHARD, TENSOR = "replicate", "shard", "tensor"
@@ -71,6 +72,12 @@ class Views:
         """Returns the axes over which FSDP spreads (and copies) what is left of an expert."""
         assert self.expert is not None
         return _sliced(self.expert, (REPLICATE, EXPERT_SHARD))
+
+    def vocabulary(self, size: int) -> Vocabulary | None:
+        """Returns the ranks that share out the tokens of a vocabulary; None: each has all of them."""
+        if self.tensor is None:
+            return None
+        return Vocabulary(self.tensor.get_group(), self.tensor.get_local_rank(), self.tensor.size(), size)
 
     def spec_of(self, tensor: DTensor) -> Spec:
         """Returns how a tensor lies on all ranks. It names some of a view's axes; along the others all ranks

@@ -148,6 +148,11 @@ class Spec:
         """Says whether ranks hold different parts."""
         return any(cut is not None and size > 1 for size, cut in zip(self.sizes, self.cuts, strict=True))
 
+    @property
+    def num_copies(self) -> int:
+        """Returns how many ranks hold each box."""
+        return math.prod(size for size, cut in zip(self.sizes, self.cuts, strict=True) if cut is None)
+
     def holders(self, shape: tuple[int, ...]) -> Mapping[Box, tuple[int, ...]]:
         """Returns the boxes that the tensor is cut into, which do not overlap, and who holds each of them."""
         return _holders(self, shape)
