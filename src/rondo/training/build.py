@@ -60,8 +60,7 @@ def build_sharded(
     `stored` says so, nothing in it yet. engine: without `auto`. Raises ConfigError, DataError.
     """
     dtype, compute_dtype = getattr(torch, engine.param_dtype), getattr(torch, engine.compute_dtype)
-    training = engine if isinstance(engine, EngineConfig) else None
-    lora, sizes = None if training is None else training.lora, views.sizes
+    lora, sizes = engine.lora if isinstance(engine, EngineConfig) else None, views.sizes
     check_axes(load_model_config(source), sizes, lora=lora is not None)
     kernels: Kernels = backend.kernels
     if kernels == "auto" and (sizes.tensor, sizes.context) != (1, 1):
@@ -88,14 +87,7 @@ def build_sharded(
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trained and (adapters is None or adapters.learns(name)))
     experts = parallelise(lm, views)
-    units = shard_model(
-        model,
-        views,
-        experts,
-        compute_dtype,
-        gradient_checkpointing=training is not None and training.gradient_checkpointing,
-        backend=backend,
-    )
+    units = shard_model(model, views, experts, compute_dtype, engine, backend)
     materialise(model, device)
     if stored is None and source.path is not None and views.size > 1:
         _log.warning(_LOADED_WHOLE, source.path, views.size)
