@@ -1,11 +1,12 @@
-"""Seconds to plan a transfer of large models' weights, and for one rank to work out all of its moves: no weights, no
-other process.
+"""Seconds to plan a transfer of large models' weights, and for one rank to work out all of its moves: no
+weights, no other process.
 
     python benchmarks/transfer_plans.py
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 
 from rondo.weights.layout import Layout, Parameter
@@ -57,7 +58,7 @@ def main() -> None:
         clock.append(time.perf_counter())
         received = sum(map(len, plan.receives(senders)))
         clock.append(time.perf_counter())
-        took = [after - before for before, after in zip(clock, clock[1:], strict=False)]
+        took = [after - before for before, after in itertools.pairwise(clock)]
         print(f"| {name} | {took[0]:.2f} | {took[1]:.2f} ({sent:,}) | {took[2]:.2f} ({received:,}) |")
 
 
