@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rondo.batch import ROW_ID
+from rondo.batch import ROW_ID, Batch, ragged_rows
 from rondo.checkpoint import Files
 from rondo.columns import TOPK_IDS
 from rondo.config.schema import LoraConfig, OptimizerConfig, ParallelConfig
@@ -23,11 +23,13 @@ from rondo.models import ModelSource
 from rondo.models.loading import build_model
 from rondo.training import FsdpEngine
 from rondo.training.sharding import gather_buckets, local_of
+from rondo.usage import process_usage
 from rondo.weights.checksum import checksum
 from tests.models.families import source_of
 from tests.ranks import run_ranks
 from tests.training.helpers import (
     FLOAT64,
+    VOCAB,
     PolicyLoss,
     ValueLoss,
     make_engine,
@@ -381,3 +383,37 @@ def test_a_mesh_of_all_axes_by_hand() -> None:
         "single": (("everyone", 8), ("alone", 1)),
         "expert": (("replicate", 2), ("expert_shard", 1), ("expert", 4)),
     }
+
+
+def _long_row(rank: int, world: int, sizes: Sizes, tokens: int) -> tuple[Tensors, int]:
+    """The gradients of one row, and the bytes that its pass took beside the model."""
+    views, index, _ = layout(world, **sizes)
+    rng = np.random.default_rng(0)
+    batch = Batch.of(
+        {
+            "row_id": np.arange(1),
+            "prompt_ids": ragged_rows([rng.integers(0, VOCAB, 8)], np.int32),
+            "response_ids": ragged_rows([rng.integers(0, VOCAB, tokens)], np.int32),
+            "response_mask": ragged_rows([np.ones(tokens, np.uint8)], np.uint8),
+            "token_weight": ragged_rows([np.ones(tokens) / tokens], np.float64),
+            "advantages": np.ones(1),
+        }
+    )
+    model = source("llama", max_position_embeddings=16_384, hidden_size=64, intermediate_size=256)
+    engine = make_engine(views, model, config={"token_budget": 1 << 17, "gradient_checkpointing": True})
+    before = process_usage().peak_memory_bytes
+    engine.forward_backward(batch if index == 0 else batch.take([]), PolicyLoss())
+    took = process_usage().peak_memory_bytes - before
+    gradients = {name: local_of(one.grad) for name, one in engine._parameters.items()}
+    gathered = gather_buckets(engine.layout(), gradients, dist.group.WORLD, 1 << 20)
+    return {name: one.clone() for name, one in gathered}, took
+
+
+@pytest.mark.slow
+def test_a_long_row_is_divided_with_its_memory() -> None:
+    """8,192 tokens: what is kept of each, forward and backward, is 64 to 256 numbers in a few places."""
+    expected, alone = run_ranks(1, _long_row, {}, 8192)[0]
+    for gradients, took in run_ranks(4, _long_row, {"context": 4}, 8192):
+        assert took < 0.6 * alone  # a quarter of it, and what attention has of all tokens, a head of it
+        for name, tensor in expected.items():
+            assert relative_difference(gradients[name], tensor) < 1e-5, name
