@@ -57,3 +57,31 @@ def test_two_steps_of_training(kind: str, tmp_path: Path) -> None:
     ]
     train(load([str(tmp_path / "tiny.yaml")], settings))
     assert [line["rollout/log_prob_gap"] < 1e-4 for line in metrics(tmp_path / "run")] == [True] * 2
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_adapters_alone_train_as_merged_weights_do(kind: str, tmp_path: Path) -> None:
+    """Two steps of GRPO: the same tokens; after the first sync A and B are all that moves."""
+    pytest.importorskip("peft")
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(RECIPE))
+    settings = [
+        f"rollout.engine={{name: {kind}, python: {PYTHON}}}",
+        "model.config.head_dim=32",
+        "actor.optimizer.lr=0.02",
+        "trainer.total_steps=2",
+        "trainer.evaluation={before: false, after: false, every: null}",
+    ]
+    found = {}
+    for send in ("merged", "adapters"):
+        lora = f"actor.lora={{rank: 4, alpha: 8, send: {send}}}"
+        train(load([str(tmp_path / "tiny.yaml")], [*settings, lora, f"trainer.run_dir={tmp_path / send}"]))
+        found[send] = metrics(tmp_path / send)
+    # Per layer q, k, v, o, gate, up, down: rank 4 times inputs and outputs, float32.
+    each = (32 + 64) + 2 * (32 + 32) + (64 + 32) + 3 * (32 + 64)
+    for alone, merged in zip(found["adapters"], found["merged"], strict=True):
+        assert alone["weights/bytes_moved"] == 4 * 2 * 4 * each < merged["weights/bytes_moved"] / 2
+        assert alone["rollout/log_prob_gap_max"] < 1e-4
+        assert alone["weights/canary_gap"] < 1e-4
+        for name in ("reward/mean", "rollout/response_length", "actor/grad_norm"):
+            assert alone[name] == pytest.approx(merged[name], rel=1e-4), name
+    assert max(line["actor/grad_norm"] for line in found["adapters"]) > 0

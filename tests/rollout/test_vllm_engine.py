@@ -38,7 +38,7 @@ class FakeCore:
     def __getattr__(self, name: str) -> Any:
         return lambda *arguments: self.told.append(" ".join([name, *map(str, arguments)]))
 
-    def add(self, key: str, request: GenerateRequest) -> None:
+    def add(self, key: str, request: GenerateRequest, adapters: None = None) -> None:
         self._keys.append((key, request))
 
     def step(self) -> list[Any]:

@@ -87,7 +87,7 @@ def test_options_are_the_fields_of_its_arguments(install: Install) -> None:
     cases: dict[str, Any] = {
         "blocksize": r"vLLM 0.32.0 has no engine argument 'blocksize'; did you mean 'block_size'\?",
         "seed": r"rollout.engine.seed: rondo sets this; it is governed by trainer.seed",
-        "enable_lora": r"rollout.engine.enable_lora is not supported with rondo: adapters",
+        "enable_lora": r"rollout.engine.enable_lora: rondo sets this; it is governed by actor.lora.send",
     }
     for name, message in cases.items():
         with pytest.raises(ConfigError, match=message):

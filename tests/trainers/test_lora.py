@@ -15,8 +15,9 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from rondo.config import load
-from rondo.config.schema import LoraConfig
+from rondo.config.schema import ActorLoraConfig
 from rondo.errors import CheckpointError, ConfigError, WeightSyncError
+from rondo.models.lora import Adapter
 from rondo.trainers.commands.check import check_rl
 from rondo.trainers.commands.check_supervised import check_supervised
 from rondo.trainers.commands.supervised import preference, reward_model, sft
@@ -157,9 +158,62 @@ def test_every_route_brings_the_adapters(run: Run, way: tuple[str, ...]) -> None
     assert max(line["actor/grad_norm"] for line in lines) > 0
 
 
+ALONE = "actor.lora={rank: 4, alpha: 8, send: adapters}"
+# A and B of the tiny model: per layer q, k, v, o, gate, up, down; rank 4 times inputs and outputs, float32.
+FACTOR_BYTES = 4 * 2 * 4 * ((32 + 32) + 2 * (32 + 16) + (32 + 32) + 3 * (32 + 64))
+
+
+@pytest.mark.parametrize("engine", ["native", "transformers"])
+def test_adapters_alone_give_the_same_run_as_merged_weights(run: Run, engine: str) -> None:
+    """One rank, float32: they are merged in the engine as the trainer does it, bit for bit."""
+    settings = (f"rollout.engine={engine}", "actor.optimizer.lr=0.02", "trainer.total_steps=3")
+    merged = run("merged", LORA, *settings)
+    alone = run("alone", ALONE, *settings)
+    timed = ("timing/", "perf/", "weights/")
+    for ours, theirs in zip(metrics(alone), metrics(merged), strict=True):
+        assert {k: v for k, v in ours.items() if not k.startswith(timed)} == {
+            k: v for k, v in theirs.items() if not k.startswith(timed)
+        }
+        assert ours.get("weights/canary_gap") == theirs.get("weights/canary_gap")
+    assert weights(alone) == weights(merged)
+
+
+@pytest.mark.parametrize(
+    ("way", "copies"),
+    [
+        (("rollout.engine.process=own",), 1),
+        (("rollout.replicas=2",), 2),
+        (("rollout.weight_transport=disk", "rollout.bucket_bytes=20000"), 2),  # written, and read
+        (("trainer.max_staleness=2",), 0),
+        pytest.param(
+            (
+                "cluster.backend=process",
+                "cluster.devices=2",
+                "cluster.pools={train: 1, rollout: 1}",
+                "cluster.placement={rollout: rollout}",
+            ),
+            1,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(("cluster.backend=process", "cluster.devices=2"), 1, marks=pytest.mark.slow),
+    ],
+)
+def test_a_sync_moves_a_and_b_alone(run: Run, way: tuple[str, ...], copies: int) -> None:
+    settings = ("actor.optimizer.lr=0.02", "trainer.total_steps=3", "checkpoint.every=2", NO_EVALUATION)
+    folder = run("run", ALONE, *settings, *way)
+    lines = metrics(folder)[1:]
+    assert [line["weights/bytes_moved"] for line in lines] == [copies * FACTOR_BYTES] * 3
+    assert all(line["weights/canary_gap"] < 1e-4 for line in lines)
+    assert max(line["actor/grad_norm"] for line in lines) > 0
+    more = run("run", ALONE, *settings, *way, "trainer.total_steps=4")  # new engines get the base again
+    assert metrics(more)[-1]["weights/bytes_moved"] == copies * FACTOR_BYTES
+    assert metrics(more)[-1]["weights/canary_gap"] < 1e-4
+
+
+@pytest.mark.parametrize("send", ["merged", "adapters"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_engine_that_ignores_the_adapters_is_noticed(
-    run: Run, dtype: str, monkeypatch: pytest.MonkeyPatch
+    run: Run, dtype: str, send: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It confirms checksums and versions, and goes on with the model without them. In bfloat16 what they
     change is within the tolerance of two implementations.
@@ -174,7 +228,13 @@ def test_an_engine_that_ignores_the_adapters_is_noticed(
         return merged(self, shards, nothing, group)
 
     monkeypatch.setattr(Adapters, "merged", without)
-    settings = (f"rollout.dtype={dtype}", "actor.optimizer.lr=0.005", NO_EVALUATION)
+    monkeypatch.setattr(Adapter, "delta", lambda self, a, b, rows: torch.zeros(()))  # merged in the engine
+    settings = (
+        f"actor.lora.send={send}",
+        f"rollout.dtype={dtype}",
+        "actor.optimizer.lr=0.005",
+        NO_EVALUATION,
+    )
     with pytest.raises(WeightSyncError) as caught:
         run("run", LORA, *settings, "trainer.total_steps=9")
     message = str(caught.value)
@@ -187,7 +247,7 @@ def test_a_run_with_adapters_never_shares_its_storage() -> None:
     adapted = load([], [*arguments, "actor.lora={}"]).config
     assert shares_weights(config)
     assert not shares_weights(adapted)
-    assert adapted.actor.lora == LoraConfig()
+    assert adapted.actor.lora == ActorLoraConfig()
     assert adapted.actor.lora.targets == ("all-linear",)
     assert config.actor.lora is None
 

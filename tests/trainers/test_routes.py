@@ -138,15 +138,36 @@ def test_both_sides_are_told_of_the_transfer_once(config: Callable[..., Config])
         assert asyncio.run(route.load(version)).bytes_moved == 64
     transfer = Transfer(LAYOUT, (2, 4), 256 << 20)
     assert actor.calls == [
-        ("weight_layout", ("float32",)),
+        ("weight_layout", ("float32", "merged")),
         ("prepare_transfer", (transfer,)),
         ("send_weights", ()),
         ("send_weights", ()),
     ]
     assert rollout.calls[0] == ("prepare_transfer", (transfer,))
     assert rollout.calls[1:] == [
-        ("receive_weights", (rank, version)) for version in (8, 9) for rank in (0, 1)
+        ("receive_weights", (rank, version, "merged")) for version in (8, 9) for rank in (0, 1)
     ]
+
+
+def test_adapters_go_alone_once_every_engine_has_the_base(config: Callable[..., Config]) -> None:
+    wanting = {0: 1, 1: 1}
+    actor, rollout = groups(SendReport(), lambda rank: DONE)
+    answer = rollout._answers
+
+    def with_wanting(method: Any, rank: int) -> Any:
+        return wanting[rank] if method is RolloutWorker.wants_weights else answer(method, rank)
+
+    rollout._answers = with_wanting
+    route = CollectiveRoute(actor, rollout, config("actor.lora={send: adapters}"))  # type: ignore[arg-type]
+    told = []
+    for version, waiting in enumerate(({0: 1, 1: 1}, {0: 0, 1: 0}, {0: 0, 1: 0}, {0: 0, 1: 2})):
+        wanting.update(waiting)
+        asyncio.run(route.load(version))
+        told.append([arguments[2] for name, arguments in rollout.calls if name == "receive_weights"][-2:])
+    assert told == [["all"] * 2, ["adapters"] * 2, ["adapters"] * 2, ["all"] * 2]
+    layouts = [arguments for name, arguments in actor.calls if name == "weight_layout"]
+    assert layouts == [("float32", "all"), ("float32", "adapters")]  # each is asked for once
+    assert "adapters alone" in route.describe()
 
 
 def test_a_rank_that_died_is_left_out_from_then_on(config: Callable[..., Config]) -> None:
@@ -158,7 +179,7 @@ def test_a_rank_that_died_is_left_out_from_then_on(config: Callable[..., Config]
     sent.lost.clear()
     assert asyncio.run(route.load(9)).lost is None
     assert [c for c in rollout.calls if c[0] == "prepare_transfer"][-1][1][0].target_ranks == (2,)
-    assert rollout.calls[-1] == ("receive_weights", (0, 9))
+    assert rollout.calls[-1] == ("receive_weights", (0, 9, "merged"))
     rollout.dead = {0, 1}
     with pytest.raises(WeightSyncError, match="no rollout rank is left to send weights to"):
         asyncio.run(route.load(10))
@@ -193,7 +214,7 @@ def test_nobody_is_waited_for_who_will_never_answer(
 
         async def main() -> None:
             route = CollectiveRoute(actor, rollout, config())  # type: ignore[arg-type]
-            await route._prepare()
+            await route._prepare("merged")
             actor.hangs = hangs
             await asyncio.wait_for(route.load(3), 240)
 

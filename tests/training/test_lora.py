@@ -18,9 +18,11 @@ from rondo.checkpoint import Files
 from rondo.config.schema import LoraConfig, TorchBackendConfig
 from rondo.errors import CheckpointError, ConfigError, DataError, TrainError
 from rondo.models import ModelSource
-from rondo.models.lora import check_lora
+from rondo.models.lora import adapter_set
 from rondo.planning.batches import balance
 from rondo.training import FsdpEngine
+from rondo.training.adapters import sent
+from rondo.weights.checksum import checksum
 from tests.ranks import run_ranks
 from tests.training.helpers import (
     FLOAT64,
@@ -212,8 +214,29 @@ def test_merged_weights_compute_what_the_adapters_do(mesh: DeviceMesh) -> None:
     shards = dict(plain.gathered_parameters(1 << 20))
     with engine.named_shards() as rows:
         assert all(torch.equal(rows[name], shards[name]) for name in rows)
+    own = engine.parameters_in_place()
+    assert all(torch.equal(own[name], shard) for name, shard in _base(engine).items())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_sent_beside_merged_weights(mesh: DeviceMesh, dtype: str) -> None:
+    engine = _engine(mesh)
+    _steps(engine, range(2))
+    alone, everything = sent(engine, "adapters"), sent(engine, "all")
+    factors = {name: factor.full_tensor() for name, factor in engine._factors.items()}
+    assert alone.layout(dtype).num_bytes == sum(4 * factor.numel() for factor in factors.values())
+    assert {one.name: one.dtype for one in alone.layout(dtype).parameters} == dict.fromkeys(
+        factors, "float32"
+    )
+    for source_, base in ((alone, {}), (everything, _base(engine))):
+        wanted = {name: tensor.to(getattr(torch, dtype)) for name, tensor in base.items()} | factors
+        came = {name: tensor.clone() for name, tensor in source_.gathered_parameters(1 << 12, dtype)}
+        assert came.keys() == wanted.keys()
+        assert all(torch.equal(came[name], wanted[name]) for name in wanted)
+        assert source_.parameter_checksums(dtype) == {name: checksum(one) for name, one in wanted.items()}
+    assert sent(engine, "merged") is engine
     with pytest.raises(TrainError):
-        engine.parameters_in_place()
+        sent(make_engine(mesh, source("llama")), "adapters")
 
 
 @pytest.mark.parametrize("config", [{}, {"param_dtype": "bfloat16", "compute_dtype": "bfloat16"}])
@@ -323,18 +346,18 @@ def test_adapters_that_do_not_fit_are_refused(mesh: DeviceMesh, tmp_path: Path) 
     def refused(key: str, model: ModelSource = llama, **settings: Any) -> str:
         lora = LoraConfig(**{"rank": 4, "alpha": 8.0, "path": str(adapter), **settings})
         with pytest.raises(ConfigError) as caught:
-            check_lora(model, lora)
+            adapter_set(model, lora)
         assert caught.value.key == key
         return str(caught.value)
 
-    check_lora(source("llama"), LoraConfig(rank=4, alpha=8.0, path=str(adapter)))
+    adapter_set(source("llama"), LoraConfig(rank=4, alpha=8.0, path=str(adapter)))
     assert "r=4" in refused("lora.rank", rank=8)
     assert "lora_alpha=8.0" in refused("lora.alpha", alpha=16.0)
     refused("lora.targets", targets=("q_proj",))
     refused("lora.path", source("llama", hidden_size=64))
     refused("lora.targets", source("llama", num_hidden_layers=3))
     with pytest.raises(DataError, match="no adapter"):
-        check_lora(source("llama"), LoraConfig(path=str(tmp_path)))
+        adapter_set(source("llama"), LoraConfig(path=str(tmp_path)))
     # The same shapes with other weights: only who has these can tell.
     other = ModelSource(config=source("llama").config, seed=4)
     with pytest.raises(ConfigError, match="other weights"):
@@ -373,7 +396,7 @@ def test_adapters_that_do_not_fit_are_refused(mesh: DeviceMesh, tmp_path: Path) 
 def test_targets_that_cannot_have_an_adapter_are_refused(target: str, name: str) -> None:
     """qwen3's head is tied to its embedding: an adapter on either would untie them in what is exported."""
     with pytest.raises(ConfigError) as caught:
-        check_lora(source(name), LoraConfig(targets=("q_proj", target)))
+        adapter_set(source(name), LoraConfig(targets=("q_proj", target)))
     assert caught.value.key == "lora.targets"
     assert repr(target) in str(caught.value)
 

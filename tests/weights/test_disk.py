@@ -115,7 +115,7 @@ def test_the_way_to_engines_in_their_own_processes_is_counted(engine: FsdpEngine
         num_processes = 2
         version = -1
 
-        def sink(self) -> Keeping:
+        def sink(self, what: str = "merged") -> Keeping:
             sink = Keeping()
             sink.peak_bytes = 10_000  # type: ignore[attr-defined]
             return sink

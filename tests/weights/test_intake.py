@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
+import torch
 
 from rondo.errors import WeightSyncError
 from rondo.rollout.third_party_engine import expected_weights
@@ -87,3 +89,39 @@ def test_a_failure_is_kept_until_the_next_update(intake: Intake) -> None:
     take_all(intake, 2)
     assert intake.failure == ""
     intake.check(2)
+
+
+def test_adapters_by_themselves_want_their_base_once(tiny_qwen_config: Any) -> None:
+    """A and B come with every set; the parameters with the first, whole, and whenever they come again."""
+    plain = expected_weights(tiny_qwen_config)[0]
+    shapes = {"a": (2, 64), "b": (64, 2)}
+    intake = Intake([(name, torch.empty(shape)) for name, shape in plain.shapes.items()], shapes)
+
+    def take(names: Iterable[str], version: int) -> None:
+        intake.begin(version)
+        for name in names:
+            intake.take(name, shapes.get(name) or intake.shapes[name])
+
+    take(shapes, 0)
+    with pytest.raises(WeightSyncError, match=r"25 of 27 tensors did not arrive"):
+        intake.check(0)
+    take([*intake.shapes, *shapes], 0)
+    intake.check(0)
+    intake.finish(0)
+    take(["a"], 1)
+    with pytest.raises(WeightSyncError, match=r"1 of 2 tensors did not arrive: b;"):
+        intake.check(1)
+    take(["a", "b"], 1)
+    intake.note({"a": 1, "b": 2})
+    intake.check(1, {"a": 1, "b": 2})
+    with pytest.raises(WeightSyncError, match="'b' is not what was sent"):
+        intake.check(1, {"a": 1, "b": 3})
+    intake.finish(1)
+    take(["model.norm.weight", "a", "b"], 2)  # a part of the base again: then all of it
+    with pytest.raises(WeightSyncError, match=r"24 of 27 tensors did not arrive"):
+        intake.check(2)
+    take(["a", "b"], 3)  # of which the base is in doubt since then
+    with pytest.raises(WeightSyncError, match=r"25 of 27 tensors did not arrive"):
+        intake.check(3)
+    with pytest.raises(WeightSyncError, match=r"'a' has shape \(3, 64\), the model wants \(2, 64\)"):
+        intake.take("a", (3, 64))

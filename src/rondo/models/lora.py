@@ -65,6 +65,26 @@ class Adapter:
         return product * self.scaling
 
 
+@dataclass(frozen=True)
+class AdapterSet:
+    """The adapters of a model, as an engine must know them that gets A and B by themselves; needs no peft."""
+
+    rank: int
+    alpha: float
+    by_weight: Mapping[str, Adapter]
+    """By the name of the weight that each changes."""
+    versions: int = 1
+    """Of so many, at most, requests are in flight at one time."""
+
+    def shapes(self, weights: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """Returns those of all A [r, in] and B [out, r], by `adapter_name`, from those of the weights."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, adapter in self.by_weight.items():
+            rows, columns = reversed(weights[name]) if adapter.transposed else weights[name]
+            shapes |= {adapter.a: (self.rank, columns), adapter.b: (rows, self.rank)}
+        return shapes
+
+
 def add_adapters(
     model: PreTrainedModel, lora: LoraConfig, seed: int, device: torch.device | str = "cpu"
 ) -> dict[str, Adapter]:
@@ -153,14 +173,15 @@ def _refuse_target(target: str, modules: Mapping[str, Any], able: list[str], hea
     )
 
 
-def check_lora(source: ModelSource, lora: LoraConfig) -> None:
-    """Raises ConfigError or DataError for adapters that this model cannot have, or a lora.path that is not of
-    it. Nothing of the model's weights is made or read.
+def adapter_set(source: ModelSource, lora: LoraConfig, versions: int = 1) -> AdapterSet:
+    """Returns the adapters that this model gets. Nothing of the model's weights is made or read.
+
+    Raises ConfigError or DataError for adapters that it cannot have, or a lora.path that is not of it.
     """
     config = load_model_config(source)
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=source.trust_remote_code)
-    add_adapters(model, lora, 0)
+    return AdapterSet(lora.rank, lora.alpha, add_adapters(model, lora, 0), versions)
 
 
 # ---- names

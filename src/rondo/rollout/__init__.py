@@ -1,6 +1,12 @@
 """Rollout: engines that turn token ids into more token ids with log-probs. Never imports `rondo.training`."""
 
-from rondo.rollout.build import build_engine, check_engine, check_engine_model, start_engine
+from rondo.rollout.build import (
+    build_engine,
+    check_engine,
+    check_engine_adapters,
+    check_engine_model,
+    start_engine,
+)
 from rondo.rollout.native.cache import cache_bytes
 from rondo.rollout.native.engine import NativeEngine
 from rondo.rollout.protocol import WASTED_TOKENS, Capabilities, EngineSpec, RolloutEngine
@@ -14,6 +20,7 @@ __all__ = [
     "build_engine",
     "cache_bytes",
     "check_engine",
+    "check_engine_adapters",
     "check_engine_model",
     "start_engine",
 ]

@@ -12,6 +12,7 @@ import torch
 
 from rondo.errors import ConfigError
 from rondo.models import STRETCH, check_positions, load_model_config
+from rondo.models.lora import AdapterSet
 from rondo.rollout.interpreter import environment_of, interpreter
 from rondo.rollout.native.engine import NativeEngine
 from rondo.rollout.protocol import EngineSpec, RolloutEngine
@@ -40,6 +41,8 @@ def build_engine(spec: EngineSpec, parameters: Mapping[str, torch.Tensor] | None
         if parameters is not None:
             raise ConfigError(f"rollout.engine={spec.engine} cannot use the trainer's storage in place")
         check_engine_model(spec.engine, model_config, spec.device)
+        if spec.adapters is not None:
+            check_engine_adapters(spec.engine, spec.adapters, model_config)
         module = importlib.import_module(f"rondo.rollout.{spec.engine}.engine")
         engine: RolloutEngine = getattr(module, CLASSES[spec.engine])(spec)
         return engine
@@ -53,6 +56,7 @@ def build_engine(spec: EngineSpec, parameters: Mapping[str, torch.Tensor] | None
         max_context=spec.max_context,
         trust_remote_code=spec.source.trust_remote_code,
         threads=spec.threads,
+        adapters=spec.adapters,
         **spec.options,
     )
 
@@ -105,6 +109,15 @@ def check_engine_model(engine: str, model_config: Any, device: str) -> None:
     """Raises ConfigError for a model that a third-party engine is not known to serve as it is."""
     if engine in CLASSES:
         _third_party(engine).check_model(model_config, device)
+
+
+def check_engine_adapters(engine: str, adapters: AdapterSet, model_config: Any) -> None:
+    """Raises ConfigError for adapters that a third-party engine cannot serve by themselves; rondo's own merge
+    them, and take all.
+    """
+    if engine in CLASSES:
+        modules = [one.module for one in adapters.by_weight.values()]
+        _third_party(engine).check_adapters(adapters.rank, modules, model_config)
 
 
 def visible_devices(spec: EngineSpec, visible: str | None) -> tuple[EngineSpec, dict[str, str]]:

@@ -149,8 +149,10 @@ class InProcessEngine(Generic[PendingT]):
         return dict(self._weights.tensors)
 
     def parameter(self, name: str) -> torch.Tensor:
-        """Returns one of `parameters`. Raises WeightSyncError for a name that the model does not have."""
-        return self._weights.tensors[self._weights.canonical(name)]
+        """Returns what came under this name; of a weight whose adapter comes by itself, it without that one.
+        Raises WeightSyncError for a name that the model does not have.
+        """
+        return self._weights.received(name)
 
     @property
     def version(self) -> int:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from rondo.models.lora import AdapterSet
 from rondo.models.source import ModelSource, TokenizerSource
 from rondo.types import Completion, GenerateRequest, StepStats
 
@@ -40,6 +41,9 @@ class EngineSpec:
     folder: str | None = None
     # The interpreter of the environment in which the engine is installed; None: this one's.
     python: str | None = None
+    # Those that come by themselves, beside the model's own weights; None: weights come as they are computed
+    # with.
+    adapters: AdapterSet | None = None
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ class Capabilities:
     engine: str  # native, transformers, vllm, sglang
     engine_version: str
     sleep: bool  # sleep gives memory back
-    reads_back: bool  # `parameter(name)` returns what it computes with
+    reads_back: bool  # `parameter(name)` returns what it received and computes with
 
 
 class RolloutEngine(Protocol):
@@ -59,6 +63,10 @@ class RolloutEngine(Protocol):
     `begin(version)`, `receive(name, tensor)` for every checkpoint name, `commit(version, checksums)`; the
     engine must be paused or idle meanwhile, and serves nothing until a complete set is committed. What is in
     flight goes on under the new weights: its tokens are kept, its keys and values are computed anew.
+
+    With `EngineSpec.adapters` the first set is the model's own weights with A and B of the adapters, and
+    later ones may be A and B alone. An engine that can serve several versions of them at one time lets what
+    is in flight come to its end under those that it began with.
     """
 
     @property

@@ -14,6 +14,7 @@ import numpy as np
 
 from rondo.chat import StopMatcher
 from rondo.errors import RefusedRequestError, RolloutError
+from rondo.rollout.adapters import Served
 from rondo.rollout.protocol import OnTokens
 from rondo.types import Completion, FinishReason, GenerateRequest
 
@@ -110,6 +111,8 @@ class Pending:
     key: str = ""
     # Finds its stop strings in all its tokens, each of which it gets once; None: it has none.
     matcher: StopMatcher | None = None
+    # What the engine makes it with, where it serves several versions of adapters.
+    adapters: Served | None = None
     loop: asyncio.AbstractEventLoop = field(init=False, default_factory=asyncio.get_running_loop)
     future: asyncio.Future[Completion] = field(init=False)
     # On the clock of time.monotonic.

@@ -7,7 +7,7 @@ import importlib.metadata
 import importlib.util
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +17,8 @@ from rondo.config.functions import did_you_mean
 from rondo.errors import ConfigError
 from rondo.rollout.interpreter import interpreter
 from rondo.rollout.protocol import Capabilities, EngineSpec
+
+MERGE = "set actor.lora.send=merged"
 
 
 class ThirdParty:
@@ -46,6 +48,12 @@ class ThirdParty:
     models: ClassVar[frozenset[str]]
     # Those that its CPU build does not serve, so that they were not tried.
     gpu_models: ClassVar[frozenset[str]] = frozenset()
+    # Of these it was seen to serve adapters by themselves, at these modules, up to a rank (None: any).
+    adapter_models: ClassVar[frozenset[str]]
+    adapter_targets: ClassVar[frozenset[str]] = frozenset(
+        "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
+    )
+    largest_rank: ClassVar[int | None] = None
     # Settings of a model that it leaves out, and what that is.
     left_out: ClassVar[Mapping[str, str]] = {}
     # Patterns of arguments whose effect on weights, versions or log-probs is not known to be right, and why.
@@ -140,6 +148,33 @@ class ThirdParty:
             f"a {kind} model has not been seen to be the same model in {self.title} as in transformers, as "
             f"{', '.join(sorted(self.models))} have; {remedy}"
         )
+
+    def check_adapters(self, rank: int, modules: Iterable[str], config: Any) -> None:
+        """Raises ConfigError for adapters that it cannot serve by themselves (actor.lora.send).
+
+        modules: the names of those that have one. config: the model's.
+        """
+        if self.largest_rank is not None and rank > self.largest_rank:
+            raise ConfigError(
+                f"actor.lora.rank={rank}: {self.title} serves adapters of rank {self.largest_rank} at most; "
+                f"lower it, or {MERGE}",
+                key="actor.lora.rank",
+            )
+        if config.model_type not in self.adapter_models:
+            raise ConfigError(
+                f"actor.lora.send=adapters: {self.title} has not been seen to serve the adapters of a "
+                f"{config.model_type} model, as it has those of {', '.join(sorted(self.adapter_models))}; "
+                f"{MERGE}",
+                key="actor.lora.send",
+            )
+        ends = {name.rpartition(".")[2] for name in modules}
+        other, known = sorted(ends - self.adapter_targets), ", ".join(sorted(self.adapter_targets))
+        if other:
+            raise ConfigError(
+                f"actor.lora.targets: {self.title} serves adapters of {known} here, not of "
+                f"{', '.join(other)}; name others, or {MERGE}",
+                key="actor.lora.targets",
+            )
 
     def check_build(self, distribution: str, version: str, device: str) -> None:
         """Raises ConfigError where what is installed was not built for the device."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -17,13 +18,16 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from rondo.errors import ConfigError, RolloutError, WeightSyncError
 from rondo.hub import local_folder
 from rondo.models.loading import load_model_config
+from rondo.models.lora import AdapterSet
 from rondo.models.names import Parts, parts_of, weights_of
+from rondo.rollout.adapters import Shelf
 from rondo.rollout.protocol import Capabilities, EngineSpec
 from rondo.rollout.requests import Pending, check_ready, check_request
 from rondo.rollout.stopping import StopText
 from rondo.rollout.third_party import ThirdParty
 from rondo.types import GenerateRequest
 from rondo.weights.bucket import SharedBucket
+from rondo.weights.checksum import checksum
 from rondo.weights.intake import Intake
 
 PendingT = TypeVar("PendingT", bound=Pending)
@@ -46,7 +50,11 @@ class ThirdPartyEngine(Generic[PendingT]):
         config = load_model_config(spec.source)
         self._vocab_size = int(config.get_text_config().vocab_size)
         self._stop_text = StopText(spec.tokenizer)
-        self._weights, self._parts = expected_weights(config, trust_remote_code=spec.source.trust_remote_code)
+        self._weights, self._parts = expected_weights(
+            config, trust_remote_code=spec.source.trust_remote_code, adapters=spec.adapters
+        )
+        # Adapters that come by themselves; None: weights come with them merged.
+        self._shelf = None if spec.adapters is None else Shelf(spec.adapters, spec.folder)
         self._in_flight: dict[str, PendingT] = {}  # by request id
         self._asleep = False
         self._closed = False
@@ -62,6 +70,27 @@ class ThirdPartyEngine(Generic[PendingT]):
     def receive_bucket(self, bucket: SharedBucket) -> None:
         """Loads tensors from shared memory, which every worker opens. Raises WeightSyncError."""
         raise NotImplementedError
+
+    def _without_factors(self, bucket: SharedBucket) -> SharedBucket | None:
+        """Keeps A and B that come by themselves. Returns what else is in the bucket; None: nothing."""
+        if self._shelf is None:
+            return bucket
+        factors = tuple(entry for entry in bucket.entries if entry.name in self._weights.factors)
+        with replace(bucket, entries=factors).tensors() as tensors:
+            for name, view in tensors:
+                self._weights.note({name: checksum(view)})
+                self._shelf.keep(name, view)
+        rest = tuple(entry for entry in bucket.entries if entry.name not in self._weights.factors)
+        return replace(bucket, entries=rest) if rest else None
+
+    def _begin_with(self, pending: PendingT) -> None:
+        """Says which adapters a request is made with, where several versions of them are served."""
+        if self._shelf is not None:
+            pending.adapters = self._shelf.begin()
+
+    def _version_of(self, pending: PendingT) -> int:
+        """Returns the version that makes a request's tokens now."""
+        return self.version if pending.adapters is None else pending.adapters.version
 
     def _parts_in(self, bucket: SharedBucket) -> Parts:
         """Says how the workers take the bucket's tensors apart."""
@@ -99,7 +128,9 @@ class ThirdPartyEngine(Generic[PendingT]):
         self._refuse_in_flight("sleep", RolloutError, held=held)
 
 
-def expected_weights(model_config: Any, *, trust_remote_code: bool = False) -> tuple[Intake, Parts]:
+def expected_weights(
+    model_config: Any, *, trust_remote_code: bool = False, adapters: AdapterSet | None = None
+) -> tuple[Intake, Parts]:
     """Returns the intake of a causal LM's weights, for engines that cannot say what they lack, and how
     checkpoints, whose names such engines know, hold them; allocates nothing. Raises ConfigError where that is
     not known.
@@ -112,7 +143,10 @@ def expected_weights(model_config: Any, *, trust_remote_code: bool = False) -> t
         parts = parts_of(module)
     except ConfigError as error:
         raise ConfigError(f"{error}; use rollout.engine=native or transformers") from error
-    return Intake(weights_of(module)), parts
+    if adapters is None:
+        return Intake(weights_of(module)), parts
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights_of(module)}
+    return Intake(weights_of(module), adapters.shapes(shapes)), parts
 
 
 def model_folder(spec: EngineSpec) -> Path:

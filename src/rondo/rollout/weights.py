@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rondo.errors import ConfigError, WeightSyncError
+from rondo.models.lora import AdapterSet
 from rondo.models.names import persistent_buffers, weights_of
 from rondo.models.precision import kept_in_float32
 from rondo.weights.checksum import checksum
@@ -59,7 +60,12 @@ def build_module(
 
 
 class WeightStore(Intake):
-    """Holds the weights of `module`, and the version that they are."""
+    """Holds the weights of `module`, and the version that they are.
+
+    shared: the trainer's storage, to be used in place. adapters: come by themselves. They are merged here,
+    into weights of the store's own: the decoder computes with those, and knows of no adapters. `shared` is
+    the base then, and where it is None, the store has that, too.
+    """
 
     def __init__(
         self,
@@ -67,9 +73,19 @@ class WeightStore(Intake):
         shared: Mapping[str, torch.Tensor] | None,
         dtype: torch.dtype,
         device: torch.device,
+        adapters: AdapterSet | None = None,
     ) -> None:
-        super().__init__(weights_of(module))
-        self.shared = shared is not None
+        shapes = {name: tuple(tensor.shape) for name, tensor in weights_of(module)}
+        super().__init__(weights_of(module), None if adapters is None else adapters.shapes(shapes))
+        # All that the decoder reads is the trainer's.
+        self.shared = shared is not None and adapters is None
+        self._base_shared = shared is not None and adapters is not None
+        self._adapters = {} if adapters is None else adapters.by_weight
+        # Of the weights that have an adapter: without it.
+        self._base: dict[str, torch.Tensor] = {}
+        # A and B, by name.
+        self._came: dict[str, torch.Tensor] = {}
+        self._device = device
         # Every name, tied ones included, to the storage that the decoder reads.
         self.tensors: dict[str, torch.Tensor] = {}
         given_tensors: Mapping[str, torch.Tensor] = shared or {}
@@ -94,7 +110,11 @@ class WeightStore(Intake):
                     f"{own_dtype} on {device}: storage can be shared only as it is; set rollout.dtype to "
                     "match"
                 )
+            if canonical in self._adapters:
+                self._base[canonical] = given.detach()
+                given = torch.empty_like(given)
             self._assign(module, names, given)
+        self.based = self._base_shared
         if self.shared:  # complete from the start; the owner says which version it is with `set_version`
             self.finish(0)
 
@@ -116,14 +136,39 @@ class WeightStore(Intake):
 
     def receive(self, name: str, tensor: torch.Tensor) -> None:
         """Copies one tensor into the storage of its name. Raises WeightSyncError."""
-        own = self.tensors[self.take(name, tensor.shape)]
+        canonical = self.take(name, tensor.shape)
+        if canonical in self.factors:
+            self._came[canonical] = tensor.to(self._device, copy=True)
+            return
+        own = self.received(canonical)
+        if self._base_shared and own.data_ptr() != tensor.data_ptr():
+            raise WeightSyncError(
+                f"{name!r} arrives from elsewhere than the trainer's storage, which is used"
+            )
         own.copy_(tensor)
         if tensor.dtype != own.dtype:  # the storage's checksum is not that of what was sent
             self.note({name: checksum(tensor)})
+
+    def received(self, name: str) -> torch.Tensor:
+        """Returns what came under this name. Raises WeightSyncError for one that the model does not have."""
+        canonical = self.canonical(name)
+        if canonical in self.factors:
+            if canonical not in self._came:
+                raise WeightSyncError(f"{name!r} has not come yet")
+            return self._came[canonical]
+        return self._base.get(canonical, self.tensors[canonical])
 
     def commit(self, version: int, checksums: Mapping[str, int] | None = None) -> None:
         """Serves `version`. checksums: of what was sent, by name; they are compared with the storage itself
         or, where the dtype of the wire is another, with what arrived. Raises WeightSyncError.
         """
-        self.check(version, checksums, lambda canonical: checksum(self.tensors[canonical]))
+        self.check(version, checksums, lambda canonical: checksum(self.received(canonical)))
+        self._merge()
         self.finish(version)
+
+    @torch.no_grad()
+    def _merge(self) -> None:
+        """As the trainer does where weights are sent merged: in the adapters' dtype, rounded once."""
+        for name, adapter in self._adapters.items():
+            a, b = self._came[adapter.a], self._came[adapter.b]
+            self.tensors[name].copy_(self._base[name].to(a.dtype) + adapter.delta(a, b, slice(None)))

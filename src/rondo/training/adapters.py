@@ -5,9 +5,9 @@ merged, as generation engines and exports get them: under the model's own names.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from rondo.config.schema import LoraConfig
-from rondo.errors import CheckpointError, ConfigError
+from rondo.errors import CheckpointError, ConfigError, TrainError
 from rondo.models.lora import (
     Adapter,
     adapter_name,
@@ -31,6 +31,11 @@ from rondo.training.export import VALUE_HEAD
 from rondo.training.sharding import LocalRows, checksums_of, gather_buckets, layout_of, wire_dtypes
 from rondo.training.views import Views
 from rondo.weights.checksum import checksum, combine, signed
+from rondo.weights.layout import Layout
+from rondo.weights.sync import Sent
+
+if TYPE_CHECKING:
+    from rondo.training.engine import FsdpEngine
 
 BASE = "base.checksum"  # in the state: of the model that the adapters belong to
 _BUCKET_BYTES = 256 << 20
@@ -75,7 +80,7 @@ class Adapters:
         small, are gathered.
         """
         whole = self._whole(factors, views)
-        return MergedRows(shards, self._adapters, whole, dist.get_rank(views.everyone), views.size)
+        return MergedRows(shards, self._adapters, whole, views)
 
     def _whole(self, factors: Mapping[str, DTensor], views: Views) -> dict[str, torch.Tensor]:
         layout = layout_of(factors, views, wire_dtypes(self._model, factors, None))
@@ -145,15 +150,12 @@ class MergedRows(Mapping[str, torch.Tensor]):
         adapters: Mapping[str, Adapter],
         # A and B by their names in peft's files, whole.
         factors: Mapping[str, torch.Tensor],
-        # Of this process in the group of ranks.
-        rank: int,
-        num_ranks: int,
+        views: Views,
     ) -> None:
         self._shards = shards
         self._adapters = adapters
         self._factors = factors
-        self._rank = rank
-        self._num_ranks = num_ranks
+        self._views = views
         self._last: tuple[str, torch.Tensor] | None = None
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -165,7 +167,8 @@ class MergedRows(Mapping[str, torch.Tensor]):
             return self._last[1]
         self._last = None  # before the next one is made
         a, b = (self._factors[one].to(local.device) for one in (adapter.a, adapter.b))
-        start = self._rank * -(-shard.shape[0] // self._num_ranks)
+        spans = self._views.spec_of(shard).spans(tuple(shard.shape), dist.get_rank())
+        start = spans[0].box.offset[0] if spans else 0
         # In float32: rounded once, to what is sent.
         merged = local.to(a.dtype) + adapter.delta(a, b, slice(start, start + len(local)))
         self._last = name, merged
@@ -176,3 +179,59 @@ class MergedRows(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self._shards)
+
+
+def sent(engine: FsdpEngine, what: Sent) -> FsdpEngine | Unmerged:
+    """Returns what has the names, layout and checksums of a sync that sends this. Raises TrainError for A and
+    B of a model without adapters.
+    """
+    if what == "merged":
+        return engine
+    if engine.adapters is None:
+        raise TrainError(f"there are no adapters to send ({what}): the model has none")
+    return Unmerged(engine, base=what == "all")
+
+
+class Unmerged:
+    """An engine's side of a sync (`weights.sync.WeightSource`) that sends A and B as they are, in their own
+    dtype, after the model's own weights (base) or alone.
+    """
+
+    def __init__(self, engine: FsdpEngine, *, base: bool) -> None:
+        self._engine = engine
+        self._base = base
+
+    def layout(self, dtype: str | None = None) -> Layout:
+        """See `FsdpEngine.layout`."""
+        return layout_of(self._shards(), self._engine.views, self._wire(dtype))
+
+    def gathered_parameters(
+        self, bucket_bytes: int, dtype: str | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `FsdpEngine.gathered_parameters`."""
+        with self._engine._awake():
+            rows = LocalRows(self._shards())
+            yield from gather_buckets(self.layout(dtype), rows, self._engine.views.everyone, bucket_bytes)
+        self._engine._release_memory()
+
+    @contextmanager
+    def named_shards(self) -> Iterator[Mapping[str, torch.Tensor]]:
+        """See `FsdpEngine.named_shards`."""
+        with self._engine._awake():
+            yield LocalRows(self._shards())
+
+    def parameter_checksums(self, dtype: str | None = None) -> dict[str, int]:
+        """See `FsdpEngine.parameter_checksums`."""
+        with self._engine._awake():
+            rows = LocalRows(self._shards())
+            return checksums_of(self.layout(dtype), rows, self._engine.views.everyone)
+
+    def _shards(self) -> dict[str, DTensor]:
+        """Returns what is sent, as it lies now."""
+        base = self._engine._shards if self._base else {}
+        return base | self._engine._factors
+
+    def _wire(self, dtype: str | None) -> dict[str, str]:
+        lm = self._engine._model.lm
+        own = wire_dtypes(lm, self._engine._factors, None)
+        return wire_dtypes(lm, self._shards(), dtype) | own

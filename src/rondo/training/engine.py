@@ -290,13 +290,13 @@ class FsdpEngine:
         return sum(parameter.numel() for parameter in self._model.parameters())
 
     def parameters_in_place(self) -> dict[str, torch.Tensor]:
-        """Returns Hugging Face name -> tensor that shares the trainer's storage; tied tensors once. Raises
-        TrainError where there is more than one rank.
+        """Returns Hugging Face name -> tensor that shares the trainer's storage; tied tensors once. Of a
+        model with adapters they are those without them, which never change. Raises TrainError where there is
+        more than one rank.
         """
-        if self._world > 1 or self.adapters is not None:
+        if self._world > 1:
             raise TrainError(
-                f"parameters_in_place needs one rank, there are {self._world}, and a model without adapters: "
-                "use gathered_parameters"
+                f"parameters_in_place needs one rank, there are {self._world}: use gathered_parameters"
             )
         return {name: shard.to_local().detach() for name, shard in self._shards.items()}
 

@@ -6,4 +6,4 @@ plan, or by way of files; and the checksums that prove it.
 from rondo.weights.disk import remove_weights
 from rondo.weights.exchange import SendReport, Transfer
 from rondo.weights.layout import Layout
-from rondo.weights.sync import SyncReport
+from rondo.weights.sync import Sent, SyncReport

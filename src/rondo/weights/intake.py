@@ -18,9 +18,16 @@ _NOTHING = "; the engine serves nothing until a complete set is committed"
 class Intake:
     """parameters: every name of a model with its parameter, tied ones under each of their names; any one of
     these names will do.
+
+    factors: the shapes of adapters' A and B, by name, where these come by themselves: all of them with every
+    set, and the parameters (the base, which never changes) with the first one, and whenever the sender likes.
     """
 
-    def __init__(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[tuple[str, torch.Tensor]],
+        factors: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> None:
         first: dict[int, str] = {}
         # Each name → the first of its parameter's.
         self.canonical_names: dict[str, str] = {}
@@ -28,6 +35,9 @@ class Intake:
         for name, parameter in parameters:
             self.canonical_names[name] = first.setdefault(id(parameter), name)
             self.shapes[name] = tuple(parameter.shape)
+        self.factors = dict(factors or {})
+        # The base is here, whole: a set without it will do.
+        self.based = False
         # Of the last complete set; -1: none yet.
         self.version = -1
         # That set is here, untouched.
@@ -36,6 +46,7 @@ class Intake:
         self.failure = ""
         self._arriving: int | None = None
         self._open: set[str] = set()
+        self._expected = 0
         self._sums: dict[str, int] = {}
 
     def __len__(self) -> int:
@@ -52,6 +63,8 @@ class Intake:
         """Returns the first of a parameter's names. Raises WeightSyncError for one that the model does not
         have.
         """
+        if name in self.factors:
+            return name
         if name not in self.canonical_names:
             near = difflib.get_close_matches(name, self.canonical_names, n=1)
             hint = f"; the nearest is {near[0]!r}" if near else ""
@@ -63,8 +76,9 @@ class Intake:
         shape.
         """
         canonical = self.canonical(name)
-        if tuple(shape) != self.shapes[name]:
-            raise WeightSyncError(f"{name!r} has shape {tuple(shape)}, the model wants {self.shapes[name]}")
+        wanted = self.factors[name] if name in self.factors else self.shapes[name]
+        if tuple(shape) != wanted:
+            raise WeightSyncError(f"{name!r} has shape {tuple(shape)}, the model wants {wanted}")
         return canonical
 
     # ---- an update: begin, take and note for every tensor, finish; or fail ----
@@ -74,8 +88,17 @@ class Intake:
         self._arriving = version
         self.complete = False
         self.failure = ""
-        self._open = set(self.canonical_names.values())
+        self._open = set(self.factors)
+        self._expected = len(self._open)
+        if not (self.factors and self.based):
+            self._await_base()
         self._sums = {}
+
+    def _await_base(self) -> None:
+        base = set(self.canonical_names.values())
+        self.based = False
+        self._open |= base
+        self._expected += len(base)
 
     def take(self, name: str, shape: Iterable[int]) -> str:
         """Notes that a tensor has come, and returns its canonical name. Raises WeightSyncError where it does
@@ -84,12 +107,14 @@ class Intake:
         if self._arriving is None:
             raise WeightSyncError(f"{name!r} arrived outside begin … commit{self._because()}")
         canonical = self.fit(name, shape)
+        if self.based and name not in self.factors:  # it comes once more
+            self._await_base()
         self._open.discard(canonical)
         return canonical
 
     def note(self, sums: Mapping[str, int]) -> None:
         """Keeps checksums, by name, of what came, for `check`."""
-        self._sums |= {self.canonical_names[name]: value for name, value in sums.items()}
+        self._sums |= {self.canonical(name): value for name, value in sums.items()}
 
     def check(
         self,
@@ -105,7 +130,7 @@ class Intake:
             raise WeightSyncError(f"commit({version}) without begin({version}){self._because()}")
         if self._open:
             raise WeightSyncError(
-                f"commit({version}): {len(self._open)} of {len(self)} tensors did not arrive: "
+                f"commit({version}): {len(self._open)} of {self._expected} tensors did not arrive: "
                 f"{', '.join(sorted(self._open)[:4])}{_NOTHING}"
             )
         for name, expected in (checksums or {}).items():
@@ -123,14 +148,14 @@ class Intake:
         """Notes that the checked set is in use."""
         self._arriving = None
         self.version = version
-        self.complete = True
+        self.complete = self.based = True
 
     def fail(self, why: str) -> None:
         """Notes that there is no complete set any more, and none on its way, until another `begin`. Of
         several failures the first is kept: the others follow from it.
         """
         self._arriving = None
-        self.complete = False
+        self.complete = self.based = False
         self.failure = self.failure or why
 
     @property

@@ -7,18 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 
 from rondo.errors import WeightSyncError
 from rondo.weights.layout import Layout
 
+# What of a model with adapters is sent: the weights with the adapters merged into them (of a model without
+# adapters: its weights); the model's own and A and B beside them; A and B alone.
+Sent = Literal["merged", "all", "adapters"]
+
 
 class WeightSource(Protocol):
     """A trainer's side. dtype: of the wire, as torch names it; None: as the parameters are."""
-
-    def parameters_in_place(self) -> Mapping[str, torch.Tensor]: ...
 
     def layout(self, dtype: str | None = None) -> Layout: ...
 

@@ -17,6 +17,7 @@ from rondo.rollout import EngineSpec, RolloutEngine, build_engine, start_engine
 from rondo.rollout.fanout import WeightFanout
 from rondo.rollout.router import Router
 from rondo.rollout.server import EngineProcess
+from rondo.weights import Sent
 
 MAX_RESTARTS = 3  # of a worker's engines, in a run, but for deaths that a request is to blame for
 POLL_SECONDS = 0.1
@@ -67,16 +68,20 @@ class Replicas:
         first = engines[0].describe() if engines else f"{self._spec.engine}: no replica"
         return first if len(engines) == 1 else f"{len(engines)} × {first}"
 
-    def sink(self) -> WeightFanout:
+    def sink(self, what: Sent = "merged") -> WeightFanout:
         """Returns where the next version's weights go: all engines that live, after those that are being
-        started.
+        started. Adapters alone do not go to one that was started only just now, without a base: it wants
+        weights still.
         """
         with self._lock:
             threads = list(self._threads)
         with Activity("waiting for engines that are started again", bound=False):
             for thread in threads:
                 thread.join()
-        return WeightFanout(self.router.engines(), self._bucket_bytes, self.router.members.mark_dead)
+        engines = self.router.engines()
+        if what == "adapters":
+            engines = {name: engine for name, engine in engines.items() if engine.version >= 0}
+        return WeightFanout(engines, self._bucket_bytes, self.router.members.mark_dead)
 
     def loaded(self, version: int) -> None:
         """Is told of a load. Engines that died meanwhile want weights still; RolloutError when none can

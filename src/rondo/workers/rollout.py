@@ -20,17 +20,19 @@ from rondo.agents.worlds import Worlds
 from rondo.batch import ROW_ID, Batch
 from rondo.chat import decode
 from rondo.columns import GREEDY_REWARD, SCORE
-from rondo.config.schema import RewardConfig, RolloutConfig
+from rondo.config.schema import LoraConfig, RewardConfig, RolloutConfig
 from rondo.controller import Worker, WorkerContext, dispatch
 from rondo.data.rows import rows_from_trajectories
 from rondo.environments.choices import load_environments
 from rondo.models import load_tokenizer
+from rondo.models.lora import adapter_set
 from rondo.models.source import ModelSource, TokenizerSource
 from rondo.planning.placement import Phase
 from rondo.rewards import Scorer
 from rondo.rollout import EngineSpec
 from rondo.rollout.in_process import InProcessEngine
 from rondo.rollout.protocol import OnTokens
+from rondo.training.adapters import sent
 from rondo.types import (
     SCORED,
     Completion,
@@ -42,7 +44,7 @@ from rondo.types import (
     Trajectory,
 )
 from rondo.weights.gather import gather_into
-from rondo.weights.sync import SyncReport, assert_shared
+from rondo.weights.sync import Sent, SyncReport, assert_shared
 from rondo.workers.evaluation import EvaluationRecord, record_of
 from rondo.workers.replicas import Replicas
 from rondo.workers.transfer import ReceivesWeights
@@ -57,8 +59,8 @@ def runs_in_own_process(rollout: RolloutConfig) -> bool:
 
 
 class RolloutWorker(ReceivesWeights, Worker):
-    """share_with: the role whose engine's storage is used in place (one rank, same process); None: own
-    copy.
+    """share: the storage of weights_from's engine is used in place (one rank, same process). adapters: those
+    that come by themselves, beside a base (which is what is shared then); versions: how many at a time.
     """
 
     def __init__(
@@ -75,10 +77,12 @@ class RolloutWorker(ReceivesWeights, Worker):
         threads: int,
         weights_from: str = "actor",
         share: bool = False,
+        adapters: LoraConfig | None = None,
+        versions: int = 1,
     ) -> None:
         super().__init__(context)
         self._weights_from = weights_from
-        self._share = share
+        self._share = share and adapters is None
         self._sleep = rollout.sleep
         self._bucket_bytes = rollout.bucket_bytes
         self._dtype = dtype
@@ -95,8 +99,9 @@ class RolloutWorker(ReceivesWeights, Worker):
             seed=run_seed,
             options=rollout.engine.options,
             python=rollout.engine.python,
+            adapters=None if adapters is None else adapter_set(source, adapters, versions),
         )
-        trainer: Any = context.peers[weights_from] if share else None
+        trainer: Any = context.peers[weights_from] if share else None  # for all, or the base
         self.replicas = Replicas(
             spec,
             count=rollout.replicas,
@@ -148,7 +153,7 @@ class RolloutWorker(ReceivesWeights, Worker):
         )
 
     @dispatch("broadcast")
-    def load_weights(self, version: int) -> SyncReport:
+    def load_weights(self, version: int, what: Sent = "merged") -> SyncReport:
         """Makes the engines serve `version` of the trainer's weights. Collective; they must be paused.
 
         One that dies meanwhile is left out, and wants weights (`wants_weights`, `restarted`).
@@ -162,8 +167,8 @@ class RolloutWorker(ReceivesWeights, Worker):
             engine.set_version(version)
             return SyncReport(version, len(parameters), 0)
         report = gather_into(
-            trainer,
-            self.replicas.sink(),
+            sent(trainer, what),
+            self.replicas.sink(what),
             version,
             self._bucket_bytes,
             dtype=self._dtype,

@@ -17,13 +17,14 @@ from rondo.batch import ROW_ID, Batch, ragged_rows
 from rondo.controller import WorkerContext, dispatch
 from rondo.errors import ReplicaLostError, RolloutError, WeightSyncError
 from rondo.training import FsdpEngine
+from rondo.training.adapters import sent
 from rondo.types import GenerateRequest, SamplingParams
 from rondo.weights.checksum import checksum
 from rondo.weights.disk import read_weights, remove_weights, write_weights
 from rondo.weights.exchange import SendReport, Transfer, piece_of, receive, send
 from rondo.weights.gather import gather_along
 from rondo.weights.layout import Layout
-from rondo.weights.sync import SyncReport
+from rondo.weights.sync import Sent, SyncReport
 
 if TYPE_CHECKING:
     from rondo.workers.replicas import Replicas
@@ -39,9 +40,9 @@ class SendsWeights:
     _transfer: Transfer | None = None
 
     @dispatch("broadcast")
-    def weight_layout(self, dtype: str) -> Layout:
+    def weight_layout(self, dtype: str, what: Sent = "merged") -> Layout:
         """Says who holds what of the parameters, as they are sent: in `dtype`."""
-        return self.engine.layout(dtype)
+        return sent(self.engine, what).layout(dtype)
 
     @dispatch("broadcast")
     def prepare_transfer(self, transfer: Transfer) -> None:
@@ -49,32 +50,36 @@ class SendsWeights:
         self._transfer = transfer
 
     @dispatch("per_rank")
-    def send_weights(self, *, version: int) -> SendReport:
+    def send_weights(self, *, version: int, what: Sent = "merged") -> SendReport:
         """Does this rank's part of sending `version` to the ranks of the transfer, while they run
         `receive_weights`. A receiver that goes away is reported, and the others are served.
         """
         transfer = _prepared(self._transfer)
-        with self.engine.named_shards() as shards, Activity("sending weights", in_bytes=True):
+        source = sent(self.engine, what)
+        with source.named_shards() as shards, Activity("sending weights", in_bytes=True):
             return send(transfer, version, piece_of(transfer.source, shards), self.context.device)
 
     @dispatch("broadcast")
-    def write_weights(self, folder: str, version: int, bucket_bytes: int, dtype: str) -> SyncReport:
+    def write_weights(
+        self, folder: str, version: int, bucket_bytes: int, dtype: str, what: Sent = "merged"
+    ) -> SyncReport:
         """Writes `version` to disk and removes the ones before it. Collective; rank 0 writes."""
         path, leader = Path(folder), self.context.rank == 0
-        report = write_weights(self.engine, path, version, bucket_bytes, dtype=dtype, leader=leader)
+        source = sent(self.engine, what)
+        report = write_weights(source, path, version, bucket_bytes, dtype=dtype, leader=leader)
         if leader:
             remove_weights(path, keep=version)
         return report
 
     @dispatch("broadcast")
-    def gather_along(self, bucket_bytes: int, dtype: str) -> None:
+    def gather_along(self, bucket_bytes: int, dtype: str, what: Sent = "merged") -> None:
         """Takes part in the gathering of ranks that have an engine beside them (`load_weights`)."""
-        gather_along(self.engine, bucket_bytes, dtype)
+        gather_along(sent(self.engine, what), bucket_bytes, dtype)
 
     @dispatch("broadcast")
-    def parameter_checksums(self, dtype: str) -> dict[str, int]:
+    def parameter_checksums(self, dtype: str, what: Sent = "merged") -> dict[str, int]:
         """Returns the checksums of the parameters in `dtype`, by checkpoint name. Collective."""
-        return self.engine.parameter_checksums(dtype)
+        return sent(self.engine, what).parameter_checksums(dtype)
 
 
 class ReceivesWeights:
@@ -90,10 +95,10 @@ class ReceivesWeights:
         self._transfer = transfer
 
     @dispatch("broadcast")
-    def receive_weights(self, version: int) -> SyncReport:
+    def receive_weights(self, version: int, what: Sent = "merged") -> SyncReport:
         """Makes the engines serve `version`, which the trainer sends meanwhile. They must be paused."""
         transfer = _prepared(self._transfer)
-        sink = self.replicas.sink()
+        sink = self.replicas.sink(what)
         with Activity("receiving weights", in_bytes=True):
             progress(0, of=transfer.source.num_bytes)
             report = receive(transfer, version, sink, self.context.device)
@@ -101,9 +106,9 @@ class ReceivesWeights:
         return self._delivered(report, sink.peak_bytes, whole)
 
     @dispatch("broadcast")
-    def read_weights(self, folder: str, version: int) -> SyncReport:
+    def read_weights(self, folder: str, version: int, what: Sent = "merged") -> SyncReport:
         """Makes the engines serve `version` as the trainer has written it. They must be paused."""
-        sink = self.replicas.sink()
+        sink = self.replicas.sink(what)
         report = read_weights(Path(folder), version, sink)
         return self._delivered(report, sink.peak_bytes, report.bytes_moved)
 

@@ -32,6 +32,7 @@ from rondo.config.schema.data import (
 )
 from rondo.config.schema.models import (
     ActorConfig,
+    ActorLoraConfig,
     ConstantScheduleConfig,
     CriticConfig,
     CriticOptimizerConfig,

@@ -167,6 +167,15 @@ class LoraConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
+class ActorLoraConfig(LoraConfig):
+    """Adapters of the policy, which generation engines need, too."""
+
+    send: Literal["merged", "adapters"] = "merged"
+    """What engines get: all weights, with the adapters merged into them; or A and B alone, once they have the
+    base."""
+
+
+@dataclass(frozen=True, config=STRICT)
 class FrozenEngineConfig:
     """The engine of a model that is evaluated only."""
 
@@ -210,6 +219,8 @@ class ActorConfig(EngineConfig):
     """What computes this model and those beside it (critic, reference, teacher, …), with its own settings."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """How it learns."""
+    lora: ActorLoraConfig | None = None
+    """Train adapters of low rank instead of the model's own weights; null: those."""
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from rondo import __version__
+from rondo.models.lora import AdapterSet
 from rondo.models.source import TokenizerSource
 from rondo.rollout.in_process import InProcessEngine, as_torch, check_sizes
 from rondo.rollout.native import generic
@@ -48,13 +49,15 @@ class NativeEngine(InProcessEngine[Sequence]):
         trust_remote_code: bool = False,
         # Threads that the decode thread computes with.
         threads: int = 1,
+        # Those that come by themselves and are merged here; `parameters` are the weights without them then.
+        adapters: AdapterSet | None = None,
     ) -> None:
         check_sizes(max_concurrent, max_context, threads)
         dtype, device = as_torch(dtype, device)
         refuse_what_attention_hides(model_config, max_context)
         attention = generic.register(model_config)
         module = build_module(model_config, attention, dtype, device, trust_remote_code=trust_remote_code)
-        weights = WeightStore(module, parameters, dtype, device)
+        weights = WeightStore(module, parameters, dtype, device, adapters)
         path, reason = choose_path(
             decode,
             module,

@@ -22,6 +22,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from rondo.errors import RolloutError, WeightSyncError
+from rondo.rollout.adapters import Served, Shelf
 from rondo.rollout.protocol import EngineSpec, OnTokens
 from rondo.rollout.requests import Pending, complete_as_it_is, deliver
 from rondo.rollout.sglang.launch import Core, Step
@@ -61,6 +62,8 @@ class SglangEngine(ThirdPartyEngine[_Job]):
         self._holds: set[_Hold] = set()
         self._num_jobs = 0
         self._ahead: dict[bytes, asyncio.Event] = {}  # prompts that are not in the cache yet
+        self._unused: list[Served] = []  # adapters, for the next update to drop
+        self._base_open = False  # of the update that is under way
         self._stats = StepStats()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rondo-sglang", daemon=True)
         self._thread.start()
@@ -163,6 +166,8 @@ class SglangEngine(ThirdPartyEngine[_Job]):
 
         self._wait(stop())
         self._core.close()
+        if self._shelf is not None:
+            self._shelf.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
@@ -172,14 +177,21 @@ class SglangEngine(ThirdPartyEngine[_Job]):
         """Starts to receive `version`. Until `commit` nothing decodes. Raises WeightSyncError."""
         self._refuse_in_flight(f"begin({version})", WeightSyncError, held=bool(self._holds))
         self._wait(self._hold("weights"))
-        self._wait(self._core.begin(first=self.version < 0))
+        self._base_open = self._shelf is None
+        if self._base_open:
+            self._wait(self._core.begin(first=self.version < 0))
         self._weights.begin(version)
 
     def receive_bucket(self, bucket: SharedBucket) -> None:
         """See ThirdPartyEngine.receive_bucket. SGLang knows one of a tied parameter's names only."""
         names = [self._weights.take(entry.name, entry.shape) for entry in bucket.entries]
         entries = tuple(replace(entry, name=name) for entry, name in zip(bucket.entries, names, strict=True))
-        canonical = replace(bucket, entries=entries)
+        canonical = self._without_factors(replace(bucket, entries=entries))
+        if canonical is None:
+            return
+        if not self._base_open:  # with adapters by themselves it comes only sometimes
+            self._wait(self._core.begin(first=self.version < 0))
+            self._base_open = True
         self._weights.note(self._wait(self._core.load(canonical, self._parts_in(canonical))))
 
     def commit(self, version: int, checksums: Mapping[str, int] | None = None) -> None:
@@ -194,11 +206,23 @@ class SglangEngine(ThirdPartyEngine[_Job]):
                 f"tensors ({', '.join(unset[:4])}): rondo cannot send this model to SGLang; use "
                 "rollout.engine=native, transformers or vllm"
             )
-        self._wait(self._core.end())
+        if self._base_open:
+            self._wait(self._core.end())
+        if self._shelf is not None:
+            self._wait(self._serve_adapters(self._shelf, version))
         self._weights.finish(version)
         self._wait(self._release("weights"))
 
     # ---- inside: on the engine's loop ----
+
+    async def _serve_adapters(self, shelf: Shelf, version: int) -> None:
+        """Gives what has come to new requests, and drops what none uses any more."""
+        served = shelf.write(version)
+        await self._core.load_adapters(served)
+        unused = [*self._unused, *shelf.serve(served)]
+        self._unused = []
+        for one in unused:
+            await self._core.drop_adapters(one)
 
     async def _run(self, job: _Job) -> Completion:
         job.task = asyncio.create_task(self._consume(job))
@@ -226,13 +250,14 @@ class SglangEngine(ThirdPartyEngine[_Job]):
         while prompt in self._ahead:
             await self._ahead[prompt].wait()
         known = self._ahead[prompt] = asyncio.Event()
+        self._begin_with(job)
         try:
-            async for step in self._core.generate(job.key, job.request):
+            async for step in self._core.generate(job.key, job.request, job.adapters):
                 self._count(job, step)
                 if job.finished is not None:  # by a stop string: what still comes was made too much
                     continue
                 job.prompt_ids = np.array(step.prompt_ids[: len(job.request.token_ids)], np.int32)
-                versions = [self.version] * len(step.token_ids)
+                versions = [self._version_of(job)] * len(step.token_ids)
                 stopped = job.append_to_stop(step.token_ids, step.log_probs, versions)
                 deliver([(job, job.news(), None)])
                 if stopped:
@@ -246,6 +271,8 @@ class SglangEngine(ThirdPartyEngine[_Job]):
             raise RolloutError(f"{who}: SGLang refused it: {error}") from error
         finally:
             self._let_follow(prompt, known)
+            if self._shelf is not None and job.adapters is not None:
+                self._unused += self._shelf.end(job.adapters)
         if job.finished is None:
             raise RolloutError(f"request {job.request.request_id!r}: SGLang gave no end of it")
 

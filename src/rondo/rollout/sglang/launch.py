@@ -26,9 +26,11 @@ from sglang.srt.managers.io_struct import (
     ContinueGenerationReqInput,
     EndWeightUpdateReqInput,
     GenerateReqInput,
+    LoadLoRAAdapterReqInput,
     PauseGenerationReqInput,
     ReleaseMemoryOccupationReqInput,
     ResumeMemoryOccupationReqInput,
+    UnloadLoRAAdapterReqInput,
     UpdateWeightsFromTensorReqInput,
 )
 from sglang.srt.managers.load_snapshot import shm_path_for
@@ -38,6 +40,7 @@ from sglang.srt.utils.hf_transformers_utils import get_context_length
 from rondo.errors import ConfigError, WeightSyncError
 from rondo.models.loading import load_model_config
 from rondo.models.names import Parts
+from rondo.rollout.adapters import Served
 from rondo.rollout.native.noise import seed_ahead
 from rondo.rollout.protocol import EngineSpec
 from rondo.rollout.sglang.worker import LOADER, SAMPLER, Delivery, Task, register_model, run
@@ -48,6 +51,7 @@ from rondo.weights.bucket import SharedBucket
 ROOM = 8  # tokens: SGLang admits a few less than its context length
 _TOP_K_OFF = -1
 _URGENT = 1  # SGLang takes large numbers first, and of equal ones those that came first
+DROP_SECONDS = 60.0
 _log = logging.getLogger(__name__)
 
 
@@ -110,9 +114,12 @@ class Core:
 
     # ---- requests ----
 
-    async def generate(self, key: str, request: GenerateRequest) -> AsyncIterator[Step]:
+    async def generate(
+        self, key: str, request: GenerateRequest, adapters: Served | None = None
+    ) -> AsyncIterator[Step]:
         """Gives every new token as it comes. key: unique among all that were ever given, and no other one's
-        beginning. Prompt and prefix are prefilled together.
+        beginning. Prompt and prefix are prefilled together. adapters: without them SGLang computes with the
+        base, and says nothing.
         """
         sampling, prompt = request.sampling, [int(token) for token in request.token_ids]
         prefix = [] if request.prefix is None else [int(token) for token in request.prefix.token_ids]
@@ -134,6 +141,7 @@ class Core:
             return_logprob=True,
             return_prompt_token_ids=True,
             stream=True,
+            lora_path=None if adapters is None else adapters.name,
         )
         self._taken.add(key)
         try:
@@ -228,6 +236,24 @@ class Core:
         if not flushed.success:
             raise WeightSyncError(f"SGLang did not clear its cache of keys and values: {flushed.message}")
 
+    async def load_adapters(self, adapters: Served) -> None:
+        """Has every scheduler read them; requests may name them from now on."""
+        message = LoadLoRAAdapterReqInput(lora_name=adapters.name, lora_path=str(adapters.folder))
+        loaded = await self._manager.load_lora_adapter(message)
+        if not loaded.success:
+            raise WeightSyncError(f"SGLang refused the adapters: {loaded.error_message}")
+
+    async def drop_adapters(self, adapters: Served) -> None:
+        """Forgets them; no request uses them any more."""
+        message = UnloadLoRAAdapterReqInput(lora_name=adapters.name)
+        who = f"{adapters.name} (version {adapters.version})"
+        try:  # it waits until its own count of their requests is 0
+            dropped = await asyncio.wait_for(self._manager.unload_lora_adapter(message), DROP_SECONDS)
+        except TimeoutError as error:
+            raise WeightSyncError(f"SGLang still has requests with {who}, and rondo has none") from error
+        if not dropped.success:
+            raise WeightSyncError(f"SGLang did not forget {who}: {dropped.error_message}")
+
     # ---- life ----
 
     async def sleep(self) -> None:
@@ -258,6 +284,7 @@ def arguments(spec: EngineSpec, folder: Path) -> dict[str, Any]:
         "log_level": "warning",
         "grammar_backend": "none",
         **_for_device(spec),
+        **_for_adapters(spec),
         **spec.options,
         "model_path": str(folder),
         "load_format": "dummy",
@@ -293,6 +320,19 @@ def _for_device(spec: EngineSpec) -> dict[str, Any]:
         "max_total_tokens": spec.max_concurrent * (spec.max_context + ROOM),
         "sleep_on_idle": True,
     }
+
+
+def _for_adapters(spec: EngineSpec) -> dict[str, Any]:
+    if spec.adapters is None:
+        return {}
+    targets = {one.module.rpartition(".")[2] for one in spec.adapters.by_weight.values()}
+    given = {
+        "enable_lora": True,
+        "max_lora_rank": spec.adapters.rank,
+        "lora_target_modules": sorted(targets),
+        "max_loras_per_batch": spec.adapters.versions + 1,  # SGLang counts the base, too
+    }
+    return given if spec.device.startswith("cuda") else given | {"lora_backend": "torch_native"}
 
 
 def _step(out: dict[str, Any]) -> Step:

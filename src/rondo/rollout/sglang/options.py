@@ -31,6 +31,7 @@ class Sglang(ThirdParty):
     sleep_option = "enable_memory_saver"
     models: ClassVar[frozenset[str]] = frozenset({"llama", "qwen2", "qwen3", "qwen3_moe"})
     left_out: ClassVar[Mapping[str, str]] = {"mlp_bias": "the biases of the MLP"}
+    adapter_models: ClassVar[frozenset[str]] = frozenset({"llama", "qwen2", "qwen3"})
     governed: ClassVar[Mapping[str, str]] = {
         "model_path": "model.path",
         "tokenizer_path": _TOKENS,
@@ -47,6 +48,9 @@ class Sglang(ThirdParty):
         "max_running_requests": "rollout.max_concurrent",
         "tp_size": "rollout.engine.tensor_parallel",
         "device": "cluster.device",
+        "enable_lora": "actor.lora.send",
+        "max_lora_rank": "actor.lora.rank",
+        "lora_target_modules": "actor.lora.targets",
         "base_gpu_id": "cluster.placement",
         "sampling_backend": "nothing: the sampler is rondo's (rollout/sglang/worker.py)",
         "stream_interval": "nothing: every token is stamped as it comes",
@@ -67,8 +71,8 @@ class Sglang(ThirdParty):
         "dp_size": "use rollout.replicas",
         "nnodes": "an engine lives on one machine",
         "quantization": "the trainer's log-probs would not be the sampler's; not tried",
-        "enable_lora": "adapters are merged into the weights before they are sent",
-        "lora_paths": "adapters are merged into the weights before they are sent",
+        "lora_paths": "adapters arrive from the trainer",
+        "max_loaded_loras": "it would drop adapters that requests in flight began with",
         "disaggregation_mode": "keys and values of old weights would come back from the other side",
         "enable_hierarchical_cache": "keys and values of old weights would come back from it",
         "enable_lmcache": "keys and values of old weights would come back from it",

@@ -12,18 +12,20 @@ import importlib
 import json
 import pickle
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors.torch import load_file
 from sglang.srt.layers.sampler import Sampler, register_sampler_backend
 from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
 from sglang.srt.models.registry import ModelRegistry
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
+from rondo.models.lora import WEIGHTS
 from rondo.models.names import Parts, separate
 from rondo.rollout.native.noise import uniforms_on_device
 from rondo.rollout.native.sampling import draw, truncate
@@ -40,6 +42,8 @@ def run(*args: Any, **kwargs: Any) -> None:
     """The target of a scheduler's process; arguments are SGLang's, the server's first."""
     register_model(Path(args[0].model_path))
     prepare()
+    if args[0].enable_lora:
+        prepare_adapters()
     run_scheduler_process(*args, **kwargs)
 
 
@@ -72,6 +76,34 @@ def prepare() -> None:
 
     SamplingBatchInfo.from_schedule_batch = classmethod(with_seeds)
     Scheduler._record_scheduler_state_for_paused_engine = rest
+
+
+def prepare_adapters() -> None:
+    """Has SGLang read adapters from their file; it would as it does the model, of which there is none."""
+    from sglang.srt.lora.lora import LoRAAdapter
+
+    def read(self: Any) -> None:
+        self.initialize_weights_from_tensors(load_file(Path(self.config.path) / WEIGHTS))
+
+    LoRAAdapter.initialize_weights = read
+    if not torch.cuda.is_available():
+        _never_pin()
+
+
+def _never_pin() -> None:
+    """SGLang's adapters pin host memory without asking whether there is an accelerator to copy it to; torch
+    refuses where there is none. This process is SGLang's alone.
+    """
+
+    def unpinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def made(*args: Any, **kwargs: Any) -> torch.Tensor:
+            return make(*args, **{**kwargs, "pin_memory": False})
+
+        return made
+
+    for name in ("arange", "empty", "tensor", "zeros"):
+        setattr(torch, name, unpinned(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda self, *_: self
 
 
 # ---- the sampler ----

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import __version__ as version
 
+from rondo.models.lora import AdapterSet
 from rondo.models.source import TokenizerSource
 from rondo.rollout.in_process import InProcessEngine, as_torch, check_sizes
 from rondo.rollout.native.blocks import blocks_of
@@ -50,11 +51,13 @@ class TransformersEngine(InProcessEngine[Sequence]):
         trust_remote_code: bool = False,
         # Threads that the decode thread computes with.
         threads: int = 1,
+        # Those that come by themselves and are merged here; `parameters` are the weights without them then.
+        adapters: AdapterSet | None = None,
     ) -> None:
         check_sizes(max_concurrent, max_context, threads)
         dtype, device = as_torch(dtype, device)
         module = build_module(model_config, ATTENTION, dtype, device, trust_remote_code=trust_remote_code)
-        weights = WeightStore(module, parameters, dtype, device)
+        weights = WeightStore(module, parameters, dtype, device, adapters)
         forward = CachedForward(module, device)
         longest = blocks_of(max_context)
         num_blocks = count_blocks(

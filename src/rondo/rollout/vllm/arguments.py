@@ -19,6 +19,7 @@ STARTING_SHARE = 0.05
 # Of what is free on the device when the engine starts; the rest is for its weights and activations, and for
 # the trainer's gradients, moments and activations, which come later.
 CACHE_SHARE = 0.4
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the sizes that vLLM makes room for, of adapters
 _log = logging.getLogger(__name__)
 
 
@@ -46,6 +47,14 @@ def engine_arguments(spec: EngineSpec, folder: Path) -> dict[str, Any]:
         "enable_prefix_caching": True,
         "enforce_eager": not spec.device.startswith("cuda"),
     }
+    if spec.adapters is not None:
+        arguments |= {
+            "enable_lora": True,
+            "max_lora_rank": min(rank for rank in RANKS if rank >= spec.adapters.rank),
+            "max_loras": spec.adapters.versions,
+            # The next version is there before the last request of the oldest has ended.
+            "max_cpu_loras": spec.adapters.versions + 1,
+        }
     if not spec.options.keys() & {"gpu_memory_utilization", "kv_cache_memory_bytes"}:
         arguments["kv_cache_memory_bytes"] = cache_bytes(spec)
     return arguments | dict(spec.options)

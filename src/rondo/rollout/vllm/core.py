@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm import EngineArgs, SamplingParams
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.models import ModelRegistry
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -24,7 +25,9 @@ from rondo.config.functions import did_you_mean
 from rondo.errors import ConfigError
 from rondo.models.loading import load_model_config
 from rondo.models.names import Parts
+from rondo.rollout.adapters import Served
 from rondo.rollout.protocol import EngineSpec
+from rondo.rollout.third_party import MERGE
 from rondo.rollout.third_party_engine import model_folder
 from rondo.rollout.vllm.arguments import check_head_size, engine_arguments
 from rondo.rollout.vllm.options import ENGINE
@@ -53,6 +56,7 @@ class Core:
     """Builds the engine, and blocks until it can take requests. Raises ConfigError; whatever vLLM raises."""
 
     def __init__(self, spec: EngineSpec) -> None:
+        self._keeps_base = spec.adapters is not None
         self._folder = model_folder(spec)
         try:
             self._engine = self._build(spec)
@@ -76,13 +80,18 @@ class Core:
         _check_architecture(self._folder, spec)
         if not spec.device.startswith("cuda"):
             check_head_size(spec)
-        return LLMEngine.from_engine_args(EngineArgs(**engine_arguments(spec, self._folder)))
+        try:
+            return LLMEngine.from_engine_args(EngineArgs(**engine_arguments(spec, self._folder)))
+        except ValueError as error:
+            if "does not support LoRA" not in str(error):
+                raise
+            raise ConfigError(f"{error} {MERGE}", key="actor.lora.send") from error
 
     # ---- requests ----
 
-    def add(self, key: str, request: GenerateRequest) -> None:
+    def add(self, key: str, request: GenerateRequest, adapters: Served | None = None) -> None:
         """Adds a request. key: unique among all that were ever added. Prompt and prefix are prefilled
-        together.
+        together. adapters: without them vLLM computes with the base, and says nothing.
         """
         prompt = [int(token) for token in request.token_ids]
         prefix = () if request.prefix is None else [int(token) for token in request.prefix.token_ids]
@@ -102,7 +111,13 @@ class Core:
             extra_args={SEED: int(request.seed), FIRST: len(prefix)},
         )
         priority = _URGENT if request.urgent else 0
-        self._engine.add_request(key, {"prompt_token_ids": [*prompt, *prefix]}, parameters, priority=priority)
+        self._engine.add_request(
+            key,
+            {"prompt_token_ids": [*prompt, *prefix]},
+            parameters,
+            lora_request=None if adapters is None else _lora_request(adapters),
+            priority=priority,
+        )
 
     def abort(self, keys: Sequence[str]) -> None:
         """Takes requests out; unknown ones are ignored."""
@@ -148,6 +163,15 @@ class Core:
         self._rpc("rondo_commit")
         self.forget()
 
+    def load_adapters(self, adapters: Served) -> None:
+        """Has every worker read them, so that what is wrong with them is known now."""
+        if not self._engine.add_lora(_lora_request(adapters)):
+            raise RuntimeError(f"vLLM did not take {adapters.name}")
+
+    def drop_adapters(self, adapters: Served) -> None:
+        """Forgets them; no request uses them any more."""
+        self._engine.remove_lora(adapters.number)
+
     def forget(self) -> None:
         """Empties every cache; running requests go back to the queue."""
         if not self._engine.reset_prefix_cache(reset_running_requests=True):
@@ -158,11 +182,11 @@ class Core:
     # ---- life ----
 
     def sleep(self) -> None:
-        """Gives up cache and weights (level 2), because the trainer sends weights before anything goes on.
-        Requests stay in the queue.
+        """Gives up cache and weights (level 2), because the trainer sends weights before anything goes on;
+        weights to which only adapters come wait in host memory (level 1). Requests stay in the queue.
         """
         self.forget()
-        self._engine.sleep(level=2, mode="keep")
+        self._engine.sleep(level=1 if self._keeps_base else 2, mode="keep")
 
     def wake(self, *tags: str) -> None:
         """Makes again what `sleep` gave up. tags: "weights", "kv_cache"; none: both."""
@@ -182,6 +206,10 @@ class Core:
 
     def _rpc(self, method: str, *args: Any) -> list[Any]:
         return self._engine.collective_rpc(method, args=args)
+
+
+def _lora_request(adapters: Served) -> LoRARequest:
+    return LoRARequest(adapters.name, adapters.number, str(adapters.folder))
 
 
 def _check_architecture(folder: Path, spec: EngineSpec) -> None:

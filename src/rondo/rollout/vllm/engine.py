@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rondo.errors import ReplicaLostError, RolloutError, RondoError, WeightSyncError
+from rondo.rollout.adapters import Shelf
 from rondo.rollout.protocol import EngineSpec, OnTokens
 from rondo.rollout.requests import News, Pending, complete_as_it_is, deliver
 from rondo.rollout.third_party_engine import ThirdPartyEngine
@@ -49,6 +50,7 @@ class VllmEngine(ThirdPartyEngine[Pending]):
         super().__init__(spec, ENGINE, _COLDEST)
         self._paused = False
         self._weights_awake = False
+        self._base_open = False  # of the update that is under way
         self._lost = ""  # why the engine cannot go on at all; "" while it can
         self._condition = threading.Condition()
         self._inbox: deque[Callable[[], None]] = deque()
@@ -126,7 +128,9 @@ class VllmEngine(ThirdPartyEngine[Pending]):
             if self._asleep and not self._weights_awake:
                 self._core.wake("weights")
                 self._weights_awake = True
-            self._core.begin()
+            self._base_open = self._shelf is None
+            if self._base_open:
+                self._core.begin()
 
         self._update("begin", start)
 
@@ -136,7 +140,13 @@ class VllmEngine(ThirdPartyEngine[Pending]):
         def load() -> None:
             for entry in bucket.entries:
                 self._weights.take(entry.name, entry.shape)
-            first, *others = self._core.receive(bucket, self._parts_in(bucket))
+            base = self._without_factors(bucket)
+            if base is None:
+                return
+            if not self._base_open:  # with adapters by themselves it comes only sometimes
+                self._core.begin()
+                self._base_open = True
+            first, *others = self._core.receive(base, self._parts_in(base))
             if any(other != first for other in others):
                 raise WeightSyncError("the tensor-parallel workers did not read the same bytes")
             self._weights.note(first)
@@ -152,7 +162,10 @@ class VllmEngine(ThirdPartyEngine[Pending]):
 
         def change() -> None:
             self._weights.check(version, checksums)
-            self._core.commit()
+            if self._base_open:
+                self._core.commit()
+            if self._shelf is not None:
+                self._serve_adapters(self._shelf, version)
             self._weights.finish(version)
 
         self._update("commit", change)
@@ -167,7 +180,7 @@ class VllmEngine(ThirdPartyEngine[Pending]):
             if not self._asleep:
                 self._core.sleep()
                 self._asleep = True
-                self._weights_awake = False
+                self._weights_awake = False  # with adapters by themselves they come back as they were
 
         await self._on_thread(change)
 
@@ -181,6 +194,7 @@ class VllmEngine(ThirdPartyEngine[Pending]):
                 self._core.wake("kv_cache")
             else:
                 self._core.wake()
+            if self._shelf is None and not self._weights_awake:
                 self._weights.fail("vLLM gave its weights up when it went to sleep, and has got no others")
             self._asleep = False
 
@@ -290,6 +304,8 @@ class VllmEngine(ThirdPartyEngine[Pending]):
             action()
         self._fail(self._end)
         self._core.close()
+        if self._shelf is not None:
+            self._shelf.close()
 
     def _end(self, pending: Pending) -> RolloutError:
         if not self._lost:
@@ -340,14 +356,14 @@ class VllmEngine(ThirdPartyEngine[Pending]):
                 self._stats.add_mean("rollout/cache_hit_rate", step.cached, known)
                 self._stats.add_sum("perf/prefill_tokens", known - step.cached)
                 self._stats.add_sum("perf/shared_prefill_tokens", step.cached)
-            versions = [self.version] * len(step.token_ids)
+            versions = [self._version_of(pending)] * len(step.token_ids)
             stopped = pending.append_to_stop(step.token_ids, step.log_probs, versions)
             self._stats.add_sum("perf/decoded_tokens", len(step.token_ids))
             whole = None
             if stopped and not step.finished:
                 self._core.abort([pending.key])
             if stopped or step.finished:
-                del self._pending[pending.key]
+                self._forget(pending)
                 whole = pending.completion("stop" if stopped or step.finished == "stop" else "length")
             news.append((pending, pending.news(), whole))
         deliver(news)
@@ -358,19 +374,41 @@ class VllmEngine(ThirdPartyEngine[Pending]):
         self._pending[pending.key] = pending  # also where vLLM stops: then it fails with the others
         if self._closed or self._lost:
             return
+        self._begin_with(pending)
         try:
-            self._core.add(pending.key, pending.request)
+            self._core.add(pending.key, pending.request, pending.adapters)
         except ValueError as error:  # vLLM refuses this request, and goes on
-            del self._pending[pending.key]
+            self._forget(pending)
             refusal = RolloutError(f"request {pending.request.request_id!r}: vLLM refuses it: {error}")
             deliver([(pending, None, refusal)])
 
     def _take_out(self, key: str, reason: FinishReason) -> None:
-        pending = self._pending.pop(key, None)
+        pending = self._pending.get(key)
         if pending is not None:
             if not self._lost:
                 self._core.abort([key])
+            self._forget(pending)
             deliver([(pending, pending.news(), pending.completion(reason))])
+
+    def _forget(self, pending: Pending) -> None:
+        """Notes that a request has ended, and drops adapters that none uses any more."""
+        del self._pending[pending.key]
+        if self._shelf is not None and pending.adapters is not None:
+            for served in self._shelf.end(pending.adapters):
+                if not self._lost:
+                    self._core.drop_adapters(served)
+
+    def _serve_adapters(self, shelf: Shelf, version: int) -> None:
+        """Gives what has come to new requests, and to those of which nothing is made yet."""
+        served = shelf.write(version)
+        self._core.load_adapters(served)
+        for unused in shelf.serve(served):
+            self._core.drop_adapters(unused)
+        for pending in [one for one in self._pending.values() if not one.token_ids]:
+            self._core.abort([pending.key])
+            self._forget(pending)
+            pending.key = f"{next(self._numbers)}"
+            self._add(pending)
 
     def _expire(self) -> None:
         now = time.monotonic()
@@ -384,9 +422,10 @@ class VllmEngine(ThirdPartyEngine[Pending]):
 
     def _fail(self, error_of: Callable[[Pending], RondoError]) -> None:
         pending = list(self._pending.values())
-        self._pending = {}
         if not self._lost and not self._closed:
             self._core.abort([one.key for one in pending])
+        for one in pending:
+            self._forget(one)
         deliver((one, one.news(), error_of(one)) for one in pending)
 
 

@@ -30,6 +30,8 @@ class Vllm(ThirdParty):
     )
     # The CPU build dies of deepseek_v3 while it decodes, and has no kernel for the experts of gpt_oss.
     gpu_models: ClassVar[frozenset[str]] = frozenset({"deepseek_v3", "gpt_oss"})
+    adapter_models: ClassVar[frozenset[str]] = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+    largest_rank = 512
     governed: ClassVar[Mapping[str, str]] = {
         "model": "model.path",
         "tokenizer": "model.tokenizer",
@@ -48,6 +50,8 @@ class Vllm(ThirdParty):
         "scheduling_policy": "nothing: requests go in the order in which they come, urgent ones first",
         "disable_log_stats": "nothing: rollout/… metrics are always kept",
         "stream_interval": "nothing: every token is stamped as it comes",
+        "enable_lora": "actor.lora.send",
+        "max_lora_rank": "actor.lora.rank",
         "generation_config": "the keys of rollout: temperature, top_p and the rest",
     }
     refused: ClassVar[Mapping[str, str]] = {
@@ -57,7 +61,6 @@ class Vllm(ThirdParty):
         "enable_eplb": "it moves experts between workers after they were loaded",
         "speculative_config": "log-probs and seeds of accepted drafts are not those of single steps",
         "spec_*": "see speculative_config",
-        "enable_lora": "adapters are merged into the weights before they are sent",
         "quantization*": "the trainer's log-probs would not be the sampler's; not tried",
         "kv_transfer_config": "keys and values of old weights would come back from it",
         "kv_offloading_*": "keys and values of old weights would come back from it",

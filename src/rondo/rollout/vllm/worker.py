@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from vllm.config import set_current_vllm_config
+from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
@@ -41,6 +42,7 @@ class WorkerExtension:
         runner = self.model_runner
         runner.sampler = CountedSampler(runner)
         self._rondo_open = False
+        self._rondo_wrapped: list[tuple[torch.nn.Module, str, torch.nn.Module]] = []
 
     def rondo_begin(self) -> None:
         """Makes ready to receive every tensor. An update that was never committed is forgotten."""
@@ -49,6 +51,7 @@ class WorkerExtension:
             if self._rondo_open:
                 _abandon(model)
             self._rondo_open = True
+            self._rondo_wrapped = self._rondo_wrapped or _unwrap(model)
             if self.model_runner.device.type == "cpu":
                 _forget_packed_experts(model)
             initialize_layerwise_reload(model)
@@ -79,7 +82,24 @@ class WorkerExtension:
             finalize_layerwise_reload(model, self.model_config)
             for head in tied:  # on a CPU it computes with a packed copy, made from what was there before
                 head.quant_method.process_weights_after_loading(head)
+        for owner, name, wrapper in self._rondo_wrapped:
+            setattr(owner, name, wrapper)
+        self._rondo_wrapped = []
         self._rondo_open = False
+
+
+def _unwrap(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, torch.nn.Module]]:
+    """Puts layers in the place of what vLLM wraps them in for adapters, so that names are a checkpoint's.
+    Returns (owner, name in it, wrapper) of each.
+    """
+    wrapped = []
+    for path, module in list(model.named_modules()):
+        if isinstance(module, BaseLayerWithLoRA):
+            above, _, name = path.rpartition(".")
+            owner = model.get_submodule(above)
+            setattr(owner, name, module.base_layer)
+            wrapped.append((owner, name, module))
+    return wrapped
 
 
 def _forget_packed_experts(model: torch.nn.Module) -> None:

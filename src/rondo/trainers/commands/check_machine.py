@@ -24,12 +24,13 @@ from rondo.config import (
     collected,
     load,
 )
+from rondo.config.schema import ActorLoraConfig
 from rondo.controller import planned_device
 from rondo.data import check_source
 from rondo.errors import ConfigError, DataError, about
 from rondo.models import STRETCH, check_model_folder, check_positions, load_model_config
-from rondo.models.lora import check_lora
-from rondo.rollout import check_engine, check_engine_model
+from rondo.models.lora import adapter_set
+from rondo.rollout import check_engine, check_engine_adapters, check_engine_model
 from rondo.trainers.commands.recipe import beside_recipe, run_dir
 from rondo.trainers.program import model_source, open_tokenizer, section_at, source_of
 
@@ -147,11 +148,13 @@ def _check_adapters(config: Config, first: ModelConfig) -> None:
         own = section == "critic" and config.critic.path is not None
         source = model_source(replace(config, model=first), section if own else "model")
         try:
-            check_lora(source, lora)
+            adapters = adapter_set(source, lora)
         except DataError as error:
             raise ConfigError(f"{section}.{error}", key=f"{section}.lora.path") from error
         except ConfigError as error:
             raise ConfigError(f"{section}.{error}", key=f"{section}.{error.key}") from error
+        if isinstance(lora, ActorLoraConfig) and lora.send == "adapters" and config.rollout.recorded is None:
+            check_engine_adapters(config.rollout.engine.name, adapters, load_model_config(source))
 
 
 def check_run_dir(loaded: LoadedConfig) -> None:

@@ -10,7 +10,15 @@ from rondo.config import Config
 from rondo.controller import planned_device
 from rondo.models import count_parameters
 from rondo.planning.memory import PROCESS_BYTES, ROW_BYTES, Need, check_fits, model_bytes
-from rondo.trainers.program import engine_of, placement_of, rollout_dtype, shares_weights, source_of
+from rondo.rollout.build import OWN
+from rondo.trainers.program import (
+    engine_of,
+    placement_of,
+    rollout_dtype,
+    shares_base,
+    shares_weights,
+    source_of,
+)
 from rondo.usage import reachable_bytes
 from rondo.workers import runs_in_own_process
 
@@ -81,7 +89,11 @@ def _of_models(config: Config, roles: Sequence[str], trained: Collection[str]) -
         yield Need(role, held, (f"{section}.param_dtype",))
     if "rollout" in roles and not shares_weights(config):
         itemsize = getattr(torch, rollout_dtype(config)).itemsize
-        held = _engines(config) * model_bytes(size("actor"), itemsize)
+        copies = _engines(config)
+        lora, own = config.actor.lora, config.rollout.engine.name in OWN
+        if lora is not None and lora.send == "adapters" and own and not shares_base(config):
+            copies *= 2  # they merge, and keep the base
+        held = copies * model_bytes(size("actor"), itemsize)
         yield Need("rollout engines", held, ("rollout.replicas", "rollout.dtype"))
 
 

@@ -22,6 +22,7 @@ UNREAD = (
     "data.pretrain",
     "actor.mini_batch_size",
     "actor.epochs",
+    "actor.lora.send",
     "reference.refresh_every",
     "trainer.max_staleness",
     "trainer.on_update",

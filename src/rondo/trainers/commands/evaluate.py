@@ -20,7 +20,7 @@ from rondo.trainers.commands.check import check_rl
 from rondo.trainers.commands.check_machine import check_model
 from rondo.trainers.commands.event_loop import run_loop
 from rondo.trainers.commands.recipe import settled_recipe
-from rondo.trainers.loop import EvaluationResult, Mender, evaluate, restarted
+from rondo.trainers.loop import EvaluationResult, Mender, evaluate, restarted, what_to_send
 from rondo.trainers.program import (
     complete_model,
     create_model,
@@ -31,6 +31,7 @@ from rondo.trainers.program import (
     one_storage,
     open_tokenizer,
     settled,
+    shares_base,
 )
 from rondo.types import Prompt, SamplingParams
 from rondo.workers import RolloutWorker
@@ -62,11 +63,11 @@ async def _serving(config: Config) -> AsyncIterator[tuple[WorkerGroup, Mender]]:
     """Engines that serve the model's weights, also once they had to be started again."""
     async with await start_cluster(config.cluster) as cluster:
         await create_model(cluster, "actor", config)
-        rollout = await create_rollout(cluster, config, share=one_storage(config))
+        rollout = await create_rollout(cluster, config, share=one_storage(config) or shares_base(config))
 
         async def load() -> None:
             await rollout.call(RolloutWorker.pause)
-            await rollout.call(RolloutWorker.load_weights, 0)
+            await rollout.call(RolloutWorker.load_weights, 0, await what_to_send(rollout, config))
             await rollout.call(RolloutWorker.resume)
 
         await load()

@@ -12,6 +12,7 @@ from rondo.config import Config
 from rondo.errors import WeightSyncError
 from rondo.trainers.program import Prompts, Roles, rollout_dtype
 from rondo.types import request_seed
+from rondo.weights import Sent
 from rondo.workers import ActorWorker, RolloutWorker
 from rondo.workers.transfer import probed
 
@@ -45,7 +46,10 @@ class Canary:
         count = min(NUM_TOKENS, prompts.sampling.max_tokens)
         self._sampling = dataclasses.replace(prompts.sampling, max_tokens=count)
         self._seed = request_seed(config.trainer.seed, "canary")
-        self._adapters = config.actor.lora is not None
+        lora = config.actor.lora
+        self._adapters = lora is not None
+        # What an engine can be asked for: with adapters by themselves it received no merged weights.
+        self._held: Sent = "all" if lora is not None and lora.send == "adapters" else "merged"
         self._dtypes = sorted({self._dtype, config.actor.compute_dtype})
         self.tolerance = max(TOLERANCE[dtype] for dtype in self._dtypes)
 
@@ -85,7 +89,7 @@ class Canary:
 
     async def _fail(self, version: int, gap: float, row_id: int, length: int) -> None:
         rank, number = probed(row_id)
-        checksums = await self._actor.call(ActorWorker.parameter_checksums, self._dtype)
+        checksums = await self._actor.call(ActorWorker.parameter_checksums, self._dtype, self._held)
         found = await self._rollout.call_rank(rank, RolloutWorker.differing_tensor, number, checksums)
         raise WeightSyncError(
             f"version {version}: the log-probs of engine {number} of rollout[{rank}] differ from the "

@@ -13,11 +13,27 @@ from rondo.controller import WorkerGroup
 from rondo.errors import WeightSyncError, WorkerError, outage
 from rondo.trainers.loop.feeder import cancel
 from rondo.trainers.program import rollout_dtype
-from rondo.weights import Layout, SendReport, SyncReport, Transfer
+from rondo.weights import Layout, SendReport, Sent, SyncReport, Transfer
 from rondo.workers import ActorWorker, RolloutWorker
 
 CAUSE_SECONDS = 5.0  # after one side's error: how long the other may take to report its own
 DEATH_SECONDS = 60.0  # after a receiver went away: until its death is known (a whole node takes longest)
+
+
+async def what_to_send(rollout: WorkerGroup, config: Config) -> Sent:
+    """Returns what the next sync brings: adapters by themselves only where every engine has the base."""
+    lora = config.actor.lora
+    if lora is None or lora.send == "merged":
+        return "merged"
+    wanting = await rollout.call_each(RolloutWorker.wants_weights)
+    return "all" if any(wanting.values()) else "adapters"
+
+
+def _carrying(config: Config) -> str:
+    lora = config.actor.lora
+    if lora is None:
+        return ""
+    return ", adapters merged" if lora.send == "merged" else ", adapters alone after the first time"
 
 
 class GatheredRoute:
@@ -28,6 +44,7 @@ class GatheredRoute:
     def __init__(self, actor: WorkerGroup, rollout: WorkerGroup, config: Config) -> None:
         self._actor = actor
         self._rollout = rollout
+        self._config = config
         self._dtype = rollout_dtype(config)
         self._bucket_bytes = config.rollout.bucket_bytes
         # of an engine on several devices, only the first has the worker: the others' shards are needed too
@@ -35,15 +52,16 @@ class GatheredRoute:
         self._others = [rank for rank, device in enumerate(actor.devices) if device not in devices]
 
     async def load(self, version: int) -> SyncReport:
-        loading = [self._rollout.call(RolloutWorker.load_weights, version)]
+        what = await what_to_send(self._rollout, self._config)
+        loading = [self._rollout.call(RolloutWorker.load_weights, version, what)]
         if self._others:
-            arguments = (self._bucket_bytes, self._dtype)
+            arguments = (self._bucket_bytes, self._dtype, what)
             loading.append(self._actor.call(ActorWorker.gather_along, *arguments, ranks=self._others))
         return (await asyncio.gather(*loading))[0]  # type: ignore[no-any-return]
 
     def describe(self) -> str:
         ranks = "one rank" if self._actor.size == 1 else f"{self._actor.size} ranks"
-        return f"weights: gathered in buckets on {ranks}, next to the engines"
+        return f"weights: gathered in buckets on {ranks}, next to the engines{_carrying(self._config)}"
 
 
 class CollectiveRoute:
@@ -54,18 +72,19 @@ class CollectiveRoute:
     def __init__(self, actor: WorkerGroup, rollout: WorkerGroup, config: Config) -> None:
         self._actor = actor
         self._rollout = rollout
+        self._config = config
         self._dtype = rollout_dtype(config)
         self._bucket_bytes = config.rollout.bucket_bytes
-        self._layout: Layout | None = None
-        self._ranks: tuple[int, ...] = ()
+        self._layouts: dict[Sent, Layout] = {}
+        self._prepared: tuple[Sent, tuple[int, ...]] | None = None
 
     async def load(self, version: int) -> SyncReport:
-        ranks = await self._prepare()
-        sending = asyncio.create_task(self._actor.call(ActorWorker.send_weights, version=version))
-        receiving = {
-            rank: asyncio.create_task(self._rollout.call_rank(rank, RolloutWorker.receive_weights, version))
-            for rank in ranks
-        }
+        what = await what_to_send(self._rollout, self._config)
+        ranks = await self._prepare(what)
+        sending = asyncio.create_task(self._actor.call(ActorWorker.send_weights, version=version, what=what))
+        receive, receiving = RolloutWorker.receive_weights, dict[int, asyncio.Task[SyncReport]]()
+        for rank in ranks:
+            receiving[rank] = asyncio.create_task(self._rollout.call_rank(rank, receive, version, what))
         try:
             lost = await self._lost(version, sending, receiving)
         finally:
@@ -73,19 +92,19 @@ class CollectiveRoute:
         report = next(task.result() for rank, task in receiving.items() if rank not in lost)
         return dataclasses.replace(report, lost=lost or None)
 
-    async def _prepare(self) -> tuple[int, ...]:
+    async def _prepare(self, what: Sent) -> tuple[int, ...]:
         """Returns the ranks to serve; both sides know the transfer to them."""
         ranks = self._rollout.alive
         if not ranks:
             raise WeightSyncError("no rollout rank is left to send weights to")
-        if ranks != self._ranks:
-            if self._layout is None:
-                self._layout = await self._actor.call(ActorWorker.weight_layout, self._dtype)
+        if (what, ranks) != self._prepared:
+            if what not in self._layouts:
+                self._layouts[what] = await self._actor.call(ActorWorker.weight_layout, self._dtype, what)
             targets = tuple(self._rollout.devices[rank] for rank in ranks)
-            transfer = Transfer(self._layout, targets, self._bucket_bytes)
+            transfer = Transfer(self._layouts[what], targets, self._bucket_bytes)
             await self._actor.call(ActorWorker.prepare_transfer, transfer)
             await self._rollout.call_each(RolloutWorker.prepare_transfer, transfer)
-            self._ranks = ranks
+            self._prepared = what, ranks
         return ranks
 
     async def _lost(
@@ -145,7 +164,7 @@ class CollectiveRoute:
     def describe(self) -> str:
         return (
             f"weights: point to point from {self._actor.size} to {self._rollout.size} ranks, in rounds of at "
-            f"most {self._bucket_bytes} bytes"
+            f"most {self._bucket_bytes} bytes{_carrying(self._config)}"
         )
 
 
@@ -158,15 +177,17 @@ class DiskRoute:
         self._actor = actor
         self._rollout = rollout
         self._folder = folder
+        self._config = config
         self._dtype = rollout_dtype(config)
         self._bucket_bytes = config.rollout.bucket_bytes
 
     async def load(self, version: int) -> SyncReport:
         folder = str(self._folder.resolve())
+        what = await what_to_send(self._rollout, self._config)
         written: SyncReport = await self._actor.call(
-            ActorWorker.write_weights, folder, version, self._bucket_bytes, self._dtype
+            ActorWorker.write_weights, folder, version, self._bucket_bytes, self._dtype, what
         )
-        read = await self._rollout.call_each(RolloutWorker.read_weights, folder, version)
+        read = await self._rollout.call_each(RolloutWorker.read_weights, folder, version, what)
         return dataclasses.replace(
             written,
             bytes_moved=written.bytes_moved + sum(report.bytes_moved for report in read.values()),
@@ -175,7 +196,8 @@ class DiskRoute:
         )
 
     def describe(self) -> str:
-        return f"weights: by way of {self._folder}, in files of at most {self._bucket_bytes} bytes"
+        size = f"in files of at most {self._bucket_bytes} bytes"
+        return f"weights: by way of {self._folder}, {size}{_carrying(self._config)}"
 
 
 def _broke_off(task: asyncio.Task[Any], sender: bool = False) -> bool:

@@ -41,6 +41,7 @@ from rondo.trainers.program.roles import (
     role_spec,
     rollout_dtype,
     section_at,
+    shares_base,
     shares_weights,
     source_of,
     tokenizer_source,

@@ -272,6 +272,10 @@ async def create_rollout(
             f"rollout.engine.tensor_parallel={size} on the devices {tuple(devices)}: each engine takes "
             f"{size} with consecutive numbers; name others, or lower it"
         )
+    lora = config.actor.lora
+    adapters = None
+    if lora is not None and lora.send == "adapters":
+        adapters = dataclasses.replace(lora, path=None)  # which modules have one, not their numbers
     return await cluster.create_group(
         ROLLOUT,
         worker_class(ROLES[ROLLOUT]),
@@ -287,6 +291,9 @@ async def create_rollout(
             "run_seed": config.trainer.seed,
             "threads": cluster.threads,
             "share": share,
+            "adapters": adapters,
+            # One for each version that an answer in flight may have begun with.
+            "versions": config.trainer.max_staleness + 1,
         },
     )
 
@@ -304,12 +311,24 @@ def one_storage(config: Config) -> bool:
     """Says whether trainer and sampler can use the same tensors: one rank each, in one process, the same
     dtype, parameters that stay where they are and are whole without adapters.
     """
+    return config.actor.lora is None and _in_one_place(config)
+
+
+def shares_base(config: Config) -> bool:
+    """Says whether the sampler can use the trainer's weights without adapters, which never change, in place;
+    A and B come by themselves.
+    """
+    lora = config.actor.lora
+    alone = lora is not None and lora.send == "adapters"
+    return alone and _in_one_place(config) and config.rollout.weight_transport == "auto"
+
+
+def _in_one_place(config: Config) -> bool:
     placement, rollout = placement_of(config), config.rollout
     same_process = not runs_in_own_process(rollout)
     same_dtype = rollout_dtype(config) == config.actor.param_dtype
     one_device = len(placement.devices("actor")) == 1 and placement.colocated("actor", "rollout")
-    as_it_is = not config.actor.offload_params and config.actor.lora is None  # adapters are to be merged
-    return one_device and same_process and same_dtype and as_it_is
+    return one_device and same_process and same_dtype and not config.actor.offload_params
 
 
 def shares_weights(config: Config) -> bool:
@@ -337,6 +356,7 @@ def describe_planned(config: Config) -> str:
     else:
         route = "gathered in buckets, next to the engines"
     if config.actor.lora is not None:
-        route += ", adapters merged"
+        alone = config.actor.lora.send == "adapters"
+        route += ", adapters alone after the first time" if alone else ", adapters merged"
     sleep = "; key/value cache given back from `take` to here" if rollout.sleep else ""
     return f"({rollout.engine.name}, {where}), {route}{sleep}"

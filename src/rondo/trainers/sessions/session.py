@@ -34,6 +34,7 @@ from rondo.trainers.program import (
     effective_correction,
     placement_of,
     plan_schedule,
+    shares_base,
     shares_weights,
 )
 from rondo.trainers.sessions.handles import (
@@ -130,7 +131,7 @@ class Session:
         config = dataclasses.replace(self.config, algorithm=algorithm)
         check_names(config)
         model = await self._create("actor", actor_losses(config), devices)
-        share = shares_weights(config) and model.size == 1
+        share = (shares_weights(config) or shares_base(config)) and model.size == 1
         rollout = await create_rollout(self.cluster, config, share=share, devices=devices)
         roles = Roles(model, rollout, self._models)
         reads_accuracy = "accuracy" in columns_of_hooks(config)
