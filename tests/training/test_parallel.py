@@ -329,7 +329,7 @@ REFUSED: dict[str, tuple[ModelSource, Sizes, dict[str, Any], str]] = {
         source("llama"),
         {"tensor": 2},
         {"lora": LoraConfig()},
-        "parallel.tensor=2: adapters (lora) of linear modules that are cut are not there yet",
+        "parallel.tensor=2: adapters (lora) cannot follow matrices that are cut",
     ),
 }
 
