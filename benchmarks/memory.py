@@ -3,7 +3,7 @@
     python benchmarks/memory.py                      peak of two steps on one rank, beside what must be there
     python benchmarks/memory.py --load 4             peak of each of 4 ranks that load a folder and export it
     python benchmarks/memory.py --tokens 1024 --checkpointing --layers 24
-    python benchmarks/memory.py --optimizer adamw_8bit
+    python benchmarks/memory.py --moments 8bit
     python benchmarks/memory.py --layers 4 --tokens 8192 --row 8192 --checkpointing --mlp-chunk 512
 
 Each case runs in processes of its own. A peak is the process's (ru_maxrss); loading_gb and exporting_gb are
@@ -82,7 +82,7 @@ def train(folder: str, options: argparse.Namespace, store: str, answers: Any) ->
     mesh, before = rank_of(0, 1, store), peak()
     config = EngineConfig(gradient_checkpointing=options.checkpointing, logits_bytes=options.logits_bytes)
     optimizer, backend = (
-        OptimizerConfig(name=options.optimizer),
+        OptimizerConfig(moments=options.moments),
         TorchBackendConfig(mlp_chunk=options.mlp_chunk),
     )
     engine = FsdpEngine(ModelSource(path=folder), config, optimizer, mesh=mesh, backend=backend)
@@ -105,7 +105,7 @@ def train(folder: str, options: argparse.Namespace, store: str, answers: Any) ->
     answers.put(
         {
             "parameters": number,
-            "must_be_there_gb": model_bytes(number, 4, options.optimizer) / 1e9,
+            "must_be_there_gb": model_bytes(number, 4, options.moments) / 1e9,
             "before_gb": before,
             "built_gb": built,
             "peak_gb": peak(),
@@ -148,7 +148,7 @@ def main() -> None:
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--mlp-chunk", type=int, help="tokens in an MLP at one time")
     parser.add_argument("--logits-bytes", type=int, default=512 << 20)
-    parser.add_argument("--optimizer", choices=("adamw", "adamw_8bit"), default="adamw")
+    parser.add_argument("--moments", choices=("full", "8bit"), default="full")
     parser.add_argument("--load", type=int, metavar="RANKS", help="load and export instead of training")
     parser.add_argument("--json", type=Path, help="write the figures there")
     options = parser.parse_args()

@@ -186,7 +186,7 @@ class TestUnknownKeys:
         assert len(set(keys)) == len(keys)
         # 210, hub, template options, override of five models, balance, isolation, hangs, best,
         # tools, environments, full, python of engines, env, timeout, episode workers, states, restarts,
-        # an adapter's five of two models, and how engines get it, the names of two optimizers, mlp_chunk,
+        # an adapter's five of two models, and how engines get it, two optimizers' moments, mlp_chunk,
         # and four axes of five models
         assert len(leaves) <= 274
 

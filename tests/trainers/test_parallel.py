@@ -14,6 +14,7 @@ import safetensors.numpy
 from rondo.config import load
 from rondo.errors import ConfigError
 from rondo.trainers.commands.check import check_rl
+from rondo.trainers.program import check_parallel, settled
 from tests.trainers.conftest import metrics
 from tests.trainers.test_placement import PPO
 
@@ -99,3 +100,9 @@ def test_layouts_that_cannot_work_are_refused_before_anything_starts(
         check_rl(load([str(recipe)], overrides))
     assert message in str(caught.value)
     assert caught.value.key == key
+
+
+def test_a_model_that_a_warm_start_has_yet_to_make_is_not_looked_at() -> None:
+    config = settled(load(["quickstart"], ["cluster.device=cpu"]).config)
+    assert (config.model.path, config.model.config) == (None, None)
+    check_parallel("actor", config)

@@ -23,7 +23,7 @@ from tests.ranks import run_ranks
 from tests.training.helpers import FLOAT64, PolicyLoss, make_batch, make_engine, relative_difference, source
 from tests.training.layouts import layout, rows_of
 
-EIGHT = OptimizerConfig(name="adamw_8bit", lr=0.01)
+EIGHT = OptimizerConfig(moments="8bit", lr=0.01)
 # Every matrix has rows that can be cut into blocks (96 numbers, 128), and all but norms have 4,096 numbers.
 WIDE = {"hidden_size": 96, "intermediate_size": 128, "head_dim": 24}
 
@@ -133,7 +133,7 @@ def test_the_table_of_upper_bits_finds_what_a_search_finds(signed: bool) -> None
 def test_what_is_too_small_for_codes_is_torchs_adamw(mesh: DeviceMesh) -> None:
     settings = {"lr": 0.01, "betas": (0.9, 0.98), "weight_decay": 0.1}
     plain = make_engine(mesh, optimizer=OptimizerConfig(**settings), config=FLOAT64)
-    ours = make_engine(mesh, optimizer=OptimizerConfig(name="adamw_8bit", **settings), config=FLOAT64)
+    ours = make_engine(mesh, optimizer=OptimizerConfig(moments="8bit", **settings), config=FLOAT64)
     assert plain.optimizer is not None
     assert not any("codes" in name for name in ours.state())  # a width of 32
     for seed in range(3):
@@ -220,11 +220,11 @@ def test_a_nan_gradient_leaves_codes_and_scales(mesh: DeviceMesh) -> None:
         assert torch.equal(local_of(after[name]), local_of(before[name])), name
 
 
-@pytest.mark.parametrize(("saved", "now"), [("adamw", "adamw_8bit"), ("adamw_8bit", "adamw")])
+@pytest.mark.parametrize(("saved", "now"), [("full", "8bit"), ("8bit", "full")])
 def test_a_checkpoint_of_the_other_optimizer_is_refused(
     mesh: DeviceMesh, tmp_path: Path, saved: Any, now: Any
 ) -> None:
-    engine, other = (make_engine(mesh, source(**WIDE), OptimizerConfig(name=one)) for one in (saved, now))
+    engine, other = (make_engine(mesh, source(**WIDE), OptimizerConfig(moments=one)) for one in (saved, now))
     files = engine.save(str(tmp_path))
     with pytest.raises(CheckpointError, match="exp_avg"):
         other.load(str(tmp_path), files)

@@ -25,13 +25,13 @@ class Need:
     """What to lower."""
 
 
-def model_bytes(parameters: int, itemsize: int, optimizer: str | None = None) -> int:
-    """Returns what an engine holds of a model: the parameters, and of one that is trained (by an optimizer of
-    this name) as much for gradients, and the two moments of Adam.
+def model_bytes(parameters: int, itemsize: int, moments: str | None = None) -> int:
+    """Returns what an engine holds of a model: the parameters, and of one that is trained as much for
+    gradients, and the two moments of Adam (moments: full or 8bit).
     """
-    if optimizer is None:
+    if moments is None:
         return parameters * itemsize
-    moment = 1 if optimizer == "adamw_8bit" else itemsize
+    moment = 1 if moments == "8bit" else itemsize
     return parameters * 2 * (itemsize + moment)
 
 

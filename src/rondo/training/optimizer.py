@@ -67,7 +67,7 @@ class ShardedAdamW:
         self._locals = {name: torch.nn.Parameter(local_of(one)) for name, one in parameters.items()}
         # Called for its error: a schedule that cannot work fails now, not after the warm-up.
         lr_ratio(config.schedule.warmup_steps, config.schedule, total_steps)
-        in_8_bits = config.name == "adamw_8bit"
+        in_8_bits = config.moments == "8bit"
         kind = AdamW8bit if in_8_bits else functools.partial(torch.optim.AdamW, fused=True)
         self._adamw = kind(
             [local for local in self._locals.values() if local.numel()],  # a rank may have no row of one

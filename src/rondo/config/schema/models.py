@@ -98,12 +98,12 @@ ScheduleConfig = ConstantScheduleConfig | FallingScheduleConfig | WsdScheduleCon
 class OptimizerConfig:
     """AdamW, its schedule, and clipping."""
 
-    name: Literal["adamw", "adamw_8bit"] = "adamw"
-    """adamw_8bit: its moments take 8 bits a number, block by block, instead of those of `param_dtype`."""
     lr: Rate = 1e-6
     """The learning rate after the warm-up."""
     betas: tuple[Decay, Decay] = (0.9, 0.999)
     """Decay of the two moving averages."""
+    moments: Literal["full", "8bit"] = "full"
+    """What the two moving averages take: as much as parameters, or 8 bits a number, block by block."""
     eps: Positive = 1e-8
     """Added to the root of the second moment."""
     weight_decay: NonNegative = 0.01

@@ -84,8 +84,8 @@ def _of_models(config: Config, roles: Sequence[str], trained: Collection[str]) -
             continue
         itemsize = getattr(torch, engine.param_dtype).itemsize
         all_of_it = role in trained and getattr(engine, "lora", None) is None  # adapters are few
-        optimizer = getattr(config, section).optimizer.name if all_of_it else None
-        held = model_bytes(size(role), itemsize, optimizer)
+        moments = getattr(config, section).optimizer.moments if all_of_it else None
+        held = model_bytes(size(role), itemsize, moments)
         yield Need(role, held, (f"{section}.param_dtype",))
     if "rollout" in roles and not shares_weights(config):
         itemsize = getattr(torch, rollout_dtype(config)).itemsize

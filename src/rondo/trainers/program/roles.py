@@ -149,10 +149,10 @@ def check_parallel(role: str, config: Config) -> None:
     mesh_of(role, config, placement_of(config).devices(role))
     if config.cluster.backend.address is not None:
         return  # the model is on other machines, which check it
+    if config.model.path is None and config.model.config is None:
+        return  # a warm start has yet to make it
     section, sizes = parallel_of(role, config)
     source, lora = source_of(role, config), getattr(engine_of(role, config)[1], "lora", None)
-    if source.path is None and source.config is None:
-        return  # a warm start has yet to make it
     try:
         check_axes(load_model_config(source), sizes, lora=lora is not None)
     except ConfigError as error:
