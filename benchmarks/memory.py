@@ -3,6 +3,8 @@
     python benchmarks/memory.py                      peak of two steps on one rank, beside what must be there
     python benchmarks/memory.py --load 4             peak of each of 4 ranks that load a folder and export it
     python benchmarks/memory.py --tokens 1024 --checkpointing --layers 24
+    python benchmarks/memory.py --optimizer adamw_8bit
+    python benchmarks/memory.py --layers 4 --tokens 8192 --row 8192 --checkpointing --mlp-chunk 512
 
 Each case runs in processes of its own. A peak is the process's (ru_maxrss); loading_gb and exporting_gb are
 without what it had before the model.
@@ -31,7 +33,6 @@ SHAPE = {
     "tie_word_embeddings": True,
     "max_position_embeddings": 32_768,
 }
-ROW = 128  # tokens of a row, half of them a response
 
 
 def peak() -> float:
@@ -73,15 +74,20 @@ def train(folder: str, options: argparse.Namespace, store: str, answers: Any) ->
     import numpy as np
 
     from rondo.batch import Batch, ragged_rows
-    from rondo.config.schema import EngineConfig, OptimizerConfig
+    from rondo.config.schema import EngineConfig, OptimizerConfig, TorchBackendConfig
     from rondo.models import ModelSource
+    from rondo.planning.memory import model_bytes
     from rondo.training import FsdpEngine
 
     mesh, before = rank_of(0, 1, store), peak()
-    config = EngineConfig(gradient_checkpointing=options.checkpointing)
-    engine = FsdpEngine(ModelSource(path=folder), config, OptimizerConfig(), mesh=mesh)
-    built, rng, rows = peak(), np.random.default_rng(0), options.tokens // ROW
-    ids = [rng.integers(0, SHAPE["vocab_size"], ROW // 2) for _ in range(2 * rows)]
+    config = EngineConfig(gradient_checkpointing=options.checkpointing, logits_bytes=options.logits_bytes)
+    optimizer, backend = (
+        OptimizerConfig(name=options.optimizer),
+        TorchBackendConfig(mlp_chunk=options.mlp_chunk),
+    )
+    engine = FsdpEngine(ModelSource(path=folder), config, optimizer, mesh=mesh, backend=backend)
+    built, rng, rows = peak(), np.random.default_rng(0), options.tokens // options.row
+    ids = [rng.integers(0, SHAPE["vocab_size"], options.row // 2) for _ in range(2 * rows)]
     batch = Batch.of(
         {
             "row_id": np.arange(rows),
@@ -93,16 +99,18 @@ def train(folder: str, options: argparse.Namespace, store: str, answers: Any) ->
     started = time.process_time()
     for _ in range(2):
         engine.forward_backward(batch, Policy())
+        updating = time.process_time()
         engine.optimizer_step()
-    number = engine.num_parameters()
+    ended, number = time.process_time(), engine.num_parameters()
     answers.put(
         {
             "parameters": number,
-            "must_be_there_gb": 16 * number / 1e9,
+            "must_be_there_gb": model_bytes(number, 4, options.optimizer) / 1e9,
             "before_gb": before,
             "built_gb": built,
             "peak_gb": peak(),
-            "cpu_seconds": time.process_time() - started,
+            "cpu_seconds": ended - started,
+            "of_one_update": ended - updating,
         }
     )
 
@@ -135,8 +143,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tokens", type=int, default=1024, help="of a step")
+    parser.add_argument("--row", type=int, default=128, help="tokens of a row, half of them a response")
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--mlp-chunk", type=int, help="tokens in an MLP at one time")
+    parser.add_argument("--logits-bytes", type=int, default=512 << 20)
+    parser.add_argument("--optimizer", choices=("adamw", "adamw_8bit"), default="adamw")
     parser.add_argument("--load", type=int, metavar="RANKS", help="load and export instead of training")
     parser.add_argument("--json", type=Path, help="write the figures there")
     options = parser.parse_args()

@@ -159,9 +159,12 @@ def test_what_is_in_flight_ends_under_its_own_version(adapted: Adapted) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_all_linear_modules_of_a_family(kind: str, family: str) -> None:
-    size = {"hidden_size": 128}  # heads of 32, which both engines can have on a CPU
+    # Sizes that both engines can have on a CPU.
+    size: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 64}
     if hasattr(load_model_config(ModelSource(config=config_of(family))), "head_dim"):
         size["head_dim"] = 32
+    if (kind, family) == ("sglang", "llama"):
+        size["mlp_bias"] = False
     source, model = ModelSource(config=config_of(family, **size)), make(family, **size)
     adapters = all_linear(model)
     engine = start(kind, source=source, adapters=adapters, max_context=100)

@@ -85,7 +85,7 @@ def test_a_snapshot_is_taken_over_again(cuda_mesh: DeviceMesh, config: dict[str,
 
 
 def test_gathering_gives_memory_back(cuda_mesh: DeviceMesh) -> None:
-    trained = engine(cuda_mesh, {"logits_chunk": 4096}, hidden_size=256, vocab_size=8000)
+    trained = engine(cuda_mesh, {"logits_bytes": 64 << 20}, hidden_size=256, vocab_size=8000)
     trained.forward_backward(make_batch(LONG), PolicyLoss())
     trained.optimizer_step()
     kept = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
@@ -112,10 +112,10 @@ def test_the_head_of_a_large_vocabulary_needs_little_memory() -> None:
     weight = (torch.randn(151_936, 512, device="cuda") / 512**0.5).bfloat16().requires_grad_()
     targets = torch.randint(0, len(weight), (len(hidden),), device="cuda")
     results = []
-    for chunk in (8192, 100):
+    for chunk_bytes in (512 << 20, 64 << 20):
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        log_probs = token_log_probs(hidden, weight, None, targets, chunk=chunk)["log_probs"]
+        log_probs = token_log_probs(hidden, weight, None, targets, chunk_bytes=chunk_bytes)["log_probs"]
         gradients = torch.autograd.grad(log_probs.sum(), (hidden, weight))
         assert torch.cuda.max_memory_allocated() - before < 3 << 30
         results.append((log_probs.detach(), *gradients))

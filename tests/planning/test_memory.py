@@ -11,8 +11,9 @@ GIB = 1 << 30
 
 
 def test_a_model_that_is_trained_is_held_four_times() -> None:
-    assert model_bytes(1000, 2, trained=False) == 2000
-    assert model_bytes(1000, 4, trained=True) == 16_000
+    assert model_bytes(1000, 2) == 2000
+    assert model_bytes(1000, 4, "adamw") == 16_000
+    assert model_bytes(1000, 4, "adamw_8bit") == 10_000
 
 
 def test_the_largest_owner_is_named_first_and_is_what_to_lower() -> None:

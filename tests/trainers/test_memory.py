@@ -53,6 +53,8 @@ def test_each_owner_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     wide = taken(monkeypatch, "actor.param_dtype=float64")  # of which the sampler has a copy in float32
     assert wide == rows + learners + reference + 4 * 4 * COUNT + 4 * COUNT
     assert taken(monkeypatch, "actor.offload_optimizer=true") == rows + learners + reference - 4 * 4 * COUNT
+    small = taken(monkeypatch, "actor.optimizer.name=adamw_8bit")
+    assert small == rows + learners + reference - (4 + 4 - 1 - 1) * COUNT
     own = taken(monkeypatch, "trainer.max_staleness=1")
     assert own == rows + learners + reference + 4 * COUNT
     three = taken(monkeypatch, "rollout.replicas=3")

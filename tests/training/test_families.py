@@ -138,7 +138,7 @@ def test_packed_equals_alone(mesh: DeviceMesh, tmp_path: Path, family: str) -> N
             loss.backward()
         wanted = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
         for budget in budgets:
-            config = {**FLOAT64, "token_budget": budget, "logits_chunk": 9}
+            config = {**FLOAT64, "token_budget": budget, "logits_bytes": 4096}
             engine = make_engine(mesh, ModelSource(str(tmp_path)), config=config, temperature=TEMPERATURE)
             with InFloat64():
                 got = engine.forward(batch, {"log_probs": "x"}).rows("x")

@@ -83,7 +83,9 @@ def test_log_probs_at_ids_against_autograd(chunk: int) -> None:
     ids = torch.cat([ids, ids[:, :1]], 1)
     mine, theirs = ([t.clone().requires_grad_() for t in (hidden, weight)] for _ in range(2))
     wanted = ("topk_log_probs", "entropy", "sum_p_squared", "log_probs")
-    got = token_log_probs(*mine, None, targets, wanted, topk=ids.int(), temperature=0.6, chunk=chunk)
+    got = token_log_probs(
+        *mine, None, targets, wanted, topk=ids.int(), temperature=0.6, chunk_bytes=chunk * VOCAB * 8
+    )
     log_softmax = torch.log_softmax(theirs[0] @ theirs[1].T / 0.6, -1)
     expected = {
         "topk_log_probs": log_softmax.gather(1, ids),
@@ -129,8 +131,8 @@ def test_gradient_through_given_ids_for_any_cut(mesh: DeviceMesh, k: int) -> Non
         loss = loss + (torch.from_numpy(batch.rows("token_weight")[i]) * (chosen - 0.3 * entropy)).sum()
     loss.backward()
     names = dict(model.named_parameters())
-    for budget, chunk in ((10_000, 4096), (10_000, 7), (30, 5)):
-        config = {**FLOAT64, "token_budget": budget, "logits_chunk": chunk}
+    for budget, chunk in ((10_000, 1 << 20), (10_000, 4096), (30, 4096)):
+        config = {**FLOAT64, "token_budget": budget, "logits_bytes": chunk}
         engine = make_engine(mesh, config=config, temperature=temperature)
         stats = engine.forward_backward(batch, DistillLoss())
         assert stats.means["loss"][0] == pytest.approx(float(loss.detach()), rel=1e-12)
@@ -139,7 +141,7 @@ def test_gradient_through_given_ids_for_any_cut(mesh: DeviceMesh, k: int) -> Non
 
 
 def test_forward_gives_several_columns_in_one_pass(mesh: DeviceMesh) -> None:
-    config = {**FLOAT64, "token_budget": 40, "logits_chunk": 6}
+    config = {**FLOAT64, "token_budget": 40, "logits_bytes": 4096}
     engine = make_engine(mesh, optimizer=None, config=config, temperature=0.7)
     batch = with_teacher(make_batch(), 3)
     out = engine.forward(
@@ -274,7 +276,7 @@ def _pair_gradients(rank: int, world: int) -> dict[int, tuple[float, dict[str, t
         engine = make_engine(mesh, source("llama"), config={**FLOAT64, "token_budget": budget}, head="value")
         weight = torch.randn(1, 32, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
         head = engine._shards["value_head.weight"]
-        head.detach().copy_(distribute_tensor(weight, mesh, head.placements))
+        head.detach().copy_(distribute_tensor(weight, head.device_mesh, head.placements))
         stats = engine.forward_backward(mine, PairLoss())
         out[budget] = (stats.means.get("loss", (0.0, 0.0))[0], full_gradients(engine))
     return out

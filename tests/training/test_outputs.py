@@ -73,11 +73,11 @@ def reference_outputs(
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-@pytest.mark.parametrize(("temperature", "budget", "chunk"), [(1.0, 10_000, 4096), (0.7, 24, 5)])
+@pytest.mark.parametrize(("temperature", "budget", "chunk"), [(1.0, 10_000, 1 << 20), (0.7, 24, 4096)])
 def test_packed_outputs_equal_separate_documents(
     mesh: DeviceMesh, name: str, temperature: float, budget: int, chunk: int
 ) -> None:
-    config = {"token_budget": budget, "logits_chunk": chunk}
+    config = {"token_budget": budget, "logits_bytes": chunk}
     engine = make_engine(mesh, source(name), None, config, temperature=temperature)
     batch = make_batch()
     result = engine.forward(batch, {"log_probs": "old_log_probs", "entropy": "entropy"})
@@ -109,7 +109,10 @@ def test_gradients_equal_separate_documents(mesh: DeviceMesh, name: str, case: s
     loss.backward()
     for budget in (10_000, 150 if case == "long" else 30):
         engine = make_engine(
-            mesh, source(name), config={**FLOAT64, "token_budget": budget, "logits_chunk": 9}, temperature=0.8
+            mesh,
+            source(name),
+            config={**FLOAT64, "token_budget": budget, "logits_bytes": 4096},
+            temperature=0.8,
         )
         stats = engine.forward_backward(batch, PolicyLoss())
         assert stats.means["loss"][0] == pytest.approx(float(loss.detach()), rel=tolerance / 100)
@@ -171,7 +174,7 @@ def test_bfloat16_compute_stays_close_and_keeps_float32_masters(mesh: DeviceMesh
     assert all(shard.dtype == torch.float32 for shard in engine._shards.values())
 
 
-@pytest.mark.parametrize("kept", [0, 1 << 20])
+@pytest.mark.parametrize("kept", [0, 100])
 @pytest.mark.parametrize("chunk", [3, 100])
 @pytest.mark.parametrize("transform", [AS_THEY_ARE, LogitTransform(0.3), LogitTransform(1.5, 2.0)])
 def test_log_prob_head_against_autograd(
@@ -181,14 +184,15 @@ def test_log_prob_head_against_autograd(
     tokens; one chunk or several, kept until the backward pass or computed again, as a second backward pass
     always does.
     """
-    monkeypatch.setattr(head, "KEPT_BYTES", kept)
+    monkeypatch.setattr(head, "KEPT_CHUNKS", kept)
     torch.manual_seed(0)
     hidden, weight = torch.randn(10, 6, dtype=torch.float64), torch.randn(VOCAB, 6, dtype=torch.float64)
     bias, targets = torch.randn(VOCAB, dtype=torch.float64), torch.randint(0, VOCAB, (10,))
     mine = [t.clone().requires_grad_() for t in (hidden, weight, bias)]
     theirs = [t.clone().requires_grad_() for t in (hidden, weight, bias)]
     names = ("log_probs", "entropy", "topk_log_probs", "topk_ids")
-    got = token_log_probs(*mine, targets, names, topk=3, transform=transform, temperature=1.7, chunk=chunk)
+    options: dict[str, Any] = {"topk": 3, "temperature": 1.7, "chunk_bytes": chunk * VOCAB * 8}
+    got = token_log_probs(*mine, targets, names, transform=transform, **options)
     log_probs, entropy, topk = (got[name] for name in names[:3])
     logits = transform.scale * (theirs[0] @ theirs[1].T + theirs[2])
     if transform.softcap is not None:
@@ -212,8 +216,8 @@ def test_log_prob_head_against_autograd(
 
 
 def test_chunks_are_cut_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The logits of one chunk take at most CHUNK_BYTES, in both passes; one position always fits. What fits
-    in KEPT_BYTES is not computed again.
+    """The logits of one chunk take at most chunk_bytes, in both passes; one position always fits. What fits
+    in KEPT_CHUNKS chunks is not computed again.
     """
     torch.manual_seed(0)
     seen: list[int] = []
@@ -227,13 +231,15 @@ def test_chunks_are_cut_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, weight = torch.randn(10, 6, requires_grad=True), torch.randn(VOCAB, 6)
     targets = torch.randint(0, VOCAB, (10,))
     everything = 10 * VOCAB * 4
-    for budget, chunk, sizes in ((VOCAB * 16 + 3, 9, [4, 4, 2]), (1 << 20, 9, [5, 5]), (1, 9, [1] * 10)):
-        monkeypatch.setattr(head, "CHUNK_BYTES", budget)
-        for kept, again in ((everything - 1, sizes), (everything, [])):
-            monkeypatch.setattr(head, "KEPT_BYTES", kept)
+    row = VOCAB * 4
+    for budget, sizes in ((4 * row + 3, [4, 4, 2]), (9 * row, [5, 5]), (1, [1] * 10), (1 << 20, [10])):
+        for kept, again in (((everything - 1) / budget, sizes), ((everything + 0.5) / budget, [])):
+            monkeypatch.setattr(head, "KEPT_CHUNKS", kept)
             seen.clear()
-            token_log_probs(hidden, weight, None, targets, chunk=chunk)["log_probs"].sum().backward()
+            token_log_probs(hidden, weight, None, targets, chunk_bytes=budget)["log_probs"].sum().backward()
             assert seen == [*sizes, *again]
+    monkeypatch.undo()
+    assert head.KEPT_CHUNKS == 2
 
 
 def test_rows_without_response_and_empty_batches(mesh: DeviceMesh) -> None:

@@ -50,7 +50,7 @@ def _gradients(rank: int, world: int) -> dict[str, tuple[float, Gradients]]:
     cases: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         "float64": ({**FLOAT64, "token_budget": whole}, {}),
         "float64 micro": (
-            {**FLOAT64, "token_budget": 30, "logits_chunk": 4, "gradient_checkpointing": True},
+            {**FLOAT64, "token_budget": 30, "logits_bytes": 4096, "gradient_checkpointing": True},
             {},
         ),
         "float32": ({"token_budget": whole}, {}),

@@ -126,7 +126,7 @@ def test_layout_and_checksums_say_the_same_on_any_number_of_ranks() -> None:
             assert full == whole
             assert half == halves
             everyone = Layout.replicated(layout.parameters, layout.ranks)
-            assert plan_transfer(layout, everyone, 10_000).bytes_needed == (world - 1) * layout.num_bytes
+            assert plan_transfer(layout, everyone, 10_000).bytes_moved == (world - 1) * layout.num_bytes
 
 
 def _wrong(rank: int, world: int, fault: str) -> str:

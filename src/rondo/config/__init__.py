@@ -24,6 +24,7 @@ from rondo.config.schema import (
     LocalBackendConfig,
     ModelConfig,
     OptimizerConfig,
+    ParallelConfig,
     RewardConfig,
     RewardFunctionConfig,
     RewardModelConfig,

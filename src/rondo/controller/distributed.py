@@ -14,7 +14,7 @@ import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from rondo.controller.mesh import Mesh
+from rondo.controller.mesh import Axes
 from rondo.errors import ConfigError
 
 # Where torch keeps it: of all backends but NCCL, and, in builds for CUDA, of NCCL. Each holds the last
@@ -65,34 +65,42 @@ Groups = dict[tuple[int, ...], dist.ProcessGroup]
 
 
 def axis_groups(
-    mesh: Mesh, ranks: Sequence[int], known: Groups, timeout: timedelta
+    axes: Axes, ranks: Sequence[int], known: Groups, timeout: timedelta
 ) -> tuple[dist.ProcessGroup, ...]:
-    """Returns, of each axis of a mesh over these ranks of the world, the process group that this process is
-    in; () for a process that is not among `ranks`.
+    """Returns, of each axis of a grid of these ranks of the world, the process group that this process is in;
+    () for a process that is not among `ranks`.
 
     known: groups by their ranks, to which new ones are added. Roles on the same ranks share theirs (with NCCL
     each has buffers of hundreds of MB): their calls run in one order on all ranks (`Host`). The default group
     is none of them. Collective over the *whole* world, in one order everywhere.
     """
-    grid = np.asarray(ranks).reshape(mesh.shape)
+    shape = [size for _, size in axes]
+    grid, here = np.asarray(ranks).reshape(shape), dist.get_rank()
     mine = []
-    for axis, name in enumerate(mesh.names):
-        for members in map(tuple, np.moveaxis(grid, axis, -1).reshape(-1, mesh.shape[axis]).tolist()):
-            if members not in known:
-                known[members] = dist.new_group(members, timeout=timeout, group_desc=f"rondo_{name}")
-            if dist.get_rank() in members:
+    for axis, (name, size) in enumerate(axes):
+        for members in map(tuple, np.moveaxis(grid, axis, -1).reshape(-1, size).tolist()):
+            if members not in known and (size > 1 or here in members):
+                # Whoever is alone makes its group alone: the whole world would wait for every one of them.
+                known[members] = dist.new_group(
+                    members,
+                    timeout=timeout,
+                    group_desc=f"rondo_{name}",
+                    use_local_synchronization=size == 1,
+                )
+            if here in members:
                 mine.append(known[members])
     return tuple(mine)
 
 
 def device_mesh_of(
-    mesh: Mesh, ranks: Sequence[int], groups: Sequence[dist.ProcessGroup], device_type: str
+    axes: Axes, ranks: Sequence[int], groups: Sequence[dist.ProcessGroup], device_type: str
 ) -> DeviceMesh:
-    """Makes a DeviceMesh with the mesh's axis names on existing groups. Moves nothing."""
+    """Makes a DeviceMesh with the axes' names on existing groups. Moves nothing."""
+    names = tuple(name for name, _ in axes)
     if len(groups) == 1:
-        return DeviceMesh.from_group(groups[0], device_type, mesh_dim_names=mesh.names)
-    grid = torch.tensor(ranks, dtype=torch.int).reshape(mesh.shape)
-    return DeviceMesh.from_group(list(groups), device_type, mesh=grid, mesh_dim_names=mesh.names)
+        return DeviceMesh.from_group(groups[0], device_type, mesh_dim_names=names)
+    grid = torch.tensor(ranks, dtype=torch.int).reshape([size for _, size in axes])
+    return DeviceMesh.from_group(list(groups), device_type, mesh=grid, mesh_dim_names=names)
 
 
 def flight_record() -> str:

@@ -18,7 +18,7 @@ import gc
 import logging
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -97,7 +97,7 @@ class Host:
         self.device = device
         self.threads = threads
         self.workers: dict[str, Worker] = {}
-        self._meshes: dict[str, tuple[NewMesh, tuple[dist.ProcessGroup, ...]]] = {}
+        self._meshes: dict[str, tuple[NewMesh, Mapping[str, tuple[dist.ProcessGroup, ...]]]] = {}
         self._groups: Groups = {}
         self._timeout = timedelta(seconds=timeout_seconds)
         self._started_distributed = False
@@ -190,7 +190,13 @@ class Host:
 
     def _join(self, call: Call) -> None:
         new: NewMesh = call.args[0]
-        self._meshes[call.role] = new, axis_groups(new.mesh, new.ranks, self._groups, self._timeout)
+        self._meshes[call.role] = (
+            new,
+            {
+                name: axis_groups(axes, new.ranks, self._groups, self._timeout)
+                for name, axes in new.mesh.grids.items()
+            },
+        )
 
     def _create(self, call: Call) -> None:
         new: NewWorker = call.args[0]

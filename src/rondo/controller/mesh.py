@@ -7,21 +7,26 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
+from rondo.config.schema import ParallelConfig
 from rondo.errors import ConfigError
 
 AXES = ("pp", "dp", "cp", "tp")
+Axes = tuple[tuple[str, int], ...]
+DATA = "data"
 
 
 @dataclass(frozen=True)
 class Mesh:
     """axes: (name, size), outermost first; a rank counts its coordinates in that order, the last axis
-    fastest.
+    fastest. views: further grids of the same ranks, by name, for what is spread over them otherwise than
+    rows.
 
     Names are pipeline (`pp`), data (`dp`), context (`cp`) and tensor (`tp`) parallel; an axis that is not
     named has size 1. Raises ConfigError for other names, repeated names, and sizes below 1.
     """
 
-    axes: tuple[tuple[str, int], ...]
+    axes: Axes
+    views: tuple[tuple[str, Axes], ...] = ()
 
     def __post_init__(self) -> None:
         names = self.names
@@ -35,6 +40,48 @@ class Mesh:
     def data_parallel(cls, size: int) -> Mesh:
         """Returns the mesh with all ranks on one `dp` axis."""
         return cls((("dp", size),))
+
+    @classmethod
+    def parallel(cls, size: int, sizes: ParallelConfig, key: str = "parallel") -> Mesh:
+        """Returns the mesh of a model that is spread over `size` ranks; they shard what the axes leave.
+
+        Rows go to replicate · shard / context places. Views: `dense` (replicate, shard, tensor), of all
+        parameters but those of experts; `expert` (replicate, expert_shard, expert), of these, where that
+        differs; `single` (everyone, alone). Axes of one rank are left out, but for those that shard and
+        `expert`. Raises ConfigError, by the key, for sizes that do not divide the ranks.
+        """
+        tensor, context, expert, replicate = sizes.tensor, sizes.context, sizes.expert, sizes.replicate
+        shard, rest = divmod(size, replicate * tensor)
+        if rest:
+            raise ConfigError(
+                f"{key}: replicate={replicate} · tensor={tensor} does not divide the {size} ranks", key=key
+            )
+        for name, axis, of, what in (
+            ("context", context, shard, "that shard"),
+            ("expert", expert, shard * tensor, "of one copy of the model"),
+        ):
+            if of % axis:
+                raise ConfigError(
+                    f"{key}.{name}={axis} does not divide the {of} ranks {what}", key=f"{key}.{name}"
+                )
+        views = {
+            "dense": _without_ones((("replicate", replicate), ("shard", shard), ("tensor", tensor)), "shard"),
+            "single": (("everyone", size), ("alone", 1)),
+        }
+        if tensor > 1 or expert > 1:
+            experts = (
+                ("replicate", replicate),
+                ("expert_shard", shard * tensor // expert),
+                ("expert", expert),
+            )
+            views["expert"] = _without_ones(experts, "expert_shard", "expert")
+        rows = (("dp", replicate * shard // context), ("cp", context), ("tp", tensor))
+        return cls(_without_ones(rows, "dp"), tuple(views.items()))
+
+    @property
+    def grids(self) -> dict[str, Axes]:
+        """Returns the axes of every grid, by its name; `data` is that of rows."""
+        return {DATA: self.axes, **dict(self.views)}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -81,3 +128,7 @@ class Mesh:
             if all(at == wanted[name] for name, at in self.coords(rank).items() if name != "dp")
         )
         return tuple(sorted(chosen, key=lambda rank: self.dp_shards[rank]))
+
+
+def _without_ones(axes: Axes, *keep: str) -> Axes:
+    return tuple((name, size) for name, size in axes if size > 1 or name in keep)

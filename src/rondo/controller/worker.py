@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rondo.controller.dispatch import dispatch
 from rondo.controller.distributed import device_mesh_of
-from rondo.controller.mesh import Mesh
+from rondo.controller.mesh import DATA, Mesh
 
 
 class Worker:
@@ -56,17 +56,18 @@ class WorkerContext:
     mesh: Mesh
     # The group's ranks in the world of hosts.
     ranks: tuple[int, ...]
-    # One process group per mesh axis.
-    groups: tuple[ProcessGroup, ...]
+    # By the name of each of the mesh's grids, one process group per axis.
+    groups: Mapping[str, tuple[ProcessGroup, ...]]
     # What CUDA_VISIBLE_DEVICES must name for a child process that computes on all devices of this rank; () on
     # a CPU, and where they are one's own already.
     accelerators: tuple[str, ...] = ()
-    _device_mesh: DeviceMesh | None = field(default=None, repr=False)
+    _device_meshes: dict[str, DeviceMesh] = field(default_factory=dict, repr=False)
 
-    def device_mesh(self) -> DeviceMesh:
-        """Returns a torch DeviceMesh over the group's ranks with the mesh's axis names, on process groups of
-        its own."""
-        if self._device_mesh is None:
-            device_type = self.device.partition(":")[0]
-            self._device_mesh = device_mesh_of(self.mesh, self.ranks, self.groups, device_type)
-        return self._device_mesh
+    def device_mesh(self, grid: str = DATA) -> DeviceMesh:
+        """Returns a torch DeviceMesh over the group's ranks with the axis names of one of the mesh's grids,
+        on process groups of its own. Raises KeyError where the mesh has no such grid.
+        """
+        if grid not in self._device_meshes:
+            device_type, axes = self.device.partition(":")[0], self.mesh.grids[grid]
+            self._device_meshes[grid] = device_mesh_of(axes, self.ranks, self.groups[grid], device_type)
+        return self._device_meshes[grid]

@@ -126,7 +126,11 @@ def varlen_attention(
         window = None
     rule = Rule(query.shape[-1] ** -0.5 if scaling is None else scaling, window, softcap)
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [N, heads, D]
-    return attend(q, k, v, s_aux, documents, rule)[None], None
+    context = documents.context
+    if context is None:
+        return attend(q, k, v, s_aux, documents, rule)[None], None
+    q, k, v = (context.all_tokens(tensor) for tensor in (q, k, v))
+    return context.all_heads(attend(q, k, v, context.own_heads(s_aux), documents, rule))[None], None
 
 
 def _refuse(

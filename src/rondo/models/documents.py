@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from rondo.errors import TrainError
+from rondo.models.context import Context
 
 _CACHE_ELEMENTS = 1 << 17  # scores per bucket on a CPU: what stays in a core's own cache
 
@@ -64,6 +65,7 @@ class Documents:
     max_length: int  # of a document and its prefix
     buckets: tuple[Bucket, ...] = ()
     unpadding: Unpadding | None = None
+    context: Context | None = None  # the ranks that the tokens are divided between
 
 
 def plan_documents(
@@ -73,19 +75,20 @@ def plan_documents(
     heads: Heads,
     device: torch.device,
     prefixes: np.ndarray | None = None,
+    context: Context | None = None,
 ) -> Documents:
     """Everything about a micro-batch that attention needs and that depends on lengths only.
 
     lengths: int [B], each at least 1; the documents lie one after another. prefixes: int [B], which document
     each one continues (its tokens come first, and are seen by all of this one's), -1 for none; only with the
-    short kernel.
+    short kernel. heads: those of this rank, in attention.
     """
     lengths = np.asarray(lengths, np.int64)
     prefixes = np.full(len(lengths), -1) if prefixes is None else np.asarray(prefixes, np.int64)
     prefix_lengths = np.where(prefixes >= 0, lengths[prefixes], 0)
     cu_seqlens = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)).to(device)
     longest = int((lengths + prefix_lengths).max(initial=0))
-    plan = Documents(kernel, tuple(lengths.tolist()), cu_seqlens, longest)
+    plan = Documents(kernel, tuple(lengths.tolist()), cu_seqlens, longest, context=context)
     if kernel != "short":
         if np.any(prefixes >= 0):
             raise TrainError(

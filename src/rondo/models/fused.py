@@ -30,9 +30,11 @@ Result = TypeVar("Result")
 _PROBE = np.array([3, 2, 4])  # lengths of the documents that a replaced attention is tried on
 
 
-def use_fused_modules(model: PreTrainedModel, device: torch.device | str = "cpu") -> dict[str, int]:
-    """Replaces `forward` of norms and attention modules that compute what ours do; returns how many of each
-    kind.
+def use_fused_modules(
+    model: PreTrainedModel, device: torch.device | str = "cpu", *, attention: bool = True
+) -> dict[str, int]:
+    """Replaces `forward` of norms and, if asked, of attention modules that compute what ours do; returns how
+    many of each kind.
 
     For float32 or float64 parameters on a CPU, in a model that was built for packed attention; otherwise
     nothing happens. device: where the parameters are, or will be; those without data are tried with random
@@ -49,7 +51,7 @@ def use_fused_modules(model: PreTrainedModel, device: torch.device | str = "cpu"
             if eps is not None:
                 module.forward = functools.partial(_norm_forward, module, eps, module.forward)
                 counts["rms_norm"] += 1
-        for module in model.modules():
+        for module in model.modules() if attention else ():
             forward = _tried(_fused_attention, model, module) if _has_projections(module) else None
             if forward is not None:
                 module.forward = forward

@@ -41,6 +41,7 @@ from rondo.models.quantised import plain_tensors, quantisation_of
 from rondo.models.source import ModelSource, TokenizerSource
 from rondo.models.stored import StoredModel, parameters_on_meta
 
+Kernels = Literal["auto", "norms", "transformers"]
 # Keys that every config takes although its class does not declare them.
 _UNDECLARED = frozenset({"rope_theta", "rope_scaling", "dtype"})
 _log = logging.getLogger(__name__)
@@ -129,7 +130,7 @@ def build_model(
     source: ModelSource,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
-    kernels: Literal["auto", "transformers"] = "auto",
+    kernels: Kernels = "auto",
     *,
     output_head: bool = True,
 ) -> PreTrainedModel:
@@ -138,8 +139,9 @@ def build_model(
 
     Random weights depend on `source.seed` only; the global generator is left as it was. Models that cannot be
     packed (`Family.not_packable`) keep transformers' own attention. kernels: "auto" replaces norms and
-    attention modules by leaner ones that compute the same (`models/fused.py`). output_head: whether a folder
-    must have one (a critic's has none, and the model's is random then). Raises DataError or ConfigError.
+    attention modules by leaner ones that compute the same (`models/fused.py`), "norms" those only.
+    output_head: whether a folder must have one (a critic's has none, and the model's is random then). Raises
+    DataError or ConfigError.
     """
     config = _config_for_packing(source)
     if source.config is not None:
@@ -153,7 +155,7 @@ def build_empty(
     source: ModelSource,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
-    kernels: Literal["auto", "transformers"] = "auto",
+    kernels: Kernels = "auto",
     *,
     output_head: bool = True,
 ) -> tuple[PreTrainedModel, StoredModel | None]:
@@ -182,15 +184,15 @@ def _config_for_packing(source: ModelSource) -> PreTrainedConfig:
 
 
 def _finished(
-    model: PreTrainedModel, dtype: torch.dtype, device: torch.device | str, kernels: str
+    model: PreTrainedModel, dtype: torch.dtype, device: torch.device | str, kernels: Kernels
 ) -> PreTrainedModel:
     cast_model(model, dtype)
     model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
     model.eval()  # no dropout, no noise in routers, in training either: samplers have none
     if dtype is torch.float64:
         model.set_experts_implementation("eager")  # torch's grouped product of matrices has no float64
-    if kernels == "auto" and not family_of(model.config).not_packable:
-        use_fused_modules(model, device)
+    if kernels != "transformers" and not family_of(model.config).not_packable:
+        use_fused_modules(model, device, attention=kernels == "auto")
     return model
 
 

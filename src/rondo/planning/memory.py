@@ -25,11 +25,14 @@ class Need:
     """What to lower."""
 
 
-def model_bytes(parameters: int, itemsize: int, *, trained: bool) -> int:
-    """Returns what an engine holds of a model: the parameters, and of one that is trained as much each for
-    gradients and the two moments of Adam.
+def model_bytes(parameters: int, itemsize: int, optimizer: str | None = None) -> int:
+    """Returns what an engine holds of a model: the parameters, and of one that is trained (by an optimizer of
+    this name) as much for gradients, and the two moments of Adam.
     """
-    return parameters * itemsize * (4 if trained else 1)
+    if optimizer is None:
+        return parameters * itemsize
+    moment = 1 if optimizer == "adamw_8bit" else itemsize
+    return parameters * 2 * (itemsize + moment)
 
 
 def check_fits(needs: Sequence[Need], free: int, where: str) -> None:

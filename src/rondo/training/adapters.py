@@ -29,6 +29,7 @@ from rondo.models.lora import (
 )
 from rondo.training.export import VALUE_HEAD
 from rondo.training.sharding import LocalRows, checksums_of, gather_buckets, layout_of, wire_dtypes
+from rondo.training.views import Views
 from rondo.weights.checksum import checksum, combine, signed
 from rondo.weights.layout import Layout
 from rondo.weights.sync import Sent
@@ -73,33 +74,34 @@ class Adapters:
         self,
         shards: Mapping[str, DTensor],
         factors: Mapping[str, DTensor],
-        group: dist.ProcessGroup,
+        views: Views,
     ) -> MergedRows:
         """Returns this rank's rows of the weights with the adapters in them. Collective: A and B, which are
         small, are gathered.
         """
-        whole = self._whole(factors, group)
-        return MergedRows(shards, self._adapters, whole, dist.get_rank(group), dist.get_world_size(group))
+        whole = self._whole(factors, views)
+        return MergedRows(shards, self._adapters, whole, dist.get_rank(views.everyone), views.size)
 
-    def _whole(self, factors: Mapping[str, DTensor], group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
-        wire = wire_dtypes(self._model, factors, None)
-        return dict(gather_buckets(factors, group, _BUCKET_BYTES, wire))
+    def _whole(self, factors: Mapping[str, DTensor], views: Views) -> dict[str, torch.Tensor]:
+        layout = layout_of(factors, views, wire_dtypes(self._model, factors, None))
+        return dict(gather_buckets(layout, LocalRows(factors), views.everyone, _BUCKET_BYTES))
 
-    def base_checksum(self, shards: Mapping[str, DTensor], group: dist.ProcessGroup) -> torch.Tensor:
+    def base_checksum(self, shards: Mapping[str, DTensor], views: Views) -> torch.Tensor:
         """Returns a number of the model's weights, int64 [1], the same for every dtype that they may rest in:
         taken in bfloat16. Collective the first time.
         """
         if self._base_checksum is None:
             base = {name: shard for name, shard in shards.items() if not self.learns(name)}
-            sums = checksums_of(base, group, wire_dtypes(self._model, base, "bfloat16"))
+            layout = layout_of(base, views, wire_dtypes(self._model, base, "bfloat16"))
+            sums = checksums_of(layout, LocalRows(base), views.everyone)
             self._base_checksum = torch.tensor([signed(combine(sums.values()))])
         return self._base_checksum
 
-    def check_path(self, shards: Mapping[str, DTensor], group: dist.ProcessGroup) -> None:
+    def check_path(self, shards: Mapping[str, DTensor], views: Views) -> None:
         """Raises ConfigError where lora.path was trained by rondo on another model. Collective."""
         if self.config.path is None:
             return
-        theirs, ours = base_checksum_of(self.config.path), int(self.base_checksum(shards, group))
+        theirs, ours = base_checksum_of(self.config.path), int(self.base_checksum(shards, views))
         if theirs not in (None, ours):
             raise ConfigError(
                 f"lora.path: the adapter in {self.config.path} was trained on a model with other weights: "
@@ -121,14 +123,14 @@ class Adapters:
         factors: Mapping[str, DTensor],
         shards: Mapping[str, DTensor],
         base: str | None,
-        group: dist.ProcessGroup,
+        views: Views,
     ) -> None:
         """Writes a folder that peft loads, and reads it again to compare. Collective; the first rank writes.
 
         base: the model's folder or hub id, as peft notes it. Raises CheckpointError.
         """
-        tensors, base_checksum = self._whole(factors, group), int(self.base_checksum(shards, group))
-        if dist.get_rank(group) != 0:
+        tensors, base_checksum = self._whole(factors, views), int(self.base_checksum(shards, views))
+        if dist.get_rank(views.everyone) != 0:
             return
         write_adapter(Path(path), tensors, self.config, base, base_checksum)
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -203,14 +205,16 @@ class Unmerged:
 
     def layout(self, dtype: str | None = None) -> Layout:
         """See `FsdpEngine.layout`."""
-        return layout_of(self._shards(), self._engine._group, self._wire(dtype))
+        lm, factors, shards = self._engine._model.lm, self._engine._factors, self._shards()
+        wire = wire_dtypes(lm, shards, dtype) | wire_dtypes(lm, factors, None)
+        return layout_of(shards, self._engine.views, wire)
 
     def gathered_parameters(
         self, bucket_bytes: int, dtype: str | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """See `FsdpEngine.gathered_parameters`."""
-        with self._engine._awake():
-            yield from gather_buckets(self._shards(), self._engine._group, bucket_bytes, self._wire(dtype))
+        with self.named_shards() as rows:
+            yield from gather_buckets(self.layout(dtype), rows, self._engine.views.everyone, bucket_bytes)
         self._engine._release_memory()
 
     @contextmanager
@@ -221,15 +225,10 @@ class Unmerged:
 
     def parameter_checksums(self, dtype: str | None = None) -> dict[str, int]:
         """See `FsdpEngine.parameter_checksums`."""
-        with self._engine._awake():
-            return checksums_of(self._shards(), self._engine._group, self._wire(dtype))
+        with self.named_shards() as rows:
+            return checksums_of(self.layout(dtype), rows, self._engine.views.everyone)
 
     def _shards(self) -> dict[str, DTensor]:
         """Returns what is sent, as it lies now."""
         base = self._engine._shards if self._base else {}
         return base | self._engine._factors
-
-    def _wire(self, dtype: str | None) -> dict[str, str]:
-        lm = self._engine._model.lm
-        own = wire_dtypes(lm, self._engine._factors, None)
-        return wire_dtypes(lm, self._shards(), dtype) | own

@@ -45,25 +45,24 @@ from rondo.training.packed import (
     PackedRows,
     dummy,
     expand_columns,
-    heads_of,
     in_row_order,
     pack,
     plan_passes,
 )
+from rondo.training.parallel import check_parallel, heads_here, parallelise
 from rondo.training.sharding import (
     LocalRows,
     as_shard,
     boxes_here,
     checksums_of,
     copied,
-    data_parallel,
     gather_buckets,
     layout_of,
     local_of,
-    replicated,
     shard_model,
     wire_dtypes,
 )
+from rondo.training.views import Views
 from rondo.types import StepStats
 from rondo.usage import process_usage
 from rondo.weights.layout import Layout
@@ -84,9 +83,8 @@ class FsdpEngine:
         # None: a frozen model (reference).
         optimizer: OptimizerConfig | None,
         *,
-        # Its data-parallel axis is called "dp" (a mesh of one axis may call it anything); other axes must
-        # have size 1.
-        mesh: DeviceMesh,
+        # The ranks; a mesh of one axis shards over it.
+        mesh: DeviceMesh | Views,
         backend: TorchBackendConfig | None = None,
         head: Literal["lm", "value"] = "lm",
         # Divides the logits.
@@ -101,11 +99,11 @@ class FsdpEngine:
         engine, backend = engine_for(engine, self.device.type), backend or TorchBackendConfig()
         self.source = source
         self.config = engine
-        self.mesh = data_parallel(mesh)
-        self._group = self.mesh.get_group()
-        self._world = self.mesh.size()
+        self.views = mesh if isinstance(mesh, Views) else Views.of(mesh)
+        self._group, self._world = self.views.everyone, self.views.size
         param_dtype, compute_dtype = getattr(torch, engine.param_dtype), getattr(torch, engine.compute_dtype)
-        lm, stored = build_empty(source, param_dtype, self.device, backend.kernels, output_head=head == "lm")
+        kernels = check_parallel(source, engine, self.views, backend.kernels)
+        lm, stored = build_empty(source, param_dtype, self.device, kernels, output_head=head == "lm")
         family = family_of(lm.config)
         self._parts = parts_of(lm)
         value_head = None
@@ -119,23 +117,27 @@ class FsdpEngine:
         if isinstance(engine, EngineConfig) and engine.lora is not None:
             self.adapters = Adapters(lm, engine.lora, source.seed, self.device)
         attention = fitting(source.attention, lm.config)
-        self._packing = PackedLayout(family, heads_of(lm.config), self.device, compute_dtype, attention)
+        heads, context = heads_here(lm.config.get_text_config(), self.views), self.views.context
+        self._packing = PackedLayout(family, heads, self.device, compute_dtype, attention, context)
         self._model = TokenModel(
             lm,
             value_head,
             temperature=temperature,
-            logits_chunk=engine.logits_chunk,
+            logits_bytes=engine.logits_bytes,
             transform=family.logits,
+            vocabulary=self.views.vocabulary(lm.config.get_text_config().vocab_size),
         )
         for name, parameter in self._model.named_parameters():
             learns = self.adapters is None or self.adapters.learns(name)
             parameter.requires_grad_(optimizer is not None and learns)
+        experts = parallelise(lm, self.views)
         self._units = shard_model(
             self._model,
-            self.mesh,
+            self.views,
+            experts,
             compute_dtype,
-            gradient_checkpointing=isinstance(engine, EngineConfig) and engine.gradient_checkpointing is True,
-            reshard_after_forward=backend.reshard,
+            gradient_checkpointing=isinstance(engine, EngineConfig) and engine.gradient_checkpointing,
+            backend=backend,
         )
         materialise(self._model, self.device)
         self._parameters = {
@@ -155,9 +157,9 @@ class FsdpEngine:
             resting = torch.device("cpu") if elsewhere and self.device.type != "cpu" else None
             own, factors = Adapters.split(self._parameters)
             learned = {name: one for name, one in (own | factors).items() if one.requires_grad}
-            self.optimizer = ShardedAdamW(learned, optimizer, total_optimizer_steps, self.mesh, resting)
+            self.optimizer = ShardedAdamW(learned, optimizer, total_optimizer_steps, self.views, resting)
         if self.adapters is not None:
-            self.adapters.check_path(self._shards, self._group)
+            self.adapters.check_path(self._shards, self.views)
         if self.device.type != "cpu":
             self._rest()
             self._release_memory()
@@ -336,7 +338,7 @@ class FsdpEngine:
         beside a trainer that gathers there is a generation engine, which may be about to wake.
         """
         with self._weights() as weights:
-            yield from gather_buckets(self._shards, self._group, bucket_bytes, self._wire(dtype), weights)
+            yield from gather_buckets(self.layout(dtype), weights, self._group, bucket_bytes)
         self._release_memory()
 
     def layout(self, dtype: str | None = None) -> Layout:
@@ -344,7 +346,7 @@ class FsdpEngine:
 
         dtype: in which they are sent; None: their own.
         """
-        return layout_of(self._shards, self._group, self._wire(dtype))
+        return layout_of(self._shards, self.views, wire_dtypes(self._model.lm, self._shards, dtype))
 
     @contextlib.contextmanager
     def named_shards(self) -> Iterator[Mapping[str, torch.Tensor]]:
@@ -359,7 +361,7 @@ class FsdpEngine:
         them. Collective.
         """
         with self._weights() as weights:
-            return checksums_of(self._shards, self._group, self._wire(dtype), weights)
+            return checksums_of(self.layout(dtype), weights, self._group)
 
     @contextlib.contextmanager
     def _weights(self) -> Iterator[Mapping[str, torch.Tensor]]:
@@ -370,17 +372,15 @@ class FsdpEngine:
             if self.adapters is None:
                 yield LocalRows(self._shards)
             else:
-                yield self.adapters.merged(self._shards, self._factors, self._group)
+                yield self.adapters.merged(self._shards, self._factors, self.views)
 
     def _bind(self) -> None:
         """Sees parameters, and buffers that are weights (every rank has them whole), as they lie now."""
-        shards = {name: as_shard(one, local_of(one), self.mesh) for name, one in self._parameters.items()}
+        mesh = self.views.dense
+        shards = {name: as_shard(one, local_of(one), mesh) for name, one in self._parameters.items()}
         self._shards, self._factors = Adapters.split(shards)
         for name, buffer in persistent_buffers(self._model.lm):
-            self._shards[name] = replicated(buffer, self.mesh)
-
-    def _wire(self, dtype: str | None) -> dict[str, str]:
-        return wire_dtypes(self._model.lm, self._shards, dtype)
+            self._shards[name] = as_shard(buffer, buffer, mesh)
 
     # ---- state
 
@@ -393,8 +393,10 @@ class FsdpEngine:
             own = {name: shard for name, shard in shards.items() if self.adapters.learns(name)}
             shards = own | self._factors
             with self._awake():
-                state[BASE] = self.adapters.base_checksum(self._shards, self._group).clone()
-        state |= {f"model.{name}": as_shard(one, local_of(one), self.mesh) for name, one in shards.items()}
+                state[BASE] = self.adapters.base_checksum(self._shards, self.views).clone()
+        state |= {
+            f"model.{name}": as_shard(one, local_of(one), self.views.dense) for name, one in shards.items()
+        }
         if self.optimizer is not None:
             state |= {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state().items()}
             state["optimizer.steps"] = self._common(state["optimizer.steps"])
@@ -456,7 +458,7 @@ class FsdpEngine:
             if self.adapters is not None:
                 folder, base = f"{path}/adapter", self.source.path
                 with self._awake():
-                    self.adapters.export(folder, self._factors, self._shards, base, self._group)
+                    self.adapters.export(folder, self._factors, self._shards, base, self.views)
         dist.barrier(self._group)  # when any rank returns, the folder is whole
 
     # ---- memory

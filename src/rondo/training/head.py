@@ -12,16 +12,19 @@ from transformers import PreTrainedModel
 
 from rondo.errors import ConfigError, TrainError
 from rondo.models.attention import watched
+from rondo.models.context import Context
 from rondo.models.family import AS_THEY_ARE, LogitTransform
 from rondo.models.stored import random_parameters
 from rondo.models.value_head import ValueHead
 from rondo.training.packed import PackedRows
+from rondo.training.vocabulary import Vocabulary
 
 LM_OUTPUTS = ("log_probs", "entropy", "sum_p_squared", "topk_log_probs", "topk_ids")
 VALUE_OUTPUTS = ("values", "scores")
-CHUNK_BYTES = 512 << 20  # of one chunk's logits; three times as much are in use while it is computed
+# All chunks' log-probs of all tokens wait for the backward pass where they take at most so many times what
+# the logits of one chunk may; three times as much as these is in use while a chunk is computed.
+KEPT_CHUNKS = 2
 _LARGE_LOGIT = 20.0  # what the largest logit is where a head is tried
-KEPT_BYTES = 1 << 30  # of all chunks' log-probs of all tokens, where they wait for the backward pass
 
 
 class TokenModel(torch.nn.Module):
@@ -35,15 +38,17 @@ class TokenModel(torch.nn.Module):
         value_head: ValueHead | None,
         *,
         temperature: float,
-        logits_chunk: int,
+        logits_bytes: int,
         transform: LogitTransform = AS_THEY_ARE,
+        vocabulary: Vocabulary | None = None,
     ) -> None:
         super().__init__()
         self.lm = lm
         self.value_head = value_head  # makes it a critic; the LM's own head is gone then
         self.temperature = temperature
-        self.logits_chunk = logits_chunk
+        self.logits_bytes = logits_bytes
         self.transform = transform
+        self.vocabulary = vocabulary
         self._checked = False
 
     def forward(
@@ -60,28 +65,71 @@ class TokenModel(torch.nn.Module):
             if name not in known:
                 raise TrainError(f"this model's head computes {', '.join(known)}, not {name!r}")
         hidden = self._hidden(packed) if self._checked else self._first_hidden(packed)
+        context = None if packed.documents is None else packed.documents.context
+        if context is not None:
+            return self._divided(hidden, packed, outputs, topk, context)
         if self.value_head is not None:
-            where = {"values": packed.positions, "scores": packed.after}
-            every = torch.cat([_given(where[name]) for name in outputs])  # one call: FSDP gathers per call
-            parts = self.value_head(hidden.index_select(0, every)).split(len(packed.targets))
-            return {name: part.clone() for name, part in zip(outputs, parts, strict=True)}  # views upset FSDP
+            return self._values(hidden, {name: _where(name, packed) for name in outputs})
+        return self._of_logits(hidden, packed.positions, packed.targets, outputs, topk)
+
+    def _divided(
+        self,
+        hidden: torch.Tensor,
+        packed: PackedRows,
+        outputs: tuple[str, ...],
+        topk: torch.Tensor | int | None,
+        context: Context,
+    ) -> dict[str, torch.Tensor]:
+        """Computes outputs where ranks divide the tokens: each at its own, then gathered on all of them."""
+        num_tokens = len(packed.input_ids)
+        places = {name: context.places(_where(name, packed), num_tokens) for name in outputs}
+        if self.value_head is not None:
+            own = self._values(hidden, {name: one.local for name, one in places.items()})
+            return {name: places[name].gathered(own[name]) for name in outputs}
+        one = places[outputs[0]]  # they are all at the same positions
+        # A rank that has none computes one, of which nothing is kept: it takes part in the backward pass.
+        at = one.own if len(one.own) else torch.zeros(1, dtype=torch.int64, device=hidden.device)
+        local = one.local if len(one.own) else at
+        topk = topk[at] if isinstance(topk, torch.Tensor) else topk
+        own = self._of_logits(hidden, local, packed.targets[at], outputs, topk)
+        return {name: one.gathered(values[: len(one.own)]) for name, values in own.items()}
+
+    def _values(self, hidden: torch.Tensor, where: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        assert self.value_head is not None
+        every = torch.cat(list(where.values()))  # one call: FSDP gathers per call
+        parts = self.value_head(hidden.index_select(0, every)).split([len(one) for one in where.values()])
+        return {name: part.clone() for name, part in zip(where, parts, strict=True)}  # views upset FSDP
+
+    def _of_logits(
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        targets: torch.Tensor,
+        outputs: tuple[str, ...],
+        topk: torch.Tensor | int | None,
+    ) -> dict[str, torch.Tensor]:
         head = self.lm.get_output_embeddings()
         return token_log_probs(
-            hidden.index_select(0, packed.positions),
+            hidden.index_select(0, positions),
             head.weight,
             head.bias,
-            packed.targets,
+            targets,
             outputs,
             topk=topk,
             transform=self.transform,
             temperature=self.temperature,
-            chunk=self.logits_chunk,
+            chunk_bytes=self.logits_bytes,
+            vocabulary=self.vocabulary,
         )
 
     def _hidden(self, packed: PackedRows) -> torch.Tensor:
         extra: Mapping[str, Any] = {} if packed.documents is None else {"documents": packed.documents}
+        input_ids, position_ids = packed.input_ids, packed.position_ids
+        if packed.documents is not None and packed.documents.context is not None:
+            own = packed.documents.context.own(len(input_ids))
+            input_ids, position_ids = input_ids[own], position_ids[own]
         hidden: torch.Tensor = _trunk(self.lm)(
-            input_ids=packed.input_ids[None], position_ids=packed.position_ids[None], use_cache=False, **extra
+            input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, **extra
         ).last_hidden_state[0]
         return hidden
 
@@ -107,9 +155,12 @@ def _trunk(lm: PreTrainedModel) -> torch.nn.Module:
     return trunk
 
 
-def _given(positions: torch.Tensor | None) -> torch.Tensor:
-    assert positions is not None, "scores need full documents"
-    return positions
+def _where(output: str, packed: PackedRows) -> torch.Tensor:
+    """Returns the positions [M] of an output: scores come after each response token, all else before it."""
+    if output != "scores":
+        return packed.positions
+    assert packed.after is not None, "scores need full documents"
+    return packed.after
 
 
 def token_log_probs(
@@ -122,15 +173,17 @@ def token_log_probs(
     topk: torch.Tensor | int | None = None,
     transform: LogitTransform = AS_THEY_ARE,
     temperature: float = 1.0,
-    chunk: int = 4096,
+    chunk_bytes: int = 512 << 20,
+    vocabulary: Vocabulary | None = None,
 ) -> dict[str, torch.Tensor]:
     """Computes what `outputs` names of p = softmax(z / temperature), z = transform(hidden · weightᵀ + bias).
 
     hidden [M, H], weight [V, H], targets int64 [M]. log_probs [M]: log p[target]. entropy [M]. sum_p_squared
     [M]: Σ p², not differentiable. topk_log_probs [M, K]: log p[topk]; topk_ids [M, K]: those ids, int32;
     topk: ids [M, K], or how many of the likeliest (descending). All but ids in float32 (float64 for float64
-    inputs). Logits of at most `chunk` positions, and of at most CHUNK_BYTES, are computed at one time, and
-    again in the backward pass, unless all of them together fit in KEPT_BYTES and are kept.
+    inputs). Logits of at most `chunk_bytes`, or of one position, are computed at one time, and again in the
+    backward pass, unless all of them together have at most KEPT_CHUNKS times as many bytes and are kept.
+    vocabulary: ranks with the same inputs that each compute the logits of some tokens.
     """
     if topk is None and {"topk_log_probs", "topk_ids"} & set(outputs):
         raise TrainError(
@@ -138,13 +191,15 @@ def token_log_probs(
         )
     wanted = "entropy" in outputs, "sum_p_squared" in outputs
     given = targets.new_empty(len(targets), 0) if topk is None else topk
+    if vocabulary is not None:
+        weight, bias = vocabulary.rows_of(weight), None if bias is None else vocabulary.rows_of(bias)
     wide = torch.promote_types(hidden.dtype, torch.float32)
     row_bytes = len(weight) * wide.itemsize
-    chunk = max(1, min(chunk, CHUNK_BYTES // row_bytes))
+    chunk = max(1, chunk_bytes // row_bytes)
     chunk = -(-len(targets) // -(-len(targets) // chunk))  # equal ones: a short last one multiplies slowly
     kept_bytes = len(targets) * row_bytes * (1 if transform.softcap is None else 2)
-    keep = torch.is_grad_enabled() and kept_bytes <= KEPT_BYTES
-    head = Head(transform, temperature, chunk, keep)
+    keep = torch.is_grad_enabled() and kept_bytes <= KEPT_CHUNKS * chunk_bytes
+    head = Head(transform, temperature, chunk, keep, vocabulary)
     results = _TokenLogProbs.apply(hidden, weight, bias, targets, given, head, wanted)
     named: dict[str, torch.Tensor] = dict(zip(LM_OUTPUTS, results, strict=True))
     return {name: named[name] for name in outputs}
@@ -159,12 +214,16 @@ class Head(NamedTuple):
     """Positions whose logits are computed at one time."""
     keep: bool
     """Until the backward pass, which otherwise computes them again."""
+    vocabulary: Vocabulary | None = None
+    """The ranks that share out the tokens; None: all are here."""
 
 
 def _log_softmax(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, head: Head
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns log p of all tokens, [M, V], in at least float32, and where there is a soft-cap the tanh."""
+    """Returns log p of this rank's tokens, [M, V], in at least float32, and where there is a soft-cap the
+    tanh.
+    """
     logits, tanh = _product(hidden, weight.mT), None
     if bias is not None:
         logits += bias
@@ -175,6 +234,8 @@ def _log_softmax(
         logits = tanh * head.transform.softcap
     if head.temperature != 1.0:
         logits /= head.temperature
+    if head.vocabulary is not None:
+        return head.vocabulary.log_softmax(logits), tanh
     return torch.log_softmax(logits, -1), tanh
 
 
@@ -207,26 +268,31 @@ class _TokenLogProbs(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         want_entropy, want_squares = wanted
         picked, entropies, squares, wide, ids = [], [], [], [], []
+        pick, likeliest = _pick, _likeliest
+        if head.vocabulary is not None:
+            pick, likeliest = head.vocabulary.pick, head.vocabulary.likeliest
         ctx.kept = {}  # start of a chunk -> its log-probs of all tokens and tanh, where they are kept
         for start in range(0, len(targets), head.chunk):
             part = slice(start, start + head.chunk)
             log_softmax, tanh = _log_softmax(hidden[part], weight, bias, head)
-            picked.append(log_softmax.gather(1, targets[part, None]).squeeze(1))
+            picked.append(pick(log_softmax, targets[part, None]).squeeze(1))
             if want_entropy:
                 entropies.append(log_softmax.exp().mul_(log_softmax).sum(-1).neg_())
             if want_squares:
                 squares.append((2 * log_softmax).exp_().sum(-1))
             if isinstance(topk, int):
-                ids.append(log_softmax.topk(topk, -1).indices)
+                ids.append(likeliest(log_softmax, topk))
             else:
                 ids.append(topk[part].long())
-            wide.append(log_softmax.gather(1, ids[-1]))
+            wide.append(pick(log_softmax, ids[-1]))
             if head.keep:
                 ctx.kept[start] = log_softmax, tanh
             del log_softmax, tanh  # before the next chunk's logits
         empty = picked[0].new_empty
         entropy = torch.cat(entropies) if want_entropy else empty(0)
         sum_p_squared = torch.cat(squares) if want_squares else empty(0)
+        if head.vocabulary is not None:
+            entropy, sum_p_squared = map(head.vocabulary.sum, (entropy, sum_p_squared))
         topk_ids = torch.cat(ids)
         narrow_ids = topk_ids.int()
         # What the backward pass cannot compute again cheaply: the inputs, and of the outputs entropy, which
@@ -245,6 +311,7 @@ class _TokenLogProbs(torch.autograd.Function):
         like = {"dtype": torch.promote_types(hidden.dtype, torch.float32), "device": hidden.device}
         grad_picked = torch.zeros(targets.shape, **like) if grad_picked is None else grad_picked
         grad_wide = torch.zeros(topk_ids.shape, **like) if grad_wide is None else grad_wide
+        add = _add if head.vocabulary is None else head.vocabulary.add
         grad_hidden = torch.empty_like(hidden)
         grad_weight: torch.Tensor | None = None
         grad_bias: torch.Tensor | None = None
@@ -261,8 +328,8 @@ class _TokenLogProbs(torch.autograd.Function):
                 grad = log_softmax.exp()
                 factor = log_softmax.add_(entropy[part, None]).mul_(grad_entropy[part, None])
                 grad.mul_(factor.add_(onto_all).neg_())
-            grad.scatter_add_(1, targets[part, None], grad_picked[part, None])
-            grad.scatter_add_(1, topk_ids[part], grad_wide[part])
+            add(grad, targets[part, None], grad_picked[part, None])
+            add(grad, topk_ids[part], grad_wide[part])
             if head.temperature != 1.0:
                 grad.div_(head.temperature)
             if tanh is not None:
@@ -280,10 +347,24 @@ class _TokenLogProbs(torch.autograd.Function):
             if bias is not None:
                 onto_bias = grad.sum(0)
                 grad_bias = onto_bias if grad_bias is None else grad_bias.add_(onto_bias)
+        if head.vocabulary is not None:
+            head.vocabulary.sum(grad_hidden)
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         grad_bias = None if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
         # One for each argument of `forward`: targets and all that follow have none.
         return grad_hidden, grad_weight, grad_bias, None, None, None, None
+
+
+def _pick(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return values.gather(1, ids)
+
+
+def _likeliest(log_probs: torch.Tensor, k: int) -> torch.Tensor:
+    return log_probs.topk(k, -1).indices
+
+
+def _add(values: torch.Tensor, ids: torch.Tensor, addends: torch.Tensor) -> None:
+    values.scatter_add_(1, ids, addends)
 
 
 class _Hidden:

@@ -4,20 +4,22 @@ learning rate.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from rondo.config.schema import OptimizerConfig, ScheduleConfig
 from rondo.errors import ConfigError
+from rondo.training.adamw_8bit import AdamW8bit, moments_8bit
 from rondo.training.sharding import as_shard, local_of, moved
+from rondo.training.views import Views
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+STEP = "step"  # what torch's optimizers call the counter that each parameter has beside its moments
 BLOCK_BYTES = 1 << 30  # of moments that come to the device at one time
 
 
@@ -35,43 +37,58 @@ class OptimizerStats:
 
 
 class ShardedAdamW:
-    """Runs torch's AdamW on plain tensors that share the shards' storage (DTensor dispatch costs more than
-    the step). Every call of `step` counts for the schedule, also a skipped one.
+    """Runs AdamW, torch's or that of 8 bits, on plain tensors that share the shards' storage (DTensor
+    dispatch costs more than the step). Every call of `step` counts for the schedule, also a skipped one.
     """
 
     def __init__(
         self,
-        # Name -> parameter: sharded over the mesh, or plain where there is one rank.
+        # Name -> parameter: sharded over the ranks, or plain where there is one.
         parameters: Mapping[str, torch.nn.Parameter],
         config: OptimizerConfig,
         total_steps: int | None,
         # The ranks that the parameters are spread over.
-        mesh: DeviceMesh,
+        views: Views,
         # Where the moments are between steps; None: with the parameters.
         resting: torch.device | None = None,
     ) -> None:
         self._parameters = parameters
         self._config = config
         self._total_steps = total_steps
-        self._mesh = mesh
+        self._views = views
         self._resting = resting
         self.num_steps = 0
+        # Of several ranks that hold the same the first one's gradient is the one in the norm.
+        self._counted = {
+            name
+            for name, one in parameters.items()
+            if not isinstance(one, DTensor) or views.spec_of(one).first(dist.get_rank())
+        }
         self._locals = {name: torch.nn.Parameter(local_of(one)) for name, one in parameters.items()}
         # Called for its error: a schedule that cannot work fails now, not after the warm-up.
         lr_ratio(config.schedule.warmup_steps, config.schedule, total_steps)
-        self._adamw = torch.optim.AdamW(
+        in_8_bits = config.name == "adamw_8bit"
+        if in_8_bits:
+            _check_rows(parameters, views)
+        kind = AdamW8bit if in_8_bits else functools.partial(torch.optim.AdamW, fused=True)
+        self._adamw = kind(
             [local for local in self._locals.values() if local.numel()],  # a rank may have no row of one
             lr=config.lr,
             betas=config.betas,
             eps=config.eps,
             weight_decay=config.weight_decay,
-            fused=True,
         )
         # Made now, of empty shards too: a checkpoint is loaded in place, into the same entries on every rank.
-        for local in self._locals.values():
-            moments = {name: moved(torch.zeros_like(local), resting) for name in MOMENTS}
+        for name, local in self._locals.items():
+            fresh = moments_8bit(local.data, parameters[name].shape) if in_8_bits else _moments(local.data)
+            moments = {entry: moved(tensor, resting) for entry, tensor in fresh.items()}
             step = torch.zeros((), dtype=torch.float32, device=local.device)
-            self._adamw.state[local] = {"step": step, **moments}
+            self._adamw.state[local] = {STEP: step, **moments}
+
+    def _moments_of(self, name: str) -> dict[str, torch.Tensor]:
+        """Returns the tensors of a parameter's moments, by the name of each."""
+        state = self._adamw.state[self._locals[name]]
+        return {entry: tensor for entry, tensor in state.items() if entry != STEP}
 
     def rebind(self) -> None:
         """Points at the parameters' storage again after it moved."""
@@ -90,7 +107,8 @@ class ShardedAdamW:
             if parameter.grad is not None and self._locals[name].numel()
         }
         every = list(gradients.values())
-        norm = global_norm(every, self._mesh.get_group(), next(iter(self._locals.values())).device)
+        counted = [gradient for name, gradient in gradients.items() if name in self._counted]
+        norm = global_norm(counted, self._views.everyone, next(iter(self._locals.values())).device)
         skipped = not bool(torch.isfinite(norm))
         if not skipped:
             if self._config.grad_clip is not None and every:
@@ -113,7 +131,7 @@ class ShardedAdamW:
         blocks: list[list[str]] = []
         size = 0
         for name in names:
-            num_bytes = len(MOMENTS) * self._locals[name].nbytes
+            num_bytes = sum(moment.nbytes for moment in self._moments_of(name).values())
             if not blocks or size + num_bytes > BLOCK_BYTES:
                 blocks.append([])
                 size = 0
@@ -123,16 +141,17 @@ class ShardedAdamW:
 
     def _update(self, names: Sequence[str], gradients: Mapping[str, torch.Tensor]) -> None:
         """Updates some parameters: AdamW passes over those without a gradient."""
-        states = [self._adamw.state[self._locals[name]] for name in names]
-        for name, state in zip(names, states, strict=True):
+        for name in names:
             self._locals[name].grad = gradients[name]
-            for moment in MOMENTS:
-                state[moment] = moved(state[moment], self._locals[name].device)
+            self._move(name, self._locals[name].device)
         self._adamw.step()
-        for name, state in zip(names, states, strict=True):
+        for name in names:
             self._locals[name].grad = None
-            for moment in MOMENTS:
-                state[moment] = moved(state[moment], self._resting)
+            self._move(name, self._resting)
+
+    def _move(self, name: str, device: torch.device | None) -> None:
+        moments = {entry: moved(moment, device) for entry, moment in self._moments_of(name).items()}
+        self._adamw.state[self._locals[name]].update(moments)
 
     def state(self) -> dict[str, DTensor | torch.Tensor]:
         """Returns the moments as sharded tensors that share storage, and the step counters (of the schedule,
@@ -140,10 +159,10 @@ class ShardedAdamW:
         """
         out: dict[str, DTensor | torch.Tensor] = {}
         for name, parameter in self._parameters.items():
-            for moment in MOMENTS:
-                local = self._adamw.state[self._locals[name]][moment]
-                out[f"{moment}.{name}"] = as_shard(parameter, local, self._mesh)
-        steps = [self._adamw.state[local]["step"].cpu() for local in self._locals.values()]
+            for moment, local in self._moments_of(name).items():
+                shape = (parameter.shape[0], *local.shape[1:])  # scales have shorter rows
+                out[f"{moment}.{name}"] = as_shard(parameter, local, self._views.dense, shape)
+        steps = [self._adamw.state[local][STEP].cpu() for local in self._locals.values()]
         out["steps"] = torch.stack([torch.tensor(float(self.num_steps)), *steps])
         return out
 
@@ -151,7 +170,23 @@ class ShardedAdamW:
         """Takes over the counters; moments are loaded in place."""
         self.num_steps = int(steps[0])
         for local, step in zip(self._locals.values(), steps[1:], strict=True):
-            self._adamw.state[local]["step"].fill_(float(step))
+            self._adamw.state[local][STEP].fill_(float(step))
+
+
+def _moments(local: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Returns the moments, at 0, of torch's AdamW."""
+    return {name: torch.zeros_like(local) for name in ("exp_avg", "exp_avg_sq")}
+
+
+def _check_rows(parameters: Mapping[str, torch.nn.Parameter], views: Views) -> None:
+    """Raises ConfigError where ranks hold parts of a row, which moments of 8 bits have scales for."""
+    for name, parameter in parameters.items():
+        spec = views.spec_of(parameter) if isinstance(parameter, DTensor) else None
+        if spec is not None and any(cut is not None and cut.dim > 0 for cut in spec.cuts):
+            raise ConfigError(
+                f"optimizer.name=adamw_8bit: rows of {name!r} are cut by parallel.tensor; use adamw",
+                key="optimizer.name",
+            )
 
 
 def global_norm(

@@ -21,6 +21,7 @@ from rondo.batch import Batch, ragged_array
 from rondo.columns import UNIT
 from rondo.errors import DataError, TrainError
 from rondo.models.attention import choose_kernel
+from rondo.models.context import Context
 from rondo.models.documents import Documents, Heads, plan_documents
 from rondo.models.family import Family
 from rondo.models.source import Attention
@@ -36,6 +37,8 @@ class PackedLayout:
     device: torch.device
     dtype: torch.dtype
     attention: Attention
+    context: Context | None = None
+    """The ranks that divide the tokens of a pass between them."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class PackedRows:
     rows: np.ndarray
     """[B]: positions in the batch; none in a dummy."""
     input_ids: torch.Tensor
-    """int64 [N]."""
+    """int64 [N]; with documents that nothing reads at the end, where ranks divide the tokens between them."""
     position_ids: torch.Tensor
     """int64 [N]."""
     positions: torch.Tensor
@@ -143,6 +146,10 @@ def pack(
         longest = max(len(p) + len(r) - (not full) for p, r in zip(prompts, responses, strict=True))
         kernel = choose_kernel(layout.attention, device, layout.dtype, longest)
     documents, continues, first, own = _arrange(prompts, responses, full, share=kernel == "short")
+    if layout.context is not None:  # each rank has as many
+        missing = -sum(len(part) for document in documents for part in document) % layout.context.size
+        documents += [[np.zeros(1, np.int64)]] * missing
+        continues += [-1] * missing
     lengths = np.array([sum(len(part) for part in document) for document in documents], np.int64)
     # One more entry than documents: a shared prompt's response of one token, which is not read, has its place
     # in a document that need not come.
@@ -159,7 +166,9 @@ def pack(
     position_ids = np.arange(len(tokens)) - np.repeat(starts[:-1] - first_position, lengths)
     plan = None
     if kernel is not None:
-        plan = plan_documents(lengths, kernel, heads=layout.heads, device=device, prefixes=prefixes)
+        plan = plan_documents(
+            lengths, kernel, heads=layout.heads, device=device, prefixes=prefixes, context=layout.context
+        )
     return PackedRows(
         rows=rows,
         input_ids=torch.from_numpy(tokens).to(device),

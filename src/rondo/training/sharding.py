@@ -1,8 +1,7 @@
-"""FSDP2 around a model, and full tensors out of its shards."""
+"""FSDP2 around a model, how its tensors are spread over the ranks, and full tensors out of their parts."""
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
@@ -10,40 +9,32 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 
-from rondo.errors import ConfigError
+from rondo.config.schema import TorchBackendConfig
+from rondo.errors import TrainError
+from rondo.models.names import persistent_buffers
 from rondo.models.precision import kept_in_float32
+from rondo.training.activations import checkpoint_blocks, tile_mlps
 from rondo.training.head import TokenModel
+from rondo.training.views import Views
 from rondo.weights.checksum import box_checksum, combine, signed
 from rondo.weights.layout import Box, Layout, Parameter
 
 
-def data_parallel(mesh: DeviceMesh) -> DeviceMesh:
-    """Returns the mesh's one axis of size above 1. Raises ConfigError where it is not dp."""
-    if mesh.ndim == 1:
-        return mesh
-    names = mesh.mesh_dim_names or ()
-    other = [name for i, name in enumerate(names) if name != "dp" and mesh.size(i) > 1]
-    if "dp" not in names or other:
-        raise ConfigError(
-            f"FSDP splits over axis dp only; the mesh is {dict(zip(names, mesh.shape, strict=False))}"
-        )
-    return mesh["dp"]
-
-
 def shard_model(
     model: TokenModel,
-    mesh: DeviceMesh,
+    views: Views,
+    experts: Iterable[torch.nn.Module],
     compute_dtype: torch.dtype,
     *,
-    gradient_checkpointing: bool,
-    reshard_after_forward: bool,
+    gradient_checkpointing: bool | str,
+    backend: TorchBackendConfig,
 ) -> list[FSDPModule]:
-    """Shards over the mesh's one axis, block by block; gradients are summed over ranks, not averaged. Returns
-    the units that are gathered each for itself.
+    """Shards what is left of each parameter, block by block; gradients are summed over ranks, not averaged.
+    Returns the units that are gathered each for itself. experts: modules that are spread over the view of
+    experts.
 
     Parameters are cast to compute_dtype for the forward and backward pass; gradients are reduced in the
     parameters' own dtype. The value head, and what transformers keeps in float32 (`kept_in_float32`), are not
@@ -56,23 +47,22 @@ def shard_model(
     learned = next((p.dtype for p in model.parameters() if p.requires_grad), param_dtype)
     policy = MixedPrecisionPolicy(param_dtype=cast, reduce_dtype=learned)
     blocks = _blocks(model)
-    if gradient_checkpointing:
-        for block in blocks:
-            # Around `forward`, inside of FSDP's hooks: what is computed again finds its parameters gathered.
-            block.forward = functools.partial(
-                checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False
-            )
-    if mesh.size() == 1 and cast is None:
+    tile_mlps(blocks, backend.mlp_chunk)
+    checkpoint_blocks(blocks, gradient_checkpointing)
+    if views.size == 1 and cast is None:
         return []
+    mesh = views.shards
     for module in _precise_modules(model, {param_dtype, compute_dtype}):
         fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
+    for module in experts:
+        fully_shard(module, mesh=views.expert_shards, mp_policy=policy, reshard_after_forward=backend.reshard)
     for block in blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=backend.reshard)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for unit in units:
         unit.set_force_sum_reduction_for_comms(True)
-        if mesh.size() > 1:  # on one rank torch divides even by 1: one more copy of all gradients
+        if views.size > 1:  # on one rank torch divides even by 1: one more copy of all gradients
             unit.set_gradient_divide_factor(1.0)
     return units
 
@@ -117,14 +107,22 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
     return as_shard(tensor, copy, tensor.device_mesh) if isinstance(tensor, DTensor) else copy
 
 
-def as_shard(like: torch.Tensor, local: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-    """Returns `local`, wherever it rests, as this rank's part of a tensor that is sharded as `like` is (one
-    that is not is whole on the mesh's one rank). The result shares the storage of `local`.
+def as_shard(
+    like: torch.Tensor, local: torch.Tensor, mesh: DeviceMesh, shape: tuple[int, ...] | None = None
+) -> DTensor:
+    """Returns `local`, wherever it rests, as this rank's part of a tensor that is spread as `like` is; every
+    rank of the mesh has all of one that is not. The result shares the storage of `local`.
+
+    shape: of the whole, where it has rows of another length than `like`.
     """
-    placements = like.placements if isinstance(like, DTensor) else [Shard(0)]
+    if isinstance(like, DTensor):
+        mesh, placements = like.device_mesh, like.placements
+    else:
+        placements = (Replicate(),) * mesh.ndim
     where = _mesh_at(local, mesh)
+    strides = like.stride() if shape is None else local.stride()  # rows are shared out: they are alike
     tensor = DTensor.from_local(
-        local, where, placements, run_check=False, shape=like.shape, stride=like.stride()
+        local, where, placements, run_check=False, shape=shape or like.shape, stride=strides
     )
     assert tensor.to_local().data_ptr() == local.data_ptr()
     return tensor
@@ -132,53 +130,47 @@ def as_shard(like: torch.Tensor, local: torch.Tensor, mesh: DeviceMesh) -> DTens
 
 def _mesh_at(local: torch.Tensor, mesh: DeviceMesh) -> DeviceMesh:
     """Returns the mesh where the tensor rests: from_local would copy it to the device of another one."""
-    if mesh.device_type == local.device.type:
+    kind = local.device.type
+    if mesh.device_type == kind:
         return mesh
-    return DeviceMesh.from_group(mesh.get_group(), local.device.type, mesh_dim_names=mesh.mesh_dim_names)
-
-
-def replicated(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-    """Returns a tensor that every rank has, as one of the mesh; shares its storage."""
-    return DTensor.from_local(tensor, _mesh_at(tensor, mesh), [Replicate()], run_check=False)
-
-
-def is_replicated(shard: DTensor) -> bool:
-    return shard.placements[0].is_replicate()
+    names = mesh.mesh_dim_names
+    if mesh.ndim == 1:
+        return DeviceMesh.from_group(mesh.get_group(), kind, mesh_dim_names=names)
+    return DeviceMesh.from_group(mesh.get_all_groups(), kind, mesh=mesh.mesh, mesh_dim_names=names)
 
 
 def wire_dtypes(model: PreTrainedModel, shards: Mapping[str, DTensor], dtype: str | None) -> dict[str, str]:
-    """Returns in which dtype each tensor is sent where the others are in `dtype`: some stay precise. None
-    means their own.
+    """Returns in which dtype each tensor is sent where the others are in `dtype`: some stay precise, and
+    buffers as they are. None means their own.
     """
     own = {name: str(shard.dtype).removeprefix("torch.") for name, shard in shards.items()}
     if dtype is None:
         return own
-    kept = kept_in_float32(model, getattr(torch, dtype))
-    return {
-        name: own[name] if name in kept or is_replicated(shard) else dtype for name, shard in shards.items()
-    }
+    kept = {*kept_in_float32(model, getattr(torch, dtype)), *dict(persistent_buffers(model))}
+    return {name: own[name] if name in kept else dtype for name in shards}
 
 
-def layout_of(shards: Mapping[str, DTensor], group: dist.ProcessGroup, wire: Mapping[str, str]) -> Layout:
+def layout_of(shards: Mapping[str, DTensor], views: Views, wire: Mapping[str, str]) -> Layout:
     """Says which rank of the world holds what. wire: the dtype in which each tensor is sent."""
-    parameters = [Parameter(name, tuple(shard.shape), wire[name]) for name, shard in shards.items()]
-    everywhere = {name for name, shard in shards.items() if is_replicated(shard)}
-    return Layout.sharded(parameters, dist.get_process_group_ranks(group), everywhere)
+    parameters = tuple(Parameter(name, tuple(shard.shape), wire[name]) for name, shard in shards.items())
+    return Layout(parameters, {name: views.spec_of(shard) for name, shard in shards.items()})
 
 
 def boxes_here(
     layout: Layout, rows: Mapping[str, torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor, Box, tuple[int, ...]]]:
-    """Yields what this rank holds: (name, rows, their box, the shape of the whole) each, in the layout's
+    """Yields what this rank holds: (name, tensor, its box, the shape of the whole) each, in the layout's
     dtype: the storage itself where that is its own.
     """
     for one in layout.parameters:
-        for box in layout.held(dist.get_rank(), one.name):
-            yield one.name, rows[one.name].to(getattr(torch, one.dtype)), box, one.shape
+        for span in layout.spans(dist.get_rank(), one.name):
+            if span.box.size:
+                local = rows[one.name].to(getattr(torch, one.dtype))
+                yield one.name, local[span.local.slices(Box.whole(local.shape))], span.box, one.shape
 
 
 class LocalRows(Mapping[str, torch.Tensor]):
-    """This rank's rows of shards: the storage itself."""
+    """This rank's parts of tensors: the storage itself."""
 
     def __init__(self, shards: Mapping[str, DTensor]) -> None:
         self._shards = shards
@@ -194,52 +186,54 @@ class LocalRows(Mapping[str, torch.Tensor]):
 
 
 def checksums_of(
-    shards: Mapping[str, DTensor],
-    group: dist.ProcessGroup,
-    wire: Mapping[str, str],
-    rows: Mapping[str, torch.Tensor] | None = None,
+    layout: Layout, rows: Mapping[str, torch.Tensor], group: dist.ProcessGroup
 ) -> dict[str, int]:
-    """Returns the checksums of the whole tensors, at wire dtype; every rank reads only its own rows, and the
-    first what all have. Collective. rows: this rank's, where they are not those of the shards.
+    """Returns the checksums of the whole tensors, at the layout's dtypes; every rank reads only its own
+    `rows`. Collective over the group, which has all ranks of the layout.
+
+    Raises TrainError where ranks that should hold the same do not.
     """
-    rows = LocalRows(shards) if rows is None else rows
-    layout, rank, partial = layout_of(shards, group, wire), dist.get_rank(), []
+    rank, device = dist.get_rank(), torch.device("cpu")
+    counted, every = [], []  # of whoever is the first to hold what it holds, and of all
     for parameter in layout.parameters:
         local = rows[parameter.name].to(getattr(torch, parameter.dtype))
-        boxes = layout.held(rank, parameter.name)
-        if is_replicated(shards[parameter.name]) and rank != layout.ranks[0]:
-            boxes = ()
-        partial.append(box_checksum(local, boxes[0].offset, parameter.shape) if boxes else 0)
-    device = next(iter(shards.values())).to_local().device
-    sums = torch.tensor([signed(value) for value in partial], dtype=torch.int64, device=device)
-    dist.all_reduce(sums, group=group)
-    return {
-        parameter.name: combine([value])
-        for parameter, value in zip(layout.parameters, sums.tolist(), strict=True)
-    }
+        device, whole, sums = local.device, Box.whole(local.shape), []
+        for span in layout.spans(rank, parameter.name):
+            if span.box.size:
+                held = local[span.local.slices(whole)]
+                sums.append(box_checksum(held, span.box.offset, parameter.shape))
+        every.append(signed(combine(sums)))
+        counted.append(every[-1] if layout.specs[parameter.name].first(rank) else 0)
+    totals = torch.tensor([counted, every], dtype=torch.int64, device=device)
+    dist.all_reduce(totals, group=group)
+    out = {}
+    for parameter, first, together in zip(layout.parameters, *totals.tolist(), strict=True):
+        out[parameter.name] = combine([first])
+        copies = layout.specs[parameter.name].num_copies
+        if combine([first] * copies) != combine([together]):
+            raise TrainError(
+                f"{copies} ranks should hold the same of {parameter.name!r}, and do not: they have drifted "
+                "apart, and what they train is no longer one model; go on from the last checkpoint"
+            )
+    return out
 
 
 def gather_buckets(
-    shards: Mapping[str, DTensor],
-    group: dist.ProcessGroup,
-    bucket_bytes: int,
-    wire: Mapping[str, str],
-    rows: Mapping[str, torch.Tensor] | None = None,
+    layout: Layout, rows: Mapping[str, torch.Tensor], group: dist.ProcessGroup, bucket_bytes: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, full tensor) of every shard, gathered in buckets of at most `bucket_bytes`. Collective.
-    wire: the dtype in which each is sent; each rank casts its rows before they move. rows: as of
-    `checksums_of`; read one by one.
+    """Yields (name, full tensor) of every parameter, gathered in buckets of at most `bucket_bytes`, at the
+    layout's dtypes: each rank casts its `rows`, which are read one by one, before they move. Collective over
+    the group, which has all ranks of the layout in their order.
     """
-    world, rows = dist.get_world_size(group), LocalRows(shards) if rows is None else rows
-    here = {name for name, shard in shards.items() if world == 1 or is_replicated(shard)}
-    buckets = _buckets(layout_of(shards, group, wire), bucket_bytes, here)
+    here = {name for name, spec in layout.specs.items() if not spec.is_cut}
+    buckets = _buckets(layout, bucket_bytes, here)
     away = [bucket for bucket in buckets if bucket[0].name not in here]
     scratch: dict[torch.dtype, tuple[torch.Tensor, torch.Tensor]] = {}
     for bucket in buckets:
         if bucket[0].name in here:
             yield from ((one.name, rows[one.name].to(getattr(torch, one.dtype))) for one in bucket)
         else:
-            yield from _gather(bucket, away, rows, world, group, scratch)
+            yield from _gather(bucket, away, rows, layout, group, scratch)
 
 
 def _buckets(layout: Layout, bucket_bytes: int, here: Collection[str]) -> list[list[Parameter]]:
@@ -263,37 +257,47 @@ def _gather(
     bucket: list[Parameter],
     buckets: list[list[Parameter]],
     rows: Mapping[str, torch.Tensor],
-    world: int,
+    layout: Layout,
     group: dist.ProcessGroup,
     scratch: dict[torch.dtype, tuple[torch.Tensor, torch.Tensor]],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Gathers a bucket at once and yields its tensors. Every rank holds ceil(rows / world) rows of a
-    parameter, the last ones fewer. scratch: of this rank's and of all ranks' part, allocated once for the
-    largest of `buckets` (memory that comes and goes leaves holes).
+    """Gathers a bucket at once and yields its tensors. Every rank sends as much as the one that has most.
+    scratch: of this rank's and of all ranks' parts, allocated once for the largest of `buckets` (memory that
+    comes and goes leaves holes).
     """
-    dtype, sizes = getattr(torch, bucket[0].dtype), [_padded(parameter, world) for parameter in bucket]
+
+    def padded(parameter: Parameter) -> int:
+        return layout.specs[parameter.name].largest(parameter.shape)
+
+    dtype, sizes = getattr(torch, bucket[0].dtype), [padded(parameter) for parameter in bucket]
+    ranks = dist.get_process_group_ranks(group)
     if dtype not in scratch:
         alike = [one for one in buckets if one[0].dtype == bucket[0].dtype]
-        largest = max(sum(_padded(parameter, world) for parameter in one) for one in alike)
+        largest = max(sum(map(padded, one)) for one in alike)
         device = rows[bucket[0].name].device
         scratch[dtype] = (
             torch.zeros(largest, dtype=dtype, device=device),
-            torch.empty(largest * world, dtype=dtype, device=device),
+            torch.empty(largest * len(ranks), dtype=dtype, device=device),
         )
-    mine, everyone = scratch[dtype][0][: sum(sizes)], scratch[dtype][1][: sum(sizes) * world]
+    mine, everyone = scratch[dtype][0][: sum(sizes)], scratch[dtype][1][: sum(sizes) * len(ranks)]
     for parameter, piece in zip(bucket, mine.split(sizes), strict=True):
         local = rows[parameter.name]
         piece[: local.numel()].copy_(local.flatten())
     dist.all_gather_into_tensor(everyone, mine, group=group)
-    columns = everyone.view(world, -1).split(sizes, dim=1)
+    columns = everyone.view(len(ranks), -1).split(sizes, dim=1)
     for parameter, column in zip(bucket, columns, strict=True):
-        shape = parameter.shape
-        if column.is_contiguous():  # the scratch itself: all else is copied by reshape
-            column = column.clone()
-        yield parameter.name, column.reshape(-1, *shape[1:])[: shape[0]]
-        del column
+        yield parameter.name, _joined(parameter, layout, dict(zip(ranks, column, strict=True)))
 
 
-def _padded(parameter: Parameter, world: int) -> int:
-    """Returns the elements of a rank's rows, padded to as many on every rank."""
-    return -(-parameter.shape[0] // world) * math.prod(parameter.shape[1:])
+def _joined(parameter: Parameter, layout: Layout, parts: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    """Returns a tensor made of what ranks hold of it, each its own flat and padded."""
+    spec, shape = layout.specs[parameter.name], parameter.shape
+    some = next(iter(parts.values()))
+    full = torch.empty(shape, dtype=some.dtype, device=some.device)
+    for rank, flat in parts.items():
+        if spec.first(rank):
+            local_shape = spec.local_shape(shape, rank)
+            local = flat[: math.prod(local_shape)].view(local_shape)
+            for span in spec.spans(shape, rank):
+                full[span.box.slices(Box.whole(shape))] = local[span.local.slices(Box.whole(local_shape))]
+    return full

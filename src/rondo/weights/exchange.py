@@ -63,8 +63,8 @@ class Transfer:
 
     @cached_property
     def digest(self) -> int:
-        """Returns 63 bits of the plan and the parameters, which are the same where these are."""
-        text = repr((self.plan.rounds, self.source.parameters)).encode()
+        """Returns 63 bits of what the plan follows from, which are the same where it is."""
+        text = repr((self.source, self.target_ranks, self.bucket_bytes)).encode()
         return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1
 
 
@@ -76,15 +76,14 @@ class SendReport:
 
 
 def piece_of(layout: Layout, shards: Mapping[str, torch.Tensor]) -> Piece:
-    """Returns, for `send`, boxes of what this rank holds by `layout` (one per name), cast to the layout's
-    dtype.
-    """
+    """Returns, for `send`, boxes of what this rank holds by `layout`, cast to the layout's dtype."""
     rank = dist.get_rank()
     dtypes = {parameter.name: getattr(torch, parameter.dtype) for parameter in layout.parameters}
 
     def piece(name: str, box: Box) -> torch.Tensor:
-        (held,) = layout.held(rank, name)
-        return shards[name][box.slices(held)].to(dtypes[name]).contiguous()
+        (held,) = (span for span in layout.spans(rank, name) if span.box.intersection(box) == box)
+        local = shards[name][held.local.slices(Box.whole(shards[name].shape))]
+        return local[box.slices(held.box)].to(dtypes[name]).contiguous()
 
     return piece
 
@@ -103,8 +102,7 @@ def send(
     """
     rank, report = dist.get_rank(), SendReport()
     plan, link = transfer.plan, _Link(group, device, transfer.timeout_seconds)
-    mine = [[move for move in moves if move.source == rank] for moves in plan.rounds]
-    targets = sorted({move.target for moves in mine for move in moves})
+    targets = plan.targets(rank)
     index = {parameter.name: i for i, parameter in enumerate(transfer.source.parameters)}
     shapes = {parameter.name: parameter.shape for parameter in transfer.source.parameters}
     sums = {target: [0] * len(index) for target in targets}
@@ -119,7 +117,7 @@ def send(
         report.lost |= link.receive([(target, answer, "the answer to the start of a sync")])
         if target not in report.lost and int(answer) != 1:
             report.lost[target] = "it refused the transfer: it expects another version or another plan"
-    for moves in mine:
+    for moves in plan.sends(rank):
         prepared: dict[tuple[str, Box], tuple[torch.Tensor, int]] = {}
         for move in moves:
             if move.target not in report.lost and (move.name, move.box) not in prepared:
@@ -155,12 +153,11 @@ def receive(
     rank = dist.get_rank()
     # twice as patient as the senders: they may wait that long for another receiver, and it is they who know
     plan, link = transfer.plan, _Link(group, device, 2 * transfer.timeout_seconds)
-    mine = [[move for move in moves if move.target == rank] for moves in plan.rounds]
-    senders = sorted({move.source for moves in mine for move in moves})
+    senders = plan.sources(rank)
     _shake_hands(transfer, version, senders, link)
     inbox = _Inbox(transfer, sink, device)
     inbox.guarded(lambda: sink.begin(version))
-    for moves in mine:
+    for moves in plan.receives(rank):
         _raise_lost(link.receive(inbox.expect(moves)), version)
         inbox.arrived(moves)
     names = [parameter.name for parameter in transfer.source.parameters]
@@ -176,8 +173,8 @@ def receive(
         version,
         num_tensors=len(names),
         bytes_moved=plan.bytes_moved,
-        bytes_needed=plan.bytes_needed,
-        peak_bytes=max(plan.peak_bytes.values()),
+        bytes_needed=plan.bytes_moved,
+        peak_bytes=plan.peak_bytes,
         rounds=plan.num_rounds,
     )
 

@@ -66,9 +66,12 @@ def gathering_bytes(layout: Layout, bucket_bytes: int) -> int:
 
 
 def _gathered_bytes(layout: Layout) -> int:
-    """An all-gather gives every rank the other ranks' rows, padded to equal numbers."""
+    """An all-gather gives every rank the other ranks' parts, padded to equal numbers; of what all have,
+    nothing.
+    """
     ranks, total = len(layout.ranks), 0
     for parameter in layout.parameters:
-        rows = parameter.shape[0]
-        total += (ranks - 1) * -(-rows // ranks) * ranks * (parameter.num_bytes // max(rows, 1))
+        spec = layout.specs[parameter.name]
+        if spec.is_cut:
+            total += (ranks - 1) * ranks * spec.largest(parameter.shape) * parameter.item_bytes
     return total

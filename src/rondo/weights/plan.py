@@ -1,15 +1,17 @@
 """Transfer plans: who sends which box to whom, in rounds of bounded size. Pure and deterministic, so that
-both sides work it out for themselves and no plan needs to travel.
+both sides work it out for themselves and no plan needs to travel. Lazy, too: a rank works out its own moves,
+round by round, and never those of all ranks.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from operator import attrgetter
 
 from rondo.errors import WeightSyncError
-from rondo.weights.layout import Box, Layout, Parameter
+from rondo.weights.layout import Box, Layout, Parameter, Spec
 
 
 @dataclass(frozen=True)
@@ -25,143 +27,197 @@ class Move:
     num_bytes: int
 
 
-@dataclass(frozen=True)
-class TransferPlan:
-    """rounds: of moves; each rank finishes one before it begins the next.
+# The order of a pair's moves is the same on both sides: messages have no names.
+_BY_BOX = attrgetter("box")
 
-    bytes_moved: between ranks. bytes_needed: the least that any plan must move: what every target rank is to
-    hold and does not hold already. peers: pairs of ranks (from, to) that exchange anything. peak_bytes: per
-    rank, the most that is in transit there in one round (sent: every box once, however many receive it;
-    received), with the tensors that are put together there.
+
+@dataclass(frozen=True)
+class Unit:
+    """What is moved at one time: a parameter, or a part of one that is larger than a bucket.
+
+    turn: its number, by which ranks that hold the same take turns in sending it.
     """
 
-    rounds: tuple[tuple[Move, ...], ...]
-    bytes_moved: int
-    bytes_needed: int
-    peers: tuple[tuple[int, int], ...]
-    peak_bytes: Mapping[int, int]
+    parameter: Parameter
+    box: Box
+    turn: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.box.size * self.parameter.item_bytes
+
+
+@dataclass(frozen=True)
+class TransferPlan:
+    """rounds: of units; each rank finishes its moves of one before it begins the next."""
+
+    source: Layout
+    target: Layout
+    rounds: tuple[tuple[Unit, ...], ...]
+
+    def sends(self, rank: int) -> Iterator[list[Move]]:
+        """Gives of each round what this rank sends to others, in order."""
+        for units in self.rounds:
+            yield [
+                move
+                for unit in units
+                for move in sorted(self._sent(unit, rank), key=_BY_BOX)
+                if move.target != rank
+            ]
+
+    def receives(self, rank: int) -> Iterator[list[Move]]:
+        """Gives of each round what this rank receives, in order; also what it has and copies."""
+        for units in self.rounds:
+            yield [move for unit in units for move in sorted(self._received(unit, rank), key=_BY_BOX)]
+
+    def targets(self, rank: int) -> list[int]:
+        """Returns to whom this rank sends anything."""
+        return sorted({move.target for moves in self.sends(rank) for move in moves})
+
+    def sources(self, rank: int) -> list[int]:
+        """Returns from whom this rank receives anything."""
+        return sorted({move.source for moves in self.receives(rank) for move in moves} - {rank})
+
+    def moves(self) -> Iterator[Move]:
+        """Gives the moves of all ranks, by round and target. As many as there are: for tests and pictures."""
+        for units in self.rounds:
+            for unit in units:
+                for rank in self.target.ranks:
+                    yield from self._received(unit, rank)
 
     @property
     def num_rounds(self) -> int:
         return len(self.rounds)
 
-    def moves(self) -> Iterator[Move]:
-        """Gives all moves in order."""
-        for moves in self.rounds:
-            yield from moves
+    @cached_property
+    def bytes_moved(self) -> int:
+        """Returns the bytes that pass between ranks: what every target rank is to hold and does not hold
+        already, which is the least that any plan must move.
+        """
+        source, target = self.source.specs, self.target.specs
+        return sum(
+            _needed(source[one.name], target[one.name], one.shape) * one.item_bytes
+            for one in self.target.parameters
+        )
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """Returns a bound of what is in transit at any rank in one round: sent (every box once, however many
+        receive it) and received, with the tensors that are put together there.
+        """
+        both = bool(set(self.source.ranks) & set(self.target.ranks))
+        peak = 0
+        for units in self.rounds:
+            sent = sum(self._largest(self.source, unit) for unit in units)
+            if self.target.whole_tensors:  # a tensor of several units is there until the last of them
+                received = sum({unit.parameter.name: unit.parameter.num_bytes for unit in units}.values())
+            else:
+                received = sum(self._largest(self.target, unit) for unit in units)
+            peak = max(peak, sent + received if both else max(sent, received))
+        return peak
+
+    @staticmethod
+    def _largest(layout: Layout, unit: Unit) -> int:
+        parameter = unit.parameter
+        return _largest_part(layout.specs[parameter.name], parameter.shape, unit.box) * parameter.item_bytes
+
+    def _sent(self, unit: Unit, rank: int) -> Iterator[Move]:
+        name, shape = unit.parameter.name, unit.parameter.shape
+        source, target = self.source.specs[name], self.target.specs[name]
+        for mine in self.source.held(rank, name):
+            holders = source.holders(shape)[mine]
+            for cell, receivers in _cells(target, shape, mine, unit.box):
+                for receiver in receivers:
+                    if _sender(holders, target, receiver, unit.turn) == rank:
+                        yield self._move(unit, cell, rank, receiver)
+
+    def _received(self, unit: Unit, rank: int) -> Iterator[Move]:
+        name, shape = unit.parameter.name, unit.parameter.shape
+        source, target = self.source.specs[name], self.target.specs[name]
+        for wanted in self.target.held(rank, name):
+            for cell, holders in _cells(source, shape, wanted, unit.box):
+                yield self._move(unit, cell, _sender(holders, target, rank, unit.turn), rank)
+
+    @staticmethod
+    def _move(unit: Unit, cell: Box, source: int, target: int) -> Move:
+        return Move(unit.parameter.name, cell, source, target, cell.size * unit.parameter.item_bytes)
 
 
 def plan_transfer(source: Layout, target: Layout, bucket_bytes: int) -> TransferPlan:
     """Plans from any layout to any other, in rounds in which no rank sends or receives more than
     `bucket_bytes`.
 
-    Of several ranks that hold a box the target itself is taken, else the one that has sent least so far (the
-    lowest of equals). With target.whole_tensors a tensor larger than bucket_bytes still arrives in pieces,
-    and peak_bytes counts it whole. Raises WeightSyncError for a parameter that only one side knows, that has
-    another shape or dtype there, or of which nobody holds a part; ValueError for a bucket smaller than one
-    element.
+    Of several ranks that hold a box the target itself is taken, else they take turns. With
+    target.whole_tensors a tensor larger than bucket_bytes still arrives in pieces, and peak_bytes counts it
+    whole. Raises WeightSyncError for a parameter that only one side knows, or that has another shape or dtype
+    there; ValueError for a bucket smaller than one element.
     """
-    known = _matched(source, target)
-    planner = _Planner(source, target, bucket_bytes)
+    _match(source, target)
+    rounds: list[list[Unit]] = []
+    filled, turn = 0, 0
     for parameter in target.parameters:
-        planner.add(known[parameter.name])
-    return planner.plan()
+        if bucket_bytes < parameter.item_bytes:
+            raise ValueError(f"bucket_bytes={bucket_bytes} holds no element of {parameter.name!r}")
+        boxes = Box.whole(parameter.shape).split(bucket_bytes // parameter.item_bytes)
+        for box in boxes:
+            unit = Unit(parameter, box, turn)
+            turn += 1
+            size = max(TransferPlan._largest(source, unit), TransferPlan._largest(target, unit))
+            if target.whole_tensors and len(boxes) > 1:
+                size = bucket_bytes  # put together there from several rounds, with nothing beside it
+            if not rounds or filled + size > bucket_bytes:
+                rounds.append([])
+                filled = 0
+            rounds[-1].append(unit)
+            filled += size
+    return TransferPlan(source, target, tuple(map(tuple, rounds)))
 
 
-class _Planner:
-    def __init__(self, source: Layout, target: Layout, bucket_bytes: int) -> None:
-        self._source = source
-        self._target = target
-        self._bucket_bytes = bucket_bytes
-        self._sent: dict[int, int] = defaultdict(int)  # bytes so far, by rank
-        self._rounds: list[list[Move]] = [[]]
-        self._out: dict[int, dict[tuple[str, Box], int]] = defaultdict(dict)  # of the round, by rank
-        self._in: dict[int, int] = defaultdict(int)
-        self._needed = 0
-        self._peak: dict[int, int] = dict.fromkeys((*source.ranks, *target.ranks), 0)
-        self._open: dict[int, dict[str, int]] = defaultdict(dict)  # tensors put together in the round
-
-    def add(self, parameter: Parameter) -> None:
-        """Plans the moves of one parameter."""
-        if self._bucket_bytes < parameter.item_bytes:
-            raise ValueError(f"bucket_bytes={self._bucket_bytes} holds no element of {parameter.name!r}")
-        held = {rank: self._source.held(rank, parameter.name) for rank in self._source.ranks}
-        all_boxes = [box for boxes in held.values() for box in boxes]
-        moves: list[Move] = []
-        for rank in self._target.ranks:
-            for wanted in self._target.held(rank, parameter.name):
-                if not wanted.size:
-                    continue
-                touching = [box for box in all_boxes if box.intersection(wanted) is not None]
-                for cell in wanted.cells(touching):
-                    moves += self._moves_of(parameter, cell, rank, held)
-        open_bytes = max((sum(tensors.values()) for tensors in self._open.values()), default=0)
-        if open_bytes + parameter.num_bytes > self._bucket_bytes:
-            self._close_round()  # where whole tensors are put together, no more than a bucket of them
-        for move in moves:
-            self._place(move, parameter)
-
-    def _moves_of(
-        self, parameter: Parameter, cell: Box, target: int, held: Mapping[int, tuple[Box, ...]]
-    ) -> list[Move]:
-        holders = [rank for rank, boxes in held.items() if any(box.contains(cell) for box in boxes)]
-        if not holders:
-            raise WeightSyncError(
-                f"no rank of the trainer holds {parameter.name!r} at {cell.offset} + {cell.shape}, which "
-                f"rank {target} is to receive: the source's layout has a hole"
-            )
-        if target not in holders:
-            self._needed += cell.size * parameter.item_bytes
-        moves = []
-        for part in cell.split(self._bucket_bytes // parameter.item_bytes):
-            num_bytes = part.size * parameter.item_bytes
-            chosen = target if target in holders else min(holders, key=lambda rank: (self._sent[rank], rank))
-            self._sent[chosen] += num_bytes if chosen != target else 0
-            moves.append(Move(parameter.name, part, chosen, target, num_bytes))
-        return moves
-
-    def _place(self, move: Move, parameter: Parameter) -> None:
-        """Adds a move to the current round, or, where a rank would have too much in transit, to a new one."""
-        key = (move.name, move.box)
-        sending = sum(self._out[move.source].values())
-        sending += 0 if key in self._out[move.source] else move.num_bytes
-        if max(sending, self._in[move.target] + move.num_bytes) > self._bucket_bytes:
-            self._close_round()
-        self._out[move.source][key] = move.num_bytes
-        self._in[move.target] += move.num_bytes
-        if self._target.whole_tensors:
-            self._open[move.target][move.name] = parameter.num_bytes
-        self._rounds[-1].append(move)
-
-    def _close_round(self) -> None:
-        if not self._rounds[-1]:
-            return
-        for rank in self._peak:
-            received = sum(self._open[rank].values()) if self._target.whole_tensors else self._in[rank]
-            self._peak[rank] = max(self._peak[rank], sum(self._out[rank].values()) + received)
-        self._rounds.append([])
-        self._out.clear()
-        self._in.clear()
-        self._open.clear()
-
-    def plan(self) -> TransferPlan:
-        """Returns the plan of all parameters that were added."""
-        self._close_round()
-        rounds = tuple(tuple(moves) for moves in self._rounds if moves)
-        between = [move for moves in rounds for move in moves if move.source != move.target]
-        return TransferPlan(
-            rounds,
-            bytes_moved=sum(move.num_bytes for move in between),
-            bytes_needed=self._needed,
-            peers=tuple(sorted({(move.source, move.target) for move in between})),
-            peak_bytes=self._peak,
-        )
+def _sender(holders: tuple[int, ...], target: Spec, receiver: int, turn: int) -> int:
+    """Returns which of the ranks that hold a box sends it to a receiver."""
+    if receiver in holders:
+        return receiver
+    return holders[(turn + target.number(receiver)) % len(holders)]
 
 
-def _matched(source: Layout, target: Layout) -> dict[str, Parameter]:
-    """Returns the parameters by name. Raises WeightSyncError for the first one that the two sides do not
-    agree on.
+@lru_cache(maxsize=1 << 14)
+def _cells(
+    spec: Spec, shape: tuple[int, ...], box: Box, part: Box
+) -> tuple[tuple[Box, tuple[int, ...]], ...]:
+    """Returns what is both in a box and in a part of a tensor, as the other side cuts it, and who holds it
+    there. Most tensors of a model have one of a few shapes, so that this is worked out a few times.
     """
+    both = box.intersection(part)
+    if both is None:
+        return ()
+    cells = ((held.intersection(both), ranks) for held, ranks in spec.holders(shape).items())
+    return tuple((cell, ranks) for cell, ranks in cells if cell is not None)
+
+
+@lru_cache(maxsize=1 << 14)
+def _largest_part(spec: Spec, shape: tuple[int, ...], box: Box) -> int:
+    """Returns the most elements of a box that one rank holds."""
+    most: dict[int, int] = {}
+    for part, ranks in _cells(spec, shape, Box.whole(shape), box):
+        for rank in ranks:
+            most[rank] = most.get(rank, 0) + part.size
+    return max(most.values(), default=0)
+
+
+@lru_cache(maxsize=1 << 12)
+def _needed(source: Spec, target: Spec, shape: tuple[int, ...]) -> int:
+    """Returns how many elements the target's ranks are to hold, and do not hold already, together."""
+    total = 0
+    for rank in target.ranks:
+        mine = [span.box for span in source.spans(shape, rank)]
+        for span in target.spans(shape, rank):
+            there = (box.intersection(span.box) for box in mine)
+            total += span.box.size - sum(box.size for box in there if box is not None)
+    return total
+
+
+def _match(source: Layout, target: Layout) -> None:
+    """Raises WeightSyncError for the first parameter that the two sides do not agree on."""
     sent = {parameter.name: parameter for parameter in source.parameters}
     wanted = {parameter.name: parameter for parameter in target.parameters}
     for name in (*sent, *wanted):
@@ -173,4 +229,3 @@ def _matched(source: Layout, target: Layout) -> dict[str, Parameter]:
                 f"{name!r} is {sent[name].shape} {sent[name].dtype} at the trainer, and "
                 f"{wanted[name].shape} {wanted[name].dtype} at the rollout engine"
             )
-    return sent

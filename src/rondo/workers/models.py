@@ -15,11 +15,14 @@ from rondo.checkpoint import Files
 from rondo.columns import MINI_BATCH, declared
 from rondo.config.schema import FrozenEngineConfig, OptimizerConfig, TorchBackendConfig
 from rondo.controller import Worker, WorkerContext, dispatch
+from rondo.controller.mesh import DATA
 from rondo.errors import TrainError
+from rondo.models.context import Context
 from rondo.models.source import ModelSource
 from rondo.roles import ROLES
 from rondo.training import FsdpEngine, Loss
 from rondo.training.measuring import equal_rows, metrics_of
+from rondo.training.views import Views
 from rondo.types import StepStats
 from rondo.workers.estimating import EstimatingWorker
 from rondo.workers.transfer import SendsWeights
@@ -33,6 +36,28 @@ def update_columns(loss: Loss, role: str = "actor") -> tuple[str, ...]:
     """
     mini_batch = "mini_batch" if role == "actor" else MINI_BATCH(role)
     return (*TOKENS, *loss.columns, mini_batch)
+
+
+def views_of(context: WorkerContext) -> Views:
+    """Returns the ranks as the role's mesh sees them; one that says nothing of models shards over all."""
+    grids = context.mesh.grids
+    if "dense" not in grids:
+        return Views.of(context.device_mesh())
+    return Views(
+        context.groups["single"][0],
+        dense=context.device_mesh("dense"),
+        expert=context.device_mesh("expert") if "expert" in grids else None,
+        alone=context.device_mesh("single")["alone"],
+        context=_context(context),
+    )
+
+
+def _context(context: WorkerContext) -> Context | None:
+    size = context.mesh.axis_size("cp")
+    if size == 1:
+        return None
+    group = context.groups[DATA][context.mesh.names.index("cp")]
+    return Context(group, context.mesh.coords(context.rank)["cp"], size)
 
 
 class ModelWorker(Worker):
@@ -56,7 +81,7 @@ class ModelWorker(Worker):
             source,
             engine,
             optimizer,
-            mesh=context.device_mesh(),
+            mesh=views_of(context),
             backend=backend,
             head=head,  # type: ignore[arg-type]
             temperature=temperature,

@@ -42,6 +42,7 @@ from rondo.config.schema.models import (
     LoraConfig,
     ModelConfig,
     OptimizerConfig,
+    ParallelConfig,
     PrmConfig,
     ReferenceConfig,
     ScheduleConfig,

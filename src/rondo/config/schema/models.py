@@ -8,8 +8,9 @@ from pydantic.dataclasses import dataclass
 
 from rondo.config.schema.types import (
     STRICT,
-    AutoOrBool,
     Batch,
+    Buffer,
+    Checkpointing,
     Chosen,
     Count,
     Decay,
@@ -97,6 +98,8 @@ ScheduleConfig = ConstantScheduleConfig | FallingScheduleConfig | WsdScheduleCon
 class OptimizerConfig:
     """AdamW, its schedule, and clipping."""
 
+    name: Literal["adamw", "adamw_8bit"] = "adamw"
+    """adamw_8bit: its moments take 8 bits a number, block by block, instead of those of `param_dtype`."""
     lr: Rate = 1e-6
     """The learning rate after the warm-up."""
     betas: tuple[Decay, Decay] = (0.9, 0.999)
@@ -129,6 +132,22 @@ class TorchBackendConfig:
     """A block's gathered parameters are given back after its forward pass; false: after the backward pass."""
     kernels: Literal["auto", "transformers"] = "auto"
     """auto: leaner norms and attention where they compute the same; transformers: its own code as it is."""
+    mlp_chunk: Tokens | None = None
+    """Tokens in an MLP at one time, for long rows: computed again in the backward pass; null: all."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class ParallelConfig:
+    """How a model is spread over the ranks of its devices: they shard what these axes leave (FSDP)."""
+
+    replicate: Few = 1
+    """Copies of the sharded model (HSDP): parameters are gathered within a copy only."""
+    tensor: Few = 1
+    """Ranks that compute the same rows, each with a part of every attention's heads and of every product."""
+    context: Few = 1
+    """Ranks that divide the tokens of the same rows between them."""
+    expert: Few = 1
+    """Ranks that hold whole experts of a mixture, each another part of them."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -168,8 +187,10 @@ class FrozenEngineConfig:
     """Of the matrix products; auto: bfloat16 on CUDA, float32 elsewhere."""
     offload_params: bool = False
     """Parameters rest in host memory between calls."""
-    logits_chunk: Tokens = 4096
-    """Response positions whose logits exist at one time, at most: 512 MiB of them."""
+    logits_bytes: Buffer = 512 << 20
+    """Of the logits that exist at one time, whatever the vocabulary; at least one position's do."""
+    parallel: ParallelConfig | None = None
+    """How it is spread over its ranks; null: as the actor is (critic, reference), or by sharding alone."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -178,8 +199,8 @@ class EngineConfig(FrozenEngineConfig):
     float32 at least.
     """
 
-    gradient_checkpointing: AutoOrBool = "auto"
-    """Compute transformer blocks again in the backward pass; auto: on CUDA."""
+    gradient_checkpointing: Checkpointing = "auto"
+    """Compute blocks again in the backward pass (auto: on CUDA); offload: from inputs in host memory."""
     offload_optimizer: bool = False
     """The optimizer's state rests in host memory between calls."""
     mini_batch_size: Batch | None = None

@@ -28,7 +28,7 @@ def whole(value: Any) -> Any:
 def _no_number(value: Any) -> Any:
     """Refuses 1, which is equal to True."""
     if type(value) in (int, float):
-        raise ValueError("must be auto, true or false")
+        raise ValueError("must be auto, true, false or offload")
     return value
 
 
@@ -59,7 +59,8 @@ Few = Annotated[int, Field(ge=1, le=2**16), BeforeValidator(whole)]  # samples, 
 FewOrNone = Annotated[int, Field(ge=0, le=2**16), BeforeValidator(whole)]
 # What is packed is counted in 32 bits.
 Tokens = Annotated[int, Field(ge=1, lt=2**31), BeforeValidator(whole)]
-# A bucket is shared memory, in whole pages: less than one saves nothing, and costs a round per element.
+# Of a bucket (shared memory, in whole pages), a cache or logits: less than a page saves nothing, and costs a
+# round per element.
 Buffer = Annotated[int, Field(ge=4096, le=2**50), BeforeValidator(whole)]
 Number = Annotated[float, Field(ge=-1e12, le=1e12)]
 Positive = Annotated[float, Field(gt=0, le=1e12)]
@@ -71,7 +72,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Mass = Annotated[float, Field(gt=0, le=1)]
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
-AutoOrBool = Annotated[Literal["auto", True, False], BeforeValidator(_no_number)]
+Checkpointing = Annotated[Literal["auto", True, False, "offload"], BeforeValidator(_no_number)]
 
 
 @cache

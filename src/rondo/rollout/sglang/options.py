@@ -31,7 +31,7 @@ class Sglang(ThirdParty):
     sleep_option = "enable_memory_saver"
     models: ClassVar[frozenset[str]] = frozenset({"llama", "qwen2", "qwen3", "qwen3_moe"})
     left_out: ClassVar[Mapping[str, str]] = {"mlp_bias": "the biases of the MLP"}
-    adapter_models: ClassVar[frozenset[str]] = frozenset({"llama", "qwen2", "qwen3", "qwen3_moe"})
+    adapter_models: ClassVar[frozenset[str]] = frozenset({"llama", "qwen2", "qwen3"})
     governed: ClassVar[Mapping[str, str]] = {
         "model_path": "model.path",
         "tokenizer_path": _TOKENS,

@@ -84,7 +84,8 @@ def _of_models(config: Config, roles: Sequence[str], trained: Collection[str]) -
             continue
         itemsize = getattr(torch, engine.param_dtype).itemsize
         all_of_it = role in trained and getattr(engine, "lora", None) is None  # adapters are few
-        held = model_bytes(size(role), itemsize, trained=all_of_it)
+        optimizer = getattr(config, section).optimizer.name if all_of_it else None
+        held = model_bytes(size(role), itemsize, optimizer)
         yield Need(role, held, (f"{section}.param_dtype",))
     if "rollout" in roles and not shares_weights(config):
         itemsize = getattr(torch, rollout_dtype(config)).itemsize
@@ -92,7 +93,7 @@ def _of_models(config: Config, roles: Sequence[str], trained: Collection[str]) -
         lora, own = config.actor.lora, config.rollout.engine.name in OWN
         if lora is not None and lora.send == "adapters" and own and not shares_base(config):
             copies *= 2  # they merge, and keep the base
-        held = copies * model_bytes(size("actor"), itemsize, trained=False)
+        held = copies * model_bytes(size("actor"), itemsize)
         yield Need("rollout engines", held, ("rollout.replicas", "rollout.dtype"))
 
 

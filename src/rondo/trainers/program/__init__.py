@@ -30,6 +30,7 @@ from rondo.trainers.program.roles import (
     create_model,
     create_rollout,
     engine_of,
+    mesh_of,
     model_source,
     on_one_pool,
     one_storage,

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rondo.config import Config, FrozenEngineConfig, OptimizerConfig, RewardModelConfig
-from rondo.controller import Cluster, Worker, WorkerGroup
+from rondo.config import Config, FrozenEngineConfig, OptimizerConfig, ParallelConfig, RewardModelConfig
+from rondo.controller import Cluster, Mesh, Worker, WorkerGroup
 from rondo.errors import ConfigError
 from rondo.hub import local_folder
 from rondo.models import (
@@ -125,6 +125,16 @@ def engine_of(role: str, config: Config) -> tuple[str, FrozenEngineConfig]:
         if model.name == role:
             return f"reward.models.{index}", model
     raise ConfigError(f"there is no role {role!r} in this configuration")
+
+
+def mesh_of(role: str, config: Config, devices: Sequence[int]) -> Mesh:
+    """Returns how the ranks of a role with a training engine, one per device, are laid out. Raises
+    ConfigError for sizes that do not divide them.
+    """
+    section, engine = engine_of(role, config)
+    if engine.parallel is None and section in ("critic", "reference"):
+        section, engine = "actor", config.actor
+    return Mesh.parallel(len(devices), engine.parallel or ParallelConfig(), f"{section}.parallel")
 
 
 def source_of(role: str, config: Config) -> ModelSource:
@@ -245,7 +255,8 @@ async def create_model(
     worker, kwargs = role_spec(role, config, losses, total_optimizer_steps)
     assert issubclass(worker, ModelWorker)
     devices = placement_of(config).devices(role) if devices is None else devices
-    return await cluster.create_group(role, worker, kwargs=kwargs, devices=devices)
+    mesh = mesh_of(role, config, devices)
+    return await cluster.create_group(role, worker, mesh=mesh, kwargs=kwargs, devices=devices)
 
 
 async def create_rollout(

@@ -17,7 +17,7 @@ from rondo.columns import per_row
 from rondo.config import Config
 from rondo.controller import Cluster, WorkerGroup
 from rondo.trainers.loop import Checkpoints, Reporter
-from rondo.trainers.program import Roles, create_model, placement_of, role_spec
+from rondo.trainers.program import Roles, create_model, mesh_of, placement_of, role_spec
 from rondo.trainers.supervised.tasks import RowStream, Task, total_steps
 from rondo.types import StepStats
 from rondo.workers import ActorWorker, ReferenceWorker, update_columns
@@ -58,7 +58,10 @@ class SupervisedTrainer:
             worker, kwargs = role_spec("actor", config, {task.kind: self.loss}, self.total_steps)
             kwargs |= {"head": "value"} if task.value_head else {}
             devices = placement_of(config, task.roles(config)).devices("actor")
-            actor = await self.cluster.create_group("actor", worker, kwargs=kwargs, devices=devices)
+            mesh = mesh_of("actor", config, devices)
+            actor = await self.cluster.create_group(
+                "actor", worker, mesh=mesh, kwargs=kwargs, devices=devices
+            )
             self.roles = Roles(actor, None)
             if "reference" in task.roles(config):
                 self.roles.models["reference"] = await create_model(self.cluster, "reference", config)

@@ -1,0 +1,137 @@
+"""Context parallel: the tokens of a pass divided between ranks, each of which has the next few of them.
+
+Attention needs all tokens of a document, and each of its heads for itself: there every rank has all tokens
+and a part of the heads (DeepSpeed-Ulysses, arXiv:2309.14509). Everything else goes token by token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Context:
+    """The ranks that have the same rows. rank: this one's number among `size`."""
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+
+    def own(self, num_tokens: int) -> slice:
+        """Returns which of a pass's tokens, a multiple of `size`, this rank has."""
+        each = num_tokens // self.size
+        return slice(self.rank * each, (self.rank + 1) * each)
+
+    def all_tokens(self, states: torch.Tensor) -> torch.Tensor:
+        """[N / size, heads, D] of own tokens -> [N, heads / size, D] of own heads. Fewer heads than ranks are
+        repeated first, so that several ranks have the same one.
+        """
+        heads = states.shape[1]
+        if heads < self.size:
+            states = states.repeat_interleave(self.size // heads, 1)
+        out: torch.Tensor = _AllTokens.apply(states, self)
+        return out
+
+    def all_heads(self, states: torch.Tensor) -> torch.Tensor:
+        """[N, heads / size, D] of own heads -> [N / size, heads, D] of own tokens."""
+        out: torch.Tensor = _AllHeads.apply(states, self)
+        return out
+
+    def own_heads(self, per_head: torch.Tensor | None) -> torch.Tensor | None:
+        """[heads] -> [heads / size]."""
+        return None if per_head is None else per_head.chunk(self.size)[self.rank]
+
+    def places(self, positions: torch.Tensor, num_tokens: int) -> Places:
+        """Says which ranks have the tokens at `positions` of a pass, int64 [M]."""
+        owners = positions // (num_tokens // self.size)
+        counts = torch.bincount(owners, minlength=self.size).tolist()
+        order = torch.argsort(owners, stable=True)
+        start = sum(counts[: self.rank])
+        own = order[start : start + counts[self.rank]]
+        local = positions[own] - self.own(num_tokens).start
+        return Places(self, order, tuple(counts), own, local)
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the outputs of a pass are. order: [M] outputs, those of the first rank first; counts: of each
+    rank. own: of this rank; local: their positions among its tokens.
+    """
+
+    context: Context
+    order: torch.Tensor
+    counts: tuple[int, ...]
+    own: torch.Tensor
+    local: torch.Tensor
+
+    def gathered(self, values: torch.Tensor) -> torch.Tensor:
+        """[own, …] -> [M, …] on every rank. All ranks compute the same from it, so that each one's own
+        gradient is that of its own values; nothing is to be added up.
+        """
+        out: torch.Tensor = _Gathered.apply(values, self)
+        return out
+
+
+def _exchanged(states: torch.Tensor, context: Context) -> torch.Tensor:
+    """[size, …]: what goes to each rank -> what came from each."""
+    out = torch.empty_like(states)
+    dist.all_to_all_single(out, states, group=context.group)
+    return out
+
+
+def _to_all_tokens(states: torch.Tensor, context: Context) -> torch.Tensor:
+    tokens, heads, width = states.shape
+    by_rank = states.reshape(tokens, context.size, heads // context.size, width).transpose(0, 1).contiguous()
+    return _exchanged(by_rank, context).reshape(tokens * context.size, heads // context.size, width)
+
+
+def _to_all_heads(states: torch.Tensor, context: Context) -> torch.Tensor:
+    tokens, heads, width = states.shape
+    by_rank = states.reshape(context.size, tokens // context.size, heads, width).contiguous()
+    back = _exchanged(by_rank, context).transpose(0, 1)
+    return back.reshape(tokens // context.size, context.size * heads, width)
+
+
+class _AllTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, states: torch.Tensor, context: Context) -> torch.Tensor:
+        ctx.context = context
+        return _to_all_tokens(states, context)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _to_all_heads(grads[0], ctx.context), None
+
+
+class _AllHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, states: torch.Tensor, context: Context) -> torch.Tensor:
+        ctx.context = context
+        return _to_all_heads(states, context)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _to_all_tokens(grads[0], ctx.context), None
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, places: Places) -> torch.Tensor:
+        ctx.own = places.own
+        most, rest = max(places.counts), values.shape[1:]
+        mine = values.new_zeros((most, *rest))
+        mine[: len(values)] = values
+        every = values.new_empty((places.context.size, most, *rest))
+        dist.all_gather_into_tensor(every.flatten(0, 1), mine, group=places.context.group)
+        joined = torch.cat([part[:count] for part, count in zip(every, places.counts, strict=True)])
+        out = torch.empty_like(joined)
+        out[places.order] = joined
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0][ctx.own], None

@@ -1,0 +1,108 @@
+"""What of a forward pass is in memory: what the backward pass computes again instead of keeping it, where it
+waits, and how many tokens are in an MLP at one time.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from rondo.errors import ConfigError
+
+_MLPS = ("mlp", "feed_forward", "block_sparse_moe", "shared_mlp")  # as blocks of transformers call theirs
+_MOST_ROUNDING = 0.05  # between a token's output with and without others, in half precision
+_again = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+
+
+def checkpoint_blocks(blocks: Sequence[Any], how: bool | str) -> None:
+    """Has each transformer block computed again in the backward pass, from its input; "offload": which waits
+    in host memory, pinned.
+
+    Around `forward`, inside of FSDP's hooks: what is computed again finds its parameters gathered.
+    """
+    for block in blocks:
+        if how == "offload":
+            block.forward = functools.partial(_from_host_memory, block.forward)
+        elif how:
+            block.forward = functools.partial(_again, block.forward)
+
+
+def _from_host_memory(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    # Only what `checkpoint` itself keeps, the arguments without a name, meets these hooks: inside, its own
+    # take their place. What all blocks share (rotary tables) has a name, and stays.
+    with torch.autograd.graph.save_on_cpu(pin_memory=True):
+        return _again(forward, *args, **kwargs)
+
+
+def tile_mlps(blocks: Sequence[Any], num_tokens: int | None) -> None:
+    """Has the MLPs of each block take at most `num_tokens` tokens at one time, and compute each such tile
+    again in the backward pass (Bekman et al., Arctic Long Sequence Training, arXiv:2506.13996, "TiledMLP").
+    None: leaves them as they are.
+
+    Raises ConfigError for a block without an MLP of its own; the first pass raises it for one whose tokens
+    are not computed each by itself.
+    """
+    if num_tokens is None:
+        return
+    for block in blocks:
+        mlps = [getattr(block, name) for name in _MLPS if hasattr(block, name)]
+        if not mlps:
+            raise _cannot(block, "has no MLP of its own")
+        for mlp in mlps:
+            mlp.forward = _Tiles(mlp, num_tokens)
+
+
+class _Tiles:
+    """The forward of an MLP, dense or of experts, over tiles of tokens."""
+
+    def __init__(self, mlp: torch.nn.Module, num_tokens: int) -> None:
+        self._mlp = mlp
+        self._forward = mlp.forward
+        self._num_tokens = num_tokens
+        self._checked = False
+
+    def __call__(self, hidden: torch.Tensor, *others: Any, **named: Any) -> Any:
+        """hidden [1, N, H]. What the module returns beside the like of it has tokens as its first dimension
+        (scores of routers).
+        """
+        if others or named:
+            raise _cannot(self._mlp, "takes more than hidden states")
+        if hidden.shape[1] <= self._num_tokens:
+            return self._forward(hidden)
+        if not self._checked:
+            self._check(hidden[:, : self._num_tokens])
+        run = functools.partial(_again, self._forward) if torch.is_grad_enabled() else self._forward
+        return _joined([run(tile) for tile in hidden.split(self._num_tokens, 1)])
+
+    @torch.no_grad()
+    def _check(self, tile: torch.Tensor) -> None:
+        """Raises ConfigError where the last token gives something else by itself than behind the others."""
+        together, alone = (
+            _first(self._forward(part)).flatten()[-tile.shape[2] :] for part in (tile, tile[:, -1:])
+        )
+        if not bool((together - alone).norm() <= _MOST_ROUNDING * together.norm()):
+            raise _cannot(self._mlp, "does not compute each token by itself")
+        self._checked = True
+
+
+def _first(made: Any) -> torch.Tensor:
+    tensor: torch.Tensor = made[0] if isinstance(made, tuple) else made
+    return tensor
+
+
+def _joined(parts: list[Any]) -> Any:
+    if isinstance(parts[0], tuple):
+        return tuple(_joined(list(each)) for each in zip(*parts, strict=True))
+    return torch.cat(parts, 1 if parts[0].ndim == 3 else 0)
+
+
+def _cannot(module: torch.nn.Module, why: str) -> ConfigError:
+    return ConfigError(
+        f"actor.backend.mlp_chunk: a {type(module).__name__} of this model {why}, and cannot be cut into "
+        "tiles; leave the key out, and lower token_budget instead",
+        key="actor.backend.mlp_chunk",
+    )

@@ -1,0 +1,112 @@
+"""The ranks of a role, seen as the grids that its tensors are spread over.
+
+    dense    replicate × shard × tensor            all parameters but those of experts
+    expert   replicate × expert_shard × expert     the experts of a mixture, where ranks hold whole ones
+
+An axis of one rank is left out of a grid, but for the one that shards. A rank's number counts along the last
+axis first, in both: expert_shard · expert = shard · tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from rondo.errors import ConfigError
+from rondo.models.context import Context
+from rondo.training.vocabulary import Vocabulary
+from rondo.weights.layout import Cut, Spec
+
+REPLICATE, SHARD, TENSOR = "replicate", "shard", "tensor"
+EXPERT_SHARD, EXPERT = "expert_shard", "expert"
+
+
+@dataclass(frozen=True)
+class Views:
+    """everyone: the group of all ranks. expert: None where experts are spread as all else is. alone: of this
+    rank only; there where `expert` is. context: the ranks that have the same rows, and divide their tokens.
+    """
+
+    everyone: dist.ProcessGroup
+    dense: DeviceMesh
+    expert: DeviceMesh | None = None
+    alone: DeviceMesh | None = None
+    context: Context | None = None
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> Views:
+        """Returns the views of a mesh of one axis, which shards. Raises ConfigError for one of several."""
+        if mesh.ndim != 1:
+            raise ConfigError(f"a mesh of axes {mesh.mesh_dim_names}: say which are for what by Views")
+        group = mesh.get_group()
+        return cls(group, DeviceMesh.from_group(group, mesh.device_type, mesh_dim_names=(SHARD,)))
+
+    @property
+    def size(self) -> int:
+        """Returns the number of ranks."""
+        return self.dense.size()
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Returns the number of ranks along the axes `tensor` and `expert`."""
+        expert = 1 if self.expert is None else self.expert[EXPERT].size()
+        return 1 if self.tensor is None else self.tensor.size(), expert
+
+    @property
+    def shards(self) -> DeviceMesh:
+        """Returns the axes over which FSDP spreads (and copies) what is left of a tensor."""
+        return _sliced(self.dense, (REPLICATE, SHARD))
+
+    @property
+    def tensor(self) -> DeviceMesh | None:
+        """Returns the axis along which ranks compute parts of one product; None: there is one rank on it."""
+        return self.dense[TENSOR] if TENSOR in names_of(self.dense) else None
+
+    @property
+    def expert_shards(self) -> DeviceMesh:
+        """Returns the axes over which FSDP spreads (and copies) what is left of an expert."""
+        assert self.expert is not None
+        return _sliced(self.expert, (REPLICATE, EXPERT_SHARD))
+
+    def vocabulary(self, size: int) -> Vocabulary | None:
+        """Returns the ranks that share out the tokens of a vocabulary; None: each has all of them."""
+        if self.tensor is None:
+            return None
+        return Vocabulary(self.tensor.get_group(), self.tensor.get_local_rank(), self.tensor.size(), size)
+
+    def spec_of(self, tensor: DTensor) -> Spec:
+        """Returns how a tensor lies on all ranks. It names some of a view's axes; along the others all ranks
+        have the same.
+        """
+        placements = dict(zip(names_of(tensor.device_mesh), tensor.placements, strict=True))
+        view = self.dense
+        if not placements.keys() <= set(names_of(view)):
+            assert self.expert is not None
+            view = self.expert
+        cuts = tuple(_cut(placements.get(name), tensor.ndim) for name in names_of(view))
+        return Spec(tuple(view.mesh.flatten().tolist()), tuple(view.shape), cuts)
+
+
+def names_of(mesh: DeviceMesh) -> tuple[str, ...]:
+    """Returns the names of a mesh's axes."""
+    assert mesh.mesh_dim_names is not None
+    return mesh.mesh_dim_names
+
+
+def _sliced(mesh: DeviceMesh, wanted: Iterable[str]) -> DeviceMesh:
+    names = tuple(name for name in wanted if name in names_of(mesh))
+    return mesh if names == names_of(mesh) else mesh[names]
+
+
+def _cut(placement: Placement | None, ndim: int) -> Cut | None:
+    if isinstance(placement, _StridedShard):
+        return Cut(placement.dim % ndim, int(placement.split_factor))
+    if isinstance(placement, Shard):
+        return Cut(placement.dim % ndim)
+    assert placement is None or placement.is_replicate(), placement
+    return None

@@ -1,0 +1,52 @@
+"""Layouts of several parallel axes over the ranks of a test, and each rank's rows of a batch."""
+
+from __future__ import annotations
+
+import functools
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from rondo.config.schema import ParallelConfig
+from rondo.controller import Mesh, WorkerContext
+from rondo.controller.distributed import Groups, axis_groups
+from rondo.planning.batches import balance
+from rondo.training.views import Views
+from rondo.workers.models import views_of
+from tests.training.helpers import make_batch, with_groups
+
+
+@functools.cache
+def _context(world: int, sizes: tuple[tuple[str, int], ...]) -> WorkerContext:
+    mesh, ranks, known = Mesh.parallel(world, ParallelConfig(**dict(sizes))), range(world), _GROUPS
+    groups = {
+        name: axis_groups(axes, ranks, known, timedelta(seconds=240)) for name, axes in mesh.grids.items()
+    }
+    return WorkerContext(
+        role="actor",
+        rank=dist.get_rank(),
+        world_size=world,
+        device="cpu",
+        threads=1,
+        peers={},
+        mesh=mesh,
+        ranks=tuple(ranks),
+        groups=groups,
+    )
+
+
+_GROUPS: Groups = {}
+
+
+def layout(world: int, **sizes: int) -> tuple[Views, int, int]:
+    """The views of this rank, and which of how many cuts of the rows it gets. Collective."""
+    context = _context(world, tuple(sorted(sizes.items())))
+    return views_of(context), context.mesh.dp_shards[context.rank], context.mesh.axis_size("dp")
+
+
+def rows_of(index: int, count: int, seed: int = 0) -> Any:
+    """One of `count` parts of the batch; some of its prompts are shared, or not, as the cut falls."""
+    batch = with_groups(make_batch(seed=seed), (4, 3))
+    costs = batch.lengths("prompt_ids") + batch.lengths("response_ids")
+    return batch.take(balance(costs, count)[index])
