@@ -186,8 +186,9 @@ class TestUnknownKeys:
         assert len(set(keys)) == len(keys)
         # 210, hub, template options, override of five models, balance, isolation, hangs, best,
         # tools, environments, full, python of engines, env, timeout, episode workers, states, restarts,
-        # an adapter's five of two models and how engines get it, the names of two optimizers, and mlp_chunk
-        assert len(leaves) <= 253
+        # an adapter's five of two models, and how engines get it, the names of two optimizers, mlp_chunk,
+        # and four axes of five models
+        assert len(leaves) <= 274
 
 
 class TestBadFiles:
@@ -314,6 +315,7 @@ class TestPrinting:
         nothing |= {f"rollout.tools.0.{key}" for key in ("name", "timeout_seconds", "max_tokens")}
         nothing |= {f"rollout.environments.0.{key}" for key in ("name", "timeout_seconds", "keep_state")}
         nothing |= {f"actor.optimizer.schedule.{key}" for key in ("min_ratio", "decay_steps")}
+        nothing |= {f"actor.parallel.{key}" for key in ("replicate", "tensor", "context", "expert")}
         nothing |= {f"actor.lora.{key}" for key in ("rank", "alpha", "targets", "init", "path", "send")}
         assert simple - sections - nothing <= set(lines)
 

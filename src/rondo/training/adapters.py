@@ -80,7 +80,7 @@ class Adapters:
         small, are gathered.
         """
         whole = self._whole(factors, views)
-        return MergedRows(shards, self._adapters, whole, dist.get_rank(views.everyone), views.size)
+        return MergedRows(shards, self._adapters, whole, views)
 
     def _whole(self, factors: Mapping[str, DTensor], views: Views) -> dict[str, torch.Tensor]:
         layout = layout_of(factors, views, wire_dtypes(self._model, factors, None))
@@ -150,15 +150,12 @@ class MergedRows(Mapping[str, torch.Tensor]):
         adapters: Mapping[str, Adapter],
         # A and B by their names in peft's files, whole.
         factors: Mapping[str, torch.Tensor],
-        # Of this process in the group of ranks.
-        rank: int,
-        num_ranks: int,
+        views: Views,
     ) -> None:
         self._shards = shards
         self._adapters = adapters
         self._factors = factors
-        self._rank = rank
-        self._num_ranks = num_ranks
+        self._views = views
         self._last: tuple[str, torch.Tensor] | None = None
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -170,7 +167,8 @@ class MergedRows(Mapping[str, torch.Tensor]):
             return self._last[1]
         self._last = None  # before the next one is made
         a, b = (self._factors[one].to(local.device) for one in (adapter.a, adapter.b))
-        start = self._rank * -(-shard.shape[0] // self._num_ranks)
+        spans = self._views.spec_of(shard).spans(tuple(shard.shape), dist.get_rank())
+        start = spans[0].box.offset[0] if spans else 0
         # In float32: rounded once, to what is sent.
         merged = local.to(a.dtype) + adapter.delta(a, b, slice(start, start + len(local)))
         self._last = name, merged
@@ -205,15 +203,14 @@ class Unmerged:
 
     def layout(self, dtype: str | None = None) -> Layout:
         """See `FsdpEngine.layout`."""
-        lm, factors, shards = self._engine._model.lm, self._engine._factors, self._shards()
-        wire = wire_dtypes(lm, shards, dtype) | wire_dtypes(lm, factors, None)
-        return layout_of(shards, self._engine.views, wire)
+        return layout_of(self._shards(), self._engine.views, self._wire(dtype))
 
     def gathered_parameters(
         self, bucket_bytes: int, dtype: str | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """See `FsdpEngine.gathered_parameters`."""
-        with self.named_shards() as rows:
+        with self._engine._awake():
+            rows = LocalRows(self._shards())
             yield from gather_buckets(self.layout(dtype), rows, self._engine.views.everyone, bucket_bytes)
         self._engine._release_memory()
 
@@ -225,10 +222,16 @@ class Unmerged:
 
     def parameter_checksums(self, dtype: str | None = None) -> dict[str, int]:
         """See `FsdpEngine.parameter_checksums`."""
-        with self.named_shards() as rows:
+        with self._engine._awake():
+            rows = LocalRows(self._shards())
             return checksums_of(self.layout(dtype), rows, self._engine.views.everyone)
 
     def _shards(self) -> dict[str, DTensor]:
         """Returns what is sent, as it lies now."""
         base = self._engine._shards if self._base else {}
         return base | self._engine._factors
+
+    def _wire(self, dtype: str | None) -> dict[str, str]:
+        lm = self._engine._model.lm
+        own = wire_dtypes(lm, self._engine._factors, None)
+        return wire_dtypes(lm, self._shards(), dtype) | own

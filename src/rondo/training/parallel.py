@@ -36,39 +36,47 @@ def check_parallel(
     source: ModelSource, engine: FrozenEngineConfig, views: Views, kernels: Kernels
 ) -> Kernels:
     """Raises ConfigError where a model cannot be spread over the views' axes. Returns the kernels to build it
-    with: leaner attention multiplies with whole weights, which are cut here.
+    with: leaner attention multiplies with whole weights, and knows all tokens, which are divided here.
     """
     tensor, expert = views.sizes
     if tensor == expert == 1 and views.context is None:
         return kernels
-    axis = "tensor" if tensor > 1 else "expert" if expert > 1 else "context"
-    if Version(transformers.__version__) < Version(LEAST_TRANSFORMERS):
-        raise _refused(
-            axis,
-            views,
-            f"it needs transformers ≥ {LEAST_TRANSFORMERS}, and {transformers.__version__} is installed",
-        )
-    if isinstance(engine, EngineConfig) and engine.lora is not None:
-        raise _refused(axis, views, "adapters (lora) are for ranks that shard only")
     text = load_model_config(source).get_text_config()
-    experts = num_experts(text)
     if views.context is not None:
         _check_context(text, views, views.context)
+    if tensor > 1 or expert > 1:
+        axis = "tensor" if tensor > 1 else "expert"
+        if Version(transformers.__version__) < Version(LEAST_TRANSFORMERS):
+            why = f"it needs transformers ≥ {LEAST_TRANSFORMERS}, {transformers.__version__} is installed"
+            raise _refused(axis, views, why)
+        _check_experts(text, views, axis)
     if tensor > 1:
-        styles = set(_dense_plan(text).values())
-        if not styles or styles - _STYLES:
-            why = f"has {', '.join(sorted(styles - _STYLES))}" if styles else "does not exist"
-            raise _refused("tensor", views, f"transformers' plan for {text.model_type} {why}")
-        for name, heads in zip(("num_attention_heads", "num_key_value_heads"), heads_of(text), strict=True):
-            if heads % _cuts_of_heads(text, views):
-                raise _refused("tensor", views, f"the model's {name}={heads} cannot be divided by it")
-    if expert > 1 and (experts is None or experts % expert):
-        why = "the model has no experts" if experts is None else f"it does not divide the {experts} experts"
+        if isinstance(engine, EngineConfig) and engine.lora is not None:
+            raise _refused(
+                "tensor", views, "adapters (lora) of linear modules that are cut are not there yet"
+            )
+        _check_tensor(text, views)
+    return "norms" if kernels == "auto" else kernels
+
+
+def _check_tensor(text: PreTrainedConfig, views: Views) -> None:
+    styles = set(_dense_plan(text).values())
+    if not styles or styles - _STYLES:
+        why = f"has {', '.join(sorted(styles - _STYLES))}" if styles else "does not exist"
+        raise _refused("tensor", views, f"transformers' plan for {text.model_type} {why}")
+    for name, heads in zip(("num_attention_heads", "num_key_value_heads"), heads_of(text), strict=True):
+        if heads % _cuts_of_heads(text, views):
+            raise _refused("tensor", views, f"the model's {name}={heads} cannot be divided by it")
+
+
+def _check_experts(text: PreTrainedConfig, views: Views, axis: str) -> None:
+    count, (_, expert) = num_experts(text), views.sizes
+    if expert > 1 and (count is None or count % expert):
+        why = "the model has no experts" if count is None else f"it does not divide the {count} experts"
         raise _refused("expert", views, why)
     styles = set(_plan_of(text, "base_model_ep_plan").values())
-    if experts is not None and (tensor, expert) != (1, 1) and (not styles or styles - _EXPERT_STYLES):
+    if count is not None and (not styles or styles - _EXPERT_STYLES):
         raise _refused(axis, views, f"transformers has no plan for the experts of {text.model_type}")
-    return "norms" if kernels == "auto" else kernels
 
 
 def _check_context(text: PreTrainedConfig, views: Views, context: Context) -> None:
