@@ -6,8 +6,8 @@ Each case is a process of its own that builds the actor, takes two optimizer ste
 (activations are little then) and says what it holds: `weights`, `gradients` and `moments` are the bytes of
 its tensors; `peak` is by how much the process grew at most since before the model was built. `checkpoint` is
 what is written. Then a native engine (bfloat16) is started in a process of its own, and weights are sent to
-it, with checksums: `merged` is what moves with send=merged, `first` and `later` are the first sync and another
-one with send=adapters, as the syncs report it; `engine` is by how much its process is larger at the end.
+it, with checksums: `merged` is what moves with send=merged, `first` and `later` are two syncs with
+send=adapters, as the syncs report it; `engine` is by how much its process is larger at the end.
 """
 
 from __future__ import annotations

@@ -149,6 +149,24 @@ def test_what_is_in_flight_ends_under_its_own_version(adapted: Adapted) -> None:
         assert adapted.worst(completion) < 10 * TOLERANCE  # 900 tokens
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_two_workers_share_each_product(kind: str) -> None:
+    adapters = adapter_set()
+    engine = start(kind, adapters=adapters, tensor_parallel=2)
+    adapted = Adapted(kind, engine, adapters)
+    try:
+        for base in (True, False):
+            version = adapted.send(base=base)
+            for completion in adapted.bench.run([request(prompt(9, seed), 12, seed=1) for seed in range(3)]):
+                assert set(completion.policy_versions.tolist()) == {version}
+                assert adapted.worst(completion) < TOLERANCE
+                assert gaps(adapted.base, completion).max() > 0.05
+    finally:
+        engine.close()
+
+
 @pytest.mark.parametrize(
     ("kind", "family"),
     [
