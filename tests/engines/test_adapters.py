@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from rondo.errors import WeightSyncError
+from rondo.errors import ConfigError, WeightSyncError
 from rondo.models.loading import load_model_config
 from rondo.models.lora import Adapter, AdapterSet
 from rondo.models.source import ModelSource
@@ -78,8 +78,10 @@ def all_linear(model: torch.nn.Module) -> AdapterSet:
 class Adapted:
     """An engine, and what it should compute at each version."""
 
-    def __init__(self, kind: str, engine: RolloutEngine, adapters: AdapterSet) -> None:
-        self.bench = Bench(kind, engine)
+    def __init__(
+        self, kind: str, engine: RolloutEngine, adapters: AdapterSet, config: Mapping[str, Any] = QWEN3
+    ) -> None:
+        self.bench, self.config = Bench(kind, engine, config), config
         self.kind, self.engine, self.adapters = kind, engine, adapters
         self.base = self.bench.model
         self.models: dict[int, torch.nn.Module] = {}
@@ -94,7 +96,7 @@ class Adapted:
         for name, tensor in sent.items():
             self.engine.receive(name, tensor)
         self.engine.commit(version, {name: checksum(tensor) for name, tensor in sent.items()})
-        self.models[version] = merged(QWEN3, self.adapters, ab)
+        self.models[version] = merged(self.config, self.adapters, ab)
         return version
 
     def worst(self, completion: Any) -> float:
@@ -153,9 +155,12 @@ def test_what_is_in_flight_ends_under_its_own_version(adapted: Adapted) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_two_workers_share_each_product(kind: str) -> None:
-    adapters = adapter_set()
-    engine = start(kind, adapters=adapters, tensor_parallel=2)
-    adapted = Adapted(kind, engine, adapters)
+    adapters, wide = adapter_set(), QWEN3 | {"intermediate_size": 128}
+    if kind == "sglang":
+        with pytest.raises(ConfigError, match="pads intermediate_size=96 to a multiple of 32 for each of 2"):
+            start(kind, adapters=adapters, tensor_parallel=2)
+    engine = start(kind, source=ModelSource(config=wide), adapters=adapters, tensor_parallel=2)
+    adapted = Adapted(kind, engine, adapters, wide)
     try:
         for base in (True, False):
             version = adapted.send(base=base)
