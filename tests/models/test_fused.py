@@ -7,7 +7,7 @@ import torch
 
 from rondo.config.schema import TorchBackendConfig
 from rondo.models.attention import SHORT
-from rondo.models.fused import _tried
+from rondo.models.fused import tried
 from rondo.models.loading import build_model
 from tests.models.families import source_of
 from tests.training.helpers import make_batch, make_engine, one_rank_mesh, source
@@ -54,4 +54,4 @@ def test_a_trial_that_fails_means_not_ours(error: type[Exception]) -> None:
     def probe(_: object) -> str:
         raise error("another kind of module")
 
-    assert _tried(probe, None) is None
+    assert tried(probe, None) is None

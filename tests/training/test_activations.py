@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from rondo.config.schema import LoraConfig, TorchBackendConfig
 from rondo.errors import ConfigError
 from rondo.planning.batches import balance
 from rondo.training import FsdpEngine
 from rondo.training.activations import tile_mlps
+from rondo.training.sharding import gather_buckets, local_of
 from tests.models.families import source_of
 from tests.ranks import run_ranks
 from tests.training.helpers import (
@@ -24,6 +26,7 @@ from tests.training.helpers import (
     relative_difference,
     source,
 )
+from tests.training.layouts import layout
 
 TILES = TorchBackendConfig(mlp_chunk=5)
 LONG = ((3, 7), (1, 1), (5, 12), (70, 50))
@@ -111,28 +114,34 @@ def test_what_waits_is_each_blocks_input(mesh: DeviceMesh, monkeypatch: pytest.M
 
 
 def _on_ranks(rank: int, world: int) -> dict[str, dict[str, torch.Tensor]]:
-    mesh, out = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",)), {}
-    batch = make_batch((*LONG, (70, 40)))
+    batch, out = make_batch((*LONG, (70, 40))), {}
     costs = batch.lengths("prompt_ids") + batch.lengths("response_ids")
-    own = batch.take(balance(costs, world)[rank])
     cases: dict[str, tuple[str, Any, TorchBackendConfig]] = {
         "plain": ("llama", False, TorchBackendConfig()),
         "tiles": ("llama", False, TILES),
         "all": ("llama", "offload", TILES),
+        "tensor": ("llama", "offload", TILES),
+        "context": ("llama", "offload", TILES),
         "kept": ("llama", True, TorchBackendConfig(mlp_chunk=5, reshard=False)),
         "experts plain": ("qwen3_moe", False, TorchBackendConfig()),
         "experts all": ("qwen3_moe", "offload", TILES),
     }
     for name, (model, checkpointing, backend) in cases.items():
         config = {**FLOAT64, "gradient_checkpointing": checkpointing, "token_budget": 200}
-        out[name] = _gradients(make_engine(mesh, source(model), config=config, backend=backend), own)
+        views, index, count = layout(world, **({name: world} if name in ("tensor", "context") else {}))
+        engine = make_engine(views, source(model), config=config, backend=backend)
+        own = batch.take(balance(costs, count)[index])
+        engine.forward_backward(own, PolicyLoss())
+        gradients = {key: local_of(one.grad) for key, one in engine._parameters.items()}
+        gathered = gather_buckets(engine.layout(), gradients, dist.group.WORLD, 1 << 20)
+        out[name] = {key: one.clone() for key, one in gathered}
     return out
 
 
 def test_on_two_ranks_under_fsdp() -> None:
-    """Also the rank that has none of the long rows."""
+    """Also on a rank that has none of the long rows; and along the axes tensor and context."""
     alone, two = run_ranks(1, _on_ranks)[0], run_ranks(2, _on_ranks)[0]
-    for name in ("plain", "tiles", "all", "kept"):
+    for name in two.keys() - {"experts all", "experts plain"}:
         _same(two[name], alone["plain"], 1e-10)
     _same(two["experts all"], alone["experts plain"], 1e-6)
 
@@ -149,6 +158,8 @@ def test_a_model_that_cannot_be_tiled_is_refused(mesh: DeviceMesh, monkeypatch: 
     with pytest.raises(ConfigError, match="has no MLP of its own") as caught:
         tile_mlps([torch.nn.Linear(2, 2)], 5)  # as OPT's blocks, that have two such in the place of one
     assert caught.value.key == "actor.backend.mlp_chunk"
+    with pytest.raises(ConfigError, match="on other ranks"):
+        tile_mlps([torch.nn.Linear(2, 2)], 5, exchanging=True)
     engine = make_engine(mesh, source("llama"), backend=TILES)
     mlp = next(module for module in engine._model.modules() if type(module).__name__ == "LlamaMLP")
     plain = mlp.forward._forward

@@ -17,10 +17,11 @@ from rondo.errors import CheckpointError
 from rondo.planning.batches import balance
 from rondo.training import FsdpEngine, adamw_8bit
 from rondo.training import optimizer as optimizer_module
-from rondo.training.adamw_8bit import AdamW8bit, block_of, dynamic_map, moments_8bit
+from rondo.training.adamw_8bit import AdamW8bit, block_of, dynamic_map, moments_8bit, shape_of
 from rondo.training.sharding import local_of
 from tests.ranks import run_ranks
 from tests.training.helpers import FLOAT64, PolicyLoss, make_batch, make_engine, relative_difference, source
+from tests.training.layouts import layout, rows_of
 
 EIGHT = OptimizerConfig(name="adamw_8bit", lr=0.01)
 # Every matrix has rows that can be cut into blocks (96 numbers, 128), and all but norms have 4,096 numbers.
@@ -30,7 +31,7 @@ WIDE = {"hidden_size": 96, "intermediate_size": 128, "head_dim": 24}
 def _optimizer(parameters: list[torch.nn.Parameter], **settings: Any) -> AdamW8bit:
     optimizer = AdamW8bit(parameters, **settings)
     for one in parameters:
-        optimizer.state[one] = {"step": torch.zeros(()), **moments_8bit(one.data, one.shape)}
+        optimizer.state[one] = {"step": torch.zeros(()), **moments_8bit(one, one.data)}
     return optimizer
 
 
@@ -43,18 +44,24 @@ def _moment(state: dict[str, torch.Tensor], name: str, *, signed: bool) -> torch
 @pytest.mark.parametrize(
     ("shape", "block"),
     [
-        ((64, 512), 256),
-        ((896, 896), 224),
-        ((4, 30, 100), 250),  # a row of stacked experts is all but the first dimension
+        ((64, 512), 128),
+        ((896, 4864), 128),
+        ((64, 1000), 125),
+        ((4, 30, 100), 100),
         ((151_936, 96), 96),
         ((1000, 257), None),  # prime
         ((500, 62), None),  # shorter than a block may be
+        ((50, 30, 4), None),
         ((100_000,), None),
         ((31, 128), None),  # 3,968 numbers
     ],
 )
-def test_a_block_is_a_part_of_a_row(shape: tuple[int, ...], block: int | None) -> None:
-    assert block_of(shape) == block
+def test_a_block_divides_the_last_dimension(shape: tuple[int, ...], block: int | None) -> None:
+    parameter = torch.empty(shape, device="meta")
+    assert block_of(parameter) == block
+    entries = moments_8bit(parameter, parameter)
+    assert all(shape_of(name, parameter) == entries[name].shape for name in entries)
+    assert len(entries) == (2 if block is None else 4)
 
 
 def test_the_256_numbers() -> None:
@@ -94,12 +101,12 @@ def test_the_first_step_by_hand() -> None:
 def test_each_number_is_rounded_to_the_nearest() -> None:
     for signed in (False, True):
         numbers = torch.tensor(dynamic_map(signed=signed), dtype=torch.float64)
-        values = torch.rand(16, 256, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) ** 4
-        values = values * (2 * (torch.arange(256) % 2) - 1) if signed else values
+        values = torch.rand(32, 128, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) ** 4
+        values = values * (2 * (torch.arange(128) % 2) - 1) if signed else values
         name = "exp_avg" if signed else "exp_avg_sq"
-        state = moments_8bit(values, values.shape)
-        adamw_8bit._write(state, name, slice(0, 16), 256, values)
-        scaled = values / state[f"{name}_scales"].view(16, 1)
+        state = moments_8bit(values, values)
+        adamw_8bit._write(state, name, slice(0, 32), 128, values)
+        scaled = values / state[f"{name}_scales"].view(32, 1)
         nearest = (scaled[..., None] - numbers).abs().argmin(-1)
         assert torch.equal(state[f"{name}_codes"].long(), nearest)
 
@@ -114,9 +121,9 @@ def test_the_table_of_upper_bits_finds_what_a_search_finds(signed: bool) -> None
     beside = [torch.nextafter(halfway, torch.tensor(end)) for end in (-2.0, 2.0)]
     values = torch.cat([ends[ends.abs() <= 1], halfway, *beside, torch.tensor([1.0])])
     values = values if signed else values[values >= 0]
-    state = moments_8bit(torch.empty(len(values), 128), (len(values), 128))
     name = "exp_avg" if signed else "exp_avg_sq"
     rows = torch.ones(len(values), 128)  # the largest of each block is 1
+    state = moments_8bit(rows, rows)
     rows[:, 0] = values
     adamw_8bit._write(state, name, slice(0, len(values)), 128, rows)
     expected = torch.bucketize(values, halfway, right=True)
@@ -160,7 +167,7 @@ def test_it_is_torchaos_where_blocks_are_alike() -> None:
     ours = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((64, 512), (30,))]
     theirs = [torch.nn.Parameter(one.detach().clone()) for one in ours]
     settings: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
-    mine, other = _optimizer(ours, **settings), torchao.AdamW8bit(theirs, **settings)
+    mine, other = _optimizer(ours, **settings), torchao.AdamW8bit(theirs, block_size=128, **settings)
     with torch.compiler.set_stance("force_eager"):
         for _ in range(8):
             for one, same in zip(ours, theirs, strict=True):
@@ -269,7 +276,7 @@ def test_ranks_and_checkpoints(tmp_path: Path, name: str) -> None:
     """
     path = str(tmp_path / "two")
     saved, files = run_ranks(2, _train_and_save, path, name)[0]
-    coded = [name for name in saved if name.startswith("model.") and block_of(saved[name].shape)]
+    coded = [name for name in saved if name.startswith("model.") and block_of(saved[name])]
     assert len([name for name in saved if "_codes." in name]) == 2 * len(coded)
     assert saved["optimizer.exp_avg_codes.lm_head.weight"].dtype == torch.uint8
     alone, _ = run_ranks(1, _train_and_save, str(tmp_path / "one"), name)[0]
@@ -284,6 +291,75 @@ def test_ranks_and_checkpoints(tmp_path: Path, name: str) -> None:
         assert all(torch.equal(loaded[key], saved[key]) for key in saved)
         if world == 2:
             assert all(torch.equal(resumed[key], undisturbed[key]) for key in resumed)
+
+
+NARROW = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}
+TALL = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
+
+
+def _spread(
+    rank: int, world: int, name: str, layouts: list[dict[str, int]], path: str, files: Files
+) -> list[tuple[dict[str, torch.Tensor], Files]]:
+    """The whole state after three steps in each layout; of one, first what was loaded from the other's."""
+    out = []
+    for sizes in layouts:
+        views, index, count = layout(world, **sizes)
+        experts = {"moe_intermediate_size": 256} if name == "qwen3_moe" else {}
+        engine = make_engine(views, source(name, **TALL, **experts), EIGHT, config=FLOAT64)
+        if files:
+            engine.load(path, files)
+            out.append((_everything(engine), {}))
+            continue
+        for seed in range(3):
+            engine.forward_backward(rows_of(index, count, seed), PolicyLoss())
+            engine.optimizer_step()
+        state = _everything(engine)
+        out.append((state, engine.save(f"{path}/{len(out)}")))
+    return out
+
+
+@pytest.mark.parametrize(
+    ("name", "layouts"),
+    [
+        ("llama", [{"tensor": 2}, {"context": 2}, {"replicate": 2}]),
+        ("qwen3_moe", [{"expert": 2}, {"tensor": 2, "expert": 2}, {"tensor": 2}]),
+    ],
+)
+def test_several_axes(tmp_path: Path, name: str, layouts: list[dict[str, int]]) -> None:
+    """Codes and scales are cut as the parameter is, along rows and columns; their state loads into one rank,
+    and one rank's into them.
+    """
+    (tmp_path / "one").mkdir()
+    (alone, saved), *_ = run_ranks(1, _spread, name, [{}], str(tmp_path / "one"), {})[0]
+    spread = run_ranks(2, _spread, name, layouts, str(tmp_path / "two"), {})[0]
+    for place, (state, files) in enumerate(spread):
+        for key, tensor in alone.items():
+            if tensor.dtype == torch.uint8:
+                assert float((state[key] == tensor).double().mean()) > 0.999, (layouts[place], key)
+            else:
+                assert relative_difference(state[key], tensor) < 1e-4, (layouts[place], key)
+        ((loaded, _),) = run_ranks(1, _spread, name, [{}], f"{tmp_path}/two/{place}", files)[0]
+        assert all(torch.equal(loaded[key], state[key]) for key in state)
+    for loaded, _ in run_ranks(2, _spread, name, layouts, f"{tmp_path}/one/0", saved)[0]:
+        assert all(torch.equal(loaded[key], alone[key]) for key in alone)
+
+
+def _into_one_rank(rank: int, world: int, path: str, files: Files) -> str:
+    views, _, _ = layout(world)
+    with pytest.raises(CheckpointError) as caught:
+        make_engine(views, source("llama", **NARROW), EIGHT).load(path, files)
+    return str(caught.value)
+
+
+def _saved_by_two(rank: int, world: int, path: str) -> Files:
+    views, _, _ = layout(world, tensor=2)
+    return make_engine(views, source("llama", **NARROW), EIGHT).save(path)
+
+
+def test_other_blocks_are_refused(tmp_path: Path) -> None:
+    """Where ranks cut the last dimension into pieces of 64, blocks have 64 numbers, and else 128."""
+    files = run_ranks(2, _saved_by_two, str(tmp_path))[0]
+    assert "exp_avg_scales" in run_ranks(1, _into_one_rank, str(tmp_path), files)[0]
 
 
 def test_adapters_learn_with_it(mesh: DeviceMesh) -> None:

@@ -282,7 +282,6 @@ def test_adapters_learn_the_same_on_every_axis_that_leaves_matrices_whole() -> N
                 assert relative_difference(weights[name], tensor) < 1e-6, (sizes, name)
 
 
-EIGHT = OptimizerConfig(name="adamw_8bit")
 REFUSED: dict[str, tuple[ModelSource, Sizes, dict[str, Any], str]] = {
     "heads": (
         source("llama", num_attention_heads=1, num_key_value_heads=1),
@@ -326,17 +325,11 @@ REFUSED: dict[str, tuple[ModelSource, Sizes, dict[str, Any], str]] = {
         {},
         "parallel.context=2: it does not divide the 1 heads and 1 key/value heads that a rank would have",
     ),
-    "8 bits": (
-        source("llama"),
-        {"tensor": 2},
-        {},
-        "optimizer.name=adamw_8bit: rows of 'model.layers.0.self_attn.o_proj.weight' are cut by",
-    ),
     "lora": (
         source("llama"),
         {"tensor": 2},
         {"lora": LoraConfig()},
-        "parallel.tensor=2: adapters (lora) of linear modules that are cut are not there yet",
+        "parallel.tensor=2: adapters (lora) cannot follow matrices that are cut",
     ),
 }
 
@@ -346,7 +339,7 @@ def _refusals(rank: int, world: int) -> dict[str, tuple[str, str | None]]:
     for name, (model, sizes, config, _) in REFUSED.items():
         views, _, _ = layout(world, **sizes)
         with pytest.raises(ConfigError) as caught:
-            make_engine(views, model, EIGHT if name == "8 bits" else OptimizerConfig(), config=config)
+            make_engine(views, model, config=config)
         out[name] = str(caught.value), caught.value.key
     return out
 
@@ -355,9 +348,7 @@ def test_what_cannot_be_spread_is_refused() -> None:
     for told in run_ranks(2, _refusals):
         for name, (_, sizes, _, message) in REFUSED.items():
             assert told[name][0].startswith(message), name
-            assert told[name][1] == (
-                "optimizer.name" if name == "8 bits" else f"parallel.{next(iter(sizes))}"
-            )
+            assert told[name][1] == f"parallel.{next(iter(sizes))}"
 
 
 @pytest.mark.parametrize(

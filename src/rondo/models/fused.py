@@ -47,19 +47,19 @@ def use_fused_modules(
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         for module in model.modules():
-            eps = _tried(_rms_norm_eps, module)
+            eps = tried(rms_norm_eps, module)
             if eps is not None:
                 module.forward = functools.partial(_norm_forward, module, eps, module.forward)
                 counts["rms_norm"] += 1
         for module in model.modules() if attention else ():
-            forward = _tried(_fused_attention, model, module) if _has_projections(module) else None
+            forward = tried(_fused_attention, model, module) if _has_projections(module) else None
             if forward is not None:
                 module.forward = forward
                 counts["attention"] += 1
     return counts
 
 
-def _tried(probe: Callable[..., Result | None], *arguments: Any) -> Result | None:
+def tried(probe: Callable[..., Result | None], *arguments: Any) -> Result | None:
     """Returns what the probe finds; None where it raises, whatever it raises: a module that takes other
     arguments or has other shapes than ours is not of our kind, and keeps its code.
     """
@@ -70,7 +70,7 @@ def _tried(probe: Callable[..., Result | None], *arguments: Any) -> Result | Non
         return None
 
 
-def _rms_norm_eps(module: torch.nn.Module) -> float | None:
+def rms_norm_eps(module: torch.nn.Module) -> float | None:
     """The eps of a module that is an RMS norm, tried on random input; None for any other module."""
     parameters = dict(module.named_parameters())
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
@@ -81,7 +81,7 @@ def _rms_norm_eps(module: torch.nn.Module) -> float | None:
     with random_parameters(module):
         weight: Any = module.weight
         x = torch.randn(4, len(weight), dtype=weight.dtype)
-        return eps if _close(module(x), _RmsNorm.apply(x, weight, eps)) else None
+        return eps if close(module(x), _RmsNorm.apply(x, weight, eps)) else None
 
 
 def _norm_forward(
@@ -146,7 +146,7 @@ def _fused_attention(model: PreTrainedModel, module: Any) -> Callable[..., Any] 
         ours = functools.partial(_attention_forward, module, module.forward, asks)
         if any(isinstance(value, torch.Tensor) for value in asks.values()):
             return None  # sinks: a parameter, which may be moved or gathered
-        return ours if _close(theirs, ours(hidden_states=x, **arguments)[0]) else None
+        return ours if close(theirs, ours(hidden_states=x, **arguments)[0]) else None
 
 
 def _forward_and_asks(module: Any, arguments: dict[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -167,7 +167,7 @@ def _forward_and_asks(module: Any, arguments: dict[str, Any]) -> tuple[torch.Ten
         register_varlen()
 
 
-def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
+def close(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and bool((a - b).norm() <= _TOLERANCE * a.norm())
 
 

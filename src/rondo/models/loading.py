@@ -33,6 +33,7 @@ from rondo.models.files import (
     names_in,
 )
 from rondo.models.fused import use_fused_modules
+from rondo.models.liger import use_liger
 from rondo.models.masks import implementation
 from rondo.models.names import parts_of, weights_of, whole_part
 from rondo.models.override import overridden
@@ -41,7 +42,7 @@ from rondo.models.quantised import plain_tensors, quantisation_of
 from rondo.models.source import ModelSource, TokenizerSource
 from rondo.models.stored import StoredModel, parameters_on_meta
 
-Kernels = Literal["auto", "norms", "transformers"]
+Kernels = Literal["auto", "norms", "liger", "transformers"]
 # Keys that every config takes although its class does not declare them.
 _UNDECLARED = frozenset({"rope_theta", "rope_scaling", "dtype"})
 _log = logging.getLogger(__name__)
@@ -191,7 +192,9 @@ def _finished(
     model.eval()  # no dropout, no noise in routers, in training either: samplers have none
     if dtype is torch.float64:
         model.set_experts_implementation("eager")  # torch's grouped product of matrices has no float64
-    if kernels != "transformers" and not family_of(model.config).not_packable:
+    if kernels == "liger":
+        use_liger(model, device)
+    elif kernels != "transformers" and not family_of(model.config).not_packable:
         use_fused_modules(model, device, attention=kernels == "auto")
     return model
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -18,16 +18,16 @@ _MOST_ROUNDING = 0.05  # between a token's output with and without others, in ha
 _again = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
-def checkpoint_blocks(blocks: Sequence[Any], how: bool | str) -> None:
+def checkpoint_blocks(blocks: Sequence[Any], how: Literal["auto", "offload"] | bool) -> None:
     """Has each transformer block computed again in the backward pass, from its input; "offload": which waits
-    in host memory, pinned.
+    in host memory, pinned. (No "auto" comes here: `config.auto`.)
 
     Around `forward`, inside of FSDP's hooks: what is computed again finds its parameters gathered.
     """
     for block in blocks:
         if how == "offload":
             block.forward = functools.partial(_from_host_memory, block.forward)
-        elif how:
+        elif how is True:
             block.forward = functools.partial(_again, block.forward)
 
 
@@ -38,17 +38,19 @@ def _from_host_memory(forward: Callable[..., Any], *args: Any, **kwargs: Any) ->
         return _again(forward, *args, **kwargs)
 
 
-def tile_mlps(blocks: Sequence[Any], num_tokens: int | None) -> None:
+def tile_mlps(blocks: Sequence[Any], num_tokens: int | None, *, exchanging: bool = False) -> None:
     """Has the MLPs of each block take at most `num_tokens` tokens at one time, and compute each such tile
     again in the backward pass (Bekman et al., Arctic Long Sequence Training, arXiv:2506.13996, "TiledMLP").
-    None: leaves them as they are.
+    None: leaves them as they are. exchanging: ranks send each other tokens in them (expert parallel).
 
-    Raises ConfigError for a block without an MLP of its own; the first pass raises it for one whose tokens
-    are not computed each by itself.
+    Raises ConfigError for a block without an MLP of its own, or where ranks exchange tokens; the first pass
+    raises it for one whose tokens are not computed each by itself.
     """
     if num_tokens is None:
         return
     for block in blocks:
+        if exchanging:  # they would have to wait for each other once per tile, and have not as many tiles
+            raise _cannot(block, "sends tokens to experts on other ranks (parallel.expert, parallel.tensor)")
         mlps = [getattr(block, name) for name in _MLPS if hasattr(block, name)]
         if not mlps:
             raise _cannot(block, "has no MLP of its own")

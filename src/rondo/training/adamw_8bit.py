@@ -1,24 +1,26 @@
-"""AdamW whose two moments take 8 bits a number: codes, and a scale for each block of at most 256 of them.
+"""AdamW whose two moments take 8 bits a number: codes, and a scale for each block of at most 128 of them.
 
 Dettmers et al., 8-bit Optimizers via Block-wise Quantization (arXiv:2110.02861): a block is divided by its
 largest absolute value, and each number replaced by the nearest of 256 between -1 and 1 that are denser
 towards 0 (dynamic tree quantisation). The update itself is computed before the moments are rounded.
 
-A block is a part of one row (dimension 0), and rows are what ranks share out: what a moment is rounded to
-does not depend on the number of ranks, and a checkpoint of one number of ranks loads exactly into another.
-(torchao's and bitsandbytes' blocks run across rows, of each rank's shard for itself.)
+A block lies along the last dimension, and scales have the place of that dimension's blocks: they are cut as
+the parameter is. What a moment is rounded to does not depend on the number of ranks, and a checkpoint of one
+number loads exactly into another. (torchao's and bitsandbytes' blocks run across rows, of each rank's shard
+for itself.)
 """
 
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
-_LARGEST_BLOCK = 256
+_LARGEST_BLOCK = 128
 _SMALLEST_BLOCK = 64  # below, scales (float32) would take more than a sixteenth of what they save
 _FEWEST = 4096  # smaller tensors (norms, biases) keep their moments: they save nothing, and matter most
 # Numbers that exist in float32, some eight times: as many as stay in a CPU's cache, or keep a GPU busy.
@@ -26,27 +28,46 @@ _AT_ONE_TIME = {"cpu": 1 << 20, "cuda": 1 << 23}
 _SIGNED = {"exp_avg": True, "exp_avg_sq": False}
 
 
-def block_of(shape: Sequence[int]) -> int | None:
-    """Returns how many numbers of a parameter of this shape (of the whole one) share a scale: the largest
-    divisor of a row that is at most 256. None: its moments stay in its own dtype.
+def block_of(parameter: torch.Tensor) -> int | None:
+    """Returns how many numbers of a parameter share a scale: the largest divisor of at most 128 of its last
+    dimension, or of the pieces that ranks cut that into. None: its moments stay in its own dtype.
     """
-    row = math.prod(shape[1:])
-    if math.prod(shape) < _FEWEST:
+    if parameter.ndim < 2 or parameter.numel() < _FEWEST:
         return None
-    return next((n for n in range(min(row, _LARGEST_BLOCK), _SMALLEST_BLOCK - 1, -1) if row % n == 0), None)
+    piece, pieces = parameter.shape[-1], 1
+    if isinstance(parameter, DTensor):
+        for placement, size in zip(parameter.placements, parameter.device_mesh.shape, strict=True):
+            if (
+                isinstance(placement, Shard | _StridedShard)
+                and placement.dim % parameter.ndim == parameter.ndim - 1
+            ):
+                pieces *= size * getattr(placement, "split_factor", 1)
+    if piece % pieces:
+        return None
+    piece //= pieces
+    return next((n for n in range(_LARGEST_BLOCK, _SMALLEST_BLOCK - 1, -1) if piece % n == 0), None)
 
 
-def moments_8bit(local: torch.Tensor, shape: Sequence[int]) -> dict[str, torch.Tensor]:
-    """Returns both moments, at 0, of this rank's rows of a parameter. shape: of the whole one."""
-    block, state = block_of(shape), {}
+def moments_8bit(parameter: torch.Tensor, local: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Returns both moments, at 0, of what this rank has of a parameter."""
+    block, state = block_of(parameter), {}
     for name in _SIGNED:
         if block is None:
             state[name] = torch.zeros_like(local)
         else:
-            scales = len(local), math.prod(shape[1:]) // block
+            scales = *local.shape[:-1], local.shape[-1] // block
             state[f"{name}_codes"] = torch.zeros_like(local, dtype=torch.uint8)
             state[f"{name}_scales"] = torch.zeros(scales, dtype=torch.float32, device=local.device)
     return state
+
+
+def shape_of(moment: str, parameter: torch.Tensor) -> tuple[int, ...]:
+    """Returns the shape that one of the parameter's moments has as a whole."""
+    if not moment.endswith("_scales"):
+        return tuple(parameter.shape)
+    block = block_of(parameter)
+    assert block is not None
+    return (*parameter.shape[:-1], parameter.shape[-1] // block)
 
 
 class AdamW8bit(torch.optim.Optimizer):

@@ -11,7 +11,6 @@ the same code. The engine is handed its mesh and always names the group.
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Collection, Iterator, Mapping
 from typing import Literal
 
@@ -27,21 +26,15 @@ from rondo.columns import TOPK_IDS
 from rondo.config.auto import engine_for
 from rondo.config.schema import EngineConfig, FrozenEngineConfig, OptimizerConfig, TorchBackendConfig
 from rondo.errors import ConfigError, TrainError
-from rondo.models.attention import fitting
-from rondo.models.family import family_of
-from rondo.models.loading import build_empty
-from rondo.models.names import parts_of, persistent_buffers, separate
+from rondo.models.names import persistent_buffers, separate
 from rondo.models.source import ModelSource
-from rondo.models.stored import materialise
-from rondo.models.value_head import replace_lm_head
 from rondo.training import checkpoint
 from rondo.training.adapters import BASE, Adapters
+from rondo.training.build import build_sharded
 from rondo.training.export import VALUE_HEAD, check_export, export_folder
-from rondo.training.head import TokenModel, check_head
 from rondo.training.loss import Loss, Numbers, numbers_of, step_stats
 from rondo.training.optimizer import OptimizerStats, ShardedAdamW
 from rondo.training.packed import (
-    PackedLayout,
     PackedRows,
     dummy,
     expand_columns,
@@ -49,7 +42,6 @@ from rondo.training.packed import (
     pack,
     plan_passes,
 )
-from rondo.training.parallel import check_parallel, heads_here, parallelise
 from rondo.training.sharding import (
     LocalRows,
     as_shard,
@@ -59,16 +51,12 @@ from rondo.training.sharding import (
     gather_buckets,
     layout_of,
     local_of,
-    shard_model,
     wire_dtypes,
 )
 from rondo.training.views import Views
 from rondo.types import StepStats
 from rondo.usage import process_usage
 from rondo.weights.layout import Layout
-
-_log = logging.getLogger(__name__)
-_LOADED_WHOLE = "model %s: not in the form that save_pretrained writes, so each of %d ranks loaded all of it"
 
 
 class FsdpEngine:
@@ -101,56 +89,31 @@ class FsdpEngine:
         self.config = engine
         self.views = mesh if isinstance(mesh, Views) else Views.of(mesh)
         self._group, self._world = self.views.everyone, self.views.size
-        param_dtype, compute_dtype = getattr(torch, engine.param_dtype), getattr(torch, engine.compute_dtype)
-        kernels = check_parallel(source, engine, self.views, backend.kernels)
-        lm, stored = build_empty(source, param_dtype, self.device, kernels, output_head=head == "lm")
-        family = family_of(lm.config)
-        self._parts = parts_of(lm)
-        value_head = None
-        if head == "value":
-            wide = torch.promote_types(param_dtype, torch.float32)
-            value_head = replace_lm_head(lm, source.path, wide).to(self.device)
-        else:
-            check_head(lm, family.logits)
-        self.hf_config = lm.config
-        self.adapters: Adapters | None = None
-        if isinstance(engine, EngineConfig) and engine.lora is not None:
-            self.adapters = Adapters(lm, engine.lora, source.seed, self.device)
-        attention = fitting(source.attention, lm.config)
-        heads, context = heads_here(lm.config.get_text_config(), self.views), self.views.context
-        self._packing = PackedLayout(family, heads, self.device, compute_dtype, attention, context)
-        self._model = TokenModel(
-            lm,
-            value_head,
-            temperature=temperature,
-            logits_bytes=engine.logits_bytes,
-            transform=family.logits,
-            vocabulary=self.views.vocabulary(lm.config.get_text_config().vocab_size),
-        )
-        for name, parameter in self._model.named_parameters():
-            learns = self.adapters is None or self.adapters.learns(name)
-            parameter.requires_grad_(optimizer is not None and learns)
-        experts = parallelise(lm, self.views)
-        self._units = shard_model(
-            self._model,
+        built = build_sharded(
+            source,
+            engine,
+            backend,
             self.views,
-            experts,
-            compute_dtype,
-            gradient_checkpointing=isinstance(engine, EngineConfig) and engine.gradient_checkpointing,
-            backend=backend,
+            self.device,
+            head=head,
+            temperature=temperature,
+            trained=optimizer is not None,
         )
-        materialise(self._model, self.device)
+        self._model = built.model
+        self._units = built.units
+        self._parts = built.parts
+        self._packing = built.packing
+        self.adapters = built.adapters
+        self.hf_config = built.model.lm.config
         self._parameters = {
             name.removeprefix("lm."): parameter for name, parameter in self._model.named_parameters()
         }
         self._bind()
-        if stored is not None:
+        if built.stored is not None:
             with Activity(f"reading {source.path}", bound=False):
                 boxes = boxes_here(self.layout(), LocalRows(self._shards))
-                stored.fill((one for one in boxes if not one[0].startswith(VALUE_HEAD)), self._parts)
-        elif source.path is not None and self._world > 1:
-            _log.warning(_LOADED_WHOLE, source.path, self._world)
-        self._output_dtype = torch.promote_types(compute_dtype, torch.float32)
+                built.stored.fill((one for one in boxes if not one[0].startswith(VALUE_HEAD)), self._parts)
+        self._output_dtype = torch.promote_types(getattr(torch, engine.compute_dtype), torch.float32)
         self.optimizer: ShardedAdamW | None = None
         if optimizer is not None:
             elsewhere = isinstance(engine, EngineConfig) and engine.offload_optimizer

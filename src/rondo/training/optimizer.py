@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from rondo.config.schema import OptimizerConfig, ScheduleConfig
 from rondo.errors import ConfigError
-from rondo.training.adamw_8bit import AdamW8bit, moments_8bit
+from rondo.training.adamw_8bit import AdamW8bit, moments_8bit, shape_of
 from rondo.training.sharding import as_shard, local_of, moved
 from rondo.training.views import Views
 
@@ -68,8 +68,6 @@ class ShardedAdamW:
         # Called for its error: a schedule that cannot work fails now, not after the warm-up.
         lr_ratio(config.schedule.warmup_steps, config.schedule, total_steps)
         in_8_bits = config.name == "adamw_8bit"
-        if in_8_bits:
-            _check_rows(parameters, views)
         kind = AdamW8bit if in_8_bits else functools.partial(torch.optim.AdamW, fused=True)
         self._adamw = kind(
             [local for local in self._locals.values() if local.numel()],  # a rank may have no row of one
@@ -80,7 +78,7 @@ class ShardedAdamW:
         )
         # Made now, of empty shards too: a checkpoint is loaded in place, into the same entries on every rank.
         for name, local in self._locals.items():
-            fresh = moments_8bit(local.data, parameters[name].shape) if in_8_bits else _moments(local.data)
+            fresh = moments_8bit(parameters[name], local.data) if in_8_bits else _moments(local.data)
             moments = {entry: moved(tensor, resting) for entry, tensor in fresh.items()}
             step = torch.zeros((), dtype=torch.float32, device=local.device)
             self._adamw.state[local] = {STEP: step, **moments}
@@ -160,7 +158,7 @@ class ShardedAdamW:
         out: dict[str, DTensor | torch.Tensor] = {}
         for name, parameter in self._parameters.items():
             for moment, local in self._moments_of(name).items():
-                shape = (parameter.shape[0], *local.shape[1:])  # scales have shorter rows
+                shape = shape_of(moment, parameter)
                 out[f"{moment}.{name}"] = as_shard(parameter, local, self._views.dense, shape)
         steps = [self._adamw.state[local][STEP].cpu() for local in self._locals.values()]
         out["steps"] = torch.stack([torch.tensor(float(self.num_steps)), *steps])
@@ -176,17 +174,6 @@ class ShardedAdamW:
 def _moments(local: torch.Tensor) -> dict[str, torch.Tensor]:
     """Returns the moments, at 0, of torch's AdamW."""
     return {name: torch.zeros_like(local) for name in ("exp_avg", "exp_avg_sq")}
-
-
-def _check_rows(parameters: Mapping[str, torch.nn.Parameter], views: Views) -> None:
-    """Raises ConfigError where ranks hold parts of a row, which moments of 8 bits have scales for."""
-    for name, parameter in parameters.items():
-        spec = views.spec_of(parameter) if isinstance(parameter, DTensor) else None
-        if spec is not None and any(cut is not None and cut.dim > 0 for cut in spec.cuts):
-            raise ConfigError(
-                f"optimizer.name=adamw_8bit: rows of {name!r} are cut by parallel.tensor; use adamw",
-                key="optimizer.name",
-            )
 
 
 def global_norm(

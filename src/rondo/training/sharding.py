@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 
-from rondo.config.schema import TorchBackendConfig
+from rondo.config.schema import EngineConfig, FrozenEngineConfig, TorchBackendConfig
 from rondo.errors import TrainError
 from rondo.models.names import persistent_buffers
 from rondo.models.precision import kept_in_float32
@@ -26,10 +26,9 @@ from rondo.weights.layout import Box, Layout, Parameter
 def shard_model(
     model: TokenModel,
     views: Views,
-    experts: Iterable[torch.nn.Module],
+    experts: Sequence[torch.nn.Module],
     compute_dtype: torch.dtype,
-    *,
-    gradient_checkpointing: bool | str,
+    engine: FrozenEngineConfig,
     backend: TorchBackendConfig,
 ) -> list[FSDPModule]:
     """Shards what is left of each parameter, block by block; gradients are summed over ranks, not averaged.
@@ -47,8 +46,9 @@ def shard_model(
     learned = next((p.dtype for p in model.parameters() if p.requires_grad), param_dtype)
     policy = MixedPrecisionPolicy(param_dtype=cast, reduce_dtype=learned)
     blocks = _blocks(model)
-    tile_mlps(blocks, backend.mlp_chunk)
-    checkpoint_blocks(blocks, gradient_checkpointing)
+    tile_mlps(blocks, backend.mlp_chunk, exchanging=bool(experts))
+    if isinstance(engine, EngineConfig):
+        checkpoint_blocks(blocks, engine.gradient_checkpointing)
     if views.size == 1 and cast is None:
         return []
     mesh = views.shards
@@ -113,16 +113,16 @@ def as_shard(
     """Returns `local`, wherever it rests, as this rank's part of a tensor that is spread as `like` is; every
     rank of the mesh has all of one that is not. The result shares the storage of `local`.
 
-    shape: of the whole, where it has rows of another length than `like`.
+    shape: of the whole, where that is another than `like` has.
     """
     if isinstance(like, DTensor):
         mesh, placements = like.device_mesh, like.placements
     else:
         placements = (Replicate(),) * mesh.ndim
     where = _mesh_at(local, mesh)
-    strides = like.stride() if shape is None else local.stride()  # rows are shared out: they are alike
+    whole = like if shape is None else torch.empty(shape, device="meta")
     tensor = DTensor.from_local(
-        local, where, placements, run_check=False, shape=shape or like.shape, stride=strides
+        local, where, placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )
     assert tensor.to_local().data_ptr() == local.data_ptr()
     return tensor

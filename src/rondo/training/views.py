@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from rondo.config.schema import ParallelConfig
 from rondo.errors import ConfigError
 from rondo.models.context import Context
 from rondo.training.vocabulary import Vocabulary
@@ -52,10 +53,15 @@ class Views:
         return self.dense.size()
 
     @property
-    def sizes(self) -> tuple[int, int]:
-        """Returns the number of ranks along the axes `tensor` and `expert`."""
-        expert = 1 if self.expert is None else self.expert[EXPERT].size()
-        return 1 if self.tensor is None else self.tensor.size(), expert
+    def sizes(self) -> ParallelConfig:
+        """Returns the number of ranks along each axis."""
+        dense = dict(zip(names_of(self.dense), self.dense.shape, strict=True))
+        return ParallelConfig(
+            replicate=dense.get(REPLICATE, 1),
+            tensor=dense.get(TENSOR, 1),
+            context=1 if self.context is None else self.context.size,
+            expert=1 if self.expert is None else self.expert[EXPERT].size(),
+        )
 
     @property
     def shards(self) -> DeviceMesh:

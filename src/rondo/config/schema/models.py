@@ -130,8 +130,8 @@ class TorchBackendConfig:
     """What computes the model."""
     reshard: bool = True
     """A block's gathered parameters are given back after its forward pass; false: after the backward pass."""
-    kernels: Literal["auto", "transformers"] = "auto"
-    """auto: leaner norms and attention where they compute the same; transformers: its own code as it is."""
+    kernels: Literal["auto", "liger", "transformers"] = "auto"
+    """auto: leaner code on a CPU; liger: its kernels of norms and MLPs (CUDA); transformers: its own."""
     mlp_chunk: Tokens | None = None
     """Tokens in an MLP at one time, for long rows: computed again in the backward pass; null: all."""
 

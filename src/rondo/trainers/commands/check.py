@@ -16,7 +16,7 @@ from rondo.config import Config, FunctionConfig, LoadedConfig, did_you_mean
 from rondo.environments.choices import load_environments
 from rondo.errors import ConfigError, about
 from rondo.rewards import load_functions
-from rondo.roles import ROLES
+from rondo.roles import ROLES, ROLLOUT
 from rondo.tracking import check_trackers
 from rondo.trainers.commands.check_machine import (
     check_backend,
@@ -29,6 +29,7 @@ from rondo.trainers.commands.recipe import Findings, changed_keys, second_pass
 from rondo.trainers.program import (
     Program,
     Recorded,
+    check_parallel,
     engine_of,
     path_of,
     placement_of,
@@ -78,7 +79,9 @@ def _planned(config: Config, recorded: Recorded | None, found: Findings) -> Prog
     found.of(check_reward_models, config, program.reward_models)
     for role in ("actor", *program.roles):
         found.of(check_token_budget, role, config)
-    found.of(placement_of, config, program.all_roles)
+    if found.of(placement_of, config, program.all_roles) is not None:
+        for role in set(program.all_roles) - {ROLLOUT}:
+            found.of(check_parallel, role, config)
     if recorded is not None:
         found.of(_check_recorded, config, program, recorded)
     elif program.greedy_baseline:

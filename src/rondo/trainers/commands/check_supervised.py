@@ -13,7 +13,7 @@ from rondo.tracking import check_trackers
 from rondo.trainers.commands.check import unread_of_reference, without_data
 from rondo.trainers.commands.check_machine import check_backend, check_files, check_run_dir
 from rondo.trainers.commands.recipe import changed_keys, second_pass
-from rondo.trainers.program import placement_of, reference_in_actor
+from rondo.trainers.program import check_parallel, placement_of, reference_in_actor
 from rondo.trainers.supervised import Task
 
 # Keys that supervised training reads; any other key that is set would be ignored, so it is an error.
@@ -57,7 +57,9 @@ def check_supervised(loaded: LoadedConfig, task: Task) -> None:
         needs_reference = found.of(task.needs_reference, config)
         found.problems += _unread(loaded, task, needs_reference)
         if needs_reference is not None:
-            found.of(placement_of, config, task.roles(config))
+            if found.of(placement_of, config, task.roles(config)) is not None:
+                for role in task.roles(config):
+                    found.of(check_parallel, role, config)
         if needs_reference and not reference_in_actor(config):
             found.of(_check_reference, config)
         found.of(check_trackers, config.tracking.trackers)

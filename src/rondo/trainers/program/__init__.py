@@ -27,6 +27,7 @@ from rondo.trainers.program.plan import (
 )
 from rondo.trainers.program.pretraining import Pretraining
 from rondo.trainers.program.roles import (
+    check_parallel,
     create_model,
     create_rollout,
     engine_of,

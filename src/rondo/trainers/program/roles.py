@@ -25,6 +25,7 @@ from rondo.models.value_head import FILE as VALUE_HEAD_FILE
 from rondo.planning import Placement, SameDevices, plan_placement
 from rondo.roles import REWARD_MODEL, ROLES, ROLLOUT, Role
 from rondo.training import Loss
+from rondo.training.axes import check_axes
 from rondo.workers import ModelWorker, runs_in_own_process
 
 EXPORT_OF_ONE = "name the export folder of `rondo reward-model`"
@@ -131,10 +132,31 @@ def mesh_of(role: str, config: Config, devices: Sequence[int]) -> Mesh:
     """Returns how the ranks of a role with a training engine, one per device, are laid out. Raises
     ConfigError for sizes that do not divide them.
     """
+    section, sizes = parallel_of(role, config)
+    return Mesh.parallel(len(devices), sizes, f"{section}.parallel")
+
+
+def parallel_of(role: str, config: Config) -> tuple[str, ParallelConfig]:
+    """Returns the section that says how a role's model is spread over its ranks, and what it says."""
     section, engine = engine_of(role, config)
     if engine.parallel is None and section in ("critic", "reference"):
         section, engine = "actor", config.actor
-    return Mesh.parallel(len(devices), engine.parallel or ParallelConfig(), f"{section}.parallel")
+    return section, engine.parallel or ParallelConfig()
+
+
+def check_parallel(role: str, config: Config) -> None:
+    """Raises ConfigError where the model of a role with an engine cannot be spread over its devices."""
+    mesh_of(role, config, placement_of(config).devices(role))
+    if config.cluster.backend.address is not None:
+        return  # the model is on other machines, which check it
+    section, sizes = parallel_of(role, config)
+    source, lora = source_of(role, config), getattr(engine_of(role, config)[1], "lora", None)
+    if source.path is None and source.config is None:
+        return  # a warm start has yet to make it
+    try:
+        check_axes(load_model_config(source), sizes, lora=lora is not None)
+    except ConfigError as error:
+        raise ConfigError(f"{section}.{error} (of {role})", key=f"{section}.{error.key}") from error
 
 
 def source_of(role: str, config: Config) -> ModelSource:

@@ -1,0 +1,114 @@
+"""Whether a model can be spread along parallel axes, by its config alone: what transformers' plans for its
+family say, and what divides what.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import transformers
+from packaging.version import Version
+from transformers import PreTrainedConfig
+
+from rondo.config.schema import ParallelConfig
+from rondo.errors import ConfigError
+from rondo.models.documents import Heads
+from rondo.models.family import family_of
+from rondo.training.packed import heads_of
+
+LEAST_TRANSFORMERS = "5.23"  # 5.17 has no expert parallel, 5.19 another signature
+# Styles of plans that were compared with one process; of the others nothing is known.
+LINEAR_STYLES = frozenset({"colwise", "rowwise", "colwise_gather_output", "rowwise_split_input"})
+_STYLES = LINEAR_STYLES | {"replicated_with_grad_allreduce"}
+_EXPERT_STYLES = frozenset({"grouped_gemm", "ep_dispatch_experts"})
+_EXPERTS = re.compile(r"\.experts(\.|$)")
+
+
+def check_axes(config: PreTrainedConfig, sizes: ParallelConfig, *, lora: bool) -> None:
+    """Raises ConfigError where a model cannot be spread over so many ranks; its key is that of the axis."""
+    text = config.get_text_config()
+    if sizes.context > 1:
+        _check_context(text, sizes)
+    if sizes.tensor > 1 or sizes.expert > 1:
+        axis = "tensor" if sizes.tensor > 1 else "expert"
+        installed = transformers.__version__
+        if Version(installed) < Version(LEAST_TRANSFORMERS):
+            why = f"it needs transformers ≥ {LEAST_TRANSFORMERS}, and {installed} is installed: upgrade it"
+            raise refused(axis, sizes, why)
+        _check_experts(text, sizes, axis)
+    if sizes.tensor > 1:
+        if lora:
+            raise refused("tensor", sizes, "adapters (lora) cannot follow matrices that are cut")
+        _check_tensor(text, sizes)
+
+
+def refused(axis: str, sizes: ParallelConfig, why: str) -> ConfigError:
+    """Returns the error for an axis that a model cannot be spread along."""
+    return ConfigError(f"parallel.{axis}={getattr(sizes, axis)}: {why}", key=f"parallel.{axis}")
+
+
+def _check_tensor(text: PreTrainedConfig, sizes: ParallelConfig) -> None:
+    styles = set(dense_plan(text).values())
+    if not styles or styles - _STYLES:
+        why = f"has {', '.join(sorted(styles - _STYLES))}" if styles else "does not exist"
+        raise refused("tensor", sizes, f"transformers' plan for {text.model_type} {why}")
+    for name, heads in zip(("num_attention_heads", "num_key_value_heads"), heads_of(text), strict=True):
+        if heads % _cuts_of_heads(text, sizes):
+            raise refused("tensor", sizes, f"the model's {name}={heads} cannot be divided by it")
+
+
+def _check_experts(text: PreTrainedConfig, sizes: ParallelConfig, axis: str) -> None:
+    count = num_experts(text)
+    if sizes.expert > 1 and (count is None or count % sizes.expert):
+        why = "the model has no experts" if count is None else f"it does not divide the {count} experts"
+        raise refused("expert", sizes, why)
+    styles = set(expert_plan(text).values())
+    if count is not None and (not styles or styles - _EXPERT_STYLES):
+        raise refused(axis, sizes, f"transformers has no plan for the experts of {text.model_type}")
+
+
+def _check_context(text: PreTrainedConfig, sizes: ParallelConfig) -> None:
+    why_not = family_of(text).not_packable
+    if why_not:
+        raise refused("context", sizes, f"rows of a {text.model_type} model cannot be packed: {why_not}")
+    heads, kv_heads = (number // _cuts_of_heads(text, sizes) for number in heads_of(text))
+    if heads % sizes.context or (kv_heads % sizes.context and sizes.context % kv_heads):
+        why = f"it does not divide the {heads} heads and {kv_heads} key/value heads that a rank would have"
+        raise refused("context", sizes, why)
+
+
+def heads_here(text: PreTrainedConfig, sizes: ParallelConfig) -> Heads:
+    """Returns how many query heads and key/value heads of a model a rank has in attention."""
+    heads, kv_heads = (number // _cuts_of_heads(text, sizes) for number in heads_of(text))
+    return heads // sizes.context, max(1, kv_heads // sizes.context)
+
+
+def _cuts_of_heads(text: PreTrainedConfig, sizes: ParallelConfig) -> int:
+    """Returns into how many parts the axis `tensor` cuts the heads: some plans leave attention alone."""
+    cut = any(name.endswith(".q_proj") and style == "colwise" for name, style in dense_plan(text).items())
+    return sizes.tensor if cut else 1
+
+
+def num_experts(text: PreTrainedConfig) -> int | None:
+    """Returns how many experts a layer of the model has; None for a model without."""
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+        count = getattr(text, name, None)
+        if count:
+            return int(count)
+    return None
+
+
+def dense_plan(text: PreTrainedConfig) -> dict[str, str]:
+    """Returns the plan for the axis `tensor` of all but experts: pattern of a name -> style."""
+    plan = _plan_of(text, "base_model_tp_plan")
+    return {name: style for name, style in plan.items() if not _EXPERTS.search(name)}
+
+
+def expert_plan(text: PreTrainedConfig) -> Mapping[str, str]:
+    """Returns the plan for the axis `expert`."""
+    return _plan_of(text, "base_model_ep_plan")
+
+
+def _plan_of(text: PreTrainedConfig, name: str) -> Mapping[str, str]:
+    return getattr(text, name, None) or {}
