@@ -107,7 +107,7 @@ def _layouts(rank: int, world: int) -> tuple[Layout, dict[str, int], dict[str, i
     layout = engine.layout()
     with engine.named_shards() as shards:
         for name, shard in shards.items():
-            (box,) = layout.held(rank, name) or (None,)
+            box = layout.held(rank, name)
             assert box is None or box.shape == tuple(shard.shape)
             assert box is not None or shard.numel() == 0
     return layout, engine.parameter_checksums(), engine.parameter_checksums("bfloat16")

@@ -167,8 +167,7 @@ class MergedRows(Mapping[str, torch.Tensor]):
             return self._last[1]
         self._last = None  # before the next one is made
         a, b = (self._factors[one].to(local.device) for one in (adapter.a, adapter.b))
-        spans = self._views.spec_of(shard).spans(tuple(shard.shape), dist.get_rank())
-        start = spans[0].box.offset[0] if spans else 0
+        start = self._views.spec_of(shard).box(tuple(shard.shape), dist.get_rank()).offset[0]
         # In float32: rounded once, to what is sent.
         merged = local.to(a.dtype) + adapter.delta(a, b, slice(start, start + len(local)))
         self._last = name, merged

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from rondo.errors import ConfigError, TrainError
@@ -183,7 +184,8 @@ def token_log_probs(
     topk: ids [M, K], or how many of the likeliest (descending). All but ids in float32 (float64 for float64
     inputs). Logits of at most `chunk_bytes`, or of one position, are computed at one time, and again in the
     backward pass, unless all of them together have at most KEPT_CHUNKS times as many bytes and are kept.
-    vocabulary: ranks with the same inputs that each compute the logits of some tokens.
+    vocabulary: ranks with the same inputs that each have a part of weight and bias, as DTensors: those of
+    some tokens.
     """
     if topk is None and {"topk_log_probs", "topk_ids"} & set(outputs):
         raise TrainError(
@@ -191,8 +193,8 @@ def token_log_probs(
         )
     wanted = "entropy" in outputs, "sum_p_squared" in outputs
     given = targets.new_empty(len(targets), 0) if topk is None else topk
-    if vocabulary is not None:
-        weight, bias = vocabulary.rows_of(weight), None if bias is None else vocabulary.rows_of(bias)
+    if isinstance(weight, DTensor):  # this rank's part of it
+        weight, bias = weight.to_local(), bias.to_local() if isinstance(bias, DTensor) else bias
     wide = torch.promote_types(hidden.dtype, torch.float32)
     row_bytes = len(weight) * wide.itemsize
     chunk = max(1, chunk_bytes // row_bytes)

@@ -33,7 +33,12 @@ def parallelise(lm: PreTrainedModel, views: Views) -> list[torch.nn.Module]:
         # Experts are spread by their own plan, also where each rank holds all of them.
         dense = _for_each(dense_plan(text), lm)
         _check_whole(lm, dense, sizes)
+        head, embeddings = _head_of(lm), lm.get_input_embeddings()
+        tied = head is not None and head.weight is embeddings.weight
+        _cut_vocabulary(lm, dense, tied=tied)
         apply_tensor_parallelism(lm, views.tensor, dense)
+        if head is not None and tied:  # what was one parameter is so again
+            head.weight = embeddings.weight
     if views.expert is None or num_experts(text) is None:
         return []
     plan = _for_each(expert_plan(text), lm)
@@ -44,6 +49,23 @@ def parallelise(lm: PreTrainedModel, views: Views) -> list[torch.nn.Module]:
         # Not a view: what adds to it in place (shared experts) would take FSDP's hook off it.
         module.forward = functools.partial(_copied, module.forward)
     return experts
+
+
+def _head_of(lm: PreTrainedModel) -> torch.nn.Module | None:
+    """Returns the output head; None: a critic's is gone."""
+    head = lm.get_output_embeddings()
+    return head if head is not None and hasattr(head, "weight") else None
+
+
+def _cut_vocabulary(lm: PreTrainedModel, plan: dict[str, str], *, tied: bool) -> None:
+    """Adds the embeddings and the output head, which transformers' plans leave whole or gather: ranks look up
+    own tokens only, and multiply with them (`Vocabulary`).
+    """
+    names = {module: name for name, module in lm.named_modules()}
+    embeddings, head = names[lm.get_input_embeddings()], _head_of(lm)
+    plan |= dict.fromkeys((embeddings, f"{embeddings}.weight"), "embedding_rowwise")
+    if head is not None and not tied:
+        plan |= {f"{names[head]}.{own}": "colwise" for own, _ in head.named_parameters()}
 
 
 def _copied(forward: Callable[..., torch.Tensor], *arguments: torch.Tensor) -> torch.Tensor:

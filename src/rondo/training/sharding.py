@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -163,10 +162,9 @@ def boxes_here(
     dtype: the storage itself where that is its own.
     """
     for one in layout.parameters:
-        for span in layout.spans(dist.get_rank(), one.name):
-            if span.box.size:
-                local = rows[one.name].to(getattr(torch, one.dtype))
-                yield one.name, local[span.local.slices(Box.whole(local.shape))], span.box, one.shape
+        box = layout.held(dist.get_rank(), one.name)
+        if box is not None:
+            yield one.name, rows[one.name].to(getattr(torch, one.dtype)), box, one.shape
 
 
 class LocalRows(Mapping[str, torch.Tensor]):
@@ -197,12 +195,8 @@ def checksums_of(
     counted, every = [], []  # of whoever is the first to hold what it holds, and of all
     for parameter in layout.parameters:
         local = rows[parameter.name].to(getattr(torch, parameter.dtype))
-        device, whole, sums = local.device, Box.whole(local.shape), []
-        for span in layout.spans(rank, parameter.name):
-            if span.box.size:
-                held = local[span.local.slices(whole)]
-                sums.append(box_checksum(held, span.box.offset, parameter.shape))
-        every.append(signed(combine(sums)))
+        device, box = local.device, layout.held(rank, parameter.name)
+        every.append(0 if box is None else signed(box_checksum(local, box.offset, parameter.shape)))
         counted.append(every[-1] if layout.specs[parameter.name].first(rank) else 0)
     totals = torch.tensor([counted, every], dtype=torch.int64, device=device)
     dist.all_reduce(totals, group=group)
@@ -295,9 +289,7 @@ def _joined(parameter: Parameter, layout: Layout, parts: Mapping[int, torch.Tens
     some = next(iter(parts.values()))
     full = torch.empty(shape, dtype=some.dtype, device=some.device)
     for rank, flat in parts.items():
+        box = spec.box(shape, rank)
         if spec.first(rank):
-            local_shape = spec.local_shape(shape, rank)
-            local = flat[: math.prod(local_shape)].view(local_shape)
-            for span in spec.spans(shape, rank):
-                full[span.box.slices(Box.whole(shape))] = local[span.local.slices(Box.whole(local_shape))]
+            full[box.slices(Box.whole(shape))] = flat[: box.size].view(box.shape)
     return full

@@ -9,19 +9,20 @@ axis first, in both: expert_shard · expert = shard · tensor.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from rondo.config.schema import ParallelConfig
 from rondo.errors import ConfigError
 from rondo.models.context import Context
 from rondo.training.vocabulary import Vocabulary
-from rondo.weights.layout import Cut, Spec
+from rondo.weights.layout import Spec
 
 REPLICATE, SHARD, TENSOR = "replicate", "shard", "tensor"
 EXPERT_SHARD, EXPERT = "expert_shard", "expert"
@@ -94,8 +95,19 @@ class Views:
         if not placements.keys() <= set(names_of(view)):
             assert self.expert is not None
             view = self.expert
-        cuts = tuple(_cut(placements.get(name), tensor.ndim) for name in names_of(view))
-        return Spec(tuple(view.mesh.flatten().tolist()), tuple(view.shape), cuts)
+        cuts: list[int | None] = []
+        for axis, name in enumerate(names_of(view)):
+            placement = placements.get(name, Replicate())
+            if placement.is_replicate():
+                cuts.append(None)
+                continue
+            assert isinstance(placement, Shard | _StridedShard), placement
+            cuts.append(placement.dim % tensor.ndim)
+            # torch names an axis that cuts what a later one has left by how many pieces that has made.
+            later = [one for one in names_of(view)[axis + 1 :] if one in placements]
+            made = math.prod(view[one].size() for one in later if _cuts_too(placements[one], placement))
+            assert made == getattr(placement, "split_factor", 1), (tensor.placements, names_of(view))
+        return Spec(tuple(view.mesh.flatten().tolist()), tuple(view.shape), tuple(cuts))
 
 
 def names_of(mesh: DeviceMesh) -> tuple[str, ...]:
@@ -109,10 +121,5 @@ def _sliced(mesh: DeviceMesh, wanted: Iterable[str]) -> DeviceMesh:
     return mesh if names == names_of(mesh) else mesh[names]
 
 
-def _cut(placement: Placement | None, ndim: int) -> Cut | None:
-    if isinstance(placement, _StridedShard):
-        return Cut(placement.dim % ndim, int(placement.split_factor))
-    if isinstance(placement, Shard):
-        return Cut(placement.dim % ndim)
-    assert placement is None or placement.is_replicate(), placement
-    return None
+def _cuts_too(one: Placement, other: Shard | _StridedShard) -> bool:
+    return isinstance(one, Shard | _StridedShard) and one.dim == other.dim

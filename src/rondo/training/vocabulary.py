@@ -1,14 +1,10 @@
 """Ranks that share out the tokens of the vocabulary where they compute the same rows (tensor parallel), so
-that no rank ever has a row of logits whole.
-
-The output head's weight itself lies whole on each of them (FSDP shards it, as it does the embeddings, with
-which it is often one): each multiplies with its own rows.
+that no rank ever has a row of logits, or the output head's weight, whole.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +12,9 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """size: tokens of all ranks. rank: this one's number among `ranks`."""
+    """size: tokens of all ranks. rank: this one's number among `ranks`. A rank's are those of its part of the
+    weight, as DTensor cuts rows.
+    """
 
     group: dist.ProcessGroup
     rank: int
@@ -28,11 +26,6 @@ class Vocabulary:
         """Returns this rank's tokens."""
         each = -(-self.size // self.ranks)
         return slice(min(self.rank * each, self.size), min((self.rank + 1) * each, self.size))
-
-    def rows_of(self, weight: torch.Tensor) -> torch.Tensor:
-        """[V, …] -> [own, …]; every rank gets the gradient of all rows."""
-        out: torch.Tensor = _Rows.apply(weight, self)
-        return out
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Adds up what each rank has of the sums over all tokens, in place."""
@@ -75,20 +68,3 @@ class Vocabulary:
         """Returns which ids are own tokens, and where these are among them (the others anywhere)."""
         own = self.own
         return (ids >= own.start) & (ids < own.stop), (ids - own.start).clamp(0, own.stop - own.start - 1)
-
-
-class _Rows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, vocabulary: Vocabulary) -> torch.Tensor:
-        ctx.vocabulary = vocabulary
-        return weight[vocabulary.own]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        vocabulary: Vocabulary = ctx.vocabulary
-        each = -(-vocabulary.size // vocabulary.ranks)
-        mine = grads[0].new_zeros((each, *grads[0].shape[1:]))
-        mine[: len(grads[0])] = grads[0]
-        every = mine.new_empty((vocabulary.ranks * each, *mine.shape[1:]))
-        dist.all_gather_into_tensor(every, mine, group=vocabulary.group)
-        return every[: vocabulary.size], None

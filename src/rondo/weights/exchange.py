@@ -81,9 +81,9 @@ def piece_of(layout: Layout, shards: Mapping[str, torch.Tensor]) -> Piece:
     dtypes = {parameter.name: getattr(torch, parameter.dtype) for parameter in layout.parameters}
 
     def piece(name: str, box: Box) -> torch.Tensor:
-        (held,) = (span for span in layout.spans(rank, name) if span.box.intersection(box) == box)
-        local = shards[name][held.local.slices(Box.whole(shards[name].shape))]
-        return local[box.slices(held.box)].to(dtypes[name]).contiguous()
+        held = layout.held(rank, name)
+        assert held is not None
+        return shards[name][box.slices(held)].to(dtypes[name]).contiguous()
 
     return piece
 

@@ -85,43 +85,24 @@ class Parameter:
 
 
 @dataclass(frozen=True)
-class Cut:
-    """A dimension of a tensor cut into as many pieces as an axis has places, each of ceil(size / places) but
-    for the last ones, which have fewer elements or none.
-
-    blocks: the dimension is that many equal blocks one after another, and each is cut so: a place holds a
-    piece of each of them.
-    """
-
-    dim: int
-    blocks: int = 1
-
-
-@dataclass(frozen=True)
-class Span:
-    """A box of a tensor that a rank holds, and where that lies in what the rank has."""
-
-    box: Box
-    local: Box
-
-
-@dataclass(frozen=True)
 class Spec:
-    """How a tensor is spread over a grid of ranks.
+    """How a tensor is spread over a grid of ranks; each holds one box of it.
 
-    ranks: of the world, row by row, as many as the axes' sizes say. cuts: of each axis what it cuts, of what
-    the axes before it have left; None: the ranks along this axis hold the same.
+    ranks: of the world, row by row, as many as the axes' sizes say. cuts: of each axis, along which dimension
+    it cuts; None: the ranks along this axis hold the same. The last axis cuts first, and the others what that
+    has left (FSDP what tensor parallel has), into pieces of ceil(size / ranks) but for the last ones, which
+    have fewer elements or none.
     """
 
     ranks: tuple[int, ...]
     sizes: tuple[int, ...]
-    cuts: tuple[Cut | None, ...]
+    cuts: tuple[int | None, ...]
 
     @classmethod
     def rows(cls, ranks: Iterable[int]) -> Spec:
         """Cuts rows, as FSDP2 does: rank i of n holds those of [i·c, (i+1)·c), c = ceil(rows / n)."""
         ranks = tuple(ranks)
-        return cls(ranks, (len(ranks),), (Cut(0),))
+        return cls(ranks, (len(ranks),), (0,))
 
     @classmethod
     def whole(cls, ranks: Iterable[int]) -> Spec:
@@ -129,19 +110,25 @@ class Spec:
         ranks = tuple(ranks)
         return cls(ranks, (len(ranks),), (None,))
 
-    def spans(self, shape: tuple[int, ...], rank: int) -> tuple[Span, ...]:
-        """Returns what a rank holds of a tensor; () for nothing. One span, but where blocks are cut."""
-        place = self._places.get(rank)
-        return () if place is None else _spans(self.sizes, self.cuts, shape, place)
+    def box(self, shape: tuple[int, ...], rank: int) -> Box:
+        """Returns what a rank of the grid holds of a tensor; it may have no element."""
+        return _box(self.sizes, self.cuts, shape, self._places[rank])
 
-    def local_shape(self, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
-        """Returns the shape of what a rank has, that holds its spans."""
-        pieces = _pieces(self.sizes, self.cuts, shape, self._places[rank])
-        return tuple(sum(length for _, length in along) for along in pieces)
+    def has(self, rank: int) -> bool:
+        """Says whether a rank is one of the grid."""
+        return rank in self._numbers
+
+    def number(self, rank: int) -> int:
+        """Returns which of the ranks it is, from 0."""
+        return self._numbers[rank]
+
+    def first(self, rank: int) -> bool:
+        """Says whether a rank is the first of those that hold what it holds."""
+        return rank in self._firsts
 
     def largest(self, shape: tuple[int, ...]) -> int:
-        """Returns the most elements that a rank has."""
-        return math.prod(self.local_shape(shape, self.ranks[0]))
+        """Returns the most elements that a rank has: as many as the first."""
+        return self.box(shape, self.ranks[0]).size
 
     @property
     def is_cut(self) -> bool:
@@ -157,21 +144,12 @@ class Spec:
         """Returns the boxes that the tensor is cut into, which do not overlap, and who holds each of them."""
         return _holders(self, shape)
 
-    def number(self, rank: int) -> int:
-        """Returns which of the ranks it is, from 0."""
-        return self._numbers[rank]
-
-    def first(self, rank: int) -> bool:
-        """Says whether a rank is the first of those that hold what it holds."""
-        return rank in self._firsts
-
     @cached_property
     def _places(self) -> Mapping[int, tuple[int, ...]]:
         """The place of each rank on each axis that cuts; 0 on the others."""
         grid = itertools.product(*map(range, self.sizes))
-        cut = tuple(cut is not None for cut in self.cuts)
         return {
-            rank: tuple(at if cuts else 0 for at, cuts in zip(place, cut, strict=True))
+            rank: tuple(0 if cut is None else at for at, cut in zip(place, self.cuts, strict=True))
             for rank, place in zip(self.ranks, grid, strict=True)
         }
 
@@ -197,70 +175,28 @@ class Spec:
         return Spec, (self.ranks, self.sizes, self.cuts)
 
 
-Pieces = tuple[tuple[int, int], ...]  # (start, length) of what is held along a dimension, ascending
-
-
 @lru_cache(maxsize=1 << 16)
-def _pieces(
-    sizes: tuple[int, ...], cuts: tuple[Cut | None, ...], shape: tuple[int, ...], place: tuple[int, ...]
-) -> tuple[Pieces, ...]:
-    """Returns of each dimension what is held at a place of the grid."""
-    held: list[Pieces] = [((0, size),) for size in shape]
-    for size, cut, at in zip(sizes, cuts, place, strict=True):
+def _box(
+    sizes: tuple[int, ...], cuts: tuple[int | None, ...], shape: tuple[int, ...], place: tuple[int, ...]
+) -> Box:
+    """Returns what is held at a place of the grid."""
+    offset, left = [0] * len(shape), list(shape)
+    for size, cut, at in reversed(list(zip(sizes, cuts, place, strict=True))):
         if cut is not None:
-            held[cut.dim] = _taken(held[cut.dim], size, at, cut.blocks)
-    return tuple(held)
-
-
-def _taken(pieces: Pieces, count: int, index: int, blocks: int) -> Pieces:
-    """Cuts what is held along a dimension, as one after another, and returns the piece (or one of each block)
-    of one of `count` places.
-    """
-    total = sum(length for _, length in pieces)
-    block, rest = divmod(total, blocks)
-    if rest:
-        raise ValueError(f"a dimension of {total} is not {blocks} equal blocks")
-    chunk = -(-block // count)
-    low, high = min(index * chunk, block), min((index + 1) * chunk, block)
-    taken: list[tuple[int, int]] = []
-    for number in range(blocks):
-        wanted_low, wanted_high, before = number * block + low, number * block + high, 0
-        for start, length in pieces:
-            begin, end = max(wanted_low - before, 0), min(wanted_high - before, length)
-            before += length
-            if begin >= end:
-                continue
-            if taken and taken[-1][0] + taken[-1][1] == start + begin:
-                taken[-1] = taken[-1][0], taken[-1][1] + end - begin
-            else:
-                taken.append((start + begin, end - begin))
-    return tuple(taken)
-
-
-@lru_cache(maxsize=1 << 16)
-def _spans(
-    sizes: tuple[int, ...], cuts: tuple[Cut | None, ...], shape: tuple[int, ...], place: tuple[int, ...]
-) -> tuple[Span, ...]:
-    along = []
-    for pieces in _pieces(sizes, cuts, shape, place):
-        local = itertools.accumulate((length for _, length in pieces), initial=0)
-        along.append([(start, at, length) for (start, length), at in zip(pieces, local, strict=False)])
-    return tuple(
-        Span(
-            Box(tuple(start for start, _, _ in cell), tuple(length for _, _, length in cell)),
-            Box(tuple(at for _, at, _ in cell), tuple(length for _, _, length in cell)),
-        )
-        for cell in itertools.product(*along)
-    )
+            chunk = -(-left[cut] // size)
+            start = min(at * chunk, left[cut])
+            offset[cut] += start
+            left[cut] = min(chunk, left[cut] - start)
+    return Box(tuple(offset), tuple(left))
 
 
 @lru_cache(maxsize=1 << 12)
 def _holders(spec: Spec, shape: tuple[int, ...]) -> Mapping[Box, tuple[int, ...]]:
     held: dict[Box, list[int]] = {}
     for rank in spec.ranks:
-        for span in spec.spans(shape, rank):
-            if span.box.size:
-                held.setdefault(span.box, []).append(rank)
+        box = spec.box(shape, rank)
+        if box.size:
+            held.setdefault(box, []).append(rank)
     return {box: tuple(ranks) for box, ranks in held.items()}
 
 
@@ -302,13 +238,11 @@ class Layout:
         """Returns the shape of each parameter, by name."""
         return {parameter.name: parameter.shape for parameter in self.parameters}
 
-    def spans(self, rank: int, name: str) -> tuple[Span, ...]:
-        """Returns what a rank holds of a parameter, and where in its own tensor."""
-        return self.specs[name].spans(self.shapes[name], rank)
-
-    def held(self, rank: int, name: str) -> tuple[Box, ...]:
-        """Returns what a rank holds of a parameter; () for nothing."""
-        return tuple(span.box for span in self.spans(rank, name) if span.box.size)
+    def held(self, rank: int, name: str) -> Box | None:
+        """Returns what a rank holds of a parameter; None for nothing."""
+        spec = self.specs[name]
+        box = spec.box(self.shapes[name], rank) if spec.has(rank) else None
+        return box if box is not None and box.size else None
 
     @property
     def num_bytes(self) -> int:

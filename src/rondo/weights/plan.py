@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from operator import attrgetter
 
 from rondo.errors import WeightSyncError
 from rondo.weights.layout import Box, Layout, Parameter, Spec
@@ -25,10 +24,6 @@ class Move:
     source: int
     target: int
     num_bytes: int
-
-
-# The order of a pair's moves is the same on both sides: messages have no names.
-_BY_BOX = attrgetter("box")
 
 
 @dataclass(frozen=True)
@@ -49,7 +44,10 @@ class Unit:
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """rounds: of units; each rank finishes its moves of one before it begins the next."""
+    """rounds: of units; each rank finishes its moves of one before it begins the next. Of a unit there is at
+    most one move from one rank to another, so that both have their moves in one order: messages have no
+    names.
+    """
 
     source: Layout
     target: Layout
@@ -58,17 +56,12 @@ class TransferPlan:
     def sends(self, rank: int) -> Iterator[list[Move]]:
         """Gives of each round what this rank sends to others, in order."""
         for units in self.rounds:
-            yield [
-                move
-                for unit in units
-                for move in sorted(self._sent(unit, rank), key=_BY_BOX)
-                if move.target != rank
-            ]
+            yield [move for unit in units for move in self._sent(unit, rank) if move.target != rank]
 
     def receives(self, rank: int) -> Iterator[list[Move]]:
         """Gives of each round what this rank receives, in order; also what it has and copies."""
         for units in self.rounds:
-            yield [move for unit in units for move in sorted(self._received(unit, rank), key=_BY_BOX)]
+            yield [move for unit in units for move in self._received(unit, rank)]
 
     def targets(self, rank: int) -> list[int]:
         """Returns to whom this rank sends anything."""
@@ -124,7 +117,8 @@ class TransferPlan:
     def _sent(self, unit: Unit, rank: int) -> Iterator[Move]:
         name, shape = unit.parameter.name, unit.parameter.shape
         source, target = self.source.specs[name], self.target.specs[name]
-        for mine in self.source.held(rank, name):
+        mine = self.source.held(rank, name)
+        if mine is not None:
             holders = source.holders(shape)[mine]
             for cell, receivers in _cells(target, shape, mine, unit.box):
                 for receiver in receivers:
@@ -134,7 +128,8 @@ class TransferPlan:
     def _received(self, unit: Unit, rank: int) -> Iterator[Move]:
         name, shape = unit.parameter.name, unit.parameter.shape
         source, target = self.source.specs[name], self.target.specs[name]
-        for wanted in self.target.held(rank, name):
+        wanted = self.target.held(rank, name)
+        if wanted is not None:
             for cell, holders in _cells(source, shape, wanted, unit.box):
                 yield self._move(unit, cell, _sender(holders, target, rank, unit.turn), rank)
 
@@ -209,10 +204,9 @@ def _needed(source: Spec, target: Spec, shape: tuple[int, ...]) -> int:
     """Returns how many elements the target's ranks are to hold, and do not hold already, together."""
     total = 0
     for rank in target.ranks:
-        mine = [span.box for span in source.spans(shape, rank)]
-        for span in target.spans(shape, rank):
-            there = (box.intersection(span.box) for box in mine)
-            total += span.box.size - sum(box.size for box in there if box is not None)
+        wanted = target.box(shape, rank)
+        there = source.box(shape, rank).intersection(wanted) if source.has(rank) else None
+        total += wanted.size - (0 if there is None else there.size)
     return total
 
 
