@@ -1,12 +1,13 @@
-"""What actor.lora saves: memory of a training engine, bytes of a checkpoint, bytes that an engine would need.
+"""What actor.lora saves: memory of a training engine, bytes of a checkpoint, bytes on their way to an engine.
 
     python benchmarks/lora.py [--layers 16] [--hidden 512] [--vocab 8000] [--rank 16]
 
 Each case is a process of its own that builds the actor, takes two optimizer steps on two rows of 32 tokens
 (activations are little then) and says what it holds: `weights`, `gradients` and `moments` are the bytes of
 its tensors; `peak` is by how much the process grew at most since before the model was built. `checkpoint` is
-what is written. `merged` is what is sent to an engine now: all weights, in bfloat16. `adapter` is what A and
-B alone are.
+what is written. Then a native engine (bfloat16) is started in a process of its own, and weights are sent to
+it, with checksums: `merged` is what moves with send=merged, `first` and `later` are two syncs with
+send=adapters, as the syncs report it; `engine` is by how much its process is larger at the end.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 MB = 10**6
+OF_ADAPTERS = ("first", "later", "engine, adapters")  # columns
 CASES: dict[str, dict[str, Any]] = {
     "all weights": {},
     "LoRA": {"lora": True},
@@ -80,10 +83,36 @@ def measure(arguments: argparse.Namespace, case: dict[str, Any]) -> dict[str, fl
         "moments": sum(moment.nbytes for moment in moments),
         "peak": peak,
         "checkpoint": written,
-        "merged": engine.layout("bfloat16").num_bytes,
-        "adapter": sum(factor.to_local().nbytes for factor in engine._factors.values()),
     }
+    found |= _sent(engine, source, lora)
     return {name: value / MB for name, value in found.items()}
+
+
+def _sent(engine: Any, source: Any, lora: Any) -> dict[str, float]:
+    """Returns the bytes of syncs to an engine, merged and by themselves, and what that engine weighs."""
+    from rondo.models.lora import adapter_set
+    from rondo.rollout import EngineSpec, start_engine
+    from rondo.training.adapters import sent
+    from rondo.weights import Sent
+    from rondo.weights.gather import gather_into
+
+    found: dict[str, float] = {}
+    for adapters in (None, lora) if lora is not None else (None,):
+        known = None if adapters is None else adapter_set(source, adapters)
+        spec = EngineSpec("native", source, "bfloat16", "cpu", 64, 2, 1, adapters=known)
+        sink = start_engine(spec)
+        try:
+            before = psutil.Process(sink.pid).memory_info().rss
+            contents: tuple[Sent, ...] = ("merged",) if known is None else ("all", "adapters")
+            for version, what in enumerate(contents):
+                report = gather_into(sent(engine, what), sink, version, dtype="bfloat16", processes=1)
+                name = {"merged": "merged", "all": "first", "adapters": "later"}[what]
+                found[name] = report.bytes_moved
+            grown = psutil.Process(sink.pid).memory_info().rss - before
+            found[f"engine, {'merged' if known is None else 'adapters'}"] = grown
+        finally:
+            sink.close()
+    return found
 
 
 def _model(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -116,9 +145,10 @@ def main() -> None:
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         found = json.loads(done.stdout.splitlines()[-1])
         if not header:
-            header = list(found)
+            header = [*found, *(name for name in OF_ADAPTERS if name not in found)]
             print(f"| | {' | '.join(header)} |\n|---|{'---|' * len(header)}")
-        print(f"| {case} | {' | '.join(f'{found[name]:.2f}' for name in header)} |", flush=True)
+        cells = [f"{found[name]:.2f}" if name in found else "–" for name in header]
+        print(f"| {case} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -11,9 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from rondo.errors import WeightSyncError
+from rondo.errors import ConfigError, WeightSyncError
+from rondo.models.loading import load_model_config
 from rondo.models.lora import Adapter, AdapterSet
+from rondo.models.source import ModelSource
 from rondo.rollout.protocol import RolloutEngine
+from rondo.rollout.sglang.options import ENGINE as SGLANG
+from rondo.rollout.vllm.options import ENGINE as VLLM
 from rondo.weights.checksum import checksum
 from tests.engines.conftest import (
     LONG,
@@ -28,6 +33,7 @@ from tests.engines.conftest import (
     start,
     weights,
 )
+from tests.models.families import VOCAB, config_of, make
 
 MODULES = ("self_attn.q_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
 RANK, ALPHA = 4, 8.0
@@ -58,11 +64,24 @@ def merged(base: Mapping[str, Any], adapters: AdapterSet, ab: Mapping[str, torch
     return model
 
 
+def all_linear(model: torch.nn.Module) -> AdapterSet:
+    """What targets=[all-linear] gives, without peft."""
+    modules = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and "lm_head" not in name
+    }
+    by_weight = {f"{name}.weight": Adapter(name, ALPHA / RANK, False) for name in modules}
+    return AdapterSet(RANK, ALPHA, by_weight, versions=2)
+
+
 class Adapted:
     """An engine, and what it should compute at each version."""
 
-    def __init__(self, kind: str, engine: RolloutEngine, adapters: AdapterSet) -> None:
-        self.bench = Bench(kind, engine)
+    def __init__(
+        self, kind: str, engine: RolloutEngine, adapters: AdapterSet, config: Mapping[str, Any] = QWEN3
+    ) -> None:
+        self.bench, self.config = Bench(kind, engine, config), config
         self.kind, self.engine, self.adapters = kind, engine, adapters
         self.base = self.bench.model
         self.models: dict[int, torch.nn.Module] = {}
@@ -77,7 +96,7 @@ class Adapted:
         for name, tensor in sent.items():
             self.engine.receive(name, tensor)
         self.engine.commit(version, {name: checksum(tensor) for name, tensor in sent.items()})
-        self.models[version] = merged(QWEN3, self.adapters, ab)
+        self.models[version] = merged(self.config, self.adapters, ab)
         return version
 
     def worst(self, completion: Any) -> float:
@@ -130,3 +149,63 @@ def test_what_is_in_flight_ends_under_its_own_version(adapted: Adapted) -> None:
         versions = {old, new} if adapted.kind == "native-process" else {old}
         assert set(completion.policy_versions.tolist()) == versions
         assert adapted.worst(completion) < 10 * TOLERANCE  # 900 tokens
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_two_workers_share_each_product(kind: str) -> None:
+    adapters, wide = adapter_set(), QWEN3 | {"intermediate_size": 128}
+    if kind == "sglang":
+        with pytest.raises(ConfigError, match="pads intermediate_size=96 to a multiple of 32 for each of 2"):
+            start(kind, adapters=adapters, tensor_parallel=2)
+    engine = start(kind, source=ModelSource(config=wide), adapters=adapters, tensor_parallel=2)
+    adapted = Adapted(kind, engine, adapters, wide)
+    try:
+        for base in (True, False):
+            version = adapted.send(base=base)
+            for completion in adapted.bench.run([request(prompt(9, seed), 12, seed=1) for seed in range(3)]):
+                assert set(completion.policy_versions.tolist()) == {version}
+                assert adapted.worst(completion) < TOLERANCE
+                assert gaps(adapted.base, completion).max() > 0.05
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "family"),
+    [
+        *(("vllm", family) for family in sorted(VLLM.adapter_models)),
+        *(("sglang", family) for family in sorted(SGLANG.adapter_models)),
+    ],
+)
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_all_linear_modules_of_a_family(kind: str, family: str) -> None:
+    # Sizes that both engines can have on a CPU.
+    size: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 64}
+    if hasattr(load_model_config(ModelSource(config=config_of(family))), "head_dim"):
+        size["head_dim"] = 32
+    if (kind, family) == ("sglang", "llama"):
+        size["mlp_bias"] = False
+    source, model = ModelSource(config=config_of(family, **size)), make(family, **size)
+    adapters = all_linear(model)
+    engine = start(kind, source=source, adapters=adapters, max_context=100)
+    bench = Bench(kind, engine)
+    try:
+        for version in range(2):
+            ab = factors(model, adapters, version)
+            bench.send((weights(model) if version == 0 else {}) | ab)
+            expected = copy.deepcopy(model)
+            with torch.no_grad():
+                for name, weight in expected.named_parameters():
+                    adapter = adapters.by_weight.get(name)
+                    if adapter is not None:
+                        weight += adapter.scaling * ab[adapter.b] @ ab[adapter.a]
+            for completion in bench.run(
+                [request(prompt(9, seed) % VOCAB, 12, seed=seed) for seed in range(3)]
+            ):
+                assert gaps(expected, completion).max() < 1e-4
+                assert gaps(model, completion).max() > 0.01
+    finally:
+        engine.close()

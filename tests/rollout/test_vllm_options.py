@@ -7,15 +7,18 @@ import importlib.util
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from rondo.errors import ConfigError
+from rondo.models.lora import Adapter, AdapterSet
 from rondo.models.source import ModelSource
-from rondo.rollout.build import check_engine
+from rondo.rollout.build import check_engine, check_engine_adapters
 from rondo.rollout.protocol import EngineSpec
 from rondo.rollout.third_party_engine import model_folder
 from rondo.rollout.vllm.arguments import CACHE_SHARE, STARTING_SHARE, engine_arguments
@@ -174,3 +177,39 @@ def test_without_a_device_the_cache_is_for_all_requests(tmp_path: Path) -> None:
     assert arguments["kv_cache_memory_bytes"] == 147_456 * (4 * 1024 + 128)  # blocks of 128 tokens
     assert arguments["enforce_eager"] is True
     assert arguments["distributed_executor_backend"] == "uni"
+
+
+def _adapters(rank: int, *modules: str, versions: int = 1) -> AdapterSet:
+    by_weight = {f"{name}.weight": Adapter(name, 2.0, False) for name in modules}
+    return AdapterSet(rank, 2.0 * rank, by_weight, versions)
+
+
+def test_adapters_get_room_of_a_size_that_vllm_has(tmp_path: Path) -> None:
+    spec = EngineSpec("vllm", QWEN3_8B, "bfloat16", "cpu", 1000, 4, 1)
+    assert "enable_lora" not in engine_arguments(spec, tmp_path)
+    for rank, room in ((1, 1), (2, 8), (16, 16), (17, 32), (300, 320), (512, 512)):
+        adapted = replace(spec, adapters=_adapters(rank, versions=3))
+        arguments = engine_arguments(adapted, tmp_path)
+        assert arguments["enable_lora"] is True
+        assert arguments["max_lora_rank"] == room
+        assert arguments["max_loras"] == 3  # requests of so many versions can run at one time
+
+
+@pytest.mark.parametrize(
+    ("engine", "adapters", "model_type", "key", "message"),
+    [
+        ("vllm", _adapters(600, "q_proj"), "qwen3", "actor.lora.rank", r"=600: vLLM .* of rank 512 at most"),
+        ("vllm", _adapters(8, "a.q_proj"), "stablelm", "actor.lora.send", "adapters of a stablelm model"),
+        ("sglang", _adapters(8, "a.q_proj"), "mistral", "actor.lora.send", "adapters of a mistral model"),
+        ("vllm", _adapters(8, "a.q_proj", "a.gate"), "qwen3", "actor.lora.targets", "here, not of gate;"),
+    ],
+)
+def test_adapters_that_an_engine_cannot_serve(
+    engine: str, adapters: AdapterSet, model_type: str, key: str, message: str
+) -> None:
+    config = SimpleNamespace(model_type=model_type)
+    with pytest.raises(ConfigError, match=f"{message}.*set actor.lora.send=merged") as caught:
+        check_engine_adapters(engine, adapters, config)
+    assert caught.value.key == key
+    for own in ("native", "transformers"):  # they merge
+        check_engine_adapters(own, adapters, config)

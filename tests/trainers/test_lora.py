@@ -306,6 +306,9 @@ def test_dpo_measures_against_the_model_without_the_adapters(pairs: Run, tmp_pat
     with pytest.raises(ConfigError) as caught:
         check_supervised(load([str(tmp_path / "pairs.yaml")], ["reference.token_budget=300"]), PREFERENCE)
     assert "the reference is the actor" in str(caught.value)
+    with pytest.raises(ConfigError) as caught:  # there are no engines
+        check_supervised(load([str(tmp_path / "pairs.yaml")], ["actor.lora.send=adapters"]), PREFERENCE)
+    assert caught.value.key == "actor.lora.send"
 
 
 def test_a_reward_model_learns_with_adapters_and_a_head(pairs: Run) -> None:
@@ -345,6 +348,8 @@ def test_sft_with_adapters_then_more_from_its_adapter(base: Path, tmp_path: Path
         (("actor.lora={targets: [q_projj]}",), "actor.lora.targets"),
         (("actor.lora={path: nowhere}",), "actor.lora.path"),
         (("actor.lora={}", KL, "reference.param_dtype=bfloat16"), "reference.param_dtype"),
+        (("actor.lora={send: both}",), "actor.lora.send"),
+        (("critic.lora={send: adapters}",), "critic.lora.send"),
         (("critic.lora={}",), "critic.lora"),
         (("actor.param_dtype=bfloat16",), "actor.param_dtype"),
     ],

@@ -260,9 +260,8 @@ class FsdpEngine:
         return sum(parameter.numel() for parameter in self._model.parameters())
 
     def parameters_in_place(self) -> dict[str, torch.Tensor]:
-        """Returns Hugging Face name -> tensor that shares the trainer's storage; tied tensors once. Of a
-        model with adapters they are those without them, which never change. Raises TrainError where there is
-        more than one rank.
+        """Returns Hugging Face name -> tensor that shares the trainer's storage (without adapters); tied
+        tensors once. Raises TrainError where there is more than one rank.
         """
         if self._world > 1:
             raise TrainError(

@@ -44,6 +44,7 @@ from rondo.rollout.adapters import Served
 from rondo.rollout.native.noise import seed_ahead
 from rondo.rollout.protocol import EngineSpec
 from rondo.rollout.sglang.worker import LOADER, SAMPLER, Delivery, Task, register_model, run
+from rondo.rollout.third_party import MERGE
 from rondo.rollout.third_party_engine import model_folder
 from rondo.types import GenerateRequest
 from rondo.weights.bucket import SharedBucket
@@ -52,6 +53,7 @@ ROOM = 8  # tokens: SGLang admits a few less than its context length
 _TOP_K_OFF = -1
 _URGENT = 1  # SGLang takes large numbers first, and of equal ones those that came first
 DROP_SECONDS = 60.0
+_ALIGNED = 32  # columns of an MLP's inner matrices
 _log = logging.getLogger(__name__)
 
 
@@ -332,7 +334,16 @@ def _for_adapters(spec: EngineSpec) -> dict[str, Any]:
         "lora_target_modules": sorted(targets),
         "max_loras_per_batch": spec.adapters.versions + 1,  # SGLang counts the base, too
     }
-    return given if spec.device.startswith("cuda") else given | {"lora_backend": "torch_native"}
+    if spec.device.startswith("cuda"):
+        return given
+    inner = int(load_model_config(spec.source).get_text_config().intermediate_size)
+    if inner % (_ALIGNED * spec.tensor_parallel):
+        raise ConfigError(
+            f"actor.lora.send=adapters: on a CPU SGLang pads intermediate_size={inner} to a multiple of "
+            f"{_ALIGNED} for each of {spec.tensor_parallel} workers, and then takes no adapters; {MERGE}",
+            key="actor.lora.send",
+        )
+    return given | {"lora_backend": "torch_native"}
 
 
 def _step(out: dict[str, Any]) -> Step:

@@ -30,7 +30,9 @@ class Vllm(ThirdParty):
     )
     # The CPU build dies of deepseek_v3 while it decodes, and has no kernel for the experts of gpt_oss.
     gpu_models: ClassVar[frozenset[str]] = frozenset({"deepseek_v3", "gpt_oss"})
-    adapter_models: ClassVar[frozenset[str]] = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+    adapter_models: ClassVar[frozenset[str]] = frozenset(
+        "gemma2 granite llama mistral olmo2 qwen2 qwen3 seed_oss smollm3".split()
+    )
     largest_rank = 512
     governed: ClassVar[Mapping[str, str]] = {
         "model": "model.path",
