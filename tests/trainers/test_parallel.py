@@ -15,8 +15,9 @@ from rondo.config import load
 from rondo.errors import ConfigError
 from rondo.trainers.commands.check import check_rl
 from rondo.trainers.program import check_parallel, settled
-from tests.trainers.conftest import metrics
+from tests.trainers.conftest import inline, metrics, weights
 from tests.trainers.test_placement import PPO
+from tests.trainers.test_restarts import FOUR_STEPS, TWO, Kill, Killer, drafts, restarts_of
 
 DENSE = ("model.config.num_attention_heads=4", "model.config.num_key_value_heads=2")
 MIXTURE = (
@@ -106,3 +107,20 @@ def test_a_model_that_a_warm_start_has_yet_to_make_is_not_looked_at() -> None:
     config = settled(load(["quickstart"], ["cluster.device=cpu"]).config)
     assert (config.model.path, config.model.config) == (None, None)
     check_parallel("actor", config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", ["{tensor: 2}", "{context: 2}"])
+def test_a_run_that_loses_a_rank_along_an_axis_equals_an_undisturbed_one(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, axes: str
+) -> None:
+    """In a forward pass, where its peer waits for it inside a layer, and in a save."""
+    settings = (*DENSE, *FOUR_STEPS, *TWO, f"actor.parallel={axes}")
+    undisturbed, run = tmp_path / "undisturbed", tmp_path / "run"
+    inline("train", str(recipe), *settings, f"trainer.run_dir={undisturbed}")
+    killer = Killer(monkeypatch, Kill("update_actor", 2), Kill("write_snapshot", 2, drafts(run)))
+    inline("train", str(recipe), *settings, f"trainer.run_dir={run}")
+    assert killer.left == []
+    assert restarts_of(run)[-1] == (4, 2)
+    assert weights(run) == weights(undisturbed)
+    assert metrics(run) == metrics(undisturbed)
