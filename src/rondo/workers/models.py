@@ -117,7 +117,7 @@ class ModelWorker(Worker):
 
     @dispatch("broadcast")
     def export(self, path: str) -> None:
-        """Writes a Hugging Face folder (collective; rank 0 writes)."""
+        """Writes a Hugging Face folder. Collective; all ranks write."""
         self.engine.export(path)
 
     @dispatch("broadcast")
