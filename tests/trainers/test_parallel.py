@@ -88,6 +88,19 @@ def test_a_run_ends_as_on_one_process(
             "critic.parallel.context",
         ),
         (
+            (
+                *PPO,
+                "cluster.backend=process",
+                "cluster.devices=3",
+                "cluster.pools={policy: 2, judges: 1}",
+                "cluster.placement={critic: judges, reference: judges}",
+                "actor.parallel={context: 2}",
+                *DENSE,
+            ),
+            "(of the critic, which has the actor's: set critic.parallel for its own)",
+            "actor.parallel.context",
+        ),
+        (
             ("actor.parallel.tensors=2",),
             "unknown key 'actor.parallel.tensors'; did you mean 'actor.parallel.tensor'",
             "actor.parallel.tensors",

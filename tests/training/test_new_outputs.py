@@ -331,6 +331,7 @@ def test_copied_parameters_are_the_other_models(mesh: DeviceMesh) -> None:
     exact.copy_parameters_from(actor)
     assert exact.forward(batch, {"log_probs": "x"}) == actor.forward(batch, {"log_probs": "x"})
     with pytest.raises(
-        TrainError, match=r"differ in shape or sharding: lm_head.* is \(61, 32\) here, None there"
+        TrainError,
+        match=r"differ in shape or in how ranks share them: lm_head.* is \(61, 32\) here, None there",
     ):
         make_engine(mesh, source("qwen2")).copy_parameters_from(actor)

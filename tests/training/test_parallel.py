@@ -18,11 +18,13 @@ from rondo.checkpoint import Files
 from rondo.columns import TOPK_IDS
 from rondo.config.schema import LoraConfig, OptimizerConfig, ParallelConfig
 from rondo.controller import Mesh
-from rondo.errors import ConfigError
+from rondo.errors import ConfigError, TrainError
 from rondo.models import ModelSource
 from rondo.models.loading import build_model
 from rondo.training import FsdpEngine
+from rondo.training.head import token_log_probs
 from rondo.training.sharding import gather_buckets, local_of
+from rondo.training.vocabulary import Vocabulary
 from rondo.usage import process_usage
 from rondo.weights.checksum import checksum
 from tests.models.families import source_of
@@ -284,6 +286,13 @@ def test_adapters_learn_the_same_on_every_axis_that_leaves_matrices_whole() -> N
                 assert relative_difference(weights[name], tensor) < 1e-6, (sizes, name)
 
 
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0] * 4,
+    "original_max_position_embeddings": 48,
+}
 REFUSED: dict[str, tuple[ModelSource, Sizes, dict[str, Any], str]] = {
     "heads": (
         source("llama", num_attention_heads=1, num_key_value_heads=1),
@@ -320,6 +329,18 @@ REFUSED: dict[str, tuple[ModelSource, Sizes, dict[str, Any], str]] = {
         {"context": 2},
         {},
         "parallel.context=2: rows of a qwen3_next model cannot be packed",
+    ),
+    "long rope": (
+        source_of("phi3", rope_parameters=LONG_ROPE),
+        {"context": 2},
+        {},
+        "parallel.context=2: phi3 with these rope_parameters: its rotary embeddings change with the length",
+    ),
+    "dynamic rope": (
+        source("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+        {"context": 2},
+        {},
+        "parallel.context=2: llama with these rope_parameters: its rotary embeddings change with the length",
     ),
     "context": (
         source("llama", num_attention_heads=1, num_key_value_heads=1),
@@ -383,6 +404,53 @@ def test_a_mesh_of_all_axes_by_hand() -> None:
         "single": (("everyone", 8), ("alone", 1)),
         "expert": (("replicate", 2), ("expert_shard", 1), ("expert", 4)),
     }
+
+
+def _copies(rank: int, world: int) -> str:
+    """What is said where an actor's experts lie on other ranks than the reference's."""
+    spread, _, _ = layout(world, expert=2)
+    alike, _, _ = layout(world)
+    actor = make_engine(spread, source("qwen3_moe"))
+    same = make_engine(spread, source("qwen3_moe", initializer_range=0.1), None)
+    same.copy_parameters_from(actor)
+    assert same.parameter_checksums() == actor.parameter_checksums()
+    with pytest.raises(TrainError) as caught:
+        make_engine(alike, source("qwen3_moe"), None).copy_parameters_from(actor)
+    return str(caught.value)
+
+
+@pytest.mark.slow
+def test_parameters_are_not_copied_to_another_layout() -> None:
+    """Four ranks: two by two experts, and four rows of them, have parts of one shape."""
+    for told in run_ranks(4, _copies):
+        assert "differ in shape or in how ranks share them: model.layers.0.mlp.experts" in told
+
+
+def _shared_vocabulary(rank: int, world: int, count: int) -> Tensors:
+    """Log-probs, entropies and gradients of `count` positions, in chunks that both ranks cut alike."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(count, 4, generator=generator).requires_grad_()
+    weight = torch.randn(7, 4, generator=generator)
+    targets = torch.randint(0, 7, (count,), generator=generator)
+    vocabulary, own = None, weight.clone().requires_grad_()
+    if world > 1:
+        vocabulary = Vocabulary(dist.group.WORLD, rank, world, 7)
+        own = weight[vocabulary.own].clone().requires_grad_()
+    out = token_log_probs(
+        hidden, own, None, targets, ("log_probs", "entropy"), chunk_bytes=4096, vocabulary=vocabulary
+    )
+    (out["log_probs"].sum() + out["entropy"].sum()).backward()
+    assert hidden.grad is not None
+    return {name: one.detach() for name, one in out.items()} | {"hidden": hidden.grad}
+
+
+@pytest.mark.parametrize("count", [1, 200, 300, 500])
+def test_a_vocabulary_that_does_not_divide_is_cut_into_the_same_chunks(count: int) -> None:
+    """Seven tokens, four and three: a position's logits are 16 bytes on one rank, and 12 on the other."""
+    alone = run_ranks(1, _shared_vocabulary, count)[0]
+    for told in run_ranks(2, _shared_vocabulary, count):
+        for name, tensor in alone.items():
+            torch.testing.assert_close(told[name], tensor)
 
 
 def _long_row(rank: int, world: int, sizes: Sizes, tokens: int) -> tuple[Tensors, int]:

@@ -74,18 +74,20 @@ def axis_groups(
     each has buffers of hundreds of MB): their calls run in one order on all ranks (`Host`). The default group
     is none of them. Collective over the *whole* world, in one order everywhere.
     """
+    # With NCCL a group is split off the default one's communicator, in which all of that must take part.
+    alone_together = getattr(dist.group.WORLD, "bound_device_id", None) is not None
     shape = [size for _, size in axes]
     grid, here = np.asarray(ranks).reshape(shape), dist.get_rank()
     mine = []
     for axis, (name, size) in enumerate(axes):
         for members in map(tuple, np.moveaxis(grid, axis, -1).reshape(-1, size).tolist()):
-            if members not in known and (size > 1 or here in members):
-                # Whoever is alone makes its group alone: the whole world would wait for every one of them.
+            if members not in known and (size > 1 or here in members or alone_together):
+                # Else whoever is alone makes its group alone: the world would wait for each of them.
                 known[members] = dist.new_group(
                     members,
                     timeout=timeout,
                     group_desc=f"rondo_{name}",
-                    use_local_synchronization=size == 1,
+                    use_local_synchronization=size == 1 and not alone_together,
                 )
             if here in members:
                 mine.append(known[members])

@@ -65,7 +65,7 @@ class WorkerContext:
 
     def device_mesh(self, grid: str = DATA) -> DeviceMesh:
         """Returns a torch DeviceMesh over the group's ranks with the axis names of one of the mesh's grids,
-        on process groups of its own. Raises KeyError where the mesh has no such grid.
+        on process groups that roles on the same ranks share. Raises KeyError where the mesh has no such grid.
         """
         if grid not in self._device_meshes:
             device_type, axes = self.device.partition(":")[0], self.mesh.grids[grid]

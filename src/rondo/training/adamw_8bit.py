@@ -41,7 +41,7 @@ def block_of(parameter: torch.Tensor) -> int | None:
                 isinstance(placement, Shard | _StridedShard)
                 and placement.dim % parameter.ndim == parameter.ndim - 1
             ):
-                pieces *= size * getattr(placement, "split_factor", 1)
+                pieces *= size
     if piece % pieces:
         return None
     piece //= pieces

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 from rondo.config.schema import ParallelConfig
 from rondo.errors import ConfigError
 from rondo.models.documents import Heads
-from rondo.models.family import family_of
+from rondo.models.family import family_of, rope_changes_at
 from rondo.training.packed import heads_of
 
 LEAST_TRANSFORMERS = "5.23"  # 5.17 has no expert parallel, 5.19 another signature
@@ -34,7 +34,7 @@ def check_axes(config: PreTrainedConfig, sizes: ParallelConfig, *, lora: bool) -
         axis = "tensor" if sizes.tensor > 1 else "expert"
         installed = transformers.__version__
         if Version(installed) < Version(LEAST_TRANSFORMERS):
-            why = f"it needs transformers ≥ {LEAST_TRANSFORMERS}, and {installed} is installed: upgrade it"
+            why = f"it needs transformers ≥ {LEAST_TRANSFORMERS}, and {installed} is installed"
             raise refused(axis, sizes, why)
         _check_experts(text, sizes, axis)
     if sizes.tensor > 1:
@@ -45,7 +45,8 @@ def check_axes(config: PreTrainedConfig, sizes: ParallelConfig, *, lora: bool) -
 
 def refused(axis: str, sizes: ParallelConfig, why: str) -> ConfigError:
     """Returns the error for an axis that a model cannot be spread along."""
-    return ConfigError(f"parallel.{axis}={getattr(sizes, axis)}: {why}", key=f"parallel.{axis}")
+    message = f"parallel.{axis}={getattr(sizes, axis)}: {why}; lower it, or leave it out"
+    return ConfigError(message, key=f"parallel.{axis}")
 
 
 def _check_tensor(text: PreTrainedConfig, sizes: ParallelConfig) -> None:
@@ -72,10 +73,22 @@ def _check_context(text: PreTrainedConfig, sizes: ParallelConfig) -> None:
     why_not = family_of(text).not_packable
     if why_not:
         raise refused("context", sizes, f"rows of a {text.model_type} model cannot be packed: {why_not}")
+    if rope_changes_at(text) is not None or _is_dynamic(getattr(text, "rope_parameters", None)):
+        why = "its rotary embeddings change with the length of a row, of which each rank would see a part"
+        raise refused("context", sizes, f"{text.model_type} with these rope_parameters: {why}")
     heads, kv_heads = (number // _cuts_of_heads(text, sizes) for number in heads_of(text))
     if heads % sizes.context or (kv_heads % sizes.context and sizes.context % kv_heads):
         why = f"it does not divide the {heads} heads and {kv_heads} key/value heads that a rank would have"
         raise refused("context", sizes, why)
+
+
+def _is_dynamic(rope: object) -> bool:
+    """Says whether rope_parameters, of all layers or by their kind, are of the type whose base grows with
+    rows.
+    """
+    if not isinstance(rope, Mapping):
+        return False
+    return rope.get("rope_type") == "dynamic" or any(map(_is_dynamic, rope.values()))
 
 
 def heads_here(text: PreTrainedConfig, sizes: ParallelConfig) -> Heads:

@@ -273,17 +273,17 @@ class FsdpEngine:
         """Takes over the parameters (with adapters merged) of another engine of this process that is sharded
         alike, in this one's dtype. This one has no adapters.
 
-        Raises TrainError naming the parameters that differ in shape.
+        Raises TrainError naming the parameters that differ in shape, or in how they are spread over ranks.
         """
-        mine, theirs = (
-            {name: tuple(shard.to_local().shape) for name, shard in engine._shards.items()}
-            for engine in (self, other)
-        )
-        if mine != theirs:
-            names = sorted(name for name in mine | theirs if mine.get(name) != theirs.get(name))
+        mine, theirs = self.layout(), other.layout()
+        names = {*mine.shapes, *theirs.shapes}
+        different = sorted(name for name in names if mine.boxes(name) != theirs.boxes(name))
+        if different:
+            name = different[0]
             raise TrainError(
-                f"parameters cannot be copied, {len(names)} differ in shape or sharding: {names[0]} is "
-                f"{mine.get(names[0])} here, {theirs.get(names[0])} there"
+                f"parameters cannot be copied, {len(different)} differ in shape or in how ranks share them: "
+                f"{name} is {mine.shapes.get(name)} here, {theirs.shapes.get(name)} there; models that are "
+                "copied have one shape, and the same `parallel`"
             )
         with torch.no_grad(), self._awake(), other._weights() as weights:
             for name, shard in self._shards.items():
@@ -304,7 +304,7 @@ class FsdpEngine:
         self._release_memory()
 
     def layout(self, dtype: str | None = None) -> Layout:
-        """Says which rank of the world holds which rows of which parameter (frozen ones too, tied ones once).
+        """Says which rank of the world holds which box of which parameter (frozen ones too, tied ones once).
 
         dtype: in which they are sent; None: their own.
         """
@@ -312,7 +312,7 @@ class FsdpEngine:
 
     @contextlib.contextmanager
     def named_shards(self) -> Iterator[Mapping[str, torch.Tensor]]:
-        """Yields Hugging Face name -> this rank's rows: the storage itself, on the device while inside.
+        """Yields Hugging Face name -> this rank's part: the storage itself, on the device while inside.
         `layout` says where in the whole they are.
         """
         with self._weights() as weights:
@@ -327,7 +327,7 @@ class FsdpEngine:
 
     @contextlib.contextmanager
     def _weights(self) -> Iterator[Mapping[str, torch.Tensor]]:
-        """Yields this rank's rows of what engines and exports get, on the device while inside. Collective
+        """Yields this rank's part of what engines and exports get, on the device while inside. Collective
         with adapters, which are merged.
         """
         with self._awake():

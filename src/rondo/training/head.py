@@ -196,7 +196,9 @@ def token_log_probs(
     if isinstance(weight, DTensor):  # this rank's part of it
         weight, bias = weight.to_local(), bias.to_local() if isinstance(bias, DTensor) else bias
     wide = torch.promote_types(hidden.dtype, torch.float32)
-    row_bytes = len(weight) * wide.itemsize
+    # Of the largest part, so that ranks which share a vocabulary cut the same chunks.
+    tokens = len(weight) if vocabulary is None else -(-vocabulary.size // vocabulary.ranks)
+    row_bytes = tokens * wide.itemsize
     chunk = max(1, chunk_bytes // row_bytes)
     chunk = -(-len(targets) // -(-len(targets) // chunk))  # equal ones: a short last one multiplies slowly
     kept_bytes = len(targets) * row_bytes * (1 if transform.softcap is None else 2)

@@ -30,15 +30,16 @@ EXPERT_SHARD, EXPERT = "expert_shard", "expert"
 
 @dataclass(frozen=True)
 class Views:
-    """everyone: the group of all ranks. expert: None where experts are spread as all else is. alone: of this
-    rank only; there where `expert` is. context: the ranks that have the same rows, and divide their tokens.
-    """
-
     everyone: dist.ProcessGroup
+    """All ranks."""
     dense: DeviceMesh
+    """Of all parameters but those of experts."""
     expert: DeviceMesh | None = None
+    """Of experts; None: they are spread as all else is."""
     alone: DeviceMesh | None = None
+    """This rank by itself, which transformers wants for experts where no ranks have the same rows."""
     context: Context | None = None
+    """The ranks that have the same rows, and divide their tokens."""
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> Views:
@@ -103,7 +104,7 @@ class Views:
                 continue
             assert isinstance(placement, Shard | _StridedShard), placement
             cuts.append(placement.dim % tensor.ndim)
-            # torch names an axis that cuts what a later one has left by how many pieces that has made.
+            # A `_StridedShard` says into how many pieces later axes cut the same dimension.
             later = [one for one in names_of(view)[axis + 1 :] if one in placements]
             made = math.prod(view[one].size() for one in later if _cuts_too(placements[one], placement))
             assert made == getattr(placement, "split_factor", 1), (tensor.placements, names_of(view))

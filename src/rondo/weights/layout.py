@@ -127,7 +127,7 @@ class Spec:
         return rank in self._firsts
 
     def largest(self, shape: tuple[int, ...]) -> int:
-        """Returns the most elements that a rank has: as many as the first."""
+        """Returns the most elements that a rank has: the first never has fewer than another."""
         return self.box(shape, self.ranks[0]).size
 
     @property
@@ -243,6 +243,13 @@ class Layout:
         spec = self.specs[name]
         box = spec.box(self.shapes[name], rank) if spec.has(rank) else None
         return box if box is not None and box.size else None
+
+    def boxes(self, name: str) -> Mapping[int, Box]:
+        """Returns what each rank holds of a parameter; nothing of one that is not there."""
+        if name not in self.specs:
+            return {}
+        spec = self.specs[name]
+        return {rank: spec.box(self.shapes[name], rank) for rank in spec.ranks}
 
     @property
     def num_bytes(self) -> int:

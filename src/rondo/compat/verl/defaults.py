@@ -48,6 +48,7 @@ DEFAULTS: Mapping[str, Any] = {
     f"{_A}.ppo_mini_batch_size": 256,
     f"{_A}.ppo_epochs": 1,
     f"{_A}.ppo_max_token_len_per_gpu": 16384,
+    f"{_A}.ulysses_sequence_parallel_size": 1,
     f"{_A}.policy_loss.loss_mode": "vanilla",
     f"{_A}.clip_ratio": 0.2,
     f"{_A}.clip_ratio_low": 0.2,
@@ -68,6 +69,7 @@ DEFAULTS: Mapping[str, Any] = {
     # critic, reference
     **_training("critic", "critic.model", "critic.model.fsdp_config", 1e-5),
     "critic.ppo_max_token_len_per_gpu": 32768,
+    "critic.ulysses_sequence_parallel_size": 1,
     "critic.cliprange_value": 0.5,
     "trainer.critic_warmup": 0,
     f"{_F}.fsdp_config.model_dtype": "fp32",

@@ -125,9 +125,7 @@ def _training(theirs: str, ours: str, model: str, fsdp: str, schedule: Late) -> 
         f"{theirs}.ppo_micro_batch_size_per_gpu": _BY_TOKENS,
         f"{theirs}.use_dynamic_bsz": _ALWAYS_BY_TOKENS,
         f"{theirs}.strategy": Only(("fsdp", "fsdp2"), "this release trains with FSDP2"),
-        f"{theirs}.ulysses_sequence_parallel_size": Only(
-            (1,), "sequence parallelism arrives with a later release; raise token_budget instead"
-        ),
+        f"{theirs}.ulysses_sequence_parallel_size": To(f"{ours}.parallel.context"),
         f"{model}.enable_gradient_checkpointing": To(f"{ours}.gradient_checkpointing"),
         f"{model}.use_remove_padding": _PACKED,
         **_frozen(ours, fsdp),

@@ -13,6 +13,7 @@ from rondo.planning.memory import PROCESS_BYTES, ROW_BYTES, Need, check_fits, mo
 from rondo.rollout.build import OWN
 from rondo.trainers.program import (
     engine_of,
+    parallel_of,
     placement_of,
     rollout_dtype,
     shares_base,
@@ -85,7 +86,8 @@ def _of_models(config: Config, roles: Sequence[str], trained: Collection[str]) -
         itemsize = getattr(torch, engine.param_dtype).itemsize
         all_of_it = role in trained and getattr(engine, "lora", None) is None  # adapters are few
         moments = getattr(config, section).optimizer.moments if all_of_it else None
-        held = model_bytes(size(role), itemsize, moments)
+        copies = parallel_of(role, config)[1].replicate
+        held = copies * model_bytes(size(role), itemsize, moments)
         yield Need(role, held, (f"{section}.param_dtype",))
     if "rollout" in roles and not shares_weights(config):
         itemsize = getattr(torch, rollout_dtype(config)).itemsize

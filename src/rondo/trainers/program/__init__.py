@@ -35,6 +35,7 @@ from rondo.trainers.program.roles import (
     model_source,
     on_one_pool,
     one_storage,
+    parallel_of,
     path_of,
     placement_of,
     positions_of,

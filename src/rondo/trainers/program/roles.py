@@ -3,10 +3,11 @@ configuration."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,8 @@ def mesh_of(role: str, config: Config, devices: Sequence[int]) -> Mesh:
     ConfigError for sizes that do not divide them.
     """
     section, sizes = parallel_of(role, config)
-    return Mesh.parallel(len(devices), sizes, f"{section}.parallel")
+    with _of_parallel(role, config):
+        return Mesh.parallel(len(devices), sizes, f"{section}.parallel")
 
 
 def parallel_of(role: str, config: Config) -> tuple[str, ParallelConfig]:
@@ -144,6 +146,23 @@ def parallel_of(role: str, config: Config) -> tuple[str, ParallelConfig]:
     return section, engine.parallel or ParallelConfig()
 
 
+@contextlib.contextmanager
+def _of_parallel(role: str, config: Config) -> Iterator[None]:
+    """Has errors say whose layout it is, and where that comes from."""
+    own, (section, _) = engine_of(role, config)[0], parallel_of(role, config)
+    try:
+        yield
+    except ConfigError as error:
+        message, key, whose = str(error), str(error.key), ""
+        if not key.startswith(f"{section}."):
+            message, key = f"{section}.{message}", f"{section}.{key}"
+        if own != section:
+            whose = f" (of the {role}, which has the {section}'s: set {own}.parallel for its own)"
+        elif role != section:
+            whose = f" (of the {role})"
+        raise ConfigError(f"{message}{whose}", key=key) from error
+
+
 def check_parallel(role: str, config: Config) -> None:
     """Raises ConfigError where the model of a role with an engine cannot be spread over its devices."""
     mesh_of(role, config, placement_of(config).devices(role))
@@ -151,12 +170,10 @@ def check_parallel(role: str, config: Config) -> None:
         return  # the model is on other machines, which check it
     if config.model.path is None and config.model.config is None:
         return  # a warm start has yet to make it
-    section, sizes = parallel_of(role, config)
-    source, lora = source_of(role, config), getattr(engine_of(role, config)[1], "lora", None)
-    try:
-        check_axes(load_model_config(source), sizes, lora=lora is not None)
-    except ConfigError as error:
-        raise ConfigError(f"{section}.{error} (of {role})", key=f"{section}.{error.key}") from error
+    lora = getattr(engine_of(role, config)[1], "lora", None)
+    with _of_parallel(role, config):
+        sizes = parallel_of(role, config)[1]
+        check_axes(load_model_config(source_of(role, config)), sizes, lora=lora is not None)
 
 
 def source_of(role: str, config: Config) -> ModelSource:
