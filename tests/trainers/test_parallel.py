@@ -101,6 +101,17 @@ def test_a_run_ends_as_on_one_process(
             "actor.parallel.context",
         ),
         (
+            (
+                *MIXTURE,
+                "cluster.backend=process",
+                "cluster.devices=2",
+                "actor.parallel.expert=2",
+                "actor.backend.mlp_chunk=512",
+            ),
+            "actor.backend.mlp_chunk: the actor's experts get tokens of other ranks",
+            "actor.backend.mlp_chunk",
+        ),
+        (
             ("actor.parallel.tensors=2",),
             "unknown key 'actor.parallel.tensors'; did you mean 'actor.parallel.tensor'",
             "actor.parallel.tensors",

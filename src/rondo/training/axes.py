@@ -103,6 +103,11 @@ def _cuts_of_heads(text: PreTrainedConfig, sizes: ParallelConfig) -> int:
     return sizes.tensor if cut else 1
 
 
+def exchanges_tokens(config: PreTrainedConfig, sizes: ParallelConfig) -> bool:
+    """Says whether ranks send tokens to experts of others."""
+    return num_experts(config.get_text_config()) is not None and (sizes.tensor > 1 or sizes.expert > 1)
+
+
 def num_experts(text: PreTrainedConfig) -> int | None:
     """Returns how many experts a layer of the model has; None for a model without."""
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):

@@ -26,7 +26,7 @@ from rondo.models.value_head import FILE as VALUE_HEAD_FILE
 from rondo.planning import Placement, SameDevices, plan_placement
 from rondo.roles import REWARD_MODEL, ROLES, ROLLOUT, Role
 from rondo.training import Loss
-from rondo.training.axes import check_axes
+from rondo.training.axes import check_axes, exchanges_tokens
 from rondo.workers import ModelWorker, runs_in_own_process
 
 EXPORT_OF_ONE = "name the export folder of `rondo reward-model`"
@@ -170,10 +170,18 @@ def check_parallel(role: str, config: Config) -> None:
         return  # the model is on other machines, which check it
     if config.model.path is None and config.model.config is None:
         return  # a warm start has yet to make it
-    lora = getattr(engine_of(role, config)[1], "lora", None)
+    lora, model = (
+        getattr(engine_of(role, config)[1], "lora", None),
+        load_model_config(source_of(role, config)),
+    )
     with _of_parallel(role, config):
-        sizes = parallel_of(role, config)[1]
-        check_axes(load_model_config(source_of(role, config)), sizes, lora=lora is not None)
+        check_axes(model, parallel_of(role, config)[1], lora=lora is not None)
+    if config.actor.backend.mlp_chunk is not None and exchanges_tokens(model, parallel_of(role, config)[1]):
+        raise ConfigError(
+            f"actor.backend.mlp_chunk: the {role}'s experts get tokens of other ranks (parallel.expert, "
+            "parallel.tensor), which would wait for each other once per tile; leave it out",
+            key="actor.backend.mlp_chunk",
+        )
 
 
 def source_of(role: str, config: Config) -> ModelSource:
