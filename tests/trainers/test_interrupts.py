@@ -47,7 +47,7 @@ def test_ctrl_c_at_any_moment_saves_and_goes_on(
         monkeypatch.setattr(ActorWorker, "update_actor", wrapped(update, lambda *_: True))
     elif moment == "publish":
         load = RolloutWorker.load_weights
-        monkeypatch.setattr(RolloutWorker, "load_weights", wrapped(load, lambda version: version == 2))
+        monkeypatch.setattr(RolloutWorker, "load_weights", wrapped(load, lambda version, *_: version == 2))
     else:
 
         async def evaluating(*args: Any) -> Any:

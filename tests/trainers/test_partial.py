@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rondo.weights.sync import Sent
 from rondo.workers.rollout import RolloutWorker
 from tests.trainers.conftest import inline, metrics
 
@@ -57,11 +58,11 @@ def test_a_trajectory_begins_under_old_weights_and_ends_under_new_ones(
     loaded: dict[int, dict[str, torch.Tensor]] = {}
     original = RolloutWorker.load_weights
 
-    def load_weights(self: RolloutWorker, version: int) -> Any:
+    def load_weights(self: RolloutWorker, version: int, *what: Sent) -> Any:
         loaded[version] = {
             name: p.clone() for name, p in self.context.peers["actor"].engine.parameters_in_place().items()
         }
-        return original(self, version)
+        return original(self, version, *what)
 
     monkeypatch.setattr(RolloutWorker, "load_weights", functools.wraps(original)(load_weights))
     run = tmp_path / "run"

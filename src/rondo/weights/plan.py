@@ -158,8 +158,10 @@ def plan_transfer(source: Layout, target: Layout, bucket_bytes: int) -> Transfer
             unit = Unit(parameter, box, turn)
             turn += 1
             size = max(TransferPlan._largest(source, unit), TransferPlan._largest(target, unit))
-            if target.whole_tensors and len(boxes) > 1:
-                size = bucket_bytes  # put together there from several rounds, with nothing beside it
+            if (
+                target.whole_tensors
+            ):  # put together there, a large one over several rounds with nothing beside it
+                size = parameter.num_bytes if len(boxes) == 1 else bucket_bytes
             if not rounds or filled + size > bucket_bytes:
                 rounds.append([])
                 filled = 0

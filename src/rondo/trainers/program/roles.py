@@ -13,7 +13,7 @@ from typing import Any
 
 from rondo.config import Config, FrozenEngineConfig, OptimizerConfig, ParallelConfig, RewardModelConfig
 from rondo.controller import Cluster, Mesh, Worker, WorkerGroup
-from rondo.errors import ConfigError
+from rondo.errors import ConfigError, DataError
 from rondo.hub import local_folder
 from rondo.models import (
     ModelSource,
@@ -166,17 +166,19 @@ def _of_parallel(role: str, config: Config) -> Iterator[None]:
 def check_parallel(role: str, config: Config) -> None:
     """Raises ConfigError where the model of a role with an engine cannot be spread over its devices."""
     mesh_of(role, config, placement_of(config).devices(role))
-    if config.cluster.backend.address is not None:
-        return  # the model is on other machines, which check it
+    sizes = parallel_of(role, config)[1]
+    if sizes == ParallelConfig() or config.cluster.backend.address is not None:
+        return  # nothing to ask of the model; or it is on other machines, which check it
     if config.model.path is None and config.model.config is None:
         return  # a warm start has yet to make it
-    lora, model = (
-        getattr(engine_of(role, config)[1], "lora", None),
-        load_model_config(source_of(role, config)),
-    )
+    try:
+        model = load_model_config(source_of(role, config))
+    except DataError:
+        return  # a folder that is not there, which is told where folders are looked at
+    lora = getattr(engine_of(role, config)[1], "lora", None)
     with _of_parallel(role, config):
-        check_axes(model, parallel_of(role, config)[1], lora=lora is not None)
-    if config.actor.backend.mlp_chunk is not None and exchanges_tokens(model, parallel_of(role, config)[1]):
+        check_axes(model, sizes, lora=lora is not None)
+    if config.actor.backend.mlp_chunk is not None and exchanges_tokens(model, sizes):
         raise ConfigError(
             f"actor.backend.mlp_chunk: the {role}'s experts get tokens of other ranks (parallel.expert, "
             "parallel.tensor), which would wait for each other once per tile; leave it out",
