@@ -60,6 +60,28 @@ def test_two_steps_of_training(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_a_trainer_along_two_axes(kind: str, tmp_path: Path) -> None:
+    """Matrices cut along `tensor`, and gathered for one engine on a device of its own."""
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(RECIPE))
+    settings = [
+        f"rollout.engine={{name: {kind}, python: {PYTHON}}}",
+        "model.config.head_dim=32",
+        "model.config.num_attention_heads=4",
+        "model.config.num_key_value_heads=2",
+        "cluster.backend=process",
+        "cluster.devices=3",
+        "cluster.pools={train: 2, serve: 1}",
+        "cluster.placement={rollout: serve}",
+        "actor.parallel.tensor=2",
+        "trainer.total_steps=2",
+        "trainer.evaluation={before: false, after: false, every: null}",
+        f"trainer.run_dir={tmp_path / 'run'}",
+    ]
+    train(load([str(tmp_path / "tiny.yaml")], settings))
+    assert [line["rollout/log_prob_gap"] < 1e-4 for line in metrics(tmp_path / "run")] == [True] * 2
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_adapters_alone_train_as_merged_weights_do(kind: str, tmp_path: Path) -> None:
     """Two steps of GRPO: the same tokens; after the first sync A and B are all that moves."""
     pytest.importorskip("peft")
