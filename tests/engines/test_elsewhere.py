@@ -45,34 +45,26 @@ def test_it_samples_from_the_same_policy(kind: str) -> None:
         here.engine.close()
 
 
+# Matrices cut along `tensor`, and gathered for one engine on a device of its own.
+ALONG_TENSOR = (
+    "model.config.num_attention_heads=4",
+    "model.config.num_key_value_heads=2",
+    "cluster.backend=process",
+    "cluster.devices=3",
+    "cluster.pools={train: 2, serve: 1}",
+    "cluster.placement={rollout: serve}",
+    "actor.parallel.tensor=2",
+)
+
+
+@pytest.mark.parametrize("trainer", [(), ALONG_TENSOR], ids=["one rank", "along tensor"])
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
-def test_two_steps_of_training(kind: str, tmp_path: Path) -> None:
+def test_two_steps_of_training(kind: str, trainer: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(RECIPE))
     settings = [
         f"rollout.engine={{name: {kind}, python: {PYTHON}}}",
         "model.config.head_dim=32",
-        "trainer.total_steps=2",
-        "trainer.evaluation={before: false, after: false, every: null}",
-        f"trainer.run_dir={tmp_path / 'run'}",
-    ]
-    train(load([str(tmp_path / "tiny.yaml")], settings))
-    assert [line["rollout/log_prob_gap"] < 1e-4 for line in metrics(tmp_path / "run")] == [True] * 2
-
-
-@pytest.mark.parametrize("kind", ["vllm", "sglang"])
-def test_a_trainer_along_two_axes(kind: str, tmp_path: Path) -> None:
-    """Matrices cut along `tensor`, and gathered for one engine on a device of its own."""
-    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(RECIPE))
-    settings = [
-        f"rollout.engine={{name: {kind}, python: {PYTHON}}}",
-        "model.config.head_dim=32",
-        "model.config.num_attention_heads=4",
-        "model.config.num_key_value_heads=2",
-        "cluster.backend=process",
-        "cluster.devices=3",
-        "cluster.pools={train: 2, serve: 1}",
-        "cluster.placement={rollout: serve}",
-        "actor.parallel.tensor=2",
+        *trainer,
         "trainer.total_steps=2",
         "trainer.evaluation={before: false, after: false, every: null}",
         f"trainer.run_dir={tmp_path / 'run'}",

@@ -127,6 +127,14 @@ def test_a_base_that_changed_is_noticed_at_a_resume(run: Run, base: Path, tmp_pa
         run("run", *settings, "trainer.total_steps=2")
 
 
+TWO_POOLS = (
+    "cluster.backend=process",
+    "cluster.devices=2",
+    "cluster.pools={train: 1, rollout: 1}",
+    "cluster.placement={rollout: rollout}",
+)
+
+
 @pytest.mark.parametrize(
     "way",
     [
@@ -134,15 +142,7 @@ def test_a_base_that_changed_is_noticed_at_a_resume(run: Run, base: Path, tmp_pa
         ("rollout.weight_transport=disk", "rollout.bucket_bytes=20000"),
         ("rollout.engine=transformers",),
         ("trainer.max_staleness=1",),
-        pytest.param(
-            (
-                "cluster.backend=process",
-                "cluster.devices=2",
-                "cluster.pools={train: 1, rollout: 1}",
-                "cluster.placement={rollout: rollout}",
-            ),
-            marks=pytest.mark.slow,
-        ),
+        pytest.param(TWO_POOLS, marks=pytest.mark.slow),
         pytest.param(("cluster.backend=process", "cluster.devices=2"), marks=pytest.mark.slow),
     ],
 )
@@ -185,16 +185,7 @@ def test_adapters_alone_give_the_same_run_as_merged_weights(run: Run, engine: st
         (("rollout.replicas=2",), 2),
         (("rollout.weight_transport=disk", "rollout.bucket_bytes=20000"), 2),  # written, and read
         (("trainer.max_staleness=2",), 0),
-        pytest.param(
-            (
-                "cluster.backend=process",
-                "cluster.devices=2",
-                "cluster.pools={train: 1, rollout: 1}",
-                "cluster.placement={rollout: rollout}",
-            ),
-            1,
-            marks=pytest.mark.slow,
-        ),
+        pytest.param(TWO_POOLS, 1, marks=pytest.mark.slow),
         pytest.param(("cluster.backend=process", "cluster.devices=2"), 1, marks=pytest.mark.slow),
     ],
 )

@@ -33,12 +33,12 @@ class Context:
         heads = states.shape[1]
         if heads < self.size:
             states = states.repeat_interleave(self.size // heads, 1)
-        out: torch.Tensor = _AllTokens.apply(states, self)
+        out: torch.Tensor = _Exchange.apply(states, self, True)
         return out
 
     def all_heads(self, states: torch.Tensor) -> torch.Tensor:
         """[N, heads / size, D] of own heads -> [N / size, heads, D] of own tokens."""
-        out: torch.Tensor = _AllHeads.apply(states, self)
+        out: torch.Tensor = _Exchange.apply(states, self, False)
         return out
 
     def own_heads(self, per_head: torch.Tensor | None) -> torch.Tensor | None:
@@ -96,26 +96,19 @@ def _to_all_heads(states: torch.Tensor, context: Context) -> torch.Tensor:
     return back.reshape(tokens // context.size, context.size * heads, width)
 
 
-class _AllTokens(torch.autograd.Function):
+class _Exchange(torch.autograd.Function):
+    """Own tokens with all heads to all tokens with own heads, or back; its gradient goes the other way."""
+
     @staticmethod
-    def forward(ctx: Any, states: torch.Tensor, context: Context) -> torch.Tensor:
+    def forward(ctx: Any, states: torch.Tensor, context: Context, to_tokens: bool) -> torch.Tensor:
         ctx.context = context
-        return _to_all_tokens(states, context)
+        ctx.to_tokens = to_tokens
+        return _to_all_tokens(states, context) if to_tokens else _to_all_heads(states, context)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _to_all_heads(grads[0], ctx.context), None
-
-
-class _AllHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, states: torch.Tensor, context: Context) -> torch.Tensor:
-        ctx.context = context
-        return _to_all_heads(states, context)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _to_all_tokens(grads[0], ctx.context), None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        back = _to_all_heads if ctx.to_tokens else _to_all_tokens
+        return back(grads[0], ctx.context), None, None
 
 
 class _Gathered(torch.autograd.Function):

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from rondo.config.schema import EngineConfig, FrozenEngineConfig, TorchBackendConfig
 from rondo.models.attention import fitting
 from rondo.models.family import family_of
-from rondo.models.loading import Kernels, build_empty, load_model_config
+from rondo.models.loading import Kernels, build_empty
 from rondo.models.names import Parts, parts_of
 from rondo.models.source import ModelSource
 from rondo.models.stored import StoredModel, materialise
@@ -61,11 +61,11 @@ def build_sharded(
     """
     dtype, compute_dtype = getattr(torch, engine.param_dtype), getattr(torch, engine.compute_dtype)
     lora, sizes = engine.lora if isinstance(engine, EngineConfig) else None, views.sizes
-    check_axes(load_model_config(source), sizes, lora=lora is not None)
     kernels: Kernels = backend.kernels
     if kernels == "auto" and (sizes.tensor, sizes.context) != (1, 1):
         kernels = "norms"  # leaner attention multiplies with whole weights, and needs all tokens
     lm, stored = build_empty(source, dtype, device, kernels, output_head=head == "lm")
+    check_axes(lm.config, sizes, lora=lora is not None)
     text, family, parts = lm.config.get_text_config(), family_of(lm.config), parts_of(lm)
     value_head = None
     if head == "value":

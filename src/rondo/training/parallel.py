@@ -35,7 +35,7 @@ def parallelise(lm: PreTrainedModel, views: Views) -> list[torch.nn.Module]:
         _check_whole(lm, dense, sizes)
         head, embeddings = _head_of(lm), lm.get_input_embeddings()
         tied = head is not None and head.weight is embeddings.weight
-        _cut_vocabulary(lm, dense, tied=tied)
+        dense |= _plan_of_vocabulary(lm, None if tied else head)
         apply_tensor_parallelism(lm, views.tensor, dense)
         if head is not None and tied:  # what was one parameter is so again
             head.weight = embeddings.weight
@@ -57,15 +57,16 @@ def _head_of(lm: PreTrainedModel) -> torch.nn.Module | None:
     return head if head is not None and hasattr(head, "weight") else None
 
 
-def _cut_vocabulary(lm: PreTrainedModel, plan: dict[str, str], *, tied: bool) -> None:
-    """Adds the embeddings and the output head, which transformers' plans leave whole or gather: ranks look up
-    own tokens only, and multiply with them (`Vocabulary`).
+def _plan_of_vocabulary(lm: PreTrainedModel, head: torch.nn.Module | None) -> dict[str, str]:
+    """Returns the plan of the embeddings, and of an output head of their own, which transformers leaves whole
+    or gathers: ranks look up own tokens only, and multiply with them (`Vocabulary`).
     """
     names = {module: name for name, module in lm.named_modules()}
-    embeddings, head = names[lm.get_input_embeddings()], _head_of(lm)
-    plan |= dict.fromkeys((embeddings, f"{embeddings}.weight"), "embedding_rowwise")
-    if head is not None and not tied:
+    embeddings = names[lm.get_input_embeddings()]
+    plan = dict.fromkeys((embeddings, f"{embeddings}.weight"), "embedding_rowwise")
+    if head is not None:
         plan |= {f"{names[head]}.{own}": "colwise" for own, _ in head.named_parameters()}
+    return plan
 
 
 def _copied(forward: Callable[..., torch.Tensor], *arguments: torch.Tensor) -> torch.Tensor:

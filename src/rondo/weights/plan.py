@@ -37,10 +37,6 @@ class Unit:
     box: Box
     turn: int
 
-    @property
-    def num_bytes(self) -> int:
-        return self.box.size * self.parameter.item_bytes
-
 
 @dataclass(frozen=True)
 class TransferPlan:
@@ -157,11 +153,11 @@ def plan_transfer(source: Layout, target: Layout, bucket_bytes: int) -> Transfer
         for box in boxes:
             unit = Unit(parameter, box, turn)
             turn += 1
-            size = max(TransferPlan._largest(source, unit), TransferPlan._largest(target, unit))
-            if (
-                target.whole_tensors
-            ):  # put together there, a large one over several rounds with nothing beside it
+            if target.whole_tensors:
+                # Put together there; a large one over several rounds, with nothing beside it.
                 size = parameter.num_bytes if len(boxes) == 1 else bucket_bytes
+            else:
+                size = max(TransferPlan._largest(source, unit), TransferPlan._largest(target, unit))
             if not rounds or filled + size > bucket_bytes:
                 rounds.append([])
                 filled = 0
@@ -194,11 +190,7 @@ def _cells(
 @lru_cache(maxsize=1 << 14)
 def _largest_part(spec: Spec, shape: tuple[int, ...], box: Box) -> int:
     """Returns the most elements of a box that one rank holds."""
-    most: dict[int, int] = {}
-    for part, ranks in _cells(spec, shape, Box.whole(shape), box):
-        for rank in ranks:
-            most[rank] = most.get(rank, 0) + part.size
-    return max(most.values(), default=0)
+    return max((part.size for part, _ in _cells(spec, shape, Box.whole(shape), box)), default=0)
 
 
 @lru_cache(maxsize=1 << 12)

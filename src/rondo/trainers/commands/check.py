@@ -80,8 +80,9 @@ def _planned(config: Config, recorded: Recorded | None, found: Findings) -> Prog
     for role in ("actor", *program.roles):
         found.of(check_token_budget, role, config)
     if found.of(placement_of, config, program.all_roles) is not None:
-        for role in set(program.all_roles) - {ROLLOUT}:
-            found.of(check_parallel, role, config)
+        for role in program.all_roles:
+            if role != ROLLOUT:
+                found.of(check_parallel, role, config)
     if recorded is not None:
         found.of(_check_recorded, config, program, recorded)
     elif program.greedy_baseline:
