@@ -18,11 +18,13 @@ from rondo.checkpoint import Files
 from rondo.config.schema import LoraConfig, TorchBackendConfig
 from rondo.errors import CheckpointError, ConfigError, DataError, TrainError
 from rondo.models import ModelSource
-from rondo.models.lora import adapter_set
+from rondo.models.loading import build_model
+from rondo.models.lora import adapter_set, add_adapters
 from rondo.planning.batches import balance
 from rondo.training import FsdpEngine
 from rondo.training.adapters import sent
 from rondo.weights.checksum import checksum
+from tests.models.families import source_of
 from tests.ranks import run_ranks
 from tests.training.helpers import (
     FLOAT64,
@@ -381,6 +383,16 @@ def test_adapters_that_do_not_fit_are_refused(mesh: DeviceMesh, tmp_path: Path) 
         {name: t for name, t in tensors.items() if "layers.1" in name}, adapter / "adapter_model.safetensors"
     )
     refused("lora.targets")
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "ernie4_5_moe", "hunyuan_v1_moe", "qwen3_next", "phimoe"])
+def test_mixtures_get_adapters_on_their_linear_modules_only(family: str) -> None:
+    """Those of dense layers and shared experts too, whose names peft would take for the experts'."""
+    lm = build_model(source_of(family), torch.float32)
+    linear = {name for name, one in lm.named_modules() if type(one) is torch.nn.Linear}
+    adapters = add_adapters(lm, LORA, 0)
+    changed = {name for name, one in lm.named_modules() if hasattr(one, "lora_A")}
+    assert changed == {one.module for one in adapters.values()} == linear - {"lm_head"}
 
 
 @pytest.mark.parametrize(

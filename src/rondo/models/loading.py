@@ -127,6 +127,13 @@ def _config_from_mapping(mapping: Mapping[str, Any]) -> PreTrainedConfig:
         raise ConfigError(f"model.config: {' '.join(str(error).split())}") from error
 
 
+def model_on_meta(source: ModelSource) -> PreTrainedModel:
+    """Returns a model of which nothing is made or read but its modules. Raises ConfigError, DataError."""
+    config = load_model_config(source)
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=source.trust_remote_code)
+
+
 def build_model(
     source: ModelSource,
     dtype: torch.dtype,

@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rondo.config.schema import LoraConfig
 from rondo.errors import ConfigError, DataError
 from rondo.models.files import json_object
-from rondo.models.loading import load_model_config
+from rondo.models.loading import model_on_meta
 from rondo.models.precision import kept_in_float32
 from rondo.models.source import ModelSource
 
@@ -96,9 +96,13 @@ def add_adapters(
     """
     peft = _peft()
     targets = _targets(model, lora)
-    config = peft.LoraConfig(r=lora.rank, lora_alpha=lora.alpha, lora_dropout=0.0, target_modules=targets)
+    # In a module around it, which has no config: peft takes targets of some model types (gate_proj of a dense
+    # layer) for the experts, whose checkpoints have parts of that name.
+    around = torch.nn.ModuleDict({"model": model})
+    names = [f"model.{name}" for name in targets]
+    config = peft.LoraConfig(r=lora.rank, lora_alpha=lora.alpha, lora_dropout=0.0, target_modules=names)
     # Without numbers at first (low_cpu_mem_usage): peft's own are of the global generator.
-    peft.inject_adapter_in_model(config, model, adapter_name=_NAME, low_cpu_mem_usage=True)
+    peft.inject_adapter_in_model(config, around, adapter_name=_NAME, low_cpu_mem_usage=True)
     generator = torch.Generator().manual_seed(seed)
     dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
     adapters = {}
@@ -138,7 +142,7 @@ def _targets(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
     able = [
         name
         for name, module in modules.items()
-        if isinstance(module, torch.nn.Linear | Conv1D) and module is not head and name not in precise
+        if _is_linear(module) and module is not head and name not in precise
     ]
     chosen: set[str] = set()
     for target in lora.targets:
@@ -152,6 +156,11 @@ def _targets(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
             model.config.model_type,
         )
     return [name for name in able if name in chosen]
+
+
+def _is_linear(module: torch.nn.Module) -> bool:
+    """Says whether it is a linear module and nothing besides (some routers are one that returns a choice)."""
+    return type(module).forward in (torch.nn.Linear.forward, Conv1D.forward)
 
 
 def _ends_with(name: str, target: str) -> bool:
@@ -178,10 +187,7 @@ def adapter_set(source: ModelSource, lora: LoraConfig, versions: int = 1) -> Ada
 
     Raises ConfigError or DataError for adapters that it cannot have, or a lora.path that is not of it.
     """
-    config = load_model_config(source)
-    with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=source.trust_remote_code)
-    return AdapterSet(lora.rank, lora.alpha, add_adapters(model, lora, 0), versions)
+    return AdapterSet(lora.rank, lora.alpha, add_adapters(model_on_meta(source), lora, 0), versions)
 
 
 # ---- names

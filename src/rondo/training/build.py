@@ -24,6 +24,7 @@ from rondo.training.axes import check_axes, heads_here
 from rondo.training.head import TokenModel, check_head
 from rondo.training.packed import PackedLayout
 from rondo.training.parallel import parallelise
+from rondo.training.routing import Routing, check_router
 from rondo.training.sharding import shard_model
 from rondo.training.views import Views
 
@@ -42,6 +43,7 @@ class Built:
     parts: Parts
     packing: PackedLayout
     adapters: Adapters | None
+    routing: Routing | None
     stored: StoredModel | None
 
 
@@ -66,6 +68,8 @@ def build_sharded(
         kernels = "norms"  # leaner attention multiplies with whole weights, and needs all tokens
     lm, stored = build_empty(source, dtype, device, kernels, output_head=head == "lm")
     check_axes(lm.config, sizes, lora=lora is not None)
+    if isinstance(engine, EngineConfig):
+        check_router(lm, engine.router, lora=lora is not None)
     text, family, parts = lm.config.get_text_config(), family_of(lm.config), parts_of(lm)
     value_head = None
     if head == "value":
@@ -89,7 +93,10 @@ def build_sharded(
     experts = parallelise(lm, views)
     units = shard_model(model, views, experts, compute_dtype, engine, backend)
     materialise(model, device)
+    routing = None
+    if trained and isinstance(engine, EngineConfig):
+        routing = Routing.of(lm, engine.router, views)
     if stored is None and source.path is not None and views.size > 1:
         _log.warning(_LOADED_WHOLE, source.path, views.size)
     packing = PackedLayout(family, heads, device, compute_dtype, attention, context)
-    return Built(model, units, parts, packing, adapters, stored)
+    return Built(model, units, parts, packing, adapters, routing, stored)

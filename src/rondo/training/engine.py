@@ -11,6 +11,7 @@ the same code. The engine is handed its mesh and always names the group.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 from typing import Literal
 
@@ -42,6 +43,7 @@ from rondo.training.packed import (
     pack,
     plan_passes,
 )
+from rondo.training.routing import Routing
 from rondo.training.sharding import (
     LocalRows,
     as_shard,
@@ -104,6 +106,7 @@ class FsdpEngine:
         self._parts = built.parts
         self._packing = built.packing
         self.adapters = built.adapters
+        self._routing = built.routing
         self.hf_config = built.model.lm.config
         self._parameters = {
             name.removeprefix("lm."): parameter for name, parameter in self._model.named_parameters()
@@ -213,26 +216,45 @@ class FsdpEngine:
         if self.optimizer is None:
             raise TrainError("optimizer_step on a frozen model: it was built without an optimizer")
         with self._awake(), Activity("optimizer step"):
-            return self.optimizer.step()
+            stats = self.optimizer.step()
+            if self._routing is None:
+                return stats
+            return dataclasses.replace(stats, experts=self._routing.finish(skipped=stats.skipped))
 
     def _run_loss(self, batch: Batch, loss: Loss, *, backward: bool) -> StepStats:
         seen: Numbers = []
         wide = "topk_log_probs" in loss.outputs
         with self._awake(), Activity("forward and backward" if backward else "forward"):
+            routing = self._routing if backward else None
+            if routing is not None:
+                self._count_experts(batch, loss.outputs, routing)
             for packed in self._passes(batch, loss.outputs):
                 topk = self._topk_ids(batch, packed) if wide else None
-                outputs = self._model(packed, loss.outputs, topk)
-                if len(packed.rows):
-                    columns = expand_columns(batch, loss.columns, packed, self._output_dtype)
-                    total, metrics = loss(outputs, columns, packed.cu_seqlens)
-                    seen += numbers_of(metrics)
-                else:  # a dummy: a gradient of 0, for the collectives of the backward pass
-                    total = sum(output.sum() for output in outputs.values()) * 0.0
-                if backward:
-                    total.backward()
+                with contextlib.nullcontext() if routing is None else routing.watching(packed):
+                    outputs = self._model(packed, loss.outputs, topk)
+                    if len(packed.rows):
+                        columns = expand_columns(batch, loss.columns, packed, self._output_dtype)
+                        total, metrics = loss(outputs, columns, packed.cu_seqlens)
+                        seen += numbers_of(metrics)
+                    else:  # a dummy: a gradient of 0, for the collectives of the backward pass
+                        total = sum(output.sum() for output in outputs.values()) * 0.0
+                    if backward:
+                        total.backward()
             for unit in self._units:  # gives back what the last pass left gathered
                 unit.reshard()
         return step_stats(seen)
+
+    def _count_experts(self, batch: Batch, outputs: Collection[str], routing: Routing) -> None:
+        """Tells a mixture's routers of a mini-batch, in a forward pass of its own where they have to know all
+        of it.
+        """
+        routing.begin(int(np.count_nonzero(batch.lengths("response_ids"))))
+        if routing.counts_first:
+            with torch.no_grad():
+                for packed in self._passes(batch, outputs):
+                    with routing.watching(packed):
+                        self._model(packed, ())
+            routing.counted()
 
     def _passes(self, batch: Batch, outputs: Collection[str] = ()) -> Iterator[PackedRows]:
         """Yields this rank's micro-batches, then dummies up to the number of passes of the busiest rank."""

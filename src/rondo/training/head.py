@@ -58,7 +58,8 @@ class TokenModel(torch.nn.Module):
         """Returns `outputs`, names out of LM_OUTPUTS or VALUE_OUTPUTS, as the head is, as [M] in at least
         float32. Raises TrainError for a name that is not among them.
 
-        topk: for the wide outputs topk_log_probs and topk_ids [M, K]: ids [M, K], or how many of the
+        Without outputs only the hidden states are computed, for what is watched on the way (`Routing`). topk:
+        for the wide outputs topk_log_probs and topk_ids [M, K]: ids [M, K], or how many of the
         likeliest. values are those before each response token, scores those after it (full documents).
         """
         known = LM_OUTPUTS if self.value_head is None else VALUE_OUTPUTS
@@ -66,6 +67,8 @@ class TokenModel(torch.nn.Module):
             if name not in known:
                 raise TrainError(f"this model's head computes {', '.join(known)}, not {name!r}")
         hidden = self._hidden(packed) if self._checked else self._first_hidden(packed)
+        if not outputs:
+            return {}
         context = None if packed.documents is None else packed.documents.context
         if context is not None:
             return self._divided(hidden, packed, outputs, topk, context)

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from rondo.config.schema import OptimizerConfig, ScheduleConfig
 from rondo.errors import ConfigError
 from rondo.training.adamw_8bit import AdamW8bit, moments_8bit, shape_of
+from rondo.training.routing import ExpertLoad
 from rondo.training.sharding import as_shard, local_of, moved
 from rondo.training.views import Views
 
@@ -34,6 +35,9 @@ class OptimizerStats:
 
     lr: float
     """The learning rate of this step."""
+
+    experts: ExpertLoad | None = None
+    """How a mixture's tokens were spread."""
 
 
 class ShardedAdamW:

@@ -59,6 +59,10 @@ class PackedRows:
     """int32 [B + 1], of the responses."""
     documents: Documents | None
     """How attention keeps documents apart; None for a model whose rows cannot be packed."""
+    document_lengths: np.ndarray
+    """int64 [D]: the tokens of each document."""
+    members: np.ndarray
+    """int64 [Q, 2]: (row of the B, document) of whatever a row consists of; a shared prompt is in several."""
     after: torch.Tensor | None = None
     """int64 [M]: the positions of the response tokens themselves; of full documents only."""
 
@@ -164,6 +168,12 @@ def pack(
     first_position = np.where(prefixes >= 0, lengths[prefixes], 0)
     tokens = np.concatenate([part for document in documents for part in document]).astype(np.int64)
     position_ids = np.arange(len(tokens)) - np.repeat(starts[:-1] - first_position, lengths)
+    members = [(row, first[row][0]) for row in range(len(rows))]
+    members += [
+        (row, own[row][0])
+        for row in range(len(rows))
+        if own[row][0] != first[row][0] and (full or response_lengths[row] > 1)
+    ]
     plan = None
     if kernel is not None:
         plan = plan_documents(
@@ -177,6 +187,8 @@ def pack(
         targets=torch.from_numpy(np.concatenate(responses).astype(np.int64)).to(device),
         cu_seqlens=torch.from_numpy(cu_responses.astype(np.int32)).to(device),
         documents=plan,
+        document_lengths=lengths,
+        members=np.array(members, np.int64).reshape(-1, 2),
         after=torch.from_numpy(after).to(device) if full else None,
     )
 

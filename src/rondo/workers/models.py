@@ -158,6 +158,8 @@ class ModelWorker(Worker):
             stats.add_mean(f"{prefix}/grad_norm", step.grad_norm)
         stats.add_max(f"{prefix}/lr", step.lr)
         stats.add_mean(f"{prefix}/skipped_steps", float(step.skipped))
+        if step.experts is not None:
+            stats.merge(step.experts.metrics(prefix))
         if self.engine.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.engine.device)  # of all processes together
             stats.add_max("perf/device_bytes_in_use", float(total - free))

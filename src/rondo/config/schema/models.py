@@ -176,6 +176,26 @@ class ActorLoraConfig(LoraConfig):
 
 
 @dataclass(frozen=True, config=STRICT)
+class ExpertBalanceConfig:
+    """A loss that grows where a mixture's experts get unequal numbers of tokens."""
+
+    weight: Positive = 1e-3
+    """What it is multiplied with; it is 1 in each layer at equal numbers, and the layers' are added up."""
+    over: Literal["sequence", "mini_batch"] = "sequence"
+    """What should be balanced: each sequence by itself, or a mini-batch, for another forward pass."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class RouterConfig:
+    """The routers of a mixture, which choose the experts of each token."""
+
+    balance: ExpertBalanceConfig | None = None
+    """A loss that spreads tokens over experts; null: none."""
+    bias_speed: NonNegative = 0.0
+    """How far a step moves the bias of each expert that got fewer, or more, tokens than an equal share."""
+
+
+@dataclass(frozen=True, config=STRICT)
 class FrozenEngineConfig:
     """The engine of a model that is evaluated only."""
 
@@ -209,6 +229,8 @@ class EngineConfig(FrozenEngineConfig):
     """Passes over each batch."""
     lora: LoraConfig | None = None
     """Train adapters of low rank instead of the model's own weights; null: those."""
+    router: RouterConfig = RouterConfig()
+    """The routers of a mixture of experts."""
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -29,10 +29,12 @@ from rondo.controller import planned_device
 from rondo.data import check_source
 from rondo.errors import ConfigError, DataError, about
 from rondo.models import STRETCH, check_model_folder, check_positions, load_model_config
+from rondo.models.loading import model_on_meta
 from rondo.models.lora import adapter_set
 from rondo.rollout import check_engine, check_engine_adapters, check_engine_model
 from rondo.trainers.commands.recipe import beside_recipe, run_dir
 from rondo.trainers.program import model_source, open_tokenizer, section_at, source_of
+from rondo.training.routing import check_router
 
 
 def check_backend(config: Config) -> None:
@@ -131,6 +133,7 @@ def check_files(loaded: LoadedConfig, *, context: bool) -> None:
     if not problems:
         with collected(problems):
             _check_adapters(config, first)
+            _check_routers(config, first)
     with collected(problems):
         _check_template(loaded, first)
     if problems:
@@ -155,6 +158,22 @@ def _check_adapters(config: Config, first: ModelConfig) -> None:
             raise ConfigError(f"{section}.{error}", key=f"{section}.{error.key}") from error
         if isinstance(lora, ActorLoraConfig) and lora.send == "adapters" and config.rollout.recorded is None:
             check_engine_adapters(config.rollout.engine.name, adapters, load_model_config(source))
+
+
+def _check_routers(config: Config, first: ModelConfig) -> None:
+    """Raises ConfigError for what a model's routers cannot do. first: as of `_check_template`."""
+    if config.cluster.backend.address is not None:
+        return
+    for section in ("actor", "critic"):
+        engine = getattr(config, section)
+        if engine.router == type(engine.router)():
+            continue
+        own = section == "critic" and config.critic.path is not None
+        source = model_source(replace(config, model=first), section if own else "model")
+        try:
+            check_router(model_on_meta(source), engine.router, lora=engine.lora is not None)
+        except ConfigError as error:
+            raise ConfigError(f"{section}.{error}", key=f"{section}.{error.key}") from error
 
 
 def check_run_dir(loaded: LoadedConfig) -> None:

@@ -1,0 +1,107 @@
+"""The routers of a mixture: the module of each layer that chooses its tokens' experts, and how it is told
+which ones to choose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedConfig, PreTrainedModel
+
+BIAS = "e_score_correction_bias"
+# Whose affinities are sigmoids of the logits, each expert's by itself; all others' are a softmax.
+_SIGMOID = frozenset({"deepseek_v3", "glm4_moe", "minimax_m2"})
+# Whose routers do not say which experts they chose.
+_SILENT = frozenset({"llama4_text"})
+_TOPK: tuple[Callable[..., Any], ...] = (torch.topk, torch.Tensor.topk)
+
+
+@dataclass(frozen=True)
+class Router:
+    """One layer's. Its module takes N tokens, and returns logits [N, E], weights [N, k], experts [N, k]."""
+
+    name: str
+    module: torch.nn.Module
+    block: torch.nn.Module
+    """Has the router and the experts."""
+    num_experts: int
+    top_k: int
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """Returns what is added to the affinities of experts [E] before the k largest are chosen, and to no
+        weight (DeepSeek-V3, arXiv:2412.19437, eq. 16); None: the model has no such buffer.
+        """
+        buffers = dict(self.module.named_buffers(recurse=False)) | dict(
+            self.block.named_buffers(recurse=False)
+        )
+        return buffers.get(BIAS)
+
+
+def routers_of(lm: PreTrainedModel) -> tuple[Router, ...]:
+    """Returns the routers in the order of layers; none of a model without experts, or whose routers do not
+    say which ones they chose.
+    """
+    if lm.config.get_text_config().model_type in _SILENT:
+        return ()
+    found = []
+    for name, block in lm.named_modules():
+        router = getattr(block, "gate", None) or getattr(block, "router", None)
+        if isinstance(getattr(block, "experts", None), torch.nn.Module) and hasattr(router, "top_k"):
+            assert isinstance(router, torch.nn.Module)
+            found.append(Router(name, router, block, int(router.num_experts), int(router.top_k)))
+    return tuple(found)
+
+
+def affinities(logits: torch.Tensor, model_type: str) -> torch.Tensor:
+    """Returns how much each token leans to each expert, [N, E], summing to 1, in at least float32.
+
+    Sigmoids are divided by their sum (DeepSeek-V3, arXiv:2412.19437, eq. 19).
+    """
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if model_type not in _SIGMOID:
+        return wide.softmax(-1)
+    scores = wide.sigmoid()
+    return scores / scores.sum(-1, keepdim=True)
+
+
+def why_not_replayed(config: PreTrainedConfig) -> str:
+    """Returns why routers of this model cannot be told which experts to choose; "": they can."""
+    text = config.get_text_config()
+    if text.model_type == "phimoe":
+        return "its routers (sparse mixer) choose the experts one after another"
+    if text.model_type in _SILENT:
+        return "its routers do not say which experts they chose"
+    if text.model_type == "deepseek_v2" and text.topk_method == "group_limited_greedy":
+        return "its routers give experts outside of the groups that they choose now no weight"
+    return ""
+
+
+class Told(TorchFunctionMode):
+    """Has the routers that run inside choose `experts`, int64 [N, k] (a negative one: what it would choose
+    itself). Weights are made of what the router computes now, and its gradient is theirs.
+
+    What is replaced is the one top-k over all E experts of each token; others choose groups of experts.
+    """
+
+    def __init__(self, experts: torch.Tensor, num_experts: int) -> None:
+        super().__init__()
+        self._experts = experts
+        self._num_experts = num_experts
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func not in _TOPK or out[1].shape != self._experts.shape or args[0].shape[-1] != self._num_experts:
+            return out
+        chosen = torch.where(self._experts < 0, out[1], self._experts)
+        return torch.return_types.topk((args[0].gather(-1, chosen), chosen))

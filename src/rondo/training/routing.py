@@ -1,0 +1,270 @@
+"""What a mixture's training asks of its routers: how many tokens go to which expert, a loss that balances
+them, and biases that do so without one.
+
+With count_i the tokens of T that chose expert i among their k, and p_ti a token's affinity to it, a layer's
+balancing loss is E Σ_i (count_i / kT) (Σ_t p_ti / T): 1 where all experts get as many. The layers' are added.
+
+    sequence     counted in each row by itself; the mean over the rows of the mini-batch
+                 (DeepSeek-V3, arXiv:2412.19437, eq. 17 to 20)
+    mini_batch   over all tokens of the mini-batch, on all ranks (arXiv:2501.11873)
+
+Counts have no gradient. The loss's enters where the layer's weights are, so that nothing of a layer outlives
+its backward pass, and checkpointing computes it again like all else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from rondo.config.schema import RouterConfig
+from rondo.errors import ConfigError
+from rondo.models.context import Context
+from rondo.models.routers import Router, affinities, routers_of
+from rondo.training.packed import PackedRows
+from rondo.training.views import Views
+from rondo.types import StepStats
+
+
+@dataclass(frozen=True)
+class ExpertLoad:
+    """How one optimizer step's tokens were spread over experts, on all ranks; means over the layers."""
+
+    largest: float
+    """Tokens of the busiest expert, over what each would have at equal shares."""
+    idle: float
+    """The share of experts that got no token."""
+    balance: float | None
+    """The balancing loss, without its weight; None: there is none."""
+
+    def metrics(self, prefix: str) -> StepStats:
+        """Returns the numbers as metrics of a role."""
+        stats = StepStats()
+        stats.add_mean(f"{prefix}/expert_load_max", self.largest)
+        stats.add_mean(f"{prefix}/experts_idle", self.idle)
+        if self.balance is not None:
+            stats.add_mean(f"{prefix}/balance_loss", self.balance)
+        return stats
+
+
+class Routing:
+    """Watches the routers of one model."""
+
+    def __init__(
+        self, routers: Sequence[Router], model_type: str, config: RouterConfig, views: Views
+    ) -> None:
+        self.routers = routers
+        self._model_type = model_type
+        self._config = config
+        self._views = views
+        self._pass: _Pass | None = None
+        self._num_rows = 0.0
+        # Of the whole mini-batch, once known; [layers, E].
+        self._known: torch.Tensor | None = None
+        for layer, router in enumerate(self.routers):
+            router.module.forward = functools.partial(self._route, layer, router.module.forward)
+        self._start()
+
+    @classmethod
+    def of(cls, lm: PreTrainedModel, config: RouterConfig, views: Views) -> Routing | None:
+        """Returns what watches this model's routers from now on; None: it has none."""
+        routers = routers_of(lm)
+        return cls(routers, lm.config.get_text_config().model_type, config, views) if routers else None
+
+    def _start(self) -> None:
+        """Forgets what was counted."""
+        device = next(iter(self.routers[0].module.parameters())).device
+        self._counts = torch.zeros(len(self.routers), self.routers[0].num_experts, device=device).double()
+        self._balance = torch.zeros((), dtype=torch.float64, device=device)
+
+    # ---- what the engine says ----
+
+    def begin(self, num_rows: int) -> None:
+        """A mini-batch begins, of which this rank has so many rows that have passes. Collective."""
+        self._known, self._num_rows = None, float(num_rows)
+        if self._config.balance is not None and self._config.balance.over == "sequence":
+            rows = torch.tensor(self._num_rows, dtype=torch.float64, device=self._counts.device)
+            dist.all_reduce(rows, group=self._views.everyone)
+            sizes = self._views.sizes
+            self._num_rows = float(rows) / (sizes.tensor * sizes.context)  # these have the same rows
+
+    @property
+    def counts_first(self) -> bool:
+        """Whether a forward pass over the mini-batch comes before all others, and `counted` after it."""
+        balance = self._config.balance
+        return balance is not None and balance.over == "mini_batch"
+
+    def counted(self) -> None:
+        """The passes so far were all of the mini-batch; what they counted is known. Collective."""
+        self._known = self._of_all_ranks(self._counts)
+        self._start()
+
+    @contextlib.contextmanager
+    def watching(self, packed: PackedRows) -> Iterator[None]:
+        """Counts what the passes inside route, which are of these rows; a forward and its backward pass."""
+        here = self._pass = _Pass(packed, self._views.context, len(self.routers))
+        try:
+            yield
+        finally:
+            self._pass = None
+        for layer, (counts, balance) in here.seen.items():
+            self._counts[layer] += counts
+            self._balance += balance
+
+    def finish(self, *, skipped: bool) -> ExpertLoad | None:
+        """An optimizer step is done: moves the biases, unless it was skipped, and says what was counted since
+        the last one; None: nothing. Collective.
+        """
+        counts = self._of_all_ranks(self._counts)
+        if not counts.any():
+            return None
+        mean = counts.mean(1, keepdim=True)
+        if self._config.bias_speed and not skipped:
+            for router, more in zip(self.routers, (mean - counts).sign(), strict=True):
+                bias = router.bias
+                assert bias is not None
+                bias += self._config.bias_speed * more.to(bias)
+        largest = (counts.amax(1) / mean.squeeze(1).clamp_min(1)).mean()
+        balance = None
+        if self._config.balance is not None:
+            balance = float(self._of_all_ranks(self._balance)) / len(self.routers)
+        self._start()
+        return ExpertLoad(float(largest), float((counts == 0).double().mean()), balance)
+
+    def _of_all_ranks(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Adds up what ranks have of their tokens; those along `tensor` have the same ones."""
+        total = numbers.clone()
+        dist.all_reduce(total, group=self._views.everyone)
+        return total / self._views.sizes.tensor
+
+    # ---- inside the model ----
+
+    def _route(self, layer: int, forward: Callable[..., Any], *arguments: torch.Tensor) -> Any:
+        out = forward(*arguments)
+        here = self._pass
+        if here is None:
+            return out
+        router = self.routers[layer]
+        if not _is_choice(out, router):  # of a family that rondo has not seen yet
+            if self._config != RouterConfig():
+                raise ConfigError(
+                    f"{router.name}: the router of this {self._model_type} model does not return logits, "
+                    "weights and experts, so that rondo cannot count where tokens go: leave out `router`"
+                )
+            return out
+        logits, weights, chosen = out
+        by_document = here.counts_of(chosen, router.num_experts)
+        counts, balance = here.by_row(by_document).sum(0), by_document.new_zeros(())
+        if self._config.balance is not None and (self._known is not None or not self.counts_first):
+            toward = self._toward(layer, here, by_document)
+            leans = affinities(logits, self._model_type)
+            loss = (toward.to(leans)[here.document_of] * leans).sum()
+            balance = loss.detach().double() / self._config.balance.weight
+            weights = _WithLoss.apply(weights, loss)
+        here.seen[layer] = counts, balance
+        return logits, weights, chosen
+
+    def _toward(self, layer: int, here: _Pass, by_document: torch.Tensor) -> torch.Tensor:
+        """Returns the derivative [D, E] of the loss by each token's affinities, of the tokens of a document:
+        that of each of the rows that it belongs to, added up.
+        """
+        balance, num_experts, top_k = self._config.balance, by_document.shape[1], self.routers[layer].top_k
+        assert balance is not None
+        if self._known is not None:
+            counts, share = self._known[None, layer], 1.0
+        else:
+            counts, share = here.by_row(here.of_all_parts(by_document)), 1 / self._num_rows
+        tokens = counts.sum(1, keepdim=True).clamp_min(1) / top_k
+        of_row = balance.weight * share * num_experts * counts / (top_k * tokens) / tokens
+        return here.by_document(of_row.expand(here.num_rows, -1))
+
+
+def _is_choice(out: Any, router: Router) -> bool:
+    widths = router.num_experts, router.top_k, router.top_k
+    return isinstance(out, tuple) and tuple(one.shape[-1] for one in out) == widths
+
+
+class _Pass:
+    """The tokens of one pass that this rank has: N' of them, in D documents of R rows."""
+
+    def __init__(self, packed: PackedRows, context: Context | None, num_layers: int) -> None:
+        device = packed.input_ids.device
+        lengths = torch.from_numpy(packed.document_lengths).to(device)
+        self._context = context
+        self._rows, self._documents = torch.from_numpy(packed.members).to(device).unbind(1)
+        self.num_rows, self._num_documents = len(packed.rows), len(lengths)
+        of_all = torch.repeat_interleave(lengths)
+        self.document_of = of_all if context is None else of_all[context.own(len(of_all))]
+        # By layer: computed again in a backward pass, it is the same again.
+        self.seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def counts_of(self, chosen: torch.Tensor, num_experts: int) -> torch.Tensor:
+        """Returns how many of this rank's tokens of each document chose each expert, float64 [D, E]."""
+        at = (self.document_of[:, None] * num_experts + chosen).flatten()
+        counts = torch.zeros(self._num_documents * num_experts, dtype=torch.float64, device=at.device)
+        return counts.scatter_add_(0, at, torch.ones_like(at, dtype=torch.float64)).view(-1, num_experts)
+
+    def of_all_parts(self, by_document: torch.Tensor) -> torch.Tensor:
+        """Adds up what the ranks count that have other tokens of the same documents."""
+        if self._context is not None:
+            dist.all_reduce(by_document, group=self._context.group)
+        return by_document
+
+    def by_row(self, by_document: torch.Tensor) -> torch.Tensor:
+        """[D, E] -> [R, E], of a row's documents together: a prompt that rows share counts in each."""
+        rows = by_document.new_zeros(self.num_rows, by_document.shape[1])
+        return rows.index_add_(0, self._rows, by_document[self._documents])
+
+    def by_document(self, by_row: torch.Tensor) -> torch.Tensor:
+        """[R, E] -> [D, E], of a document's rows together."""
+        documents = by_row.new_zeros(self._num_documents, by_row.shape[1])
+        return documents.index_add_(0, self._documents, by_row[self._rows])
+
+
+class _WithLoss(torch.autograd.Function):
+    """Hands on the first argument; the second, a loss, is part of what is minimised wherever the first is."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+        ctx.like = loss.new_ones(())
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return grads[0], ctx.like
+
+
+def check_router(lm: PreTrainedModel, config: RouterConfig, *, lora: bool) -> None:
+    """Raises ConfigError where a model cannot do what is asked of its routers; its key is the setting's."""
+    asked = [key for key in ("balance", "bias_speed") if getattr(config, key)]
+    if not asked:
+        return
+    model_type, routers = lm.config.get_text_config().model_type, routers_of(lm)
+    if not routers:
+        key = f"router.{asked[0]}"
+        why = f"{key}: this {model_type} model has no experts, or does not say which ones it chose"
+        raise ConfigError(f"{why}; leave it out", key=key)
+    if config.bias_speed:
+        why = _why_no_bias(routers, lora=lora)
+        if why:
+            why = (
+                f"router.bias_speed={config.bias_speed}: {why.format(model_type)}; set router.balance instead"
+            )
+            raise ConfigError(why, key="router.bias_speed")
+
+
+def _why_no_bias(routers: Sequence[Router], *, lora: bool) -> str:
+    if lora:
+        return "with adapters (lora) the model's own weights stay as they are, and its routers' biases too"
+    if any(router.bias is None for router in routers):
+        return "the routers of a {} model have no biases that are moved beside the gradient"
+    if any(router.bias is not None and router.bias.dtype.itemsize < 4 for router in routers):
+        return "the routers' biases are in half precision here, in which small steps are lost"
+    return ""
