@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from rondo.rollout import NativeEngine
 from rondo.types import Completion, GenerateRequest
+from tests.models import families
 from tests.rollout.conftest import build, make_engine, prompt, request, run
 
 LENGTHS = (1, 2, 7, 16, 33, 63, 64, 66)
@@ -115,4 +116,16 @@ def test_a_prefix_goes_on_as_if_uninterrupted(decode: str) -> None:
         if decode == "compiled":  # prefill and decode are the same arithmetic there
             assert same(rest, whole)
         np.testing.assert_allclose(rest.log_probs, whole.log_probs, atol=1e-5)
+    engine.close()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_experts_do_not_show_who_else_they_had(family: str, threads: int) -> None:
+    """How many tokens an expert gets is up to all requests in the batch."""
+    model = families.make(family)
+    engine = make_engine(model, threads=threads)
+    chosen = [request(f"{i}", prompt(5 + 7 * i) % families.VOCAB, 12, seed=i) for i in range(8)]
+    for one, together in zip(chosen, run(engine, chosen), strict=True):
+        assert same(together, run(engine, [one])[0]), one.request_id
     engine.close()

@@ -9,12 +9,14 @@ import torch
 
 from rondo import __version__
 from rondo.models.lora import AdapterSet
+from rondo.models.routers import RouteRecorder
 from rondo.models.source import TokenizerSource
 from rondo.rollout.in_process import InProcessEngine, as_torch, check_sizes
 from rondo.rollout.native import generic
 from rondo.rollout.native.cache import check_tables, count_blocks
 from rondo.rollout.native.choose import Decode, choose_path, refuse_what_attention_hides
 from rondo.rollout.native.decoder import PagedDecoder
+from rondo.rollout.native.experts import use_even_experts
 from rondo.rollout.native.scheduler import Sequence
 from rondo.rollout.protocol import Capabilities
 from rondo.rollout.weights import WeightStore, build_module
@@ -51,12 +53,15 @@ class NativeEngine(InProcessEngine[Sequence]):
         threads: int = 1,
         # Those that come by themselves and are merged here; `parameters` are the weights without them then.
         adapters: AdapterSet | None = None,
+        # Completions have a mixture's routes.
+        routes: bool = False,
     ) -> None:
         check_sizes(max_concurrent, max_context, threads)
         dtype, device = as_torch(dtype, device)
         refuse_what_attention_hides(model_config, max_context)
         attention = generic.register(model_config)
         module = build_module(model_config, attention, dtype, device, trust_remote_code=trust_remote_code)
+        use_even_experts(module, device, threads)
         weights = WeightStore(module, parameters, dtype, device, adapters)
         path, reason = choose_path(
             decode,
@@ -65,6 +70,7 @@ class NativeEngine(InProcessEngine[Sequence]):
             dtype=dtype,
             device=device,
             threads=threads,
+            recorder=RouteRecorder(module) if routes else None,
         )
         self.decode_path = path.name
         self.decode_reason = reason
