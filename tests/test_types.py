@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rondo.types import Completion, GenerateRequest, SamplingParams
+from rondo.types import Completion, GenerateRequest, RouteShape, SamplingParams
 
 REQUEST = GenerateRequest("r", np.array([7, 8]), SamplingParams(4))
 WHOLE = Completion(
@@ -14,17 +14,16 @@ WHOLE = Completion(
     np.array([-0.5, -1.0, -2.0], np.float32),
     np.array([1, 1, 2], np.int32),
     "stop",
-    {"choices": np.array([[0, 1], [2, 3], [4, 5]])},
+    np.array([[0, 1], [2, 3], [4, 5], [6, 7]], np.uint8),
 )
 
 
 def same(a: Completion, b: Completion) -> bool:
     arrays = ("prompt_ids", "token_ids", "log_probs", "policy_versions")
     return (
-        (a.request_id, a.finish_reason, a.extras.keys()) == (b.request_id, b.finish_reason, b.extras.keys())
+        (a.request_id, a.finish_reason) == (b.request_id, b.finish_reason)
         and all(np.array_equal(getattr(a, name), getattr(b, name)) for name in arrays)
         and all(getattr(a, name).dtype == getattr(b, name).dtype for name in arrays)
-        and all(np.array_equal(a.extras[name], b.extras[name]) for name in a.extras)
     )
 
 
@@ -33,7 +32,7 @@ def test_a_whole_is_its_parts() -> None:
         assert same(WHOLE.part(cut).after(WHOLE.part(0, cut)), WHOLE)
     assert same(WHOLE.part(2).after(None, WHOLE.part(0, 1), WHOLE.part(1, 2)), WHOLE)
     assert WHOLE.part(1, 2).log_probs.tolist() == [-1.0]
-    assert WHOLE.part(1, 2).extras["choices"].tolist() == [[2, 3]]
+    assert WHOLE.part(1, 2).routes is None
 
 
 def test_nothing_made_is_the_prefix() -> None:
@@ -45,7 +44,18 @@ def test_nothing_made_is_the_prefix() -> None:
     assert resumed.prompt_ids.dtype == np.int32
 
 
-def test_extras_are_kept_where_every_token_has_them() -> None:
-    bare = Completion.empty(REQUEST, "length").after(WHOLE.part(0, 1))
-    without = Completion("r", bare.prompt_ids, bare.token_ids, bare.log_probs, bare.policy_versions, "length")
-    assert WHOLE.part(1).after(without).extras == {}
+def test_routes_are_the_latest_that_there_are() -> None:
+    """They are of prompt and response together, those of a beginning in them."""
+    beginning = Completion(**{**vars(WHOLE.part(0, 1)), "routes": WHOLE.routes[:2]})
+    end = Completion(**{**vars(WHOLE.part(1)), "routes": WHOLE.routes})
+    assert end.after(beginning).routes is WHOLE.routes
+    assert WHOLE.part(1).after(beginning).routes is beginning.routes
+    assert Completion.empty(REQUEST, "deadline").after(beginning).routes is beginning.routes
+    assert WHOLE.part(1).after(WHOLE.part(0, 1)).routes is None
+
+
+def test_routes_of_many_experts_take_two_bytes() -> None:
+    assert RouteShape(4, 255).padded(None, 2).tolist() == [[255] * 4] * 2
+    wide = RouteShape(2, 256).padded(np.array([[7, 300]], np.uint16), 3)
+    assert (wide.dtype, wide.tolist()) == (np.uint16, [[7, 300], [65535, 65535], [65535, 65535]])
+    assert RouteShape(1, 8).padded(np.array([[1], [2]], np.uint8), 1).tolist() == [[1]]

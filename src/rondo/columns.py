@@ -22,6 +22,7 @@ GREEDY_REWARD = "greedy_reward"
 UNIT = "unit"
 TOPK_IDS = "teacher_topk_ids"
 TRANSCRIPT = "transcript"
+ROUTED, PROMPT_ROUTED = ROUTES = ("routed_experts", "prompt_routed_experts")
 
 # Who makes a column, where it is not a role (roles.py), whose name is then the maker's.
 EPISODE = "episode"  # with the scorers' part in it: the rows of a prompt group as they enter the buffer
@@ -154,6 +155,15 @@ TABLE: tuple[Column, ...] = (
     Column("sample_weight", "row", _FLOAT, RESAMPLING, "how often `algorithm.resample` drew the row"),
     Column("old_log_probs", "token", _FLOAT, "actor", "of the policy before the update"),
     Column("sum_p_squared", "token", _FLOAT, "actor", "Σ_j p_j² of the same policy"),
+    Column(
+        ROUTED,
+        "choice",
+        _MASK,
+        "actor",
+        "with `actor.router.replay`: the k experts of each layer where the token was predicted; the largest "
+        "number: not known (16 bits where 8 are too few)",
+    ),
+    Column(PROMPT_ROUTED, "choice", _MASK, "actor", "the same, at all tokens of the prompt but its last"),
     Column("ref_log_probs", "token", _FLOAT, "reference", "of the reference model"),
     Column("values", "token", _FLOAT, "critic", "of the state *before* the token"),
     Column("cost_values", "token", _FLOAT, "cost_critic", "the same of the cost"),

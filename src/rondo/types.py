@@ -119,11 +119,32 @@ class GenerateRequest:
 
 
 @dataclass(frozen=True)
+class RouteShape:
+    """A mixture's routes at one token: which k experts each layer chose, W numbers, layer after layer."""
+
+    width: int
+    num_experts: int
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Returns the type of the numbers, whose largest one says that a route is not known."""
+        return np.dtype(np.uint8 if self.num_experts <= np.iinfo(np.uint8).max else np.uint16)
+
+    def padded(self, routes: np.ndarray | None, length: int) -> np.ndarray:
+        """Returns routes [length, W], unknown behind those that there are."""
+        out = np.full((length, self.width), np.iinfo(self.dtype).max, self.dtype)
+        if routes is not None:
+            out[: len(routes)] = routes[:length]
+        return out
+
+
+@dataclass(frozen=True)
 class Completion:
     """What came back: token_ids int32 [T], log_probs float32 [T], policy_versions int32 [T] (one per token).
 
-    prompt_ids are the engine's own; the caller compares them with what it sent. extras: named per-token
-    arrays.
+    prompt_ids are the engine's own; the caller compares them with what it sent. routes: of a mixture whose
+    engine keeps them (`EngineSpec.routes`), those of prompt and response, [P + T - 1, W] or fewer: nothing
+    came of the last token.
     """
 
     request_id: str
@@ -132,7 +153,7 @@ class Completion:
     log_probs: np.ndarray
     policy_versions: np.ndarray
     finish_reason: FinishReason
-    extras: Mapping[str, np.ndarray] = field(default_factory=dict)
+    routes: np.ndarray | None = None
 
     @staticmethod
     def empty(request: GenerateRequest, finish_reason: FinishReason) -> Completion:
@@ -142,31 +163,30 @@ class Completion:
         return Completion(request.request_id, prompt_ids, ids, np.empty(0, np.float32), ids, finish_reason)
 
     def part(self, start: int, stop: int | None = None) -> Completion:
-        """Returns the tokens [start, stop) alone, without a copy."""
+        """Returns the tokens [start, stop) alone, without a copy, and without routes."""
         cut = slice(start, stop)
         return replace(
             self,
             token_ids=self.token_ids[cut],
             log_probs=self.log_probs[cut],
             policy_versions=self.policy_versions[cut],
-            extras={name: values[cut] for name, values in self.extras.items()},
+            routes=None,
         )
 
     def after(self, *earlier: Completion | None) -> Completion:
         """Returns the whole response of which this is the end: the tokens of `earlier`, then its own.
 
-        Everything else is this one's. Extras that some part with tokens does not have are left out.
+        Everything else is this one's; routes are the latest that some part has.
         """
         parts = [part for part in (*earlier, self) if part is not None and len(part.token_ids)]
         if not parts:
             return self
-        names = set.intersection(*(set(part.extras) for part in parts))
         return replace(
             self,
             token_ids=np.concatenate([part.token_ids for part in parts], dtype=np.int32),
             log_probs=np.concatenate([part.log_probs for part in parts], dtype=np.float32),
             policy_versions=np.concatenate([part.policy_versions for part in parts], dtype=np.int32),
-            extras={name: np.concatenate([part.extras[name] for part in parts]) for name in sorted(names)},
+            routes=next((part.routes for part in reversed(parts) if part.routes is not None), self.routes),
         )
 
 
@@ -230,7 +250,7 @@ class Row:
 
     prompt_ids: int32 [P], of the context's first call. response_ids: int32 [T], what followed.
     response_mask: uint8 [T], 1 on tokens of the policy; where it is 0, rollout_log_probs is 0 and
-    policy_versions -1. finish_reason: of its last call. All of it is read-only.
+    policy_versions -1. finish_reason: of its last call. routes: see `Completion`. All of it is read-only.
     """
 
     prompt_ids: np.ndarray
@@ -240,6 +260,7 @@ class Row:
     policy_versions: np.ndarray
     turns: tuple[Turn, ...]
     finish_reason: FinishReason
+    routes: np.ndarray | None = None
 
     @classmethod
     def empty(cls, prompt_ids: np.ndarray, finish_reason: FinishReason = "cancelled") -> Row:

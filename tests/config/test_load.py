@@ -187,8 +187,8 @@ class TestUnknownKeys:
         # 210, hub, template options, override of five models, balance, isolation, hangs, best,
         # tools, environments, full, python of engines, env, timeout, episode workers, states, restarts,
         # an adapter's five of two models, and how engines get it, two optimizers' moments, mlp_chunk,
-        # and four axes of five models
-        assert len(leaves) <= 274
+        # four axes of five models, and a mixture's balance (two), biases and replay
+        assert len(leaves) <= 280
 
 
 class TestBadFiles:
@@ -310,12 +310,14 @@ class TestPrinting:
             key for key in schema_keys() if key.startswith(("actor.", "rollout.", "trainer.evaluation."))
         }
         sections = {"actor.backend", "actor.optimizer", "actor.optimizer.schedule", "rollout.engine"}
+        sections.add("actor.router")
         # Of a function that is null, and of choices that were not made.
         nothing = {"rollout.agent.name", "rollout.engine.tensor_parallel", "rollout.engine.python"}
         nothing |= {f"rollout.tools.0.{key}" for key in ("name", "timeout_seconds", "max_tokens")}
         nothing |= {f"rollout.environments.0.{key}" for key in ("name", "timeout_seconds", "keep_state")}
         nothing |= {f"actor.optimizer.schedule.{key}" for key in ("min_ratio", "decay_steps")}
         nothing |= {f"actor.parallel.{key}" for key in ("replicate", "tensor", "context", "expert")}
+        nothing |= {f"actor.router.balance.{key}" for key in ("weight", "over")}
         nothing |= {f"actor.lora.{key}" for key in ("rank", "alpha", "targets", "init", "path", "send")}
         assert simple - sections - nothing <= set(lines)
 

@@ -11,9 +11,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rondo.batch import Batch, ragged_rows
-from rondo.config.schema import ExpertBalanceConfig, LoraConfig, OptimizerConfig, RouterConfig
-from rondo.errors import ConfigError
+from rondo.batch import Batch, ragged_array, ragged_rows
+from rondo.columns import PROMPT_ROUTED, ROUTED
+from rondo.config.schema import (
+    ActorRouterConfig,
+    ExpertBalanceConfig,
+    LoraConfig,
+    OptimizerConfig,
+    RouterConfig,
+)
+from rondo.errors import ConfigError, DataError
 from rondo.models import ModelSource
 from rondo.models.loading import build_model
 from rondo.training import FsdpEngine
@@ -239,6 +246,158 @@ def test_a_balanced_mixture_has_a_loss_of_1() -> None:
     assert float(balance_of(leans, torch.tensor([[0, 1], [2, 3], [0, 2], [1, 3]]))) == 1.0
 
 
+# ---- replay
+
+
+LOG_PROBS = {"log_probs": "old_log_probs"}
+REPLAYED = [
+    "qwen2_moe",
+    "qwen3_moe",
+    "mixtral",
+    "olmoe",
+    "granitemoe",
+    "glm4_moe",
+    "deepseek_v3",
+    "gpt_oss",
+    "minimax_m2",
+    "ernie4_5_moe",
+    "hunyuan_v1_moe",
+    "qwen3_next",
+]
+
+
+def with_routes(engine: FsdpEngine, batch: Batch) -> tuple[Batch, Batch]:
+    """The batch with its routes under the engine's weights, and what else the pass made."""
+    made = engine.forward(batch, LOG_PROBS, routes=True)
+    return batch.with_columns(made.select([ROUTED, PROMPT_ROUTED])), made
+
+
+def shaken(engine: FsdpEngine, by: float) -> None:
+    """Changes the engine's weights a little."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for one in engine._parameters.values():
+            local = local_of(one)
+            local += by * local.std() * torch.randn(local.shape, generator=generator).to(local)
+
+
+@pytest.mark.parametrize("family", REPLAYED)
+def test_own_choices_replayed_change_nothing(family: str) -> None:
+    config = {"token_budget": 40, "gradient_checkpointing": True, "router": router("sequence")}
+    engine = make_engine(one_rank_mesh(), source_of(family), config=config)
+    batch = batch_of() if family != "qwen3_next" else make_batch()
+    told, made = with_routes(engine, batch)
+    again = engine.forward(told, LOG_PROBS, routes=True)
+    assert again == made
+    plain = gradients_of(engine, batch)
+    for one in engine._parameters.values():
+        one.grad = None
+    replayed = gradients_of(engine, told)
+    assert plain.keys() == replayed.keys()
+    assert all(torch.equal(replayed[name], one) for name, one in plain.items())
+
+
+def test_routes_are_those_that_transformers_computes() -> None:
+    model, batch = source("qwen3_moe"), batch_of()
+    engine = make_engine(one_rank_mesh(), model, config={"token_budget": 40})
+    told, _ = with_routes(engine, batch)
+    rows = iter(routing_of_rows(plain_model(model, torch.float32), batch))
+    for before, after, prompt in zip(
+        told.rows(PROMPT_ROUTED), told.rows(ROUTED), told.rows("prompt_ids"), strict=True
+    ):
+        if not len(after):
+            assert len(before) == 0
+            continue
+        assert len(before) == len(prompt) - 1
+        expected = np.concatenate([layer[1].numpy() for layer in next(rows)], 1)
+        np.testing.assert_array_equal(np.concatenate([before, after]), expected)
+        assert after.dtype == np.uint8
+
+
+def test_what_is_replayed_holds_when_the_weights_have_changed() -> None:
+    model, batch = source("qwen3_moe"), batch_of()
+    engine = make_engine(one_rank_mesh(), model, config={**FLOAT64, "token_budget": 40})
+    told, made = with_routes(engine, batch)
+    shaken(engine, 0.3)
+    live = engine.forward(batch, LOG_PROBS, routes=True)
+    replayed = engine.forward(told, LOG_PROBS, routes=True)
+    for name in (ROUTED, PROMPT_ROUTED):
+        assert replayed.array(name) == made.array(name) != live.array(name)
+    assert replayed.array("old_log_probs") != live.array("old_log_probs")
+    engine.forward_backward(told, PolicyLoss())
+    load = engine.optimizer_step().experts
+    assert load.replayed == 1
+    assert 0 < load.rerouted < 1
+    assert load.metrics("actor").means["actor/rerouted"] == (load.rerouted, 1.0)
+    # Unknown everywhere: what the routers choose by themselves.
+    unknown = {name: np.full_like(told.ragged(name)[0].numpy(), 255) for name in (ROUTED, PROMPT_ROUTED)}
+    offsets = {name: told.ragged(name)[1].numpy() for name in unknown}
+    columns = {name: ragged_array(unknown[name], offsets[name]) for name in unknown}
+    engine = make_engine(one_rank_mesh(), model, config={**FLOAT64, "token_budget": 40})
+    assert engine.forward(told.with_columns(columns, replace=True), LOG_PROBS, routes=True) == made
+
+
+def test_a_prompt_with_other_routes_is_not_shared() -> None:
+    """Rows of one prompt that were sampled by different engines."""
+    model, batch = source("qwen3_moe"), with_groups(make_batch(((4, 5), (4, 3), (4, 6))), (3,))
+    engine = make_engine(one_rank_mesh(), model, config={**FLOAT64})
+    told, _ = with_routes(engine, batch)
+    other = told.rows(PROMPT_ROUTED)
+    other[1] = 3 - other[1]  # of four experts, two in each layer: two others
+    told = told.with_columns({PROMPT_ROUTED: ragged_rows(other, np.uint8)}, replace=True)
+    together = engine.forward(told, LOG_PROBS).rows("old_log_probs")
+    for row in range(3):
+        (alone,) = engine.forward(told.take([row]), LOG_PROBS).rows("old_log_probs")
+        np.testing.assert_allclose(together[row], alone, rtol=1e-6)
+    (live,) = engine.forward(batch.take([1]), LOG_PROBS).rows("old_log_probs")
+    assert np.abs(live - together[1]).max() > 1e-3
+
+
+def test_routes_of_another_length_are_an_error() -> None:
+    engine = make_engine(one_rank_mesh(), source("qwen3_moe"))
+    told, _ = with_routes(engine, make_batch(((3, 4), (2, 5))))
+    wrong = ragged_rows([told.rows(PROMPT_ROUTED)[0][:1], told.rows(PROMPT_ROUTED)[1]], np.uint8)
+    with pytest.raises(DataError, match="row 0: prompt_routed_experts is of 1 tokens, the prompt has 3"):
+        engine.forward(told.with_columns({PROMPT_ROUTED: wrong}, replace=True), LOG_PROBS)
+
+
+def _replayed(rank: int, world: int, layouts: list[dict[str, int]]) -> dict[str, dict[int, Any]]:
+    """layout -> row id -> its routes and, replayed under other weights, log-probs."""
+    out = {}
+    for sizes in layouts:
+        views, index, count = layout(world, **sizes)
+        engine = make_engine(views, source("qwen3_moe"), config={**FLOAT64, "token_budget": 30})
+        told, _ = with_routes(engine, rows_of(index, count))
+        engine.forward_backward(told, PolicyLoss())
+        others = engine.optimizer_step().experts.rerouted
+        made = engine.forward(told, LOG_PROBS)
+        mine = {
+            row: parts
+            for row, *parts in zip(
+                told.scalars("row_id").tolist(),
+                told.rows(PROMPT_ROUTED),
+                told.rows(ROUTED),
+                made.rows("old_log_probs"),
+                strict=True,
+            )
+        }
+        every: list[Any] = [None] * world
+        dist.all_gather_object(every, mine)
+        assert others == 0
+        out[str(sizes)] = {row: parts for part in every for row, parts in part.items()}
+    return out
+
+
+def test_every_layout_replays_as_one_process_does() -> None:
+    expected = run_ranks(1, _replayed, [{}])[0]["{}"]
+    layouts = [{}, {"tensor": 2}, {"context": 2}, {"expert": 2}, {"context": 2, "expert": 2}]
+    for sizes, told in run_ranks(2, _replayed, layouts)[1].items():
+        for row, (before, after, log_probs) in expected.items():
+            np.testing.assert_array_equal(told[row][0], before, err_msg=sizes)
+            np.testing.assert_array_equal(told[row][1], after, err_msg=sizes)
+            np.testing.assert_allclose(told[row][2], log_probs, rtol=1e-6, err_msg=sizes)
+
+
 # ---- what cannot be asked
 
 
@@ -251,6 +410,9 @@ def test_a_balanced_mixture_has_a_loss_of_1() -> None:
         ("ernie4_5_moe", {"router": router(None, 0.1)}, "router.bias_speed"),
         ("deepseek_v3", {"router": router(None, 0.1), "lora": LoraConfig()}, "router.bias_speed"),
         ("llama4_text", {"router": router("sequence")}, "router.balance"),
+        ("qwen3", {"router": ActorRouterConfig(replay="trainer")}, "router.replay"),
+        ("phimoe", {"router": ActorRouterConfig(replay="trainer")}, "router.replay"),
+        ("deepseek_v2", {"router": ActorRouterConfig(replay="sampler")}, "router.replay"),
     ],
 )
 def test_what_a_model_cannot_do_is_refused(model: str, config: dict[str, Any], key: str) -> None:

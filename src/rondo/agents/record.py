@@ -52,6 +52,7 @@ class _Growing:
     log_probs: list[np.ndarray] = field(default_factory=list)
     versions: list[np.ndarray] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
+    routes: np.ndarray | None = None
     finish_reason: FinishReason = "cancelled"
 
     @classmethod
@@ -81,6 +82,9 @@ class _Growing:
         given = (call.reward, call.anchor, call.flags, call.note, call.states)
         self.turns.append(Turn("policy", stop - n, stop, *given))
         self.finish_reason = made.finish_reason
+        if made.routes is not None:  # of the whole context; what earlier calls said of it stays
+            known = [] if self.routes is None else [self.routes]
+            self.routes = np.concatenate([*known, made.routes[sum(map(len, known)) :]])
 
     def _extend(self, ids: np.ndarray, *arrays: np.ndarray) -> None:
         self.ids = np.concatenate([self.ids, ids], dtype=np.int32, casting="unsafe")
@@ -96,4 +100,5 @@ class _Growing:
             policy_versions=np.concatenate(self.versions).astype(np.int32),
             turns=tuple(self.turns),
             finish_reason=self.finish_reason,
+            routes=self.routes,
         )

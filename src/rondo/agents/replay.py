@@ -25,7 +25,7 @@ from rondo.agents.ended import Entry, calls_of, length_at, prompt_digest
 from rondo.agents.record import rows_of
 from rondo.agents.runner import AgentLoop, Generate, TrajectoryScorer
 from rondo.batch import Batch
-from rondo.columns import declared
+from rondo.columns import PROMPT_ROUTED, ROUTED, declared
 from rondo.errors import RefusedRequestError
 from rondo.types import Call, Completion, GenerateRequest, Prompt, Row, Trajectory
 
@@ -141,8 +141,12 @@ def completions_of(rows: Batch, entries: Sequence[Entry]) -> list[list[Completio
     """Returns the completions that rows of PIECE were made of, call by call of each entry."""
     prompts, responses, log_probs, versions = (rows.rows(name) for name in PIECE_TOKENS)
     reasons = rows.scalars("finish_reason")
+    routes: Sequence[np.ndarray | None] = [None] * len(rows)
+    if ROUTED in rows.columns:
+        both = zip(rows.rows(PROMPT_ROUTED), rows.rows(ROUTED), strict=True)
+        routes = [np.concatenate(parts) for parts in both]
     made = (
-        Completion(f"row {i}", prompts[i], responses[i], log_probs[i], versions[i], reasons[i])
+        Completion(f"row {i}", prompts[i], responses[i], log_probs[i], versions[i], reasons[i], routes[i])
         for i in range(len(rows))
     )
     return [list(itertools.islice(made, len(calls_of(entry)))) for entry in entries]

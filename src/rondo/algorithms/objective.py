@@ -90,9 +90,11 @@ class ActorLoss:
     """Policy loss - entropy_coef · entropy + kl.coef · KL (where kl.where is loss) + a language-model loss.
 
     on_policy: one optimizer step follows per batch, so the old log-probs are the current ones, detached, and
-    no `old_log_probs` column is read. An adaptive KL coefficient is read from the per-row column `kl_coef`,
-    since it changes from step to step. With rollout correction the policy loss is multiplied by
-    `rollout_weights` (after its own clipping); in bypass mode it is 0 where `reject` refuses a token.
+    no `old_log_probs` column is read. needs_all: something beside this loss is minimised in the same passes,
+    for which no row may be skipped (a mixture's balance). An adaptive KL coefficient is read from the
+    per-row column `kl_coef`, since it changes from step to step. With rollout correction the policy loss is
+    multiplied by `rollout_weights` (after its own clipping); in bypass mode it is 0 where `reject` refuses a
+    token.
     The language-model loss, Σ lm_weight · (-ℓ), is that of right answers (VAPO) and of pretraining rows
     (PPO-ptx): rows of loss_weight 0 have no part in anything else. zero_where_advantage_is_zero: rows with
     advantage 0 have no part in loss or gradient, so that their backward pass may be skipped. Raises
@@ -106,9 +108,12 @@ class ActorLoss:
     ℓ where no function reads old_log_probs.
     """
 
-    def __init__(self, algorithm: AlgorithmConfig, *, on_policy: bool = False) -> None:
+    def __init__(
+        self, algorithm: AlgorithmConfig, *, on_policy: bool = False, needs_all: bool = False
+    ) -> None:
         self._algorithm = algorithm
         self._on_policy = on_policy
+        self._needs_all = needs_all
         self._policy_loss = _TokenLoss("policy_loss", algorithm.policy_loss)
         self._entropy_coef = algorithm.entropy_coef
         self._kl = algorithm.kl if algorithm.kl is not None and algorithm.kl.where == "loss" else None
@@ -134,11 +139,12 @@ class ActorLoss:
         also = (name for name, wanted in extra.items() if wanted)
         wanted = dict.fromkeys(("response_mask", "loss_weight", "rollout_log_probs", *read, *also))
         self.columns: tuple[str, ...] = tuple(name for name in wanted if name not in made_here)
-        alone = self._kl is None and self._entropy_coef == 0 and not self._has_lm
+        alone = not (needs_all or self._kl is not None or self._entropy_coef != 0 or self._has_lm)
         self.zero_where_advantage_is_zero = alone and is_zero_at_zero_advantage(self._policy_loss.function)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return functools.partial(ActorLoss, on_policy=self._on_policy), (self._algorithm,)
+        made = functools.partial(ActorLoss, on_policy=self._on_policy, needs_all=self._needs_all)
+        return made, (self._algorithm,)
 
     def __call__(self, outputs: Columns, columns: Columns, cu_seqlens: Tensor) -> tuple[Tensor, Metrics]:
         """outputs and columns: [N]; per-row columns arrive expanded; cu_seqlens: int32 [B+1] of the

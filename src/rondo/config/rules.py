@@ -19,8 +19,8 @@ from rondo.roles import ROLES, TRAINED_SECTIONS
 def violations(built: Built) -> list[ConfigError]:
     """Returns what is wrong with the combination of values, in the order of the schema."""
     check = Check(built)
-    rules = (_model, _trained, _rollout, _reward, _algorithm, _rollout_correction, _trainer, _cluster)
-    for rule in (*rules, _trackers, _best):
+    rules = (_model, _trained, _replay, _rollout, _reward, _algorithm, _rollout_correction, _trainer)
+    for rule in (*rules, _cluster, _trackers, _best):
         rule(check)
     return check.problems
 
@@ -132,6 +132,36 @@ def _trained(check: Check) -> None:
                 f"{section}.mini_batch_size",
                 "data.batch_size",
             )
+
+
+def _replay(check: Check) -> None:
+    """Checks that a mixture's routes can be had wherever they are replayed."""
+    config, key = check.config, "actor.router.replay"
+    replay = config.actor.router.replay
+    if replay is None:
+        return
+    if config.algorithm.pretrain_coef > 0:
+        check.wrong(
+            "{0}, and the rows of data.pretrain, which join the update, have no routes ({1}); leave out one",
+            key,
+            "algorithm.pretrain_coef",
+        )
+    correction = config.algorithm.rollout_correction
+    if replay == "trainer" and correction is not None and correction.mode == "bypass":
+        check.wrong(
+            "{0} replays the pass that computes old log-probs, and {1} has none; set mode=decoupled, "
+            "or replay=sampler",
+            key,
+            "algorithm.rollout_correction.mode",
+        )
+    if replay == "sampler" and config.rollout.recorded is not None:
+        check.wrong("{0}: recorded rollouts ({1}) have no routes; leave it out", key, "rollout.recorded")
+    elif replay == "sampler" and not config.rollout.engine.routes:
+        check.wrong(
+            "{0}, and {1} does not say where tokens went; set replay=trainer, or another engine",
+            key,
+            "rollout.engine.name",
+        )
 
 
 def _rollout(check: Check) -> None:

@@ -26,11 +26,14 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Dispatch:
-    """The mark of a method. reads: columns shipped with a BatchRef. writes: columns it may return; () is not
-    checked. replaces: columns it may return that the batch has, which are then those that it returned."""
+    """The mark of a method. reads: columns shipped with a BatchRef. takes: more of them, of a batch that has
+    them. writes: columns it may return; () is not checked. replaces: columns it may return that the batch
+    has, which are then those that it returned.
+    """
 
     how: How
     reads: tuple[str, ...] = ()
+    takes: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
     replaces: tuple[str, ...] = ()
 
@@ -39,18 +42,19 @@ def dispatch(
     how: How,
     *,
     reads: tuple[str, ...] = (),
+    takes: tuple[str, ...] = (),
     writes: tuple[str, ...] = (),
     replaces: tuple[str, ...] = (),
 ) -> Callable[[Method], Method]:
     """Marks a worker method that the controller may `call`.
 
     broadcast: the same arguments to every rank, the result of rank 0. split: the first argument is a BatchRef
-    whose rows are cut over the data-parallel axis; each rank gets a Batch of `reads`. per_rank: every
-    argument is a list with one entry per rank, and so is the result.
+    whose rows are cut over the data-parallel axis; each rank gets a Batch of `reads`, and of what there is of
+    `takes`. per_rank: every argument is a list with one entry per rank, and so is the result.
     """
 
     def mark(method: Method) -> Method:
-        setattr(method, MARK, Dispatch(how, reads, writes, replaces))
+        setattr(method, MARK, Dispatch(how, reads, takes, writes, replaces))
         return method
 
     return mark

@@ -175,7 +175,7 @@ class WorkerGroup:
         num_shards = len(self.mesh.collect_ranks)
         whole = num_shards == 1
         parts = [np.arange(len(ref))] if whole else self._placer.place(ref.index, num_shards)
-        shards = ref.shards(columns, parts)
+        shards = ref.shards((*columns, *(name for name in mark.takes if name in held)), parts)
         calls = {}
         for rank, at in enumerate(self.mesh.dp_shards):
             collect = rank in self.mesh.collect_ranks

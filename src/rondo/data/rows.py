@@ -8,9 +8,20 @@ from types import MappingProxyType
 import numpy as np
 
 from rondo.batch import ROW_ID, Batch, ragged_rows
-from rondo.columns import EPISODE, GREEDY_ANSWER, SCORE, TRANSCRIPT, made_by
+from rondo.columns import EPISODE, GREEDY_ANSWER, PROMPT_ROUTED, ROUTED, SCORE, TRANSCRIPT, made_by
 from rondo.errors import DataError
-from rondo.types import MAX_ROWS, SCORED, TURN_FLAGS, TURN_KINDS, Prompt, Row, Trajectory, Turn, request_seed
+from rondo.types import (
+    MAX_ROWS,
+    SCORED,
+    TURN_FLAGS,
+    TURN_KINDS,
+    Prompt,
+    RouteShape,
+    Row,
+    Trajectory,
+    Turn,
+    request_seed,
+)
 
 
 def index_columns(score_names: Iterable[str] = (), *, greedy_baseline: bool = False) -> tuple[str, ...]:
@@ -39,11 +50,13 @@ def rows_from_trajectories(
     *,
     accuracy: str | None = None,
     of_agents: bool = False,
+    routes: RouteShape | None = None,
 ) -> Batch:
     """Makes the rows of trajectories, one after the other, with the identity, token, structure and outcome
     columns of DESIGN §5. What is of the whole trajectory (reward, scores, outcome, text) is on each of its
     rows. scores: by column, the name of the score in it. accuracy: the score that is the column of this name;
-    None: it is NaN. of_agents: with the columns that agents make (transcript, turns).
+    None: it is NaN. of_agents: with the columns that agents make (transcript, turns). routes: with those of a
+    mixture of this shape.
     """
     _check(trajectories)
     owners = [t for t in trajectories for _ in t.rows]
@@ -96,7 +109,21 @@ def rows_from_trajectories(
             "failure": [t.failure for t in owners],
             **_turns(rows),
         }
+    if routes is not None:
+        columns |= _routes(rows, routes)
     return Batch.of(columns)  # type: ignore[arg-type]
+
+
+def _routes(rows: Sequence[Row], shape: RouteShape) -> dict[str, object]:
+    """Returns the routes of prompts, but for their last tokens, and of what predicted each response token."""
+    before, after = [], []
+    for row in rows:
+        first = max(len(row.prompt_ids) - 1, 0)
+        along = shape.padded(row.routes, first + len(row.response_ids))
+        before.append(along[:first])
+        after.append(along[first:])
+    both = ((PROMPT_ROUTED, before), (ROUTED, after))
+    return {name: ragged_rows(parts, shape.dtype) for name, parts in both}
 
 
 def _turns(rows: Sequence[Row]) -> dict[str, object]:

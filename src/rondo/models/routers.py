@@ -4,13 +4,18 @@ which ones to choose.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
+
+from rondo.errors import ConfigError
+from rondo.types import RouteShape
 
 BIAS = "e_score_correction_bias"
 # Whose affinities are sigmoids of the logits, each expert's by itself; all others' are a softmax.
@@ -43,8 +48,8 @@ class Router:
 
 
 def routers_of(lm: PreTrainedModel) -> tuple[Router, ...]:
-    """Returns the routers in the order of layers; none of a model without experts, or whose routers do not
-    say which ones they chose.
+    """Returns the routers in the order of layers; none of a model without experts, whose routers do not say
+    which ones they chose, or whose layers have different numbers of them.
     """
     if lm.config.get_text_config().model_type in _SILENT:
         return ()
@@ -54,7 +59,40 @@ def routers_of(lm: PreTrainedModel) -> tuple[Router, ...]:
         if isinstance(getattr(block, "experts", None), torch.nn.Module) and hasattr(router, "top_k"):
             assert isinstance(router, torch.nn.Module)
             found.append(Router(name, router, block, int(router.num_experts), int(router.top_k)))
-    return tuple(found)
+    alike = len({(one.num_experts, one.top_k) for one in found}) <= 1
+    return tuple(found) if alike else ()
+
+
+def route_shape(lm: PreTrainedModel) -> RouteShape | None:
+    """Returns what the routes of a model are; None: it has none that can be told."""
+    routers = routers_of(lm)
+    return RouteShape(len(routers) * routers[0].top_k, routers[0].num_experts) if routers else None
+
+
+class RouteRecorder:
+    """Keeps where the tokens of a model's latest forward pass went. Raises ConfigError for a model without
+    experts.
+    """
+
+    def __init__(self, lm: PreTrainedModel) -> None:
+        shape = route_shape(lm)
+        if shape is None:
+            raise ConfigError(f"a {lm.config.model_type} model has no routes to keep", key="router.replay")
+        self.shape = shape
+        routers = routers_of(lm)
+        self._chosen: list[torch.Tensor] = [torch.empty(0)] * len(routers)
+        for layer, router in enumerate(routers):
+            router.module.forward = functools.partial(self._keep, layer, router.module.forward)
+
+    def _keep(self, layer: int, forward: Callable[..., Any], *arguments: Any) -> Any:
+        out = forward(*arguments)
+        self._chosen[layer] = out[2]
+        return out
+
+    def latest(self) -> torch.Tensor:
+        """Returns the routes of its N tokens, [N, W] of the shape's type."""
+        kind = torch.from_numpy(np.empty(0, self.shape.dtype)).dtype
+        return torch.cat(self._chosen, 1).to(kind)
 
 
 def affinities(logits: torch.Tensor, model_type: str) -> torch.Tensor:
@@ -92,6 +130,7 @@ class Told(TorchFunctionMode):
         super().__init__()
         self._experts = experts
         self._num_experts = num_experts
+        self.own: torch.Tensor | None = None  # what it would have chosen, int64 [N, k]
 
     def __torch_function__(
         self,
@@ -103,5 +142,6 @@ class Told(TorchFunctionMode):
         out = func(*args, **(kwargs or {}))
         if func not in _TOPK or out[1].shape != self._experts.shape or args[0].shape[-1] != self._num_experts:
             return out
+        self.own = out[1].detach()
         chosen = torch.where(self._experts < 0, out[1], self._experts)
         return torch.return_types.topk((args[0].gather(-1, chosen), chosen))

@@ -57,6 +57,7 @@ def build_engine(spec: EngineSpec, parameters: Mapping[str, torch.Tensor] | None
         trust_remote_code=spec.source.trust_remote_code,
         threads=spec.threads,
         adapters=spec.adapters,
+        routes=spec.routes,
         **spec.options,
     )
 

@@ -44,6 +44,8 @@ class EngineSpec:
     # Those that come by themselves, beside the model's own weights; None: weights come as they are computed
     # with.
     adapters: AdapterSet | None = None
+    # Completions have a mixture's routes.
+    routes: bool = False
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -123,12 +123,16 @@ class Pending:
     token_ids: list[int] = field(init=False, default_factory=list)
     log_probs: list[float] = field(init=False, default_factory=list)
     versions: list[int] = field(init=False, default_factory=list)
+    # A mixture's, of prompt and response, as far as they are kept: [n, W].
+    routes: np.ndarray | None = field(init=False, default=None)
     # How many of them have been handed to on_tokens.
     reported: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         self.future = self.loop.create_future()
         self.prompt_ids = np.array(self.request.token_ids, np.int32)
+        if self.request.prefix is not None:
+            self.routes = self.request.prefix.routes
         if self.request.deadline_seconds is not None:
             self.deadline = time.monotonic() + self.request.deadline_seconds
 
@@ -167,6 +171,14 @@ class Pending:
         self.append(token_ids[:length], log_probs[:length], versions[:length])
         return length is not None
 
+    def see_routes(self, routes: np.ndarray, start: int = 0) -> None:
+        """Keeps the routes [n, W] of its tokens from `start` on; where there are some already, those with
+        which the token behind them was sampled, these stay.
+        """
+        known = 0 if self.routes is None else len(self.routes)
+        new = routes[max(0, known - start) :]
+        self.routes = new if self.routes is None else np.concatenate([self.routes, new])
+
     def news(self) -> Completion | None:
         """Returns the tokens since the last call, for `report`; None where there are none or nobody wants
         them.
@@ -179,7 +191,7 @@ class Pending:
 
     def completion(self, reason: FinishReason) -> Completion:
         """Returns the whole response, prefix first."""
-        made = self._made(reason)
+        made = replace(self._made(reason), routes=self.routes)
         return made if self.request.prefix is None else made.after(self.request.prefix)
 
     def _made(self, reason: FinishReason, start: int = 0) -> Completion:

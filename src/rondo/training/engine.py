@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -42,6 +42,7 @@ from rondo.training.packed import (
     in_row_order,
     pack,
     plan_passes,
+    sequences_of,
 )
 from rondo.training.routing import Routing
 from rondo.training.sharding import (
@@ -132,13 +133,15 @@ class FsdpEngine:
 
     # ---- verbs
 
-    def forward(self, batch: Batch, outputs: Mapping[str, str]) -> Batch:
+    def forward(self, batch: Batch, outputs: Mapping[str, str], *, routes: bool = False) -> Batch:
         """Returns new per-token columns, without gradient. outputs: what to compute -> column name.
 
         E.g. {"log_probs": "old_log_probs"} reads prompt_ids and response_ids and returns Batch(row_id,
-        old_log_probs). topk_log_probs also reads teacher_topk_ids, and is wide [N, K].
+        old_log_probs). topk_log_probs also reads teacher_topk_ids, and is wide [N, K]. routes: those of a
+        mixture too, routed_experts and prompt_routed_experts. What a batch has of these is replayed, here and
+        in `forward_backward`.
         """
-        return self._columns(batch, outputs, None)
+        return self._columns(batch, outputs, None, routes=routes)
 
     def forward_topk(self, batch: Batch, k: int, prefix: str = "teacher") -> Batch:
         """Returns, for distillation, <prefix>_log_probs (of the response tokens), and of the k likeliest
@@ -162,17 +165,21 @@ class FsdpEngine:
         scores[answered] = flat.numpy()[bounds.numpy()[1:][answered] - 1]
         return batch.select([ROW_ID]).with_columns({column: scores})
 
-    def _columns(self, batch: Batch, outputs: Mapping[str, str], k: int | None) -> Batch:
+    def _columns(
+        self, batch: Batch, outputs: Mapping[str, str], k: int | None, *, routes: bool = False
+    ) -> Batch:
         """Computes columns; the wide ones are at the k likeliest tokens, or at those of column
         teacher_topk_ids where k is None.
         """
         flat = {name: [self._no_output(batch, name, k)] for name in outputs}
         order: list[np.ndarray] = []
         from_column = k is None and "topk_log_probs" in outputs
+        recorded = self._routing.recorded(batch) if routes and self._routing is not None else None
         with torch.no_grad(), self._awake(), Activity("forward"):
             for packed in self._passes(batch, outputs):
                 topk = self._topk_ids(batch, packed) if from_column else k
-                results = self._model(packed, tuple(outputs), topk)
+                with self._routed(packed, recorded=recorded):
+                    results = self._model(packed, tuple(outputs), topk)
                 if len(packed.rows):
                     order.append(packed.rows)
                     for name in outputs:
@@ -180,6 +187,7 @@ class FsdpEngine:
             for unit in self._units:  # without a backward pass FSDP leaves units gathered
                 unit.reshard()
         columns = {column: in_row_order(batch, order, flat[name]) for name, column in outputs.items()}
+        columns |= {} if recorded is None else recorded.columns()
         return batch.select([ROW_ID]).with_columns(columns)
 
     def _no_output(self, batch: Batch, name: str, k: int | None) -> torch.Tensor:
@@ -225,12 +233,11 @@ class FsdpEngine:
         seen: Numbers = []
         wide = "topk_log_probs" in loss.outputs
         with self._awake(), Activity("forward and backward" if backward else "forward"):
-            routing = self._routing if backward else None
-            if routing is not None:
-                self._count_experts(batch, loss.outputs, routing)
+            if backward and self._routing is not None:
+                self._count_experts(batch, loss.outputs, self._routing)
             for packed in self._passes(batch, loss.outputs):
                 topk = self._topk_ids(batch, packed) if wide else None
-                with contextlib.nullcontext() if routing is None else routing.watching(packed):
+                with self._routed(packed, counts=backward):
                     outputs = self._model(packed, loss.outputs, topk)
                     if len(packed.rows):
                         columns = expand_columns(batch, loss.columns, packed, self._output_dtype)
@@ -244,6 +251,10 @@ class FsdpEngine:
                 unit.reshard()
         return step_stats(seen)
 
+    def _routed(self, packed: PackedRows, **what: Any) -> contextlib.AbstractContextManager[None]:
+        """Has a mixture's routers know of the pass inside: see `Routing.during`."""
+        return contextlib.nullcontext() if self._routing is None else self._routing.during(packed, **what)
+
     def _count_experts(self, batch: Batch, outputs: Collection[str], routing: Routing) -> None:
         """Tells a mixture's routers of a mini-batch, in a forward pass of its own where they have to know all
         of it.
@@ -252,7 +263,7 @@ class FsdpEngine:
         if routing.counts_first:
             with torch.no_grad():
                 for packed in self._passes(batch, outputs):
-                    with routing.watching(packed):
+                    with routing.during(packed, counts=True):
                         self._model(packed, ())
             routing.counted()
 
@@ -265,7 +276,7 @@ class FsdpEngine:
             most = torch.tensor(passes, device=self.device)
             dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group)
             passes = int(most)
-        prompts, responses = batch.rows("prompt_ids"), batch.rows("response_ids")
+        prompts, responses = sequences_of(batch)
         for rows in plan:
             progress(of=passes)
             yield pack(

@@ -18,7 +18,7 @@ import pyarrow as pa
 import torch
 
 from rondo.batch import Batch, ragged_array
-from rondo.columns import UNIT
+from rondo.columns import PROMPT_ROUTED, ROUTED, UNIT
 from rondo.errors import DataError, TrainError
 from rondo.models.attention import choose_kernel
 from rondo.models.context import Context
@@ -61,6 +61,9 @@ class PackedRows:
     """How attention keeps documents apart; None for a model whose rows cannot be packed."""
     document_lengths: np.ndarray
     """int64 [D]: the tokens of each document."""
+    routes: torch.Tensor | None
+    """int64 [N, W]: which experts the routers are to choose, layer after layer; -1: as they would. None: as
+    they would everywhere."""
     members: np.ndarray
     """int64 [Q, 2]: (row of the B, document) of whatever a row consists of; a shared prompt is in several."""
     after: torch.Tensor | None = None
@@ -143,6 +146,8 @@ def pack(
 
     Where attention can share prefixes, a prompt that several rows have is laid out (and computed) once, in
     front of their responses: the samples of a prompt group cost their responses only.
+
+    Prompts and responses may have routes beside their tokens (`sequences_of`): [P, 1 + W], [R, 1 + W].
     """
     family, device, kernel = layout.family, layout.device, None
     response_lengths = np.array([len(response) for response in responses], np.int64)
@@ -152,7 +157,9 @@ def pack(
     documents, continues, first, own = _arrange(prompts, responses, full, share=kernel == "short")
     if layout.context is not None:  # each rank has as many
         missing = -sum(len(part) for document in documents for part in document) % layout.context.size
-        documents += [[np.zeros(1, np.int64)]] * missing
+        nothing = np.full_like(prompts[0][:1], -1)
+        nothing[..., 0] = 0  # token 0, without routes
+        documents += [[nothing]] * missing
         continues += [-1] * missing
     lengths = np.array([sum(len(part) for part in document) for document in documents], np.int64)
     # One more entry than documents: a shared prompt's response of one token, which is not read, has its place
@@ -167,6 +174,10 @@ def pack(
     # A continuation's positions go on where its prefix ends (-1 indexes the last document, and is not taken).
     first_position = np.where(prefixes >= 0, lengths[prefixes], 0)
     tokens = np.concatenate([part for document in documents for part in document]).astype(np.int64)
+    targets, routes = np.concatenate(responses).astype(np.int64), None
+    if tokens.ndim > 1:
+        routes = torch.from_numpy(tokens[:, 1:].copy()).to(device)
+        tokens, targets = tokens[:, 0].copy(), targets[:, 0].copy()
     position_ids = np.arange(len(tokens)) - np.repeat(starts[:-1] - first_position, lengths)
     members = [(row, first[row][0]) for row in range(len(rows))]
     members += [
@@ -184,13 +195,42 @@ def pack(
         input_ids=torch.from_numpy(tokens).to(device),
         position_ids=torch.from_numpy(position_ids).to(device),
         positions=torch.from_numpy(positions).to(device),
-        targets=torch.from_numpy(np.concatenate(responses).astype(np.int64)).to(device),
+        targets=torch.from_numpy(targets).to(device),
         cu_seqlens=torch.from_numpy(cu_responses.astype(np.int32)).to(device),
         documents=plan,
+        routes=routes,
         document_lengths=lengths,
         members=np.array(members, np.int64).reshape(-1, 2),
         after=torch.from_numpy(after).to(device) if full else None,
     )
+
+
+def sequences_of(batch: Batch) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Returns the prompts and the responses of all rows, as `pack` takes them: with routes where the batch
+    has them, int64 [P, 1 + W] and [R, 1 + W], those of a token beside it (-1: not known).
+
+    Raises DataError for routes that are not aligned with the tokens.
+    """
+    prompts, responses = batch.rows("prompt_ids"), batch.rows("response_ids")
+    if ROUTED not in batch.columns:
+        return prompts, responses
+    at_responses = batch.aligned(ROUTED, "response_ids").rows(ROUTED)
+    at_prompts = batch.rows(PROMPT_ROUTED)
+    both = []
+    for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        before, after = at_prompts[row], at_responses[row]
+        if len(before) not in (0, len(prompt) - 1):
+            raise DataError(
+                f"row {row}: {PROMPT_ROUTED} is of {len(before)} tokens, the prompt has {len(prompt)}: it is "
+                "to be of all but the last one, or of none"
+            )
+        sequence = np.full((len(prompt) + len(response), 1 + after.shape[1]), -1, np.int64)
+        sequence[:, 0] = np.concatenate([prompt, response])
+        for known, start in ((before, 0), (after, len(prompt) - 1)):
+            unknown = known == np.iinfo(known.dtype).max
+            sequence[start : start + len(known), 1:] = np.where(unknown, -1, known.astype(np.int64))
+        both.append((sequence[: len(prompt)], sequence[len(prompt) :]))
+    return [prompt for prompt, _ in both], [response for _, response in both]
 
 
 Place = tuple[int, int]  # a document and an index in it

@@ -20,17 +20,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pyarrow as pa
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from rondo.config.schema import RouterConfig
+from rondo.batch import Batch, ragged_rows
+from rondo.columns import PROMPT_ROUTED, ROUTED
+from rondo.config.schema import ActorRouterConfig, RouterConfig
 from rondo.errors import ConfigError
 from rondo.models.context import Context
-from rondo.models.routers import Router, affinities, routers_of
+from rondo.models.routers import Router, Told, affinities, routers_of, why_not_replayed
 from rondo.training.packed import PackedRows
 from rondo.training.views import Views
-from rondo.types import StepStats
+from rondo.types import RouteShape, StepStats
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,10 @@ class ExpertLoad:
     """The share of experts that got no token."""
     balance: float | None
     """The balancing loss, without its weight; None: there is none."""
+    replayed: float | None
+    """The share of choices (of a token in a layer) that were known, and replayed; None: nothing is."""
+    rerouted: float | None
+    """The share of these that would have been others now; None: there are none."""
 
     def metrics(self, prefix: str) -> StepStats:
         """Returns the numbers as metrics of a role."""
@@ -51,6 +58,10 @@ class ExpertLoad:
         stats.add_mean(f"{prefix}/experts_idle", self.idle)
         if self.balance is not None:
             stats.add_mean(f"{prefix}/balance_loss", self.balance)
+        if self.replayed is not None:
+            stats.add_mean(f"{prefix}/replayed", self.replayed)
+        if self.rerouted is not None:
+            stats.add_mean(f"{prefix}/rerouted", self.rerouted)
         return stats
 
 
@@ -83,6 +94,8 @@ class Routing:
         device = next(iter(self.routers[0].module.parameters())).device
         self._counts = torch.zeros(len(self.routers), self.routers[0].num_experts, device=device).double()
         self._balance = torch.zeros((), dtype=torch.float64, device=device)
+        # Of passes with routes: choices that would have been others, those that were told, and all.
+        self._told = torch.zeros(3, dtype=torch.float64, device=device)
 
     # ---- what the engine says ----
 
@@ -107,16 +120,29 @@ class Routing:
         self._start()
 
     @contextlib.contextmanager
-    def watching(self, packed: PackedRows) -> Iterator[None]:
-        """Counts what the passes inside route, which are of these rows; a forward and its backward pass."""
-        here = self._pass = _Pass(packed, self._views.context, len(self.routers))
+    def during(
+        self, packed: PackedRows, *, counts: bool = False, recorded: Recorded | None = None
+    ) -> Iterator[None]:
+        """Inside is one pass, a forward and perhaps its backward pass, over these rows; routers choose what
+        the rows' routes say. counts: it is a part of an update. recorded: gets the routes.
+        """
+        here = _Pass(packed, self._views.context, counts=counts)
+        self._pass = here if counts or recorded is not None or packed.routes is not None else None
         try:
             yield
         finally:
             self._pass = None
-        for layer, (counts, balance) in here.seen.items():
-            self._counts[layer] += counts
-            self._balance += balance
+        for layer, seen in here.seen.items():
+            self._counts[layer] += seen.counts
+            self._balance += seen.balance
+            self._told += seen.told
+        if recorded is not None:
+            recorded.add(packed, here.routes(len(self.routers)))
+
+    def recorded(self, batch: Batch) -> Recorded:
+        """Returns what takes the routes of all of a batch's rows."""
+        first = self.routers[0]
+        return Recorded(batch, RouteShape(len(self.routers) * first.top_k, first.num_experts))
 
     def finish(self, *, skipped: bool) -> ExpertLoad | None:
         """An optimizer step is done: moves the biases, unless it was skipped, and says what was counted since
@@ -135,8 +161,15 @@ class Routing:
         balance = None
         if self._config.balance is not None:
             balance = float(self._of_all_ranks(self._balance)) / len(self.routers)
+        others, told, choices = self._of_all_ranks(self._told).tolist()
         self._start()
-        return ExpertLoad(float(largest), float((counts == 0).double().mean()), balance)
+        return ExpertLoad(
+            float(largest),
+            float((counts == 0).double().mean()),
+            balance,
+            told / choices if choices else None,
+            others / told if told else None,
+        )
 
     def _of_all_ranks(self, numbers: torch.Tensor) -> torch.Tensor:
         """Adds up what ranks have of their tokens; those along `tensor` have the same ones."""
@@ -147,28 +180,34 @@ class Routing:
     # ---- inside the model ----
 
     def _route(self, layer: int, forward: Callable[..., Any], *arguments: torch.Tensor) -> Any:
-        out = forward(*arguments)
-        here = self._pass
+        here, router = self._pass, self.routers[layer]
         if here is None:
-            return out
-        router = self.routers[layer]
+            return forward(*arguments)
+        told = here.told(layer, router.top_k)
+        with contextlib.nullcontext() if told is None else Told(told, router.num_experts) as mode:
+            out = forward(*arguments)
         if not _is_choice(out, router):  # of a family that rondo has not seen yet
-            if self._config != RouterConfig():
+            if self._config != type(self._config)():
                 raise ConfigError(
                     f"{router.name}: the router of this {self._model_type} model does not return logits, "
                     "weights and experts, so that rondo cannot count where tokens go: leave out `router`"
                 )
             return out
         logits, weights, chosen = out
+        seen = here.seen[layer] = _Seen(chosen.detach(), self._counts.new_zeros(3))
+        if told is not None:
+            assert mode is not None
+            seen.told = _told(mode, told, router, here.rows_of_tokens)
+        if not here.counts:
+            return out
         by_document = here.counts_of(chosen, router.num_experts)
-        counts, balance = here.by_row(by_document).sum(0), by_document.new_zeros(())
+        seen.counts = here.by_row(by_document).sum(0)
         if self._config.balance is not None and (self._known is not None or not self.counts_first):
             toward = self._toward(layer, here, by_document)
             leans = affinities(logits, self._model_type)
             loss = (toward.to(leans)[here.document_of] * leans).sum()
-            balance = loss.detach().double() / self._config.balance.weight
+            seen.balance = loss.detach().double() / self._config.balance.weight
             weights = _WithLoss.apply(weights, loss)
-        here.seen[layer] = counts, balance
         return logits, weights, chosen
 
     def _toward(self, layer: int, here: _Pass, by_document: torch.Tensor) -> torch.Tensor:
@@ -191,19 +230,86 @@ def _is_choice(out: Any, router: Router) -> bool:
     return isinstance(out, tuple) and tuple(one.shape[-1] for one in out) == widths
 
 
+def _told(mode: Told, told: torch.Tensor, router: Router, rows: torch.Tensor) -> torch.Tensor:
+    """Returns how many tokens were told and would have chosen others, how many were told, and how many there
+    are. rows: how many each token belongs to.
+    """
+    if mode.own is None:
+        raise ConfigError(
+            f"{router.name} does not choose by a top-k over its experts, and cannot be told which: leave out "
+            "actor.router.replay",
+            key="actor.router.replay",
+        )
+    known = told[:, 0] >= 0
+    differ = (told.sort(-1).values != mode.own.sort(-1).values).any(-1) & known
+    return torch.stack([rows[differ].sum(), rows[known].sum(), rows.sum()]).double()
+
+
+@dataclass
+class _Seen:
+    """What one layer's router did in a pass. balance: its loss, without the weight."""
+
+    chosen: torch.Tensor
+    told: torch.Tensor
+    counts: torch.Tensor | float = 0.0
+    balance: torch.Tensor | float = 0.0
+
+
+class Recorded:
+    """The routes of a batch's rows, as they come pass by pass."""
+
+    def __init__(self, batch: Batch, shape: RouteShape) -> None:
+        self._dtype = shape.dtype
+        self._prompts = batch.lengths("prompt_ids")
+        nothing = shape.padded(None, 0)
+        self._before = [nothing] * len(batch)
+        self._after = [nothing] * len(batch)
+
+    def add(self, packed: PackedRows, routes: torch.Tensor) -> None:
+        """routes: int64 [N, W], of all tokens of the pass."""
+        flat, positions = routes.cpu().numpy().astype(self._dtype), packed.positions.cpu().numpy()
+        ends = packed.cu_seqlens.cpu().numpy()
+        for row, start, stop in zip(packed.rows, ends[:-1], ends[1:], strict=False):
+            last = positions[start]  # of the prompt, which lies before it as a whole
+            self._before[row] = flat[last + 1 - self._prompts[row] : last]
+            self._after[row] = flat[positions[start:stop]]
+
+    def columns(self) -> dict[str, pa.ListArray]:
+        """Returns them as columns of the batch; rows without response tokens have none."""
+        both = ((PROMPT_ROUTED, self._before), (ROUTED, self._after))
+        return {name: ragged_rows(rows, self._dtype) for name, rows in both}
+
+
 class _Pass:
     """The tokens of one pass that this rank has: N' of them, in D documents of R rows."""
 
-    def __init__(self, packed: PackedRows, context: Context | None, num_layers: int) -> None:
+    def __init__(self, packed: PackedRows, context: Context | None, *, counts: bool) -> None:
         device = packed.input_ids.device
         lengths = torch.from_numpy(packed.document_lengths).to(device)
+        self.counts = counts
         self._context = context
+        self._own = slice(None) if context is None else context.own(len(packed.input_ids))
+        self._told = None if packed.routes is None else packed.routes[self._own]
         self._rows, self._documents = torch.from_numpy(packed.members).to(device).unbind(1)
         self.num_rows, self._num_documents = len(packed.rows), len(lengths)
-        of_all = torch.repeat_interleave(lengths)
-        self.document_of = of_all if context is None else of_all[context.own(len(of_all))]
+        self.document_of = torch.repeat_interleave(lengths)[self._own]
+        rows_of_documents = torch.bincount(self._documents, minlength=self._num_documents)
+        self.rows_of_tokens = rows_of_documents[self.document_of]
         # By layer: computed again in a backward pass, it is the same again.
-        self.seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.seen: dict[int, _Seen] = {}
+
+    def told(self, layer: int, top_k: int) -> torch.Tensor | None:
+        """Returns which experts a layer is to choose, int64 [N', k]; all layers choose as many."""
+        return None if self._told is None else self._told[:, layer * top_k : (layer + 1) * top_k]
+
+    def routes(self, num_layers: int) -> torch.Tensor:
+        """Returns what the layers chose, int64 [N, W], of the tokens of all ranks."""
+        own = torch.cat([self.seen[layer].chosen for layer in range(num_layers)], 1)
+        if self._context is None:
+            return own
+        parts = [torch.empty_like(own) for _ in range(self._context.size)]
+        dist.all_gather(parts, own.contiguous(), group=self._context.group)
+        return torch.cat(parts)
 
     def counts_of(self, chosen: torch.Tensor, num_experts: int) -> torch.Tensor:
         """Returns how many of this rank's tokens of each document chose each expert, float64 [D, E]."""
@@ -243,7 +349,7 @@ class _WithLoss(torch.autograd.Function):
 
 def check_router(lm: PreTrainedModel, config: RouterConfig, *, lora: bool) -> None:
     """Raises ConfigError where a model cannot do what is asked of its routers; its key is the setting's."""
-    asked = [key for key in ("balance", "bias_speed") if getattr(config, key)]
+    asked = [key for key in ("balance", "bias_speed", "replay") if getattr(config, key, None)]
     if not asked:
         return
     model_type, routers = lm.config.get_text_config().model_type, routers_of(lm)
@@ -258,6 +364,11 @@ def check_router(lm: PreTrainedModel, config: RouterConfig, *, lora: bool) -> No
                 f"router.bias_speed={config.bias_speed}: {why.format(model_type)}; set router.balance instead"
             )
             raise ConfigError(why, key="router.bias_speed")
+
+    why = why_not_replayed(lm.config) if isinstance(config, ActorRouterConfig) and config.replay else ""
+    if why:
+        message = f"router.replay: a {model_type} model cannot be told which experts to choose: {why}"
+        raise ConfigError(f"{message}; leave it out", key="router.replay")
 
 
 def _why_no_bias(routers: Sequence[Router], *, lora: bool) -> str:

@@ -12,8 +12,8 @@ import torch
 
 from rondo.batch import ROW_ID, Batch
 from rondo.checkpoint import Files
-from rondo.columns import MINI_BATCH, declared
-from rondo.config.schema import FrozenEngineConfig, OptimizerConfig, TorchBackendConfig
+from rondo.columns import MINI_BATCH, ROUTED, ROUTES, declared
+from rondo.config.schema import ActorConfig, FrozenEngineConfig, OptimizerConfig, TorchBackendConfig
 from rondo.controller import Worker, WorkerContext, dispatch
 from rondo.controller.mesh import DATA
 from rondo.errors import TrainError
@@ -169,14 +169,27 @@ class ModelWorker(Worker):
 class ActorWorker(EstimatingWorker, SendsWeights, ModelWorker):
     """The policy that is trained."""
 
-    @dispatch("split", reads=TOKENS, writes=("old_log_probs", "sum_p_squared", "entropy"))
+    @dispatch(
+        "split",
+        reads=TOKENS,
+        takes=ROUTES,
+        writes=("old_log_probs", "sum_p_squared", "entropy"),
+        replaces=ROUTES,
+    )
     def compute_log_prob(self, batch: Batch, also: tuple[str, ...] = ()) -> Batch:
         """Adds old_log_probs: under the policy as it is now (at the start of an update), float32 per response
-        token. also: further outputs of the same pass (sum_p_squared, entropy), under their own names.
+        token. also: further outputs of the same pass (sum_p_squared, entropy), under their own names. With
+        actor.router.replay=trainer it adds a mixture's routes.
         """
-        return self.engine.forward(batch, {"log_probs": "old_log_probs", **{name: name for name in also}})
+        outputs = {"log_probs": "old_log_probs", **{name: name for name in also}}
+        return self.engine.forward(batch, outputs, routes=self._replay == "trainer")
 
-    @dispatch("split", reads=TOKENS, writes=("log_probs",))
+    @property
+    def _replay(self) -> str | None:
+        config = self.engine.config
+        return config.router.replay if isinstance(config, ActorConfig) else None
+
+    @dispatch("split", reads=TOKENS, takes=ROUTES, writes=("log_probs",))
     def compute_current_log_prob(self, batch: Batch) -> Batch:
         """Adds log_probs: under the policy as it is now, in the middle of an update."""
         return self.engine.forward(batch, {"log_probs": "log_probs"})
@@ -197,7 +210,7 @@ class ActorWorker(EstimatingWorker, SendsWeights, ModelWorker):
         """Adds old_log_probs: the sampler's own numbers, as they are (rollout correction in bypass mode)."""
         return batch.select([ROW_ID]).with_columns({"old_log_probs": batch.array("rollout_log_probs")})
 
-    @dispatch("split")
+    @dispatch("split", takes=ROUTES)
     def update_actor(
         self,
         batch: Batch,
@@ -213,6 +226,11 @@ class ActorWorker(EstimatingWorker, SendsWeights, ModelWorker):
         the weights of their turn, and no step. known: the column with the log-probs of the weights before the
         first step, where they are known.
         """
+        if self._replay == "sampler" and ROUTED not in batch.columns:
+            raise TrainError(
+                f"actor.router.replay=sampler, and the rows have no {ROUTED}: they were not generated in "
+                "this run; train on rows that were, or leave it out"
+            )
         started = time.process_time()
         stats = StepStats()
         mini_batch = batch.scalars("mini_batch")

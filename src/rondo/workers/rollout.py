@@ -19,7 +19,7 @@ from rondo.agents.tools import load_tools, prepare_tools
 from rondo.agents.worlds import Worlds
 from rondo.batch import ROW_ID, Batch
 from rondo.chat import decode
-from rondo.columns import GREEDY_REWARD, SCORE
+from rondo.columns import GREEDY_REWARD, ROUTES, SCORE
 from rondo.config.schema import LoraConfig, RewardConfig, RolloutConfig
 from rondo.controller import Worker, WorkerContext, dispatch
 from rondo.data.rows import rows_from_trajectories
@@ -39,6 +39,7 @@ from rondo.types import (
     Ended,
     GenerateRequest,
     Prompt,
+    RouteShape,
     SamplingParams,
     StepStats,
     Trajectory,
@@ -61,6 +62,7 @@ def runs_in_own_process(rollout: RolloutConfig) -> bool:
 class RolloutWorker(ReceivesWeights, Worker):
     """share: the storage of weights_from's engine is used in place (one rank, same process). adapters: those
     that come by themselves, beside a base (which is what is shared then); versions: how many at a time.
+    routes: rows have those of a mixture of this shape.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class RolloutWorker(ReceivesWeights, Worker):
         share: bool = False,
         adapters: LoraConfig | None = None,
         versions: int = 1,
+        routes: RouteShape | None = None,
     ) -> None:
         super().__init__(context)
         self._weights_from = weights_from
@@ -100,7 +103,9 @@ class RolloutWorker(ReceivesWeights, Worker):
             options=rollout.engine.options,
             python=rollout.engine.python,
             adapters=None if adapters is None else adapter_set(source, adapters, versions),
+            routes=routes is not None,
         )
+        self._routes = routes
         trainer: Any = context.peers[weights_from] if share else None  # for all, or the base
         self.replicas = Replicas(
             spec,
@@ -258,7 +263,8 @@ class RolloutWorker(ReceivesWeights, Worker):
         runner = self._make_runner(Unscored(), agent)
         n = len(entries) - greedy_baseline
         made = await runner.run_group(prompt, sampling, n, greedy_baseline=greedy_baseline)
-        return rows_from_trajectories(made).select((ROW_ID, *replay.PIECE))
+        rows = rows_from_trajectories(made, routes=self._routes)
+        return rows.select((ROW_ID, *replay.PIECE, *(name for name in ROUTES if name in rows.columns)))
 
     async def finish_group(
         self,
@@ -292,6 +298,7 @@ class RolloutWorker(ReceivesWeights, Worker):
             self._score_columns,
             accuracy=self._scores.accuracy,
             of_agents=self._agent is not None,
+            routes=self._routes,
         )
         if greedy:
             # `commands/check.py` refuses functions that score whole groups: they cannot score this one.
@@ -300,7 +307,8 @@ class RolloutWorker(ReceivesWeights, Worker):
 
     async def run_unscored(self, prompt: Prompt, sampling: SamplingParams, n: int, purpose: str) -> Batch:
         """Returns rows without a reward (0): for the canary, and for `rondo generate`."""
-        return rows_from_trajectories(await self._unscored.run_group(prompt, sampling, n, purpose=purpose))
+        made = await self._unscored.run_group(prompt, sampling, n, purpose=purpose)
+        return rows_from_trajectories(made, routes=self._routes)
 
     async def evaluate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams, n: int, purpose: str

@@ -33,6 +33,7 @@ from rondo.config.schema.data import (
 from rondo.config.schema.models import (
     ActorConfig,
     ActorLoraConfig,
+    ActorRouterConfig,
     ConstantScheduleConfig,
     CriticConfig,
     CriticOptimizerConfig,

@@ -194,6 +194,20 @@ class RouterConfig:
     bias_speed: NonNegative = 0.0
     """How far a step moves the bias of each expert that got fewer, or more, tokens than an equal share."""
 
+    @property
+    def balances(self) -> bool:
+        """Says whether it matters which experts rows go to, beside what they are worth."""
+        return self.balance is not None or self.bias_speed > 0
+
+
+@dataclass(frozen=True, config=STRICT)
+class ActorRouterConfig(RouterConfig):
+    """The routers of the policy."""
+
+    replay: Literal["trainer", "sampler"] | None = None
+    """The update's tokens go to the experts to which they went when old log-probs were computed (trainer), or
+    when they were sampled; null: to those that the routers choose then."""
+
 
 @dataclass(frozen=True, config=STRICT)
 class FrozenEngineConfig:
@@ -243,6 +257,8 @@ class ActorConfig(EngineConfig):
     """How it learns."""
     lora: ActorLoraConfig | None = None
     """Train adapters of low rank instead of the model's own weights; null: those."""
+    router: ActorRouterConfig = ActorRouterConfig()
+    """The routers of a mixture of experts."""
 
 
 @dataclass(frozen=True, config=STRICT)

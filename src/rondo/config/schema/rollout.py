@@ -43,6 +43,8 @@ class OwnEngineConfig:
     python: ClassVar[None] = None
     # It samples from the trainer's own policy, with the same bits whatever else is in the batch.
     exact: ClassVar[bool] = True
+    # It says which experts of a mixture tokens went to.
+    routes: ClassVar[bool] = True
 
     @property
     def options(self) -> Mapping[str, Any]:
@@ -87,6 +89,7 @@ class ExternalEngineConfig:
     """Arguments of the engine; in a recipe they stand beside its name."""
     process: ClassVar[Literal["own"]] = "own"
     exact: ClassVar[bool] = False
+    routes: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, config=STRICT)

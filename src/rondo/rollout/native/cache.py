@@ -10,6 +10,7 @@ import torch
 
 from rondo.errors import ConfigError
 from rondo.models.family import head_widths
+from rondo.models.routers import RouteRecorder
 from rondo.rollout.native.blocks import BLOCK, blocks_of
 from rondo.usage import memory_bytes
 
@@ -115,7 +116,12 @@ class BlockCache:
     """Holds the keys and values of the PyTorch paths."""
 
     def __init__(
-        self, shapes: Sequence[LayerShape], num_blocks: int, dtype: torch.dtype, device: torch.device
+        self,
+        shapes: Sequence[LayerShape],
+        num_blocks: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        recorder: RouteRecorder | None = None,
     ) -> None:
         def zeros(shape: LayerShape, dim: int) -> torch.Tensor:
             # Not empty: what is masked is multiplied by 0, and must be finite.
@@ -124,13 +130,22 @@ class BlockCache:
         # Per layer [blocks × BLOCK, kv_heads, dim], so that a block is one piece of memory.
         self.keys = [zeros(shape, shape.key_dim) for shape in shapes]
         self.values = [zeros(shape, shape.value_dim) for shape in shapes]
+        # [blocks × BLOCK, W]: where a mixture's tokens went, which is shared and copied with the rest.
+        self.routes = None
+        if recorder is not None:
+            nothing = recorder.shape.padded(None, num_blocks * BLOCK)
+            self.routes = torch.from_numpy(nothing).to(device)
+
+    @property
+    def _tensors(self) -> list[torch.Tensor]:
+        return [*self.keys, *self.values, *([] if self.routes is None else [self.routes])]
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in (*self.keys, *self.values))
+        return sum(t.nbytes for t in self._tensors)
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Copies the first `length` positions of one block to another, in every layer."""
-        for tensor in (*self.keys, *self.values):
+        for tensor in self._tensors:
             blocks = tensor.view(-1, BLOCK, *tensor.shape[1:])
             blocks[target, :length] = blocks[source, :length]

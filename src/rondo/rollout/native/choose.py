@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -10,6 +10,7 @@ import torch
 
 from rondo.errors import ConfigError
 from rondo.models.family import layers_beside_attention, rope_changes_at
+from rondo.models.routers import RouteRecorder
 from rondo.rollout.native.compiled import CompiledPath, why_not_compiled
 from rondo.rollout.native.generic import GenericPath
 from rondo.rollout.native.lean import LeanPath, why_not_lean
@@ -28,6 +29,12 @@ class DecodePath(Protocol):
     """Blocks of the cache that it keeps for itself."""
     block_nbytes: int
     """Bytes of one block in all layers."""
+
+    def routes(self, blocks: Sequence[int], length: int) -> np.ndarray | None:
+        """Returns where a mixture's tokens went, [length, W], of a sequence with these blocks; None: it is
+        not kept.
+        """
+        ...
 
     def allocate(self, num_blocks: int) -> None:
         """Makes a cache of so many blocks, and its spare ones."""
@@ -63,9 +70,10 @@ def choose_path(
     dtype: torch.dtype,
     device: torch.device,
     threads: int,
+    recorder: RouteRecorder | None = None,
 ) -> tuple[DecodePath, str]:
-    """Returns the decode path and the reason for it. Raises ConfigError when `decode` names one that cannot
-    run the model here.
+    """Returns the decode path and the reason for it. recorder: of a mixture's routes, which the path keeps.
+    Raises ConfigError when `decode` names one that cannot run the model here.
     """
     if decode not in ("auto", "generic", "lean", "compiled"):
         raise ConfigError(f"rollout.engine.decode={decode}: choose auto, generic, lean or compiled")
@@ -85,17 +93,19 @@ def choose_path(
         raise ConfigError(
             f"rollout.engine.decode={name} cannot be used: {why_not}; set rollout.engine.decode=auto"
         )
-    paths: dict[str, type[GenericPath] | type[CompiledPath]] = {
+    paths: dict[str, Callable[..., DecodePath]] = {
         "generic": GenericPath,
         "lean": LeanPath,
         "compiled": CompiledPath,
     }
+    keeps = {} if recorder is None else {"recorder": recorder}  # the others run no mixtures
     path: DecodePath = paths[name](
         module,
         max_context=max_context,
         dtype=dtype,
         device=device,
         threads=threads,
+        **keeps,
     )
     return path, reason
 

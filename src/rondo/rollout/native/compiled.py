@@ -125,6 +125,9 @@ class CompiledPath:
             self._pool.shutdown()
             self._pool = None
 
+    def routes(self, blocks: Sequence[int], length: int) -> None:
+        """Returns None: no mixture runs here."""
+
     @property
     def cache_nbytes(self) -> int:
         return sum(t.nbytes for t in (self._keys, self._values) if t is not None)

@@ -95,8 +95,17 @@ class PagedDecoder(Decoder[Sequence]):
 
     def _take_out(self, slot: int, reason: FinishReason) -> News:
         """Ends the slot's sequence. Returns its completion, and the tokens that are news to its caller."""
+        self._see_routes(slot)
         sequence = self.scheduler.release(slot)
         return sequence, sequence.news(), sequence.completion(reason)
+
+    def _see_routes(self, slot: int) -> None:
+        """Has the slot's sequence keep where its tokens went, under the weights so far."""
+        sequence = self.scheduler.slots[slot]
+        assert sequence is not None
+        routes = self.path.routes(sequence.blocks, int(self.scheduler.table.positions[slot]))
+        if routes is not None:
+            sequence.see_routes(routes)
 
     def progress(self) -> list[News]:
         news: list[News] = []
@@ -119,6 +128,8 @@ class PagedDecoder(Decoder[Sequence]):
     # ---- weights and cache ----
 
     def weights_changed(self) -> None:
+        for slot, _ in self.scheduler.running:
+            self._see_routes(slot)
         self.path.weights_changed()
         self.scheduler.invalidate(new_weights=True)
 

@@ -21,6 +21,7 @@ from transformers import PreTrainedConfig
 from rondo.errors import ConfigError, RolloutError
 from rondo.models import masks
 from rondo.models.masks import Window
+from rondo.models.routers import RouteRecorder
 from rondo.rollout.native.blocks import BLOCK, blocks_of
 from rondo.rollout.native.cache import BlockCache, LayerShape, block_bytes, round_up
 from rondo.rollout.native.noise import uniforms
@@ -241,15 +242,18 @@ class GenericPath:
         dtype: torch.dtype,
         device: torch.device,
         threads: int,
+        recorder: RouteRecorder | None = None,
     ) -> None:
         self.module = module
+        self._recorder = recorder
+        width = 0 if recorder is None else recorder.shape.width
         self.device = device
         self.dtype = dtype
         self._max_context = max_context
         self._min_rows = MIN_ROWS if threads == 1 or device.type == "cuda" else MIN_ROWS_THREADED
         self._arange = torch.arange(blocks_of(max_context) * BLOCK, device=device)
         self._shapes = self.probe()
-        self.block_nbytes = block_bytes(self._shapes, dtype)
+        self.block_nbytes = block_bytes(self._shapes, dtype) + BLOCK * width
         largest = max(shape.kv_heads * shape.key_dim for shape in self._shapes) * BLOCK * dtype.itemsize
         self._gathered_blocks = GATHERED_BYTES["cpu" if device.type == "cpu" else "cuda"] // largest
         self._padding_block = 0  # the one behind all others, as soon as there is a cache
@@ -280,10 +284,17 @@ class GenericPath:
 
     def allocate(self, num_blocks: int) -> None:
         self._padding_block = num_blocks
-        self.cache = BlockCache(self._shapes, num_blocks + self.spare_blocks, self.dtype, self.device)
+        num_all = num_blocks + self.spare_blocks
+        self.cache = BlockCache(self._shapes, num_all, self.dtype, self.device, self._recorder)
 
     def free(self) -> None:
         self.cache = None
+
+    def routes(self, blocks: Sequence[int], length: int) -> np.ndarray | None:
+        if self.cache is None or self.cache.routes is None:
+            return None
+        held = self.cache.routes.view(-1, BLOCK, self.cache.routes.shape[1])
+        return held[list(blocks)].flatten(0, 1)[:length].cpu().numpy()
 
     @property
     def cache_nbytes(self) -> int:
@@ -415,6 +426,8 @@ class GenericPath:
             logits: torch.Tensor = self.module(
                 input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=1
             ).logits
+            if self._recorder is not None and step.cache is not None and step.cache.routes is not None:
+                step.cache.routes[step.addresses] = self._recorder.latest()
             return logits
         finally:
             _STEP.reset(token)

@@ -91,7 +91,7 @@ class Server:
         whole = await self._engine.generate(request, on_tokens)
         if len(whole.token_ids) > sent:
             self._tokens.setdefault(number, []).append(whole.part(sent))
-        return Done(whole.prompt_ids, whole.finish_reason, len(whole.token_ids), whole.extras)
+        return Done(whole.prompt_ids, whole.finish_reason, len(whole.token_ids), whole.routes)
 
     def _leave(self, error: ReplicaLostError) -> None:
         """The engine cannot go on: neither does its process. What it made has been sent, or is sent now."""

@@ -54,7 +54,7 @@ class _Stream(Pending):
 
     def _whole(self, done: Done) -> Completion | RolloutError:
         self.prompt_ids = done.prompt_ids
-        whole = replace(self.completion(done.finish_reason), extras=done.extras)
+        whole = replace(self.completion(done.finish_reason), routes=done.routes)
         if len(whole.token_ids) == done.num_tokens:
             return whole
         return RolloutError(

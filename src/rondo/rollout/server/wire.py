@@ -7,7 +7,7 @@ engine → host   Reply (of build, a Ready; of generate, a Done) | Tokens (of ma
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -66,4 +66,4 @@ class Done:
     prompt_ids: np.ndarray
     finish_reason: FinishReason
     num_tokens: int
-    extras: Mapping[str, np.ndarray] = field(default_factory=dict)
+    routes: np.ndarray | None = None

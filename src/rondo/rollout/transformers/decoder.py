@@ -14,6 +14,7 @@ import torch
 
 from rondo.chat import StopMatcher
 from rondo.errors import RolloutError
+from rondo.models.routers import RouteRecorder
 from rondo.rollout.decoder import Decoder
 from rondo.rollout.native.noise import uniforms
 from rondo.rollout.native.sampling import sample
@@ -44,14 +45,20 @@ class Prefilled:
     tokens: np.ndarray
     logits: torch.Tensor
     cache: Any
+    routes: np.ndarray | None
 
 
 class TurnDecoder(Decoder[Sequence]):
-    """Decodes with `forward`; at most `max_running` sequences have a cache, and the latest prompt."""
+    """Decodes with `forward`; at most `max_running` sequences have a cache, and the latest prompt. recorder:
+    of a mixture's routes, which completions have then.
+    """
 
-    def __init__(self, forward: CachedForward, max_running: int) -> None:
+    def __init__(
+        self, forward: CachedForward, max_running: int, recorder: RouteRecorder | None = None
+    ) -> None:
         super().__init__()
         self._forward = forward
+        self._recorder = recorder
         self._max_running = max_running
         self._waiting: deque[Sequence] = deque()
         # In the order of their turns.
@@ -120,26 +127,32 @@ class TurnDecoder(Decoder[Sequence]):
         """Returns logits [1, V] behind the sequence's newest token, which its cache has then."""
         tokens, done = sequence.tokens, sequence.num_tokens - 1
         if sequence.cache is None:
-            logits, sequence.cache = self._prefilled(tokens[: sequence.together])
+            prefilled = self._prefilled(tokens[: sequence.together])
+            logits, sequence.cache = prefilled.logits, copy.deepcopy(prefilled.cache)
+            if prefilled.routes is not None:
+                sequence.see_routes(prefilled.routes)
             done = sequence.together
         started = self.cpu_clock()
         for at in range(done, len(tokens)):  # several where what was decoded has to be computed again
             logits, sequence.cache = self._forward(tokens[at : at + 1], at, sequence.cache)
+            if self._recorder is not None:
+                sequence.see_routes(self._recorder.latest().numpy(force=True), at)
         self._stats.add_sum("perf/decode_cpu_seconds", self.cpu_clock() - started)
         return logits
 
-    def _prefilled(self, tokens: np.ndarray) -> tuple[torch.Tensor, Any]:
-        """Returns the logits behind the tokens, and a cache of its own with them in it."""
+    def _prefilled(self, tokens: np.ndarray) -> Prefilled:
+        """Returns what the model makes of the tokens; its cache is everybody's."""
         started, latest = self.cpu_clock(), self._latest
         if latest is not None and np.array_equal(latest.tokens, tokens):
             self._stats.add_sum("perf/shared_prefill_tokens", len(tokens))
         else:
             self._latest = None  # there is room for one
-            latest = self._latest = Prefilled(tokens, *self._forward(tokens))
+            logits, cache = self._forward(tokens)
+            routes = None if self._recorder is None else self._recorder.latest().numpy(force=True)
+            latest = self._latest = Prefilled(tokens, logits, cache, routes)
             self._stats.add_sum("perf/prefill_tokens", len(tokens))
-        cache = copy.deepcopy(latest.cache)
         self._stats.add_sum("perf/prefill_cpu_seconds", self.cpu_clock() - started)
-        return latest.logits, cache
+        return latest
 
     # ---- weights and cache ----
 

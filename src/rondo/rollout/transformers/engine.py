@@ -11,6 +11,7 @@ import torch
 from transformers import __version__ as version
 
 from rondo.models.lora import AdapterSet
+from rondo.models.routers import RouteRecorder
 from rondo.models.source import TokenizerSource
 from rondo.rollout.in_process import InProcessEngine, as_torch, check_sizes
 from rondo.rollout.native.blocks import blocks_of
@@ -53,11 +54,14 @@ class TransformersEngine(InProcessEngine[Sequence]):
         threads: int = 1,
         # Those that come by themselves and are merged here; `parameters` are the weights without them then.
         adapters: AdapterSet | None = None,
+        # Completions have a mixture's routes.
+        routes: bool = False,
     ) -> None:
         check_sizes(max_concurrent, max_context, threads)
         dtype, device = as_torch(dtype, device)
         module = build_module(model_config, ATTENTION, dtype, device, trust_remote_code=trust_remote_code)
         weights = WeightStore(module, parameters, dtype, device, adapters)
+        recorder = RouteRecorder(module) if routes else None
         forward = CachedForward(module, device)
         longest = blocks_of(max_context)
         num_blocks = count_blocks(
@@ -71,7 +75,7 @@ class TransformersEngine(InProcessEngine[Sequence]):
         self._max_running = num_blocks // longest
         super().__init__(
             weights,
-            TurnDecoder(forward, self._max_running),
+            TurnDecoder(forward, self._max_running, recorder),
             tokenizer=tokenizer,
             max_context=max_context,
             vocab_size=int(module.get_input_embeddings().weight.shape[0]),

@@ -23,6 +23,7 @@ UNREAD = (
     "actor.mini_batch_size",
     "actor.epochs",
     "actor.lora.send",
+    "actor.router.replay",
     "reference.refresh_every",
     "trainer.max_staleness",
     "trainer.on_update",

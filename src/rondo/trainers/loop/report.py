@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from rondo.batch import BatchRef
-from rondo.columns import GREEDY_REWARD, SCORE_PREFIX, TRANSCRIPT
+from rondo.columns import GREEDY_REWARD, ROUTES, SCORE_PREFIX, TRANSCRIPT
 from rondo.config import Config
 from rondo.controller import Cluster
 from rondo.data import firsts, trajectory_of_rows
@@ -198,7 +198,8 @@ class Reporter:
         shown = ["text", "prompt_text", "reward", "outcome"]
         shown += [TRANSCRIPT] if TRANSCRIPT in rows.columns else []
         if tracking.save_rollouts:
-            whole = await rows.fetch()
+            # Routes are many times as large as all else, and mean nothing to another run.
+            whole = await rows.fetch([name for name in rows.columns if name not in ROUTES])
             self.folder.write_rollouts(step, whole)
             few = whole.select(shown).take(firsts)
         else:

@@ -152,7 +152,8 @@ def plan_program(config: Config, recorded: Recorded | None = None) -> Program:
     algorithm = replace(config.algorithm, rollout_correction=correction_config)
     bypass = isinstance(correction_config, BypassConfig)
     advantage = AdvantageStage(algorithm)
-    loss = ActorLoss(algorithm, on_policy=_one_update(config) and not bypass)
+    router = config.actor.router
+    loss = ActorLoss(algorithm, on_policy=_one_update(config) and not bypass, needs_all=router.balances)
     correction = None
     if isinstance(correction_config, RolloutCorrectionConfig):
         said = describe_correction(config, _changed(recorded))
@@ -162,6 +163,8 @@ def plan_program(config: Config, recorded: Recorded | None = None) -> Program:
     for stage in (correction, preparation):
         read |= set(stage.columns) if stage is not None else set()
     read -= set(preparation.writes) if preparation is not None else set()
+    if router.replay == "trainer":  # the pass that keeps the routes
+        read.add("old_log_probs")
     learners = _learners(config, read, advantage)
     for learner in learners:
         read |= set(learner.loss.columns) - {learner.loss_weight, learner.mini_batch}

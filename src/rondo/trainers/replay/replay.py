@@ -11,6 +11,7 @@ from typing import Any
 from rondo.agents.ended import Entry, calls_of, entries_of, length_at, spans_in, versions_of
 from rondo.agents.replay import PIECE, PIECE_INDEX
 from rondo.batch import BatchRef
+from rondo.columns import ROUTES
 from rondo.errors import TrainError
 from rondo.trainers.loop import Buffer, EngineSide, EpisodeFeeder
 from rondo.trainers.replay.journal import FollowedJournal
@@ -201,6 +202,11 @@ class ReplayedSide(EngineSide):
         assert isinstance(buffer, ReplayedBuffer)
         return ReplayedFeeder(self._journal, buffer, self, on_update=self.on_update, **options)
 
+    @property
+    def _piece(self) -> tuple[str, ...]:
+        """Names the columns of responses under way."""
+        return PIECE + (ROUTES if self._config.actor.router.replay == "sampler" else ())
+
     async def continue_group(
         self, rank: int, seq: int, entries: Sequence[Entry], version: int, before: BatchRef | None
     ) -> BatchRef:
@@ -217,7 +223,7 @@ class ReplayedSide(EngineSide):
             version,
             greedy_baseline=self._greedy_baseline,
             keep=PIECE_INDEX,
-            reads=PIECE,
+            reads=self._piece,
         )
 
     async def finish_group(
@@ -234,5 +240,5 @@ class ReplayedSide(EngineSide):
             self._config.rollout.deadline_seconds,
             greedy_baseline=self._greedy_baseline,
             keep=self.index_columns,
-            reads=PIECE,
+            reads=self._piece,
         )

@@ -43,7 +43,11 @@ POLICY, ON_POLICY = "policy", "on_policy"
 
 def actor_losses(config: Config) -> dict[str, ActorLoss]:
     """Returns the loss that reads `old_log_probs`, and the one that takes them from the update's forward."""
-    return {name: ActorLoss(config.algorithm, on_policy=name == ON_POLICY) for name in (POLICY, ON_POLICY)}
+    needs_all = config.actor.router.balances
+    return {
+        name: ActorLoss(config.algorithm, on_policy=name == ON_POLICY, needs_all=needs_all)
+        for name in (POLICY, ON_POLICY)
+    }
 
 
 class Actor:
