@@ -74,6 +74,34 @@ def test_two_steps_of_training(kind: str, trainer: tuple[str, ...], tmp_path: Pa
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_two_steps_of_a_mixture(kind: str, tmp_path: Path) -> None:
+    """Whole experts on each of two ranks, which divide rows' tokens, too; an engine of two tensor-parallel
+    workers on devices of its own. SGLang says where tokens went, and the update sends them there.
+    """
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(RECIPE))
+    settings = [
+        f"rollout.engine={{name: {kind}, python: {PYTHON}, tensor_parallel: 2}}",
+        "model.config={model_type: qwen3_moe, head_dim: 32, num_attention_heads: 4, num_key_value_heads: 2, "
+        "hidden_size: 64, moe_intermediate_size: 64, num_experts: 4, num_experts_per_tok: 2, "
+        "norm_topk_prob: true, tie_word_embeddings: false}",
+        "cluster.backend=process",
+        "cluster.devices=4",
+        "cluster.pools={train: 2, serve: 2}",
+        "cluster.placement={rollout: serve}",
+        "actor.parallel={context: 2, expert: 2}",
+        f"actor.router.replay={'sampler' if kind == 'sglang' else 'trainer'}",
+        "trainer.total_steps=2",
+        "trainer.evaluation={before: false, after: false, every: null}",
+        f"trainer.run_dir={tmp_path / 'run'}",
+    ]
+    train(load([str(tmp_path / "tiny.yaml")], settings))
+    for line in metrics(tmp_path / "run"):
+        assert line["rollout/log_prob_gap"] < 1e-4
+        assert line["actor/replayed"] == 1.0
+        assert line["actor/rerouted"] < 0.2
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_adapters_alone_train_as_merged_weights_do(kind: str, tmp_path: Path) -> None:
     """Two steps of GRPO: the same tokens; after the first sync A and B are all that moves."""
     pytest.importorskip("peft")

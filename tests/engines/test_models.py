@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 
 from rondo.errors import ConfigError, WeightSyncError
 from rondo.models.loading import load_model_config
+from rondo.models.routers import RouteRecorder
 from rondo.models.source import ModelSource
 from rondo.rollout import check_engine_model
 from rondo.types import Completion
@@ -87,6 +89,35 @@ def test_a_mixture_of_experts(kind: str) -> None:
             bench.send(tensors, None, sums)
         bench.load(bench.other)
         serves(bench.other)
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("kind", ["native", "native-process", "transformers", "sglang"], indirect=True)
+def test_routes_of_a_mixture(kind: str) -> None:
+    """Those that the model itself computes. Three answers share a prompt."""
+    engine = start(kind, source=ModelSource(config=MOE), routes=True)
+    bench = Bench(kind, engine, MOE)
+
+    def chosen(model: torch.nn.Module, out: Completion) -> list[list[set[int]]]:
+        recorder = RouteRecorder(model)
+        ids = np.concatenate([out.prompt_ids, out.token_ids[:-1]]).astype(np.int64)
+        with torch.no_grad():
+            model(input_ids=torch.from_numpy(ids)[None], use_cache=False)
+        return as_sets(recorder.latest().numpy())
+
+    def as_sets(routes: np.ndarray) -> list[list[set[int]]]:
+        return [[set(one) for one in token] for token in routes.reshape(len(routes), 2, 2).tolist()]
+
+    try:
+        for model in (bench.model, bench.other):
+            bench.load(model)
+            requests = [request(prompt(9), 12, seed=i) for i in range(3)]
+            requests += [request(prompt(40), 16, temperature=0.0), request(prompt(3), 1, seed=7)]
+            for out in bench.run(requests):
+                assert out.routes is not None
+                assert (out.routes.dtype, out.routes.shape[1]) == (np.uint8, 4)
+                assert as_sets(out.routes) == chosen(copy.deepcopy(model), out)
     finally:
         engine.close()
 

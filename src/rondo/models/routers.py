@@ -37,6 +37,11 @@ class Router:
     top_k: int
 
     @property
+    def layer(self) -> int:
+        """Returns the number of the layer that it is in, counting those without experts."""
+        return next(int(part) for part in self.name.split(".") if part.isdigit())
+
+    @property
     def bias(self) -> torch.Tensor | None:
         """Returns what is added to the affinities of experts [E] before the k largest are chosen, and to no
         weight (DeepSeek-V3, arXiv:2412.19437, eq. 16); None: the model has no such buffer.

@@ -11,21 +11,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from rondo.errors import ConfigError, RolloutError, WeightSyncError
 from rondo.hub import local_folder
-from rondo.models.loading import load_model_config
+from rondo.models.loading import load_model_config, model_on_meta
 from rondo.models.lora import AdapterSet
 from rondo.models.names import Parts, parts_of, weights_of
+from rondo.models.routers import routers_of
 from rondo.rollout.adapters import Shelf
 from rondo.rollout.protocol import Capabilities, EngineSpec
 from rondo.rollout.requests import Pending, check_ready, check_request
 from rondo.rollout.stopping import StopText
 from rondo.rollout.third_party import ThirdParty
-from rondo.types import GenerateRequest
+from rondo.types import GenerateRequest, RouteShape
 from rondo.weights.bucket import SharedBucket
 from rondo.weights.checksum import checksum
 from rondo.weights.intake import Intake
@@ -55,6 +57,8 @@ class ThirdPartyEngine(Generic[PendingT]):
         )
         # Adapters that come by themselves; None: weights come with them merged.
         self._shelf = None if spec.adapters is None else Shelf(spec.adapters, spec.folder)
+        # What routes are; None: nobody asks for them.
+        self._routers = routers_of(model_on_meta(spec.source)) if spec.routes else ()
         self._in_flight: dict[str, PendingT] = {}  # by request id
         self._asleep = False
         self._closed = False
@@ -96,6 +100,13 @@ class ThirdPartyEngine(Generic[PendingT]):
         """Says how the workers take the bucket's tensors apart."""
         names = [entry.name for entry in bucket.entries]
         return {name: self._parts[name] for name in names if name in self._parts}
+
+    def _see_routes(self, pending: PendingT, routes: np.ndarray) -> None:
+        """Has a request keep where its tokens went. routes: integers [n, layers, k] of all layers."""
+        first = self._routers[0]
+        shape = RouteShape(len(self._routers) * first.top_k, first.num_experts)
+        of_experts = routes[:, [router.layer for router in self._routers]]
+        pending.see_routes(of_experts.reshape(len(routes), shape.width).astype(shape.dtype))
 
     # ---- what is refused ----
 

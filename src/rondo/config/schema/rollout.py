@@ -104,6 +104,7 @@ class SglangEngineConfig(ExternalEngineConfig):
     """SGLang, in a process of its own; further keys are its `ServerArgs`."""
 
     name: Literal["sglang"] = "sglang"
+    routes: ClassVar[bool] = True
 
 
 EngineChoice = NativeEngineConfig | TransformersEngineConfig | VllmEngineConfig | SglangEngineConfig

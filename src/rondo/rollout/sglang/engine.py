@@ -254,6 +254,8 @@ class SglangEngine(ThirdPartyEngine[_Job]):
         try:
             async for step in self._core.generate(job.key, job.request, job.adapters):
                 self._count(job, step)
+                if step.routes is not None:
+                    self._see_routes(job, step.routes)
                 if job.finished is not None:  # by a stop string: what still comes was made too much
                     continue
                 job.prompt_ids = np.array(step.prompt_ids[: len(job.request.token_ids)], np.int32)

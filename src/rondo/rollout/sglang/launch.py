@@ -8,6 +8,7 @@ SGLang's process for detokenizing is not started: nothing here is text.
 from __future__ import annotations
 
 import asyncio
+import base64
 import logging
 import multiprocessing
 import os
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from sglang.srt.entrypoints.engine import Engine
 from sglang.srt.managers.io_struct import (
@@ -60,7 +62,8 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class Step:
     """New tokens of one request. finished: "", "stop", "length" or "abort". cached: prompt tokens (prefix
-    included) whose keys and values were there already, as of the last prefill.
+    included) whose keys and values were there already, as of the last prefill. routes: with the last step of
+    a mixture's, those of prompt and response, int32 [n, layers, k]; layers without experts say nothing.
     """
 
     token_ids: Sequence[int]
@@ -69,6 +72,7 @@ class Step:
     message: str
     prompt_ids: Sequence[int]
     cached: int
+    routes: np.ndarray | None = None
 
 
 class _Engine(Engine):
@@ -99,6 +103,7 @@ class Core:
         Path(shm_path_for(self._engine.port_args.instance_id)).unlink(missing_ok=True)
         self._manager = self._engine.tokenizer_manager
         self._ranks = spec.tensor_parallel
+        self._route_shape = _route_shape(spec) if spec.routes else None
         self._deliveries = 0
         self._fences: list[asyncio.Event] = []
         self._taken: set[str] = set()  # keys of the requests whose tokens somebody takes
@@ -144,11 +149,12 @@ class Core:
             return_prompt_token_ids=True,
             stream=True,
             lora_path=None if adapters is None else adapters.name,
+            return_routed_experts=self._route_shape is not None,
         )
         self._taken.add(key)
         try:
             async for out in self._manager.generate_request(message, None):
-                yield _step(out)
+                yield _step(out, self._route_shape)
         finally:
             self._taken.discard(key)
 
@@ -288,6 +294,7 @@ def arguments(spec: EngineSpec, folder: Path) -> dict[str, Any]:
         **_for_device(spec),
         **_for_adapters(spec),
         **spec.options,
+        "enable_return_routed_experts": spec.routes,
         "model_path": str(folder),
         "load_format": "dummy",
         "skip_tokenizer_init": True,
@@ -346,11 +353,21 @@ def _for_adapters(spec: EngineSpec) -> dict[str, Any]:
     return given | {"lora_backend": "torch_native"}
 
 
-def _step(out: dict[str, Any]) -> Step:
+def _route_shape(spec: EngineSpec) -> tuple[int, int]:
+    """Returns how many layers SGLang has numbers of, and k."""
+    config = load_model_config(spec.source).get_text_config()
+    return int(config.num_hidden_layers), int(config.num_experts_per_tok)
+
+
+def _step(out: dict[str, Any], route_shape: tuple[int, int] | None) -> Step:
     meta = out["meta_info"]
     ended = meta["finish_reason"] or {}
+    routes = None
+    if route_shape is not None and meta.get("routed_experts") is not None:
+        flat = np.frombuffer(base64.b64decode(meta["routed_experts"]), np.int32)
+        routes = flat.reshape(-1, *route_shape)
     if "cached_tokens" not in meta:  # a request that never ran, or was in the queue again: all tokens are out
-        return Step((), (), ended["type"], ended.get("message", ""), out["prompt_token_ids"], 0)
+        return Step((), (), ended["type"], ended.get("message", ""), out["prompt_token_ids"], 0, routes)
     return Step(
         token_ids=out["output_ids"],
         log_probs=[entry[0] for entry in meta["output_token_logprobs"]],
@@ -358,6 +375,7 @@ def _step(out: dict[str, Any]) -> Step:
         message=ended.get("message") or "",
         prompt_ids=out["prompt_token_ids"],
         cached=int(meta["cached_tokens"]),
+        routes=routes,
     )
 
 

@@ -49,6 +49,7 @@ class Sglang(ThirdParty):
         "tp_size": "rollout.engine.tensor_parallel",
         "device": "cluster.device",
         "enable_lora": "actor.lora.send",
+        "enable_return_routed_experts": "actor.router.replay",
         "max_lora_rank": "actor.lora.rank",
         "lora_target_modules": "actor.lora.targets",
         "base_gpu_id": "cluster.placement",

@@ -44,6 +44,8 @@ def run(*args: Any, **kwargs: Any) -> None:
     prepare()
     if args[0].enable_lora:
         prepare_adapters()
+    if args[0].enable_return_routed_experts and not torch.cuda.is_available():
+        prepare_routes()
     run_scheduler_process(*args, **kwargs)
 
 
@@ -88,6 +90,16 @@ def prepare_adapters() -> None:
     LoRAAdapter.initialize_weights = read
     if not torch.cuda.is_available():
         _never_pin()
+
+
+def prepare_routes() -> None:
+    """Has SGLang keep where tokens went in plain memory; it registers it with CUDA, also without any."""
+    from sglang.srt.state_capturer import base
+
+    def plain(shape: tuple[int, ...], dtype: torch.dtype, **_: Any) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    base.ALLOC_MEMORY_FUNCS = {"cpu": plain}
 
 
 def _never_pin() -> None:
