@@ -37,7 +37,7 @@ def local_folder(name: str, hub: Hub = "huggingface", *, weights: bool = True) -
     package, is not installed, StorageError where a URL cannot be read.
     """
     if is_url(name):
-        return _copy(name, weights)
+        return _copy(name.rstrip("/"), weights)
     folder = Path(name).expanduser()
     if folder.is_dir():
         return str(folder) if name.startswith("~") else name
@@ -47,6 +47,11 @@ def local_folder(name: str, hub: Hub = "huggingface", *, weights: bool = True) -
         no_id = "model.hub=local: it is not looked up" if hub == "local" else "no hub id looks like that"
         raise DataError(f"there is no folder {name}{_where(folder)} ({no_id}){_near(folder)}")
     return _modelscope(name, weights) if hub == "modelscope" else _huggingface(name, weights)
+
+
+def copy_of(path: str) -> Path:
+    """Returns a folder's path, or of a URL where the copy on this machine is. Raises as `local_folder`."""
+    return Path(_copy(path.rstrip("/"), True) if is_url(path) else path)
 
 
 def _is_a_place(name: str, folder: Path) -> bool:
@@ -72,7 +77,7 @@ def _copy(url: str, weights: bool) -> str:
     wanted = _wanted(files, [*_TEXTS, *_WEIGHTS[:weights]])
     if weights and not any(fnmatch(name, _WEIGHTS[0]) for name in wanted):
         wanted = _wanted(files, [*_TEXTS, *_OLD_WEIGHTS])
-    if not wanted or (weights and "config.json" not in wanted):
+    if not wanted or (weights and not {"config.json", "adapter_config.json"} & set(wanted)):
         found = ", ".join(sorted(files)[:8]) or "nothing"
         raise DataError(
             f"{url} has no config.json (is it a model folder, and written to its end?); it holds {found}"
