@@ -318,5 +318,5 @@ def _file_system(url: str) -> tuple[Any, str]:
     except ValueError as error:
         if protocol in fsspec.available_protocols():
             raise
-        raise ConfigError(f"{url}: cannot be read: fsspec knows no {protocol}://: {error}") from error
+        raise ConfigError(f"{url} cannot be used: fsspec knows no {protocol}://") from error
     return files, path
