@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -65,13 +66,14 @@ def test_what_a_model_needs_is_copied_once(far: str, cache: Path) -> None:  # no
     assert (Path(other) / "config.json").read_bytes() == b"other"
 
 
-def _look_up(rank: int, world: int, url: str) -> tuple[str, int]:
+def _look_up(rank: int, world: int, url: str, cache: str) -> tuple[str, int]:
+    os.environ["XDG_CACHE_HOME"] = cache  # of processes that were begun before this test
     return (folder := local_folder(url)), (Path(folder) / "config.json").stat().st_ino
 
 
 def test_processes_that_want_it_at_once_share_one_copy(tmp_path: Path, cache: Path) -> None:
     url = model_at(f"file://{tmp_path / 'far'}", 1 << 20)
-    found = run_ranks(4, _look_up, url)
+    found = run_ranks(4, _look_up, url, str(tmp_path / "cache"))
     assert len(set(found)) == 1  # one folder, and the same files in it: nobody has copied it again
     assert len(copies(cache)) == 1
 

@@ -10,6 +10,7 @@ import io
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ _PACKAGES = {
     "http": "aiohttp",
     "https": "aiohttp",
 }
+_AHEAD = 1 << 23  # bytes that a request reads at least
 _STRIDE = 1 << 26  # bytes that go over the network at a time: what a reader or writer holds besides its own
 
 
@@ -205,11 +207,15 @@ Place = Path | Far
 
 
 class Reading(io.RawIOBase):
-    """Reads what is asked for, wherever in the file: each read is a request of its own."""
+    """Reads what is asked for, wherever in the file, and a little of what is behind it: tensors are small and
+    many, and each request takes a while.
+    """
 
     def __init__(self, place: Far) -> None:
         self._place = place
         self._at = 0
+        self._held = b""
+        self._start = 0  # of what is held
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         assert whence == io.SEEK_SET
@@ -221,11 +227,20 @@ class Reading(io.RawIOBase):
 
     def readinto(self, into: Any) -> int:
         """Reads as many bytes as fit, but for the end of the file, and a limit of what is held at a time."""
-        end = self._at + min(len(into), _STRIDE)
-        found = self._place._ask("read", lambda files, path: files.cat_file(path, start=self._at, end=end))
+        if not self._start <= self._at < self._start + len(self._held):
+            start, size = self._at, min(max(len(into), _AHEAD), _STRIDE)
+            read = partial(_range_of, start=start, end=start + size)
+            self._held = self._place._ask("read", read)
+            self._start = start
+        found = memoryview(self._held)[self._at - self._start :][: len(into)]
         into[: len(found)] = found
         self._at += len(found)
         return len(found)
+
+
+def _range_of(files: Any, path: str, start: int, end: int) -> bytes:
+    found: bytes = files.cat_file(path, start=start, end=end)
+    return found
 
 
 class Writing:
