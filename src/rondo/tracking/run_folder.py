@@ -7,7 +7,7 @@ timeline/        attempt-1.json: what ran when in each process of the run (rondo
 summary.json     written at the end
 curves.png       written at the end
 notes.txt        what the console could not show
-rollouts/        step-000012.parquet: the rows of each step
+rollouts/        step-000012.parquet: the rows of each step; a folder of such files where many write it
 evaluations/     step-000012.jsonl: evaluated answers
 checkpoints/     step-00000012/ (rondo.checkpoint), unless checkpoint.path is another place
 warm_start/      the run that made the model to begin with
@@ -24,11 +24,11 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from rondo.batch import Batch
 from rondo.checkpoint import CheckpointStore
 from rondo.checkpoint.durable import (
     AppendedFile,
@@ -38,6 +38,7 @@ from rondo.checkpoint.durable import (
     move,
     remove_leftovers,
     replacing,
+    replacing_folder,
     sync_path,
     write_atomic,
 )
@@ -232,15 +233,23 @@ class RunFolder:
         self._metrics.append(metrics_line(step, metrics).encode() + b"\n")
         self._unsynced.add(self._metrics.path)
 
-    def write_rollouts(self, step: int, batch: Batch) -> Path:
-        """Writes rollouts/step-000012.parquet, which is whole or absent, whatever happens."""
+    @contextmanager
+    def new_rollouts(self, step: int, parts: int) -> Iterator[list[Path]]:
+        """Gives the files that become rollouts/step-000012.parquet at the end: one, or several, which are a
+        folder then, with the rows in the order of their names. It is whole or absent, whatever happens.
+        """
         folder = self.path / "rollouts"
         make_folder(folder)
         path = folder / f"step-{step:06d}.parquet"
-        with replacing(path, lambda: batch.table.nbytes) as temporary:
-            batch.write_parquet(temporary)
-        self._unsynced |= {path, folder}
-        return path
+        if parts == 1:
+            with replacing(path) as temporary:
+                yield [temporary]
+            self._unsynced |= {path, folder}
+            return
+        names = [f"part-{number:05d}.parquet" for number in range(parts)]
+        with replacing_folder(path) as temporary:
+            yield [temporary / name for name in names]
+        self._unsynced |= {folder, path, *(path / name for name in names)}
 
     def sync(self) -> None:
         """Forces everything written so far to disk, before a checkpoint is renamed into place."""
