@@ -48,12 +48,18 @@ def place(run: Path, step: int) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows_of_a_part", [5, 1024])
+@pytest.mark.parametrize(("backend", "rows_of_a_part"), [("process", 5), ("process", 1024), ("ray", 5)])
 def test_ranks_write_what_the_controller_would(
-    run: Callable[..., Path], fetched: list[Batch], monkeypatch: pytest.MonkeyPatch, rows_of_a_part: int
+    run: Callable[..., Path],
+    fetched: list[Batch],
+    monkeypatch: pytest.MonkeyPatch,
+    backend: str,
+    rows_of_a_part: int,
 ) -> None:
+    if backend == "ray":
+        pytest.importorskip("ray")
     monkeypatch.setattr(report, "PART_ROWS", rows_of_a_part)
-    made = run("run", *STEPS, "cluster.backend=process", "cluster.devices=2")
+    made = run("run", *STEPS, f"cluster.backend={backend}", "cluster.devices=2")
     assert len(fetched) == 2
     for step, rows in enumerate(fetched, 1):
         file = place(made, step)
