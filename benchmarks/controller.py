@@ -49,6 +49,7 @@ from rondo.trainers.program.roles import worker_class
 from rondo.types import SCORED, Prompt, SamplingParams, StepStats
 from rondo.workers import RolloutWorker
 from rondo.workers.estimating import EstimatingWorker
+from rondo.workers.rows import WritesRows
 
 PROMPT_TOKENS = 64
 COMMON = ["model.path=none", "trainer.total_steps=1", "trainer.max_staleness=2", "tracking.samples=0"]
@@ -190,6 +191,11 @@ class Rows:
         """What a worker's method returns: rows, columns of the right size, or numbers."""
         if call.method == "run_group":
             return self._group(call.args[0].seq), {}
+        if call.method == "sees":
+            return True
+        if call.method == "write_rows":
+            batch = call.shard.assemble(places)
+            return WritesRows.write_rows(cast(WritesRows, None), batch, *call.args)
         if hasattr(EstimatingWorker, call.method):  # small enough to be done
             method: Callable[..., Any] = getattr(EstimatingWorker, call.method)
             return method(
@@ -260,6 +266,7 @@ class Driver:
         models = {role: self.cluster.group(role) for role in self.program.roles}
         self.roles = Roles(self.cluster.group("actor"), self.cluster.group("rollout"), models)
         self.reporter = Reporter(config, folder, Console("off"), title="benchmark")
+        self.reporter.writers = self.roles.actor
         self.clock = Clock(Timeline(folder.timeline_path))
         self.cluster.call_watchers.append(self.clock)
         gc.freeze()  # as `Cluster.create_group` does

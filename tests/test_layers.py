@@ -20,6 +20,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 # Who may import whom. Every part above them may import these.
 BASE = {"activity", "border", "errors", "readonly", "storage", "types", "columns", "roles", "batch", "config"}
+BASE |= {"urls"}
 ALLOWED: dict[str, set[str]] = {
     "__init__": {"api"},  # when something of it is asked for
     "errors": set(),
@@ -27,6 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "interrupts": set(),
     "streams": set(),
     "storage": {"errors"},
+    "urls": {"errors"},
     "readonly": set(),
     "arithmetic": set(),
     "types": {"errors", "readonly"},
@@ -39,7 +41,7 @@ ALLOWED: dict[str, set[str]] = {
     "config": {"border", "errors", "roles"},
     "algorithms": BASE,
     "planning": BASE,
-    "hub": {"config", "errors"},
+    "hub": {"config", "errors", "storage", "urls"},
     "models": BASE | {"hub"} | {"weights"},
     "chat": BASE,
     "checkpoint": BASE,
@@ -132,6 +134,7 @@ HIDDEN = (
     "gymnasium",
     "tantivy",
     "faiss",
+    "fsspec",
 )
 
 # Boundaries between threads, tasks and processes, and around the user's code: what is raised is carried on

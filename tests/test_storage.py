@@ -58,7 +58,8 @@ def test_an_entry_that_does_not_fit_is_taken_back(tmp_path: Path) -> None:
 def test_rollouts_that_do_not_fit_are_absent(tmp_path: Path) -> None:
     with RunFolder(tmp_path / "run") as folder, files_no_larger_than(200):
         with pytest.raises(StorageError) as caught:
-            folder.write_rollouts(3, Batch.of({"reward": [0.5, 1.0]}))
+            with folder.new_rollouts(3, 1) as (path,):
+                Batch.of({"reward": [0.5, 1.0]}).write_parquet(path)
     assert caught.value.fault == errno.EFBIG
     assert "rollouts/step-000003.parquet" in str(caught.value)
     assert names(tmp_path / "run" / "rollouts") == []

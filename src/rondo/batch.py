@@ -202,9 +202,14 @@ class Batch:
 
     @classmethod
     def read_parquet(cls, file: str | os.PathLike[str] | IO[bytes]) -> Batch:
-        """Raises DataError naming the file when it is missing or no Parquet."""
+        """Reads a file, or a folder of them in the order of their names. Raises DataError naming it when it
+        is missing or no Parquet.
+        """
+        parts: list[Any] = [file]
+        if isinstance(file, str | os.PathLike) and os.path.isdir(file):
+            parts = sorted(entry.path for entry in os.scandir(file))
         try:
-            table = pq.ParquetFile(file).read()
+            table = pa.concat_tables([pq.ParquetFile(part).read() for part in parts])
             columns = {
                 field.name: column.cast(_in_arrow_spelling(field.type))
                 for field, column in zip(table.schema, table.columns, strict=True)

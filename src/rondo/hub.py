@@ -1,17 +1,24 @@
-"""From the name of a model to a folder on this machine: the only place that asks a hub.
+"""From the name of a model to a folder on this machine: the only place that asks a hub, or a URL for a model.
 
 Commands do so before they import torch, which takes seconds: a mistyped name is said at once.
 """
 
 from __future__ import annotations
 
+import fcntl
 import functools
+import hashlib
 import os
+import shutil
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Literal
 
 from rondo.config.functions import did_you_mean
 from rondo.errors import ConfigError, DataError
+from rondo.storage import cache_folder, storing
+from rondo.urls import Far, is_url
 
 Hub = Literal["huggingface", "modelscope", "local"]
 _TEXTS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
@@ -22,12 +29,15 @@ _TWICE = ("*/*.safetensors", "*/*.bin", "consolidated*")  # the same weights aga
 
 def local_folder(name: str, hub: Hub = "huggingface", *, weights: bool = True) -> str:
     """Returns the folder that `name` means: itself where it is one, else the hub's snapshot on this machine,
-    downloaded once per process. weights: a tokenizer needs none.
+    downloaded once per process, or a copy of what is at a URL, once per machine. weights: a tokenizer needs
+    none.
 
     Raises DataError where there is no such folder (at once: a name that only a folder can have, or
-    model.hub=local, is not looked up) and no such model on the hub, ConfigError where modelscope is not
-    installed.
+    model.hub=local, is not looked up) and no such model on the hub, ConfigError where modelscope, or a URL's
+    package, is not installed, StorageError where a URL cannot be read.
     """
+    if is_url(name):
+        return _copy(name.rstrip("/"), weights)
     folder = Path(name).expanduser()
     if folder.is_dir():
         return str(folder) if name.startswith("~") else name
@@ -37,6 +47,11 @@ def local_folder(name: str, hub: Hub = "huggingface", *, weights: bool = True) -
         no_id = "model.hub=local: it is not looked up" if hub == "local" else "no hub id looks like that"
         raise DataError(f"there is no folder {name}{_where(folder)} ({no_id}){_near(folder)}")
     return _modelscope(name, weights) if hub == "modelscope" else _huggingface(name, weights)
+
+
+def copy_of(path: str) -> Path:
+    """Returns a folder's path, or of a URL where the copy on this machine is. Raises as `local_folder`."""
+    return Path(_copy(path.rstrip("/"), True) if is_url(path) else path)
 
 
 def _is_a_place(name: str, folder: Path) -> bool:
@@ -50,6 +65,54 @@ def _is_a_place(name: str, folder: Path) -> bool:
     except HFValidationError:
         return True
     return False
+
+
+@functools.cache
+def _copy(url: str, weights: bool) -> str:
+    """Copies a model's files into the cache of this machine, under a name that says which: when the files at
+    the URL change, that is another copy. Whoever comes first copies, and others wait for it.
+    """
+    place = Far(url)
+    files = place.files()
+    wanted = _wanted(files, [*_TEXTS, *_WEIGHTS[:weights]])
+    if weights and not any(fnmatch(name, _WEIGHTS[0]) for name in wanted):
+        wanted = _wanted(files, [*_TEXTS, *_OLD_WEIGHTS])
+    if not wanted or (weights and not {"config.json", "adapter_config.json"} & set(wanted)):
+        found = ", ".join(sorted(files)[:8]) or "nothing"
+        raise DataError(
+            f"{url} has no config.json (is it a model folder, and written to its end?); it holds {found}"
+        )
+    said = repr(
+        [(name, sorted((str(key), str(value)) for key, value in files[name].items())) for name in wanted]
+    )
+    folder = (
+        cache_folder() / "models" / f"{place.name}-{hashlib.sha256((url + said).encode()).hexdigest()[:16]}"
+    )
+    with storing(folder):
+        folder.parent.mkdir(exist_ok=True)
+        with folder.with_name(f"{folder.name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # falls with its process
+            if folder.is_dir():
+                return str(folder)
+            part = folder.with_name(f".writing-{folder.name}")
+            shutil.rmtree(part, ignore_errors=True)
+            try:
+                for name in wanted:
+                    (part / name).parent.mkdir(parents=True, exist_ok=True)
+                    (place / name).download(part / name)
+                part.rename(folder)
+            finally:
+                shutil.rmtree(part, ignore_errors=True)
+    return str(folder)
+
+
+def _wanted(files: Iterable[str], patterns: Sequence[str]) -> list[str]:
+    return [
+        name
+        for name in sorted(files)
+        if any(fnmatch(name, pattern) for pattern in patterns)
+        and not any(fnmatch(name, pattern) for pattern in _TWICE)
+    ]
 
 
 @functools.cache

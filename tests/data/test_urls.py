@@ -82,8 +82,8 @@ def test_what_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     for url, said in (
         ("s3://bucket/rows.jsonl", r"s3:// needs a package that is not installed: pip install s3fs"),
         (
-            "shelf://bucket/rows.jsonl",
-            r"shelf://bucket/rows\.jsonl cannot be read: ValueError: Protocol not known",
+            "nowhere://bucket/rows.jsonl",
+            r"nowhere://bucket/rows\.jsonl cannot be used: fsspec knows no nowhere://",
         ),
     ):
         with pytest.raises(ConfigError, match=said):

@@ -18,6 +18,12 @@ from rondo.tracking.lock import RunLock
 from tests.tracking.processes import running
 
 
+def write_rollouts(folder: RunFolder, step: int, batch: Batch, parts: int = 1) -> None:
+    with folder.new_rollouts(step, parts) as paths:
+        for path in paths:
+            batch.write_parquet(path)
+
+
 def rollouts(reward: float) -> Batch:
     return Batch.of({"reward": np.array([reward, 1.0]), "response_ids": ragged_rows([[1, 2], [3]], np.int32)})
 
@@ -38,7 +44,7 @@ def log_without_end(connection: Connection, path: str) -> None:
     while True:
         step += 1
         folder.append_metrics(step, {"reward/mean": step / 7})
-        folder.write_rollouts(step, rollouts(step / 7))
+        write_rollouts(folder, step, rollouts(step / 7))
         connection.send(step)
 
 
@@ -76,7 +82,8 @@ def test_a_metric_that_is_no_number_is_an_error_that_names_it(tmp_path: Path) ->
 
 def test_rollouts_are_written_whole_under_their_step(tmp_path: Path) -> None:
     with RunFolder(tmp_path / "run") as folder:
-        path = folder.write_rollouts(12, rollouts(0.5))
+        write_rollouts(folder, 12, rollouts(0.5))
+        path = folder.path / "rollouts" / "step-000012.parquet"
         folder.sync()
     assert path == tmp_path / "run" / "rollouts" / "step-000012.parquet"
     assert [entry.name for entry in path.parent.iterdir()] == ["step-000012.parquet"]
@@ -132,7 +139,7 @@ def test_resume_discards_what_lies_beyond_the_checkpoint(tmp_path: Path) -> None
         folder.begin("a: 1\n")
         for step in range(6):
             folder.append_metrics(step, {"x": step})
-            folder.write_rollouts(step, rollouts(step))
+            write_rollouts(folder, step, rollouts(step), parts=1 + step % 2)
         (path / "evaluations").mkdir()
         for step in (0, 5):
             (path / "evaluations" / f"step-{step:06d}.jsonl").write_text("{}\n")

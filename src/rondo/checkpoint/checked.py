@@ -1,5 +1,5 @@
 """Files whose checksums are taken while they are written, and compared while they are read; the manifest that
-lists them. Standard library only.
+lists them. They lie on this machine or at a URL.
 
 A file is a row of pieces, each with a name, a size and a CRC-32: a tensor file has one for every tensor, any
 other file is one piece. Pieces are read whole, so all that is ever used of a file was checked, and nothing is
@@ -17,18 +17,18 @@ import json
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from rondo import __version__
 from rondo.errors import CheckpointError
+from rondo.urls import Far, Place, Writing
 
 Bytes = bytes | bytearray | memoryview  # a memoryview of single bytes
 
 MANIFEST = "manifest.json"
 FORMAT = 2
 
-_STRIDE = 1 << 22  # bytes that a check of a whole file holds at a time
+_STRIDE = 1 << 24  # bytes that a check of a whole file holds at a time
 
 
 class Piece(NamedTuple):
@@ -47,16 +47,20 @@ Files = Mapping[str, Pieces]  # by path below some folder, with forward slashes
 
 
 class CheckedFile:
-    """A new file, written piece by piece; leaving the `with` block syncs it to disk. Raises OSError."""
+    """A new file, written piece by piece; leaving the `with` block syncs it to disk. One at a URL appears
+    there and then. Raises OSError, StorageError.
+    """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Place) -> None:
         self._file = path.open("xb")
         self._pieces: list[Piece] = []
+        self._size = 0
 
     def append(self, name: str, data: Bytes) -> int:
         """Writes a piece; returns where in the file it begins."""
-        start = self._file.tell()
+        start = self._size
         self._file.write(data)
+        self._size += len(data)
         self._pieces.append(Piece(name, len(data), zlib.crc32(data)))
         return start
 
@@ -68,20 +72,23 @@ class CheckedFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if isinstance(self._file, Writing):
+            self._file.__exit__(kind, *rest)
+            return
         with self._file:
             if kind is None:
                 self._file.flush()
                 os.fsync(self._file.fileno())
 
 
-def write_checked(path: Path, data: Bytes) -> Pieces:
+def write_checked(path: Place, data: Bytes) -> Pieces:
     """Writes a new file of one piece."""
     with CheckedFile(path) as file:
         file.append("", data)
     return file.pieces
 
 
-def read_checked(path: Path, pieces: Pieces) -> bytes:
+def read_checked(path: Place, pieces: Pieces) -> bytes:
     """Returns the content of a file of one piece. Raises CheckpointError naming the file."""
     (piece,) = pieces
     data = bytearray(piece.num_bytes)
@@ -93,7 +100,7 @@ def read_checked(path: Path, pieces: Pieces) -> bytes:
     return bytes(data)
 
 
-def read_piece(file: BinaryIO, path: Path, start: int, piece: Piece, into: bytearray | memoryview) -> None:
+def read_piece(file: BinaryIO, path: Place, start: int, piece: Piece, into: bytearray | memoryview) -> None:
     """Reads the piece that begins at `start`, all of it, and checks it.
 
     Raises CheckpointError naming the file and the tensor; OSError.
@@ -109,16 +116,27 @@ def read_piece(file: BinaryIO, path: Path, start: int, piece: Piece, into: bytea
         raise CheckpointError(_changed(path, start, piece))
 
 
-def check_size(path: Path, pieces: Pieces) -> None:
+def sizes_in(folder: Place) -> dict[str, int]:
+    """Returns the size of every file below a folder, by its path there."""
+    if isinstance(folder, Far):
+        return {name: int(entry["size"]) for name, entry in folder.files().items()}
+    found = (path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in found}
+
+
+def check_sizes(folder: Place, files: Files) -> None:
     """Raises CheckpointError where a file is missing, or has another size than its pieces. Reads nothing."""
-    if not path.is_file():
-        raise CheckpointError(f"{path}: missing")
-    actual, listed = path.stat().st_size, num_bytes(pieces)
-    if actual != listed:
-        raise CheckpointError(f"{path}: damaged: {actual} bytes, the manifest says {listed}")
+    found = sizes_in(folder)
+    for name, pieces in files.items():
+        if name not in found:
+            raise CheckpointError(f"{folder / name}: missing")
+        if found[name] != num_bytes(pieces):
+            raise CheckpointError(
+                f"{folder / name}: damaged: {found[name]} bytes, the manifest says {num_bytes(pieces)}"
+            )
 
 
-def faults_in(folder: Path, files: Files, on_bytes: Callable[[int], None] = lambda count: None) -> list[str]:
+def faults_in(folder: Place, files: Files, on_bytes: Callable[[int], None] = lambda count: None) -> list[str]:
     """Reads all files, each once; returns a message for each one that is damaged or missing.
 
     on_bytes: is told how many bytes were read, every few megabytes.
@@ -134,9 +152,13 @@ def faults_in(folder: Path, files: Files, on_bytes: Callable[[int], None] = lamb
     return faults
 
 
-def _check_content(path: Path, pieces: Pieces, on_bytes: Callable[[int], None]) -> None:
+def _check_content(path: Place, pieces: Pieces, on_bytes: Callable[[int], None]) -> None:
     """Names the first piece that has changed."""
-    check_size(path, pieces)
+    if not path.is_file():
+        raise CheckpointError(f"{path}: missing")
+    actual, listed = path.stat().st_size, num_bytes(pieces)
+    if actual != listed:
+        raise CheckpointError(f"{path}: damaged: {actual} bytes, the manifest says {listed}")
     buffer = memoryview(bytearray(_STRIDE))
     with path.open("rb", buffering=0) as file:
         for start, piece in placed(pieces):
@@ -162,7 +184,7 @@ def num_bytes(pieces: Pieces) -> int:
     return sum(piece.num_bytes for piece in pieces)
 
 
-def write_manifest(folder: Path, files: Files, **facts: object) -> None:
+def write_manifest(folder: Place, files: Files, **facts: object) -> None:
     """Lists the files of a folder, each with its size and its pieces, and `facts` about it."""
     listed = {name: {"bytes": num_bytes(pieces), "pieces": pieces} for name, pieces in sorted(files.items())}
     manifest = {"format": FORMAT, "rondo": __version__, **facts, "files": listed}
@@ -170,7 +192,7 @@ def write_manifest(folder: Path, files: Files, **facts: object) -> None:
     write_checked(folder / MANIFEST, json.dumps(manifest).encode())
 
 
-def read_manifest(folder: Path) -> tuple[dict[str, Any], Files]:
+def read_manifest(folder: Place) -> tuple[dict[str, Any], Files]:
     """Returns all that the manifest says, and the files that it lists. Raises CheckpointError naming it."""
     path = folder / MANIFEST
     try:
@@ -198,7 +220,7 @@ def _own_checksum(manifest: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps({key: manifest[key] for key in manifest if key != "crc32"}).encode())
 
 
-def _changed(path: Path, start: int, piece: Piece) -> str:
+def _changed(path: Place, start: int, piece: Piece) -> str:
     where = f"bytes {start} to {start + piece.num_bytes}"
     return f"{path}: damaged: {where}{_within(piece)} do not have the checksum that the manifest lists"
 

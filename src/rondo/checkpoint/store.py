@@ -2,15 +2,17 @@
 
 checkpoints/step-00000012/            complete: manifest.json lists every file with its size and checksums
 checkpoints/.writing-step-00000016/   under way, or left by a kill; removed by the next writer
+
+Nothing can be renamed at a URL. There the manifest is what makes a folder a checkpoint: it is written last,
+when all files are there in their sizes, and removed first.
 """
 
 from __future__ import annotations
 
 import errno
-import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +21,12 @@ from rondo.checkpoint.checked import (
     MANIFEST,
     Files,
     Pieces,
-    check_size,
+    check_sizes,
     faults_in,
     num_bytes,
     read_checked,
     read_manifest,
+    sizes_in,
     write_checked,
     write_manifest,
 )
@@ -38,6 +41,7 @@ from rondo.checkpoint.durable import (
 )
 from rondo.errors import CheckpointError, ConfigError, RondoError, StorageError, WorkerError
 from rondo.storage import DISK_FULL, fault_in, refused, storing
+from rondo.urls import Far, Place, place_of
 
 _NAME = re.compile(r"step-(\d{8})")
 # Libraries that hide the errno (torch.save) are believed when less than this is free.
@@ -51,7 +55,7 @@ class Checkpoint:
     """
 
     step: int
-    path: Path
+    path: Place
     files: Files
 
     @property
@@ -75,14 +79,15 @@ class Checkpoint:
 class Draft:
     """A checkpoint under way: the folder to write into, and the checksums of the files that are in it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Place) -> None:
         self.folder = folder
         self.files: dict[str, Pieces] = {}
 
     def write(self, name: str, data: bytes) -> None:
-        """Adds a file of one piece. Raises OSError."""
+        """Adds a file of one piece. Raises OSError, StorageError."""
         path = self.folder / name
-        path.parent.mkdir(exist_ok=True)
+        if isinstance(path, Path):
+            path.parent.mkdir(exist_ok=True)
         self.files[name] = write_checked(path, data)
 
     def note(self, folder: str, files: Files) -> None:
@@ -91,31 +96,42 @@ class Draft:
 
 
 class CheckpointStore:
-    """The checkpoints of one run. Reading touches nothing, so it may look at a run that is going on; one
-    writer only.
+    """The checkpoints of one run, in a folder or at a URL. Reading touches nothing, so it may look at a run
+    that is going on; one writer only.
 
     keep: number of newest checkpoints kept (at least 1; ConfigError otherwise). `spared` is kept besides.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], keep: int = 2) -> None:
+    def __init__(self, directory: str | Place, keep: int = 2) -> None:
         if keep < 1:
             raise ConfigError(
                 f"checkpoint.keep={keep}: keep at least one; for no checkpoints set checkpoint.every=null"
             )
-        self.directory = Path(directory)
+        self.directory = place_of(directory) if isinstance(directory, str) else directory
         self.keep = keep
         self.spared: int | None = None
         """The step of one that is kept however old it gets."""
 
     def steps(self) -> list[int]:
         """Returns the steps of all checkpoints, ascending, damaged ones included."""
-        names = [path.name for path in entries_of(self.directory)]
+        if isinstance(self.directory, Far):
+            files = self.directory.files()
+            names = [name.removesuffix(f"/{MANIFEST}") for name in files if name.endswith(f"/{MANIFEST}")]
+        else:
+            names = [path.name for path in entries_of(self.directory)]
         return sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
 
     def has(self, step: int) -> bool:
-        return self.path_of(step).is_dir()
+        return step in self.steps()
 
-    def path_of(self, step: int) -> Path:
+    def check_place(self) -> None:
+        """Raises StorageError where nothing can be written, read and removed at a URL; nothing is asked of a
+        folder.
+        """
+        if isinstance(self.directory, Far):
+            self.directory.check_writable()
+
+    def path_of(self, step: int) -> Place:
         return self.directory / f"step-{step:08d}"
 
     def latest(self) -> Checkpoint | None:
@@ -129,13 +145,12 @@ class CheckpointStore:
         Raises CheckpointError naming a file that is missing or has another size, with the way out.
         """
         path = self.path_of(step)
-        if not path.is_dir():
+        if not self.has(step):
             have = ", ".join(map(str, self.steps())) or "none"
             raise CheckpointError(f"{path}: there is no checkpoint of step {step}; there are: {have}")
         with self.way_out_named(step):
             checkpoint = self.listed(step)
-            for name, pieces in checkpoint.files.items():
-                check_size(checkpoint.path / name, pieces)
+            check_sizes(checkpoint.path, checkpoint.files)
         return checkpoint
 
     def listed(self, step: int) -> Checkpoint:
@@ -176,10 +191,13 @@ class CheckpointStore:
     def way_out(self, step: int, older: int | None) -> str:
         """Says what to do about a damaged checkpoint. older: the newest valid one before it, if any."""
         path = self.path_of(step)
-        aside = f"mv {path} {path.with_name('damaged-' + path.name)}"
+        if isinstance(path, Path):
+            aside = f"`mv {path} {path.with_name('damaged-' + path.name)}`"
+        else:
+            aside = f"remove {path / MANIFEST}, without which it is no checkpoint"
         if older is not None:
-            return f"The checkpoint of step {older} is valid. To go on from it: `{aside}`, and start again"
-        return f"No older checkpoint is valid. To begin anew: `{aside}`, and start again"
+            return f"The checkpoint of step {older} is valid. To go on from it: {aside}, and start again"
+        return f"No older checkpoint is valid. To begin anew: {aside}, and start again"
 
     @contextmanager
     def writing(self, step: int) -> Iterator[Draft]:
@@ -192,18 +210,30 @@ class CheckpointStore:
         pass through.
         """
         target = self.path_of(step)
-        folder = self.directory / f"{WRITING}{target.name}"
-        if target.exists():
+        if self.has(step):
             raise CheckpointError(f"{target} exists already; ask `has({step})` before writing")
-        make_folder(self.directory)
-        remove_leftovers(self.directory)
+        if isinstance(target, Far):
+            with self._sent(target, step) as draft:
+                yield draft
+        else:
+            with self._renamed(target, step) as draft:
+                yield draft
+        self._prune(step)
+
+    @contextmanager
+    def _renamed(self, target: Path, step: int) -> Iterator[Draft]:
+        folder = target.with_name(f"{WRITING}{target.name}")
+        make_folder(target.parent)
+        remove_leftovers(target.parent)
         try:
             folder.mkdir()
             draft = Draft(folder)
             yield draft
             _seal(draft, step)
+            for path in [folder, *(entry for entry in folder.rglob("*") if entry.is_dir())]:
+                sync_path(path)
             folder.rename(target)
-            sync_path(self.directory)
+            sync_path(target.parent)
         except BaseException as error:
             needed = self._needed(folder)
             shutil.rmtree(folder, ignore_errors=True)
@@ -211,15 +241,37 @@ class CheckpointStore:
             if refusal is not None:
                 raise refusal from error
             raise
-        self._prune(step)
+
+    @contextmanager
+    def _sent(self, target: Far, step: int) -> Iterator[Draft]:
+        """What a writer leaves that fails or is killed has no manifest, and is removed by the next one."""
+        assert isinstance(self.directory, Far)
+        steps = self.steps()
+        for name in {name.partition("/")[0] for name in self.directory.files()}:
+            match = _NAME.fullmatch(name)
+            if match and int(match[1]) not in steps:
+                (self.directory / name).remove()
+        try:
+            draft = Draft(target)
+            yield draft
+            _seal(draft, step)
+        except (StorageError, WorkerError) as error:
+            told = error.cause_error if isinstance(error, WorkerError) else error
+            if not isinstance(told, StorageError):
+                raise
+            raise StorageError(f"{told}. Nothing was lost: {_kept(steps)}", told.fault) from error
 
     def _prune(self, written: int) -> None:
-        """Removes all but the newest `keep`, never `written` or the spared one. Renames first: a kill leaves
-        nothing half.
+        """Removes all but the newest `keep`, never `written` or the spared one. Renames first, or removes the
+        manifest: a kill leaves nothing half.
         """
         for step in self.steps()[: -self.keep]:
             if step not in (written, self.spared):
                 path = self.path_of(step)
+                if isinstance(path, Far):
+                    (path / MANIFEST).remove()
+                    path.remove()
+                    continue
                 aside = path.with_name(REMOVING + path.name)
                 move(path, aside)
                 with storing(aside, "removed"):
@@ -233,32 +285,37 @@ class CheckpointStore:
         if isinstance(told, RondoError) or not isinstance(error, Exception):
             return told if isinstance(told, StorageError) else None
         fault = fault_in(error)
+        assert isinstance(self.directory, Path)
         if fault is None and shutil.disk_usage(self.directory).free < _NEARLY_FULL:
             fault = errno.ENOSPC
         if fault is None:
             return None
-        older = self.steps()
-        kept = f"the checkpoint of step {older[-1]} is intact" if older else "there was no earlier checkpoint"
-        refusal = refused(self.path_of(step), "written", fault, needed)
+        refusal = refused(str(self.path_of(step)), "written", fault, needed)
         room = f", or lower checkpoint.keep (now {self.keep})" if fault in DISK_FULL else ""
         return StorageError(
-            f"{refusal}{room}. Nothing was lost: {kept}, and the training state is unaffected", fault
+            f"{refusal}{room}. Nothing was lost: {_kept(self.steps())}, and the training state is unaffected",
+            fault,
         )
 
     def _needed(self, folder: Path) -> int:
         """Returns how many bytes a checkpoint has, by what is written of one and by the newest."""
-        return max(map(_folder_bytes, [folder, *map(self.path_of, self.steps()[-1:])]))
+        return max(sum(sizes_in(one).values()) for one in [folder, *map(self.path_of, self.steps()[-1:])])
+
+
+def _kept(steps: Sequence[int]) -> str:
+    return f"the checkpoint of step {steps[-1]} is intact" if steps else "there was no earlier checkpoint"
 
 
 def _seal(draft: Draft, step: int) -> None:
-    """Writes and syncs the manifest, then syncs the folders; the files themselves are on disk."""
-    folder = draft.folder
-    found = {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()}
-    assert found == set(draft.files), f"files without a checksum, or gone: {sorted(found ^ set(draft.files))}"
-    write_manifest(folder, draft.files, step=step)
-    for path in [folder, *(entry for entry in folder.rglob("*") if entry.is_dir())]:
-        sync_path(path)
-
-
-def _folder_bytes(path: Path) -> int:
-    return sum(entry.stat().st_size for entry in path.rglob("*") if entry.is_file()) if path.is_dir() else 0
+    """Writes the manifest, once every file is there that was written, in its size."""
+    found = sizes_in(draft.folder)
+    written = {name: num_bytes(pieces) for name, pieces in draft.files.items()}
+    if found != written:
+        name = min(name for name in found.keys() | written.keys() if found.get(name) != written.get(name))
+        raise CheckpointError(
+            f"{draft.folder / name}: {found.get(name, 'none')} of its bytes are there, and "
+            f"{written.get(name, 'none')} were written. Does another run write there?"
+        )
+    write_manifest(draft.folder, draft.files, step=step)
+    if read_manifest(draft.folder)[1] != draft.files:
+        raise CheckpointError(f"{draft.folder / MANIFEST}: does not come back as it was written")

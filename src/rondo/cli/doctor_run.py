@@ -14,7 +14,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 from rondo.checkpoint.checked import faults_in, num_bytes, read_manifest
 from rondo.checkpoint.store import CheckpointStore
+from rondo.config import load
 from rondo.errors import CheckpointError
+from rondo.urls import Place
 
 
 @dataclass
@@ -50,7 +52,9 @@ def run(folder: Path, *, as_json: bool) -> int:
 def examine(folder: Path) -> Iterator[Saved]:
     """Reads all checkpoints and exports of a run, those of its warm start first."""
     for run_folder in (folder / "warm_start", folder):
-        store = CheckpointStore(run_folder / "checkpoints")
+        config = run_folder / "config.yaml"
+        place = load([str(config)]).config.checkpoint.path if config.exists() else None
+        store = CheckpointStore(place or run_folder / "checkpoints")
         valid = None
         for step in store.steps():
             saved = _examined(store, store.path_of(step), step)
@@ -67,7 +71,7 @@ def examine(folder: Path) -> Iterator[Saved]:
             yield saved
 
 
-def _examined(store: CheckpointStore, folder: Path, step: int | None) -> Saved:
+def _examined(store: CheckpointStore, folder: Place, step: int | None) -> Saved:
     """Reads the files of a checkpoint (step None: of an export), with a bar on a terminal."""
     try:
         files = read_manifest(folder)[1] if step is None else store.listed(step).files

@@ -48,7 +48,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     generate.add_argument("--json", action="store_true", help="one JSON object per completion")
     export = subparsers.add_parser("export", help=HELP["export"], description=HELP["export"])
     export.add_argument("run", help="run folder (runs/quickstart)")
-    export.add_argument("output", help="folder to write; must not exist or be empty")
+    export.add_argument("output", help="folder or URL to write; must not exist or be empty")
     export.add_argument("--step", type=int, help="which checkpoint (default: the newest)")
 
 

@@ -149,6 +149,26 @@ class WorkerGroup:
         ref = BatchRef(index, blocks, self._resolve)
         return ref if reply.value is None else (ref, reply.value)
 
+    async def call_parts(
+        self,
+        method: Callable[..., Any],
+        ref: BatchRef,
+        parts: Mapping[int, np.ndarray],
+        *args: Sequence[Any],
+    ) -> list[Any]:
+        """Calls any method on some ranks, each with a part of the rows, by position, and all their columns.
+
+        Further arguments are lists, one entry for each rank called. Returns the results. Raises as `call`.
+        """
+        shards = ref.shards(ref.columns, list(parts.values()))
+        rows = zip(*args, strict=True) if args else [()] * len(parts)
+        calls = {
+            rank: self._plan(method, row, {}, shard=shard)
+            for rank, row, shard in zip(parts, rows, shards, strict=True)
+        }
+        answers = await invoke(calls, self._hosts, self._watchers)
+        return [answers[rank][0].value for rank in parts]
+
     async def _split(
         self,
         method: Callable[..., Any],

@@ -133,7 +133,7 @@ def _find(path: str) -> tuple[Path | None, list[Path]]:
         place = place.parent
     if any(character in path for character in "*?[") and not place.exists():
         run, files = None, _sorted(Path(name) for name in glob.glob(path))
-    elif place.is_file():
+    elif place.is_file() or (place.is_dir() and _STEP.fullmatch(place.name)):
         run, files = None, [place]
     elif (place / "rollouts").is_dir():
         run, files = place, _sorted(p for p in (place / "rollouts").iterdir() if _STEP.fullmatch(p.name))
@@ -174,9 +174,17 @@ def _check_steps(run: Path, files: Sequence[Path]) -> None:
 
 def _columns(file: Path) -> list[str]:
     try:
-        return list(pq.read_schema(file).names)
+        return list(pq.read_schema(_parts(file)[0]).names)
     except (OSError, pa.ArrowException) as error:
         raise _unreadable(file, error) from error
+
+
+def _parts(file: Path) -> list[Path]:
+    """Returns the files that hold a step's rows, in their order: several ranks may have written them."""
+    parts = sorted(file.iterdir()) if file.is_dir() else [file]
+    if not parts:
+        raise DataError(f"{file}: is an empty folder; remove it, or copy it again")
+    return parts
 
 
 def _unreadable(file: Path, error: Exception) -> DataError:
@@ -209,7 +217,7 @@ def _in_order(ids: np.ndarray) -> list[int]:
 def _read(file: Path, names: Sequence[str]) -> Batch:
     """Reads these columns, in their types."""
     try:
-        table = pq.ParquetFile(file).read(columns=list(names))
+        table = pa.concat_tables([pq.ParquetFile(one).read(columns=list(names)) for one in _parts(file)])
     except (OSError, pa.ArrowException) as error:
         raise _unreadable(file, error) from error
     arrays = {}

@@ -26,8 +26,8 @@ from rondo.config.schema import (
     SourceConfig,
     TaskSourceConfig,
 )
-from rondo.data.urls import check_url, fetched, is_url
 from rondo.errors import ConfigError, DataError, half_of_a_pair
+from rondo.urls import check_url, fetched, is_url
 
 Row = Mapping[str, Any]
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]")

@@ -41,6 +41,7 @@ from rondo.models.precision import cast_model
 from rondo.models.quantised import plain_tensors, quantisation_of
 from rondo.models.source import ModelSource, TokenizerSource
 from rondo.models.stored import StoredModel, parameters_on_meta
+from rondo.urls import is_url
 
 Kernels = Literal["auto", "norms", "liger", "transformers"]
 # Keys that every config takes although its class does not declare them.
@@ -394,7 +395,7 @@ def load_tokenizer(source: TokenizerSource) -> Any:
 
 def is_function(name: str) -> bool:
     """Says whether a tokenizer's name is that of a function which makes it."""
-    if os.path.isdir(name):
+    if is_url(name) or os.path.isdir(name):
         return False
     return ":" in name or ("." in name and "/" not in name)
 

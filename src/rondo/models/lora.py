@@ -25,6 +25,7 @@ from transformers.pytorch_utils import Conv1D
 
 from rondo.config.schema import LoraConfig
 from rondo.errors import ConfigError, DataError
+from rondo.hub import copy_of
 from rondo.models.files import json_object
 from rondo.models.loading import model_on_meta
 from rondo.models.precision import kept_in_float32
@@ -269,7 +270,7 @@ def read_adapter(
     Raises DataError where it is none; ConfigError where it is not of this rank, alpha, these targets, or this
     model, or is of a kind that is not trained here.
     """
-    folder = Path(path)
+    folder = copy_of(path)
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
             raise DataError(f"lora.path: there is no {name} in {path}, so it is no adapter of peft's format")
@@ -345,6 +346,6 @@ def _load(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
 
 def base_checksum_of(path: str) -> int | None:
     """Returns the checksum of the model that an adapter was trained on, where rondo wrote it."""
-    with safe_open(Path(path) / WEIGHTS, framework="pt") as file:
+    with safe_open(copy_of(path) / WEIGHTS, framework="pt") as file:
         written = (file.metadata() or {}).get(BASE_CHECKSUM)
     return None if written is None else int(written)

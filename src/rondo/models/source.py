@@ -19,7 +19,7 @@ class ModelSource:
     """Either a pretrained model (`path`) or one with random weights (`config`), never both."""
 
     path: str | None = None
-    """A local folder or a hub id."""
+    """A local folder, a URL or a hub id."""
     hub: Hub = "huggingface"
     """Where an id is looked up."""
     config: Mapping[str, Any] | None = None

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from rondo.errors import DataError
+from rondo.hub import copy_of
 
 FILE = "value_head.safetensors"  # beside the trunk's weights in an exported critic
 
@@ -34,7 +33,7 @@ def replace_lm_head(model: PreTrainedModel, path: str | None, dtype: torch.dtype
     """
     head = ValueHead(model.get_input_embeddings().embedding_dim, dtype)
     _drop_lm_head(model)
-    file = Path(path) / FILE if path is not None else None
+    file = copy_of(path) / FILE if path is not None else None
     if file is not None and file.is_file():
         saved = load_file(file)
         if saved["weight"].shape != head.weight.shape:

@@ -7,9 +7,9 @@ timeline/        attempt-1.json: what ran when in each process of the run (rondo
 summary.json     written at the end
 curves.png       written at the end
 notes.txt        what the console could not show
-rollouts/        step-000012.parquet: the rows of each step
+rollouts/        step-000012.parquet: the rows of each step; a folder of such files where many write it
 evaluations/     step-000012.jsonl: evaluated answers
-checkpoints/     step-00000012/ (rondo.checkpoint)
+checkpoints/     step-00000012/ (rondo.checkpoint), unless checkpoint.path is another place
 warm_start/      the run that made the model to begin with
 export/          the trained model as a Hugging Face folder
 recipe.yaml      what the CLI repeats a run of `rondo.train` with, and inputs/ its rows and functions
@@ -24,11 +24,11 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from rondo.batch import Batch
 from rondo.checkpoint import CheckpointStore
 from rondo.checkpoint.durable import (
     AppendedFile,
@@ -38,6 +38,7 @@ from rondo.checkpoint.durable import (
     move,
     remove_leftovers,
     replacing,
+    replacing_folder,
     sync_path,
     write_atomic,
 )
@@ -45,6 +46,7 @@ from rondo.errors import CheckpointError, ConfigError, DataError, StorageError
 from rondo.storage import storing
 from rondo.tracking.lock import RunLock
 from rondo.tracking.metrics import metrics_line, parse_metrics, read_metrics
+from rondo.urls import Place, place_of
 
 Resume = Literal["auto", "never", "must"]
 
@@ -72,6 +74,7 @@ class RunFolder:
     """A run's folder, held exclusively until `close` (also a context manager). Until `begin` nothing in it
     changes, but for what a kill left half-written, and what is made for it is removed by `close`.
 
+    checkpoints: where they lie; None: in this folder.
     resume says what to do with a folder that has content:
       auto   go on from its newest checkpoint; without one, move the old files to discarded/<attempt>/
              (`begin` does) and start anew
@@ -79,9 +82,12 @@ class RunFolder:
       must   go on from its newest checkpoint; without one CheckpointError
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, resume: Resume = "auto") -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], *, resume: Resume = "auto", checkpoints: str | None = None
+    ) -> None:
         self.path = Path(path)
-        self.checkpoints_dir = self.path / "checkpoints"
+        own = self.path / "checkpoints"
+        self.checkpoints_dir: Place = own if checkpoints is None else place_of(checkpoints)
         self.export_dir = self.path / "export"
         self.logs_dir = self.path / "logs"
         self._unsynced: set[Path] = set()
@@ -124,13 +130,15 @@ class RunFolder:
             return checkpoints[-1]
         if resume == "must":
             raise CheckpointError(
-                f"checkpoint.resume=must, but {self.path / 'checkpoints'} has no checkpoint to go on from. "
-                "Check trainer.run_dir, or set checkpoint.resume=auto to start anew"
+                f"checkpoint.resume=must, but {self.checkpoints_dir} has no checkpoint to go on from. "
+                "Check trainer.run_dir and checkpoint.path, or set checkpoint.resume=auto to start anew"
             )
         if (present or checkpoints) and resume == "never":
-            found = f"a checkpoint of step {checkpoints[-1]}" if checkpoints else ", ".join(present)
+            found, where = ", ".join(present), f"{self.path}: this folder"
+            if checkpoints:
+                found, where = f"a checkpoint of step {checkpoints[-1]}", str(self.checkpoints_dir)
             raise ConfigError(
-                f"{self.path}: this folder holds an earlier run ({found}) and checkpoint.resume=never. "
+                f"{where} holds an earlier run ({found}) and checkpoint.resume=never. "
                 "Set checkpoint.resume=auto to go on with it, or choose another trainer.run_dir"
             )
         self._earlier = present
@@ -144,8 +152,9 @@ class RunFolder:
         moved_to = self._discards if self._earlier else None
         for name in self._earlier:
             self._discard(self.path / name)
-        for name in ("rollouts", "checkpoints"):
-            make_folder(self.path / name)
+        make_folder(self.path / "rollouts")
+        if isinstance(self.checkpoints_dir, Path):
+            make_folder(self.checkpoints_dir)
         self._write_config(config)
         return moved_to
 
@@ -224,15 +233,23 @@ class RunFolder:
         self._metrics.append(metrics_line(step, metrics).encode() + b"\n")
         self._unsynced.add(self._metrics.path)
 
-    def write_rollouts(self, step: int, batch: Batch) -> Path:
-        """Writes rollouts/step-000012.parquet, which is whole or absent, whatever happens."""
+    @contextmanager
+    def new_rollouts(self, step: int, parts: int) -> Iterator[list[Path]]:
+        """Gives the files that become rollouts/step-000012.parquet at the end: one, or several, which are a
+        folder then, with the rows in the order of their names. It is whole or absent, whatever happens.
+        """
         folder = self.path / "rollouts"
         make_folder(folder)
         path = folder / f"step-{step:06d}.parquet"
-        with replacing(path, lambda: batch.table.nbytes) as temporary:
-            batch.write_parquet(temporary)
-        self._unsynced |= {path, folder}
-        return path
+        if parts == 1:
+            with replacing(path) as temporary:
+                yield [temporary]
+            self._unsynced |= {path, folder}
+            return
+        names = [f"part-{number:05d}.parquet" for number in range(parts)]
+        with replacing_folder(path) as temporary:
+            yield [temporary / name for name in names]
+        self._unsynced |= {folder, path, *(path / name for name in names)}
 
     def sync(self) -> None:
         """Forces everything written so far to disk, before a checkpoint is renamed into place."""
@@ -275,6 +292,27 @@ class RunFolder:
             (kept if record is not None and record["step"] <= step else late).append(line)
         self.discard_lines(path.name, kept, late)
         return len(late)
+
+    @property
+    def has_run(self) -> bool:
+        """Says whether an earlier attempt has begun here."""
+        return (self.path / "config.yaml").exists()
+
+    def metrics_text(self) -> bytes:
+        """Returns all of metrics.jsonl."""
+        path = self.path / "metrics.jsonl"
+        with storing(path, "read"):
+            return path.read_bytes() if path.exists() else b""
+
+    def take_over_metrics(self, text: bytes, step: int) -> None:
+        """Takes the lines that a checkpoint of `step` has carried, where this folder's own do not reach as
+        far: the run goes on elsewhere than it was. Its own move to discarded/. Call before `discard_beyond`.
+        """
+        if all(record["step"] < step for record in self.read_metrics()):
+            path = self.path / "metrics.jsonl"
+            if path.exists():
+                self._discard(path)
+            write_atomic(path, text)
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Reads as the module's `read_metrics`; returns nothing when nothing was logged yet."""

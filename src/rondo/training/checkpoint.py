@@ -10,7 +10,6 @@ import os
 import pickle
 from dataclasses import replace
 from itertools import groupby
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -32,8 +31,9 @@ from rondo.checkpoint.checked import (
     read_piece,
     write_checked,
 )
-from rondo.errors import CheckpointError
+from rondo.errors import CheckpointError, RondoError
 from rondo.storage import fault_in, refused
+from rondo.urls import Place, place_of
 
 State = dict[str, torch.Tensor]  # flat; sharded entries are DTensors
 
@@ -43,14 +43,15 @@ _METADATA = ".metadata"
 def save(state: State, path: str, group: dist.ProcessGroup) -> Files:
     """Writes every rank's shards; returns the checksums of all files, on every rank. Collective.
 
-    Raises StorageError (disk full, not writable), CheckpointError.
+    path: a folder, which all ranks see, or a URL, to which each rank sends its own as it reads them from
+    memory. Raises StorageError (disk full, not writable), CheckpointError.
     """
-    writer = _Writer(Path(path))
+    writer = _Writer(place_of(path))
     try:
         with Activity(f"writing {path}", bound=False):
             dcp.save(state, storage_writer=writer, process_group=group)
     except (CheckpointException, OSError, RuntimeError) as error:
-        _raise_refusal(path, "written", error)
+        _raise_told(path, "written", error)
         raise CheckpointError(f"checkpoint {path} could not be written: {_cause(error)}") from error
     files: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(files, writer.files, group=group)
@@ -63,16 +64,12 @@ def load(state: State, path: str, files: Files, group: dist.ProcessGroup) -> Non
     files: what `save` returned. Each rank reads the tensors of which it has a part, each once, and checks
     them. Raises CheckpointError naming a file, and the tensor, that has changed.
     """
-    reader = _Reader(Path(path), files, _read_metadata(Path(path), files, group))
+    reader = _Reader(place_of(path), files, _read_metadata(place_of(path), files, group))
     try:
         with Activity(f"reading {path}", bound=False):
             dcp.load(state, storage_reader=reader, process_group=group)
     except (CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
-        failures = error.failures.values() if isinstance(error, CheckpointException) else ()
-        for failure, _ in failures:
-            if isinstance(failure, CheckpointError):
-                raise failure from error
-        _raise_refusal(path, "read", error)
+        _raise_told(path, "read", error)
         raise CheckpointError(
             f"checkpoint {path} cannot be loaded into this model: {_cause(error)}. Was it made with another "
             "model?"
@@ -91,7 +88,7 @@ class TensorPlace(NamedTuple):
 class _Writer(StorageWriter):
     """Writes this rank's tensors into a file, and on the rank that coordinates the metadata of all."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Place) -> None:
         self._folder = folder
         self.files: dict[str, Pieces] = {}
 
@@ -132,7 +129,7 @@ class _Writer(StorageWriter):
 class _Reader(StorageReader):
     """Reads what the plan asks for, file after file, each tensor whole."""
 
-    def __init__(self, folder: Path, files: Files, metadata: Metadata) -> None:
+    def __init__(self, folder: Place, files: Files, metadata: Metadata) -> None:
         self._folder = folder
         self._metadata = metadata
         self._pieces = {(name, start): piece for name in files for start, piece in placed(files[name])}
@@ -178,16 +175,16 @@ class _Reader(StorageReader):
         return True
 
 
-def _read_metadata(folder: Path, files: Files, group: dist.ProcessGroup) -> Metadata:
+def _read_metadata(folder: Place, files: Files, group: dist.ProcessGroup) -> Metadata:
     """Has one rank read it, which tells the others, also what is wrong. Collective."""
-    told: list[bytes | CheckpointError | None] = [None]
+    told: list[bytes | RondoError | None] = [None]
     if dist.get_rank(group) == 0:
         try:
             told = [read_checked(folder / _METADATA, files[_METADATA])]
-        except CheckpointError as error:
+        except RondoError as error:
             told = [error]
     dist.broadcast_object_list(told, group=group, group_src=0)
-    if isinstance(told[0], CheckpointError):
+    if isinstance(told[0], RondoError):
         raise told[0]
     assert told[0] is not None
     metadata: Metadata = pickle.loads(told[0])  # its checksum is that of what we wrote
@@ -206,11 +203,14 @@ def _done(value: Any) -> Future[Any]:
     return future
 
 
-def _raise_refusal(path: str, what: str, error: BaseException) -> None:
-    """Raises StorageError where the file system is what failed, on any rank."""
+def _raise_told(path: str, what: str, error: BaseException) -> None:
+    """Raises what any rank says is wrong with a file; StorageError where the file system is what failed."""
     told = (
         [failure for failure, _ in error.failures.values()] if isinstance(error, CheckpointException) else []
     )
+    for failure in told:
+        if isinstance(failure, RondoError):
+            raise failure from error
     for fault in map(fault_in, [*told, error]):
         if fault is not None:
             raise refused(path, what, fault) from error

@@ -79,7 +79,7 @@ def _trajectories(file: Path, step: int) -> list[Shown]:
     import pyarrow.parquet as pq
 
     try:
-        names = pq.read_schema(file).names
+        names = pq.read_schema(min(file.iterdir()) if file.is_dir() else file).names
         scores = [name for name in names if name.startswith("score/")]
         rows = pq.read_table(file, columns=[n for n in _COLUMNS if n in names] + scores).to_pylist()
     except (pa.ArrowException, OSError) as error:

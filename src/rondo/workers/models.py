@@ -25,6 +25,7 @@ from rondo.training.measuring import equal_rows, metrics_of
 from rondo.training.views import Views
 from rondo.types import StepStats
 from rondo.workers.estimating import EstimatingWorker
+from rondo.workers.rows import WritesRows
 from rondo.workers.transfer import SendsWeights
 
 TOKENS = declared("prompt_ids", "response_ids")
@@ -166,7 +167,7 @@ class ModelWorker(Worker):
         return stats
 
 
-class ActorWorker(EstimatingWorker, SendsWeights, ModelWorker):
+class ActorWorker(EstimatingWorker, SendsWeights, WritesRows, ModelWorker):
     """The policy that is trained."""
 
     @dispatch(

@@ -277,7 +277,9 @@ TABLE: Mapping[str, Rule] = {
     "trainer.project_name": To("tracking.project"),
     "trainer.experiment_name": Ignored("runs are named by trainer.run_dir"),
     "trainer.default_local_dir": To("trainer.run_dir"),
-    "trainer.default_hdfs_dir": Only((None,), "runs are written to trainer.run_dir"),
+    "trainer.default_hdfs_dir": Only(
+        (None,), "set checkpoint.path to it: checkpoints are written there, and not copied"
+    ),
     **_together(Late(run.devices), "trainer", "n_gpus_per_node", "nnodes"),
     "trainer.device": To("cluster.device"),
     "trainer.balance_batch": Ignored("batches are always balanced over ranks, by tokens"),

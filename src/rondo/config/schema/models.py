@@ -31,7 +31,7 @@ class ModelConfig:
     """The policy's model. One of `path`, `config` and `trainer.warm_start` says where weights come from."""
 
     path: Path | None = None
-    """A local folder or a hub id."""
+    """A local folder, a URL or a hub id."""
     hub: Literal["huggingface", "modelscope", "local"] = "huggingface"
     """Where a name that is no folder is looked up: this one, model.tokenizer and the other models' paths."""
     config: Mapping[str, Any] | None = None

@@ -227,6 +227,8 @@ class CheckpointConfig:
 
     every: Count | None = None
     """Steps; null: none."""
+    path: Path | None = None
+    """Where they lie, this run's alone: a URL (s3://bucket/run) or a folder; default: in the run's folder."""
     keep: Count = 2
     """The newest checkpoints that are kept."""
     best: BestConfig = BestConfig()

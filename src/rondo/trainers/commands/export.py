@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from rondo.checkpoint import Checkpoint, CheckpointStore
 from rondo.checkpoint.durable import replacing_folder
 from rondo.config import Config, LocalBackendConfig
 from rondo.controller import WorkerGroup, start_cluster
 from rondo.errors import CheckpointError, ConfigError
-from rondo.storage import storing
+from rondo.storage import cache_folder, storing
 from rondo.trainers.commands.event_loop import run_loop
 from rondo.trainers.loop import config_of
 from rondo.trainers.program import complete_model, create_model, on_one_pool, open_tokenizer
+from rondo.urls import Far, Place, place_of
 from rondo.workers import ActorWorker
 
 
@@ -31,13 +35,18 @@ async def export_model(actor: WorkerGroup, config: Config, folder: Path) -> None
 
 
 def export_checkpoint(run: str, output: str, step: int | None = None) -> int:
-    """Writes the actor of a checkpoint of `run` to `output` with its tokenizer; returns the step.
+    """Writes the actor of a checkpoint of `run` to `output` (a folder, or a URL) with its tokenizer; returns
+    the step.
 
     Raises CheckpointError when the run has no such checkpoint, ConfigError when `output` is in use,
     StorageError, before anything is loaded, when it cannot be made.
     """
-    folder, target = Path(run), Path(output)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    folder, target = Path(run), place_of(output)
+    if isinstance(target, Far):
+        in_use = bool(target.files())
+    else:
+        in_use = target.exists() and (not target.is_dir() or any(target.iterdir()))
+    if in_use:
         raise ConfigError(f"{output}: exists and is not an empty folder; choose another place to export to")
     if not (folder / "config.yaml").is_file():
         raise CheckpointError(f"{run}: not a run folder (no config.yaml)")
@@ -46,15 +55,30 @@ def export_checkpoint(run: str, output: str, step: int | None = None) -> int:
         config = with_model(config, folder / "warm_start" / "export")
     cluster = dataclasses.replace(config.cluster, backend=LocalBackendConfig(), devices=1)
     config = complete_model(dataclasses.replace(config, cluster=cluster))
-    store = CheckpointStore(folder / "checkpoints", keep=config.checkpoint.keep)
+    store = CheckpointStore(config.checkpoint.path or folder / "checkpoints", keep=config.checkpoint.keep)
     checkpoint = store.latest() if step is None else store.open(step)
     if checkpoint is None:
         raise CheckpointError(
             f"{run}: has no checkpoint; set checkpoint.every in the recipe, or use its export/ folder"
         )
-    with replacing_folder(target) as part, store.way_out_named(checkpoint.step):
+    with _exporting_to(target) as part, store.way_out_named(checkpoint.step):
         run_loop(_export(config, checkpoint, part), config.cluster.hang_seconds)
     return checkpoint.step
+
+
+@contextmanager
+def _exporting_to(target: Place) -> Iterator[Path]:
+    """Gives a new folder on this machine, and has `target` be it at the end. At a URL config.json, without
+    which it is no model, comes last.
+    """
+    if isinstance(target, Path):
+        with replacing_folder(target) as part:
+            yield part
+        return
+    target.check_writable()
+    with TemporaryDirectory(prefix="export-", dir=cache_folder()) as part:
+        yield Path(part)
+        target.upload(Path(part), last="config.json")
 
 
 async def _export(config: Config, checkpoint: Checkpoint, target: Path) -> None:

@@ -49,11 +49,13 @@ def open_run(
     Raises CheckpointError where the run cannot go on from what is in it.
     """
     restarts = restarts or Restarts(loaded.config, console)
-    resume = "auto" if restarts.number else loaded.config.checkpoint.resume  # what it finds is its own
-    with RunFolder(path, resume=resume) as folder, ExitStack() as at_end:
+    kept = loaded.config.checkpoint
+    resume = "auto" if restarts.number else kept.resume  # what it finds is its own
+    with RunFolder(path, resume=resume, checkpoints=kept.path) as folder, ExitStack() as at_end:
         at_end.callback(remove_files, folder.path)
         run = Run(loaded, folder, console, at_end, on_step, restarts)
-        run.checkpoints.check()
+        for line in run.checkpoints.check():
+            console.warn(line)
         yield run
 
 

@@ -20,6 +20,7 @@ from rondo.checkpoint.durable import make_folder, sync_path
 from rondo.config import Config, leaves_of
 from rondo.data.sources import open_sources
 from rondo.errors import StorageError
+from rondo.hub import copy_of
 from rondo.tracking.summary import versions
 from rondo.trainers.program import open_tokenizer
 
@@ -74,7 +75,7 @@ def _depends_on(config: Config) -> Iterator[bytes]:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     yield (_json(tokenizer.get_vocab()) if backend is None else backend.to_str().encode())
     yield _json([tokenizer.chat_template, tokenizer.special_tokens_map])
-    folders = [Path(rondo.__file__).parent] + ([Path(config.model.path)] if config.model.path else [])
+    folders = [Path(rondo.__file__).parent] + ([copy_of(config.model.path)] if config.model.path else [])
     for folder in folders:
         for file in sorted(folder.rglob("*")):
             if file.is_file() and "__pycache__" not in file.parts:

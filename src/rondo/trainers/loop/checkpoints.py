@@ -4,11 +4,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import json
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from rondo.checkpoint import (
     Checkpoint,
@@ -21,11 +23,17 @@ from rondo.checkpoint import (
     save_controller_state,
     taking_over,
 )
-from rondo.config import Config
+from rondo.config import Config, changes, leaves_of
 from rondo.controller import WorkerGroup
+from rondo.errors import StorageError
 from rondo.tracking import Clock, RunFolder
 from rondo.trainers.loop.best import Best
+from rondo.trainers.loop.resume import FREE
 from rondo.workers import ModelWorker
+
+T = TypeVar("T")
+# What checkpoints carry that lie elsewhere than their run.
+_SETTINGS, _METRICS = "settings.json", "metrics.jsonl"
 
 
 class Resumable(Protocol):
@@ -52,11 +60,22 @@ class Checkpoints:
         self.cut: ControllerState | None = None
         """The trainer's part of a state that `snapshot` has copied and nobody has written yet."""
 
-    def check(self) -> None:
-        """Looks, before anything starts, whether there is a checkpoint that is whole and fits. Raises
-        CheckpointError.
+    def check(self) -> list[str]:
+        """Looks, before anything starts, whether there is a checkpoint that is whole and fits, and whether
+        one can be written. Returns what to say where the run goes on in a folder that has nothing of it: so,
+        and each setting that differs. Raises CheckpointError, StorageError.
         """
-        _ = self._newest  # looked at for its errors
+        checkpoint = self._newest
+        self._store.check_place()
+        if checkpoint is None or _SETTINGS not in checkpoint.files or self._folder.has_run:
+            return []
+        with taking_over(checkpoint):
+            old = dict(json.loads(checkpoint.read(_SETTINGS)))
+        changed = changes(old, leaves_of(self._config), "before", free=FREE)
+        return [
+            f"{self._folder.path} has nothing of this run yet: it goes on from {checkpoint.path}",
+            *(f"goes on with another setting than it began with: {line}" for line in changed),
+        ]
 
     @cached_property
     def _newest(self) -> Checkpoint | None:
@@ -79,6 +98,8 @@ class Checkpoints:
             return None
         with self._store.way_out_named(checkpoint.step):
             state = load_controller_state(checkpoint)
+            if _METRICS in checkpoint.files:
+                self._folder.take_over_metrics(checkpoint.read(_METRICS), checkpoint.step)
             self._folder.discard_beyond(checkpoint.step)
             for role, group in trainer.saved_roles().items():
                 await group.call(ModelWorker.load, str(checkpoint.path / role), checkpoint.files_in(role))
@@ -118,7 +139,11 @@ class Checkpoints:
 
     def way_on(self) -> str | None:
         """Says how a run that ends now can go on, in one line; None where there is no checkpoint."""
-        steps, resume = self._store.steps(), self._config.checkpoint.resume
+        resume = self._config.checkpoint.resume
+        try:
+            steps = self._store.steps()
+        except StorageError as error:  # it may be why the run ends
+            return f"whether there is a checkpoint to go on from cannot be seen now: {error}"
         if not steps:
             return None
         setting = " with checkpoint.resume=auto" if resume == "never" else ""
@@ -157,8 +182,34 @@ class Checkpoints:
         assert self.cut is not None
         state = dataclasses.replace(self.cut, timers=trainer.clock.state())
         self.cut = None
-        with self._store.writing(state.step) as draft:
+        async with _off_the_loop(self._store.writing(state.step)) as draft:
             for role, group in trainer.saved_roles().items():
                 draft.note(role, await group.call(ModelWorker.write_snapshot, str(draft.folder / role)))
-            save_controller_state(draft, state, compatibility_record(self._config))
+            await _waited_for(save_controller_state, draft, state, compatibility_record(self._config))
             self._folder.sync()
+            if self._config.checkpoint.path is not None:  # the run may go on without its folder
+                settings = json.dumps(leaves_of(self._config)).encode()
+                await _waited_for(draft.write, _SETTINGS, settings)
+                await _waited_for(draft.write, _METRICS, self._folder.metrics_text())
+
+
+@asynccontextmanager
+async def _off_the_loop(manager: AbstractContextManager[T]) -> AsyncIterator[T]:
+    """Enters and leaves in a thread: what is written may go over a network, and episodes go on meanwhile."""
+    value = await _waited_for(manager.__enter__)
+    try:
+        yield value
+    except BaseException as error:
+        await _waited_for(manager.__exit__, type(error), error, error.__traceback__)
+        raise
+    await _waited_for(manager.__exit__, None, None, None)
+
+
+async def _waited_for(work: Callable[..., T], *arguments: Any) -> T:
+    """Does it in a thread, to its end also where the caller is cancelled: nothing is left half done."""
+    task = asyncio.ensure_future(asyncio.to_thread(work, *arguments))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise

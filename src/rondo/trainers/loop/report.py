@@ -19,8 +19,9 @@ import numpy as np
 from rondo.batch import BatchRef
 from rondo.columns import GREEDY_REWARD, ROUTES, SCORE_PREFIX, TRANSCRIPT
 from rondo.config import Config
-from rondo.controller import Cluster
+from rondo.controller import Cluster, WorkerGroup
 from rondo.data import firsts, trajectory_of_rows
+from rondo.errors import StorageError
 from rondo.storage import storing
 from rondo.tracking import (
     Clock,
@@ -42,7 +43,9 @@ from rondo.trainers.loop.evaluation import (
     write_evaluation,
 )
 from rondo.types import StepStats
+from rondo.workers import ActorWorker
 
+PART_ROWS = 1024  # of a step, for each rank that writes: a call to more of them costs more than it saves
 _log = logging.getLogger(__name__)
 Status = Literal["finished", "failed", "stopped"]
 
@@ -72,6 +75,9 @@ class Reporter:
         self.on_step: Callable[[Mapping[str, Any]], None] | None = None
         self.on_evaluation: Callable[[int, Mapping[str, Any]], None] | None = None
         self.device: str = config.cluster.device
+        self.writers: WorkerGroup | None = None
+        """The actor's ranks, which write the rows of a step."""
+        self._ranks: list[int] | None = None  # those that see the folder, once they were asked
         self._samples: list[Sample] = []
         self._trackers: list[Tracker] = []
 
@@ -199,16 +205,40 @@ class Reporter:
         shown += [TRANSCRIPT] if TRANSCRIPT in rows.columns else []
         if tracking.save_rollouts:
             # Routes are many times as large as all else, and mean nothing to another run.
-            whole = await rows.fetch([name for name in rows.columns if name not in ROUTES])
-            self.folder.write_rollouts(step, whole)
-            few = whole.select(shown).take(firsts)
-        else:
-            few = await rows.take(firsts).fetch(shown)  # the other rows' text stays where it is
+            await self._write(step, rows.without(*(name for name in rows.columns if name in ROUTES)))
         if tracking.samples:
+            few = await rows.take(firsts).fetch(shown)  # the other rows' text stays where it is
             self._samples = [
                 Sample(row["prompt_text"], row.get(TRANSCRIPT) or row["text"], row["reward"], row["outcome"])
                 for row in few.table.to_pylist()
             ]
+
+    async def _write(self, step: int, rows: BatchRef) -> None:
+        """Has the actor's ranks write the rows, each some of them in a row: every process finds them by their
+        handles, and they need not pass through this one. Where no rank sees this folder, it writes them.
+        """
+        if self._ranks is None and self.writers is not None:
+            lock, size = self.folder.path / "run.lock", self.writers.size
+            saw = await self.writers.call(
+                ActorWorker.sees, [str(lock.absolute())] * size, [lock.read_bytes()] * size
+            )
+            self._ranks = [rank for rank, there in enumerate(saw) if there]
+        if self.writers is None or not self._ranks:
+            with self.folder.new_rollouts(step, 1) as (path,):
+                (await rows.fetch()).write_parquet(path)
+            return
+        count = min(len(self._ranks), max(1, len(rows) // PART_ROWS))
+        parts = dict(zip(self._ranks, np.array_split(np.arange(len(rows)), count), strict=False))
+        with self.folder.new_rollouts(step, count) as paths:
+            names = [str(path.absolute()) for path in paths]
+            sizes = await self.writers.call_parts(ActorWorker.write_rows, rows, parts, names)
+            for path, size in zip(paths, sizes, strict=True):
+                if not path.is_file() or path.stat().st_size != size:
+                    raise StorageError(
+                        f"{path}: a rank has written {size} bytes of this step's rows, and they are not "
+                        "here. Is trainer.run_dir another folder on its machine? "
+                        "tracking.save_rollouts=false writes none"
+                    )
 
 
 def _algorithm(config: Config, kind: Kind) -> str:

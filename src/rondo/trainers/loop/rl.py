@@ -80,6 +80,7 @@ class RLRun:
         self.roles = roles
         self.side = side
         self.reporter = reporter
+        reporter.writers = roles.actor
         self.checkpoints = checkpoints
         self.journal = journal
         self.step = 0

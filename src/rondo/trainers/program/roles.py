@@ -8,13 +8,12 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rondo.config import Config, FrozenEngineConfig, OptimizerConfig, ParallelConfig, RewardModelConfig
 from rondo.controller import Cluster, Mesh, Worker, WorkerGroup
 from rondo.errors import ConfigError, DataError
-from rondo.hub import local_folder
+from rondo.hub import copy_of, local_folder
 from rondo.models import (
     ModelSource,
     TokenizerSource,
@@ -198,7 +197,7 @@ def source_of(role: str, config: Config) -> ModelSource:
         if engine.path is None:
             raise ConfigError(f"{section}: {role} has no path; {EXPORT_OF_ONE}", key=section)
         source = model_source(config, section)
-        if not (Path(str(source.path)) / VALUE_HEAD_FILE).is_file():
+        if not (copy_of(str(source.path)) / VALUE_HEAD_FILE).is_file():
             raise ConfigError(
                 f"{section}.path: there is no {VALUE_HEAD_FILE} in {engine.path}, without which it scores "
                 f"every response 0; {EXPORT_OF_ONE}",

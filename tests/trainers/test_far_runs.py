@@ -1,0 +1,305 @@
+"""Runs whose checkpoints lie at a URL, and models there: numbers are those of folders, bit for bit, whatever
+is interrupted, and also where the run's own folder is lost.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rondo.checkpoint import CheckpointStore
+from rondo.cli.doctor_run import examine
+from rondo.config import load
+from rondo.errors import ConfigError, StorageError
+from rondo.trainers.commands.export import export_checkpoint
+from rondo.trainers.commands.train import train
+from rondo.urls import Far
+from tests.far import PLUGIN, Fault, far, fault, shelf  # noqa: F401
+from tests.trainers.conftest import PYTHONPATH, RECIPE, REPOSITORY, cli, inline, metrics, weights
+from tests.trainers.scorers import HOLD
+from tests.trainers.test_resume import SIX_STEPS, tokens, wait_for_line
+from tests.waiting import wait_for
+
+TWO = ("cluster.backend=process", "cluster.devices=2")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six steps in one go, with checkpoints in the run's folder."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(RECIPE))
+    inline("train", str(folder / "tiny.yaml"), *SIX_STEPS, f"trainer.run_dir={folder / 'run'}")
+    return folder / "run"
+
+
+def start(recipe: Path, run: Path, *overrides: str, hold: str = "90:91") -> subprocess.Popen[str]:
+    """As a user starts it, with the shelf installed. hold: as in `test_resume.start`."""
+    path = os.pathsep.join([PYTHONPATH, str(PLUGIN)])
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, HOLD: hold}
+    arguments = ["train", str(recipe), *SIX_STEPS, *overrides, f"trainer.run_dir={run}"]
+    return subprocess.Popen(
+        [sys.executable, "-m", "rondo.cli.main", *arguments],
+        cwd=REPOSITORY,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def assert_equal(run: Path, other: Path) -> None:
+    assert tokens(run) == tokens(other)
+    assert metrics(run) == metrics(other)
+    assert weights(run) == weights(other)
+
+
+def test_a_run_whose_machine_is_lost_goes_on_elsewhere_to_the_same_bits(
+    far: str,  # noqa: F811
+    recipe: Path,
+    tmp_path: Path,
+    undisturbed: Path,
+) -> None:
+    place = f"checkpoint.path={far}/run"
+    process = start(recipe, tmp_path / "lost", place, hold="16:20")
+    wait_for_line(tmp_path / "lost", process, 4)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert not list((tmp_path / "lost").glob("checkpoints/*"))
+    shutil.rmtree(tmp_path / "lost")
+    assert CheckpointStore(f"{far}/run").steps() == [3]
+
+    command = ("train", str(recipe), *SIX_STEPS, place, "tracking.console=plain")
+    run = tmp_path / "run"
+    done = inline(*command, f"trainer.run_dir={run}")
+    assert f"{run} has nothing of this run yet: it goes on from {far}/run/step-00000003" in done.stdout
+    assert_equal(run, undisturbed)
+    assert CheckpointStore(f"{far}/run").steps() == [3, 6]
+    assert [(saved.folder, saved.faults) for saved in examine(run)][:2] == [
+        (f"{far}/run/step-00000003", []),
+        (f"{far}/run/step-00000006", []),
+    ]
+    # a folder that holds less than the checkpoint, with other settings, which are told
+    shutil.rmtree(run)
+    done = inline(*command, "trainer.total_steps=7", "actor.optimizer.lr=2e-3", f"trainer.run_dir={run}")
+    assert "actor.optimizer.lr: 0.001 before, 0.002 now" in done.stdout
+    assert [line["step"] for line in metrics(run)] == [0, 1, 2, 3, 4, 5, 6, 7]
+    # another run is refused, as it is in its folder
+    done = inline(*command, "trainer.seed=1", f"trainer.run_dir={tmp_path / 'other'}", check=False)
+    assert done.returncode == 2
+    assert "trainer.seed: 0 in the checkpoint, 1 now" in done.stderr
+    never = ("checkpoint.resume=never", f"trainer.run_dir={tmp_path / 'other'}")
+    done = inline(*command, *never, check=False)
+    assert (
+        f"{far}/run holds an earlier run (a checkpoint of step 7) and checkpoint.resume=never" in done.stderr
+    )
+    assert not (tmp_path / "other").exists()
+
+
+def test_kill_9_while_a_checkpoint_is_sent_leaves_the_earlier_one(
+    shelf: str,  # noqa: F811
+    fault: Fault,  # noqa: F811
+    recipe: Path,
+    tmp_path: Path,
+    undisturbed: Path,
+) -> None:
+    place = f"checkpoint.path={shelf}"
+    fault.set("hang step-00000006/actor/.metadata")
+    process = start(recipe, tmp_path / "run", place)
+    wait_for("the last file of the actor", lambda: fault.hangs or process.poll() is not None)
+    assert process.poll() is None, process.communicate()[0]
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    fault.clear()
+    assert "step-00000006/actor/rank-0.bin" in Far(shelf).files()
+    assert CheckpointStore(shelf).steps() == [3]
+    inline("train", str(recipe), *SIX_STEPS, place, f"trainer.run_dir={tmp_path / 'run'}")
+    assert_equal(tmp_path / "run", undisturbed)
+    assert {name.partition("/")[0] for name in Far(shelf).files()} == {"step-00000003", "step-00000006"}
+
+
+def test_an_upload_that_fails_ends_the_run_and_says_how_it_goes_on(
+    shelf: str,  # noqa: F811
+    fault: Fault,  # noqa: F811
+    recipe: Path,
+    tmp_path: Path,
+    undisturbed: Path,
+) -> None:
+    command = (
+        "train",
+        str(recipe),
+        *SIX_STEPS,
+        f"checkpoint.path={shelf}",
+        f"trainer.run_dir={tmp_path / 'run'}",
+    )
+    for what in ("actor/rank-0.bin", "buffer/ledger.jsonl", "manifest.json"):
+        fault.set(f"fail step-00000006/{what}")
+        done = inline(*command, check=False)
+        assert done.returncode == 2
+        assert f"{shelf}/step-00000006/{what}: cannot be written: OSError: the shelf would not" in done.stderr
+        assert "Nothing was lost: the checkpoint of step 3 is intact" in done.stderr
+        assert f"all up to step 3 is saved ({shelf}/step-00000003): the same command" in done.stderr
+        assert CheckpointStore(shelf).steps() == [3]
+    fault.clear()
+    inline(*command)
+    assert_equal(tmp_path / "run", undisturbed)
+
+
+@pytest.fixture(scope="module")
+def two_undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("two")
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(RECIPE))
+    cli("train", str(folder / "tiny.yaml"), *SIX_STEPS, *TWO, f"trainer.run_dir={folder / 'run'}")
+    return folder / "run"
+
+
+@pytest.mark.slow
+def test_two_processes_send_what_each_holds_and_go_on(
+    far: str,  # noqa: F811
+    recipe: Path,
+    tmp_path: Path,
+    two_undisturbed: Path,
+) -> None:
+    place = f"checkpoint.path={far}"
+    process = start(recipe, tmp_path / "lost", place, *TWO, hold="16:20")
+    wait_for_line(tmp_path / "lost", process, 4)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    sizes = {name: entry["size"] for name, entry in Far(far).files().items()}
+    assert sizes["step-00000003/actor/rank-0.bin"] > 10_000
+    assert sizes["step-00000003/actor/rank-1.bin"] > 10_000
+    process = start(recipe, tmp_path / "run", place, *TWO)
+    output, _ = process.communicate(timeout=400)
+    assert process.returncode == 0, output
+    assert_equal(tmp_path / "run", two_undisturbed)
+    # and on one
+    inline(
+        "train",
+        str(recipe),
+        *SIX_STEPS,
+        place,
+        "trainer.total_steps=7",
+        f"trainer.run_dir={tmp_path / 'run'}",
+    )
+    assert metrics(tmp_path / "run")[-1]["step"] == 7
+
+
+@pytest.mark.slow
+def test_a_rank_that_cannot_send_its_part_is_an_error_of_the_run(
+    shelf: str,  # noqa: F811
+    fault: Fault,  # noqa: F811
+    recipe: Path,
+    tmp_path: Path,
+) -> None:
+    fault.set("fail step-00000003/actor/rank-1.bin")
+    process = start(recipe, tmp_path / "run", f"checkpoint.path={shelf}", *TWO)
+    output, _ = process.communicate(timeout=400)
+    assert process.returncode == 2
+    assert f"{shelf}/step-00000003/actor/rank-1.bin: cannot be written: OSError: the shelf" in output
+    assert "there was no earlier checkpoint" in output
+    assert CheckpointStore(shelf).steps() == []
+
+
+def test_the_best_checkpoint_stays_where_it_is_sent(far: str, recipe: Path, tmp_path: Path) -> None:  # noqa: F811
+    settings = ["trainer.total_steps=5", "trainer.evaluation={every: 1, samples: 0}", "checkpoint.keep=1"]
+    settings += ["checkpoint.best={metric: eval/greedy/reward}"]
+    here = train(load([str(recipe)], [*settings, f"trainer.run_dir={tmp_path / 'here'}"]))
+    there = train(
+        load([str(recipe)], [*settings, f"checkpoint.path={far}", f"trainer.run_dir={tmp_path / 'there'}"])
+    )
+    assert there["best"] == here["best"]
+    kept = CheckpointStore(tmp_path / "here" / "checkpoints").steps()
+    assert CheckpointStore(far).steps() == kept == sorted({here["best"]["step"], 5})
+    assert weights(tmp_path / "there") == weights(tmp_path / "here")
+    shutil.rmtree(tmp_path / "there")  # which evaluation was the best is told by the checkpoint
+    again = train(
+        load([str(recipe)], [*settings, f"checkpoint.path={far}", f"trainer.run_dir={tmp_path / 'there'}"])
+    )
+    assert again["best"] == here["best"]
+    assert weights(tmp_path / "there") == weights(tmp_path / "here")
+
+
+def test_an_export_at_a_url_is_the_one_in_a_folder_and_can_be_a_model(
+    far: str,  # noqa: F811
+    recipe: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    run = tmp_path / "run"
+    inline("train", str(recipe), "checkpoint.every=3", f"checkpoint.path={far}/run", f"trainer.run_dir={run}")
+    assert export_checkpoint(str(run), str(tmp_path / "exported")) == 3
+    done = inline("export", str(run), f"{far}/model")
+    assert done.stdout == f"wrote step 3 of {run} to {far}/model\n"
+    files = {name: (Far(f"{far}/model") / name).read_bytes() for name in Far(f"{far}/model").files()}
+    assert files == {path.name: path.read_bytes() for path in (tmp_path / "exported").iterdir()}
+    assert not list((tmp_path / "cache" / "rondo").glob("export-*"))
+    with pytest.raises(ConfigError, match="is not an empty folder"):
+        export_checkpoint(str(run), f"{far}/model")
+
+    said = [
+        [
+            json.loads(line)
+            for line in inline(
+                "generate", model, "1 + 1 =", "--json", "--max-tokens", "8"
+            ).stdout.splitlines()
+        ]
+        for model in (str(tmp_path / "exported"), f"{far}/model")
+    ]
+    assert said[0] == said[1]
+    made = {}
+    for name, model in (("here", tmp_path / "exported"), ("there", f"{far}/model")):
+        settings = (
+            f"model={{path: {model}, config: null, tokenizer: null}}",
+            "trainer.total_steps=1",
+            f"trainer.run_dir={tmp_path / name}",
+        )
+        inline("train", str(recipe), *settings)
+        made[name] = (metrics(tmp_path / name), weights(tmp_path / name))
+    assert made["here"] == made["there"]
+    assert len(list((tmp_path / "cache" / "rondo" / "models").glob("model-*[!k]"))) == 1  # without the lock
+
+
+def test_an_export_that_cannot_be_sent_leaves_nothing(
+    shelf: str,  # noqa: F811
+    fault: Fault,  # noqa: F811
+    recipe: Path,
+    tmp_path: Path,
+) -> None:
+    run = tmp_path / "run"
+    inline("train", str(recipe), "checkpoint.every=3", f"trainer.run_dir={run}")
+    for what, said in (
+        ("fail model.safetensors", "cannot be written: OSError: the shelf would not fail it"),
+        ("cut model.safetensors", "bytes are there, of "),
+        ("cut config.json", "bytes are there, of "),
+    ):
+        fault.set(what)
+        with pytest.raises(StorageError, match=said):
+            export_checkpoint(str(run), f"{shelf}/model")
+        assert Far(shelf).files() == {}
+    fault.set("fail .trial")  # before anything is loaded
+    done = inline("export", str(run), f"{shelf}/model", check=False)
+    assert done.returncode == 2
+    assert f"{shelf}/model/.trial: cannot be written" in done.stderr
+
+
+def test_a_place_that_cannot_be_written_is_told_before_anything_starts(
+    shelf: str,  # noqa: F811
+    fault: Fault,  # noqa: F811
+    recipe: Path,
+    tmp_path: Path,
+) -> None:
+    fault.set("fail .trial")
+    done = inline(
+        "train", str(recipe), f"checkpoint.path={shelf}", f"trainer.run_dir={tmp_path / 'run'}", check=False
+    )
+    assert done.returncode == 2
+    assert f"{shelf}/.trial: cannot be written: OSError" in done.stderr
+    assert not (tmp_path / "run").exists()
