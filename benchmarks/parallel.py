@@ -105,7 +105,7 @@ def formula(axis: str, parameters: int, tokens: int, width: int) -> float:
     return {
         "shard": sharded,
         "replicate": 2 * share * parameters * item,
-        "tensor": 14 * share * tokens * width * item,
+        "tensor": 8 * share * tokens * width * item,
         "context": 2 * share * tokens / RANKS * 4 * width * item + sharded,
         "expert": 4 * share * TOP_K * tokens * width * item + share * (parameters - experts) * 3 * item,
     }[axis]

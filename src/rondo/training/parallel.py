@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 
 from rondo.config.schema import ParallelConfig
@@ -37,6 +39,7 @@ def parallelise(lm: PreTrainedModel, views: Views) -> list[torch.nn.Module]:
         tied = head is not None and head.weight is embeddings.weight
         dense |= _plan_of_vocabulary(lm, None if tied else head)
         apply_tensor_parallelism(lm, views.tensor, dense)
+        _share_inputs(lm, dense, views.tensor)
         if head is not None and tied:  # what was one parameter is so again
             head.weight = embeddings.weight
     if views.expert is None or num_experts(text) is None:
@@ -49,6 +52,45 @@ def parallelise(lm: PreTrainedModel, views: Views) -> list[torch.nn.Module]:
         # Not a view: what adds to it in place (shared experts) would take FSDP's hook off it.
         module.forward = functools.partial(_copied, module.forward)
     return experts
+
+
+class _Input:
+    """What several products that are cut by columns multiply with (q, k and v; gate and up). transformers
+    spreads it for each of them, so that each adds up its gradient over the ranks; spread once for all, their
+    gradients are added up here first, and then once over the ranks.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+        self._given: torch.Tensor | None = None
+        self._spread: torch.Tensor | None = None
+
+    def __call__(self, forward: Callable[..., torch.Tensor], given: torch.Tensor) -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            return forward(given)
+        if self._spread is None or self._given is not given:
+            self._given = given
+            self._spread = DTensor.from_local(given, self._mesh, [Replicate()], run_check=False)
+        return forward(self._spread)
+
+    def forget(self, *_: object) -> None:
+        """Lets it go, when the module that has the products is done."""
+        self._given = None
+        self._spread = None
+
+
+def _share_inputs(lm: PreTrainedModel, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
+    """Has the products of a module that are cut by columns share their input, where they have the same."""
+    modules = dict(lm.named_modules())
+    together: dict[str, list[torch.nn.Module]] = {}
+    for name, style in plan.items():
+        if style.startswith("colwise") and name in modules:
+            together.setdefault(name.rpartition(".")[0], []).append(modules[name])
+    for parent, products in together.items():
+        shared = _Input(mesh)
+        for product in products:
+            product.forward = functools.partial(shared, product.forward)
+        modules[parent].register_forward_hook(shared.forget, always_call=True)
 
 
 def _head_of(lm: PreTrainedModel) -> torch.nn.Module | None:
