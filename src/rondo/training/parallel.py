@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -65,18 +66,24 @@ class _Input:
         self._given: torch.Tensor | None = None
         self._spread: torch.Tensor | None = None
 
-    def __call__(self, forward: Callable[..., torch.Tensor], given: torch.Tensor) -> torch.Tensor:
+    def within(self, forward: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+        """Calls the module that has the products, and lets the input go when it is done, also where it is
+        computed again.
+        """
+        try:
+            return forward(*arguments, **keywords)
+        finally:
+            self._given = None
+            self._spread = None
+
+    def times(self, forward: Callable[..., torch.Tensor], given: torch.Tensor) -> torch.Tensor:
+        """Calls one of the products; each that is given the same tensor gets the same in its place."""
         if not torch.is_grad_enabled():
             return forward(given)
         if self._spread is None or self._given is not given:
             self._given = given
             self._spread = DTensor.from_local(given, self._mesh, [Replicate()], run_check=False)
         return forward(self._spread)
-
-    def forget(self, *_: object) -> None:
-        """Lets it go, when the module that has the products is done."""
-        self._given = None
-        self._spread = None
 
 
 def _share_inputs(lm: PreTrainedModel, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
@@ -89,8 +96,8 @@ def _share_inputs(lm: PreTrainedModel, plan: Mapping[str, str], mesh: DeviceMesh
     for parent, products in together.items():
         shared = _Input(mesh)
         for product in products:
-            product.forward = functools.partial(shared, product.forward)
-        modules[parent].register_forward_hook(shared.forget, always_call=True)
+            product.forward = functools.partial(shared.times, product.forward)
+        modules[parent].forward = functools.partial(shared.within, modules[parent].forward)
 
 
 def _head_of(lm: PreTrainedModel) -> torch.nn.Module | None:
