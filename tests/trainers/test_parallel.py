@@ -28,6 +28,7 @@ MIXTURE = (
     "model.config.num_experts_per_tok=2",
 )
 GRPO = ("trainer.total_steps=2", "checkpoint.every=2")
+ADAPTED = (*GRPO, "algorithm.kl={name: k3, where: loss, coef: 0.1}", "actor.lora={rank: 4, send: adapters}")
 QUIET = ("trainer.evaluation.every=null",)
 
 
@@ -44,6 +45,8 @@ def _weights(folder: Path) -> dict[str, np.ndarray]:
         pytest.param(DENSE, GRPO, 4, "{replicate: 2, context: 2}", marks=pytest.mark.slow),
         pytest.param(MIXTURE, GRPO, 4, "{tensor: 2, expert: 2}", marks=pytest.mark.slow),
         pytest.param(MIXTURE, PPO, 2, "{expert: 2}", marks=pytest.mark.slow),
+        pytest.param(DENSE, ADAPTED, 2, "{tensor: 2}", marks=pytest.mark.slow),
+        pytest.param(MIXTURE, ADAPTED, 4, "{tensor: 2, expert: 2}", marks=pytest.mark.slow),
     ],
 )
 def test_a_run_ends_as_on_one_process(

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 
 from rondo.config.schema import ParallelConfig
+from rondo.models.lora import base_name, parts_of_adapted
 from rondo.training.axes import LINEAR_STYLES, dense_plan, expert_plan, num_experts, refused
 from rondo.training.views import EXPERT, Views
 
@@ -92,8 +93,10 @@ def _share_inputs(lm: PreTrainedModel, plan: Mapping[str, str], mesh: DeviceMesh
     together: dict[str, list[torch.nn.Module]] = {}
     for name, style in plan.items():
         if style.startswith("colwise") and name in modules:
-            together.setdefault(name.rpartition(".")[0], []).append(modules[name])
+            together.setdefault(base_name(name).rpartition(".")[0], []).append(modules[name])
     for parent, products in together.items():
+        if len(products) == 1:
+            continue
         shared = _Input(mesh)
         for product in products:
             product.forward = functools.partial(shared.times, product.forward)
@@ -127,10 +130,11 @@ def _check_whole(lm: PreTrainedModel, plan: Mapping[str, str], sizes: ParallelCo
     rank would have a part of that one's gradient, and nothing would add them up (norms of heads, learned
     activations).
     """
-    cut = {name.rpartition(".")[0] for name, style in plan.items() if style == "rowwise"}
+    styles = {base_name(name): style for name, style in plan.items()}
+    cut = {name.rpartition(".")[0] for name, style in styles.items() if style == "rowwise"}
     for name, _ in lm.named_parameters():
         above = [name[:at] for at, letter in enumerate(name) if letter == "."]
-        if cut & set(above) and not plan.keys() & {name, *above}:
+        if cut & set(above) and not styles.keys() & {base_name(name), *above}:
             why = f"transformers' plan for {lm.config.model_type} leaves out {name}"
             raise refused("tensor", sizes, why)
 
@@ -149,7 +153,13 @@ def _for_each(plan: Mapping[str, str], lm: PreTrainedModel) -> dict[str, str]:
     for pattern, style in plan.items():
         known = re.compile(re.escape(prefix + pattern).replace(r"\*", r"\d+"))
         for name in filter(known.fullmatch, every):
-            out[name] = style
-            if style in LINEAR_STYLES:  # of a linear module: its weight and bias are cut alike
-                out |= {f"{name}.{own}": style for own in names.get(name, ())}
+            if style not in LINEAR_STYLES:
+                out[name] = style
+                continue
+            # Of a linear module: its weight and bias are cut alike, and of its adapter the factor that has
+            # the dimension which is cut. The other one is whole; what it multiplies with, or its product, is
+            # the same on all ranks, and so is its gradient.
+            for part in parts_of_adapted(names, name, "B" if style.startswith("colwise") else "A"):
+                out[part] = style
+                out |= {f"{part}.{own}": style for own in names.get(part, ())}
     return out
