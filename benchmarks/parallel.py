@@ -31,12 +31,12 @@ from tests.training.helpers import PolicyLoss  # noqa: E402
 from tests.training.layouts import layout  # noqa: E402
 
 RANKS, HEADS, EXPERTS, TOP_K = 2, 4, 4, 2
-COLLECTIVES = ("allgather", "allreduce", "reducescatter", "alltoall")
+COLLECTIVES = ("allgather", "allreduce", "reducescatter", "alltoall", "recv")
 AXES = ("shard", "replicate", "tensor", "context", "expert")
 
 
 class Received(TorchDispatchMode):
-    """Adds up the bytes that collectives bring to this rank, by kind."""
+    """Adds up the bytes that messages and collectives of two ranks bring to this one, by kind."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,8 @@ class Received(TorchDispatchMode):
         if kind.startswith(("c10d::", "_c10d_functional::")) and any(one in name for one in COLLECTIVES):
             largest = max(_tensors(arguments), key=torch.Tensor.numel)  # of an all-gather that is its output
             passes = 2 if "allreduce" in name else 1
-            self.bytes[name] += passes * (RANKS - 1) * largest.nbytes // RANKS
+            whole = passes * largest.nbytes
+            self.bytes[name] += whole if "recv" in name else (RANKS - 1) * whole // RANKS
         return function(*arguments, **(keywords or {}))
 
 
@@ -105,7 +106,7 @@ def formula(axis: str, parameters: int, tokens: int, width: int) -> float:
     return {
         "shard": sharded,
         "replicate": 2 * share * parameters * item,
-        "tensor": 14 * share * tokens * width * item,
+        "tensor": 8 * share * tokens * width * item,
         "context": 2 * share * tokens / RANKS * 4 * width * item + sharded,
         "expert": 4 * share * TOP_K * tokens * width * item + share * (parameters - experts) * 3 * item,
     }[axis]

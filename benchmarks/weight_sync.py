@@ -3,6 +3,7 @@ peak extra memory, time.
 
     python benchmarks/weight_sync.py [--ranks 1 2 4] [--engines native] [--json weight_sync.json]
     python benchmarks/weight_sync.py --engines native vllm sglang --tp 1 2      (in the engines' environment)
+    python benchmarks/weight_sync.py --layouts                  (two ranks along each parallel axis)
 
 Routes: `gathered` (an engine in each rank's process), `process` (one engine in a process of its own beside
 rank 0, through shared memory; the other ranks take part in the gathering), `collective` (one engine on a host
@@ -12,7 +13,8 @@ bytes moved: between processes (for disk: written and read). bytes needed: what 
 hold beforehand. peak: most resident memory during the sync over what was resident before it (free memory is
 given back to the system first, in this process), of the trainer's rank 0 and of the engine's processes
 together; where both are one process it is said once. planned: of whoever plans, the largest. Times are
-medians of --repeat syncs after one that does not count; compare them within one run only.
+medians of --repeat syncs after one that does not count; compare them within one run only. With --layouts
+bytes are not worked out but counted, of each rank, in the calls of torch.distributed.
 """
 
 from __future__ import annotations
@@ -49,6 +51,13 @@ MODEL = {
     "tie_word_embeddings": True,
     "max_position_embeddings": 512,
 }
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 384,
+}
+LAYOUTS = ("shard", "tensor", "context", "expert", "replicate")
 
 
 @dataclass(frozen=True)
@@ -126,7 +135,13 @@ def rank_main(rank: int, world: int, store: str, case: dict[str, Any], pipe: Any
                 sync(version)
                 mine = memory.extra()
                 dist.barrier()
-                measured.append((time.perf_counter() - started, mine, planned()))
+                measured.append((time.perf_counter() - started, mine, list(planned())))
+            if "layout" in case:  # beside the timed ones: it looks at every call
+                from parallel import Received
+
+                with Received() as received:
+                    sync(case["repeat"] + 1)
+                measured.append(sum(received.bytes.values()))
         pipe.send(measured[1:])
     except BaseException as error:
         pipe.send(f"{type(error).__name__}: {error}")
@@ -135,63 +150,61 @@ def rank_main(rank: int, world: int, store: str, case: dict[str, Any], pipe: Any
 
 def side(
     rank: int, case: dict[str, Any], stack: contextlib.ExitStack
-) -> tuple[Callable[[int], Any], Memory, Callable[[], int]]:
-    """What this rank does in every sync, the memory to watch, and the bytes that were planned."""
+) -> tuple[Callable[[int], Any], Memory, Callable[[], list[int]]]:
+    """What this rank does in every sync, the memory to watch, and the bytes that were planned at most and
+    needed.
+    """
     import torch.distributed as dist
-    from torch.distributed.device_mesh import DeviceMesh
 
     from rondo.weights.disk import read_weights, write_weights
     from rondo.weights.exchange import Transfer, piece_of, receive, send
     from rondo.weights.gather import gather_along, gather_into
 
     ranks, bucket, route = case["ranks"], case["bucket"], case["route"]
-    group = dist.new_group(list(range(ranks)))
-    engine = None
-    if rank < ranks:
-        engine = trainer(DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",)))
-    memory, plan = Memory([os.getpid()]), [0]
+    engine = trainer(rank, case)
+    memory, plan = Memory([os.getpid()]), [0, 0]
 
     def counted(report: Any) -> None:
-        plan[0] = report.peak_bytes
+        plan[:] = report.peak_bytes, report.bytes_needed
 
     if route == "gathered":
-        sink = native_sink()
-        return lambda v: counted(gather_into(engine, sink, v, bucket)), memory, lambda: plan[0]
+        sink = native_sink(case)
+        return lambda v: counted(gather_into(engine, sink, v, bucket)), memory, lambda: plan
     if route == "process":
         if rank > 0:
-            return lambda v: gather_along(engine, bucket, None), memory, lambda: 0
+            return lambda v: gather_along(engine, bucket, None), memory, lambda: [0, 0]
         child = start_child(case, stack)
         pair = _Pair(memory, Memory(children(child.pid)))
         gather = lambda v: counted(gather_into(engine, child, v, bucket, processes=1))  # noqa: E731
-        return gather, pair, lambda: plan[0]
+        return gather, pair, lambda: plan
     layout = [engine.layout()] if engine is not None else [None]
     dist.broadcast_object_list(layout, 0)
     if route == "collective":
         transfer = Transfer(layout[0], (ranks,), bucket)
         if engine is None:
-            sink = native_sink()
-            return lambda v: counted(receive(transfer, v, sink, "cpu")), memory, lambda: plan[0]
+            sink = native_sink(case)
+            return lambda v: counted(receive(transfer, v, sink, "cpu")), memory, lambda: plan
 
         def sending(version: int) -> None:
             with engine.named_shards() as shards:
                 assert not send(transfer, version, piece_of(layout[0], shards), "cpu").lost
 
-        return sending, memory, lambda: 0
+        return sending, memory, lambda: [0, 0]
     folder = Path(case["folder"])
     if engine is None:
-        sink = native_sink()
+        sink = native_sink(case)
 
         def reading(version: int) -> None:
             dist.barrier()
             counted(read_weights(folder, version, sink))
 
-        return reading, memory, lambda: plan[0]
+        return reading, memory, lambda: plan
 
     def writing(version: int) -> None:
         counted(write_weights(engine, folder, version, bucket, leader=rank == 0))
         dist.barrier()
 
-    return writing, memory, lambda: plan[0]
+    return writing, memory, lambda: plan
 
 
 class _Pair(Memory):
@@ -209,28 +222,45 @@ class _Pair(Memory):
         return super().extra(), self.engine.extra()
 
 
-def trainer(mesh: Any) -> Any:
-    """The model under FSDP2 on this rank, random weights."""
+def trainer(rank: int, case: dict[str, Any]) -> Any:
+    """The model under FSDP2 on this rank, random weights; None on a rank of the engine. Collective."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
     from rondo.config.schema import FrozenEngineConfig
     from rondo.training import FsdpEngine
 
-    return FsdpEngine(model_source(), FrozenEngineConfig(), None, mesh=mesh)
+    ranks, axes = case["ranks"], axes_of(case)
+    if axes:
+        from tests.training.layouts import context_of, layout
+
+        context_of(ranks, tuple(axes.items()))
+        mesh = layout(ranks, **axes)[0] if rank < ranks else None
+    else:
+        group = dist.new_group(list(range(ranks)))
+        mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",)) if rank < ranks else None
+    return None if mesh is None else FsdpEngine(model_source(case), FrozenEngineConfig(), None, mesh=mesh)
 
 
-def model_source() -> Any:
+def axes_of(case: dict[str, Any]) -> dict[str, int]:
+    """The axes of a case of --layouts: all ranks along one."""
+    return {case["layout"]: case["ranks"]} if case.get("layout", "shard") != "shard" else {}
+
+
+def model_source(case: dict[str, Any]) -> Any:
     from rondo.models import ModelSource
 
-    return ModelSource(config=MODEL, seed=1)
+    return ModelSource(config=MODEL | (EXPERTS if case.get("layout") == "expert" else {}), seed=1)
 
 
-def native_sink() -> Any:
+def native_sink(case: dict[str, Any]) -> Any:
     """The native engine's storage, in this process."""
     import torch
 
     from rondo.models import load_model_config
     from rondo.rollout.weights import WeightStore, build_module
 
-    cpu, config = torch.device("cpu"), load_model_config(model_source())
+    cpu, config = torch.device("cpu"), load_model_config(model_source(case))
     module = build_module(config, "eager", torch.float32, cpu, trust_remote_code=False)
     store = WeightStore(module, None, torch.float32, cpu)
     for tensor in store.tensors.values():
@@ -244,7 +274,7 @@ def start_child(case: dict[str, Any], stack: contextlib.ExitStack) -> Any:
 
     spec = EngineSpec(
         engine=case["engine"],
-        source=model_source(),
+        source=model_source(case),
         dtype="float32",
         device="cpu",
         max_context=256,
@@ -257,8 +287,8 @@ def start_child(case: dict[str, Any], stack: contextlib.ExitStack) -> Any:
     return child
 
 
-def measure(case: dict[str, Any]) -> Row:
-    """Start the processes of a case and join their answers. Raises RuntimeError with a rank's message."""
+def measure(case: dict[str, Any]) -> list[list[Any]]:
+    """Start the processes of a case and return their answers. Raises RuntimeError with a rank's message."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     ranks, route = case["ranks"], case["route"]
@@ -284,13 +314,13 @@ def measure(case: dict[str, Any]) -> Row:
                 process.join(5)
                 if process.is_alive():
                     process.kill()
-    return joined(case, answers)
+    return answers
 
 
 def joined(case: dict[str, Any], answers: list[list[tuple[float, Any, int]]]) -> Row:
     """The row of a case from what its ranks measured."""
     ranks, route = case["ranks"], case["route"]
-    size = model_bytes()
+    size = model_bytes(case)
     around = (ranks - 1) * size  # what an all-gather moves
     moved = {"gathered": around, "process": around + size, "collective": size, "disk": 2 * size}[route]
     needed = around if route == "gathered" else size
@@ -309,23 +339,27 @@ def joined(case: dict[str, Any], answers: list[list[tuple[float, Any, int]]]) ->
         size,
         moved,
         needed,
-        max(sample[2] for answer in answers for sample in answer),
+        max(sample[2][0] for answer in answers for sample in answer),
         max(peaks),
         of_engine,
         statistics.median(sample[0] for sample in answers[0]),
     )
 
 
-def model_bytes() -> int:
+def model_bytes(case: dict[str, Any]) -> int:
     import torch
 
     from rondo.models.loading import build_model
 
-    return sum(p.numel() * 4 for p in build_model(model_source(), torch.float32).parameters())
+    return sum(p.numel() * 4 for p in build_model(model_source(case), torch.float32).parameters())
+
+
+def common_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {"bucket": int(arguments.bucket_mib * MiB), "repeat": arguments.repeat, "disk": arguments.disk}
 
 
 def cases(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    common = {"bucket": int(arguments.bucket_mib * MiB), "repeat": arguments.repeat, "disk": arguments.disk}
+    common = common_of(arguments)
     for ranks in arguments.ranks:
         for engine in arguments.engines:
             if engine == "native":
@@ -356,6 +390,25 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def by_layout(common: dict[str, Any]) -> None:
+    """Prints what each of two ranks along each axis receives and holds beside the model. Native engines."""
+    common = {**common, "ranks": 2, "engine": "native", "tp": 1}
+    print("| layout | route | model MiB | received MiB, by rank | needed MiB | planned | peak, by rank |")
+    print("|---|---|---|---|---|---|---|")
+    for name in LAYOUTS:
+        for route in ("gathered", "collective"):
+            case = {**common, "layout": name, "route": route}
+            answers = measure(case)
+            received = " + ".join(f"{answer[-1] / MiB:.1f}" for answer in answers)
+            peaks = ", ".join(f"{max(one[1] for one in answer[:-1]) / MiB:.0f}" for answer in answers)
+            planned, needed = answers[-1][0][2]
+            print(
+                f"| {name} | {route} | {model_bytes(case) / MiB:.1f} | {received} | {needed / MiB:.1f} | "
+                f"{planned / MiB:.0f} | {peaks} |",
+                flush=True,
+            )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
@@ -366,17 +419,21 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--disk", help="where the disk route writes (default: the temporary folder)")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--layouts", action="store_true", help="two ranks along each axis, instead")
     arguments = parser.parse_args()
+    if arguments.layouts:
+        by_layout(common_of(arguments))
+        return
     rows, failed = [], []
     for case in cases(arguments):
         try:
-            rows.append(measure(case))
+            rows.append(joined(case, measure(case)))
         except (RuntimeError, EOFError) as error:
             failed.append(str(error) or f"{case['route']}, {case['ranks']} ranks: a rank died")
             continue
         print(table(rows[-1:]).splitlines()[-1], flush=True)
     machine = f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}"
-    size = f"{model_bytes() / MiB:.0f} MiB in float32, buckets of {arguments.bucket_mib:g} MiB"
+    size = f"{model_bytes({}) / MiB:.0f} MiB in float32, buckets of {arguments.bucket_mib:g} MiB"
     print(f"\n{machine}; model {size}\n\n{table(rows)}")
     for message in failed:
         print(f"failed: {message}")

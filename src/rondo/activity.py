@@ -18,7 +18,7 @@ from collections import Counter
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from itertools import dropwhile
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Self
 
 from rondo.usage import children_cpu_seconds, state_of
@@ -26,6 +26,9 @@ from rondo.usage import children_cpu_seconds, state_of
 # A thread whose innermost frame is here waits for other ranks. Checkpoints' files are written here, too.
 _COLLECTIVES = f"{os.sep}torch{os.sep}distributed{os.sep}"
 _FILES = f"{_COLLECTIVES}checkpoint{os.sep}"
+# Those of DTensors (parallel axes) wait here, in an operator: through the frames of torch that call one.
+_OPERATORS = (f"{os.sep}torch{os.sep}_ops.py", f"{os.sep}torch{os.sep}_library{os.sep}")
+_WAITS = f"{_COLLECTIVES}_functional_collectives.py"
 # Where threads of pools and links are that wait for work.
 _IDLE = {("thread.py", "_worker"), ("link.py", "_write"), ("frames.py", "_exactly"), ("process.py", "_watch")}
 # How the stacks of threads and programs begin.
@@ -145,14 +148,12 @@ def pulse(stacks: bool = False) -> Pulse:
             continue
         ident, native = one.thread
         frame = frames.get(ident)
-        where = frame.f_code.co_filename if frame is not None else ""
-        waits = one.in_turn and _COLLECTIVES in where and _FILES not in where
         deed = Deed(
             path=one.path(),
             seconds=time.monotonic() - one.started,
             in_turn=one.in_turn,
             bound=one.bound,
-            collective=frame.f_code.co_name if waits and frame is not None else "",
+            collective=_collective(frame) if one.in_turn else "",
             on_disk=one.in_turn and state_of(f"self/task/{native}")[0] == "D",
         )
         counts[deed.path] += 1
@@ -163,6 +164,18 @@ def pulse(stacks: bool = False) -> Pulse:
     return Pulse(
         os.getpid(), (_moves[0], _moves[1]), time.process_time() + children_cpu_seconds(), deeds, text
     )
+
+
+def _collective(frame: FrameType | None) -> str:
+    """Returns the function of torch.distributed in which a thread waits for other ranks; else ""."""
+    innermost = frame
+    while frame is not None and any(part in frame.f_code.co_filename for part in _OPERATORS):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    where = frame.f_code.co_filename
+    waits = where.endswith(_WAITS) or (frame is innermost and _COLLECTIVES in where and _FILES not in where)
+    return frame.f_code.co_name if waits else ""
 
 
 def _stacks() -> str:

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from rondo.activity import Activity, Deed, Pulse, progress, pulse
 from rondo.config import load
@@ -46,6 +47,14 @@ class Hangs(Worker):
     def never_meets(self, late: int) -> None:
         if self.context.rank != late:
             self._meet()
+
+    @dispatch("broadcast")
+    def never_adds(self, late: int) -> None:
+        """As layers along parallel axes meet: in an operator of a DTensor."""
+        if self.context.rank != late:
+            mesh = self.context.device_mesh()
+            part = DTensor.from_local(torch.ones(1), mesh, [Partial()], run_check=False)
+            (part.redistribute(placements=[Replicate()]).to_local() + 1).item()
 
     @dispatch("broadcast")
     def meets_late(self, late: int) -> None:
@@ -142,10 +151,11 @@ def group(run: Run, backend: str) -> Iterator[WorkerGroup]:
 
 
 @pytest.mark.parametrize(
-    ("method", "doing"),
+    ("method", "how", "doing"),
     [
-        (Hangs.never_meets, "in no call"),
-        pytest.param(Hangs.meets_late, r"hangs\[1\]\.meets_late", marks=pytest.mark.slow),
+        (Hangs.never_meets, "all_reduce", "in no call"),
+        (Hangs.never_adds, "wait_tensor", "in no call"),
+        pytest.param(Hangs.meets_late, "all_reduce", r"hangs\[1\]\.meets_late", marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_that_never_enters_a_collective(
@@ -154,9 +164,10 @@ def test_a_rank_that_never_enters_a_collective(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     method: object,
+    how: str,
     doing: str,
 ) -> None:
-    with pytest.raises(WorkerError, match=rf"waits in all_reduce for host 1 \({doing}\)") as caught:
+    with pytest.raises(WorkerError, match=rf"waits in {how} for host 1 \({doing}\)") as caught:
         run(fresh.call(method, 1))
     assert caught.value.died
     assert caught.value.is_outage
@@ -166,7 +177,7 @@ def test_a_rank_that_never_enters_a_collective(
     report, end = told(caplog.records)
     assert "The controller waits for hangs." in report
     assert report.index("--- stacks of host 0") < report.index("--- stacks of host 1")
-    assert "all_reduce: work.wait()" in report  # host 0's
+    assert re.search(rf" {how}: (work.wait\(\)|return torch.ops.*)\n", report)  # host 0's
     assert "stacks of the controller" in report
     assert re.search(
         r"flight record.*\n  group \d rondo_dp: 1 begun\n    1: gloo:all_reduce of \['Float'\]", report

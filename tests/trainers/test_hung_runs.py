@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from rondo.trainers.commands.supervised import sft
 from rondo.trainers.commands.train import train
 from tests.controller.test_hangs import told
 from tests.trainers.conftest import RECIPE, SFT_RECIPE, inline, metrics, weights
+from tests.trainers.test_parallel import DENSE
 from tests.trainers.test_restarts import TWO, Kill, Killer, restarts_of
 from tests.waiting import wait_until_gone
 
@@ -42,6 +44,24 @@ def sleepy(log_probs, old_log_probs, advantages, response_mask):
     if dist.get_rank() == 1 and os.path.exists(flag):
         os.remove(flag)
         time.sleep(10_000)
+    return ppo_clip(log_probs, old_log_probs, advantages, response_mask)
+"""
+# One after which rank 1 sleeps in the middle of a layer of the next pass, once.
+SLEEPY_IN_A_LAYER = """
+import os, time
+import torch.distributed as dist
+from torch.nn.modules.module import register_module_forward_pre_hook
+from rondo.algorithms.policy_losses.clipped import ppo_clip
+
+def sleep(module, arguments):
+    if type(module).__name__ == "Qwen3Attention":
+        time.sleep(10_000)
+
+def sleepy(log_probs, old_log_probs, advantages, response_mask):
+    flag = os.environ["FLAG"]
+    if dist.get_rank() == 1 and os.path.exists(flag):
+        os.remove(flag)
+        register_module_forward_pre_hook(sleep)
     return ppo_clip(log_probs, old_log_probs, advantages, response_mask)
 """
 
@@ -91,19 +111,32 @@ def test_a_stopped_rank(
     wait_until_gone(killer.pids)
 
 
-def test_a_rank_that_sleeps_in_its_loss(
-    recipe: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("loss", "axes", "call"),
+    [
+        (SLEEPY, (), "all_gather"),
+        (SLEEPY_IN_A_LAYER, (*DENSE, "actor.parallel={tensor: 2}"), "wait_tensor"),
+    ],
+)
+def test_a_rank_that_sleeps_in_the_middle_of_a_pass(
+    recipe: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    loss: str,
+    axes: tuple[str, ...],
+    call: str,
 ) -> None:
-    (tmp_path / "mine.py").write_text(SLEEPY)
+    (tmp_path / "mine.py").write_text(loss)
     flag = tmp_path / "flag"
     settings = [f"algorithm.policy_loss={tmp_path / 'mine.py'}:sleepy", f"cluster.env={{FLAG: {flag}}}"]
-    settings += [*THREE_STEPS, *TWO, HANG]
+    settings += [*THREE_STEPS, *TWO, *axes, HANG]
     train(load([str(recipe)], [*settings, f"trainer.run_dir={tmp_path / 'whole'}"]))
     flag.touch()
     train(load([str(recipe)], [*settings, f"trainer.run_dir={tmp_path / 'run'}"]))
     report = "\n".join(told(caplog.records))
     assert "time.sleep(10_000)" in report  # the stack of rank 1
-    assert "waits in all_gather" in report
+    path = r"actor\[0\]\.update_actor > forward and backward[^,]*, since \d+ s"
+    assert re.search(rf"{path}, waits in {call}\w* for host 1", report)
     assert not flag.exists()
     assert weights(tmp_path / "run") == weights(tmp_path / "whole")
 

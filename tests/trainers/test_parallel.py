@@ -4,6 +4,7 @@ do not know of them. Layouts that cannot work are refused before anything starts
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ MIXTURE = (
     "model.config.num_experts_per_tok=2",
 )
 GRPO = ("trainer.total_steps=2", "checkpoint.every=2")
+ADAPTED = (*GRPO, "algorithm.kl={name: k3, where: loss, coef: 0.1}", "actor.lora={rank: 4, send: adapters}")
 QUIET = ("trainer.evaluation.every=null",)
 
 
@@ -44,6 +46,8 @@ def _weights(folder: Path) -> dict[str, np.ndarray]:
         pytest.param(DENSE, GRPO, 4, "{replicate: 2, context: 2}", marks=pytest.mark.slow),
         pytest.param(MIXTURE, GRPO, 4, "{tensor: 2, expert: 2}", marks=pytest.mark.slow),
         pytest.param(MIXTURE, PPO, 2, "{expert: 2}", marks=pytest.mark.slow),
+        pytest.param(DENSE, ADAPTED, 2, "{tensor: 2}", marks=pytest.mark.slow),
+        pytest.param(MIXTURE, ADAPTED, 4, "{tensor: 2, expert: 2}", marks=pytest.mark.slow),
     ],
 )
 def test_a_run_ends_as_on_one_process(
@@ -138,13 +142,43 @@ def test_a_model_that_a_warm_start_has_yet_to_make_is_not_looked_at() -> None:
 def test_a_run_that_loses_a_rank_along_an_axis_equals_an_undisturbed_one(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, axes: str
 ) -> None:
-    """In a forward pass, where its peer waits for it inside a layer, and in a save."""
+    """In an update, in a weight sync, where its peer waits for it in the middle of gathering, and in a
+    save.
+    """
     settings = (*DENSE, *FOUR_STEPS, *TWO, f"actor.parallel={axes}")
     undisturbed, run = tmp_path / "undisturbed", tmp_path / "run"
     inline("train", str(recipe), *settings, f"trainer.run_dir={undisturbed}")
-    killer = Killer(monkeypatch, Kill("update_actor", 2), Kill("write_snapshot", 2, drafts(run)))
-    inline("train", str(recipe), *settings, f"trainer.run_dir={run}")
+    sync = Kill("load_weights", 3, role="rollout")
+    killer = Killer(monkeypatch, Kill("update_actor", 2), Kill("write_snapshot", 2, drafts(run)), sync)
+    done = inline("train", str(recipe), *settings, f"trainer.run_dir={run}", "tracking.console=plain")
     assert killer.left == []
-    assert restarts_of(run)[-1] == (4, 2)
+    said = done.stdout + done.stderr
+    assert re.search(r"rollout\[1\]\.load_weights failed: host process 1 died \(signal SIGKILL\)", said)
+    assert "lost in rollout.load_weights in step 4; restart 3 of 3" in said
+    assert restarts_of(run)[-1] == (4, 3)
     assert weights(run) == weights(undisturbed)
     assert metrics(run) == metrics(undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", ["{tensor: 2}", "{context: 2}"])
+def test_a_run_that_loses_a_sender_along_an_axis_equals_an_undisturbed_one(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, axes: str
+) -> None:
+    """Point to point, to an engine on a host of its own: in the first sync, and behind a checkpoint."""
+    split = ("cluster.devices=3", "cluster.pools={train: 2, serve: 1}", "cluster.placement={rollout: serve}")
+    settings = (*DENSE, *FOUR_STEPS, *TWO, *split, f"actor.parallel={axes}")
+    undisturbed, run = tmp_path / "undisturbed", tmp_path / "run"
+    inline("train", str(recipe), *settings, f"trainer.run_dir={undisturbed}")
+    killer = Killer(monkeypatch, Kill("send_weights", 1), Kill("send_weights", 4))
+    done = inline("train", str(recipe), *settings, f"trainer.run_dir={run}", "tracking.console=plain")
+    assert killer.left == []
+    said = done.stdout + done.stderr
+    assert re.search(r"actor\[1\]\.send_weights failed: host process 1 died \(signal SIGKILL\)", said)
+    assert restarts_of(run)[-1] == (4, 2)
+    assert weights(run) == weights(undisturbed)
+    placed = "weights/"  # a sync that was begun again counts what moved
+    for one, other in zip(metrics(run), metrics(undisturbed), strict=True):
+        assert {k: v for k, v in one.items() if not k.startswith(placed)} == {
+            k: v for k, v in other.items() if not k.startswith(placed)
+        }

@@ -38,7 +38,7 @@ FOUR_STEPS = (
 
 @dataclass
 class Kill:
-    """Of rank 1 of the actor, in the middle of a call: the `number`th of this method since the last kill.
+    """Of rank 1 of a role, in the middle of a call: the `number`th of this method since the last kill.
 
     under_way: says that the other rank has begun it; None: it waits for this one, somewhere. stopped: and not
     killed: it hangs.
@@ -48,6 +48,7 @@ class Kill:
     number: int
     under_way: Callable[[], object] | None = None
     stopped: bool = False
+    role: str = "actor"
 
 
 class Killer:
@@ -64,9 +65,10 @@ class Killer:
         )
 
     async def call(self, group: WorkerGroup, method: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.left and group.role == "actor" and method.__name__ == self.left[0].method:
+        kill = self.left[0] if self.left else None
+        if kill is not None and (group.role, method.__name__) == (kill.role, kill.method):
             self._number += 1
-            if self._number == self.left[0].number:
+            if self._number == kill.number:
                 return await self._kill(self.left.pop(0), group, method, *args, **kwargs)
         return await self._call(group, method, *args, **kwargs)
 

@@ -18,7 +18,8 @@ from tests.training.helpers import make_batch, with_groups
 
 
 @functools.cache
-def _context(world: int, sizes: tuple[tuple[str, int], ...]) -> WorkerContext:
+def context_of(world: int, sizes: tuple[tuple[str, int], ...]) -> WorkerContext:
+    """The groups of such a layout of the first `world` ranks. Collective over all that there are."""
     mesh, ranks, known = Mesh.parallel(world, ParallelConfig(**dict(sizes))), range(world), _GROUPS
     groups = {
         name: axis_groups(axes, ranks, known, timedelta(seconds=240)) for name, axes in mesh.grids.items()
@@ -41,7 +42,7 @@ _GROUPS: Groups = {}
 
 def layout(world: int, **sizes: int) -> tuple[Views, int, int]:
     """The views of this rank, and which of how many cuts of the rows it gets. Collective."""
-    context = _context(world, tuple(sorted(sizes.items())))
+    context = context_of(world, tuple(sorted(sizes.items())))
     return views_of(context), context.mesh.dp_shards[context.rank], context.mesh.axis_size("dp")
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from rondo.batch import ROW_ID, Batch, ragged_rows
 from rondo.checkpoint import Files
 from rondo.columns import TOPK_IDS
-from rondo.config.schema import LoraConfig, OptimizerConfig, ParallelConfig
+from rondo.config.schema import OptimizerConfig, ParallelConfig
 from rondo.controller import Mesh
 from rondo.errors import ConfigError, TrainError
 from rondo.models import ModelSource
@@ -259,33 +259,6 @@ def test_exports_of_a_layout_are_the_model_and_are_read_by_boxes(sizes: Sizes, t
         assert read == {name: checksum(tensor) for name, tensor in whole.items()}
 
 
-def _adapted(rank: int, world: int, layouts: list[Sizes]) -> dict[str, Tensors]:
-    """Layout -> the weights with adapters after two steps, as engines get them."""
-    out = {}
-    for sizes in layouts:
-        views, index, count = layout(world, **sizes)
-        config = {**FLOAT64, "token_budget": 40, "lora": LoraConfig(rank=4)}
-        engine = make_engine(views, source("qwen3_moe"), OptimizerConfig(lr=1e-2), config=config)
-        for seed in range(2):
-            engine.forward_backward(rows_of(index, count, seed), PolicyLoss())
-            engine.optimizer_step()
-        out[str(sizes)] = {name: one.clone() for name, one in engine.gathered_parameters(3000)}
-    return out
-
-
-def test_adapters_learn_the_same_on_every_axis_that_leaves_matrices_whole() -> None:
-    alone = run_ranks(1, _adapted, [{}])[0]["{}"]
-    start = dict(build_model(source("qwen3_moe"), torch.float64).named_parameters())
-    assert not torch.equal(
-        alone["model.layers.0.self_attn.q_proj.weight"], start["model.layers.0.self_attn.q_proj.weight"]
-    )
-    layouts = [{"replicate": 2}, {"context": 2}, {"expert": 2}]
-    for told in run_ranks(2, _adapted, layouts):
-        for sizes, weights in told.items():
-            for name, tensor in alone.items():
-                assert relative_difference(weights[name], tensor) < 1e-6, (sizes, name)
-
-
 LONG_ROPE = {
     "rope_type": "longrope",
     "rope_theta": 1e4,
@@ -347,12 +320,6 @@ REFUSED: dict[str, tuple[ModelSource, Sizes, dict[str, Any], str]] = {
         {"context": 2},
         {},
         "parallel.context=2: it does not divide the 1 heads and 1 key/value heads that a rank would have",
-    ),
-    "lora": (
-        source("llama"),
-        {"tensor": 2},
-        {"lora": LoraConfig()},
-        "parallel.tensor=2: adapters (lora) cannot follow matrices that are cut",
     ),
 }
 

@@ -18,6 +18,7 @@ from rondo.weights.gather import gather_along, gather_into
 from rondo.weights.sync import SyncReport
 from tests.ranks import run_ranks
 from tests.training.helpers import make_engine, one_rank_mesh, source
+from tests.training.layouts import layout
 from tests.weights.sinks import Keeping
 
 NAME = "model.layers.1.self_attn.q_proj.weight"
@@ -123,3 +124,27 @@ def test_ranks_gather_at_wire_dtype(lone: bool) -> None:
     assert report.bytes_moved == size + rounded + 4 * size  # the all-gather; two engines beside each rank
     assert report.bytes_needed == 4 * size
     assert report.peak_bytes < 5000 * 5 + 2 * 61 * 32 * 2
+
+
+LAYOUTS: list[dict[str, int]] = [{}, {"context": 2}, {"tensor": 2}, {"replicate": 2}]
+
+
+def _accounts(rank: int, world: int) -> list[tuple[int, int, int]]:
+    out = []
+    for sizes in LAYOUTS:
+        engine = make_engine(layout(world, **sizes)[0], source(vocab_size=64))
+        report = gather_into(engine, Keeping(), 1, 4096)
+        out.append((report.bytes_moved, report.bytes_needed, report.peak_bytes))
+    return out
+
+
+def test_what_ranks_hold_already_is_neither_moved_nor_needed() -> None:
+    """All sizes divide. Along `tensor` norms are whole on both ranks, along `replicate` all is."""
+    model = dict(build_model(source(vocab_size=64), torch.float32).named_parameters())
+    size = sum(one.numel() * 4 for one in model.values())
+    norms = sum(one.numel() * 4 for one in model.values() if one.ndim == 1)
+    largest = 64 * 32 * 4  # the embedding, more than a bucket
+    peak = 2 * largest + largest // 2 + largest
+    expected = [(size, size, peak), (size, size, peak), (size - norms, size - norms, peak), (0, 0, 0)]
+    for told in run_ranks(2, _accounts):
+        assert told == expected

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -60,9 +60,11 @@ class Adapter:
     def b(self) -> str:
         return f"{_PREFIX}{self.module}.lora_B.weight"
 
-    def delta(self, a: torch.Tensor, b: torch.Tensor, rows: slice) -> torch.Tensor:
-        """Returns those rows of what is added to the weight, from the whole A and B."""
-        product = a.t()[rows] @ b.t() if self.transposed else b[rows] @ a
+    def delta(
+        self, a: torch.Tensor, b: torch.Tensor, rows: slice = slice(None), columns: slice = slice(None)
+    ) -> torch.Tensor:
+        """Returns those rows and columns of what is added to the weight, from the whole A and B."""
+        product = a.t()[rows] @ b.t()[:, columns] if self.transposed else b[rows] @ a[:, columns]
         return product * self.scaling
 
 
@@ -200,8 +202,16 @@ def is_adapter(name: str) -> bool:
 
 
 def base_name(name: str) -> str:
-    """Returns what checkpoints call a parameter of a module with adapters."""
-    return name.replace(".base_layer.", ".")
+    """Returns what checkpoints call a parameter, or a module, of a module with adapters."""
+    return f"{name}.".replace(".base_layer.", ".")[:-1]
+
+
+def parts_of_adapted(modules: Collection[str], name: str, factor: Literal["A", "B"]) -> tuple[str, ...]:
+    """Returns the names of what computes in the place of a linear module: itself, or, where it has an
+    adapter, what was there before, and the factor.
+    """
+    base = f"{name}.base_layer"
+    return (base, f"{name}.lora_{factor}.{_NAME}") if base in modules else (name,)
 
 
 def adapter_name(name: str) -> str:

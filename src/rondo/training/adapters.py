@@ -31,7 +31,7 @@ from rondo.training.export import VALUE_HEAD
 from rondo.training.sharding import LocalRows, checksums_of, gather_buckets, layout_of, wire_dtypes
 from rondo.training.views import Views
 from rondo.weights.checksum import checksum, combine, signed
-from rondo.weights.layout import Layout
+from rondo.weights.layout import Box, Layout
 from rondo.weights.sync import Sent
 
 if TYPE_CHECKING:
@@ -167,9 +167,10 @@ class MergedRows(Mapping[str, torch.Tensor]):
             return self._last[1]
         self._last = None  # before the next one is made
         a, b = (self._factors[one].to(local.device) for one in (adapter.a, adapter.b))
-        start = self._views.spec_of(shard).box(tuple(shard.shape), dist.get_rank()).offset[0]
+        shape = tuple(shard.shape)
+        rows, columns = self._views.spec_of(shard).box(shape, dist.get_rank()).slices(Box.whole(shape))
         # In float32: rounded once, to what is sent.
-        merged = local.to(a.dtype) + adapter.delta(a, b, slice(start, start + len(local)))
+        merged = local.to(a.dtype) + adapter.delta(a, b, rows, columns)
         self._last = name, merged
         return merged
 

@@ -25,7 +25,7 @@ _EXPERT_STYLES = frozenset({"grouped_gemm", "ep_dispatch_experts"})
 _EXPERTS = re.compile(r"\.experts(\.|$)")
 
 
-def check_axes(config: PreTrainedConfig, sizes: ParallelConfig, *, lora: bool) -> None:
+def check_axes(config: PreTrainedConfig, sizes: ParallelConfig) -> None:
     """Raises ConfigError where a model cannot be spread over so many ranks; its key is that of the axis."""
     text = config.get_text_config()
     if sizes.context > 1:
@@ -38,8 +38,6 @@ def check_axes(config: PreTrainedConfig, sizes: ParallelConfig, *, lora: bool) -
             raise refused(axis, sizes, why)
         _check_experts(text, sizes, axis)
     if sizes.tensor > 1:
-        if lora:
-            raise refused("tensor", sizes, "adapters (lora) cannot follow matrices that are cut")
         _check_tensor(text, sizes)
 
 

@@ -67,7 +67,7 @@ def build_sharded(
     if kernels == "auto" and (sizes.tensor, sizes.context) != (1, 1):
         kernels = "norms"  # leaner attention multiplies with whole weights, and needs all tokens
     lm, stored = build_empty(source, dtype, device, kernels, output_head=head == "lm")
-    check_axes(lm.config, sizes, lora=lora is not None)
+    check_axes(lm.config, sizes)
     if isinstance(engine, EngineConfig):
         check_router(lm, engine.router, lora=lora is not None)
     text, family, parts = lm.config.get_text_config(), family_of(lm.config), parts_of(lm)

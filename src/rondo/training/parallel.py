@@ -8,11 +8,15 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 
 from rondo.config.schema import ParallelConfig
+from rondo.models.lora import base_name, parts_of_adapted
 from rondo.training.axes import LINEAR_STYLES, dense_plan, expert_plan, num_experts, refused
 from rondo.training.views import EXPERT, Views
 
@@ -37,6 +41,7 @@ def parallelise(lm: PreTrainedModel, views: Views) -> list[torch.nn.Module]:
         tied = head is not None and head.weight is embeddings.weight
         dense |= _plan_of_vocabulary(lm, None if tied else head)
         apply_tensor_parallelism(lm, views.tensor, dense)
+        _share_inputs(lm, dense, views.tensor)
         if head is not None and tied:  # what was one parameter is so again
             head.weight = embeddings.weight
     if views.expert is None or num_experts(text) is None:
@@ -49,6 +54,53 @@ def parallelise(lm: PreTrainedModel, views: Views) -> list[torch.nn.Module]:
         # Not a view: what adds to it in place (shared experts) would take FSDP's hook off it.
         module.forward = functools.partial(_copied, module.forward)
     return experts
+
+
+class _Input:
+    """What several products that are cut by columns multiply with (q, k and v; gate and up). transformers
+    spreads it for each of them, so that each adds up its gradient over the ranks; spread once for all, their
+    gradients are added up here first, and then once over the ranks.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+        self._given: torch.Tensor | None = None
+        self._spread: torch.Tensor | None = None
+
+    def within(self, forward: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+        """Calls the module that has the products, and lets the input go when it is done, also where it is
+        computed again.
+        """
+        try:
+            return forward(*arguments, **keywords)
+        finally:
+            self._given = None
+            self._spread = None
+
+    def times(self, forward: Callable[..., torch.Tensor], given: torch.Tensor) -> torch.Tensor:
+        """Calls one of the products; each that is given the same tensor gets the same in its place."""
+        if not torch.is_grad_enabled():
+            return forward(given)
+        if self._spread is None or self._given is not given:
+            self._given = given
+            self._spread = DTensor.from_local(given, self._mesh, [Replicate()], run_check=False)
+        return forward(self._spread)
+
+
+def _share_inputs(lm: PreTrainedModel, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
+    """Has the products of a module that are cut by columns share their input, where they have the same."""
+    modules = dict(lm.named_modules())
+    together: dict[str, list[torch.nn.Module]] = {}
+    for name, style in plan.items():
+        if style.startswith("colwise") and name in modules:
+            together.setdefault(base_name(name).rpartition(".")[0], []).append(modules[name])
+    for parent, products in together.items():
+        if len(products) == 1:
+            continue
+        shared = _Input(mesh)
+        for product in products:
+            product.forward = functools.partial(shared.times, product.forward)
+        modules[parent].forward = functools.partial(shared.within, modules[parent].forward)
 
 
 def _head_of(lm: PreTrainedModel) -> torch.nn.Module | None:
@@ -78,10 +130,11 @@ def _check_whole(lm: PreTrainedModel, plan: Mapping[str, str], sizes: ParallelCo
     rank would have a part of that one's gradient, and nothing would add them up (norms of heads, learned
     activations).
     """
-    cut = {name.rpartition(".")[0] for name, style in plan.items() if style == "rowwise"}
+    styles = {base_name(name): style for name, style in plan.items()}
+    cut = {name.rpartition(".")[0] for name, style in styles.items() if style == "rowwise"}
     for name, _ in lm.named_parameters():
         above = [name[:at] for at, letter in enumerate(name) if letter == "."]
-        if cut & set(above) and not plan.keys() & {name, *above}:
+        if cut & set(above) and not styles.keys() & {base_name(name), *above}:
             why = f"transformers' plan for {lm.config.model_type} leaves out {name}"
             raise refused("tensor", sizes, why)
 
@@ -100,7 +153,13 @@ def _for_each(plan: Mapping[str, str], lm: PreTrainedModel) -> dict[str, str]:
     for pattern, style in plan.items():
         known = re.compile(re.escape(prefix + pattern).replace(r"\*", r"\d+"))
         for name in filter(known.fullmatch, every):
-            out[name] = style
-            if style in LINEAR_STYLES:  # of a linear module: its weight and bias are cut alike
-                out |= {f"{name}.{own}": style for own in names.get(name, ())}
+            if style not in LINEAR_STYLES:
+                out[name] = style
+                continue
+            # Of a linear module: its weight and bias are cut alike, and of its adapter the factor that has
+            # the dimension which is cut. The other one is whole; what it multiplies with, or its product, is
+            # the same on all ranks, and so is its gradient.
+            for part in parts_of_adapted(names, name, "B" if style.startswith("colwise") else "A"):
+                out[part] = style
+                out |= {f"{part}.{own}": style for own in names.get(part, ())}
     return out

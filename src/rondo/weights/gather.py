@@ -42,7 +42,7 @@ def gather_into(
         version,
         num_tensors=len(layout.parameters),
         bytes_moved=_gathered_bytes(layout) + own,
-        bytes_needed=own or (ranks - 1) * layout.num_bytes,
+        bytes_needed=own or _missing_bytes(layout),
         peak_bytes=gathering_bytes(layout, bucket_bytes) + (2 * bucket if processes else 0),
         rounds=-(-layout.num_bytes // bucket_bytes),
     )
@@ -58,11 +58,17 @@ def gather_along(source: WeightSource, bucket_bytes: int, dtype: str | None) -> 
 
 def gathering_bytes(layout: Layout, bucket_bytes: int) -> int:
     """What gathering needs on a rank beside its shards: its part of a bucket, everyone's, the copy of that
-    which gloo makes, and one full tensor; nothing on one rank.
+    which gloo makes, and one full tensor; nothing where each rank has all of every parameter.
     """
-    ranks, largest = len(layout.ranks), max((p.num_bytes for p in layout.parameters), default=0)
-    bucket = min(max(bucket_bytes, largest), layout.num_bytes)
-    return 2 * bucket + bucket // ranks + largest if ranks > 1 else 0
+    cut = [one.num_bytes for one in layout.parameters if layout.specs[one.name].is_cut]
+    bucket = min(max(bucket_bytes, max(cut, default=0)), sum(cut))
+    return 2 * bucket + bucket // len(layout.ranks) + max(cut, default=0)
+
+
+def _missing_bytes(layout: Layout) -> int:
+    """What all ranks together do not hold of the whole parameters."""
+    ranks, specs = len(layout.ranks), layout.specs
+    return sum((ranks - specs[one.name].num_copies) * one.num_bytes for one in layout.parameters)
 
 
 def _gathered_bytes(layout: Layout) -> int:

@@ -177,9 +177,8 @@ def check_parallel(role: str, config: Config) -> None:
         model = load_model_config(source_of(role, config))
     except DataError:
         return  # a folder that is not there, which is told where folders are looked at
-    lora = getattr(engine_of(role, config)[1], "lora", None)
     with _of_parallel(role, config):
-        check_axes(model, sizes, lora=lora is not None)
+        check_axes(model, sizes)
     if config.actor.backend.mlp_chunk is not None and exchanges_tokens(model, sizes):
         raise ConfigError(
             f"actor.backend.mlp_chunk: the {role}'s experts get tokens of other ranks (parallel.expert, "
