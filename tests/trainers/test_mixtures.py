@@ -178,6 +178,11 @@ def test_biases_go_where_the_weights_go(recipe: Path, tmp_path: Path) -> None:
             "actor.router.balance.weight",
             "greater than 0",
         ),
+        (
+            ("actor.router.balance={weight: 1}", "actor.backend.mlp_chunk=512", *MIXTURE),
+            "actor.router.balance.over",
+            "there is a part of them at a time; set over=mini_batch",
+        ),
         (("actor.router.replays=trainer",), "actor.router.replays", "did you mean 'actor.router.replay'"),
     ],
 )

@@ -19,6 +19,7 @@ from rondo.config.schema import (
     LoraConfig,
     OptimizerConfig,
     RouterConfig,
+    TorchBackendConfig,
 )
 from rondo.errors import ConfigError, DataError
 from rondo.models import ModelSource
@@ -396,6 +397,24 @@ def test_every_layout_replays_as_one_process_does() -> None:
             np.testing.assert_array_equal(told[row][0], before, err_msg=sizes)
             np.testing.assert_array_equal(told[row][1], after, err_msg=sizes)
             np.testing.assert_allclose(told[row][2], log_probs, rtol=1e-6, err_msg=sizes)
+
+
+def test_tiles_count_balance_and_replay_as_the_whole() -> None:
+    """Of MLPs that take eight tokens at a time: `backend.mlp_chunk`."""
+    batch, told = batch_of(), []
+    config = {**FLOAT64, "token_budget": 40, "router": router("mini_batch")}
+    for backend in (TorchBackendConfig(), TorchBackendConfig(mlp_chunk=8)):
+        engine = make_engine(one_rank_mesh(), source("qwen3_moe"), config=config, backend=backend)
+        rows, _ = with_routes(engine, batch)
+        shaken(engine, 0.3)
+        gradients = gradients_of(engine, rows)
+        told.append((rows, gradients, engine.optimizer_step().experts))
+    (rows, whole, load), (tiled_rows, tiled, tiled_load) = told
+    assert tiled_rows == rows
+    assert 0 < load.rerouted < 1
+    assert tiled_load == load
+    for name, one in whole.items():
+        assert relative_difference(tiled[name], one) < 1e-6, name
 
 
 # ---- what cannot be asked

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any, Literal
 
 import torch
@@ -13,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from rondo.errors import ConfigError
 
+# The place of an MLP's first token in the pass; None: what it computes is no part of one.
+TILE_START: ContextVar[int | None] = ContextVar("rondo_tile_start", default=0)
 _MLPS = ("mlp", "feed_forward", "block_sparse_moe", "shared_mlp")  # as blocks of transformers call theirs
 _MOST_ROUNDING = 0.05  # between a token's output with and without others, in half precision
 _again = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
@@ -77,14 +80,23 @@ class _Tiles:
             return self._forward(hidden)
         if not self._checked:
             self._check(hidden[:, : self._num_tokens])
-        run = functools.partial(_again, self._forward) if torch.is_grad_enabled() else self._forward
-        return _joined([run(tile) for tile in hidden.split(self._num_tokens, 1)])
+        run = functools.partial(_again, self._run) if torch.is_grad_enabled() else self._run
+        starts = range(0, hidden.shape[1], self._num_tokens)
+        tiles = hidden.split(self._num_tokens, 1)
+        return _joined([run(tile, start) for tile, start in zip(tiles, starts, strict=True)])
+
+    def _run(self, tile: torch.Tensor, start: int | None) -> Any:
+        token = TILE_START.set(start)
+        try:
+            return self._forward(tile)
+        finally:
+            TILE_START.reset(token)
 
     @torch.no_grad()
     def _check(self, tile: torch.Tensor) -> None:
         """Raises ConfigError where the last token gives something else by itself than behind the others."""
         together, alone = (
-            _first(self._forward(part)).flatten()[-tile.shape[2] :] for part in (tile, tile[:, -1:])
+            _first(self._run(part, None)).flatten()[-tile.shape[2] :] for part in (tile, tile[:, -1:])
         )
         if not bool((together - alone).norm() <= _MOST_ROUNDING * together.norm()):
             raise _cannot(self._mlp, "does not compute each token by itself")

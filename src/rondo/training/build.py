@@ -69,7 +69,7 @@ def build_sharded(
     lm, stored = build_empty(source, dtype, device, kernels, output_head=head == "lm")
     check_axes(lm.config, sizes)
     if isinstance(engine, EngineConfig):
-        check_router(lm, engine.router, lora=lora is not None)
+        check_router(lm, engine.router, lora=lora is not None, tiles=backend.mlp_chunk is not None)
     text, family, parts = lm.config.get_text_config(), family_of(lm.config), parts_of(lm)
     value_head = None
     if head == "value":

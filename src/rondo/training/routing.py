@@ -31,6 +31,7 @@ from rondo.config.schema import ActorRouterConfig, RouterConfig
 from rondo.errors import ConfigError
 from rondo.models.context import Context
 from rondo.models.routers import Router, Told, affinities, routers_of, why_not_replayed
+from rondo.training.activations import TILE_START
 from rondo.training.packed import PackedRows
 from rondo.training.views import Views
 from rondo.types import RouteShape, StepStats
@@ -132,7 +133,7 @@ class Routing:
             yield
         finally:
             self._pass = None
-        for layer, seen in here.seen.items():
+        for (layer, _), seen in here.seen.items():
             self._counts[layer] += seen.counts
             self._balance += seen.balance
             self._told += seen.told
@@ -180,10 +181,12 @@ class Routing:
     # ---- inside the model ----
 
     def _route(self, layer: int, forward: Callable[..., Any], *arguments: torch.Tensor) -> Any:
-        here, router = self._pass, self.routers[layer]
-        if here is None:
+        here, router, start = self._pass, self.routers[layer], TILE_START.get()
+        if here is None or start is None:
             return forward(*arguments)
-        told = here.told(layer, router.top_k)
+        # Of the tokens that the router gets here: all, or those of a tile.
+        tokens = slice(start, start + arguments[0].numel() // arguments[0].shape[-1])
+        told = here.told(layer, router.top_k, tokens)
         with contextlib.nullcontext() if told is None else Told(told, router.num_experts) as mode:
             out = forward(*arguments)
         if not _is_choice(out, router):  # of a family that rondo has not seen yet
@@ -194,18 +197,18 @@ class Routing:
                 )
             return out
         logits, weights, chosen = out
-        seen = here.seen[layer] = _Seen(chosen.detach(), self._counts.new_zeros(3))
+        seen = here.seen[layer, start] = _Seen(chosen.detach(), self._counts.new_zeros(3))
         if told is not None:
             assert mode is not None
-            seen.told = _told(mode, told, router, here.rows_of_tokens)
+            seen.told = _told(mode, told, router, here.rows_of_tokens[tokens])
         if not here.counts:
             return out
-        by_document = here.counts_of(chosen, router.num_experts)
+        by_document = here.counts_of(chosen, router.num_experts, tokens)
         seen.counts = here.by_row(by_document).sum(0)
         if self._config.balance is not None and (self._known is not None or not self.counts_first):
             toward = self._toward(layer, here, by_document)
             leans = affinities(logits, self._model_type)
-            loss = (toward.to(leans)[here.document_of] * leans).sum()
+            loss = (toward.to(leans)[here.document_of[tokens]] * leans).sum()
             seen.balance = loss.detach().double() / self._config.balance.weight
             weights = _WithLoss.apply(weights, loss)
         return logits, weights, chosen
@@ -295,25 +298,28 @@ class _Pass:
         self.document_of = torch.repeat_interleave(lengths)[self._own]
         rows_of_documents = torch.bincount(self._documents, minlength=self._num_documents)
         self.rows_of_tokens = rows_of_documents[self.document_of]
-        # By layer: computed again in a backward pass, it is the same again.
-        self.seen: dict[int, _Seen] = {}
+        # By layer and tile: computed again in a backward pass, it is the same again.
+        self.seen: dict[tuple[int, int], _Seen] = {}
 
-    def told(self, layer: int, top_k: int) -> torch.Tensor | None:
-        """Returns which experts a layer is to choose, int64 [N', k]; all layers choose as many."""
-        return None if self._told is None else self._told[:, layer * top_k : (layer + 1) * top_k]
+    def told(self, layer: int, top_k: int, tokens: slice) -> torch.Tensor | None:
+        """Returns which experts a layer is to choose, int64 [n, k]; all layers choose as many."""
+        return None if self._told is None else self._told[tokens, layer * top_k : (layer + 1) * top_k]
 
     def routes(self, num_layers: int) -> torch.Tensor:
         """Returns what the layers chose, int64 [N, W], of the tokens of all ranks."""
-        own = torch.cat([self.seen[layer].chosen for layer in range(num_layers)], 1)
+        layers: list[list[torch.Tensor]] = [[] for _ in range(num_layers)]
+        for (layer, _), seen in sorted(self.seen.items(), key=lambda one: one[0]):
+            layers[layer].append(seen.chosen)
+        own = torch.cat([torch.cat(tiles) for tiles in layers], 1)
         if self._context is None:
             return own
         parts = [torch.empty_like(own) for _ in range(self._context.size)]
         dist.all_gather(parts, own.contiguous(), group=self._context.group)
         return torch.cat(parts)
 
-    def counts_of(self, chosen: torch.Tensor, num_experts: int) -> torch.Tensor:
-        """Returns how many of this rank's tokens of each document chose each expert, float64 [D, E]."""
-        at = (self.document_of[:, None] * num_experts + chosen).flatten()
+    def counts_of(self, chosen: torch.Tensor, num_experts: int, tokens: slice) -> torch.Tensor:
+        """Returns how many of these tokens of each document chose each expert, float64 [D, E]."""
+        at = (self.document_of[tokens, None] * num_experts + chosen).flatten()
         counts = torch.zeros(self._num_documents * num_experts, dtype=torch.float64, device=at.device)
         return counts.scatter_add_(0, at, torch.ones_like(at, dtype=torch.float64)).view(-1, num_experts)
 
@@ -347,8 +353,10 @@ class _WithLoss(torch.autograd.Function):
         return grads[0], ctx.like
 
 
-def check_router(lm: PreTrainedModel, config: RouterConfig, *, lora: bool) -> None:
-    """Raises ConfigError where a model cannot do what is asked of its routers; its key is the setting's."""
+def check_router(lm: PreTrainedModel, config: RouterConfig, *, lora: bool, tiles: bool) -> None:
+    """Raises ConfigError where a model cannot do what is asked of its routers; its key is the setting's.
+    tiles: its MLPs take some tokens at a time.
+    """
     asked = [key for key in ("balance", "bias_speed", "replay") if getattr(config, key, None)]
     if not asked:
         return
@@ -357,6 +365,12 @@ def check_router(lm: PreTrainedModel, config: RouterConfig, *, lora: bool) -> No
         key = f"router.{asked[0]}"
         why = f"{key}: this {model_type} model has no experts, or does not say which ones it chose"
         raise ConfigError(f"{why}; leave it out", key=key)
+    if tiles and config.balance is not None and config.balance.over == "sequence":
+        raise ConfigError(
+            "router.balance.over=sequence counts the experts of whole rows, and with actor.backend.mlp_chunk "
+            "there is a part of them at a time; set over=mini_batch, or leave out the chunks",
+            key="router.balance.over",
+        )
     if config.bias_speed:
         why = _why_no_bias(routers, lora=lora)
         if why:

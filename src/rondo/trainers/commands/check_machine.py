@@ -171,7 +171,12 @@ def _check_routers(config: Config, first: ModelConfig) -> None:
         own = section == "critic" and config.critic.path is not None
         source = model_source(replace(config, model=first), section if own else "model")
         try:
-            check_router(model_on_meta(source), engine.router, lora=engine.lora is not None)
+            check_router(
+                model_on_meta(source),
+                engine.router,
+                lora=engine.lora is not None,
+                tiles=config.actor.backend.mlp_chunk is not None,
+            )
         except ConfigError as error:
             raise ConfigError(f"{section}.{error}", key=f"{section}.{error.key}") from error
 
