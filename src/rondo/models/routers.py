@@ -5,7 +5,7 @@ which ones to choose.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,10 +68,9 @@ def routers_of(lm: PreTrainedModel) -> tuple[Router, ...]:
     return tuple(found) if alike else ()
 
 
-def route_shape(lm: PreTrainedModel) -> RouteShape | None:
-    """Returns what the routes of a model are; None: it has none that can be told."""
-    routers = routers_of(lm)
-    return RouteShape(len(routers) * routers[0].top_k, routers[0].num_experts) if routers else None
+def shape_of_routes(routers: Sequence[Router]) -> RouteShape:
+    """Returns what the routes of a model with these routers are."""
+    return RouteShape(sum(router.top_k for router in routers), routers[0].num_experts)
 
 
 class RouteRecorder:
@@ -80,11 +79,10 @@ class RouteRecorder:
     """
 
     def __init__(self, lm: PreTrainedModel) -> None:
-        shape = route_shape(lm)
-        if shape is None:
-            raise ConfigError(f"a {lm.config.model_type} model has no routes to keep", key="router.replay")
-        self.shape = shape
         routers = routers_of(lm)
+        if not routers:
+            raise ConfigError(f"a {lm.config.model_type} model has no routes to keep", key="router.replay")
+        self.shape = shape_of_routes(routers)
         self._chosen: list[torch.Tensor] = [torch.empty(0)] * len(routers)
         for layer, router in enumerate(routers):
             router.module.forward = functools.partial(self._keep, layer, router.module.forward)

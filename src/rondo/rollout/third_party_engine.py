@@ -21,13 +21,13 @@ from rondo.hub import local_folder
 from rondo.models.loading import load_model_config, model_on_meta
 from rondo.models.lora import AdapterSet
 from rondo.models.names import Parts, parts_of, weights_of
-from rondo.models.routers import routers_of
+from rondo.models.routers import routers_of, shape_of_routes
 from rondo.rollout.adapters import Shelf
 from rondo.rollout.protocol import Capabilities, EngineSpec
 from rondo.rollout.requests import Pending, check_ready, check_request
 from rondo.rollout.stopping import StopText
 from rondo.rollout.third_party import ThirdParty
-from rondo.types import GenerateRequest, RouteShape
+from rondo.types import GenerateRequest
 from rondo.weights.bucket import SharedBucket
 from rondo.weights.checksum import checksum
 from rondo.weights.intake import Intake
@@ -103,8 +103,7 @@ class ThirdPartyEngine(Generic[PendingT]):
 
     def _see_routes(self, pending: PendingT, routes: np.ndarray) -> None:
         """Has a request keep where its tokens went. routes: integers [n, layers, k] of all layers."""
-        first = self._routers[0]
-        shape = RouteShape(len(self._routers) * first.top_k, first.num_experts)
+        shape = shape_of_routes(self._routers)
         of_experts = routes[:, [router.layer for router in self._routers]]
         pending.see_routes(of_experts.reshape(len(routes), shape.width).astype(shape.dtype))
 

@@ -95,7 +95,7 @@ def build_sharded(
     materialise(model, device)
     routing = None
     if trained and isinstance(engine, EngineConfig):
-        routing = Routing.of(lm, engine.router, views)
+        routing = Routing.of(lm, engine.router, views, device)
     if stored is None and source.path is not None and views.size > 1:
         _log.warning(_LOADED_WHOLE, source.path, views.size)
     packing = PackedLayout(family, heads, device, compute_dtype, attention, context)

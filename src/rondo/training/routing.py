@@ -30,7 +30,7 @@ from rondo.columns import PROMPT_ROUTED, ROUTED
 from rondo.config.schema import ActorRouterConfig, RouterConfig
 from rondo.errors import ConfigError
 from rondo.models.context import Context
-from rondo.models.routers import Router, Told, affinities, routers_of, why_not_replayed
+from rondo.models.routers import Router, Told, affinities, routers_of, shape_of_routes, why_not_replayed
 from rondo.training.activations import TILE_START
 from rondo.training.packed import PackedRows
 from rondo.training.views import Views
@@ -70,12 +70,19 @@ class Routing:
     """Watches the routers of one model."""
 
     def __init__(
-        self, routers: Sequence[Router], model_type: str, config: RouterConfig, views: Views
+        self,
+        routers: Sequence[Router],
+        model_type: str,
+        config: RouterConfig,
+        views: Views,
+        # Where the model computes.
+        device: torch.device,
     ) -> None:
         self.routers = routers
         self._model_type = model_type
         self._config = config
         self._views = views
+        self._device = device
         self._pass: _Pass | None = None
         self._num_rows = 0.0
         # Of the whole mini-batch, once known; [layers, E].
@@ -85,18 +92,20 @@ class Routing:
         self._start()
 
     @classmethod
-    def of(cls, lm: PreTrainedModel, config: RouterConfig, views: Views) -> Routing | None:
+    def of(
+        cls, lm: PreTrainedModel, config: RouterConfig, views: Views, device: torch.device
+    ) -> Routing | None:
         """Returns what watches this model's routers from now on; None: it has none."""
-        routers = routers_of(lm)
-        return cls(routers, lm.config.get_text_config().model_type, config, views) if routers else None
+        routers, model_type = routers_of(lm), lm.config.get_text_config().model_type
+        return cls(routers, model_type, config, views, device) if routers else None
 
     def _start(self) -> None:
         """Forgets what was counted."""
-        device = next(iter(self.routers[0].module.parameters())).device
-        self._counts = torch.zeros(len(self.routers), self.routers[0].num_experts, device=device).double()
-        self._balance = torch.zeros((), dtype=torch.float64, device=device)
+        zeros = functools.partial(torch.zeros, dtype=torch.float64, device=self._device)
+        self._counts = zeros(len(self.routers), self.routers[0].num_experts)
+        self._balance = zeros(())
         # Of passes with routes: choices that would have been others, those that were told, and all.
-        self._told = torch.zeros(3, dtype=torch.float64, device=device)
+        self._told = zeros(3)
 
     # ---- what the engine says ----
 
@@ -104,7 +113,7 @@ class Routing:
         """A mini-batch begins, of which this rank has so many rows that have passes. Collective."""
         self._known, self._num_rows = None, float(num_rows)
         if self._config.balance is not None and self._config.balance.over == "sequence":
-            rows = torch.tensor(self._num_rows, dtype=torch.float64, device=self._counts.device)
+            rows = torch.tensor(self._num_rows, dtype=torch.float64, device=self._device)
             dist.all_reduce(rows, group=self._views.everyone)
             sizes = self._views.sizes
             self._num_rows = float(rows) / (sizes.tensor * sizes.context)  # these have the same rows
@@ -133,17 +142,17 @@ class Routing:
             yield
         finally:
             self._pass = None
-        for (layer, _), seen in here.seen.items():
-            self._counts[layer] += seen.counts
-            self._balance += seen.balance
-            self._told += seen.told
+        if counts:
+            for (layer, _), seen in here.seen.items():
+                self._counts[layer] += seen.counts
+                self._balance += seen.balance
+                self._told += seen.told
         if recorded is not None:
             recorded.add(packed, here.routes(len(self.routers)))
 
     def recorded(self, batch: Batch) -> Recorded:
         """Returns what takes the routes of all of a batch's rows."""
-        first = self.routers[0]
-        return Recorded(batch, RouteShape(len(self.routers) * first.top_k, first.num_experts))
+        return Recorded(batch, shape_of_routes(self.routers))
 
     def finish(self, *, skipped: bool) -> ExpertLoad | None:
         """An optimizer step is done: moves the biases, unless it was skipped, and says what was counted since
@@ -229,8 +238,10 @@ class Routing:
 
 
 def _is_choice(out: Any, router: Router) -> bool:
-    widths = router.num_experts, router.top_k, router.top_k
-    return isinstance(out, tuple) and tuple(one.shape[-1] for one in out) == widths
+    """Says whether a router returned its logits, weights and experts."""
+    if not isinstance(out, tuple) or not all(isinstance(one, torch.Tensor) for one in out):
+        return False
+    return tuple(one.shape[-1] for one in out) == (router.num_experts, router.top_k, router.top_k)
 
 
 def _told(mode: Told, told: torch.Tensor, router: Router, rows: torch.Tensor) -> torch.Tensor:
@@ -378,7 +389,6 @@ def check_router(lm: PreTrainedModel, config: RouterConfig, *, lora: bool, tiles
                 f"router.bias_speed={config.bias_speed}: {why.format(model_type)}; set router.balance instead"
             )
             raise ConfigError(why, key="router.bias_speed")
-
     why = why_not_replayed(lm.config) if isinstance(config, ActorRouterConfig) and config.replay else ""
     if why:
         message = f"router.replay: a {model_type} model cannot be told which experts to choose: {why}"

@@ -25,7 +25,9 @@ from rondo.controller import Worker, WorkerContext, dispatch
 from rondo.data.rows import rows_from_trajectories
 from rondo.environments.choices import load_environments
 from rondo.models import load_tokenizer
+from rondo.models.loading import model_on_meta
 from rondo.models.lora import adapter_set
+from rondo.models.routers import routers_of, shape_of_routes
 from rondo.models.source import ModelSource, TokenizerSource
 from rondo.planning.placement import Phase
 from rondo.rewards import Scorer
@@ -39,7 +41,6 @@ from rondo.types import (
     Ended,
     GenerateRequest,
     Prompt,
-    RouteShape,
     SamplingParams,
     StepStats,
     Trajectory,
@@ -62,7 +63,7 @@ def runs_in_own_process(rollout: RolloutConfig) -> bool:
 class RolloutWorker(ReceivesWeights, Worker):
     """share: the storage of weights_from's engine is used in place (one rank, same process). adapters: those
     that come by themselves, beside a base (which is what is shared then); versions: how many at a time.
-    routes: rows have those of a mixture of this shape.
+    routes: rows have those of the mixture that this is.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class RolloutWorker(ReceivesWeights, Worker):
         share: bool = False,
         adapters: LoraConfig | None = None,
         versions: int = 1,
-        routes: RouteShape | None = None,
+        routes: bool = False,
     ) -> None:
         super().__init__(context)
         self._weights_from = weights_from
@@ -103,9 +104,9 @@ class RolloutWorker(ReceivesWeights, Worker):
             options=rollout.engine.options,
             python=rollout.engine.python,
             adapters=None if adapters is None else adapter_set(source, adapters, versions),
-            routes=routes is not None,
+            routes=routes,
         )
-        self._routes = routes
+        self._routes = shape_of_routes(routers_of(model_on_meta(source))) if routes else None
         trainer: Any = context.peers[weights_from] if share else None  # for all, or the base
         self.replicas = Replicas(
             spec,

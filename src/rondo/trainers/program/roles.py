@@ -21,14 +21,11 @@ from rondo.models import (
     load_model_config,
     longest_context,
 )
-from rondo.models.loading import model_on_meta
-from rondo.models.routers import route_shape
 from rondo.models.value_head import FILE as VALUE_HEAD_FILE
 from rondo.planning import Placement, SameDevices, plan_placement
 from rondo.roles import REWARD_MODEL, ROLES, ROLLOUT, Role
 from rondo.training import Loss
 from rondo.training.axes import check_axes, exchanges_tokens
-from rondo.types import RouteShape
 from rondo.workers import ModelWorker, runs_in_own_process
 
 EXPORT_OF_ONE = "name the export folder of `rondo reward-model`"
@@ -344,16 +341,9 @@ async def create_rollout(
             "adapters": adapters,
             # One for each version that an answer in flight may have begun with.
             "versions": config.trainer.max_staleness + 1,
-            "routes": _sampled_routes(config),
+            "routes": config.actor.router.replay == "sampler",
         },
     )
-
-
-def _sampled_routes(config: Config) -> RouteShape | None:
-    """Returns what the sampler keeps of where tokens went; None: nothing replays it."""
-    if config.actor.router.replay != "sampler":
-        return None
-    return route_shape(model_on_meta(model_source(config)))
 
 
 def rollout_dtype(config: Config) -> str:
