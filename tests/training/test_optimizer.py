@@ -5,12 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from rondo.batch import Batch
 from rondo.config.schema import (
     ConstantScheduleConfig,
     FallingScheduleConfig,
@@ -23,6 +26,8 @@ from rondo.models import ModelSource
 from rondo.training import lr_ratio
 from rondo.training import optimizer as optimizer_module
 from rondo.training.sharding import as_shard, local_of
+from rondo.types import StepStats
+from rondo.workers import ActorWorker, CriticWorker
 from tests.training.helpers import VOCAB, PolicyLoss, ValueLoss, full_gradients, make_batch, make_engine
 
 SCHEDULES = [
@@ -178,6 +183,29 @@ def test_an_error_leaves_the_model_at_rest(mesh: DeviceMesh, monkeypatch: pytest
     with pytest.raises(TrainError, match="token"):
         engine.forward(make_batch(((9000, 9000),)), {"log_probs": "x"})
     assert moves == ["meta", "cpu"]
+
+
+def test_parameters_come_once_for_all_verbs_of_an_update(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """(On a CPU there is nowhere else to rest: the moves are noted.)"""
+    engine, moves = make_engine(mesh, config={"offload_params": True}), []
+    monkeypatch.setattr(engine, "_move", lambda device: moves.append(device.type))
+    monkeypatch.setattr(engine, "device", torch.device("meta"))
+
+    def step(rows: Batch, loss: str) -> StepStats:
+        for _ in range(2):  # forward and backward, optimizer step
+            with engine.on_device():
+                moves.append(f"{len(rows)} rows")
+        return StepStats()
+
+    worker = SimpleNamespace(engine=engine, _step=step, _replay=None, _losses={"policy": None})
+    batch = make_batch().with_columns({"mini_batch": np.arange(11) % 2})
+    ActorWorker.update_actor(worker, batch, [[0, 1]])  # type: ignore[arg-type]
+    assert moves == ["meta", *["6 rows"] * 2, *["5 rows"] * 2, "cpu"]
+    moves.clear()
+    CriticWorker._update(worker, batch, "policy", "mini_batch", [[1]])  # type: ignore[arg-type]
+    assert moves == ["meta", *["5 rows"] * 2, "cpu"]
 
 
 def test_moments_that_rest_elsewhere_come_a_block_at_a_time(

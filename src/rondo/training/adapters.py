@@ -209,7 +209,7 @@ class Unmerged:
         self, bucket_bytes: int, dtype: str | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """See `FsdpEngine.gathered_parameters`."""
-        with self._engine._awake():
+        with self._engine.on_device():
             rows = LocalRows(self._shards())
             yield from gather_buckets(self.layout(dtype), rows, self._engine.views.everyone, bucket_bytes)
         self._engine._release_memory()
@@ -217,12 +217,12 @@ class Unmerged:
     @contextmanager
     def named_shards(self) -> Iterator[Mapping[str, torch.Tensor]]:
         """See `FsdpEngine.named_shards`."""
-        with self._engine._awake():
+        with self._engine.on_device():
             yield LocalRows(self._shards())
 
     def parameter_checksums(self, dtype: str | None = None) -> dict[str, int]:
         """See `FsdpEngine.parameter_checksums`."""
-        with self._engine._awake():
+        with self._engine.on_device():
             rows = LocalRows(self._shards())
             return checksums_of(self.layout(dtype), rows, self._engine.views.everyone)
 

@@ -108,6 +108,7 @@ class FsdpEngine:
         self._packing = built.packing
         self.adapters = built.adapters
         self._routing = built.routing
+        self._held = False  # on the device, by `on_device`
         self.hf_config = built.model.lm.config
         self._parameters = {
             name.removeprefix("lm."): parameter for name, parameter in self._model.named_parameters()
@@ -175,7 +176,7 @@ class FsdpEngine:
         order: list[np.ndarray] = []
         from_column = k is None and "topk_log_probs" in outputs
         recorded = self._routing.recorded(batch) if routes and self._routing is not None else None
-        with torch.no_grad(), self._awake(), Activity("forward"):
+        with torch.no_grad(), self.on_device(), Activity("forward"):
             for packed in self._passes(batch, outputs):
                 topk = self._topk_ids(batch, packed) if from_column else k
                 with self._routed(packed, recorded=recorded):
@@ -223,7 +224,7 @@ class FsdpEngine:
         """
         if self.optimizer is None:
             raise TrainError("optimizer_step on a frozen model: it was built without an optimizer")
-        with self._awake(), Activity("optimizer step"):
+        with self.on_device(), Activity("optimizer step"):
             stats = self.optimizer.step()
             if self._routing is None:
                 return stats
@@ -232,7 +233,7 @@ class FsdpEngine:
     def _run_loss(self, batch: Batch, loss: Loss, *, backward: bool) -> StepStats:
         seen: Numbers = []
         wide = "topk_log_probs" in loss.outputs
-        with self._awake(), Activity("forward and backward" if backward else "forward"):
+        with self.on_device(), Activity("forward and backward" if backward else "forward"):
             if backward and self._routing is not None:
                 self._count_experts(batch, loss.outputs, self._routing)
             for packed in self._passes(batch, loss.outputs):
@@ -318,7 +319,7 @@ class FsdpEngine:
                 f"{name} is {mine.shapes.get(name)} here, {theirs.shapes.get(name)} there; models that are "
                 "copied have one shape, and the same `parallel`"
             )
-        with torch.no_grad(), self._awake(), other._weights() as weights:
+        with torch.no_grad(), self.on_device(), other._weights() as weights:
             for name, shard in self._shards.items():
                 shard.to_local().copy_(weights[name])
 
@@ -363,7 +364,7 @@ class FsdpEngine:
         """Yields this rank's part of what engines and exports get, on the device while inside. Collective
         with adapters, which are merged.
         """
-        with self._awake():
+        with self.on_device():
             if self.adapters is None:
                 yield LocalRows(self._shards)
             else:
@@ -387,7 +388,7 @@ class FsdpEngine:
         if self.adapters is not None:
             own = {name: shard for name, shard in shards.items() if self.adapters.learns(name)}
             shards = own | self._factors
-            with self._awake():
+            with self.on_device():
                 state[BASE] = self.adapters.base_checksum(self._shards, self.views).clone()
         state |= {
             f"model.{name}": as_shard(one, local_of(one), self.views.dense) for name, one in shards.items()
@@ -452,7 +453,7 @@ class FsdpEngine:
                 check_export(path, self.source, dtype, held, checksums, self._group)
             if self.adapters is not None:
                 folder, base = f"{path}/adapter", self.source.path
-                with self._awake():
+                with self.on_device():
                     self.adapters.export(folder, self._factors, self._shards, base, self.views)
         dist.barrier(self._group)  # when any rank returns, the folder is whole
 
@@ -473,15 +474,17 @@ class FsdpEngine:
                 torch.cuda.empty_cache()
 
     @contextlib.contextmanager
-    def _awake(self) -> Iterator[None]:
-        """Keeps parameters on the device inside; afterwards they rest where the config says."""
-        if self.device.type == "cpu":  # nothing ever moves
+    def on_device(self) -> Iterator[None]:
+        """Keeps parameters on the device inside, all verbs; afterwards they rest where the config says."""
+        if self.device.type == "cpu" or self._held:  # nothing ever moves; or nothing has to
             yield
             return
-        self._move(self.device)
+        self._held = True
         try:
+            self._move(self.device)
             yield
         finally:
+            self._held = False
             self._rest()
 
     def _rest(self) -> None:

@@ -147,8 +147,9 @@ class ModelWorker(Worker):
         """
         stats = StepStats()
         mini_batch = batch.scalars(mini_batch_column)
-        for number in itertools.chain(*orders):
-            stats.merge(self._step(batch.take(np.flatnonzero(mini_batch == number)), loss))
+        with self.engine.on_device():
+            for number in itertools.chain(*orders):
+                stats.merge(self._step(batch.take(np.flatnonzero(mini_batch == number)), loss))
         return stats
 
     def _step(self, rows: Batch, loss: str) -> StepStats:
@@ -235,13 +236,14 @@ class ActorWorker(EstimatingWorker, SendsWeights, WritesRows, ModelWorker):
         started = time.process_time()
         stats = StepStats()
         mini_batch = batch.scalars("mini_batch")
-        for number in itertools.chain(*orders):
-            rows = batch.take(np.flatnonzero(mini_batch == number))
-            if number in measured:
-                stats.merge(self._measure(rows, self._losses[loss], known))
-            else:
-                stats.merge(self._step(rows, loss))
-                known = None
+        with self.engine.on_device():
+            for number in itertools.chain(*orders):
+                rows = batch.take(np.flatnonzero(mini_batch == number))
+                if number in measured:
+                    stats.merge(self._measure(rows, self._losses[loss], known))
+                else:
+                    stats.merge(self._step(rows, loss))
+                    known = None
         stats.add_sum("perf/update_cpu_seconds", time.process_time() - started)
         return stats
 
