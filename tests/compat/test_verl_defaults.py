@@ -213,6 +213,11 @@ def test_w9_checkpointing_and_not_asleep_where_it_runs_ahead() -> None:
     assert (c.actor.gradient_checkpointing, c.critic.gradient_checkpointing) == (True, True)
     off = config("actor_rollout_ref.model.enable_gradient_checkpointing=False")
     assert off.actor.gradient_checkpointing is False
+    offload = "actor_rollout_ref.model.enable_activation_offload=True"
+    found = config(*GAE, offload)
+    assert (found.actor.gradient_checkpointing, found.critic.gradient_checkpointing) == ("offload", True)
+    with pytest.raises(ConfigError, match="set enable_gradient_checkpointing=True"):
+        config(offload, "actor_rollout_ref.model.enable_gradient_checkpointing=False")
 
 
 def test_w10_steps_and_epochs() -> None:

@@ -27,6 +27,7 @@ def _training(section: str, model: str, fsdp: str, lr: float) -> dict[str, Any]:
         f"{section}.optim.min_lr_ratio": 0.0,
         f"{section}.grad_clip": 1.0,
         f"{model}.enable_gradient_checkpointing": True,
+        f"{model}.enable_activation_offload": False,
         f"{fsdp}.model_dtype": "fp32",
         f"{fsdp}.dtype": "bfloat16",
         f"{fsdp}.param_offload": False,

@@ -98,6 +98,21 @@ def engine(values: Values) -> list[Setting]:
     return settings
 
 
+def checkpointing(values: Values, tree: Node) -> list[Setting]:
+    """Has blocks computed again, from inputs on the device or, offloaded, in host memory."""
+    on, offload = "enable_gradient_checkpointing", "enable_activation_offload"
+    settings: list[Setting] = []
+    for theirs, section in (("actor_rollout_ref.model.", "actor"), ("critic.model.", "critic")):
+        given = values.below(theirs)
+        again, offloaded = given.plain(on), given.plain(offload)
+        if offloaded and not again:
+            raise given.refused(offload, f"what waits in host memory is the input of blocks: set {on}=True")
+        if again is not None:
+            node = given.made("offload" if offloaded else again, on, offload)
+            settings.append((f"{section}.gradient_checkpointing", node))
+    return settings
+
+
 def asynchrony(values: Values) -> list[Setting]:
     """Bounds the staleness: verl's rollouter may be that many batches ahead of the one that is trained on."""
     given, threshold = values.below("async_training."), "staleness_threshold"

@@ -126,7 +126,9 @@ def _training(theirs: str, ours: str, model: str, fsdp: str, schedule: Late) -> 
         f"{theirs}.use_dynamic_bsz": _ALWAYS_BY_TOKENS,
         f"{theirs}.strategy": Only(("fsdp", "fsdp2"), "this release trains with FSDP2"),
         f"{theirs}.ulysses_sequence_parallel_size": To(f"{ours}.parallel.context"),
-        f"{model}.enable_gradient_checkpointing": To(f"{ours}.gradient_checkpointing"),
+        **_together(
+            Late(run.checkpointing), model, "enable_gradient_checkpointing", "enable_activation_offload"
+        ),
         f"{model}.use_remove_padding": _PACKED,
         **_frozen(ours, fsdp),
         f"{fsdp}.optimizer_offload": To(f"{ours}.offload_optimizer"),
