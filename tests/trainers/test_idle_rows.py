@@ -90,9 +90,9 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         counted["trained"] += len(batch)
         return with_gradient(self, batch, loss)
 
-    def forward(self: FsdpEngine, batch: Batch, outputs: Any) -> Batch:
+    def forward(self: FsdpEngine, batch: Batch, outputs: Any, **options: Any) -> Batch:
         counted["measured"] += len(batch)
-        return without(self, batch, outputs)
+        return without(self, batch, outputs, **options)
 
     monkeypatch.setattr(FsdpEngine, "forward_backward", forward_backward)
     monkeypatch.setattr(FsdpEngine, "forward", forward)

@@ -219,7 +219,7 @@ def test_an_engine_that_ignores_the_adapters_is_noticed(
         return merged(self, shards, nothing, group)
 
     monkeypatch.setattr(Adapters, "merged", without)
-    monkeypatch.setattr(Adapter, "delta", lambda self, a, b, rows: torch.zeros(()))  # merged in the engine
+    monkeypatch.setattr(Adapter, "delta", lambda self, a, b, *part: torch.zeros(()))  # merged in the engine
     settings = (
         f"actor.lora.send={send}",
         f"rollout.dtype={dtype}",
