@@ -5,12 +5,14 @@ whatever was shared, given back, continued or sent between processes; rows of ag
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from rondo.agents.record import rows_of
 from rondo.columns import PROMPT_ROUTED, ROUTED
@@ -40,8 +42,7 @@ def model() -> torch.nn.Module:
 
 def expected(model: torch.nn.Module, completion: Completion) -> np.ndarray:
     """What the model chooses at all tokens but the last, in one pass."""
-    twin = build("qwen3_moe")
-    twin.load_state_dict(model.state_dict())
+    twin = copy.deepcopy(model)
     recorder = RouteRecorder(twin)
     ids = np.concatenate([completion.prompt_ids, completion.token_ids[:-1]]).astype(np.int64)
     with torch.no_grad():
@@ -70,6 +71,20 @@ def test_routes_are_those_of_one_pass(model: torch.nn.Module, kind: type[Any]) -
         assert completion.routes is not None
         assert completion.routes.dtype == np.uint8
         np.testing.assert_array_equal(completion.routes, expected(model, completion))
+    engine.close()
+
+
+@pytest.mark.parametrize("kind", [NativeEngine, TransformersEngine])
+def test_routes_of_more_experts_than_a_byte_can_name(kind: type[Any]) -> None:
+    config = Qwen3MoeConfig(**{**_BASE, **MIXTURE, "num_experts": 300})
+    torch.manual_seed(0)
+    many = AutoModelForCausalLM.from_config(config).eval()
+    engine, twin = make(kind, many), copy.deepcopy(many)
+    for completion in run(engine, [request(f"{i}", prompt(9), 12, seed=i) for i in range(3)]):
+        recorder = RouteRecorder(copy.deepcopy(twin))
+        assert completion.routes.dtype == recorder.shape.dtype == np.uint16
+        np.testing.assert_array_equal(completion.routes, expected(twin, completion))
+        assert completion.routes.max() > 255
     engine.close()
 
 

@@ -338,6 +338,17 @@ def test_what_is_replayed_holds_when_the_weights_have_changed() -> None:
     assert engine.forward(told.with_columns(columns, replace=True), LOG_PROBS, routes=True) == made
 
 
+def test_routes_of_more_experts_than_a_byte_can_name() -> None:
+    model, batch = source("qwen3_moe", num_experts=300), batch_of()
+    engine = make_engine(one_rank_mesh(), model, config={"token_budget": 40})
+    told, made = with_routes(engine, batch)
+    assert told.rows(ROUTED)[0].dtype == np.uint16
+    assert max(int(one.max()) for one in told.rows(ROUTED) if len(one)) > 255
+    assert engine.forward(told, LOG_PROBS, routes=True) == made
+    shaken(engine, 0.3)
+    assert engine.forward(told, LOG_PROBS, routes=True).array(ROUTED) == made.array(ROUTED)
+
+
 def test_a_prompt_with_other_routes_is_not_shared() -> None:
     """Rows of one prompt that were sampled by different engines."""
     model, batch = source("qwen3_moe"), with_groups(make_batch(((4, 5), (4, 3), (4, 6))), (3,))

@@ -246,14 +246,14 @@ class GenericPath:
     ) -> None:
         self.module = module
         self._recorder = recorder
-        width = 0 if recorder is None else recorder.shape.width
+        routes_nbytes = 0 if recorder is None else recorder.shape.padded(None, BLOCK).nbytes
         self.device = device
         self.dtype = dtype
         self._max_context = max_context
         self._min_rows = MIN_ROWS if threads == 1 or device.type == "cuda" else MIN_ROWS_THREADED
         self._arange = torch.arange(blocks_of(max_context) * BLOCK, device=device)
         self._shapes = self.probe()
-        self.block_nbytes = block_bytes(self._shapes, dtype) + BLOCK * width
+        self.block_nbytes = block_bytes(self._shapes, dtype) + routes_nbytes
         largest = max(shape.kv_heads * shape.key_dim for shape in self._shapes) * BLOCK * dtype.itemsize
         self._gathered_blocks = GATHERED_BYTES["cpu" if device.type == "cpu" else "cuda"] // largest
         self._padding_block = 0  # the one behind all others, as soon as there is a cache
@@ -427,7 +427,9 @@ class GenericPath:
                 input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=1
             ).logits
             if self._recorder is not None and step.cache is not None and step.cache.routes is not None:
-                step.cache.routes[step.addresses] = self._recorder.latest()
+                # As bytes: torch cannot write 16 bits without a sign by index.
+                routes, latest = step.cache.routes, self._recorder.latest()
+                routes.view(torch.uint8)[step.addresses] = latest.view(torch.uint8)
             return logits
         finally:
             _STEP.reset(token)
