@@ -6,6 +6,7 @@ installed: half a CPU-second at the start of every process, for nothing.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -16,6 +17,18 @@ import torch
 from rondo.errors import DataError
 
 ColumnLike: TypeAlias = "pa.Array | pa.ChunkedArray | np.ndarray | torch.Tensor | Sequence[Any]"
+
+
+def parquet_parts(file: Any) -> list[Any]:
+    """Returns the Parquet files whose rows follow each other: the file, or those of a folder in the order of
+    their names (several ranks may have written it). Raises DataError for an empty folder.
+    """
+    if not isinstance(file, str | os.PathLike) or not os.path.isdir(file):
+        return [file]
+    parts: list[Any] = [os.path.join(file, name) for name in sorted(os.listdir(file))]
+    if not parts:
+        raise DataError(f"{file}: is an empty folder; remove it, or copy it again")
+    return parts
 
 
 def is_plain(array: pa.Array) -> bool:

@@ -25,6 +25,7 @@ from rondo.arrays import (
     joined,
     numbers,
     packed,
+    parquet_parts,
     ragged_array,
     ragged_rows,
     taken,
@@ -205,11 +206,8 @@ class Batch:
         """Reads a file, or a folder of them in the order of their names. Raises DataError naming it when it
         is missing or no Parquet.
         """
-        parts: list[Any] = [file]
-        if isinstance(file, str | os.PathLike) and os.path.isdir(file):
-            parts = sorted(entry.path for entry in os.scandir(file))
         try:
-            table = pa.concat_tables([pq.ParquetFile(part).read() for part in parts])
+            table = pa.concat_tables([pq.ParquetFile(part).read() for part in parquet_parts(file)])
             columns = {
                 field.name: column.cast(_in_arrow_spelling(field.type))
                 for field, column in zip(table.schema, table.columns, strict=True)

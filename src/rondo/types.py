@@ -138,6 +138,13 @@ class RouteShape:
         return out
 
 
+def longer_routes(known: np.ndarray | None, new: np.ndarray, start: int = 0) -> np.ndarray:
+    """Returns what is known of a sequence's routes [n, W], and behind it the rest of `new`, which are of its
+    tokens from `start` on: what was said first, of the weights that sampled the tokens, stays.
+    """
+    return new if known is None else np.concatenate([known, new[max(0, len(known) - start) :]])
+
+
 @dataclass(frozen=True)
 class Completion:
     """What came back: token_ids int32 [T], log_probs float32 [T], policy_versions int32 [T] (one per token).

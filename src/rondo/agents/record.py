@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rondo.types import Call, FinishReason, Row, Turn
+from rondo.types import Call, FinishReason, Row, Turn, longer_routes
 
 
 def rows_of(calls: Iterable[Call]) -> list[Row]:
@@ -82,9 +82,8 @@ class _Growing:
         given = (call.reward, call.anchor, call.flags, call.note, call.states)
         self.turns.append(Turn("policy", stop - n, stop, *given))
         self.finish_reason = made.finish_reason
-        if made.routes is not None:  # of the whole context; what earlier calls said of it stays
-            known = [] if self.routes is None else [self.routes]
-            self.routes = np.concatenate([*known, made.routes[sum(map(len, known)) :]])
+        if made.routes is not None:  # of the whole context
+            self.routes = longer_routes(self.routes, made.routes)
 
     def _extend(self, ids: np.ndarray, *arrays: np.ndarray) -> None:
         self.ids = np.concatenate([self.ids, ids], dtype=np.int32, casting="unsafe")

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rondo.batch import Batch
+from rondo.batch import Batch, parquet_parts
 from rondo.columns import EPISODE, GREEDY_REWARD, SCORE, SCORE_PREFIX, TOKENIZER, column, declared, made_by
 from rondo.data.rows import is_scored, trajectory_of_rows
 from rondo.errors import ConfigError, DataError
@@ -174,17 +174,9 @@ def _check_steps(run: Path, files: Sequence[Path]) -> None:
 
 def _columns(file: Path) -> list[str]:
     try:
-        return list(pq.read_schema(_parts(file)[0]).names)
+        return list(pq.read_schema(parquet_parts(file)[0]).names)
     except (OSError, pa.ArrowException) as error:
         raise _unreadable(file, error) from error
-
-
-def _parts(file: Path) -> list[Path]:
-    """Returns the files that hold a step's rows, in their order: several ranks may have written them."""
-    parts = sorted(file.iterdir()) if file.is_dir() else [file]
-    if not parts:
-        raise DataError(f"{file}: is an empty folder; remove it, or copy it again")
-    return parts
 
 
 def _unreadable(file: Path, error: Exception) -> DataError:
@@ -217,7 +209,9 @@ def _in_order(ids: np.ndarray) -> list[int]:
 def _read(file: Path, names: Sequence[str]) -> Batch:
     """Reads these columns, in their types."""
     try:
-        table = pa.concat_tables([pq.ParquetFile(one).read(columns=list(names)) for one in _parts(file)])
+        table = pa.concat_tables(
+            [pq.ParquetFile(one).read(columns=list(names)) for one in parquet_parts(file)]
+        )
     except (OSError, pa.ArrowException) as error:
         raise _unreadable(file, error) from error
     arrays = {}

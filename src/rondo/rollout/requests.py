@@ -16,7 +16,7 @@ from rondo.chat import StopMatcher
 from rondo.errors import RefusedRequestError, RolloutError
 from rondo.rollout.adapters import Served
 from rondo.rollout.protocol import OnTokens
-from rondo.types import Completion, FinishReason, GenerateRequest
+from rondo.types import Completion, FinishReason, GenerateRequest, longer_routes
 
 
 def so_far(request: GenerateRequest, reason: FinishReason) -> Completion:
@@ -172,12 +172,8 @@ class Pending:
         return length is not None
 
     def see_routes(self, routes: np.ndarray, start: int = 0) -> None:
-        """Keeps the routes [n, W] of its tokens from `start` on; where there are some already, those with
-        which the token behind them was sampled, these stay.
-        """
-        known = 0 if self.routes is None else len(self.routes)
-        new = routes[max(0, known - start) :]
-        self.routes = new if self.routes is None else np.concatenate([self.routes, new])
+        """Keeps the routes [n, W] of its tokens from `start` on, behind those that it has."""
+        self.routes = longer_routes(self.routes, routes, start)
 
     def news(self) -> Completion | None:
         """Returns the tokens since the last call, for `report`; None where there are none or nobody wants

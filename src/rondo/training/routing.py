@@ -136,8 +136,10 @@ class Routing:
         """Inside is one pass, a forward and perhaps its backward pass, over these rows; routers choose what
         the rows' routes say. counts: it is a part of an update. recorded: gets the routes.
         """
-        here = _Pass(packed, self._views.context, counts=counts)
-        self._pass = here if counts or recorded is not None or packed.routes is not None else None
+        if not counts and recorded is None and packed.routes is None:
+            yield
+            return
+        here = self._pass = _Pass(packed, self._views.context, counts=counts)
         try:
             yield
         finally:

@@ -6,6 +6,8 @@ gets depends on who else is in the batch: each expert's are filled up.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
@@ -21,18 +23,12 @@ def use_even_experts(module: PreTrainedModel, device: torch.device, threads: int
     if not routers_of(module) or device.type != "cpu":
         return
     rows = MIN_ROWS if threads == 1 else MIN_ROWS_THREADED
-
-    def forward(
-        experts: torch.nn.Module, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
-        return _forward(experts, hidden, chosen, weights, rows)
-
-    ALL_EXPERTS_FUNCTIONS.register(_NAMES[rows], forward)
+    ALL_EXPERTS_FUNCTIONS.register(_NAMES[rows], functools.partial(_forward, rows=rows))
     module.set_experts_implementation(_NAMES[rows])
 
 
 def _forward(
-    experts: torch.nn.Module, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, rows: int
+    experts: torch.nn.Module, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, *, rows: int
 ) -> torch.Tensor:
     """hidden [N, H], chosen int64 [N, k], weights [N, k] -> [N, H]."""
     flat = chosen.flatten()

@@ -11,7 +11,7 @@ import importlib.util
 import os
 import shutil
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from rondo.algorithms import Kind, registered_by_user
@@ -24,13 +24,14 @@ from rondo.config import (
     collected,
     load,
 )
-from rondo.config.schema import ActorLoraConfig
+from rondo.config.schema import ActorLoraConfig, EngineConfig
 from rondo.controller import planned_device
 from rondo.data import check_source
 from rondo.errors import ConfigError, DataError, about
 from rondo.models import STRETCH, check_model_folder, check_positions, load_model_config
 from rondo.models.loading import model_on_meta
 from rondo.models.lora import adapter_set
+from rondo.models.source import ModelSource
 from rondo.rollout import check_engine, check_engine_adapters, check_engine_model
 from rondo.trainers.commands.recipe import beside_recipe, run_dir
 from rondo.trainers.program import model_source, open_tokenizer, section_at, source_of
@@ -140,16 +141,24 @@ def check_files(loaded: LoadedConfig, *, context: bool) -> None:
         raise ConfigError.of(problems)
 
 
-def _check_adapters(config: Config, first: ModelConfig) -> None:
-    """Raises ConfigError for adapters that a model cannot have. first: as of `_check_template`."""
+def _that_learn(config: Config, first: ModelConfig) -> Iterator[tuple[str, EngineConfig, ModelSource]]:
+    """Yields the section, settings and model of actor and critic; nothing where their models are on other
+    machines, which look at them. first: as of `_check_template`.
+    """
     if config.cluster.backend.address is not None:
         return
     for section in ("actor", "critic"):
-        lora = getattr(config, section).lora
-        if lora is None:
-            continue
         own = section == "critic" and config.critic.path is not None
         source = model_source(replace(config, model=first), section if own else "model")
+        yield section, getattr(config, section), source
+
+
+def _check_adapters(config: Config, first: ModelConfig) -> None:
+    """Raises ConfigError for adapters that a model cannot have. first: as of `_check_template`."""
+    for section, engine, source in _that_learn(config, first):
+        lora = engine.lora
+        if lora is None:
+            continue
         try:
             adapters = adapter_set(source, lora)
         except DataError as error:
@@ -162,14 +171,9 @@ def _check_adapters(config: Config, first: ModelConfig) -> None:
 
 def _check_routers(config: Config, first: ModelConfig) -> None:
     """Raises ConfigError for what a model's routers cannot do. first: as of `_check_template`."""
-    if config.cluster.backend.address is not None:
-        return
-    for section in ("actor", "critic"):
-        engine = getattr(config, section)
+    for section, engine, source in _that_learn(config, first):
         if engine.router == type(engine.router)():
             continue
-        own = section == "critic" and config.critic.path is not None
-        source = model_source(replace(config, model=first), section if own else "model")
         try:
             check_router(
                 model_on_meta(source),
