@@ -29,12 +29,20 @@ CASES: dict[str, dict[str, Any]] = {
     "all weights": {},
     "LoRA": {"lora": True},
     "LoRA, base in bfloat16": {"lora": True, "param_dtype": "bfloat16", "compute_dtype": "float32"},
+    "LoRA, base in nf4": {"lora": True, "base_dtype": "nf4"},
+    "LoRA, base in nf4, the rest in bfloat16": {
+        "lora": True,
+        "base_dtype": "nf4",
+        "param_dtype": "bfloat16",
+        "compute_dtype": "bfloat16",
+    },
 }
 
 
 def measure(arguments: argparse.Namespace, case: dict[str, Any]) -> dict[str, float]:
     """Returns megabytes by what they are for."""
-    import peft  # noqa: F401 (before memory is measured)
+    import bitsandbytes  # noqa: F401 (before memory is measured)
+    import peft  # noqa: F401
     import torch
 
     from rondo.batch import Batch, ragged_rows
@@ -49,7 +57,9 @@ def measure(arguments: argparse.Namespace, case: dict[str, Any]) -> dict[str, fl
     mesh = one_rank_mesh()
     source = ModelSource(config=_model(arguments))
     settings = dict(case)
-    lora = LoraConfig(rank=arguments.rank, alpha=2 * arguments.rank) if settings.pop("lora", False) else None
+    lora, base_dtype = None, settings.pop("base_dtype", None)
+    if settings.pop("lora", False):
+        lora = LoraConfig(rank=arguments.rank, alpha=2 * arguments.rank, base_dtype=base_dtype)
     before = process_usage().peak_memory_bytes
     engine = FsdpEngine(source, EngineConfig(lora=lora, **settings), OptimizerConfig(lr=1e-4), mesh=mesh)
     random = np.random.default_rng(0)
@@ -75,10 +85,13 @@ def measure(arguments: argparse.Namespace, case: dict[str, Any]) -> dict[str, fl
     with tempfile.TemporaryDirectory() as folder:
         engine.save(folder)
         written = sum(file.stat().st_size for file in Path(folder).iterdir())
+    quantised = {} if engine.adapters is None else engine.adapters.quantised
+    weights = sum(local_of(one).untyped_storage().nbytes() for one in engine._parameters.values())
+    weights += sum(module.num_bytes() for module in quantised.values())
     moments = [local_of(tensor) for name, tensor in state.items() if name.startswith("optimizer.exp_avg")]
     found = {
         "learned numbers": sum(gradient.numel() for gradient in gradients),
-        "weights": sum(local_of(one).nbytes for one in engine._parameters.values()),
+        "weights": weights,
         "gradients": of_gradients,
         "moments": sum(moment.nbytes for moment in moments),
         "peak": peak,

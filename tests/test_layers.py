@@ -130,6 +130,7 @@ HIDDEN = (
     "aiohttp",
     "mcp",
     "peft",
+    "bitsandbytes",
     "modelscope",
     "gymnasium",
     "tantivy",

@@ -243,6 +243,38 @@ def test_a_run_with_adapters_never_shares_its_storage() -> None:
     assert config.actor.lora is None
 
 
+@pytest.mark.parametrize("send", ["merged", "adapters"])
+def test_a_base_in_four_bits_gives_the_run_on_the_weights_that_it_stands_for(
+    run: Run, base: Path, send: str
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    nf4 = "actor.lora.base_dtype=nf4"
+    settings = (LORA, f"actor.lora.send={send}", KL, NO_EVALUATION, "checkpoint.every=2")
+    # Nothing is learnt, and what is exported is what the base stands for.
+    stands = run("stands", *_of(base), *settings, nf4, "actor.optimizer.lr=1e-30", "trainer.total_steps=1")
+    learn = (*settings, "actor.optimizer.lr=0.02", "trainer.total_steps=4")
+    quantised = run("quantised", *_of(base), *learn[:-1], nf4, "trainer.total_steps=2")
+    quantised = run("quantised", *_of(base), *learn, nf4)  # goes on
+    plain = run("plain", *_of(stands / "export"), *learn)
+    assert weights(quantised) == weights(plain) != weights(stands)
+    own = ("rollout/", "reward/", "actor/", "response")
+    for ours, theirs in zip(metrics(quantised), metrics(plain), strict=True):
+        assert {k: v for k, v in ours.items() if k.startswith(own)} == {
+            k: v for k, v in theirs.items() if k.startswith(own)
+        }
+    with pytest.raises(CheckpointError, match="other weights"):
+        run("quantised", *_of(base), *learn, "trainer.total_steps=5")
+
+
+def test_what_a_base_in_four_bits_cannot_be_is_said_before_the_start(run: Run) -> None:
+    pytest.importorskip("bitsandbytes")
+    nf4 = (LORA, "actor.lora.base_dtype=nf4", "trainer.total_steps=1")
+    with pytest.raises(ConfigError, match=r"actor\.lora\.base_dtype: .* this engine has 2"):
+        run("two", *nf4, "cluster.backend=process", "cluster.devices=2")
+    with pytest.raises(ConfigError, match=r"actor.*set param_dtype=bfloat16"):
+        run("mixed", *nf4, "actor.compute_dtype=bfloat16")
+
+
 def test_ppo_with_adapters_on_the_critic(run: Run) -> None:
     settings = ("algorithm.advantage=gae", "critic.token_budget=512", "trainer.total_steps=3", NO_EVALUATION)
     folder = run("ppo", LORA, "critic.lora={rank: 2, targets: [q_proj]}", *settings, "checkpoint.every=3")

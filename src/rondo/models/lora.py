@@ -28,6 +28,7 @@ from rondo.errors import ConfigError, DataError
 from rondo.hub import copy_of
 from rondo.models.files import json_object
 from rondo.models.loading import model_on_meta
+from rondo.models.nf4 import QuantisedLinear, quantise_linears
 from rondo.models.precision import kept_in_float32
 from rondo.models.source import ModelSource
 
@@ -137,21 +138,43 @@ def _first(shape: tuple[int, ...], init: str, generator: torch.Generator) -> tor
     return (torch.rand(shape, generator=generator) * 2 - 1) / math.sqrt(shape[1])
 
 
-def _targets(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
-    """Returns the names of the modules that get an adapter, in the model's order."""
+def quantise_base(
+    model: PreTrainedModel, lora: LoraConfig, device: torch.device
+) -> dict[str, QuantisedLinear]:
+    """Has the linear modules that could have an adapter rest as lora.base_dtype says, in place, before there
+    are adapters; returns them by the names of their weights. Raises ConfigError for a model without any.
+    """
+    if lora.base_dtype is None:
+        return {}
+    names = [name for name in _able(model) if isinstance(model.get_submodule(name), torch.nn.Linear)]
+    if not names:
+        kind = model.config.model_type
+        raise ConfigError(
+            f"lora.base_dtype={lora.base_dtype}: a {kind} model has no linear modules that it could be for",
+            key="lora.base_dtype",
+        )
+    return quantise_linears(model, names, device)
+
+
+def _able(model: PreTrainedModel) -> list[str]:
+    """Returns the names of the modules that can have an adapter, in the model's order."""
     head = model.get_output_embeddings()
-    modules = dict(model.named_modules())
     precise = {name.rpartition(".")[0] for name in kept_in_float32(model, torch.float16)}  # routers
-    able = [
+    return [
         name
-        for name, module in modules.items()
+        for name, module in model.named_modules()
         if _is_linear(module) and module is not head and name not in precise
     ]
+
+
+def _targets(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
+    """Returns the names of the modules that get an adapter, in the model's order."""
+    able = _able(model)
     chosen: set[str] = set()
     for target in lora.targets:
         found = able if target == ALL_LINEAR else [name for name in able if _ends_with(name, target)]
         if not found:
-            _refuse_target(target, modules, able, head)
+            _refuse_target(target, model, able)
         chosen.update(found)
     if any(parameter.ndim > 2 for parameter in model.parameters()):
         _log.warning(
@@ -163,14 +186,15 @@ def _targets(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
 
 def _is_linear(module: torch.nn.Module) -> bool:
     """Says whether it is a linear module and nothing besides (some routers are one that returns a choice)."""
-    return type(module).forward in (torch.nn.Linear.forward, Conv1D.forward)
+    return type(module).forward in (torch.nn.Linear.forward, QuantisedLinear.forward, Conv1D.forward)
 
 
 def _ends_with(name: str, target: str) -> bool:
     return name == target or name.endswith("." + target)
 
 
-def _refuse_target(target: str, modules: Mapping[str, Any], able: list[str], head: Any) -> None:
+def _refuse_target(target: str, model: PreTrainedModel, able: list[str]) -> None:
+    modules, head = dict(model.named_modules()), model.get_output_embeddings()
     there = [name for name in modules if _ends_with(name, target)]
     ends = sorted({name.rpartition(".")[2] for name in able})
     if any(modules[name] is head for name in there):

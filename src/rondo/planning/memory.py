@@ -25,14 +25,14 @@ class Need:
     """What to lower."""
 
 
-def model_bytes(parameters: int, itemsize: int, moments: str | None = None) -> int:
+def model_bytes(parameters: int, itemsize: float, moments: str | None = None) -> int:
     """Returns what an engine holds of a model: the parameters, and of one that is trained as much for
     gradients, and the two moments of Adam (moments: full or 8bit).
     """
     if moments is None:
-        return parameters * itemsize
+        return int(parameters * itemsize)
     moment = 1 if moments == "8bit" else itemsize
-    return parameters * 2 * (itemsize + moment)
+    return int(parameters * 2 * (itemsize + moment))
 
 
 def check_fits(needs: Sequence[Need], free: int, where: str) -> None:

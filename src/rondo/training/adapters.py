@@ -4,7 +4,7 @@ merged, as generation engines and exports get them: under the model's own names.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -24,9 +24,11 @@ from rondo.models.lora import (
     base_checksum_of,
     base_name,
     is_adapter,
+    quantise_base,
     read_adapter,
     write_adapter,
 )
+from rondo.models.nf4 import QuantisedLinear
 from rondo.training.export import VALUE_HEAD
 from rondo.training.sharding import LocalRows, checksums_of, gather_buckets, layout_of, wire_dtypes
 from rondo.training.views import Views
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 BASE = "base.checksum"  # in the state: of the model that the adapters belong to
 _BUCKET_BYTES = 256 << 20
 Tensor = TypeVar("Tensor", bound=torch.Tensor)
+Held = tuple[str, torch.Tensor, Box, tuple[int, ...]]  # as of `boxes_here`
 
 
 class Adapters:
@@ -49,6 +52,7 @@ class Adapters:
         """Puts them into the model. Raises ConfigError, DataError (`models.lora`)."""
         self.config = config
         self._model = model
+        self.quantised = quantise_base(model, config, device)
         self._adapters = add_adapters(model, config, seed, device)
         self._base_checksum: torch.Tensor | None = None
 
@@ -66,6 +70,22 @@ class Adapters:
         factors = {adapter_name(name): one for name, one in parameters.items() if is_adapter(name)}
         return own, factors
 
+    def filling(self, boxes: Iterable[Held]) -> Iterator[Held]:
+        """Yields what the model's weights are to be read into, the next one when it was: those that rest
+        quantised are read into a tensor of their own, one at a time.
+        """
+        for name, tensor, box, shape in boxes:
+            if name not in self.quantised:
+                yield name, tensor, box, shape
+                continue
+            whole = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+            yield name, whole, box, shape
+            self.quantised[name].quantise(whole)
+
+    def rows(self, shards: Mapping[str, DTensor]) -> BaseRows:
+        """Returns this rank's rows of the weights without adapters."""
+        return BaseRows(shards, self.quantised)
+
     def off(self) -> AbstractContextManager[None]:
         """Inside, the model is the one without them."""
         return adapters_off(self._model)
@@ -80,7 +100,7 @@ class Adapters:
         small, are gathered.
         """
         whole = self._whole(factors, views)
-        return MergedRows(shards, self._adapters, whole, views)
+        return MergedRows(shards, self.quantised, self._adapters, whole, views)
 
     def _whole(self, factors: Mapping[str, DTensor], views: Views) -> dict[str, torch.Tensor]:
         layout = layout_of(factors, views, wire_dtypes(self._model, factors, None))
@@ -93,7 +113,7 @@ class Adapters:
         if self._base_checksum is None:
             base = {name: shard for name, shard in shards.items() if not self.learns(name)}
             layout = layout_of(base, views, wire_dtypes(self._model, base, "bfloat16"))
-            sums = checksums_of(layout, LocalRows(base), views.everyone)
+            sums = checksums_of(layout, self.rows(base), views.everyone)
             self._base_checksum = torch.tensor([signed(combine(sums.values()))])
         return self._base_checksum
 
@@ -139,46 +159,64 @@ class Adapters:
                 raise CheckpointError(f"{path}: {name!r} of the exported adapter is not the trained one")
 
 
-class MergedRows(Mapping[str, torch.Tensor]):
-    """This rank's rows of W + alpha / r · B · A, each made when it is read and forgotten with the next one:
-    there is no second model. Of other tensors they are the model's own.
+class BaseRows(LocalRows):
+    """This rank's rows of the model without adapters. What rests quantised is made when it is read, and
+    forgotten with the next one.
+    """
+
+    def __init__(self, shards: Mapping[str, DTensor], quantised: Mapping[str, QuantisedLinear]) -> None:
+        super().__init__(shards)
+        self._quantised = quantised
+        self._last: tuple[str, torch.Tensor] | None = None
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if not self._is_made(name):
+            return super().__getitem__(name)
+        if self._last is None or self._last[0] != name:  # it may be sent in pieces
+            self._last = None  # before the next one is made
+            self._last = name, self._made(name)
+        return self._last[1]
+
+    def _is_made(self, name: str) -> bool:
+        return name in self._quantised
+
+    def _made(self, name: str) -> torch.Tensor:
+        module = self._quantised.get(name)
+        return super().__getitem__(name) if module is None else module.dequantised()
+
+
+class MergedRows(BaseRows):
+    """This rank's rows of W + alpha / r · B · A, each made when it is read: there is no second model. Of
+    other tensors they are the model's own.
     """
 
     def __init__(
         self,
         shards: Mapping[str, DTensor],
+        quantised: Mapping[str, QuantisedLinear],
         adapters: Mapping[str, Adapter],
         # A and B by their names in peft's files, whole.
         factors: Mapping[str, torch.Tensor],
         views: Views,
     ) -> None:
-        self._shards = shards
+        super().__init__(shards, quantised)
         self._adapters = adapters
         self._factors = factors
         self._views = views
-        self._last: tuple[str, torch.Tensor] | None = None
 
-    def __getitem__(self, name: str) -> torch.Tensor:
-        shard, adapter = self._shards[name], self._adapters.get(name)
-        local = shard.to_local().detach()
+    def _is_made(self, name: str) -> bool:
+        return name in self._adapters or super()._is_made(name)
+
+    def _made(self, name: str) -> torch.Tensor:
+        own, adapter = super()._made(name), self._adapters.get(name)
         if adapter is None:
-            return local
-        if self._last is not None and self._last[0] == name:  # it is sent in pieces
-            return self._last[1]
-        self._last = None  # before the next one is made
-        a, b = (self._factors[one].to(local.device) for one in (adapter.a, adapter.b))
+            return own
+        a, b = (self._factors[one].to(own.device) for one in (adapter.a, adapter.b))
+        shard = self._shards[name]
         shape = tuple(shard.shape)
         rows, columns = self._views.spec_of(shard).box(shape, dist.get_rank()).slices(Box.whole(shape))
         # In float32: rounded once, to what is sent.
-        merged = local.to(a.dtype) + adapter.delta(a, b, rows, columns)
-        self._last = name, merged
-        return merged
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._shards)
-
-    def __len__(self) -> int:
-        return len(self._shards)
+        return own.to(a.dtype) + adapter.delta(a, b, rows, columns)
 
 
 def sent(engine: FsdpEngine, what: Sent) -> FsdpEngine | Unmerged:
@@ -210,7 +248,7 @@ class Unmerged:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """See `FsdpEngine.gathered_parameters`."""
         with self._engine.on_device():
-            rows = LocalRows(self._shards())
+            rows = self._rows()
             yield from gather_buckets(self.layout(dtype), rows, self._engine.views.everyone, bucket_bytes)
         self._engine._release_memory()
 
@@ -218,18 +256,21 @@ class Unmerged:
     def named_shards(self) -> Iterator[Mapping[str, torch.Tensor]]:
         """See `FsdpEngine.named_shards`."""
         with self._engine.on_device():
-            yield LocalRows(self._shards())
+            yield self._rows()
 
     def parameter_checksums(self, dtype: str | None = None) -> dict[str, int]:
         """See `FsdpEngine.parameter_checksums`."""
         with self._engine.on_device():
-            rows = LocalRows(self._shards())
-            return checksums_of(self.layout(dtype), rows, self._engine.views.everyone)
+            return checksums_of(self.layout(dtype), self._rows(), self._engine.views.everyone)
 
     def _shards(self) -> dict[str, DTensor]:
         """Returns what is sent, as it lies now."""
         base = self._engine._shards if self._base else {}
         return base | self._engine._factors
+
+    def _rows(self) -> BaseRows:
+        assert self._engine.adapters is not None
+        return self._engine.adapters.rows(self._shards())
 
     def _wire(self, dtype: str | None) -> dict[str, str]:
         lm = self._engine._model.lm

@@ -16,6 +16,7 @@ from rondo.models.attention import fitting
 from rondo.models.family import family_of
 from rondo.models.loading import Kernels, build_empty
 from rondo.models.names import Parts, parts_of
+from rondo.models.nf4 import check_nf4
 from rondo.models.source import ModelSource
 from rondo.models.stored import StoredModel, materialise
 from rondo.models.value_head import replace_lm_head
@@ -63,6 +64,8 @@ def build_sharded(
     """
     dtype, compute_dtype = getattr(torch, engine.param_dtype), getattr(torch, engine.compute_dtype)
     lora, sizes = engine.lora if isinstance(engine, EngineConfig) else None, views.sizes
+    if lora is not None and lora.base_dtype is not None:
+        check_nf4(engine.param_dtype, engine.compute_dtype, views.size)
     kernels: Kernels = backend.kernels
     if kernels == "auto" and (sizes.tensor, sizes.context) != (1, 1):
         kernels = "norms"  # leaner attention multiplies with whole weights, and needs all tokens

@@ -116,8 +116,10 @@ class FsdpEngine:
         self._bind()
         if built.stored is not None:
             with Activity(f"reading {source.path}", bound=False):
-                boxes = boxes_here(self.layout(), LocalRows(self._shards))
-                built.stored.fill((one for one in boxes if not one[0].startswith(VALUE_HEAD)), self._parts)
+                held = boxes_here(self.layout(), LocalRows(self._shards))
+                boxes = (one for one in held if not one[0].startswith(VALUE_HEAD))
+                filled = boxes if self.adapters is None else self.adapters.filling(boxes)
+                built.stored.fill(filled, self._parts)
         self._output_dtype = torch.promote_types(getattr(torch, engine.compute_dtype), torch.float32)
         self.optimizer: ShardedAdamW | None = None
         if optimizer is not None:
@@ -295,12 +297,10 @@ class FsdpEngine:
 
     def parameters_in_place(self) -> dict[str, torch.Tensor]:
         """Returns Hugging Face name -> tensor that shares the trainer's storage (without adapters); tied
-        tensors once. Raises TrainError where there is more than one rank.
+        tensors once. Raises TrainError where there is more than one rank, or they rest quantised.
         """
-        if self._world > 1:
-            raise TrainError(
-                f"parameters_in_place needs one rank, there are {self._world}: use gathered_parameters"
-            )
+        if self._world > 1 or (self.adapters is not None and self.adapters.quantised):
+            raise TrainError("parameters_in_place needs one rank, and plain weights: use gathered_parameters")
         return {name: shard.to_local().detach() for name, shard in self._shards.items()}
 
     def copy_parameters_from(self, other: FsdpEngine) -> None:

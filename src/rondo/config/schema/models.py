@@ -164,6 +164,8 @@ class LoraConfig:
     """How A starts; B starts at 0, so that the model starts as it was."""
     path: Path | None = None
     """A folder with an adapter of this model, of peft's format, to start from."""
+    base_dtype: Literal["nf4"] | None = None
+    """In what the weights of linear modules rest: in 4 bits each (nf4, QLoRA); null: in param_dtype."""
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -24,6 +24,7 @@ from rondo.config import (
     collected,
     load,
 )
+from rondo.config.auto import engine_for
 from rondo.config.schema import ActorLoraConfig, EngineConfig
 from rondo.controller import planned_device
 from rondo.data import check_source
@@ -31,10 +32,11 @@ from rondo.errors import ConfigError, DataError, about
 from rondo.models import STRETCH, check_model_folder, check_positions, load_model_config
 from rondo.models.loading import model_on_meta
 from rondo.models.lora import adapter_set
+from rondo.models.nf4 import check_nf4
 from rondo.models.source import ModelSource
 from rondo.rollout import check_engine, check_engine_adapters, check_engine_model
 from rondo.trainers.commands.recipe import beside_recipe, run_dir
-from rondo.trainers.program import model_source, open_tokenizer, section_at, source_of
+from rondo.trainers.program import model_source, open_tokenizer, placement_of, section_at, source_of
 from rondo.training.routing import check_router
 
 
@@ -160,6 +162,10 @@ def _check_adapters(config: Config, first: ModelConfig) -> None:
         if lora is None:
             continue
         try:
+            if lora.base_dtype is not None:
+                settled = engine_for(engine, planned_device(config.cluster))
+                ranks = len(placement_of(config).devices(section))
+                check_nf4(settled.param_dtype, settled.compute_dtype, ranks)
             adapters = adapter_set(source, lora)
         except DataError as error:
             raise ConfigError(f"{section}.{error}", key=f"{section}.lora.path") from error

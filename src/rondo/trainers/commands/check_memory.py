@@ -83,8 +83,11 @@ def _of_models(config: Config, roles: Sequence[str], trained: Collection[str]) -
         section, engine = engine_of(role, config)
         if engine.offload_params or getattr(engine, "offload_optimizer", False):
             continue
+        lora = getattr(engine, "lora", None)
         itemsize = getattr(torch, engine.param_dtype).itemsize
-        all_of_it = role in trained and getattr(engine, "lora", None) is None  # adapters are few
+        if lora is not None and lora.base_dtype is not None:
+            itemsize = 0.5  # of most weights; rather too little
+        all_of_it = role in trained and lora is None  # adapters are few
         moments = getattr(config, section).optimizer.moments if all_of_it else None
         copies = parallel_of(role, config)[1].replicate
         held = copies * model_bytes(size(role), itemsize, moments)

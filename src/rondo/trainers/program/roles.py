@@ -367,7 +367,7 @@ def shares_base(config: Config) -> bool:
     A and B come by themselves.
     """
     lora = config.actor.lora
-    alone = lora is not None and lora.send == "adapters"
+    alone = lora is not None and lora.send == "adapters" and lora.base_dtype is None
     return alone and _in_one_place(config) and config.rollout.weight_transport == "auto"
 
 
