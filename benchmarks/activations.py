@@ -1,0 +1,158 @@
+"""Bytes of activations that a forward and backward pass has at its peak, beside what docs/training.md plans.
+
+    python benchmarks/activations.py [--tokens 4096] [--hidden 128] [--intermediate 512] [--layers 4]
+    python benchmarks/activations.py --context 2        ranks of this machine that divide the tokens
+
+Counted, not read off the process: every tensor that torch makes while one row passes, as long as it lives.
+Weights and gradients are not among them, nor what a kernel takes and gives back inside. Llama's shape, random
+weights, float32, on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+REPOSITORY = Path(__file__).parents[1]
+sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "src")]
+
+from rondo.batch import Batch, ragged_rows  # noqa: E402
+from rondo.config.schema import EngineConfig, OptimizerConfig, TorchBackendConfig  # noqa: E402
+from rondo.models import ModelSource  # noqa: E402
+from rondo.training import FsdpEngine  # noqa: E402
+from rondo.training.sharding import local_of  # noqa: E402
+from tests.ranks import run_ranks  # noqa: E402
+from tests.training.helpers import PolicyLoss  # noqa: E402
+from tests.training.layouts import layout  # noqa: E402
+
+HEAD_WIDTH, VOCABULARY = 16, 61
+SHAPE = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+class Counted(TorchDispatchMode):
+    """Counts the bytes of the tensors that are made inside and still live: now, and at most."""
+
+    def __init__(self, known: list[torch.Tensor]) -> None:
+        """known: tensors that were there before, and are not counted where they turn up."""
+        super().__init__()
+        self.now = self.peak = 0
+        self._living = {tensor.untyped_storage()._cdata for tensor in known}
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        made = function(*arguments, **(keywords or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, torch.Tensor):
+                self._note(tensor.untyped_storage())
+        self.peak = max(self.peak, self.now)
+        return made
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._living or not size:
+            return
+        self._living.add(key)
+        self.now += size
+        weakref.finalize(storage, self._gone, key, size)
+
+    def _gone(self, key: int, size: int) -> None:
+        self._living.discard(key)
+        self.now -= size
+
+
+def one_pass(
+    rank: int,
+    world: int,
+    sizes: dict[str, int],
+    tokens: int,
+    shape: dict[str, int],
+    mlp_chunk: int | None = None,
+) -> int:
+    """Returns the most bytes of a forward and backward pass with checkpointing, on this rank of `world`."""
+    views, index, _ = layout(world, **sizes)
+    rng = np.random.default_rng(0)
+    batch = Batch.of(
+        {
+            "row_id": np.arange(1),
+            "prompt_ids": ragged_rows([rng.integers(0, VOCABULARY, 8)], np.int32),
+            "response_ids": ragged_rows([rng.integers(0, VOCABULARY, tokens - 8)], np.int32),
+            "response_mask": ragged_rows([np.ones(tokens - 8, np.uint8)], np.uint8),
+            "token_weight": ragged_rows([np.ones(tokens - 8) / tokens], np.float64),
+            "advantages": np.ones(1),
+        }
+    )
+    sizes_of_model = {"vocab_size": VOCABULARY, "max_position_embeddings": tokens, **SHAPE, **shape}
+    model = {"model_type": "llama", "head_dim": HEAD_WIDTH, **sizes_of_model}
+    model["num_key_value_heads"] = model["num_attention_heads"]
+    config = EngineConfig(token_budget=1 << 20, gradient_checkpointing=True)
+    backend = TorchBackendConfig(mlp_chunk=mlp_chunk)
+    engine = FsdpEngine(ModelSource(config=model), config, OptimizerConfig(), mesh=views, backend=backend)
+    batch = batch if index == 0 else batch.take([])
+    engine.forward_backward(batch, PolicyLoss())  # gradients are there from here on
+    known = [local_of(one) for one in engine._parameters.values()]
+    known += [local_of(one.grad) for one in engine._parameters.values() if one.grad is not None]
+    with Counted(known) as counted:
+        engine.forward_backward(batch, PolicyLoss())
+    return counted.peak
+
+
+def planned(tokens: int, shape: dict[str, int], mlp_chunk: int | None = None) -> int:
+    """Returns the bytes that docs/training.md plans for so many tokens of this rank.
+
+    The peak is in the MLP's backward pass of the last block: the inputs of all blocks are kept; of this one,
+    what norms and residuals make, queries, keys, values and attention's result before and after it is laid
+    out anew, and six times what the MLP is wide.
+    """
+    shape = {**SHAPE, **shape}
+    hidden, heads = shape["hidden_size"], shape["num_attention_heads"]
+    inside = min(tokens, mlp_chunk or tokens)
+    kept = shape["num_hidden_layers"] + (4 if mlp_chunk is None else 5)
+    numbers = tokens * (kept * hidden + 5 * heads * HEAD_WIDTH) + inside * 6 * shape["intermediate_size"]
+    once = tokens * (3 * HEAD_WIDTH + heads + 16)  # rotary tables, sums of attention, ids and columns
+    return 4 * (numbers + once)
+
+
+def block_bytes(shape: dict[str, int]) -> int:
+    """Returns the bytes of a block's weights. Ranks that share them have up to six times as much beside,
+    while FSDP gathers parameters and sums gradients; tiles of an MLP have the gradients of its own.
+    """
+    shape = {**SHAPE, **shape}
+    width = 4 * shape["num_attention_heads"] * HEAD_WIDTH + 3 * shape["intermediate_size"]
+    return 4 * shape["hidden_size"] * width
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tokens", type=int, default=4096, help="of the row")
+    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--intermediate", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--heads", type=int, default=8, help=f"each {HEAD_WIDTH} wide")
+    parser.add_argument("--context", type=int, default=1, help="processes that divide the tokens")
+    parser.add_argument("--mlp-chunk", type=int, help="tokens in an MLP at one time")
+    options = parser.parse_args()
+    shape = {
+        "hidden_size": options.hidden,
+        "intermediate_size": options.intermediate,
+        "num_hidden_layers": options.layers,
+        "num_attention_heads": options.heads,
+    }
+    ranks = options.context
+    arguments = ({"context": ranks}, options.tokens, shape, options.mlp_chunk)
+    expected = planned(options.tokens // ranks, shape, options.mlp_chunk)
+    for rank, peak in enumerate(run_ranks(ranks, one_pass, *arguments, timeout=7200)):
+        counts = f"{peak / 1e6:.1f} MB counted, {expected / 1e6:.1f} planned ({peak / expected:.3f})"
+        print(f"rank {rank}: {counts}; a block's weights: {block_bytes(shape) / 1e6:.1f}")
+
+
+if __name__ == "__main__":
+    main()
