@@ -22,7 +22,7 @@ from rondo.models.stored import StoredModel, materialise
 from rondo.models.value_head import replace_lm_head
 from rondo.training.adapters import Adapters
 from rondo.training.axes import check_axes, heads_here
-from rondo.training.head import TokenModel, check_head
+from rondo.training.head import TokenModel, check_fused, check_head
 from rondo.training.packed import PackedLayout
 from rondo.training.parallel import parallelise
 from rondo.training.routing import Routing, check_router
@@ -80,6 +80,8 @@ def build_sharded(
         value_head = replace_lm_head(lm, source.path, wide).to(device)
     else:
         check_head(lm, family.logits)
+        if engine.logits_bytes is None:
+            check_fused(device, compute_dtype)
     adapters = None if lora is None else Adapters(lm, lora, source.seed, device)
     attention = fitting(source.attention, lm.config)
     heads, context = heads_here(text, sizes), views.context

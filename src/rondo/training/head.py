@@ -4,6 +4,7 @@ chunk at a time.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -39,7 +40,7 @@ class TokenModel(torch.nn.Module):
         value_head: ValueHead | None,
         *,
         temperature: float,
-        logits_bytes: int,
+        logits_bytes: int | None,
         transform: LogitTransform = AS_THEY_ARE,
         vocabulary: Vocabulary | None = None,
     ) -> None:
@@ -177,7 +178,7 @@ def token_log_probs(
     topk: torch.Tensor | int | None = None,
     transform: LogitTransform = AS_THEY_ARE,
     temperature: float = 1.0,
-    chunk_bytes: int = 512 << 20,
+    chunk_bytes: int | None = 512 << 20,
     vocabulary: Vocabulary | None = None,
 ) -> dict[str, torch.Tensor]:
     """Computes what `outputs` names of p = softmax(z / temperature), z = transform(hidden · weightᵀ + bias).
@@ -187,6 +188,7 @@ def token_log_probs(
     topk: ids [M, K], or how many of the likeliest (descending). All but ids in float32 (float64 for float64
     inputs). Logits of at most `chunk_bytes`, or of one position, are computed at one time, and again in the
     backward pass, unless all of them together have at most KEPT_CHUNKS times as many bytes and are kept.
+    chunk_bytes None: no logits are in memory (`fused_head`); CUDA, not in float64, and no topk_*.
     vocabulary: ranks with the same inputs that each have a part of weight and bias, as DTensors: those of
     some tokens.
     """
@@ -194,10 +196,18 @@ def token_log_probs(
         raise TrainError(
             "topk_log_probs needs ids: the column teacher_topk_ids, or how many of the likeliest"
         )
-    wanted = "entropy" in outputs, "sum_p_squared" in outputs
-    given = targets.new_empty(len(targets), 0) if topk is None else topk
+    wide_outputs = [name for name in outputs if name.startswith("topk")]
+    if chunk_bytes is None and wide_outputs:
+        raise TrainError(f"logits_bytes=null: its kernels compute no {wide_outputs[0]}; set it to bytes")
     if isinstance(weight, DTensor):  # this rank's part of it
         weight, bias = weight.to_local(), bias.to_local() if isinstance(bias, DTensor) else bias
+    if chunk_bytes is None:
+        from rondo.training.fused_head import fused_log_probs  # needs triton
+
+        fused = fused_log_probs(hidden, weight, bias, targets, transform, temperature, vocabulary)
+        return {name: fused[name] for name in outputs}
+    wanted = "entropy" in outputs, "sum_p_squared" in outputs
+    given = targets.new_empty(len(targets), 0) if topk is None else topk
     wide = torch.promote_types(hidden.dtype, torch.float32)
     # Of the largest part, so that ranks which share a vocabulary cut the same chunks.
     tokens = len(weight) if vocabulary is None else -(-vocabulary.size // vocabulary.ranks)
@@ -372,6 +382,19 @@ def _likeliest(log_probs: torch.Tensor, k: int) -> torch.Tensor:
 
 def _add(values: torch.Tensor, ids: torch.Tensor, addends: torch.Tensor) -> None:
     values.scatter_add_(1, ids, addends)
+
+
+def check_fused(device: torch.device, dtype: torch.dtype) -> None:
+    """Raises ConfigError where log-probs cannot be computed without logits in memory (`fused_head`)."""
+    key, why = "logits_bytes", None
+    if device.type != "cuda":
+        why = f"its kernels run on CUDA devices, and this model is on {device}"
+    elif dtype is torch.float64:
+        why = "its kernels add in float32, and compute_dtype is float64"
+    elif importlib.util.find_spec("triton") is None:
+        why = "it needs the package triton, which torch's builds for CUDA bring: pip install triton"
+    if why is not None:
+        raise ConfigError(f"{key}=null: {why}; or set it to bytes (536870912)", key=key)
 
 
 class _Hidden:

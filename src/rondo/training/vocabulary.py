@@ -32,10 +32,14 @@ class Vocabulary:
         dist.all_reduce(values, group=self.group)
         return values
 
+    def largest(self, values: torch.Tensor) -> torch.Tensor:
+        """Takes the largest of what each rank has, in place."""
+        dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
+        return values
+
     def log_softmax(self, logits: torch.Tensor) -> torch.Tensor:
         """Returns log p of own tokens, [M, own], p being the softmax over all of them."""
-        largest = logits.max(-1, keepdim=True).values
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
+        largest = self.largest(logits.max(-1, keepdim=True).values)
         logits = logits - largest
         return logits.sub_(self.sum(logits.exp().sum(-1, keepdim=True)).log_())
 

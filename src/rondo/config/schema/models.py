@@ -223,8 +223,9 @@ class FrozenEngineConfig:
     """Of the matrix products; auto: bfloat16 on CUDA, float32 elsewhere."""
     offload_params: bool = False
     """Parameters rest in host memory between calls."""
-    logits_bytes: Buffer = 512 << 20
-    """Of the logits that exist at one time, whatever the vocabulary; at least one position's do."""
+    logits_bytes: Buffer | None = 512 << 20
+    """Of the logits that exist at one time, whatever the vocabulary; at least one position's do. null: none
+    (kernels for CUDA)."""
     parallel: ParallelConfig | None = None
     """How it is spread over its ranks; null: as the actor is (critic, reference), or by sharding alone."""
 
