@@ -340,6 +340,14 @@ ERRORS = (
         "algorithm.constraint is set, but algorithm.advantage=grpo reads neither multiplier nor token_costs",
     ),
     (
+        "algorithm.policy_loss=forward_kl_topk teacher={path: t, logits_bytes: null}",
+        "teacher.logits_bytes=null: its kernels compute the log-probs of the sampled tokens",
+    ),
+    (
+        "algorithm.policy_loss=reverse_kl_topk teacher.path=t actor.logits_bytes=null",
+        "actor.logits_bytes=null: its kernels compute the log-probs of the sampled tokens",
+    ),
+    (
         "algorithm.resample=pf_ppo",
         "use an estimator that does not compare a prompt's samples (gae, reinforce_pp)",
     ),

@@ -242,10 +242,24 @@ def _check_combinations(config: Config, program: Program) -> None:
             "rollouts of this run (rollout.environments); set it to 1",
             key="algorithm.advantage.similarity",
         )
+    if TOPK_IDS in {column for producer in program.producers for column in producer.columns}:
+        _check_logits(config, "actor", "teacher")
     if program.reward_models:
         _check_model_rewards(config, program)
     if config.trainer.total_steps is not None:
         warmup_steps(config, program.learners, config.trainer.total_steps)
+
+
+def _check_logits(config: Config, *sections: str) -> None:
+    """The likeliest tokens, and log-probs of tokens that were not sampled, come from logits in memory."""
+    for section in sections:
+        if getattr(config, section).logits_bytes is None:
+            raise ConfigError(
+                f"{section}.logits_bytes=null: its kernels compute the log-probs of the sampled tokens, and "
+                f"algorithm.policy_loss={config.algorithm.policy_loss.name} reads those of the teacher's "
+                "likeliest; remove the key, or choose another loss",
+                key=f"{section}.logits_bytes",
+            )
 
 
 def _check_model_rewards(config: Config, program: Program) -> None:
