@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from rondo.config.schema import OptimizerConfig
 from rondo.models.attention import choose_kernel, varlen_attention
 from rondo.models.documents import plan_documents
+from rondo.models.family import AS_THEY_ARE, LogitTransform
 from rondo.training import FsdpEngine
 from rondo.training.head import token_log_probs
 from tests.training.helpers import PolicyLoss, make_batch, make_engine, source
@@ -25,6 +26,7 @@ pytestmark = [
 ]
 
 LONG = ((4, 3000), (4, 2000))
+OUTPUTS = ("log_probs", "entropy", "sum_p_squared")
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +124,56 @@ def test_the_head_of_a_large_vocabulary_needs_little_memory() -> None:
     expected = torch.log_softmax(hidden[:64].float() @ weight.float().T, -1)
     expected = expected.gather(1, targets[:64, None]).squeeze(1)
     torch.testing.assert_close(results[0][0][:64], expected.detach(), rtol=1e-3, atol=1e-3)
+    for ours, theirs in zip(*results, strict=True):
+        assert (ours - theirs).float().norm() <= 1e-2 * theirs.float().norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("transform", [AS_THEY_ARE, LogitTransform(1.5, 20.0)])
+def test_log_probs_without_logits_equal_those_of_chunks(
+    dtype: torch.dtype, transform: LogitTransform
+) -> None:
+    """Ragged sizes, a bias, a temperature, entropies; the same bits twice."""
+    pytest.importorskip("triton")
+    torch.manual_seed(0)
+    hidden = torch.randn(300, 200, device="cuda")
+    weight = torch.randn(5001, 200, device="cuda") / 200**0.5
+    bias = torch.randn(5001, device="cuda")
+    inputs = [one.to(dtype).requires_grad_() for one in (hidden, weight, bias)]
+    targets = torch.randint(0, 5001, (300,), device="cuda")
+    factors = torch.randn(2, 300, device="cuda")
+    options: dict[str, Any] = {"transform": transform, "temperature": 0.8}
+    results = []
+    for chunk_bytes in (None, None, 1 << 20):
+        out = token_log_probs(*inputs, targets, OUTPUTS, chunk_bytes=chunk_bytes, **options)
+        loss = out["log_probs"] @ factors[0] + out["entropy"] @ factors[1]
+        results.append([*(one.detach() for one in out.values()), *torch.autograd.grad(loss, inputs)])
+    assert all(torch.equal(a, b) for a, b in zip(*results[:2], strict=True))
+    for place, (ours, theirs) in enumerate(zip(*results[1:], strict=True)):
+        limit = 1e-2 if dtype != torch.float32 and place >= len(OUTPUTS) else 1e-5
+        assert (ours - theirs).float().norm() <= limit * theirs.float().norm(), place
+
+
+def test_log_probs_without_logits_need_less_memory() -> None:
+    """8192 positions of 151,936 tokens: gradients of the weight in float32 and bfloat16, 445 MiB, are most of
+    it, where chunks also need several times their 512 MiB.
+    """
+    pytest.importorskip("triton")
+    torch.manual_seed(0)
+    hidden = torch.randn(8192, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = (torch.randn(151_936, 512, device="cuda") / 512**0.5).bfloat16().requires_grad_()
+    targets = torch.randint(0, len(weight), (len(hidden),), device="cuda")
+    peaks, results = [], []
+    for chunk_bytes in (None, 512 << 20):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        out = token_log_probs(hidden, weight, None, targets, OUTPUTS, chunk_bytes=chunk_bytes)
+        loss = out["log_probs"].sum() + 0.1 * out["entropy"].sum()
+        gradients = torch.autograd.grad(loss, (hidden, weight))
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        results.append((*(one.detach() for one in out.values()), *gradients))
+    assert peaks[0] < 512 << 20
+    assert peaks[0] < peaks[1] / 2
     for ours, theirs in zip(*results, strict=True):
         assert (ours - theirs).float().norm() <= 1e-2 * theirs.float().norm()
 
