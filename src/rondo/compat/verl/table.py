@@ -167,7 +167,7 @@ TABLE: Mapping[str, Rule] = {
     "actor_rollout_ref.model.path": To("model.path"),
     "actor_rollout_ref.model.tokenizer_path": To("model.tokenizer"),
     "actor_rollout_ref.model.trust_remote_code": To("model.trust_remote_code"),
-    "actor_rollout_ref.model.use_fused_kernels": Ignored("log-probs are always computed in chunks"),
+    "actor_rollout_ref.model.use_fused_kernels": Ignored("log-probs come in chunks (actor.logits_bytes)"),
     "actor_rollout_ref.model.lora_rank": Only(
         (0,), "say it as rondo does, in place of verl's keys: actor.lora={rank: 16, alpha: 32}"
     ),
