@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import json
 import os
 import re
 import signal
@@ -23,7 +24,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from rondo.activity import Activity, Deed, Pulse, progress, pulse
 from rondo.config import load
 from rondo.config.schema import ClusterConfig
-from rondo.controller import Cluster, Worker, WorkerContext, WorkerGroup, dispatch, start_cluster
+from rondo.controller import Cluster, Worker, WorkerContext, WorkerGroup, dispatch, distributed, start_cluster
 from rondo.controller.hangs import Seen, SentCall, describe, is_hopeless, waiting_for
 from rondo.controller.watch import _Host
 from rondo.errors import ConfigError, WorkerError
@@ -418,3 +419,22 @@ def test_a_pulse_says_where_everybody_is() -> None:
     after = pulse(stacks=True)
     assert after.moves == (before[0], before[1] + 5)  # two begun, two ended, one count
     assert "outer" not in str(after.deeds)
+
+
+def test_messages_of_nccl_whose_end_nobody_records_are_not_said_to_be_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def entry(name: str, number: int, *, p2p: bool, retired: bool = False) -> dict[str, Any]:
+        kinds = {"is_p2p": p2p, "retired": retired, "profiling_name": name, "input_sizes": [[4]]}
+        numbers = {"p2p_seq_id": number, "collective_seq_id": number, "time_created_ns": time.time_ns()}
+        return {"process_group": ["mine", "mine"], "input_dtypes": ["Byte"], **kinds, **numbers}
+
+    entries = [entry("nccl:send 0->1", 7, p2p=True), entry("nccl:coalesced", 8, p2p=True)]
+    entries += [entry("nccl:all_gather", 9, p2p=False), entry("gloo:send", 5, p2p=True)]
+    entries += [entry("nccl:all_gather", 6, p2p=False, retired=True)]
+    record = json.dumps({"entries": entries})
+    monkeypatch.setattr(distributed, "_FLIGHT_RECORDS", ("_of_a_build_for_cuda",))
+    monkeypatch.setattr(distributed.c10d, "_of_a_build_for_cuda", lambda **options: record, raising=False)
+    _, group, *opened = distributed.flight_record().splitlines()
+    assert group == "  group mine mine: 9 begun"
+    assert [line.split(" of ")[0].strip() for line in opened] == ["9: nccl:all_gather", "5: gloo:send"]

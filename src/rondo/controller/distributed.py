@@ -118,11 +118,16 @@ def flight_record() -> str:
     for group, entries in groups.items():
         lines.append(f"  group {group}: {max(map(_number, entries))} begun")
         for entry in entries:
-            if not entry["retired"]:
+            if not entry["retired"] and not _is_nccl_message(entry):
                 what = f"{entry['profiling_name']} of {entry['input_dtypes']} {entry['input_sizes']}"
                 seconds = time.time() - entry["time_created_ns"] / 1e9
                 lines.append(f"    {_number(entry)}: {what}, open since {seconds:.0f} s")
     return "\n".join(["flight record of torch.distributed", *lines]) if lines else ""
+
+
+def _is_nccl_message(entry: Mapping[str, Any]) -> bool:
+    """They are sent in batches (`weights/own_group.py`), of which nobody records the end."""
+    return bool(entry["is_p2p"]) and str(entry["profiling_name"]).startswith("nccl:")
 
 
 def _number(entry: Mapping[str, Any]) -> int:
