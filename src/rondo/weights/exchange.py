@@ -1,4 +1,5 @@
-"""A transfer plan carried out by point-to-point messages of a process group (gloo; NCCL in the same way).
+"""A transfer plan carried out by point-to-point messages of a process group: the world's, by gloo, or one of
+its own, by NCCL.
 
     sender                                   receiver
     version, digest of the plan  ──────────▶ compares, answers yes or no
@@ -6,19 +7,22 @@
     checksum of what was sent    ──────────▶ sums up over its senders, commits
 
 A receiver that goes away is an entry in the sender's report, not an error: the others are served. One that
-hangs ends the sync for all: gloo closes every connection of a process in which a wait timed out. A sink
-that raises does not stop the stream (the senders would wait); its error is raised at the end. Messages of
+hangs ends the sync for all: gloo closes every connection of a process in which a wait timed out. In a group
+of its own (`own_group.py`) either ends it for all: those who are left begin again. A sink that
+raises does not stop the stream (the senders would wait); its error is raised at the end. Messages of
 two ranks are matched by their order alone: a group that is used for this carries nothing else meanwhile.
 """
 
 from __future__ import annotations
 
 import hashlib
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property, partial
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -27,6 +31,7 @@ from rondo.activity import Activity, progress
 from rondo.errors import RondoError, WeightSyncError, outage
 from rondo.weights.checksum import box_checksum, combine, signed
 from rondo.weights.layout import Box, Layout
+from rondo.weights.own_group import OwnGroup
 from rondo.weights.plan import Move, TransferPlan, plan_transfer
 from rondo.weights.sync import SyncReport, WeightSink
 
@@ -38,13 +43,14 @@ Piece = Callable[[str, Box], torch.Tensor]
 @dataclass(frozen=True)
 class Transfer:
     """What both sides know beforehand. target_ranks: each needs all parameters whole. Ranks are those of the
-    world.
+    world. name: of this one and its copies, for a group of its own.
     """
 
     source: Layout
     target_ranks: tuple[int, ...]
     bucket_bytes: int
     timeout_seconds: float = TIMEOUT_SECONDS
+    name: str = field(default_factory=lambda: uuid.uuid4().hex, compare=False)
 
     def __post_init__(self) -> None:
         both = sorted(set(self.source.ranks) & set(self.target_ranks))
@@ -66,6 +72,12 @@ class Transfer:
         """Returns 63 bits of what the plan follows from, which are the same where it is."""
         text = repr((self.source, self.target_ranks, self.bucket_bytes)).encode()
         return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1
+
+    def own_group(self, device: str) -> OwnGroup | None:
+        """Makes this rank's end of a group of its own, for NCCL; None on the CPU: the world's does."""
+        if device == "cpu":
+            return None
+        return OwnGroup(self.name, (*self.source.ranks, *self.target_ranks), device, self.timeout_seconds)
 
 
 @dataclass
@@ -93,15 +105,16 @@ def send(
     version: int,
     piece: Piece,
     device: torch.device | str,
-    group: dist.ProcessGroup | None = None,
+    own: OwnGroup | None = None,
 ) -> SendReport:
-    """This rank's part of sending `version`. piece(name, box): those elements at wire dtype, contiguous.
+    """This rank's part of sending `version`. piece(name, box): those elements at wire dtype, contiguous. own:
+    what carries the messages; None: the world's group.
 
     Returns when all receivers have everything, or are lost; never waits longer than transfer.timeout_seconds
     for one round.
     """
     rank, report = dist.get_rank(), SendReport()
-    plan, link = transfer.plan, _Link(group, device, transfer.timeout_seconds)
+    plan, link = transfer.plan, _Link(own, device, transfer.timeout_seconds)
     targets = plan.targets(rank)
     index = {parameter.name: i for i, parameter in enumerate(transfer.source.parameters)}
     shapes = {parameter.name: parameter.shape for parameter in transfer.source.parameters}
@@ -143,7 +156,7 @@ def receive(
     version: int,
     sink: WeightSink,
     device: torch.device | str,
-    group: dist.ProcessGroup | None = None,
+    own: OwnGroup | None = None,
 ) -> SyncReport:
     """This rank's part of receiving `version`: into the sink, which confirms the checksums at its commit.
 
@@ -152,7 +165,7 @@ def receive(
     """
     rank = dist.get_rank()
     # twice as patient as the senders: they may wait that long for another receiver, and it is they who know
-    plan, link = transfer.plan, _Link(group, device, 2 * transfer.timeout_seconds)
+    plan, link = transfer.plan, _Link(own, device, 2 * transfer.timeout_seconds)
     senders = plan.sources(rank)
     _shake_hands(transfer, version, senders, link)
     inbox = _Inbox(transfer, sink, device)
@@ -246,8 +259,8 @@ class _Inbox:
 class _Link:
     """Messages of one group, and who went away."""
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device | str, seconds: float) -> None:
-        self._group = group
+    def __init__(self, own: OwnGroup | None, device: torch.device | str, seconds: float) -> None:
+        self._own = own
         self._device = device
         self._timeout = timedelta(seconds=seconds)
 
@@ -256,30 +269,52 @@ class _Link:
 
     def send(self, messages: Iterable[tuple[int, torch.Tensor, str]]) -> dict[int, str]:
         """(peer, tensor, what it is) each; peers that cannot be reached, with the reason."""
-        return self._exchange(dist.isend, messages, "while it was sent")
+        return self._exchange("send", messages, "while it was sent")
 
     def receive(self, messages: Iterable[tuple[int, torch.Tensor, str]]) -> dict[int, str]:
         """Into the tensors, as `send`."""
-        return self._exchange(dist.irecv, messages, "while it was to send")
+        return self._exchange("recv", messages, "while it was to send")
 
     def _exchange(
         self,
-        start: Callable[..., dist.Work | None],
+        verb: Literal["send", "recv"],
         messages: Iterable[tuple[int, torch.Tensor, str]],
         doing: str,
     ) -> dict[int, str]:
+        if self._own is not None:
+            batch = [message for message in messages if message[1].numel()]
+            return self._in_one_batch(self._own, verb, batch, doing)
         lost: dict[int, str] = {}
         works: list[tuple[int, str, dist.Work | None, torch.Tensor]] = []
+        start = {"send": dist.isend, "recv": dist.irecv}[verb]
         for peer, tensor, what in messages:
             if peer not in lost and tensor.numel():
                 with _watch(lost, peer, f"{doing} {what}"):
-                    works.append((peer, what, start(_raw(tensor), peer, group=self._group), tensor))
+                    works.append((peer, what, start(_raw(tensor), peer), tensor))
         for peer, what, work, tensor in works:
             if work is not None and peer not in lost:
                 with _watch(lost, peer, f"{doing} {what}"), Activity(f"{what}, with rank {peer}", bound=True):
                     work.wait(self._timeout)
                 progress(tensor.nbytes)
         return lost
+
+    def _in_one_batch(
+        self,
+        own: OwnGroup,
+        verb: Literal["send", "recv"],
+        batch: list[tuple[int, torch.Tensor, str]],
+        doing: str,
+    ) -> dict[int, str]:
+        """What happens to one message happens to all: nobody knows which peer it was."""
+        peers = sorted({peer for peer, _, _ in batch})
+        what = ", ".join(dict.fromkeys(what for _, _, what in batch[:3])) + (" …" if len(batch) > 3 else "")
+        with Activity(f"{what}, with ranks {peers}", bound=True):
+            broken = own.exchange(verb, [(peer, _raw(tensor)) for peer, tensor, _ in batch], self._timeout)
+        if broken:
+            reason = f"it, or another rank of the transfer, went away or hung {doing} {what}: {broken}"
+            return dict.fromkeys(peers, reason)
+        progress(sum(tensor.nbytes for _, tensor, _ in batch))
+        return {}
 
 
 @contextmanager

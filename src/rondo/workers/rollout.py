@@ -343,6 +343,7 @@ class RolloutWorker(ReceivesWeights, Worker):
         """Ends the agents' endpoint, the engines, the scorers and all their processes; called when the
         cluster shuts down.
         """
+        super().close()
         if self._agent:
             self._agent.close()
         self.replicas.close()

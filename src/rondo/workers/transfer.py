@@ -24,6 +24,7 @@ from rondo.weights.disk import read_weights, remove_weights, write_weights
 from rondo.weights.exchange import SendReport, Transfer, piece_of, receive, send
 from rondo.weights.gather import gather_along
 from rondo.weights.layout import Layout
+from rondo.weights.own_group import OwnGroup
 from rondo.weights.sync import Sent, SyncReport
 
 if TYPE_CHECKING:
@@ -32,22 +33,44 @@ if TYPE_CHECKING:
 ROWS_PER_RANK = 1 << 20  # of a probe: row id = rank · this + number of the replica
 
 
-class SendsWeights:
-    """The trainer's end. Ranks are those of the world of host processes."""
+class _Transfers:
+    """Either end. Ranks are those of the world of host processes."""
 
-    engine: FsdpEngine
     context: WorkerContext
     _transfer: Transfer | None = None
+    _own: OwnGroup | None = None  # with NCCL
+
+    @dispatch("broadcast")
+    def prepare_transfer(self, transfer: Transfer) -> None:
+        """Says what `send_weights`, or `receive_weights`, does from now on."""
+        self._leave("another transfer was prepared")
+        self._transfer = transfer
+        self._own = transfer.own_group(self.context.device)
+
+    async def break_transfer(self, why: str) -> None:
+        """Ends what is under way where nobody may notice that a peer is gone: with NCCL. gloo notices it, and
+        goes on with the others.
+        """
+        await asyncio.to_thread(self._leave, why)
+
+    def close(self) -> None:
+        """See Worker.close."""
+        self._leave("the worker was closed")
+
+    def _leave(self, why: str) -> None:
+        if self._own is not None:
+            self._own.abort(why)
+
+
+class SendsWeights(_Transfers):
+    """The trainer's end."""
+
+    engine: FsdpEngine
 
     @dispatch("broadcast")
     def weight_layout(self, dtype: str, what: Sent = "merged") -> Layout:
         """Says who holds what of the parameters, as they are sent: in `dtype`."""
         return sent(self.engine, what).layout(dtype)
-
-    @dispatch("broadcast")
-    def prepare_transfer(self, transfer: Transfer) -> None:
-        """Says what `send_weights` does from now on."""
-        self._transfer = transfer
 
     @dispatch("per_rank")
     def send_weights(self, *, version: int, what: Sent = "merged") -> SendReport:
@@ -57,7 +80,8 @@ class SendsWeights:
         transfer = _prepared(self._transfer)
         source = sent(self.engine, what)
         with source.named_shards() as shards, Activity("sending weights", in_bytes=True):
-            return send(transfer, version, piece_of(transfer.source, shards), self.context.device)
+            piece = piece_of(transfer.source, shards)
+            return send(transfer, version, piece, self.context.device, self._own)
 
     @dispatch("broadcast")
     def write_weights(
@@ -82,17 +106,10 @@ class SendsWeights:
         return sent(self.engine, what).parameter_checksums(dtype)
 
 
-class ReceivesWeights:
+class ReceivesWeights(_Transfers):
     """The rollout's end."""
 
     replicas: Replicas
-    context: WorkerContext
-    _transfer: Transfer | None = None
-
-    @dispatch("broadcast")
-    def prepare_transfer(self, transfer: Transfer) -> None:
-        """Says what `receive_weights` does from now on."""
-        self._transfer = transfer
 
     @dispatch("broadcast")
     def receive_weights(self, version: int, what: Sent = "merged") -> SyncReport:
@@ -101,7 +118,7 @@ class ReceivesWeights:
         sink = self.replicas.sink(what)
         with Activity("receiving weights", in_bytes=True):
             progress(0, of=transfer.source.num_bytes)
-            report = receive(transfer, version, sink, self.context.device)
+            report = receive(transfer, version, sink, self.context.device, self._own)
         whole = transfer.source.num_bytes * len(transfer.target_ranks)
         return self._delivered(report, sink.peak_bytes, whole)
 
