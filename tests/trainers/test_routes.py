@@ -11,7 +11,7 @@ import pytest
 
 from rondo.config import load
 from rondo.config.schema import Config
-from rondo.errors import ConfigError, WeightSyncError, WorkerError
+from rondo.errors import ConfigError, WeightSyncError, WorkerError, outage
 from rondo.trainers.commands.train import train
 from rondo.trainers.loop.moving_routes import CollectiveRoute, DiskRoute, GatheredRoute
 from rondo.trainers.loop.routes import SharedRoute, make_route
@@ -183,6 +183,57 @@ def test_a_rank_that_died_is_left_out_from_then_on(config: Callable[..., Config]
     rollout.dead = {0, 1}
     with pytest.raises(WeightSyncError, match="no rollout rank is left to send weights to"):
         asyncio.run(route.load(10))
+
+
+@pytest.mark.parametrize("arrived", [False, True])
+def test_the_others_are_sent_it_again_when_one_that_died_took_their_connections_with_it(
+    config: Callable[..., Config], arrived: bool
+) -> None:
+    """With NCCL, where one communicator serves all. arrived: at rank 0, of which the senders do not know."""
+    died, echo = error("its host process died", died=True), outage(error("did not arrive from rank 0"))
+    sent = SendReport(lost={2: "broken", 4: "broken"})
+    actor, rollout = groups(sent, lambda rank: DONE)
+    told, call_one, call_all = asyncio.Event(), rollout.call_rank, rollout.call_each
+
+    async def call_rank(rank: int, method: Any, *args: Any) -> Any:
+        if rollout.dead:
+            sent.lost.clear()
+            return await call_one(rank, method, *args)
+        if rank == 1:
+            await asyncio.sleep(0.01)
+            rollout.dead = {1}
+            raise died
+        await told.wait()  # that rank 1 is gone
+        if arrived:
+            return DONE
+        raise echo
+
+    async def call_each(method: Any, *args: Any) -> Any:
+        if method is RolloutWorker.break_transfer:
+            told.set()
+        return await call_all(method, *args)
+
+    rollout.call_rank, rollout.call_each = call_rank, call_each  # type: ignore[method-assign]
+    route = CollectiveRoute(actor, rollout, config())  # type: ignore[arg-type]
+    assert asyncio.run(asyncio.wait_for(route.load(8), 60)).lost is None
+    assert [args for name, args in actor.calls if name == "break_transfer"] == [(str(died),)]
+    prepared = [args[0] for name, args in actor.calls if name == "prepare_transfer"]
+    assert [transfer.target_ranks for transfer in prepared] == [(2, 4), (2,)]
+    assert prepared[0].name != prepared[1].name
+    assert rollout.calls[-1] == ("receive_weights", (0, 8, "merged"))
+
+
+def test_what_failed_without_a_death_is_raised_and_prepared_anew(config: Callable[..., Config]) -> None:
+    answers: list[Any] = [outage(error("did not arrive from rank 0")), DONE]
+    actor, rollout = groups(SendReport(), lambda rank: answers[0] if rank == 0 else DONE)
+    route = CollectiveRoute(actor, rollout, config())  # type: ignore[arg-type]
+    with pytest.raises(WorkerError, match="did not arrive"):
+        asyncio.run(route.load(8))
+    answers.pop(0)
+    assert asyncio.run(route.load(8)).lost is None
+    prepared = [args[0] for name, args in actor.calls if name == "prepare_transfer"]
+    assert prepared[0] == prepared[1] == Transfer(LAYOUT, (2, 4), 256 << 20)
+    assert prepared[0].name != prepared[1].name
 
 
 def test_errors_of_either_side_are_the_routes(config: Callable[..., Config]) -> None:

@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rondo.batch import BatchRef
 from rondo.config import load
-from rondo.controller import Worker
+from rondo.controller import Worker, WorkerGroup, process_backend
 from rondo.trainers.commands.train import train
 from rondo.trainers.loop.report import Reporter
 from rondo.trainers.loop.rl import RLTrainer
 from rondo.trainers.sessions import open_session
 from rondo.types import StepStats
-from tests.trainers.conftest import weights
+from rondo.workers import RolloutWorker
+from tests.trainers.conftest import metrics, weights
 from tests.trainers.test_placement import PPO, SPLIT, learned
 
 pytest.importorskip("ray")
@@ -67,6 +70,46 @@ def test_split_goes_on_without_a_host_of_engines(
     assert learned(hurt) == learned(whole)
     assert any("its prompts go to the other 1 of 2" in message for message in warned)
     assert lost[-4:] == [set(), set(), {2}, {2}]  # no part of the busy share any more
+
+
+@pytest.mark.slow
+def test_split_goes_on_when_a_host_takes_everybodys_connections_with_it(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with NCCL, by a stand-in: it dies while it receives weights, which its peers do not notice."""
+    received: list[tuple[int, int]] = []  # rank, version
+    original = WorkerGroup.call_rank
+
+    async def kill_in_the_third(group: WorkerGroup, rank: int, method: Any, *args: Any, **kwargs: Any) -> Any:
+        if method is not RolloutWorker.receive_weights:
+            return await original(group, rank, method, *args, **kwargs)
+        received.append((rank, args[0]))
+        dies = (rank, [of for of, _ in received].count(1)) == (1, 3)
+        pid = await original(group, rank, Worker.process_id)
+        if dies:
+            os.kill(pid, signal.SIGSTOP)
+        call = asyncio.ensure_future(original(group, rank, method, *args, **kwargs))
+        if dies:
+            await asyncio.sleep(2)  # the others are in the middle of it
+            assert not call.done()
+            os.kill(pid, signal.SIGKILL)
+        return await call
+
+    def run(name: str, *overrides: str) -> Path:
+        settings = ["trainer.total_steps=4", "trainer.evaluation.every=null", *overrides]
+        train(load([str(recipe)], [f"trainer.run_dir={tmp_path / name}", *settings]))
+        return tmp_path / name
+
+    whole = run("whole")
+    monkeypatch.setattr(WorkerGroup, "call_rank", kill_in_the_third)
+    modules = [*process_backend.WORKER_MODULES, "tests.trainers.hosts_with_own_groups"]
+    monkeypatch.setattr(process_backend, "WORKER_MODULES", modules)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
+    hurt = run("hurt", *SPLIT, "cluster.devices=3", "cluster.pools.serve=2")
+    assert sorted(received) == [(0, 0), (0, 1), (0, 2), (0, 2), (0, 3), (0, 4), (1, 0), (1, 1), (1, 2)]
+    assert weights(hurt) == weights(whole)
+    assert learned(hurt) == learned(whole)
+    assert max(line.get("timing/weight_sync_s", 0.0) for line in metrics(hurt)) < 60
 
 
 @pytest.mark.slow

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from rondo.config import Config
 from rondo.controller import WorkerGroup
-from rondo.errors import WeightSyncError, WorkerError, outage
+from rondo.errors import RondoError, WeightSyncError, WorkerError, outage
 from rondo.trainers.loop.feeder import cancel
 from rondo.trainers.program import rollout_dtype
 from rondo.weights import Layout, SendReport, Sent, SyncReport, Transfer
@@ -65,7 +66,9 @@ class GatheredRoute:
 
 
 class CollectiveRoute:
-    """From the trainer's ranks to other hosts, point to point. A rollout rank that is gone gets nothing."""
+    """From the trainer's ranks to other hosts, point to point. A rollout rank that is gone gets nothing; with
+    NCCL it takes the connections of the others with it, and they are sent it once more.
+    """
 
     moves = True
 
@@ -79,12 +82,20 @@ class CollectiveRoute:
         self._prepared: tuple[Sent, tuple[int, ...]] | None = None
 
     async def load(self, version: int) -> SyncReport:
+        while True:
+            alive = self._rollout.alive
+            try:
+                return await self._load(version)
+            except RondoError as error:
+                self._prepared = None  # what is broken is not used again
+                if not error.is_outage or not 0 < len(self._rollout.alive) < len(alive):
+                    raise
+
+    async def _load(self, version: int) -> SyncReport:
         what = await what_to_send(self._rollout, self._config)
         ranks = await self._prepare(what)
         sending = asyncio.create_task(self._actor.call(ActorWorker.send_weights, version=version, what=what))
-        receive, receiving = RolloutWorker.receive_weights, dict[int, asyncio.Task[SyncReport]]()
-        for rank in ranks:
-            receiving[rank] = asyncio.create_task(self._rollout.call_rank(rank, receive, version, what))
+        receiving = {rank: asyncio.create_task(self._receive(rank, version, what)) for rank in ranks}
         try:
             lost = await self._lost(version, sending, receiving)
         finally:
@@ -119,9 +130,12 @@ class CollectiveRoute:
         pending: set[asyncio.Task[Any]] = {sending, *receiving.values()}
         while pending:
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            if any(_broke_off(task, task is sending) for task in done):
+            broken = [task.exception() for task in done if _broke_off(task, task is sending)]
+            if broken:
+                # What did not arrive: the death that it comes from may be known later.
+                echo = sending not in done and all(getattr(error, "is_outage", False) for error in broken)
                 if pending:
-                    await asyncio.wait(pending, timeout=CAUSE_SECONDS)
+                    await asyncio.wait(pending, timeout=DEATH_SECONDS if echo else CAUSE_SECONDS)
                 break
             if sending in done and (missed := self._missed(sending)):
                 _, hung = await asyncio.wait({receiving[rank] for rank in missed}, timeout=DEATH_SECONDS)
@@ -135,6 +149,24 @@ class CollectiveRoute:
             message = f"version {version}: no rollout rank is left; rollout[{rank}]: {reason}"
             raise outage(WeightSyncError(message))
         return lost
+
+    async def _receive(self, rank: int, version: int, what: Sent) -> SyncReport:
+        try:
+            report: SyncReport = await self._rollout.call_rank(
+                rank, RolloutWorker.receive_weights, version, what
+            )
+        except WorkerError as error:
+            if error.died:
+                await self._break(str(error))
+            raise
+        return report
+
+    async def _break(self, why: str) -> None:
+        """Tells those who are left that one is gone. What comes of it is in what they report."""
+        workers = (self._actor, ActorWorker), (self._rollout, RolloutWorker)
+        calls = [group.call_each(worker.break_transfer, why) for group, worker in workers if group.alive]
+        with suppress(TimeoutError):  # of one that hangs
+            await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), CAUSE_SECONDS)
 
     def _missed(self, sending: asyncio.Task[list[SendReport]]) -> dict[int, str]:
         """Returns rollout ranks that did not get everything. Raises the sender's error: a receiver's never
@@ -153,13 +185,13 @@ class CollectiveRoute:
         unsent = f"version {version} was not sent whole to"
         for rank, reason in missed.items():
             if not receiving[rank].done():
-                raise WeightSyncError(f"{unsent} rollout[{rank}]: {reason}")
+                raise outage(WeightSyncError(f"{unsent} rollout[{rank}]: {reason}"))
         for task in receiving.values():
             if task.done() and _broke_off(task):
                 task.result()
         for rank, reason in missed.items():
             if receiving[rank].exception() is None:
-                raise WeightSyncError(f"{unsent} rollout[{rank}]: {reason}")
+                raise outage(WeightSyncError(f"{unsent} rollout[{rank}]: {reason}"))
 
     def describe(self) -> str:
         return (
