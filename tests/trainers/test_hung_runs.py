@@ -82,7 +82,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("write_snapshot", 2, r"actor[0].write_snapshot > writing", TWO),
         ("send_weights", 3, r"rollout[0].receive_weights", SPLIT),
         ("update_actor", 2, r"actor[0].update_actor", RAY),
-        ("write_snapshot", 2, r"actor[0].write_snapshot > writing", RAY),
     ],
 )
 def test_a_stopped_rank(
