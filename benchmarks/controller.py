@@ -119,11 +119,11 @@ class SimulatedHandle(RemoteHandle):
         super().__init__(device)
         self._meter, self._network, self._answer = meter, network, answer
 
-    def pack(self, call: Any) -> Any:
+    def pack(self, call: Any, alike: dict[Any, bytes]) -> Any:
         if self._meter.planning:
             self._meter.seconds["plan"] += self._meter.now() - self._meter.mark
             self._meter.planning = False
-        return super().pack(call)
+        return super().pack(call, alike)
 
     async def run(self, ticket: int | None, payload: bytes, places: Sequence[Any]) -> tuple[bytes, Any]:
         with self._meter.elsewhere():

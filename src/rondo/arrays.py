@@ -188,3 +188,14 @@ def taken(array: pa.Array, rows: np.ndarray) -> pa.Array:
     for i, (start, stop) in enumerate(zip(starts, stops, strict=True)):
         out[places[i] : places[i + 1]] = values[start:stop]
     return ragged_array(out, new_offsets)
+
+
+def in_arrow_spelling(kind: pa.DataType) -> pa.DataType:
+    """Returns the type as Arrow names it: Parquet names a list's values `element`, Arrow `item`, and takes
+    that for another type.
+    """
+    if pa.types.is_list(kind):
+        return pa.list_(in_arrow_spelling(kind.value_type))
+    if pa.types.is_fixed_size_list(kind):
+        return pa.list_(in_arrow_spelling(kind.value_type), kind.list_size)
+    return kind

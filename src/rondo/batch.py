@@ -21,6 +21,7 @@ import torch
 
 from rondo.arrays import (
     ColumnLike,
+    in_arrow_spelling,
     is_plain,
     joined,
     numbers,
@@ -209,7 +210,7 @@ class Batch:
         try:
             table = pa.concat_tables([pq.ParquetFile(part).read() for part in parquet_parts(file)])
             columns = {
-                field.name: column.cast(_in_arrow_spelling(field.type))
+                field.name: column.cast(in_arrow_spelling(field.type))
                 for field, column in zip(table.schema, table.columns, strict=True)
             }
         except (OSError, pa.ArrowInvalid) as error:
@@ -435,32 +436,26 @@ class BatchRef:
                     f"column {name!r} is missing for {missing} of {len(rows)} rows; there are: {have}"
                 )
             alike.setdefault(id(places), []).append(name)
-        lying = [(tuple(names), self._places[names[0]]) for names in alike.values()]
-        ordered = [(names, places.block[rows], places.row[rows]) for names, places in lying]
+        handles = {id(block.handle): block.handle for block in self.blocks}  # several blocks may share one
+        numbers = {key: number for number, key in enumerate(handles)}
+        of_block = np.array([numbers[id(block.handle)] for block in self.blocks], np.int32)
         ends = np.cumsum([len(part) for part in parts]).tolist()
-        indexes = self.index.select(in_index).take(rows).cut(ends)
-        return [
-            self._shard(one, [(names, block[begin:end], row[begin:end]) for names, block, row in ordered])
-            for one, begin, end in zip(indexes, [0, *ends], ends, strict=False)
-        ]
-
-    def _shard(self, index: Batch, lying: Sequence[tuple[tuple[str, ...], np.ndarray, np.ndarray]]) -> Shard:
-        """Returns the shard of these rows. lying: columns, and in which block of this batch, and where."""
-        handles: dict[int, Any] = {}
-        places: dict[int, int] = {}  # of a handle, by its identity: several blocks may share one
-        parts = []
-        for names, block, row in lying:
-            used, of_rows = _numbered(block)
-            if not len(used):  # one source per column is enough to know its type
-                used = np.array([self._places[names[0]].first])
-            here = [self.blocks[number].handle for number in used.tolist()]
-            for handle in here:
-                places.setdefault(id(handle), len(places))
-            handles |= {places[id(handle)]: handle for handle in here}
-            local = [places[id(handle)] for handle in here]
-            known = np.array(sorted(set(local)), np.int32)
-            parts.append(Part(names, known, np.array(local, np.int32)[of_rows], row))
-        return Shard(index, tuple(parts), tuple(handles.values()))
+        every, lying = list(handles.values()), []
+        for names in alike.values():
+            places = self._places[names[0]]
+            # Of a shard without rows one source is enough, which knows the types.
+            used = _numbered(of_block[places.block[rows]], ends, of_block[places.first])
+            lying.append((tuple(names), used, np.split(places.row[rows], ends[:-1])))
+        shards = []
+        for number, index in enumerate(self.index.select(in_index).take(rows).cut(ends)):
+            own: dict[int, int] = {}  # of the handles, those that the shard has
+            read = []
+            for columns_alike, used, row in lying:
+                distinct, of_rows = used[number]
+                here = np.array([own.setdefault(one, len(own)) for one in distinct.tolist()], np.int32)
+                read.append(Part(columns_alike, np.sort(here), here[of_rows], row[number]))
+            shards.append(Shard(index, tuple(read), tuple(every[one] for one in own)))
+        return shards
 
     async def fetch(self, columns: Sequence[str] | None = None) -> Batch:
         """Is the only way to the token data: returns the rows, in the index's order, with `row_id` and
@@ -470,29 +465,22 @@ class BatchRef:
         return shard.assemble(await self.resolve(shard.handles))
 
 
-def _numbered(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the distinct values, ascending, and for each value its place among them: `np.unique` of few
-    values, of which a tenth is the work, and there are several for each rank in each call.
+def _numbered(values: np.ndarray, ends: Sequence[int], default: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Returns of each part of the values (which ends there) the distinct ones, ascending, and for each value
+    its place among them: `np.unique` of every part, at once. An empty part has the default.
     """
-    order = np.argsort(values, kind="stable")
-    ascending = values[order]
+    part = np.repeat(np.arange(len(ends)), np.diff([0, *ends]))
+    order = np.lexsort((values, part))
+    ascending, of = values[order], part[order]
     is_first = np.ones(len(values), bool)
-    np.not_equal(ascending[1:], ascending[:-1], out=is_first[1:])
+    is_first[1:] = (ascending[1:] != ascending[:-1]) | (of[1:] != of[:-1])
+    first = np.searchsorted(of[is_first], np.arange(len(ends) + 1))
     places = np.empty(len(values), np.int64)
-    places[order] = np.cumsum(is_first) - 1
-    return ascending[is_first], places
+    places[order] = np.cumsum(is_first) - 1 - first[of]
+    distinct, empty = np.split(ascending[is_first], first[1:-1]), np.array([default])
+    pairs = zip(distinct, np.split(places, ends[:-1]), strict=True)
+    return [(own if len(own) else empty, places_of) for own, places_of in pairs]
 
 
 def _distinct(places: Iterable[_Places]) -> list[_Places]:
     return list({id(one): one for one in places}.values())
-
-
-def _in_arrow_spelling(kind: pa.DataType) -> pa.DataType:
-    """Returns the type as Arrow names it: Parquet names a list's values `element`, Arrow `item`, and takes
-    that for another type.
-    """
-    if pa.types.is_list(kind):
-        return pa.list_(_in_arrow_spelling(kind.value_type))
-    if pa.types.is_fixed_size_list(kind):
-        return pa.list_(_in_arrow_spelling(kind.value_type), kind.list_size)
-    return kind

@@ -130,7 +130,7 @@ def test_ranks_of_a_data_parallel_group_see_the_same_rows() -> None:
         seen = []
 
         class Spy(LocalHandle):
-            def pack(self, call: object) -> object:  # type: ignore[override]
+            def pack(self, call: object, alike: object) -> object:  # type: ignore[override]
                 seen.append(call.shard.index.scalars(ROW_ID).tolist())  # type: ignore[attr-defined]
                 return call
 
@@ -157,7 +157,7 @@ def test_a_broadcast_is_packed_once_for_all_ranks() -> None:
     packed = []
 
     class Spy(LocalHandle):
-        def pack(self, call: Call) -> Call:
+        def pack(self, call: Call, alike: object) -> Call:
             packed.append(call.method)
             return call
 

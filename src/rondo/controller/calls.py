@@ -135,8 +135,10 @@ class HostHandle:
         self._tickets = itertools.count()
         self._tasks: set[asyncio.Task[Answer]] = set()  # the event loop holds tasks weakly
 
-    def pack(self, call: Call) -> Any:
-        """Returns what travels; it may be submitted to several hosts."""
+    def pack(self, call: Call, alike: dict[Any, bytes]) -> Any:
+        """Returns what travels; it may be submitted to several hosts. alike: what was pickled of the calls
+        to other ranks, so that nothing is twice.
+        """
         return call
 
     def send(self, packed: Any, ticket: int | None) -> Coroutine[Any, Any, Answer]:
@@ -187,12 +189,13 @@ async def invoke(
     answers: dict[int, Answer] = {}
     try:
         packed: dict[int, Any] = {}
+        alike: dict[Any, bytes] = {}
         for rank, call in calls.items():
             broken = hosts[rank].broken
             if broken is not None:
                 raise _error(call, rank, broken.for_other_calls(), died=True)
             if id(call) not in packed:  # a broadcast is one call to all
-                packed[id(call)] = hosts[rank].pack(call)
+                packed[id(call)] = hosts[rank].pack(call, alike)
         tasks = {hosts[rank].submit(packed[id(call)], call.is_async): rank for rank, call in calls.items()}
         if not await _all_well(tasks):
             error = await _first_cause(tasks, calls, hosts)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from rondo import activity
 from rondo.activity import Activity, Pulse
-from rondo.batch import ROW_ID, Batch, BatchRef, Block
+from rondo.batch import ROW_ID, Batch, BatchRef, Block, Shard
 from rondo.config.schema import ClusterConfig
 from rondo.controller.calls import Answer, Call, Failure, HostHandle, Reply
 from rondo.controller.cluster import Cluster
@@ -96,14 +96,17 @@ class RemoteHandle(HostHandle):
         inline = [block.num_bytes for block in blocks if block.num_bytes <= self.inline_bytes]
         self.num_bytes += num_bytes + sum(inline)
 
-    def pack(self, call: Call) -> Packed:
+    def pack(self, call: Call, alike: dict[Any, bytes]) -> Packed:
         """Pickles a call (classes and functions of `__main__` by value); blocks travel apart from it."""
-        if call.shard is None:
+        shard = call.shard
+        if shard is None:
             return Packed(pickle.dumps((cloudpickle.dumps(call), None)), ())
-        # Apart: a shard is arrays, and nothing of the user's, for which cloudpickle takes twice as long.
-        shard = replace(call.shard, handles=())
-        body = cloudpickle.dumps(replace(call, shard=None))
-        return Packed(pickle.dumps((body, shard)), call.shard.handles)
+        # Apart: a shard is arrays, and nothing of the user's, for which cloudpickle takes twice as long. What
+        # is left is the same on all ranks, but for whose result is kept.
+        key = call.method, call.collect, id(call.args), id(call.kwargs)
+        if key not in alike:
+            alike[key] = cloudpickle.dumps(replace(call, shard=None))
+        return Packed(pickle.dumps((alike[key], (shard.index, shard.parts))), shard.handles)
 
 
 class RemoteCluster(Cluster):
@@ -209,9 +212,12 @@ class RemoteCluster(Cluster):
 
 def unpack_call(raw: bytes) -> Call:
     """Returns what `RemoteHandle.pack` packed, less the handles."""
-    body, shard = pickle.loads(raw)
+    body, rows = pickle.loads(raw)
     call: Call = pickle.loads(body)
-    return call if shard is None else replace(call, shard=shard)
+    if rows is None:
+        return call
+    index, parts = rows
+    return replace(call, shard=Shard(index, parts, ()))
 
 
 def unpack_reply(raw: bytes) -> Reply:
