@@ -20,8 +20,9 @@ from rondo.config.schema import OptimizerConfig, ParallelConfig
 from rondo.controller import Mesh
 from rondo.errors import ConfigError, TrainError
 from rondo.models import ModelSource
-from rondo.models.loading import build_model
+from rondo.models.loading import build_model, load_model_config
 from rondo.training import FsdpEngine
+from rondo.training.axes import check_axes
 from rondo.training.head import token_log_probs
 from rondo.training.sharding import gather_buckets, local_of
 from rondo.training.vocabulary import Vocabulary
@@ -357,6 +358,22 @@ def test_what_cannot_be_spread_is_refused() -> None:
 def test_sizes_that_do_not_divide_the_ranks(size: int, sizes: Sizes, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         Mesh.parallel(size, ParallelConfig(**sizes), "actor.parallel")
+
+
+@pytest.mark.parametrize("axis", ["tensor", "expert"])
+def test_an_older_transformers_is_refused_where_its_plans_are_needed(
+    axis: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_model_config(source("qwen3_moe"))
+    sizes = ParallelConfig(**{axis: 2})
+    check_axes(config, sizes)
+    monkeypatch.setattr("transformers.__version__", "5.19.0")
+    with pytest.raises(
+        ConfigError, match=r"it needs transformers ≥ 5\.23, and 5\.19\.0 is installed"
+    ) as caught:
+        check_axes(config, sizes)
+    assert caught.value.key == f"parallel.{axis}"
+    check_axes(config, ParallelConfig(context=2))
 
 
 def test_a_mesh_of_all_axes_by_hand() -> None:
