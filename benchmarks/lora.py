@@ -41,8 +41,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 def measure(arguments: argparse.Namespace, case: dict[str, Any]) -> dict[str, float]:
     """Returns megabytes by what they are for."""
-    import bitsandbytes  # noqa: F401 (before memory is measured)
-    import peft  # noqa: F401
+    import peft  # noqa: F401 (before memory is measured)
     import torch
 
     from rondo.batch import Batch, ragged_rows
@@ -52,6 +51,9 @@ def measure(arguments: argparse.Namespace, case: dict[str, Any]) -> dict[str, fl
     from rondo.training.sharding import local_of
     from rondo.usage import process_usage
     from tests.training.helpers import PolicyLoss, one_rank_mesh
+
+    if case.get("base_dtype") is not None:
+        import bitsandbytes  # noqa: F401
 
     torch.set_num_threads(1)
     mesh = one_rank_mesh()

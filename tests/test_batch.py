@@ -316,18 +316,20 @@ def test_shards_hold_exactly_their_rows_and_columns(
     drawn: tuple[BatchRef, list[Row]], data: st.DataObject
 ) -> None:
     ref, rows = drawn
-    where = data.draw(st.lists(st.integers(0, len(rows) - 1), unique=True)) if rows else []
     columns = data.draw(st.lists(st.sampled_from(NAMES), unique=True))
-    others = [i for i in range(len(rows)) if i not in where]
-    shard, rest = ref.shards(columns, [np.array(where, np.int64), np.array(others, np.int64)])
-    batch = shard.assemble(shard.handles)
-    assert set(batch.columns) == {ROW_ID, *columns}
-    assert rows_in(batch.select([ROW_ID, *columns])) == [
-        {name: rows[i][name] for name in (ROW_ID, *columns)} for i in where
-    ]
-    assert all(len(part.row) == len(part.block) == len(where) for part in shard.parts)
-    assert rest.assemble(rest.handles).scalars(ROW_ID).tolist() == [rows[i][ROW_ID] for i in others]
-    assert all(len(pickle.dumps(one.index)) < 1500 for one in (shard, rest))
+    order = list(data.draw(st.permutations(range(len(rows)))))
+    ends = sorted(data.draw(st.lists(st.integers(0, len(rows)), min_size=1, max_size=4)))
+    parts = [order[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]  # some are empty
+    shards = ref.shards(columns, [np.array(part, np.int64) for part in parts])
+    assert len(shards) == len(parts)
+    for shard, where in zip(shards, parts, strict=True):
+        batch = shard.assemble(shard.handles)
+        assert set(batch.columns) == {ROW_ID, *columns}
+        assert rows_in(batch.select([ROW_ID, *columns])) == [
+            {name: rows[i][name] for name in (ROW_ID, *columns)} for i in where
+        ]
+        assert all(len(part.row) == len(part.block) == len(where) for part in shard.parts)
+        assert len(pickle.dumps(shard.index)) < 1500
 
 
 @FAST

@@ -273,6 +273,8 @@ def test_what_a_base_in_four_bits_cannot_be_is_said_before_the_start(run: Run) -
         run("two", *nf4, "cluster.backend=process", "cluster.devices=2")
     with pytest.raises(ConfigError, match=r"actor.*set param_dtype=bfloat16"):
         run("mixed", *nf4, "actor.compute_dtype=bfloat16")
+    with pytest.raises(ConfigError, match=r"or remove reference\.refresh_every"):
+        run("two models", *nf4, KL, "reference.refresh_every=2")
 
 
 def test_ppo_with_adapters_on_the_critic(run: Run) -> None:

@@ -339,6 +339,9 @@ ERRORS = (
         "algorithm.constraint={cost: even_share}",
         "algorithm.constraint is set, but algorithm.advantage=grpo reads neither multiplier nor token_costs",
     ),
+    ("actor.logits_bytes=null", "actor.logits_bytes=null: its kernels run on CUDA devices"),
+    ("reference.logits_bytes=null", "reference.logits_bytes=null: its kernels run on CUDA devices"),
+    ("critic.logits_bytes=null", "this model has a value head, and makes no logits"),
     (
         "algorithm.policy_loss=forward_kl_topk teacher={path: t, logits_bytes: null}",
         "teacher.logits_bytes=null: its kernels compute the log-probs of the sampled tokens",

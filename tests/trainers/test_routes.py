@@ -185,9 +185,9 @@ def test_a_rank_that_died_is_left_out_from_then_on(config: Callable[..., Config]
         asyncio.run(route.load(10))
 
 
-@pytest.mark.parametrize("arrived", [False, True])
+@pytest.mark.parametrize(("nccl", "arrived"), [(True, False), (True, True), (False, False)])
 def test_the_others_are_sent_it_again_when_one_that_died_took_their_connections_with_it(
-    config: Callable[..., Config], arrived: bool
+    config: Callable[..., Config], nccl: bool, arrived: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With NCCL, where one communicator serves all. arrived: at rank 0, of which the senders do not know."""
     died, echo = error("its host process died", died=True), outage(error("did not arrive from rank 0"))
@@ -214,8 +214,15 @@ def test_the_others_are_sent_it_again_when_one_that_died_took_their_connections_
         return await call_all(method, *args)
 
     rollout.call_rank, rollout.call_each = call_rank, call_each  # type: ignore[method-assign]
-    route = CollectiveRoute(actor, rollout, config())  # type: ignore[arg-type]
+    route, answers = CollectiveRoute(actor, rollout, config()), actor._answers  # type: ignore[arg-type]
+    own_group = ActorWorker.prepare_transfer
+    actor._answers = lambda method, rank: nccl if method is own_group else answers(method, rank)
+    if not nccl:  # the first error is the run's: the connections of gloo are gone
+        with pytest.raises(WorkerError, match="did not arrive from rank 0"):
+            asyncio.run(asyncio.wait_for(route.load(8), 60))
+        return
     assert asyncio.run(asyncio.wait_for(route.load(8), 60)).lost is None
+    assert "version 8 goes again to rollout ranks [0]" in caplog.text
     assert [args for name, args in actor.calls if name == "break_transfer"] == [(str(died),)]
     prepared = [args[0] for name, args in actor.calls if name == "prepare_transfer"]
     assert [transfer.target_ranks for transfer in prepared] == [(2, 4), (2,)]

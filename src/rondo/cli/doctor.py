@@ -247,6 +247,7 @@ OPTIONAL = (  # section, what, distribution, extra, what for
     ("extras", "gymnasium", "gymnasium", "gymnasium", "environments of its API"),
     ("extras", "datasets", "datasets", "datasets", "Hugging Face datasets as sources"),
     ("extras", "peft", "peft", "lora", "adapters (actor.lora)"),
+    ("extras", "bitsandbytes", "bitsandbytes", "qlora", "a base in four bits (actor.lora.base_dtype)"),
     ("extras", "modelscope", "modelscope", "modelscope", "models from ModelScope (model.hub)"),
     ("extras", "aiohttp", "aiohttp", "serve", "the OpenAI-compatible endpoint (rondo serve, rollout.agent)"),
 )

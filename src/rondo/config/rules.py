@@ -113,7 +113,11 @@ def _model(check: Check) -> None:
 
 
 def _trained(check: Check) -> None:
-    batch_size = check.config.data.batch_size
+    batch_size, models = check.config.data.batch_size, check.config.reward.models
+    with_scores = {"critic": check.config.critic, **{f"reward.models.{n}": m for n, m in enumerate(models)}}
+    for section, scorer in with_scores.items():
+        if scorer.logits_bytes is None:
+            check.wrong("{0}: this model has a value head, and makes no logits", f"{section}.logits_bytes")
     for section in TRAINED_SECTIONS:
         engine = getattr(check.config, section)
         if engine.lora is None and engine.param_dtype in ("bfloat16", "float16"):

@@ -103,7 +103,7 @@ class RemoteHandle(HostHandle):
             return Packed(pickle.dumps((cloudpickle.dumps(call), None)), ())
         # Apart: a shard is arrays, and nothing of the user's, for which cloudpickle takes twice as long. What
         # is left is the same on all ranks, but for whose result is kept.
-        key = call.method, call.collect, id(call.args), id(call.kwargs)
+        key = call.method, call.keep, call.collect, call.is_async, id(call.args), id(call.kwargs)
         if key not in alike:
             alike[key] = cloudpickle.dumps(replace(call, shard=None))
         return Packed(pickle.dumps((alike[key], (shard.index, shard.parts))), shard.handles)

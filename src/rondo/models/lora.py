@@ -153,6 +153,9 @@ def quantise_base(
             f"lora.base_dtype={lora.base_dtype}: a {kind} model has no linear modules that it could be for",
             key="lora.base_dtype",
         )
+    if any(parameter.ndim > 2 for parameter in model.parameters()):
+        kind = model.config.model_type
+        _log.warning("LoRA: the experts of this %s are one tensor, and rest in param_dtype", kind)
     return quantise_linears(model, names, device)
 
 

@@ -1,9 +1,11 @@
 """Linear modules whose weights rest in four bits (NF4), for a model of which only adapters learn (QLoRA),
 through bitsandbytes: the one module that imports it.
 
-Dettmers et al., QLoRA (arXiv:2305.14314), §3: of each 64 numbers the largest is kept, and of every number
-which of 16 quantiles of a normal distribution it is nearest to, relative to that; of the largest ones 8 bits
-each (double quantisation): 4.13 bits a weight. What a module computes is what it would with these weights.
+Dettmers et al., QLoRA (arXiv:2305.14314), §3: of each 64 numbers the largest is kept, in float32, and of
+every number which of 16 quantiles of a normal distribution it is nearest to, relative to that: 4.5 bits a
+weight. (Not the paper's second quantisation, of the largest ones: it subtracts their mean, whose last bit
+depends on the number of threads, and so would the model.) What a module computes is what it would with these
+weights.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
-from rondo.errors import ConfigError, TrainError
+from rondo.errors import ConfigError, DataError
 
 _BLOCK = 64  # weights of one scale
 _INSTALL = 'lora.base_dtype: nf4 needs the package bitsandbytes: pip install "rondo-rl[qlora]"'
@@ -51,6 +53,8 @@ def check_nf4(param_dtype: str, compute_dtype: str, ranks: int) -> None:
             "all the same)",
             key="param_dtype",
         )
+    if param_dtype == "float64":
+        raise ConfigError(f"{key}: weights in nf4 multiply in float32 at most", key="param_dtype")
     quantisation()
 
 
@@ -62,9 +66,10 @@ class QuantisedLinear(torch.nn.Linear):
     the numbers notices.
     """
 
-    def __init__(self, module: torch.nn.Linear, device: torch.device) -> None:
-        """Takes a module's place. A weight that is on `meta` comes later (`quantise`)."""
+    def __init__(self, module: torch.nn.Linear, name: str, device: torch.device) -> None:
+        """Takes the place of the module of this name. A weight that is on `meta` comes later (`quantise`)."""
         torch.nn.Module.__init__(self)
+        self._name = name
         self.in_features, self.out_features = module.in_features, module.out_features
         weight, self.bias = module.weight, module.bias
         self._functions = quantisation()
@@ -76,11 +81,14 @@ class QuantisedLinear(torch.nn.Linear):
             self.quantise(weight.detach().to(device))
 
     def quantise(self, weight: torch.Tensor) -> None:
-        """Takes over a weight [out, in]. Raises TrainError for one that is not finite."""
+        """Takes over a weight [out, in]. Raises DataError for one that is not finite."""
         if not weight.isfinite().all():
-            raise TrainError("a weight that is not finite has no place among the numbers of NF4")
+            raise DataError(
+                f"{self._name}.weight holds numbers that are not finite, for which nf4 has no place: mend "
+                "the model's files, or leave out lora.base_dtype"
+            )
         self._packed, self._scales = self._functions.quantize_4bit(
-            weight.contiguous(), blocksize=_BLOCK, compress_statistics=True, quant_type="nf4"
+            weight.contiguous(), blocksize=_BLOCK, compress_statistics=False, quant_type="nf4"
         )
 
     def dequantised(self) -> torch.Tensor:
@@ -91,10 +99,8 @@ class QuantisedLinear(torch.nn.Linear):
 
     def num_bytes(self) -> int:
         """Returns what the weight takes in memory."""
-        scales = self._scales
         assert self._packed is not None, "the weight was not read yet"
-        held = (self._packed, scales.absmax, scales.code, scales.state2.absmax, scales.state2.code)
-        return sum(tensor.nbytes for tensor in held)
+        return sum(tensor.nbytes for tensor in (self._packed, self._scales.absmax, self._scales.code))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Returns x · Wᵀ + bias, [..., out], of x [..., in]."""
@@ -102,10 +108,11 @@ class QuantisedLinear(torch.nn.Linear):
         return product
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> torch.nn.Module:
-        # Of the weight's one number, not of as many as it stands for.
-        shape, nothing = self.weight.shape, self._parameters.pop("weight")
+        weight, self._parameters["weight"] = self.weight, None
         super()._apply(fn, recurse)
-        self.weight = torch.nn.Parameter(fn(nothing.data[0, 0]).expand(shape), requires_grad=False)
+        # The weight's one number, not as many as it stands for; the parameter stays itself.
+        weight.data = fn(weight.data[0, 0]).expand(weight.shape)
+        self._parameters["weight"] = weight
         if self._packed is not None:
             self._packed = fn(self._packed)
             self._scales.to(self._packed.device)
@@ -134,7 +141,7 @@ def quantise_linears(
     quantised = {}
     for name in names:
         module: Any = model.get_submodule(name)
-        quantised[f"{name}.weight"] = own = QuantisedLinear(module, device)
+        quantised[f"{name}.weight"] = own = QuantisedLinear(module, name, device)
         own.train(module.training)
         model.set_submodule(name, own)
     return quantised

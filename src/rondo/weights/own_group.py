@@ -97,11 +97,11 @@ class OwnGroup:
         rank = self._ranks.index(dist.get_rank())
         with _set(_NO_WATCHDOG, "1"):
             backend = dist.ProcessGroupNCCL(store, rank, len(self._ranks), options)
-        backend.eager_connect_single_device(self._device)
         with self._lock:
             self._backend = backend
-            broken = self.broken
-        if broken:  # meanwhile
+        # One that dies from here on, and before all are connected, is not noticed by anybody here.
+        backend.eager_connect_single_device(self._device)
+        if self.broken:  # meanwhile
             backend.abort()
 
     def _meet(self, store: dist.Store) -> None:

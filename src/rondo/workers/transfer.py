@@ -41,17 +41,22 @@ class _Transfers:
     _own: OwnGroup | None = None  # with NCCL
 
     @dispatch("broadcast")
-    def prepare_transfer(self, transfer: Transfer) -> None:
-        """Says what `send_weights`, or `receive_weights`, does from now on."""
+    def prepare_transfer(self, transfer: Transfer) -> bool:
+        """Says what `send_weights`, or `receive_weights`, does from now on. Returns whether one that is gone
+        ends it for all.
+        """
         self._leave("another transfer was prepared")
         self._transfer = transfer
         self._own = transfer.own_group(self.context.device)
+        return self._own is not None
 
     async def break_transfer(self, why: str) -> None:
         """Ends what is under way where nobody may notice that a peer is gone: with NCCL. gloo notices it, and
         goes on with the others.
         """
-        await asyncio.to_thread(self._leave, why)
+        own = self._own  # now: the next transfer may be prepared while a thread is waited for
+        if own is not None:
+            await asyncio.to_thread(own.abort, why)
 
     def close(self) -> None:
         """See Worker.close."""

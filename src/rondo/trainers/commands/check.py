@@ -256,8 +256,8 @@ def _check_logits(config: Config, *sections: str) -> None:
         if getattr(config, section).logits_bytes is None:
             raise ConfigError(
                 f"{section}.logits_bytes=null: its kernels compute the log-probs of the sampled tokens, and "
-                f"algorithm.policy_loss={config.algorithm.policy_loss.name} reads those of the teacher's "
-                "likeliest; remove the key, or choose another loss",
+                "this run reads those of the teacher's likeliest (algorithm.policy_loss="
+                f"{config.algorithm.policy_loss.name}); remove the key, or choose another loss",
                 key=f"{section}.logits_bytes",
             )
 

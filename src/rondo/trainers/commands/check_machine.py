@@ -14,6 +14,8 @@ import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+import torch
+
 from rondo.algorithms import Kind, registered_by_user
 from rondo.config import (
     Config,
@@ -31,12 +33,13 @@ from rondo.data import check_source
 from rondo.errors import ConfigError, DataError, about
 from rondo.models import STRETCH, check_model_folder, check_positions, load_model_config
 from rondo.models.loading import model_on_meta
-from rondo.models.lora import adapter_set
+from rondo.models.lora import adapter_set, quantise_base
 from rondo.models.nf4 import check_nf4
 from rondo.models.source import ModelSource
 from rondo.rollout import check_engine, check_engine_adapters, check_engine_model
 from rondo.trainers.commands.recipe import beside_recipe, run_dir
 from rondo.trainers.program import model_source, open_tokenizer, placement_of, section_at, source_of
+from rondo.training.head import check_fused
 from rondo.training.routing import check_router
 
 
@@ -48,6 +51,7 @@ def check_backend(config: Config) -> None:
             key="cluster.backend.name",
         )
     check_names(config)
+    check_logits(config)
     rollout = config.rollout
     compiled = rollout.engine.options.get("decode") == "compiled"
     if compiled and rollout.recorded is None and shutil.which("cc") is None:
@@ -56,6 +60,18 @@ def check_backend(config: Config) -> None:
             "rollout.engine.decode=auto",
             key="rollout.engine.decode",
         )
+
+
+def check_logits(config: Config) -> None:
+    """Raises ConfigError where log-probs without logits in memory are asked for and cannot be computed."""
+    device = planned_device(config.cluster)
+    for section in ("actor", "reference", "teacher"):
+        engine = engine_for(getattr(config, section), device)
+        if engine.logits_bytes is None:
+            try:
+                check_fused(torch.device(device), getattr(torch, engine.compute_dtype))
+            except ConfigError as error:
+                raise ConfigError(f"{section}.{error}", key=f"{section}.logits_bytes") from error
 
 
 def check_names(config: Config) -> None:
@@ -166,6 +182,7 @@ def _check_adapters(config: Config, first: ModelConfig) -> None:
                 settled = engine_for(engine, planned_device(config.cluster))
                 ranks = len(placement_of(config).devices(section))
                 check_nf4(settled.param_dtype, settled.compute_dtype, ranks)
+                quantise_base(model_on_meta(source), lora, torch.device("cpu"))
             adapters = adapter_set(source, lora)
         except DataError as error:
             raise ConfigError(f"{section}.{error}", key=f"{section}.lora.path") from error

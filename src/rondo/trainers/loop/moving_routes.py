@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +20,7 @@ from rondo.workers import ActorWorker, RolloutWorker
 
 CAUSE_SECONDS = 5.0  # after one side's error: how long the other may take to report its own
 DEATH_SECONDS = 60.0  # after a receiver went away: until its death is known (a whole node takes longest)
+_log = logging.getLogger(__name__)
 
 
 async def what_to_send(rollout: WorkerGroup, config: Config) -> Sent:
@@ -80,6 +82,7 @@ class CollectiveRoute:
         self._bucket_bytes = config.rollout.bucket_bytes
         self._layouts: dict[Sent, Layout] = {}
         self._prepared: tuple[Sent, tuple[int, ...]] | None = None
+        self._may_break = False  # for all, where one is gone: with NCCL
 
     async def load(self, version: int) -> SyncReport:
         while True:
@@ -88,8 +91,10 @@ class CollectiveRoute:
                 return await self._load(version)
             except RondoError as error:
                 self._prepared = None  # what is broken is not used again
-                if not error.is_outage or not 0 < len(self._rollout.alive) < len(alive):
+                left = self._rollout.alive
+                if not self._may_break or not error.is_outage or not 0 < len(left) < len(alive):
                     raise
+                _log.warning("version %d goes again to rollout ranks %s: %s", version, list(left), error)
 
     async def _load(self, version: int) -> SyncReport:
         what = await what_to_send(self._rollout, self._config)
@@ -113,7 +118,7 @@ class CollectiveRoute:
                 self._layouts[what] = await self._actor.call(ActorWorker.weight_layout, self._dtype, what)
             targets = tuple(self._rollout.devices[rank] for rank in ranks)
             transfer = Transfer(self._layouts[what], targets, self._bucket_bytes)
-            await self._actor.call(ActorWorker.prepare_transfer, transfer)
+            self._may_break = await self._actor.call(ActorWorker.prepare_transfer, transfer)
             await self._rollout.call_each(RolloutWorker.prepare_transfer, transfer)
             self._prepared = what, ranks
         return ranks
@@ -134,8 +139,10 @@ class CollectiveRoute:
             if broken:
                 # What did not arrive: the death that it comes from may be known later.
                 echo = sending not in done and all(getattr(error, "is_outage", False) for error in broken)
+                if echo:
+                    await asyncio.wait({sending}, timeout=DEATH_SECONDS)
                 if pending:
-                    await asyncio.wait(pending, timeout=DEATH_SECONDS if echo else CAUSE_SECONDS)
+                    await asyncio.wait(pending, timeout=CAUSE_SECONDS)
                 break
             if sending in done and (missed := self._missed(sending)):
                 _, hung = await asyncio.wait({receiving[rank] for rank in missed}, timeout=DEATH_SECONDS)

@@ -245,6 +245,14 @@ def path_of(role: str, config: Config) -> str | None:
             f"{row.weights}.path, to model.path for the model without it, or to an export with it merged",
             key="actor.lora.path",
         )
+    if role == "reference" and path is None and lora is not None and lora.base_dtype is not None:
+        if not reference_in_actor(config):
+            raise ConfigError(
+                "the reference would start as the model in the files, and the policy as what is left of it "
+                f"in {lora.base_dtype} (actor.lora.base_dtype): set reference.path, to model.path if that is "
+                "meant, or remove reference.refresh_every: the actor without adapters is the reference then",
+                key="actor.lora.base_dtype",
+            )
     return path
 
 
