@@ -31,7 +31,7 @@ def test_the_bytes_of_a_pass_are_those_that_are_planned(shape: dict[str, int]) -
 
 @pytest.mark.slow
 def test_ranks_that_divide_a_long_row_have_their_part_of_it() -> None:
-    """32,768 tokens on four."""
+    """32,768 tokens on four; beside it what FSDP gathers, and columns of all tokens."""
     plan = planned(32_768 // 4, {})
     for counted in run_ranks(4, one_pass, {"context": 4}, 32_768, {}, timeout=300):
-        assert plan < counted < plan + 6 * block_bytes({})
+        assert plan < counted < 1.05 * plan
