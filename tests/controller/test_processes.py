@@ -162,6 +162,7 @@ def test_a_killed_host_is_an_error_and_the_cause(
 ) -> None:
     """However late the death is seen: its peer's "connection closed" is waited out."""
     monkeypatch.setattr("rondo.controller.calls.ECHO_GRACE_SECONDS", 300.0)
+    monkeypatch.setattr("rondo.controller.calls.GRACE_SECONDS", 60.0)  # the peer's host is not given up, too
     run(healthy.call(Calculator.reduce_over, ["dp", "dp"]))
     with pytest.raises(
         WorkerError,
