@@ -16,7 +16,6 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -24,16 +23,15 @@ from torch.utils._pytree import tree_leaves
 REPOSITORY = Path(__file__).parents[1]
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "src")]
 
-from rondo.batch import Batch, ragged_rows  # noqa: E402
 from rondo.config.schema import EngineConfig, OptimizerConfig, TorchBackendConfig  # noqa: E402
 from rondo.models import ModelSource  # noqa: E402
 from rondo.training import FsdpEngine  # noqa: E402
 from rondo.training.sharding import local_of  # noqa: E402
 from tests.ranks import run_ranks  # noqa: E402
-from tests.training.helpers import PolicyLoss  # noqa: E402
+from tests.training.helpers import VOCAB, PolicyLoss, make_batch  # noqa: E402
 from tests.training.layouts import layout  # noqa: E402
 
-HEAD_WIDTH, VOCABULARY = 16, 61
+HEAD_WIDTH = 16
 SHAPE = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
@@ -77,18 +75,8 @@ def one_pass(
 ) -> int:
     """Returns the most bytes of a forward and backward pass with checkpointing, on this rank of `world`."""
     views, index, _ = layout(world, **sizes)
-    rng = np.random.default_rng(0)
-    batch = Batch.of(
-        {
-            "row_id": np.arange(1),
-            "prompt_ids": ragged_rows([rng.integers(0, VOCABULARY, 8)], np.int32),
-            "response_ids": ragged_rows([rng.integers(0, VOCABULARY, tokens - 8)], np.int32),
-            "response_mask": ragged_rows([np.ones(tokens - 8, np.uint8)], np.uint8),
-            "token_weight": ragged_rows([np.ones(tokens - 8) / tokens], np.float64),
-            "advantages": np.ones(1),
-        }
-    )
-    sizes_of_model = {"vocab_size": VOCABULARY, "max_position_embeddings": tokens, **SHAPE, **shape}
+    batch = make_batch(((8, tokens - 8),))
+    sizes_of_model = {"vocab_size": VOCAB, "max_position_embeddings": tokens, **SHAPE, **shape}
     model = {"model_type": "llama", "head_dim": HEAD_WIDTH, **sizes_of_model}
     model["num_key_value_heads"] = model["num_attention_heads"]
     config = EngineConfig(token_budget=1 << 20, gradient_checkpointing=True)
@@ -120,8 +108,8 @@ def planned(tokens: int, shape: dict[str, int], mlp_chunk: int | None = None) ->
 
 
 def block_bytes(shape: dict[str, int]) -> int:
-    """Returns the bytes of a block's weights. Ranks that share them have up to six times as much beside,
-    while FSDP gathers parameters and sums gradients; tiles of an MLP have the gradients of its own.
+    """Returns the bytes of a block's weights, of which some are beside the plan: ranks that share them gather
+    parameters and sum gradients; tiles of an MLP have the gradients of its own.
     """
     shape = {**SHAPE, **shape}
     width = 4 * shape["num_attention_heads"] * HEAD_WIDTH + 3 * shape["intermediate_size"]

@@ -27,12 +27,11 @@ MB = 10**6
 OF_ADAPTERS = ("first", "later", "engine, adapters")  # columns
 CASES: dict[str, dict[str, Any]] = {
     "all weights": {},
-    "LoRA": {"lora": True},
-    "LoRA, base in bfloat16": {"lora": True, "param_dtype": "bfloat16", "compute_dtype": "float32"},
-    "LoRA, base in nf4": {"lora": True, "base_dtype": "nf4"},
+    "LoRA": {"lora": {}},
+    "LoRA, base in bfloat16": {"lora": {}, "param_dtype": "bfloat16", "compute_dtype": "float32"},
+    "LoRA, base in nf4": {"lora": {"base_dtype": "nf4"}},
     "LoRA, base in nf4, the rest in bfloat16": {
-        "lora": True,
-        "base_dtype": "nf4",
+        "lora": {"base_dtype": "nf4"},
         "param_dtype": "bfloat16",
         "compute_dtype": "bfloat16",
     },
@@ -52,16 +51,15 @@ def measure(arguments: argparse.Namespace, case: dict[str, Any]) -> dict[str, fl
     from rondo.usage import process_usage
     from tests.training.helpers import PolicyLoss, one_rank_mesh
 
-    if case.get("base_dtype") is not None:
+    settings = dict(case)
+    own = settings.pop("lora", None)
+    lora = None if own is None else LoraConfig(rank=arguments.rank, alpha=2 * arguments.rank, **own)
+    if lora is not None and lora.base_dtype is not None:
         import bitsandbytes  # noqa: F401
 
     torch.set_num_threads(1)
     mesh = one_rank_mesh()
     source = ModelSource(config=_model(arguments))
-    settings = dict(case)
-    lora, base_dtype = None, settings.pop("base_dtype", None)
-    if settings.pop("lora", False):
-        lora = LoraConfig(rank=arguments.rank, alpha=2 * arguments.rank, base_dtype=base_dtype)
     before = process_usage().peak_memory_bytes
     engine = FsdpEngine(source, EngineConfig(lora=lora, **settings), OptimizerConfig(lr=1e-4), mesh=mesh)
     random = np.random.default_rng(0)

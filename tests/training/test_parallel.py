@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rondo.batch import ROW_ID, Batch, ragged_rows
+from rondo.batch import ROW_ID
 from rondo.checkpoint import Files
 from rondo.columns import TOPK_IDS
 from rondo.config.schema import OptimizerConfig, ParallelConfig
@@ -32,9 +32,9 @@ from tests.models.families import source_of
 from tests.ranks import run_ranks
 from tests.training.helpers import (
     FLOAT64,
-    VOCAB,
     PolicyLoss,
     ValueLoss,
+    make_batch,
     make_engine,
     relative_difference,
     source,
@@ -440,17 +440,7 @@ def test_a_vocabulary_that_does_not_divide_is_cut_into_the_same_chunks(count: in
 def _long_row(rank: int, world: int, sizes: Sizes, tokens: int) -> tuple[Tensors, int]:
     """The gradients of one row, and the bytes that its pass took beside the model."""
     views, index, _ = layout(world, **sizes)
-    rng = np.random.default_rng(0)
-    batch = Batch.of(
-        {
-            "row_id": np.arange(1),
-            "prompt_ids": ragged_rows([rng.integers(0, VOCAB, 8)], np.int32),
-            "response_ids": ragged_rows([rng.integers(0, VOCAB, tokens)], np.int32),
-            "response_mask": ragged_rows([np.ones(tokens, np.uint8)], np.uint8),
-            "token_weight": ragged_rows([np.ones(tokens) / tokens], np.float64),
-            "advantages": np.ones(1),
-        }
-    )
+    batch = make_batch(((8, tokens),))
     model = source("llama", max_position_embeddings=16_384, hidden_size=64, intermediate_size=256)
     engine = make_engine(views, model, config={"token_budget": 1 << 17, "gradient_checkpointing": True})
     before = process_usage().peak_memory_bytes

@@ -153,9 +153,6 @@ def quantise_base(
             f"lora.base_dtype={lora.base_dtype}: a {kind} model has no linear modules that it could be for",
             key="lora.base_dtype",
         )
-    if any(parameter.ndim > 2 for parameter in model.parameters()):
-        kind = model.config.model_type
-        _log.warning("LoRA: the experts of this %s are one tensor, and rest in param_dtype", kind)
     return quantise_linears(model, names, device)
 
 
@@ -181,7 +178,8 @@ def _targets(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
         chosen.update(found)
     if any(parameter.ndim > 2 for parameter in model.parameters()):
         _log.warning(
-            "LoRA: the experts of this %s are one tensor, and get no adapter; the other targets do",
+            "LoRA: the experts of this %s are one tensor, rest in param_dtype and get no adapter; the other "
+            "targets do",
             model.config.model_type,
         )
     return [name for name in able if name in chosen]

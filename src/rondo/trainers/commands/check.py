@@ -243,16 +243,16 @@ def _check_combinations(config: Config, program: Program) -> None:
             key="algorithm.advantage.similarity",
         )
     if TOPK_IDS in {column for producer in program.producers for column in producer.columns}:
-        _check_logits(config, "actor", "teacher")
+        _check_likeliest(config)
     if program.reward_models:
         _check_model_rewards(config, program)
     if config.trainer.total_steps is not None:
         warmup_steps(config, program.learners, config.trainer.total_steps)
 
 
-def _check_logits(config: Config, *sections: str) -> None:
+def _check_likeliest(config: Config) -> None:
     """The likeliest tokens, and log-probs of tokens that were not sampled, come from logits in memory."""
-    for section in sections:
+    for section in ("actor", "teacher"):
         if getattr(config, section).logits_bytes is None:
             raise ConfigError(
                 f"{section}.logits_bytes=null: its kernels compute the log-probs of the sampled tokens, and "
