@@ -367,7 +367,7 @@ def test_an_older_transformers_is_refused_where_its_plans_are_needed(
     config = load_model_config(source("qwen3_moe"))
     sizes = ParallelConfig(**{axis: 2})
     check_axes(config, sizes)
-    monkeypatch.setattr("transformers.__version__", "5.19.0")
+    monkeypatch.setattr("rondo.training.axes.installed", "5.19.0")
     with pytest.raises(
         ConfigError, match=r"it needs transformers ≥ 5\.23, and 5\.19\.0 is installed"
     ) as caught:

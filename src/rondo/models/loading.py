@@ -12,10 +12,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import logging as hf_logging
 
 from rondo.border import users_code
@@ -109,7 +115,7 @@ def _config_from_mapping(mapping: Mapping[str, Any]) -> PreTrainedConfig:
     model_type = fields.pop("model_type", None)
     if model_type is None:
         raise ConfigError("model.config has no model_type; set for example model.config.model_type=qwen3")
-    types = list(transformers.CONFIG_MAPPING.keys())
+    types = list(CONFIG_MAPPING.keys())
     if model_type not in types:
         raise ConfigError(
             f"model.config.model_type: transformers knows no {model_type!r}{did_you_mean(model_type, types)}"

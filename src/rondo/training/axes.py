@@ -7,9 +7,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-import transformers
 from packaging.version import Version
 from transformers import PreTrainedConfig
+from transformers import __version__ as installed
 
 from rondo.config.schema import ParallelConfig
 from rondo.errors import ConfigError
@@ -32,7 +32,6 @@ def check_axes(config: PreTrainedConfig, sizes: ParallelConfig) -> None:
         _check_context(text, sizes)
     if sizes.tensor > 1 or sizes.expert > 1:
         axis = "tensor" if sizes.tensor > 1 else "expert"
-        installed = transformers.__version__
         if Version(installed) < Version(LEAST_TRANSFORMERS):
             why = f"it needs transformers ≥ {LEAST_TRANSFORMERS}, and {installed} is installed"
             raise refused(axis, sizes, why)
