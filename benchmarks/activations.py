@@ -25,8 +25,8 @@ sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "src")]
 
 from rondo.config.schema import EngineConfig, OptimizerConfig, TorchBackendConfig  # noqa: E402
 from rondo.models import ModelSource  # noqa: E402
-from rondo.training import FsdpEngine  # noqa: E402
-from rondo.training.sharding import local_of  # noqa: E402
+from rondo.training import make_engine  # noqa: E402
+from rondo.training.shards import local_of  # noqa: E402
 from tests.ranks import run_ranks  # noqa: E402
 from tests.training.helpers import VOCAB, PolicyLoss, make_batch  # noqa: E402
 from tests.training.layouts import layout  # noqa: E402
@@ -81,11 +81,11 @@ def one_pass(
     model["num_key_value_heads"] = model["num_attention_heads"]
     config = EngineConfig(token_budget=1 << 20, gradient_checkpointing=True)
     backend = TorchBackendConfig(mlp_chunk=mlp_chunk)
-    engine = FsdpEngine(ModelSource(config=model), config, OptimizerConfig(), mesh=views, backend=backend)
+    engine = make_engine(ModelSource(config=model), config, OptimizerConfig(), mesh=views, backend=backend)
     batch = batch if index == 0 else batch.take([])
     engine.forward_backward(batch, PolicyLoss())  # gradients are there from here on
-    known = [local_of(one) for one in engine._parameters.values()]
-    known += [local_of(one.grad) for one in engine._parameters.values() if one.grad is not None]
+    known = [local_of(one) for one in engine.backend.named.values()]
+    known += [local_of(one.grad) for one in engine.backend.named.values() if one.grad is not None]
     with Counted(known) as counted:
         engine.forward_backward(batch, PolicyLoss())
     return counted.peak

@@ -46,8 +46,8 @@ def measure(arguments: argparse.Namespace, case: dict[str, Any]) -> dict[str, fl
     from rondo.batch import Batch, ragged_rows
     from rondo.config.schema import EngineConfig, LoraConfig, OptimizerConfig
     from rondo.models import ModelSource
-    from rondo.training import FsdpEngine
-    from rondo.training.sharding import local_of
+    from rondo.training import make_engine
+    from rondo.training.shards import local_of
     from rondo.usage import process_usage
     from tests.training.helpers import PolicyLoss, one_rank_mesh
 
@@ -61,7 +61,7 @@ def measure(arguments: argparse.Namespace, case: dict[str, Any]) -> dict[str, fl
     mesh = one_rank_mesh()
     source = ModelSource(config=_model(arguments))
     before = process_usage().peak_memory_bytes
-    engine = FsdpEngine(source, EngineConfig(lora=lora, **settings), OptimizerConfig(lr=1e-4), mesh=mesh)
+    engine = make_engine(source, EngineConfig(lora=lora, **settings), OptimizerConfig(lr=1e-4), mesh=mesh)
     random = np.random.default_rng(0)
     rows, length = 2, 16
     tokens = [random.integers(0, arguments.vocab, length) for _ in range(2 * rows)]
@@ -77,16 +77,16 @@ def measure(arguments: argparse.Namespace, case: dict[str, Any]) -> dict[str, fl
     )
     for _ in range(2):
         engine.forward_backward(batch, PolicyLoss())
-        gradients = [local_of(one.grad) for one in engine._parameters.values() if one.grad is not None]
+        gradients = [local_of(one.grad) for one in engine.backend.named.values() if one.grad is not None]
         of_gradients = sum(gradient.nbytes for gradient in gradients)
         engine.optimizer_step()
     peak = process_usage().peak_memory_bytes - before
-    state = engine.state()
+    state = engine.backend.state()
     with tempfile.TemporaryDirectory() as folder:
         engine.save(folder)
         written = sum(file.stat().st_size for file in Path(folder).iterdir())
-    quantised = {} if engine.adapters is None else engine.adapters.quantised
-    weights = sum(local_of(one).untyped_storage().nbytes() for one in engine._parameters.values())
+    quantised = {} if engine.backend.adapters is None else engine.backend.adapters.quantised
+    weights = sum(local_of(one).untyped_storage().nbytes() for one in engine.backend.named.values())
     weights += sum(module.num_bytes() for module in quantised.values())
     moments = [local_of(tensor) for name, tensor in state.items() if name.startswith("optimizer.exp_avg")]
     found = {
@@ -105,7 +105,6 @@ def _sent(engine: Any, source: Any, lora: Any) -> dict[str, float]:
     """Returns the bytes of syncs to an engine, merged and by themselves, and what that engine weighs."""
     from rondo.models.lora import adapter_set
     from rondo.rollout import EngineSpec, start_engine
-    from rondo.training.adapters import sent
     from rondo.weights import Sent
     from rondo.weights.gather import gather_into
 
@@ -118,7 +117,7 @@ def _sent(engine: Any, source: Any, lora: Any) -> dict[str, float]:
             before = psutil.Process(sink.pid).memory_info().rss
             contents: tuple[Sent, ...] = ("merged",) if known is None else ("all", "adapters")
             for version, what in enumerate(contents):
-                report = gather_into(sent(engine, what), sink, version, dtype="bfloat16", processes=1)
+                report = gather_into(engine.parameters(what), sink, version, dtype="bfloat16", processes=1)
                 name = {"merged": "merged", "all": "first", "adapters": "later"}[what]
                 found[name] = report.bytes_moved
             grown = psutil.Process(sink.pid).memory_info().rss - before

@@ -169,15 +169,15 @@ def side(
 
     if route == "gathered":
         sink = native_sink(case)
-        return lambda v: counted(gather_into(engine, sink, v, bucket)), memory, lambda: plan
+        return lambda v: counted(gather_into(engine.parameters(), sink, v, bucket)), memory, lambda: plan
     if route == "process":
         if rank > 0:
-            return lambda v: gather_along(engine, bucket, None), memory, lambda: [0, 0]
+            return lambda v: gather_along(engine.parameters(), bucket, None), memory, lambda: [0, 0]
         child = start_child(case, stack)
         pair = _Pair(memory, Memory(children(child.pid)))
-        gather = lambda v: counted(gather_into(engine, child, v, bucket, processes=1))  # noqa: E731
+        gather = lambda v: counted(gather_into(engine.parameters(), child, v, bucket, processes=1))  # noqa: E731
         return gather, pair, lambda: plan
-    layout = [engine.layout()] if engine is not None else [None]
+    layout = [engine.parameters().layout()] if engine is not None else [None]
     dist.broadcast_object_list(layout, 0)
     if route == "collective":
         transfer = Transfer(layout[0], (ranks,), bucket)
@@ -186,7 +186,7 @@ def side(
             return lambda v: counted(receive(transfer, v, sink, "cpu")), memory, lambda: plan
 
         def sending(version: int) -> None:
-            with engine.named_shards() as shards:
+            with engine.parameters().local() as shards:
                 assert not send(transfer, version, piece_of(layout[0], shards), "cpu").lost
 
         return sending, memory, lambda: [0, 0]
@@ -201,7 +201,7 @@ def side(
         return reading, memory, lambda: plan
 
     def writing(version: int) -> None:
-        counted(write_weights(engine, folder, version, bucket, leader=rank == 0))
+        counted(write_weights(engine.parameters(), folder, version, bucket, leader=rank == 0))
         dist.barrier()
 
     return writing, memory, lambda: plan
@@ -228,7 +228,7 @@ def trainer(rank: int, case: dict[str, Any]) -> Any:
     from torch.distributed.device_mesh import DeviceMesh
 
     from rondo.config.schema import FrozenEngineConfig
-    from rondo.training import FsdpEngine
+    from rondo.training import make_engine
 
     ranks, axes = case["ranks"], axes_of(case)
     if axes:
@@ -239,7 +239,7 @@ def trainer(rank: int, case: dict[str, Any]) -> Any:
     else:
         group = dist.new_group(list(range(ranks)))
         mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",)) if rank < ranks else None
-    return None if mesh is None else FsdpEngine(model_source(case), FrozenEngineConfig(), None, mesh=mesh)
+    return None if mesh is None else make_engine(model_source(case), FrozenEngineConfig(), None, mesh=mesh)
 
 
 def axes_of(case: dict[str, Any]) -> dict[str, int]:

@@ -242,6 +242,17 @@ def test_no_cycles_between_folders() -> None:
         visit(node, ())
 
 
+def test_the_training_engine_names_no_framework() -> None:
+    """What computes is behind `training.backend.Backend`: `make.py` alone knows who that is."""
+    named = {
+        path.name
+        for path in (PACKAGE / "training").glob("*.py")
+        for module, _ in imports(path)
+        if module.startswith(("rondo.training.torch_backend", "torch.distributed.fsdp", "peft", "megatron"))
+    }
+    assert named == {"make.py"}
+
+
 def test_rooms_import_downward() -> None:
     """At most 5 floors, no arrow upward, and none between rooms of one floor."""
     trainers = PACKAGE / "trainers"

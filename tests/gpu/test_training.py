@@ -16,9 +16,9 @@ from rondo.config.schema import OptimizerConfig
 from rondo.models.attention import choose_kernel, varlen_attention
 from rondo.models.documents import plan_documents
 from rondo.models.family import AS_THEY_ARE, LogitTransform
-from rondo.training import FsdpEngine
-from rondo.training.head import token_log_probs
-from tests.training.helpers import PolicyLoss, make_batch, make_engine, source
+from rondo.training import Engine
+from rondo.training.torch_backend.head import token_log_probs
+from tests.training.helpers import PolicyLoss, make_batch, source, tiny_engine
 
 pytestmark = [
     pytest.mark.gpu,
@@ -36,19 +36,20 @@ def cuda_mesh() -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
-def engine(mesh: DeviceMesh, config: dict[str, Any], **changes: Any) -> FsdpEngine:
+def engine(mesh: DeviceMesh, config: dict[str, Any], **changes: Any) -> Engine:
     model = source(max_position_embeddings=8192, **changes)
-    return make_engine(mesh, model, OptimizerConfig(lr=1e-2), config, device="cuda:0")
+    return tiny_engine(mesh, model, OptimizerConfig(lr=1e-2), config, device="cuda:0")
 
 
-def train(trained: FsdpEngine, steps: int) -> None:
+def train(trained: Engine, steps: int) -> None:
     for seed in range(steps):
         trained.forward_backward(make_batch(seed=seed), PolicyLoss())
         trained.optimizer_step()
 
 
-def moments(trained: FsdpEngine) -> dict[str, torch.Tensor]:
-    return {name: tensor.to_local().cpu() for name, tensor in trained.state().items() if "exp_avg" in name}
+def moments(trained: Engine) -> dict[str, torch.Tensor]:
+    state = trained.backend.state()
+    return {name: tensor.to_local().cpu() for name, tensor in state.items() if "exp_avg" in name}
 
 
 OFFLOAD: list[dict[str, Any]] = [
@@ -92,7 +93,7 @@ def test_gathering_gives_memory_back(cuda_mesh: DeviceMesh) -> None:
     trained.optimizer_step()
     kept = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     assert kept > 100 << 20
-    for _ in trained.gathered_parameters(1 << 20):
+    for _ in trained.parameters().gathered(1 << 20):
         pass
     assert torch.cuda.memory_reserved() - torch.cuda.memory_allocated() < kept / 4
 

@@ -25,8 +25,8 @@ from rondo.models.names import parts_of, persistent_buffers, separate, weights_o
 from rondo.models.precision import kept_in_float32
 from rondo.rollout.third_party_engine import expected_weights
 from rondo.rollout.weights import WeightStore, build_module
-from rondo.training import FsdpEngine
 from rondo.training import engine as rondo_engine
+from rondo.training import make_engine
 from rondo.training.export import export_folder
 from rondo.weights.checksum import checksum
 from rondo.weights.layout import Box
@@ -112,7 +112,7 @@ def test_exports_and_samplers_get_all_of_it(
     mesh: Any,  # noqa: F811
     tmp_path: Path,
 ) -> None:
-    engine = FsdpEngine(checkpoint.source, EngineConfig(), OptimizerConfig(), mesh=mesh)
+    engine = make_engine(checkpoint.source, EngineConfig(), OptimizerConfig(), mesh=mesh)
     engine.export(str(tmp_path))
     back, found = AutoModelForCausalLM.from_pretrained(
         tmp_path, dtype=torch.float32, output_loading_info=True
@@ -125,28 +125,28 @@ def test_exports_and_samplers_get_all_of_it(
     )
     sampler = WeightStore(module, None, torch.float32, torch.device("cpu"))
     sampler.begin(1)
-    for name, tensor in engine.gathered_parameters(1 << 20):
+    for name, tensor in engine.parameters().gathered(1 << 20):
         sampler.receive(name, tensor)
-    sampler.commit(1, engine.parameter_checksums())
+    sampler.commit(1, engine.parameters().checksums())
     equal(dict(weights_of(module)), checkpoint.model)
 
 
 def _from_two_ranks(rank: int, world: int, folder: str, export: str) -> dict[str, int]:
     ranks = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
-    engine = FsdpEngine(ModelSource(path=folder), EngineConfig(), OptimizerConfig(), mesh=ranks)
-    checksums = engine.parameter_checksums()
+    engine = make_engine(ModelSource(path=folder), EngineConfig(), OptimizerConfig(), mesh=ranks)
+    checksums = engine.parameters().checksums()
     engine.export(export)
     files = engine.save(export + "-state")
-    other = FsdpEngine(source_of("deepseek_v3"), EngineConfig(), OptimizerConfig(), mesh=ranks)
-    assert other.parameter_checksums() != checksums
+    other = make_engine(source_of("deepseek_v3"), EngineConfig(), OptimizerConfig(), mesh=ranks)
+    assert other.parameters().checksums() != checksums
     other.load(export + "-state", files)
-    assert other.parameter_checksums() == checksums
-    gathered = dict(engine.gathered_parameters(2000, "bfloat16"))
+    assert other.parameters().checksums() == checksums
+    gathered = dict(engine.parameters().gathered(2000, "bfloat16"))
     bias = "model.layers.1.mlp.gate.e_score_correction_bias"
     assert gathered[bias].dtype == torch.float32  # half a hundredth of it decides which experts are asked
     assert gathered["model.norm.weight"].dtype == torch.bfloat16
     sent = {name: checksum(tensor) for name, tensor in gathered.items()}
-    assert sent == engine.parameter_checksums("bfloat16")
+    assert sent == engine.parameters().checksums("bfloat16")
     return checksums
 
 
@@ -162,7 +162,7 @@ def test_an_export_that_comes_back_as_another_is_no_export(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engine = FsdpEngine(source_of("qwen3"), EngineConfig(), OptimizerConfig(), mesh=mesh)
+    engine = make_engine(source_of("qwen3"), EngineConfig(), OptimizerConfig(), mesh=mesh)
 
     def damaged(tensors: Any, *rest: Any) -> None:
         changed = ((n, t + torch.arange(len(t)).eq(3) if n == "model.norm.weight" else t) for n, t in tensors)
@@ -238,7 +238,7 @@ def test_the_text_tower_of_kimi_k25_is_what_is_trained(
     save_file(published, tmp_path / "model.safetensors", metadata={"format": "pt"})
     source = ModelSource(path=str(tmp_path))
     equal(dict(weights_of(build_model(source, torch.float32))), model)
-    FsdpEngine(source, EngineConfig(), OptimizerConfig(), mesh=mesh).export(str(tmp_path / "export"))
+    make_engine(source, EngineConfig(), OptimizerConfig(), mesh=mesh).export(str(tmp_path / "export"))
     back = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
     assert back.config.model_type == "deepseek_v3"
     equal(back.state_dict(), model)
@@ -277,8 +277,8 @@ def test_fp8_blocks_are_what_they_stand_for(
                 tensor.data[i, j] = quantised[i, j].float() * scale[i // block[0], j // block[1]]
     quantisation = {"quant_method": "fp8", "weight_block_size": list(block), "activation_scheme": "dynamic"}
     _quantise(tmp_path, quantisation, stored)
-    engine = FsdpEngine(ModelSource(path=str(tmp_path)), EngineConfig(), OptimizerConfig(), mesh=mesh)
-    for name, tensor in separate(engine.gathered_parameters(1 << 20), parts_of(model)):
+    engine = make_engine(ModelSource(path=str(tmp_path)), EngineConfig(), OptimizerConfig(), mesh=mesh)
+    for name, tensor in separate(engine.parameters().gathered(1 << 20), parts_of(model)):
         assert torch.equal(tensor, plain[name]), name
     engine.export(str(tmp_path / "export"))
     assert "quantization_config" not in json.loads((tmp_path / "export" / "config.json").read_text())
@@ -373,12 +373,12 @@ def test_log_probs_and_gradients_are_those_of_transformers(
     wanted = {name: one.grad for name, one in checkpoint.model.named_parameters() if one.grad is not None}
     for token_budget in (1000, 34):
         config = EngineConfig(token_budget=token_budget)
-        engine = FsdpEngine(checkpoint.source, config, OptimizerConfig(), mesh=mesh)
+        engine = make_engine(checkpoint.source, config, OptimizerConfig(), mesh=mesh)
         found = engine.forward(batch, {"log_probs": "log_probs"}).rows("log_probs")
         for ours, theirs in zip(found, expected, strict=True):
             np.testing.assert_allclose(ours, theirs.detach().numpy(), atol=1e-5)
         engine.forward_backward(batch, Weighted())
-        gradients = {name: one.grad for name, one in engine._model.lm.named_parameters()}
+        gradients = {name: one.grad for name, one in engine.backend.model.lm.named_parameters()}
         assert {name for name, one in gradients.items() if one is not None} >= wanted.keys()
         for name, theirs in wanted.items():
             ours = gradients[name]

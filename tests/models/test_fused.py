@@ -10,7 +10,7 @@ from rondo.models.attention import SHORT
 from rondo.models.fused import tried
 from rondo.models.loading import build_model
 from tests.models.families import source_of
-from tests.training.helpers import make_batch, make_engine, one_rank_mesh, source
+from tests.training.helpers import make_batch, one_rank_mesh, source, tiny_engine
 
 
 @pytest.mark.parametrize(("kernels", "replaced"), [("auto", 2), ("transformers", 0)])
@@ -24,7 +24,7 @@ def test_the_choice_reaches_the_engine_and_changes_rounding_only() -> None:
     mesh, batch = one_rank_mesh(), make_batch()
     columns = []
     for kernels in ("auto", "transformers"):
-        engine = make_engine(mesh, backend=TorchBackendConfig(kernels=kernels))
+        engine = tiny_engine(mesh, backend=TorchBackendConfig(kernels=kernels))
         columns.append(engine.forward(batch, {"log_probs": "x"}).ragged("x")[0])
     assert not torch.equal(*columns)
     torch.testing.assert_close(*columns, rtol=0, atol=1e-5)
@@ -41,7 +41,7 @@ def test_a_replaced_module_asks_its_attention_for_the_same(family: str, fused: i
     assert sum("forward" in vars(layer.self_attn) for layer in model.model.layers) == fused
     mesh, batch = one_rank_mesh(), make_batch(((9, 20), (SHORT, 9)))
     columns = [
-        make_engine(mesh, source_of(family), None, backend=TorchBackendConfig(kernels=kernels))
+        tiny_engine(mesh, source_of(family), None, backend=TorchBackendConfig(kernels=kernels))
         .forward(batch, {"log_probs": "x"})
         .ragged("x")[0]
         for kernels in ("auto", "transformers")

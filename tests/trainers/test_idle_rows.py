@@ -27,7 +27,7 @@ from rondo.planning import plan_mini_batches
 from rondo.trainers.program.stages import PreparationStage
 from rondo.trainers.program.step import Roles, Step
 from rondo.trainers.program.update import update_actor
-from rondo.training import FsdpEngine
+from rondo.training import Engine
 from rondo.types import StepStats
 from rondo.workers import ActorWorker
 from tests.trainers.conftest import registered_for_now
@@ -84,18 +84,18 @@ def rows_of_a_step() -> Batch:
 def passes(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """How many rows went through the model with a gradient, and without."""
     counted = {"trained": 0, "measured": 0}
-    with_gradient, without = FsdpEngine.forward_backward, FsdpEngine.forward
+    with_gradient, without = Engine.forward_backward, Engine.forward
 
-    def forward_backward(self: FsdpEngine, batch: Batch, loss: Any) -> StepStats:
+    def forward_backward(self: Engine, batch: Batch, loss: Any) -> StepStats:
         counted["trained"] += len(batch)
         return with_gradient(self, batch, loss)
 
-    def forward(self: FsdpEngine, batch: Batch, outputs: Any, **options: Any) -> Batch:
+    def forward(self: Engine, batch: Batch, outputs: Any, **options: Any) -> Batch:
         counted["measured"] += len(batch)
         return without(self, batch, outputs, **options)
 
-    monkeypatch.setattr(FsdpEngine, "forward_backward", forward_backward)
-    monkeypatch.setattr(FsdpEngine, "forward", forward)
+    monkeypatch.setattr(Engine, "forward_backward", forward_backward)
+    monkeypatch.setattr(Engine, "forward", forward)
     return counted
 
 

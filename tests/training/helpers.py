@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from rondo.batch import Batch, ragged_rows
 from rondo.config.schema import EngineConfig, OptimizerConfig
 from rondo.models import ModelSource
-from rondo.training import FsdpEngine
+from rondo.training import Engine, make_engine
 
 VOCAB = 61
 SHAPE = {
@@ -118,19 +118,19 @@ def one_rank_mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
 
 
-def make_engine(
+def tiny_engine(
     mesh: DeviceMesh,
     model: ModelSource | None = None,
     optimizer: OptimizerConfig | None = OptimizerConfig(lr=1e-2),
     config: Mapping[str, Any] = {},
     **arguments: Any,
-) -> FsdpEngine:
-    return FsdpEngine(model or source(), EngineConfig(**config), optimizer, mesh=mesh, **arguments)
+) -> Engine:
+    return make_engine(model or source(), EngineConfig(**config), optimizer, mesh=mesh, **arguments)
 
 
-def full_gradients(engine: FsdpEngine) -> dict[str, torch.Tensor]:
+def full_gradients(engine: Engine) -> dict[str, torch.Tensor]:
     """Every parameter's whole gradient (collective)."""
-    gradients = {name: parameter.grad for name, parameter in engine._parameters.items()}
+    gradients = {name: parameter.grad for name, parameter in engine.backend.named.items()}
     return {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in gradients.items()}
 
 

@@ -12,9 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from rondo.config.schema import LoraConfig, TorchBackendConfig
 from rondo.errors import ConfigError
 from rondo.planning.batches import balance
-from rondo.training import FsdpEngine
-from rondo.training.activations import tile_mlps
-from rondo.training.sharding import gather_buckets, local_of
+from rondo.training import Engine
+from rondo.training.gathering import gather_buckets
+from rondo.training.shards import local_of
+from rondo.training.torch_backend.activations import tile_mlps
 from tests.models.families import source_of
 from tests.ranks import run_ranks
 from tests.training.helpers import (
@@ -22,9 +23,9 @@ from tests.training.helpers import (
     PolicyLoss,
     full_gradients,
     make_batch,
-    make_engine,
     relative_difference,
     source,
+    tiny_engine,
 )
 from tests.training.layouts import layout
 
@@ -33,7 +34,7 @@ LONG = ((3, 7), (1, 1), (5, 12), (70, 50))
 LOG_PROBS = {"log_probs": "old_log_probs"}
 
 
-def _gradients(engine: FsdpEngine, batch: Any = None) -> dict[str, torch.Tensor]:
+def _gradients(engine: Engine, batch: Any = None) -> dict[str, torch.Tensor]:
     engine.forward_backward(make_batch(LONG) if batch is None else batch, PolicyLoss())
     return {name: one for name, one in full_gradients(engine).items() if one is not None}
 
@@ -48,10 +49,10 @@ def _same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], limit
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
 def test_tiles_and_checkpoints_leave_the_gradients(mesh: DeviceMesh, family: str, checkpointing: Any) -> None:
     model, limit = source(family), 1e-6 if family == "qwen3_moe" else 1e-10  # its router rounds to float32
-    expected = _gradients(make_engine(mesh, model, config=FLOAT64))
+    expected = _gradients(tiny_engine(mesh, model, config=FLOAT64))
     config = {**FLOAT64, "gradient_checkpointing": checkpointing}
-    _same(_gradients(make_engine(mesh, model, config=config)), expected, limit)
-    _same(_gradients(make_engine(mesh, model, config=config, backend=TILES)), expected, limit)
+    _same(_gradients(tiny_engine(mesh, model, config=config)), expected, limit)
+    _same(_gradients(tiny_engine(mesh, model, config=config, backend=TILES)), expected, limit)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +62,7 @@ def test_tiles_of_other_families(mesh: DeviceMesh, family: str) -> None:
     """Tuples with a router's scores, fused experts, other names, shared experts."""
     config = {**FLOAT64, "gradient_checkpointing": True}
     plain, tiled = (
-        make_engine(mesh, source_of(family), config=config, backend=backend) for backend in (None, TILES)
+        tiny_engine(mesh, source_of(family), config=config, backend=backend) for backend in (None, TILES)
     )
     _same(_gradients(tiled), _gradients(plain), 1e-6)
     batch = make_batch(LONG)
@@ -80,7 +81,7 @@ def test_no_more_than_a_tile_is_in_an_mlp(mesh: DeviceMesh, monkeypatch: pytest.
 
     monkeypatch.setattr(torch.nn.functional, "silu", seen)
     batch = make_batch(((6, 7),))  # 12 tokens
-    engine = make_engine(mesh, source("llama"), backend=TILES)
+    engine = tiny_engine(mesh, source("llama"), backend=TILES)
     engine.forward(batch, LOG_PROBS)
     # In two layers; and of the first tile, once, its last token by itself and behind the others.
     assert sizes == 2 * [5, 1, 5, 5, 2]
@@ -106,7 +107,7 @@ def test_what_waits_is_each_blocks_input(mesh: DeviceMesh, monkeypatch: pytest.M
             self.pack_hook = noted
 
     monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", Noted)
-    engine = make_engine(mesh, source("llama"), config={"gradient_checkpointing": "offload"})
+    engine = tiny_engine(mesh, source("llama"), config={"gradient_checkpointing": "offload"})
     engine.forward(make_batch(((6, 7),)), LOG_PROBS)
     assert packed == []  # nothing waits for a backward pass that does not come
     engine.forward_backward(make_batch(((6, 7),)), PolicyLoss())
@@ -129,11 +130,11 @@ def _on_ranks(rank: int, world: int) -> dict[str, dict[str, torch.Tensor]]:
     for name, (model, checkpointing, backend) in cases.items():
         config = {**FLOAT64, "gradient_checkpointing": checkpointing, "token_budget": 200}
         views, index, count = layout(world, **({name: world} if name in ("tensor", "context") else {}))
-        engine = make_engine(views, source(model), config=config, backend=backend)
+        engine = tiny_engine(views, source(model), config=config, backend=backend)
         own = batch.take(balance(costs, count)[index])
         engine.forward_backward(own, PolicyLoss())
-        gradients = {key: local_of(one.grad) for key, one in engine._parameters.items()}
-        gathered = gather_buckets(engine.layout(), gradients, dist.group.WORLD, 1 << 20)
+        gradients = {key: local_of(one.grad) for key, one in engine.backend.named.items()}
+        gathered = gather_buckets(engine.parameters().layout(), gradients, dist.group.WORLD, 1 << 20)
         out[name] = {key: one.clone() for key, one in gathered}
     return out
 
@@ -149,9 +150,9 @@ def test_on_two_ranks_under_fsdp() -> None:
 def test_adapters_in_a_tiled_mlp(mesh: DeviceMesh) -> None:
     pytest.importorskip("peft")
     config = {**FLOAT64, "lora": LoraConfig(rank=4, targets=("down_proj",))}
-    expected = _gradients(make_engine(mesh, source("llama"), config=config))
+    expected = _gradients(tiny_engine(mesh, source("llama"), config=config))
     config["gradient_checkpointing"] = "offload"
-    _same(_gradients(make_engine(mesh, source("llama"), config=config, backend=TILES)), expected, 1e-10)
+    _same(_gradients(tiny_engine(mesh, source("llama"), config=config, backend=TILES)), expected, 1e-10)
 
 
 def test_a_model_that_cannot_be_tiled_is_refused(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,8 +161,8 @@ def test_a_model_that_cannot_be_tiled_is_refused(mesh: DeviceMesh, monkeypatch: 
     assert caught.value.key == "actor.backend.mlp_chunk"
     with pytest.raises(ConfigError, match="on other ranks"):
         tile_mlps([torch.nn.Linear(2, 2)], 5, exchanging=True)
-    engine = make_engine(mesh, source("llama"), backend=TILES)
-    mlp = next(module for module in engine._model.modules() if type(module).__name__ == "LlamaMLP")
+    engine = tiny_engine(mesh, source("llama"), backend=TILES)
+    mlp = next(module for module in engine.backend.model.modules() if type(module).__name__ == "LlamaMLP")
     plain = mlp.forward._forward
     monkeypatch.setattr(mlp.forward, "_forward", lambda hidden: plain(hidden).cumsum(1))
     with pytest.raises(ConfigError, match=r"LlamaMLP.*each token by itself"):

@@ -15,12 +15,13 @@ from rondo.checkpoint import Files
 from rondo.config.schema import LoraConfig, OptimizerConfig
 from rondo.errors import CheckpointError
 from rondo.planning.batches import balance
-from rondo.training import FsdpEngine, adamw_8bit
-from rondo.training import optimizer as optimizer_module
-from rondo.training.adamw_8bit import AdamW8bit, block_of, dynamic_map, moments_8bit, shape_of
-from rondo.training.sharding import local_of
+from rondo.training import Engine
+from rondo.training.shards import local_of
+from rondo.training.torch_backend import adamw_8bit
+from rondo.training.torch_backend import optimizer as optimizer_module
+from rondo.training.torch_backend.adamw_8bit import AdamW8bit, block_of, dynamic_map, moments_8bit, shape_of
 from tests.ranks import run_ranks
-from tests.training.helpers import FLOAT64, PolicyLoss, make_batch, make_engine, relative_difference, source
+from tests.training.helpers import FLOAT64, PolicyLoss, make_batch, relative_difference, source, tiny_engine
 from tests.training.layouts import layout, rows_of
 
 EIGHT = OptimizerConfig(moments="8bit", lr=0.01)
@@ -132,10 +133,10 @@ def test_the_table_of_upper_bits_finds_what_a_search_finds(signed: bool) -> None
 
 def test_what_is_too_small_for_codes_is_torchs_adamw(mesh: DeviceMesh) -> None:
     settings = {"lr": 0.01, "betas": (0.9, 0.98), "weight_decay": 0.1}
-    plain = make_engine(mesh, optimizer=OptimizerConfig(**settings), config=FLOAT64)
-    ours = make_engine(mesh, optimizer=OptimizerConfig(moments="8bit", **settings), config=FLOAT64)
-    assert plain.optimizer is not None
-    assert not any("codes" in name for name in ours.state())  # a width of 32
+    plain = tiny_engine(mesh, optimizer=OptimizerConfig(**settings), config=FLOAT64)
+    ours = tiny_engine(mesh, optimizer=OptimizerConfig(moments="8bit", **settings), config=FLOAT64)
+    assert plain.backend.optimizer is not None
+    assert not any("codes" in name for name in ours.backend.state())  # a width of 32
     for seed in range(3):
         for engine in (plain, ours):
             engine.forward_backward(make_batch(seed=seed), PolicyLoss())
@@ -185,11 +186,11 @@ def test_moments_that_rest_elsewhere_are_those_of_one_update(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """(On a CPU there is nowhere else to rest: the moves are noted.)"""
-    plain, streamed = (make_engine(mesh, source(**WIDE), EIGHT) for _ in range(2))
-    assert streamed.optimizer is not None
-    monkeypatch.setattr(streamed.optimizer, "_resting", torch.device("cpu"))
+    plain, streamed = (tiny_engine(mesh, source(**WIDE), EIGHT) for _ in range(2))
+    assert streamed.backend.optimizer is not None
+    monkeypatch.setattr(streamed.backend.optimizer, "_resting", torch.device("cpu"))
     monkeypatch.setattr(optimizer_module, "BLOCK_BYTES", 30_000)
-    assert len(streamed.optimizer._blocks(streamed._parameters)) > 3
+    assert len(streamed.backend.optimizer._blocks(streamed.backend.named)) > 3
     moves = []
 
     def noted(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
@@ -200,14 +201,14 @@ def test_moments_that_rest_elsewhere_are_those_of_one_update(
     for engine in (plain, streamed):
         engine.forward_backward(make_batch(), PolicyLoss())
         engine.optimizer_step()
-    moments = {n: t for n, t in plain.state().items() if n.startswith("optimizer.exp")}
+    moments = {n: t for n, t in plain.backend.state().items() if n.startswith("optimizer.exp")}
     assert sum(moves) == 2 * 2 * sum(local_of(one).nbytes for one in moments.values())
     for name, tensor in plain.snapshot().items():
-        assert torch.equal(local_of(streamed.state()[name]), local_of(tensor)), name
+        assert torch.equal(local_of(streamed.backend.state()[name]), local_of(tensor)), name
 
 
 def test_a_nan_gradient_leaves_codes_and_scales(mesh: DeviceMesh) -> None:
-    engine = make_engine(mesh, source(**WIDE), EIGHT)
+    engine = tiny_engine(mesh, source(**WIDE), EIGHT)
     engine.forward_backward(make_batch(), PolicyLoss())
     engine.optimizer_step()
     before = engine.snapshot()
@@ -215,7 +216,7 @@ def test_a_nan_gradient_leaves_codes_and_scales(mesh: DeviceMesh) -> None:
     poisoned = batch.with_columns({"advantages": [float("nan")] + [1.0] * (len(batch) - 1)}, replace=True)
     engine.forward_backward(poisoned, PolicyLoss())
     assert engine.optimizer_step().skipped
-    after = engine.state()
+    after = engine.backend.state()
     for name in before.keys() - {"optimizer.steps"}:
         assert torch.equal(local_of(after[name]), local_of(before[name])), name
 
@@ -224,7 +225,7 @@ def test_a_nan_gradient_leaves_codes_and_scales(mesh: DeviceMesh) -> None:
 def test_a_checkpoint_of_the_other_optimizer_is_refused(
     mesh: DeviceMesh, tmp_path: Path, saved: Any, now: Any
 ) -> None:
-    engine, other = (make_engine(mesh, source(**WIDE), OptimizerConfig(moments=one)) for one in (saved, now))
+    engine, other = (tiny_engine(mesh, source(**WIDE), OptimizerConfig(moments=one)) for one in (saved, now))
     files = engine.save(str(tmp_path))
     with pytest.raises(CheckpointError, match="exp_avg"):
         other.load(str(tmp_path), files)
@@ -233,12 +234,12 @@ def test_a_checkpoint_of_the_other_optimizer_is_refused(
 # ---- several ranks
 
 
-def _engine(rank: int, world: int, name: str = "llama", **config: Any) -> FsdpEngine:
+def _engine(rank: int, world: int, name: str = "llama", **config: Any) -> Engine:
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
-    return make_engine(mesh, source(name, **WIDE), EIGHT, config={**FLOAT64, **config})
+    return tiny_engine(mesh, source(name, **WIDE), EIGHT, config={**FLOAT64, **config})
 
 
-def _steps(engine: FsdpEngine, rank: int, world: int, seeds: range) -> None:
+def _steps(engine: Engine, rank: int, world: int, seeds: range) -> None:
     for seed in seeds:
         batch = make_batch(seed=seed)
         costs = batch.lengths("prompt_ids") + batch.lengths("response_ids")
@@ -246,8 +247,8 @@ def _steps(engine: FsdpEngine, rank: int, world: int, seeds: range) -> None:
         engine.optimizer_step()
 
 
-def _everything(engine: FsdpEngine) -> dict[str, torch.Tensor]:
-    state = engine.state()
+def _everything(engine: Engine) -> dict[str, torch.Tensor]:
+    state = engine.backend.state()
     whole = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in state.items()}
     return {name: tensor.clone() for name, tensor in whole.items()}
 
@@ -305,7 +306,7 @@ def _spread(
     for sizes in layouts:
         views, index, count = layout(world, **sizes)
         experts = {"moe_intermediate_size": 256} if name == "qwen3_moe" else {}
-        engine = make_engine(views, source(name, **TALL, **experts), EIGHT, config=FLOAT64)
+        engine = tiny_engine(views, source(name, **TALL, **experts), EIGHT, config=FLOAT64)
         if files:
             engine.load(path, files)
             out.append((_everything(engine), {}))
@@ -347,13 +348,13 @@ def test_several_axes(tmp_path: Path, name: str, layouts: list[dict[str, int]]) 
 def _into_one_rank(rank: int, world: int, path: str, files: Files) -> str:
     views, _, _ = layout(world)
     with pytest.raises(CheckpointError) as caught:
-        make_engine(views, source("llama", **NARROW), EIGHT).load(path, files)
+        tiny_engine(views, source("llama", **NARROW), EIGHT).load(path, files)
     return str(caught.value)
 
 
 def _saved_by_two(rank: int, world: int, path: str) -> Files:
     views, _, _ = layout(world, tensor=2)
-    return make_engine(views, source("llama", **NARROW), EIGHT).save(path)
+    return tiny_engine(views, source("llama", **NARROW), EIGHT).save(path)
 
 
 def test_other_blocks_are_refused(tmp_path: Path) -> None:
@@ -365,12 +366,12 @@ def test_other_blocks_are_refused(tmp_path: Path) -> None:
 def test_adapters_learn_with_it(mesh: DeviceMesh) -> None:
     pytest.importorskip("peft")
     lora = LoraConfig(rank=48, alpha=8.0)
-    engine = make_engine(mesh, source("llama", **WIDE), EIGHT, config={"lora": lora})
+    engine = tiny_engine(mesh, source("llama", **WIDE), EIGHT, config={"lora": lora})
     before = engine.snapshot()
     for seed in range(2):
         engine.forward_backward(make_batch(seed=seed), PolicyLoss())
         engine.optimizer_step()
-    state = engine.state()
+    state = engine.backend.state()
     coded = [name for name in state if "_codes." in name]
     assert coded
     assert all("lora_A" in name for name in coded)  # a row of B has 48 numbers

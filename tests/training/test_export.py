@@ -18,9 +18,9 @@ from rondo.checkpoint.checked import faults_in, read_manifest
 from rondo.errors import StorageError
 from rondo.models import ModelSource
 from rondo.models.loading import build_empty, build_model
-from rondo.training import FsdpEngine, export
+from rondo.training import export, make_engine
 from tests.ranks import run_ranks
-from tests.training.helpers import make_engine, one_rank_mesh, source
+from tests.training.helpers import one_rank_mesh, source, tiny_engine
 
 
 def _mesh(world: int) -> DeviceMesh:
@@ -29,7 +29,7 @@ def _mesh(world: int) -> DeviceMesh:
 
 def _exported(rank: int, world: int, path: str, name: str) -> tuple[list[str], dict[str, torch.Tensor]]:
     """The files that this rank has written, and all tensors."""
-    engine, opened = make_engine(_mesh(world), source(name)), []
+    engine, opened = tiny_engine(_mesh(world), source(name)), []
     write = export._write_file
 
     def noted(file: Path, *rest: Any) -> Any:
@@ -39,7 +39,7 @@ def _exported(rank: int, world: int, path: str, name: str) -> tuple[list[str], d
     export._write_file = noted
     export.export_folder.__defaults__ = (20_000,)
     engine.export(path)
-    return opened, {name: one.full_tensor() for name, one in engine._shards.items()}
+    return opened, {name: one.full_tensor() for name, one in engine.backend.shards.items()}
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
@@ -68,7 +68,7 @@ def test_all_ranks_write_what_transformers_loads(tmp_path: Path, name: str) -> N
 
 
 def _disk_full(rank: int, world: int, path: str) -> str:
-    engine = make_engine(_mesh(world))
+    engine = tiny_engine(_mesh(world))
     write = export._write_file
 
     def refused(file: Path, entries: Any, arrived: Any) -> Any:
@@ -101,7 +101,7 @@ def test_an_export_replaces_an_earlier_one(tmp_path: Path) -> None:
         "value_head.safetensors",
     ):
         (tmp_path / name).write_text("old")
-    make_engine(one_rank_mesh()).export(str(tmp_path))
+    tiny_engine(one_rank_mesh()).export(str(tmp_path))
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "config.json",
         "manifest.json",
@@ -118,9 +118,9 @@ def folder(tmp_path: Path) -> Path:
 def _checksums(rank: int, world: int, path: str) -> tuple[bool, dict[str, int]]:
     """Whether the folder was read by parts, and the checksums of an engine made from it."""
     _, stored = build_empty(ModelSource(path=path), torch.float32)
-    return stored is not None, FsdpEngine(
-        ModelSource(path=path), make_engine(_mesh(world)).config, None, mesh=_mesh(world)
-    ).parameter_checksums()
+    return stored is not None, make_engine(
+        ModelSource(path=path), tiny_engine(_mesh(world)).config, None, mesh=_mesh(world)
+    ).parameters().checksums()
 
 
 def test_files_of_another_form_are_read_whole_by_every_rank(folder: Path) -> None:
@@ -142,15 +142,15 @@ def test_the_random_numbers_of_a_program_stay_as_they_are(folder: Path) -> None:
     mesh = one_rank_mesh()
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    make_engine(mesh, ModelSource(path=str(folder)))
-    make_engine(mesh, ModelSource(path=str(folder)), head="value")
+    tiny_engine(mesh, ModelSource(path=str(folder)))
+    tiny_engine(mesh, ModelSource(path=str(folder)), head="value")
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_one_rank_that_casts_nothing_has_no_second_copy(folder: Path) -> None:
     """Its gradients are the parameters' own; under FSDP they are made anew and copied."""
-    engine = make_engine(one_rank_mesh(), ModelSource(path=str(folder)))
-    assert engine._units == []
-    assert {type(one) for one in engine._parameters.values()} == {torch.nn.Parameter}
-    casts = make_engine(one_rank_mesh(), config={"compute_dtype": "bfloat16"})
-    assert len(casts._units) == 3  # each block, and the rest
+    engine = tiny_engine(one_rank_mesh(), ModelSource(path=str(folder)))
+    assert engine.backend.units == []
+    assert {type(one) for one in engine.backend.named.values()} == {torch.nn.Parameter}
+    casts = tiny_engine(one_rank_mesh(), config={"compute_dtype": "bfloat16"})
+    assert len(casts.backend.units) == 3  # each block, and the rest

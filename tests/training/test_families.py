@@ -19,16 +19,16 @@ from rondo.columns import UNIT
 from rondo.errors import ConfigError, TrainError
 from rondo.models import ModelSource, build_model, family_of
 from rondo.models.family import AS_THEY_ARE, LogitTransform
-from rondo.training.head import check_head
 from rondo.training.packed import plan_passes
+from rondo.training.torch_backend.head import check_head
 from tests.models.families import FAMILIES, WINDOW, source_of, write
 from tests.training.helpers import (
     FLOAT64,
     PolicyLoss,
     full_gradients,
     make_batch,
-    make_engine,
     relative_difference,
+    tiny_engine,
     with_groups,
 )
 from tests.training.test_outputs import reference_outputs
@@ -139,7 +139,7 @@ def test_packed_equals_alone(mesh: DeviceMesh, tmp_path: Path, family: str) -> N
         wanted = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
         for budget in budgets:
             config = {**FLOAT64, "token_budget": budget, "logits_bytes": 4096}
-            engine = make_engine(mesh, ModelSource(str(tmp_path)), config=config, temperature=TEMPERATURE)
+            engine = tiny_engine(mesh, ModelSource(str(tmp_path)), config=config, temperature=TEMPERATURE)
             with InFloat64():
                 got = engine.forward(batch, {"log_probs": "x"}).rows("x")
                 engine.forward_backward(batch, PolicyLoss())
@@ -154,7 +154,7 @@ def test_packed_equals_alone(mesh: DeviceMesh, tmp_path: Path, family: str) -> N
 @pytest.mark.parametrize("family", EXACT)
 def test_in_float32_packed_is_as_close_as_rounding(mesh: DeviceMesh, tmp_path: Path, family: str) -> None:
     written(family, tmp_path)
-    engine = make_engine(mesh, ModelSource(str(tmp_path)), None, temperature=TEMPERATURE)
+    engine = tiny_engine(mesh, ModelSource(str(tmp_path)), None, temperature=TEMPERATURE)
     for batch in (documents(), long_documents()):
         got = engine.forward(batch, {"log_probs": "x"}).rows("x")
         with torch.no_grad():
@@ -168,7 +168,7 @@ def test_the_windows_bite(mesh: DeviceMesh) -> None:
     batch = long_documents()
     for family in ("mistral", "qwen2_moe", "phimoe"):
         narrow, wide = (
-            make_engine(mesh, source_of(family, **CHANGES.get(family, {}) | {"sliding_window": window}), None)
+            tiny_engine(mesh, source_of(family, **CHANGES.get(family, {}) | {"sliding_window": window}), None)
             for window in (WINDOW, 200)
         )
         one, other = (engine.forward(batch, {"log_probs": "x"}).ragged("x")[0] for engine in (narrow, wide))
@@ -179,7 +179,7 @@ def test_a_head_that_is_not_known_is_refused(mesh: DeviceMesh, monkeypatch: pyte
     """HyperCLOVA X multiplies by what Granite divides by."""
     monkeypatch.setitem(FAMILIES, "hyperclovax", {"logits_scaling": 2.0})
     with pytest.raises(ConfigError, match="a hyperclovax model changes its logits after the output head"):
-        make_engine(mesh, source_of("hyperclovax"))
+        tiny_engine(mesh, source_of("hyperclovax"))
 
 
 @pytest.mark.parametrize("family", ["gemma2", "cohere2", "granite"])
@@ -198,8 +198,8 @@ def test_a_head_is_tried(family: str) -> None:
 
 def test_attention_past_the_interface_is_refused(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     """A family nobody has written down, one of whose layers attends by itself."""
-    engine = make_engine(mesh, source_of("qwen3"), None)
-    attention = engine._model.lm.model.layers[1].self_attn
+    engine = tiny_engine(mesh, source_of("qwen3"), None)
+    attention = engine.backend.model.lm.model.layers[1].self_attn
     monkeypatch.setattr(attention, "forward", lambda hidden_states, **_: (hidden_states, None))
     with pytest.raises(ConfigError, match=r"only 1 of the 2 layers of this qwen3 model attend through"):
         engine.forward(documents(), {"log_probs": "x"})
@@ -208,8 +208,8 @@ def test_attention_past_the_interface_is_refused(mesh: DeviceMesh, monkeypatch: 
 def test_a_pass_has_one_rotary_embedding(mesh: DeviceMesh, tmp_path: Path) -> None:
     """Documents of more than 16 tokens, and of at most 16; units that would need both are refused."""
     written("longrope", tmp_path)
-    engine = make_engine(mesh, ModelSource(str(tmp_path)), None)
-    family = engine._packing.family
+    engine = tiny_engine(mesh, ModelSource(str(tmp_path)), None)
+    family = engine.backend.packing.family
     batch = make_batch(((4, 7), (10, 20), (4, 13), (4, 14), (3, 3), (2, 0)))
     passes = [rows.tolist() for rows in plan_passes(batch, family, 10_000)]
     assert passes == [[1, 3], [0, 2, 4]]

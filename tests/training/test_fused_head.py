@@ -19,17 +19,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rondo.errors import ConfigError, TrainError
 from rondo.models.family import AS_THEY_ARE, LogitTransform
-from rondo.training import build, head
-from rondo.training.head import token_log_probs
+from rondo.training.torch_backend import build, head
+from rondo.training.torch_backend.head import token_log_probs
 from rondo.training.vocabulary import Vocabulary
 from tests.ranks import run_ranks
 from tests.training.helpers import (
     PolicyLoss,
     full_gradients,
     make_batch,
-    make_engine,
     relative_difference,
     source,
+    tiny_engine,
 )
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -70,7 +70,7 @@ def test_the_kernels_compile_for_devices(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from rondo.training import fused_head
+    from rondo.training.torch_backend import fused_head
 
     shape = fused_head._SHAPES[2 if dtype == "bf16" else 4]
     options = {"num_warps": shape.num_warps, "num_stages": shape.num_stages}
@@ -251,7 +251,7 @@ def test_an_engine_computes_the_same_columns_and_gradients(
     monkeypatch.setattr(build, "check_fused", lambda *_: None)  # it is on a CPU
     made = []
     for logits_bytes in (None, 1 << 20):
-        engine = make_engine(mesh, source("qwen2"), config={"logits_bytes": logits_bytes}, temperature=0.8)
+        engine = tiny_engine(mesh, source("qwen2"), config={"logits_bytes": logits_bytes}, temperature=0.8)
         columns = engine.forward(make_batch(), {name: name for name in OUTPUTS})
         engine.forward_backward(make_batch(), PolicyLoss())
         made.append({name: columns.ragged(name)[0] for name in OUTPUTS} | full_gradients(engine))
@@ -262,7 +262,7 @@ def test_an_engine_computes_the_same_columns_and_gradients(
 
 def test_what_the_kernels_cannot_do_is_refused(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="this model is on cpu") as caught:
-        make_engine(mesh, config={"logits_bytes": None})
+        tiny_engine(mesh, config={"logits_bytes": None})
     assert caught.value.key == "logits_bytes"
     device = torch.device("cuda:0")
     with pytest.raises(ConfigError, match="float64") as caught:

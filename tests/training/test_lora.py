@@ -21,8 +21,7 @@ from rondo.models import ModelSource
 from rondo.models.loading import build_model
 from rondo.models.lora import adapter_set, add_adapters
 from rondo.planning.batches import balance
-from rondo.training import FsdpEngine
-from rondo.training.adapters import sent
+from rondo.training import Engine
 from rondo.weights.checksum import checksum
 from tests.models.families import source_of
 from tests.ranks import run_ranks
@@ -31,9 +30,9 @@ from tests.training.helpers import (
     PolicyLoss,
     ValueLoss,
     make_batch,
-    make_engine,
     relative_difference,
     source,
+    tiny_engine,
 )
 
 pytest.importorskip("peft")
@@ -41,9 +40,9 @@ LORA = LoraConfig(rank=4, alpha=8.0)
 LOG_PROBS = {"log_probs": "old_log_probs"}
 
 
-def _engine(mesh: DeviceMesh, lora: LoraConfig | None = LORA, **arguments: Any) -> FsdpEngine:
+def _engine(mesh: DeviceMesh, lora: LoraConfig | None = LORA, **arguments: Any) -> Engine:
     config = {**arguments.pop("config", {}), "lora": lora}
-    return make_engine(mesh, arguments.pop("model", source("llama")), config=config, **arguments)
+    return tiny_engine(mesh, arguments.pop("model", source("llama")), config=config, **arguments)
 
 
 def _shard(rank: int, world: int, seed: int = 0) -> Batch:
@@ -52,7 +51,7 @@ def _shard(rank: int, world: int, seed: int = 0) -> Batch:
     return batch.take(balance(costs, world)[rank])
 
 
-def _steps(engine: FsdpEngine, seeds: range, rank: int = 0, world: int = 1) -> list[float]:
+def _steps(engine: Engine, seeds: range, rank: int = 0, world: int = 1) -> list[float]:
     norms = []
     for seed in seeds:
         engine.forward_backward(_shard(rank, world, seed), PolicyLoss())
@@ -60,25 +59,25 @@ def _steps(engine: FsdpEngine, seeds: range, rank: int = 0, world: int = 1) -> l
     return norms
 
 
-def _log_probs(engine: FsdpEngine, batch: Batch | None = None) -> torch.Tensor:
+def _log_probs(engine: Engine, batch: Batch | None = None) -> torch.Tensor:
     made = engine.forward(batch if batch is not None else make_batch(), LOG_PROBS)
     return made.ragged("old_log_probs")[0].clone()
 
 
-def _base_log_probs(engine: FsdpEngine, batch: Batch | None = None) -> torch.Tensor:
-    assert engine.adapters is not None
-    with engine.adapters.off():
+def _base_log_probs(engine: Engine, batch: Batch | None = None) -> torch.Tensor:
+    assert engine.backend.adapters is not None
+    with engine.backend.adapters.off():
         return _log_probs(engine, batch)
 
 
-def _everything(engine: FsdpEngine) -> dict[str, torch.Tensor]:
-    state = engine.state()
+def _everything(engine: Engine) -> dict[str, torch.Tensor]:
+    state = engine.backend.state()
     whole = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in state.items()}
     return {name: tensor.clone() for name, tensor in whole.items()}
 
 
-def _base(engine: FsdpEngine) -> dict[str, torch.Tensor]:
-    return {name: shard.full_tensor().clone() for name, shard in engine._shards.items()}
+def _base(engine: Engine) -> dict[str, torch.Tensor]:
+    return {name: shard.full_tensor().clone() for name, shard in engine.backend.shards.items()}
 
 
 @pytest.mark.parametrize("kernels", ["auto", "transformers"])
@@ -87,8 +86,8 @@ def test_the_model_starts_as_it_was_bit_for_bit(mesh: DeviceMesh, name: str, ker
     backend = TorchBackendConfig(kernels=kernels)  # type: ignore[arg-type]
     plain, adapted = (_engine(mesh, lora, model=source(name), backend=backend) for lora in (None, LORA))
     assert torch.equal(_log_probs(plain), _log_probs(adapted))
-    assert plain.parameter_checksums() == adapted.parameter_checksums()
-    assert plain.layout() == adapted.layout()
+    assert plain.parameters().checksums() == adapted.parameters().checksums()
+    assert plain.parameters().layout() == adapted.parameters().layout()
 
 
 def test_only_adapters_learn(mesh: DeviceMesh) -> None:
@@ -110,13 +109,13 @@ def test_only_adapters_learn(mesh: DeviceMesh) -> None:
 
 def _one_module_by_hand(mesh: DeviceMesh) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradient of B of one adapter, and what the chain rule says from a full model's gradient."""
-    full = make_engine(mesh, source("llama"), config=FLOAT64)
+    full = tiny_engine(mesh, source("llama"), config=FLOAT64)
     full.forward_backward(make_batch(), PolicyLoss())
     name = "model.layers.1.mlp.down_proj"
-    dense = full._parameters[f"{name}.weight"].grad
+    dense = full.backend.named[f"{name}.weight"].grad
     engine = _engine(mesh, LoraConfig(rank=4, alpha=8.0, targets=("down_proj",)), config=FLOAT64)
     engine.forward_backward(make_batch(), PolicyLoss())
-    a, b = (engine._parameters[f"{name}.lora_{one}.default.weight"] for one in "AB")
+    a, b = (engine.backend.named[f"{name}.lora_{one}.default.weight"] for one in "AB")
     assert not a.grad.any()  # B is 0
     return b.grad, 8.0 / 4 * dense @ a.detach().t()
 
@@ -145,7 +144,7 @@ def _train(rank: int, world: int) -> dict[str, torch.Tensor]:
         engine = _engine(mesh, **arguments)
         norms = _steps(engine, range(3), rank, world)
         out |= {f"{name} {key}": tensor for key, tensor in _everything(engine).items()}
-        out |= {f"{name} merged {key}": tensor.clone() for key, tensor in engine.gathered_parameters(4000)}
+        out |= {f"{name} merged {key}": tensor.clone() for key, tensor in engine.parameters().gathered(4000)}
         out[f"{name} norms"] = torch.tensor(norms)
     critic = _engine(mesh, head="value", config=FLOAT64)
     for seed in range(3):
@@ -208,13 +207,13 @@ def test_merged_weights_compute_what_the_adapters_do(mesh: DeviceMesh) -> None:
     engine = _engine(mesh)
     start = _log_probs(engine)
     _steps(engine, range(3))
-    plain = make_engine(mesh, source("llama"))
+    plain = tiny_engine(mesh, source("llama"))
     plain.copy_parameters_from(engine)
     assert (_log_probs(engine) - start).abs().max() > 0.1
     assert (_log_probs(plain) - _log_probs(engine)).abs().max() < 2e-5
-    assert plain.parameter_checksums() == engine.parameter_checksums()
-    shards = dict(plain.gathered_parameters(1 << 20))
-    with engine.named_shards() as rows:
+    assert plain.parameters().checksums() == engine.parameters().checksums()
+    shards = dict(plain.parameters().gathered(1 << 20))
+    with engine.parameters().local() as rows:
         assert all(torch.equal(rows[name], shards[name]) for name in rows)
     own = engine.parameters_in_place()
     assert all(torch.equal(own[name], shard) for name, shard in _base(engine).items())
@@ -224,26 +223,25 @@ def test_merged_weights_compute_what_the_adapters_do(mesh: DeviceMesh) -> None:
 def test_what_is_sent_beside_merged_weights(mesh: DeviceMesh, dtype: str) -> None:
     engine = _engine(mesh)
     _steps(engine, range(2))
-    alone, everything = sent(engine, "adapters"), sent(engine, "all")
-    factors = {name: factor.full_tensor() for name, factor in engine._factors.items()}
+    alone, everything = engine.parameters("adapters"), engine.parameters("all")
+    factors = {name: factor.full_tensor() for name, factor in engine.backend.factors.items()}
     assert alone.layout(dtype).num_bytes == sum(4 * factor.numel() for factor in factors.values())
     assert {one.name: one.dtype for one in alone.layout(dtype).parameters} == dict.fromkeys(
         factors, "float32"
     )
     for source_, base in ((alone, {}), (everything, _base(engine))):
         wanted = {name: tensor.to(getattr(torch, dtype)) for name, tensor in base.items()} | factors
-        came = {name: tensor.clone() for name, tensor in source_.gathered_parameters(1 << 12, dtype)}
+        came = {name: tensor.clone() for name, tensor in source_.gathered(1 << 12, dtype)}
         assert came.keys() == wanted.keys()
         assert all(torch.equal(came[name], wanted[name]) for name in wanted)
-        assert source_.parameter_checksums(dtype) == {name: checksum(one) for name, one in wanted.items()}
-    assert sent(engine, "merged") is engine
+        assert source_.checksums(dtype) == {name: checksum(one) for name, one in wanted.items()}
     with pytest.raises(TrainError):
-        sent(make_engine(mesh, source("llama")), "adapters")
+        tiny_engine(mesh, source("llama")).parameters("adapters")
 
 
 @pytest.mark.parametrize("config", [{}, {"param_dtype": "bfloat16", "compute_dtype": "bfloat16"}])
 def test_without_its_adapters_the_actor_is_the_reference(mesh: DeviceMesh, config: dict[str, Any]) -> None:
-    reference = make_engine(mesh, source("llama"), None, config=config)
+    reference = tiny_engine(mesh, source("llama"), None, config=config)
     engine = _engine(mesh, config=config)
     expected = _log_probs(reference)
     # The first pass of all: nothing may remember that the adapters were off.
@@ -256,7 +254,7 @@ def test_without_its_adapters_the_actor_is_the_reference(mesh: DeviceMesh, confi
 
 def _reference_on_ranks(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
-    reference, engine = make_engine(mesh, source("llama"), None), _engine(mesh)
+    reference, engine = tiny_engine(mesh, source("llama"), None), _engine(mesh)
     _steps(engine, range(2), rank, world)
     batch = _shard(rank, world)
     base = _base_log_probs(engine, batch)
@@ -295,7 +293,7 @@ def test_peft_loads_what_is_exported(mesh: DeviceMesh, tmp_path: Path) -> None:
     import peft
     from transformers import AutoModelForCausalLM
 
-    first = make_engine(mesh, source("llama"))
+    first = tiny_engine(mesh, source("llama"))
     first.export(str(tmp_path / "base"))
     model = ModelSource(path=str(tmp_path / "base"))
     engine = _engine(mesh, model=model)
@@ -320,14 +318,14 @@ def test_peft_loads_what_is_exported(mesh: DeviceMesh, tmp_path: Path) -> None:
 def test_merging_holds_one_tensor_at_a_time(mesh: DeviceMesh) -> None:
     engine = _engine(mesh)
     _steps(engine, range(1))
-    with engine.named_shards() as rows:
+    with engine.parameters().local() as rows:
         first, second = (f"model.layers.{layer}.mlp.up_proj.weight" for layer in (0, 1))
         assert rows[first] is rows[first]  # which is sent in pieces
         gone = weakref.ref(rows[first])
         assert rows[second].shape == (48, 32)
         assert gone() is None
     whole = weakref.WeakSet[torch.Tensor]()
-    for name, tensor in engine.gathered_parameters(1 << 20):
+    for name, tensor in engine.parameters().gathered(1 << 20):
         if "_proj" in name:
             whole.add(tensor)
             assert len(whole) <= 2, name  # the one that is read, and the one before

@@ -15,9 +15,9 @@ from torch.distributed.tensor import distribute_tensor
 from rondo.batch import Batch, wide_array
 from rondo.controller.dispatch import cut
 from rondo.errors import DataError, TrainError
-from rondo.training import FsdpEngine
-from rondo.training.head import token_log_probs
+from rondo.training import Engine
 from rondo.training.packed import dummy
+from rondo.training.torch_backend.head import token_log_probs
 from tests.models.families import config_of
 from tests.ranks import run_ranks
 from tests.training.helpers import (
@@ -26,9 +26,9 @@ from tests.training.helpers import (
     VOCAB,
     full_gradients,
     make_batch,
-    make_engine,
     relative_difference,
     source,
+    tiny_engine,
     with_groups,
 )
 from tests.training.test_outputs import reference_model
@@ -133,7 +133,7 @@ def test_gradient_through_given_ids_for_any_cut(mesh: DeviceMesh, k: int) -> Non
     names = dict(model.named_parameters())
     for budget, chunk in ((10_000, 1 << 20), (10_000, 4096), (30, 4096)):
         config = {**FLOAT64, "token_budget": budget, "logits_bytes": chunk}
-        engine = make_engine(mesh, config=config, temperature=temperature)
+        engine = tiny_engine(mesh, config=config, temperature=temperature)
         stats = engine.forward_backward(batch, DistillLoss())
         assert stats.means["loss"][0] == pytest.approx(float(loss.detach()), rel=1e-12)
         for name, gradient in full_gradients(engine).items():
@@ -142,7 +142,7 @@ def test_gradient_through_given_ids_for_any_cut(mesh: DeviceMesh, k: int) -> Non
 
 def test_forward_gives_several_columns_in_one_pass(mesh: DeviceMesh) -> None:
     config = {**FLOAT64, "token_budget": 40, "logits_bytes": 4096}
-    engine = make_engine(mesh, optimizer=None, config=config, temperature=0.7)
+    engine = tiny_engine(mesh, optimizer=None, config=config, temperature=0.7)
     batch = with_teacher(make_batch(), 3)
     out = engine.forward(
         batch,
@@ -170,7 +170,7 @@ def test_forward_gives_several_columns_in_one_pass(mesh: DeviceMesh) -> None:
 
 
 def test_wide_columns_have_their_type_without_tokens(mesh: DeviceMesh) -> None:
-    engine = make_engine(mesh, optimizer=None)
+    engine = tiny_engine(mesh, optimizer=None)
     some = engine.forward_topk(make_batch(((2, 3),)), 4)
     for lengths in ((), ((3, 0), (2, 0))):
         none = engine.forward_topk(make_batch(lengths), 4)
@@ -178,11 +178,11 @@ def test_wide_columns_have_their_type_without_tokens(mesh: DeviceMesh) -> None:
         assert len(Batch.concat([some, none])) == 1 + len(lengths)
 
 
-def with_head(engine: FsdpEngine) -> FsdpEngine:
+def with_head(engine: Engine) -> Engine:
     """A value head that is not 0."""
     generator = torch.Generator().manual_seed(5)
     for name in ("value_head.weight", "value_head.bias"):
-        local = engine._shards[name].to_local()
+        local = engine.backend.shards[name].to_local()
         local.copy_(torch.randn(local.shape, generator=generator, dtype=local.dtype))
     return engine
 
@@ -196,8 +196,8 @@ def test_scores_are_read_after_each_token(
     monkeypatch.setitem(ARCHITECTURES, "lfm2", config_of("lfm2"))
     batch = with_groups(make_batch(((4, 7), (4, 1), (4, 12), (2, 4), (9, 1), (2, 0), (3, 5))), (3,))
     config = {**FLOAT64, "token_budget": budget}
-    engine = with_head(make_engine(mesh, source(name), None, config, head="value"))
-    head = {n: engine._shards[f"value_head.{n}"].to_local() for n in ("weight", "bias")}
+    engine = with_head(tiny_engine(mesh, source(name), None, config, head="value"))
+    head = {n: engine.backend.shards[f"value_head.{n}"].to_local() for n in ("weight", "bias")}
     out = engine.forward(batch, {"scores": "scores", "values": "values"})
     rewards = engine.forward_scores(batch, "score/rm")
     assert rewards.columns == ["row_id", "score/rm"]
@@ -225,12 +225,12 @@ def test_scores_are_read_after_each_token(
 
 
 def test_full_documents_count_in_the_budget(mesh: DeviceMesh) -> None:
-    engine = make_engine(mesh, optimizer=None, head="value", config={"token_budget": 10})
+    engine = tiny_engine(mesh, optimizer=None, head="value", config={"token_budget": 10})
     batch = make_batch(((5, 6),))
     engine.forward(batch, {"values": "v"})
     with pytest.raises(TrainError, match="row 0 has 11 tokens, more than token_budget=10"):
         engine.forward(batch, {"scores": "s"})
-    assert dummy(engine._packing, full=True).after is not None
+    assert dummy(engine.backend.packing, full=True).after is not None
 
 
 class PairLoss:
@@ -273,9 +273,9 @@ def _pair_gradients(rank: int, world: int) -> dict[int, tuple[float, dict[str, t
     batch = pair_batch()
     mine = batch.take(cut(batch, world)[rank])
     for budget in (10_000, 36):
-        engine = make_engine(mesh, source("llama"), config={**FLOAT64, "token_budget": budget}, head="value")
+        engine = tiny_engine(mesh, source("llama"), config={**FLOAT64, "token_budget": budget}, head="value")
         weight = torch.randn(1, 32, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-        head = engine._shards["value_head.weight"]
+        head = engine.backend.shards["value_head.weight"]
         head.detach().copy_(distribute_tensor(weight, head.device_mesh, head.placements))
         stats = engine.forward_backward(mine, PairLoss())
         out[budget] = (stats.means.get("loss", (0.0, 0.0))[0], full_gradients(engine))
@@ -297,7 +297,7 @@ def test_pairs_give_one_gradient_on_any_number_of_ranks_and_micro_batches() -> N
 
 
 def test_errors_name_what_is_wrong(mesh: DeviceMesh) -> None:
-    engine = make_engine(mesh, config={"token_budget": 20})
+    engine = tiny_engine(mesh, config={"token_budget": 20})
     batch = make_batch(((2, 3), (3, 4), (4, 9), (4, 9)))
     with pytest.raises(TrainError, match=f"62 likeliest tokens of a vocabulary of {VOCAB}"):
         engine.forward_topk(batch, VOCAB + 1)
@@ -306,7 +306,7 @@ def test_errors_name_what_is_wrong(mesh: DeviceMesh) -> None:
             batch.with_columns({"teacher_weight": batch.array("token_weight")}), DistillLoss()
         )
     with pytest.raises(TrainError, match="computes values, scores, not 'log_probs'"):
-        make_engine(mesh, head="value").forward(batch, {"log_probs": "x"})
+        tiny_engine(mesh, head="value").forward(batch, {"log_probs": "x"})
     paired = batch.with_columns({"unit": np.array([4, 4, 7, 7])})
     with pytest.raises(TrainError, match=r"unit 7 \(rows 2, 3\) has 24 tokens, more than token_budget=20"):
         engine.forward(paired, {"log_probs": "x"})
@@ -320,13 +320,13 @@ def test_errors_name_what_is_wrong(mesh: DeviceMesh) -> None:
 
 def test_copied_parameters_are_the_other_models(mesh: DeviceMesh) -> None:
     batch = make_batch()
-    actor = make_engine(mesh)
-    reference = make_engine(mesh, source(initializer_range=0.1), None, {"param_dtype": "bfloat16"})
+    actor = tiny_engine(mesh)
+    reference = tiny_engine(mesh, source(initializer_range=0.1), None, {"param_dtype": "bfloat16"})
     reference.copy_parameters_from(actor)
-    for name, shard in reference._shards.items():
+    for name, shard in reference.backend.shards.items():
         assert shard.dtype == torch.bfloat16
-        assert torch.equal(shard.to_local(), actor._shards[name].to_local().bfloat16())
-    exact = make_engine(mesh, source(initializer_range=0.1), None)
+        assert torch.equal(shard.to_local(), actor.backend.shards[name].to_local().bfloat16())
+    exact = tiny_engine(mesh, source(initializer_range=0.1), None)
     assert exact.forward(batch, {"log_probs": "x"}) != actor.forward(batch, {"log_probs": "x"})
     exact.copy_parameters_from(actor)
     assert exact.forward(batch, {"log_probs": "x"}) == actor.forward(batch, {"log_probs": "x"})
@@ -334,4 +334,4 @@ def test_copied_parameters_are_the_other_models(mesh: DeviceMesh) -> None:
         TrainError,
         match=r"differ in shape or in how ranks share them: lm_head.* is \(61, 32\) here, None there",
     ):
-        make_engine(mesh, source("qwen2")).copy_parameters_from(actor)
+        tiny_engine(mesh, source("qwen2")).copy_parameters_from(actor)

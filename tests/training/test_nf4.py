@@ -18,10 +18,9 @@ from rondo.config.schema import LoraConfig
 from rondo.errors import CheckpointError, ConfigError, DataError, TrainError
 from rondo.models import ModelSource
 from rondo.models.nf4 import QuantisedLinear
-from rondo.training import FsdpEngine
-from rondo.training.adapters import sent
+from rondo.training import Engine
 from tests.ranks import run_ranks
-from tests.training.helpers import FLOAT64, PolicyLoss, ValueLoss, make_batch, make_engine, source
+from tests.training.helpers import FLOAT64, PolicyLoss, ValueLoss, make_batch, source, tiny_engine
 
 pytest.importorskip("bitsandbytes")
 LORA = LoraConfig(rank=4, alpha=8.0)
@@ -101,17 +100,17 @@ def test_a_weight_that_is_not_finite_is_refused() -> None:
 # ---- engines
 
 
-def _engine(mesh: DeviceMesh, model: ModelSource, lora: LoraConfig, **arguments: Any) -> FsdpEngine:
-    return make_engine(mesh, model, config={**arguments.pop("config", {}), "lora": lora}, **arguments)
+def _engine(mesh: DeviceMesh, model: ModelSource, lora: LoraConfig, **arguments: Any) -> Engine:
+    return tiny_engine(mesh, model, config={**arguments.pop("config", {}), "lora": lora}, **arguments)
 
 
 def _folder(mesh: DeviceMesh, name: str, path: Path) -> ModelSource:
-    make_engine(mesh, source(name)).export(str(path))
+    tiny_engine(mesh, source(name)).export(str(path))
     return ModelSource(path=str(path), seed=3)
 
 
-def _numbers(engine: FsdpEngine) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in engine.gathered_parameters(1 << 20)}
+def _numbers(engine: Engine) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in engine.parameters().gathered(1 << 20)}
 
 
 def _same(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
@@ -132,7 +131,7 @@ def test_a_run_is_one_on_the_weights_that_it_stands_for(
     made = _engine(mesh, source(name), NF4, head=head, config=config)
     quantised.export(str(tmp_path / "base"))
     plain = _engine(mesh, ModelSource(path=str(tmp_path / "base"), seed=3), LORA, head=head, config=config)
-    original = _numbers(make_engine(mesh, model, head=head))
+    original = _numbers(tiny_engine(mesh, model, head=head))
     changed = [n for n, tensor in _numbers(quantised).items() if not torch.equal(tensor, original[n])]
     linear = [n for n in original if "_proj" in n and original[n].ndim == 2]
     assert set(changed) == set(linear)
@@ -146,7 +145,7 @@ def test_a_run_is_one_on_the_weights_that_it_stands_for(
         assert norms == [norms[0]] * 3
     _same(_numbers(quantised), _numbers(plain))
     _same(_numbers(quantised), _numbers(made))
-    assert quantised.parameter_checksums() == plain.parameter_checksums()
+    assert quantised.parameters().checksums() == plain.parameters().checksums()
 
 
 def test_what_is_sent_and_the_reference_are_of_the_base_that_it_stands_for(
@@ -154,18 +153,18 @@ def test_what_is_sent_and_the_reference_are_of_the_base_that_it_stands_for(
 ) -> None:
     quantised = _engine(mesh, _folder(mesh, "llama", tmp_path / "model"), NF4)
     quantised.export(str(tmp_path / "base"))
-    base = make_engine(mesh, ModelSource(path=str(tmp_path / "base")))
+    base = tiny_engine(mesh, ModelSource(path=str(tmp_path / "base")))
     for _ in range(2):
         quantised.forward_backward(make_batch(), PolicyLoss())
         quantised.optimizer_step()
-    assert quantised.adapters is not None
-    with quantised.adapters.off():
+    assert quantised.backend.adapters is not None
+    with quantised.backend.adapters.off():
         reference = quantised.forward(make_batch(), LOG_PROBS).ragged("old_log_probs")[0]
     assert torch.equal(reference, base.forward(make_batch(), LOG_PROBS).ragged("old_log_probs")[0])
-    alone = dict(sent(quantised, "all").gathered_parameters(1 << 20))
+    alone = dict(quantised.parameters("all").gathered(1 << 20))
     _same({n: alone[n] for n in _numbers(base)}, _numbers(base))
-    assert sent(quantised, "all").parameter_checksums().items() >= base.parameter_checksums().items()
-    with sent(quantised, "all").named_shards() as shards:
+    assert quantised.parameters("all").checksums().items() >= base.parameters().checksums().items()
+    with quantised.parameters("all").local() as shards:
         _same({n: shards[n] for n in _numbers(base)}, _numbers(base))
     with pytest.raises(TrainError, match="plain weights"):
         quantised.parameters_in_place()
@@ -173,9 +172,9 @@ def test_what_is_sent_and_the_reference_are_of_the_base_that_it_stands_for(
 
 def test_a_subset_of_targets_leaves_no_linear_module_in_full(mesh: DeviceMesh) -> None:
     engine = _engine(mesh, source("llama"), replace(NF4, targets=("q_proj",)))
-    assert engine.adapters is not None
-    assert sum(name.endswith("q_proj.weight") for name in engine.adapters.quantised) == 2
-    assert len(engine.adapters.quantised) == 2 * 7  # of each layer
+    assert engine.backend.adapters is not None
+    assert sum(name.endswith("q_proj.weight") for name in engine.backend.adapters.quantised) == 2
+    assert len(engine.backend.adapters.quantised) == 2 * 7  # of each layer
     assert not any(tensor.isnan().any() for tensor in _numbers(engine).values())
 
 
@@ -183,7 +182,7 @@ def test_checkpoints_go_on_to_the_same_bits_and_know_their_base(mesh: DeviceMesh
     model = _folder(mesh, "llama", tmp_path / "model")
     first, second = _engine(mesh, model, NF4), _engine(mesh, model, NF4)
 
-    def step(engine: FsdpEngine) -> None:
+    def step(engine: Engine) -> None:
         engine.forward_backward(make_batch(), PolicyLoss())
         engine.optimizer_step()
 

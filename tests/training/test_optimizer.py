@@ -23,12 +23,12 @@ from rondo.config.schema import (
 )
 from rondo.errors import ConfigError, TrainError
 from rondo.models import ModelSource
-from rondo.training import lr_ratio
-from rondo.training import optimizer as optimizer_module
-from rondo.training.sharding import as_shard, local_of
+from rondo.training.shards import as_shard, local_of
+from rondo.training.torch_backend import optimizer as optimizer_module
+from rondo.training.torch_backend.optimizer import lr_ratio
 from rondo.types import StepStats
 from rondo.workers import ActorWorker, CriticWorker
-from tests.training.helpers import VOCAB, PolicyLoss, ValueLoss, full_gradients, make_batch, make_engine
+from tests.training.helpers import VOCAB, PolicyLoss, ValueLoss, full_gradients, make_batch, tiny_engine
 
 SCHEDULES = [
     (ConstantScheduleConfig(warmup_steps=4), None, {0: 0.25, 1: 0.5, 3: 1.0, 4: 1.0, 99: 1.0}),
@@ -55,13 +55,13 @@ def test_schedules_by_hand(schedule: ScheduleConfig, total: int | None, expected
 
 def test_a_falling_schedule_needs_its_end(mesh: DeviceMesh) -> None:
     with pytest.raises(ConfigError, match="needs the number of optimizer steps"):
-        make_engine(mesh, optimizer=OptimizerConfig(schedule=FallingScheduleConfig("cosine")))
+        tiny_engine(mesh, optimizer=OptimizerConfig(schedule=FallingScheduleConfig("cosine")))
 
 
 @pytest.mark.parametrize("clip", [None, 0.05, 1e6])
 def test_step_equals_torch_adamw_with_clip_grad_norm(mesh: DeviceMesh, clip: float | None) -> None:
     config = OptimizerConfig(lr=0.01, betas=(0.9, 0.98), weight_decay=0.1, grad_clip=clip)
-    engine = make_engine(mesh, optimizer=config)
+    engine = tiny_engine(mesh, optimizer=config)
     plain = {n: p.clone().requires_grad_() for n, p in engine.parameters_in_place().items()}
     theirs = torch.optim.AdamW(plain.values(), lr=0.01, betas=(0.9, 0.98), weight_decay=0.1)
     for seed in range(3):
@@ -78,7 +78,7 @@ def test_step_equals_torch_adamw_with_clip_grad_norm(mesh: DeviceMesh, clip: flo
 
 
 def test_the_norm_of_half_precision_is_summed_in_float32(mesh: DeviceMesh) -> None:
-    engine = make_engine(mesh, optimizer=OptimizerConfig(lr=0.01), config={"param_dtype": "bfloat16"})
+    engine = tiny_engine(mesh, optimizer=OptimizerConfig(lr=0.01), config={"param_dtype": "bfloat16"})
     engine.forward_backward(make_batch(), PolicyLoss())
     squares = [gradient.double().square().sum() for gradient in full_gradients(engine).values()]
     norm = math.sqrt(sum(map(float, squares)))
@@ -87,14 +87,14 @@ def test_the_norm_of_half_precision_is_summed_in_float32(mesh: DeviceMesh) -> No
 
 def test_a_nan_gradient_skips_the_step(mesh: DeviceMesh) -> None:
     schedule = FallingScheduleConfig("linear")
-    engine = make_engine(mesh, optimizer=OptimizerConfig(lr=1.0, schedule=schedule), total_optimizer_steps=4)
+    engine = tiny_engine(mesh, optimizer=OptimizerConfig(lr=1.0, schedule=schedule), total_optimizer_steps=4)
     before = engine.snapshot()
     batch = make_batch()
     poisoned = batch.with_columns({"advantages": [float("nan")] + [1.0] * (len(batch) - 1)}, replace=True)
     engine.forward_backward(poisoned, PolicyLoss())
     step = engine.optimizer_step()
     assert (step.skipped, math.isnan(step.grad_norm), step.lr) == (True, True, 1.0)
-    after = engine.state()
+    after = engine.backend.state()
     assert all(
         torch.equal(after[n].to_local(), before[n].to_local()) for n in before if n != "optimizer.steps"
     )
@@ -107,7 +107,7 @@ def test_a_nan_gradient_skips_the_step(mesh: DeviceMesh) -> None:
 
 
 def test_parameters_in_place_are_the_storage(mesh: DeviceMesh) -> None:
-    engine = make_engine(mesh)
+    engine = tiny_engine(mesh)
     shared = engine.parameters_in_place()
     before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in shared.items()}
     for _ in range(2):
@@ -122,14 +122,14 @@ def test_parameters_in_place_are_the_storage(mesh: DeviceMesh) -> None:
         assert torch.equal(tensor, shared[name])
         assert not torch.equal(tensor, before[name][1])
     assert engine.num_parameters() == sum(tensor.numel() for tensor in shared.values())
-    gathered = dict(engine.gathered_parameters(1000))
+    gathered = dict(engine.parameters().gathered(1000))
     assert gathered.keys() == shared.keys()
     assert all(torch.equal(gathered[n], shared[n]) for n in shared)
     assert engine.peak_memory_bytes() > 1 << 20
 
 
 def test_the_critic_learns_its_targets(mesh: DeviceMesh) -> None:
-    engine = make_engine(mesh, optimizer=OptimizerConfig(lr=0.02, weight_decay=0.0), head="value")
+    engine = tiny_engine(mesh, optimizer=OptimizerConfig(lr=0.02, weight_decay=0.0), head="value")
     batch = make_batch()
     values = engine.forward(batch, {"values": "values"}).ragged("values")[0]
     assert torch.equal(values, torch.zeros(values.shape, dtype=torch.float32))
@@ -138,30 +138,30 @@ def test_the_critic_learns_its_targets(mesh: DeviceMesh) -> None:
         engine.forward_backward(batch, ValueLoss())
         engine.optimizer_step()
     assert engine.evaluate(batch, ValueLoss()).values()["loss"] < 0.2 * first
-    heads = {name for name in engine._shards if "head" in name}
+    heads = {name for name in engine.backend.shards if "head" in name}
     assert heads == {"value_head.weight", "value_head.bias"}
 
 
 def test_a_critic_is_exported_with_its_head(mesh: DeviceMesh, tmp_path: Path) -> None:
-    engine = make_engine(mesh, head="value")
+    engine = tiny_engine(mesh, head="value")
     batch = make_batch()
     for _ in range(3):
         engine.forward_backward(batch, ValueLoss())
         engine.optimizer_step()
     engine.export(str(tmp_path))
-    loaded = make_engine(mesh, ModelSource(path=str(tmp_path)), head="value")
+    loaded = tiny_engine(mesh, ModelSource(path=str(tmp_path)), head="value")
     outputs = {"values": "values"}
     assert engine.forward(batch, outputs) == loaded.forward(batch, outputs)
     assert loaded.forward(batch, outputs).ragged("values")[0].any()
 
 
 def test_a_frozen_engine_refuses_to_train(mesh: DeviceMesh) -> None:
-    engine = make_engine(mesh, optimizer=None)
+    engine = tiny_engine(mesh, optimizer=None)
     with pytest.raises(TrainError, match="frozen model"):
         engine.forward_backward(make_batch(), PolicyLoss())
     with pytest.raises(TrainError, match="frozen model"):
         engine.optimizer_step()
-    assert not any(parameter.requires_grad for parameter in engine._parameters.values())
+    assert not any(parameter.requires_grad for parameter in engine.backend.named.values())
 
 
 def test_what_rests_elsewhere_than_its_mesh_is_no_copy(mesh: DeviceMesh) -> None:
@@ -177,9 +177,9 @@ def test_what_rests_elsewhere_than_its_mesh_is_no_copy(mesh: DeviceMesh) -> None
 
 
 def test_an_error_leaves_the_model_at_rest(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, moves = make_engine(mesh, config={"offload_params": True}), []
-    monkeypatch.setattr(engine, "device", torch.device("meta"))
-    monkeypatch.setattr(engine, "_move", lambda device: moves.append(device.type))
+    engine, moves = tiny_engine(mesh, config={"offload_params": True}), []
+    monkeypatch.setattr(engine.backend, "device", torch.device("meta"))
+    monkeypatch.setattr(engine.backend, "_move", lambda device: moves.append(device.type))
     with pytest.raises(TrainError, match="token"):
         engine.forward(make_batch(((9000, 9000),)), {"log_probs": "x"})
     assert moves == ["meta", "cpu"]
@@ -189,9 +189,9 @@ def test_parameters_come_once_for_all_verbs_of_an_update(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """(On a CPU there is nowhere else to rest: the moves are noted.)"""
-    engine, moves = make_engine(mesh, config={"offload_params": True}), []
-    monkeypatch.setattr(engine, "_move", lambda device: moves.append(device.type))
-    monkeypatch.setattr(engine, "device", torch.device("meta"))
+    engine, moves = tiny_engine(mesh, config={"offload_params": True}), []
+    monkeypatch.setattr(engine.backend, "_move", lambda device: moves.append(device.type))
+    monkeypatch.setattr(engine.backend, "device", torch.device("meta"))
 
     def step(rows: Batch, loss: str) -> StepStats:
         for _ in range(2):  # forward and backward, optimizer step
@@ -212,13 +212,13 @@ def test_moments_that_rest_elsewhere_come_a_block_at_a_time(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The update is that of all at once. (On a CPU there is nowhere else to rest: the moves are noted.)"""
-    plain, streamed = make_engine(mesh), make_engine(mesh)
-    assert streamed.optimizer is not None
-    monkeypatch.setattr(streamed.optimizer, "_resting", torch.device("cpu"))
+    plain, streamed = tiny_engine(mesh), tiny_engine(mesh)
+    assert streamed.backend.optimizer is not None
+    monkeypatch.setattr(streamed.backend.optimizer, "_resting", torch.device("cpu"))
     monkeypatch.setattr(optimizer_module, "BLOCK_BYTES", 8 * 32 * VOCAB)  # of the embeddings' moments
-    blocks = streamed.optimizer._blocks(streamed._parameters)
-    sizes = [sum(8 * streamed._parameters[name].numel() for name in block) for block in blocks]
-    assert [name for block in blocks for name in block] == list(streamed._parameters)
+    blocks = streamed.backend.optimizer._blocks(streamed.backend.named)
+    sizes = [sum(8 * streamed.backend.named[name].numel() for name in block) for block in blocks]
+    assert [name for block in blocks for name in block] == list(streamed.backend.named)
     assert max(sizes) == 8 * 32 * VOCAB
     assert min(sum(pair) for pair in itertools.pairwise(sizes)) > 8 * 32 * VOCAB  # none could be joined
     moves = []
@@ -236,4 +236,4 @@ def test_moments_that_rest_elsewhere_come_a_block_at_a_time(
         assert stats[0] == stats[1]
     assert sum(moves) == 2 * 2 * 3 * sum(sizes)  # both engines, there and back, three steps
     for name, tensor in plain.snapshot().items():
-        assert torch.equal(local_of(streamed.state()[name]), local_of(tensor)), name
+        assert torch.equal(local_of(streamed.backend.state()[name]), local_of(tensor)), name

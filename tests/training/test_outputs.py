@@ -17,8 +17,8 @@ from rondo.batch import Batch, ragged_rows
 from rondo.errors import DataError, TrainError
 from rondo.models import load_model_config
 from rondo.models.family import AS_THEY_ARE, LogitTransform
-from rondo.training import head
-from rondo.training.head import token_log_probs
+from rondo.training.torch_backend import head
+from rondo.training.torch_backend.head import token_log_probs
 from tests.models.families import config_of
 from tests.training.helpers import (
     ARCHITECTURES,
@@ -27,8 +27,8 @@ from tests.training.helpers import (
     PolicyLoss,
     full_gradients,
     make_batch,
-    make_engine,
     source,
+    tiny_engine,
     with_groups,
 )
 
@@ -78,7 +78,7 @@ def test_packed_outputs_equal_separate_documents(
     mesh: DeviceMesh, name: str, temperature: float, budget: int, chunk: int
 ) -> None:
     config = {"token_budget": budget, "logits_bytes": chunk}
-    engine = make_engine(mesh, source(name), None, config, temperature=temperature)
+    engine = tiny_engine(mesh, source(name), None, config, temperature=temperature)
     batch = make_batch()
     result = engine.forward(batch, {"log_probs": "old_log_probs", "entropy": "entropy"})
     assert result.columns == ["row_id", "old_log_probs", "entropy"]
@@ -108,7 +108,7 @@ def test_gradients_equal_separate_documents(mesh: DeviceMesh, name: str, case: s
         loss = loss - (weight * (batch.scalars("advantages")[i] * log_probs + 0.1 * entropy)).sum()
     loss.backward()
     for budget in (10_000, 150 if case == "long" else 30):
-        engine = make_engine(
+        engine = tiny_engine(
             mesh,
             source(name),
             config={**FLOAT64, "token_budget": budget, "logits_bytes": 4096},
@@ -117,16 +117,16 @@ def test_gradients_equal_separate_documents(mesh: DeviceMesh, name: str, case: s
         stats = engine.forward_backward(batch, PolicyLoss())
         assert stats.means["loss"][0] == pytest.approx(float(loss.detach()), rel=tolerance / 100)
         names = dict(model.named_parameters())
-        assert set(engine._shards) == set(names)
+        assert set(engine.backend.shards) == set(names)
         for key, gradient in full_gradients(engine).items():
             expected = names[key].grad
             assert (gradient - expected).norm() <= tolerance * expected.norm(), key
 
 
 def test_a_prompt_group_is_laid_out_once(mesh: DeviceMesh) -> None:
-    engine = make_engine(mesh)
+    engine = tiny_engine(mesh)
     batch = with_groups(make_batch(((4, 5), (4, 1), (4, 3), (6, 2))), (3,))
-    (packed,) = engine._passes(batch)
+    (packed,) = engine._passes(batch, ())
     assert packed.documents is not None
     assert packed.documents.lengths == (
         4,
@@ -145,7 +145,7 @@ def test_a_model_that_cannot_be_packed_runs_one_document_at_a_time(
     """LFM 2, whose convolutions look back over documents: slow, but right."""
     monkeypatch.setitem(ARCHITECTURES, "lfm2", config_of("lfm2"))
     batch = make_batch(((3, 7), (1, 1), (2, 0), (5, 12)))
-    result = make_engine(mesh, source("lfm2")).forward(batch, {"log_probs": "x"})
+    result = tiny_engine(mesh, source("lfm2")).forward(batch, {"log_probs": "x"})
     expected = reference_outputs(reference_model("lfm2", "eager"), batch)
     for i, (log_probs, _) in enumerate(expected):
         np.testing.assert_allclose(result.rows("x")[i], log_probs.detach().numpy(), atol=1e-5, rtol=1e-5)
@@ -154,7 +154,7 @@ def test_a_model_that_cannot_be_packed_runs_one_document_at_a_time(
 def test_gradient_checkpointing_changes_nothing(mesh: DeviceMesh) -> None:
     batch, gradients = make_batch(), []
     for checkpointing in (False, True):
-        engine = make_engine(mesh, config={"gradient_checkpointing": checkpointing, "token_budget": 40})
+        engine = tiny_engine(mesh, config={"gradient_checkpointing": checkpointing, "token_budget": 40})
         engine.forward_backward(batch, PolicyLoss())
         gradients.append(full_gradients(engine))
     assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
@@ -162,8 +162,8 @@ def test_gradient_checkpointing_changes_nothing(mesh: DeviceMesh) -> None:
 
 def test_bfloat16_compute_stays_close_and_keeps_float32_masters(mesh: DeviceMesh) -> None:
     batch = make_batch()
-    exact = make_engine(mesh, optimizer=None).forward(batch, {"log_probs": "x"}).ragged("x")[0]
-    engine = make_engine(mesh, config={"compute_dtype": "bfloat16"})
+    exact = tiny_engine(mesh, optimizer=None).forward(batch, {"log_probs": "x"}).ragged("x")[0]
+    engine = tiny_engine(mesh, config={"compute_dtype": "bfloat16"})
     rough = engine.forward(batch, {"log_probs": "x"}).ragged("x")[0]
     assert rough.dtype == torch.float32
     assert 0 < (rough - exact).abs().mean() < 0.1
@@ -171,7 +171,7 @@ def test_bfloat16_compute_stays_close_and_keeps_float32_masters(mesh: DeviceMesh
     step = engine.optimizer_step()
     assert step.grad_norm > 0
     assert not step.skipped
-    assert all(shard.dtype == torch.float32 for shard in engine._shards.values())
+    assert all(shard.dtype == torch.float32 for shard in engine.backend.shards.values())
 
 
 @pytest.mark.parametrize("kept", [0, 100])
@@ -243,7 +243,7 @@ def test_chunks_are_cut_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rows_without_response_and_empty_batches(mesh: DeviceMesh) -> None:
-    engine = make_engine(mesh)
+    engine = tiny_engine(mesh)
     empty = engine.forward(make_batch(()), {"log_probs": "x"})
     assert (len(empty), empty.columns) == (0, ["row_id", "x"])
     only = engine.forward(make_batch(((3, 0), (2, 0))), {"log_probs": "x"})
@@ -254,7 +254,7 @@ def test_rows_without_response_and_empty_batches(mesh: DeviceMesh) -> None:
 
 
 def test_errors_name_what_is_wrong(mesh: DeviceMesh) -> None:
-    engine = make_engine(mesh, config={"token_budget": 15})
+    engine = tiny_engine(mesh, config={"token_budget": 15})
     with pytest.raises(TrainError, match="more than token_budget=15"):
         engine.forward(make_batch(((9, 9),)), {"log_probs": "x"})
     with pytest.raises(TrainError, match=r"computes .*, not 'values'"):

@@ -21,10 +21,11 @@ from rondo.controller import Mesh
 from rondo.errors import ConfigError, TrainError
 from rondo.models import ModelSource
 from rondo.models.loading import build_model, load_model_config
-from rondo.training import FsdpEngine
-from rondo.training.axes import check_axes
-from rondo.training.head import token_log_probs
-from rondo.training.sharding import gather_buckets, local_of
+from rondo.training import Engine
+from rondo.training.gathering import gather_buckets
+from rondo.training.shards import local_of
+from rondo.training.torch_backend.axes import check_axes
+from rondo.training.torch_backend.head import token_log_probs
 from rondo.training.vocabulary import Vocabulary
 from rondo.usage import process_usage
 from rondo.weights.checksum import checksum
@@ -35,9 +36,9 @@ from tests.training.helpers import (
     PolicyLoss,
     ValueLoss,
     make_batch,
-    make_engine,
     relative_difference,
     source,
+    tiny_engine,
 )
 from tests.training.layouts import layout, rows_of
 
@@ -105,17 +106,17 @@ def _step(
     for sizes in layouts:
         views, index, count = layout(world, **sizes)
         for case, (model, config, arguments) in cases.items():
-            engine = make_engine(views, source(model), OptimizerConfig(lr=1e-3), config=config, **arguments)
+            engine = tiny_engine(views, source(model), OptimizerConfig(lr=1e-3), config=config, **arguments)
             loss = ValueLoss() if "value" in case else PolicyLoss()
             stats = engine.forward_backward(rows_of(index, count), loss)
             total = torch.tensor(stats.means.get("loss", (0.0, 0.0))[0], dtype=torch.float64)
             dist.all_reduce(total)
-            gradients = {name: local_of(one.grad) for name, one in engine._parameters.items()}
-            gathered = gather_buckets(engine.layout(), gradients, dist.group.WORLD, 4000)
+            gradients = {name: local_of(one.grad) for name, one in engine.backend.named.items()}
+            gathered = gather_buckets(engine.parameters().layout(), gradients, dist.group.WORLD, 4000)
             full = {name: one.clone() for name, one in gathered}  # the step scales what is the storage
             norm = engine.optimizer_step().grad_norm
-            weights = {name: one.clone() for name, one in engine.gathered_parameters(3000)}
-            assert engine.parameter_checksums() == {name: checksum(one) for name, one in weights.items()}
+            weights = {name: one.clone() for name, one in engine.parameters().gathered(3000)}
+            assert engine.parameters().checksums() == {name: checksum(one) for name, one in weights.items()}
             loss_of_all = float(total) * count / world  # ranks that have the same rows say the same
             out[case, str(sizes)] = (loss_of_all, full, weights, norm)
     return out
@@ -154,14 +155,14 @@ def _columns(rank: int, world: int, layouts: list[Sizes]) -> dict[tuple[str, str
     for sizes in layouts:
         views, index, count = layout(world, **sizes)
         batch, columns = rows_of(index, count), []
-        engine = make_engine(views, source("llama"), config={**FLOAT64, "token_budget": 30})
+        engine = tiny_engine(views, source("llama"), config={**FLOAT64, "token_budget": 30})
         columns.append(
             engine.forward(batch, {name: name for name in ("log_probs", "entropy", "sum_p_squared")})
         )
         columns.append(engine.forward_topk(batch, 5))
         given = batch.select([*batch.columns]).with_columns({TOPK_IDS: columns[1].array(TOPK_IDS)})
         columns.append(engine.forward(given, {"topk_log_probs": "given_log_probs"}))
-        critic = make_engine(views, source("llama"), config=FLOAT64, head="value")
+        critic = tiny_engine(views, source("llama"), config=FLOAT64, head="value")
         columns.append(critic.forward_scores(batch, "scores"))
         for one in columns:
             for name in set(one.columns) - {ROW_ID}:
@@ -194,10 +195,10 @@ PLACES: list[tuple[int, Sizes]] = [
 ]
 
 
-def _state(engine: FsdpEngine) -> Tensors:
+def _state(engine: Engine) -> Tensors:
     """The whole state: parameters and moments, gathered by the parameters' layout, and the counters."""
-    layout_, out = engine.layout(), {}
-    state = engine.state()
+    layout_, out = engine.parameters().layout(), {}
+    state = engine.backend.state()
     for kind in ("model", "optimizer.exp_avg", "optimizer.exp_avg_sq"):
         rows = {name: local_of(state[f"{kind}.{name}"]) for name in layout_.shapes}
         gathered = gather_buckets(layout_, rows, dist.group.WORLD, 1 << 20)
@@ -210,7 +211,7 @@ def _go_on(
 ) -> tuple[Tensors, Tensors, Files]:
     """What was loaded, what it is after some steps (they are saved), and the files."""
     views, index, count = layout(world, **sizes)
-    engine = make_engine(views, source("qwen3_moe"), OptimizerConfig(lr=1e-2), config=FLOAT64)
+    engine = tiny_engine(views, source("qwen3_moe"), OptimizerConfig(lr=1e-2), config=FLOAT64)
     if files is not None:
         engine.load(path, files)
     before = _state(engine)
@@ -246,10 +247,10 @@ def test_state_moves_between_layouts_bit_for_bit(tmp_path: Path) -> None:
 
 def _exported(rank: int, world: int, sizes: Sizes, path: str) -> tuple[Tensors, dict[str, int]]:
     views, _, _ = layout(world, **sizes)
-    engine = make_engine(views, source("qwen3_moe"))
+    engine = tiny_engine(views, source("qwen3_moe"))
     engine.export(path)
-    read = make_engine(views, ModelSource(path=path))
-    return {n: one.clone() for n, one in engine.gathered_parameters(1 << 20)}, read.parameter_checksums()
+    read = tiny_engine(views, ModelSource(path=path))
+    return {n: one.clone() for n, one in engine.parameters().gathered(1 << 20)}, read.parameters().checksums()
 
 
 @pytest.mark.parametrize("sizes", [{"tensor": 2, "expert": 2}, {"expert": 2, "context": 2}], ids=str)
@@ -330,7 +331,7 @@ def _refusals(rank: int, world: int) -> dict[str, tuple[str, str | None]]:
     for name, (model, sizes, config, _) in REFUSED.items():
         views, _, _ = layout(world, **sizes)
         with pytest.raises(ConfigError) as caught:
-            make_engine(views, model, config=config)
+            tiny_engine(views, model, config=config)
         out[name] = str(caught.value), caught.value.key
     return out
 
@@ -367,7 +368,7 @@ def test_an_older_transformers_is_refused_where_its_plans_are_needed(
     config = load_model_config(source("qwen3_moe"))
     sizes = ParallelConfig(**{axis: 2})
     check_axes(config, sizes)
-    monkeypatch.setattr("rondo.training.axes.installed", "5.19.0")
+    monkeypatch.setattr("rondo.training.torch_backend.axes.installed", "5.19.0")
     with pytest.raises(
         ConfigError, match=r"it needs transformers ≥ 5\.23, and 5\.19\.0 is installed"
     ) as caught:
@@ -394,12 +395,12 @@ def _copies(rank: int, world: int) -> str:
     """What is said where an actor's experts lie on other ranks than the reference's."""
     spread, _, _ = layout(world, expert=2)
     alike, _, _ = layout(world)
-    actor = make_engine(spread, source("qwen3_moe"))
-    same = make_engine(spread, source("qwen3_moe", initializer_range=0.1), None)
+    actor = tiny_engine(spread, source("qwen3_moe"))
+    same = tiny_engine(spread, source("qwen3_moe", initializer_range=0.1), None)
     same.copy_parameters_from(actor)
-    assert same.parameter_checksums() == actor.parameter_checksums()
+    assert same.parameters().checksums() == actor.parameters().checksums()
     with pytest.raises(TrainError) as caught:
-        make_engine(alike, source("qwen3_moe"), None).copy_parameters_from(actor)
+        tiny_engine(alike, source("qwen3_moe"), None).copy_parameters_from(actor)
     return str(caught.value)
 
 
@@ -442,12 +443,12 @@ def _long_row(rank: int, world: int, sizes: Sizes, tokens: int) -> tuple[Tensors
     views, index, _ = layout(world, **sizes)
     batch = make_batch(((8, tokens),))
     model = source("llama", max_position_embeddings=16_384, hidden_size=64, intermediate_size=256)
-    engine = make_engine(views, model, config={"token_budget": 1 << 17, "gradient_checkpointing": True})
+    engine = tiny_engine(views, model, config={"token_budget": 1 << 17, "gradient_checkpointing": True})
     before = process_usage().peak_memory_bytes
     engine.forward_backward(batch if index == 0 else batch.take([]), PolicyLoss())
     took = process_usage().peak_memory_bytes - before
-    gradients = {name: local_of(one.grad) for name, one in engine._parameters.items()}
-    gathered = gather_buckets(engine.layout(), gradients, dist.group.WORLD, 1 << 20)
+    gradients = {name: local_of(one.grad) for name, one in engine.backend.named.items()}
+    gathered = gather_buckets(engine.parameters().layout(), gradients, dist.group.WORLD, 1 << 20)
     return {name: one.clone() for name, one in gathered}, took
 
 

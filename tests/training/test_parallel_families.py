@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 
 from rondo.errors import ConfigError
-from rondo.training.sharding import gather_buckets, local_of
+from rondo.training.gathering import gather_buckets
+from rondo.training.shards import local_of
 from tests.models.families import FAMILIES, source_of
 from tests.ranks import run_ranks
-from tests.training.helpers import FLOAT64, PolicyLoss, make_engine, relative_difference
+from tests.training.helpers import FLOAT64, PolicyLoss, relative_difference, tiny_engine
 from tests.training.layouts import layout, rows_of
 
 AXES = ({"tensor": 2}, {"context": 2}, {"expert": 2})
@@ -37,17 +38,17 @@ def _trained(
         for sizes in axes:
             views, index, count = layout(world, **sizes)
             try:
-                engine = make_engine(views, source_of(family), config={**FLOAT64, "token_budget": 40})
+                engine = tiny_engine(views, source_of(family), config={**FLOAT64, "token_budget": 40})
             except ConfigError as error:
                 out[family, str(sizes)] = str(error)
                 continue
             engine.forward_backward(rows_of(index, count), PolicyLoss())
             rows = {
-                name: torch.zeros_like(local_of(shard)) for name, shard in engine._shards.items()
+                name: torch.zeros_like(local_of(shard)) for name, shard in engine.backend.shards.items()
             }  # buffers, and what learns nothing (a router's bias)
-            given = {name: one.grad for name, one in engine._parameters.items() if one.grad is not None}
+            given = {name: one.grad for name, one in engine.backend.named.items() if one.grad is not None}
             rows |= {name: local_of(one) for name, one in given.items()}
-            full = gather_buckets(engine.layout(), rows, dist.group.WORLD, 1 << 20)
+            full = gather_buckets(engine.parameters().layout(), rows, dist.group.WORLD, 1 << 20)
             out[family, str(sizes)] = {name: one.clone() for name, one in full}
     return out
 

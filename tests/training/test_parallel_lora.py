@@ -17,9 +17,10 @@ from rondo.checkpoint import Files
 from rondo.config.schema import LoraConfig, OptimizerConfig
 from rondo.errors import ConfigError
 from rondo.models import ModelSource
-from rondo.training import FsdpEngine
-from rondo.training.adapters import Adapters, sent
-from rondo.training.sharding import gather_buckets, layout_of, local_of, wire_dtypes
+from rondo.training import Engine
+from rondo.training.gathering import gather_buckets
+from rondo.training.shards import local_of
+from rondo.training.torch_backend.adapters import Adapters
 from rondo.training.views import Views
 from rondo.weights.checksum import checksum
 from tests.models.families import FAMILIES, source_of
@@ -28,9 +29,9 @@ from tests.training.helpers import (
     FLOAT64,
     PolicyLoss,
     ValueLoss,
-    make_engine,
     relative_difference,
     source,
+    tiny_engine,
 )
 from tests.training.layouts import layout, rows_of
 from tests.training.test_parallel_families import PAGE
@@ -40,19 +41,19 @@ Tensors = dict[str, torch.Tensor]
 Sizes = dict[str, int]
 
 
-def _engine(views: Views, model: ModelSource, **config: Any) -> FsdpEngine:
+def _engine(views: Views, model: ModelSource, **config: Any) -> Engine:
     given = {"token_budget": 40, "lora": LoraConfig(rank=4), **FLOAT64, **config}
-    return make_engine(views, model, OptimizerConfig(lr=1e-2), config=given)
+    return tiny_engine(views, model, OptimizerConfig(lr=1e-2), config=given)
 
 
-def _factors_of(engine: FsdpEngine, rows: Tensors) -> Tensors:
+def _factors_of(engine: Engine, rows: Tensors) -> Tensors:
     """Something of A and B, whole."""
-    spread = layout_of(engine._factors, engine.views, wire_dtypes(engine._model.lm, engine._factors, None))
+    spread = engine.parameters("adapters").layout()
     return {name: one.clone() for name, one in gather_buckets(spread, rows, dist.group.WORLD, 3000)}
 
 
-def _gradients(engine: FsdpEngine) -> Tensors:
-    factors = Adapters.split(engine._parameters)[1]
+def _gradients(engine: Engine) -> Tensors:
+    factors = Adapters.split(engine.backend.named)[1]
     return _factors_of(engine, {name: local_of(one.grad) for name, one in factors.items()})
 
 
@@ -77,16 +78,16 @@ def _adapted(
             config = {**FLOAT64, "token_budget": 40, "lora": LoraConfig(rank=4), **config}
             arguments: dict[str, Any] = {"head": "value"} if case == "value" else {}
             loss = ValueLoss() if case == "value" else PolicyLoss()
-            engine = make_engine(views, source(model), OptimizerConfig(lr=1e-2), config=config, **arguments)
+            engine = tiny_engine(views, source(model), OptimizerConfig(lr=1e-2), config=config, **arguments)
             norms, gradients = [], {}
             for seed in range(3):
                 engine.forward_backward(rows_of(index, count, seed), loss)
                 if seed == 2:
                     gradients = _gradients(engine)
                 norms.append(engine.optimizer_step().grad_norm)
-            weights = {name: one.clone() for name, one in engine.gathered_parameters(3000)}
-            assert engine.parameter_checksums() == {name: checksum(one) for name, one in weights.items()}
-            sent(engine, "all").parameter_checksums()  # compares what several ranks hold, A and B too
+            weights = {name: one.clone() for name, one in engine.parameters().gathered(3000)}
+            assert engine.parameters().checksums() == {name: checksum(one) for name, one in weights.items()}
+            engine.parameters("all").checksums()  # compares what several ranks hold, A and B too
             out[case, str(sizes)] = gradients, weights, norms
     return out
 
@@ -122,13 +123,13 @@ def test_adapters_learn_the_same_on_every_axis(
 PLACES: list[tuple[int, Sizes]] = [(2, {"tensor": 2}), (4, {"tensor": 2, "expert": 2}), (1, {}), (2, {})]
 
 
-def _state(engine: FsdpEngine) -> Tensors:
-    state, out = engine.state(), {}
+def _state(engine: Engine) -> Tensors:
+    state, out = engine.backend.state(), {}
     for kind in ("model", "optimizer.exp_avg", "optimizer.exp_avg_sq"):
-        names = {name: f"{kind}.{name}" for name in engine._factors}
+        names = {name: f"{kind}.{name}" for name in engine.backend.factors}
         if kind != "model":  # the optimizer has the module's names
             own = [name for name in state if name.startswith(f"{kind}.")]
-            names = dict(zip(engine._factors, own, strict=True))
+            names = dict(zip(engine.backend.factors, own, strict=True))
         rows = {name: local_of(state[entry]) for name, entry in names.items()}
         out |= {f"{kind}.{name}": one for name, one in _factors_of(engine, rows).items()}
     return out | {"steps": state["optimizer.steps"]}
@@ -223,7 +224,7 @@ def _half(rank: int, world: int, sizes: Sizes) -> tuple[list[float], set[str]]:
     for seed in range(2):
         engine.forward_backward(rows_of(index, count, seed), PolicyLoss())
         norms.append(engine.optimizer_step().grad_norm)
-    return norms, {str(one.dtype) for one in engine._factors.values()}
+    return norms, {str(one.dtype) for one in engine.backend.factors.values()}
 
 
 def test_a_base_in_half_precision_keeps_adapters_in_float32() -> None:

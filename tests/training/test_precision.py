@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rondo.models import ModelSource
 from rondo.rollout import NativeEngine
-from tests.training.helpers import SHAPE, PolicyLoss, make_batch, make_engine, source
+from tests.training.helpers import SHAPE, PolicyLoss, make_batch, source, tiny_engine
 
 LONG = 4096
 OUTPUTS = {"log_probs": "x"}
@@ -30,8 +30,8 @@ ROUTER = "model.layers.0.mlp.gate.weight"
 def test_half_precision_parameters_keep_their_positions(mesh: DeviceMesh) -> None:
     """With the same weights, log-probs far from the start are those of a float32 model to rounding."""
     model = source(max_position_embeddings=2 * LONG)
-    half = make_engine(mesh, model, None, {"param_dtype": "bfloat16"})
-    exact = make_engine(mesh, model, None)
+    half = tiny_engine(mesh, model, None, {"param_dtype": "bfloat16"})
+    exact = tiny_engine(mesh, model, None)
     exact.copy_parameters_from(half)
     batch = make_batch(((1, LONG),))
     gap = np.abs(half.forward(batch, OUTPUTS).rows("x")[0] - exact.forward(batch, OUTPUTS).rows("x")[0])
@@ -44,19 +44,19 @@ def test_half_precision_parameters_keep_their_positions(mesh: DeviceMesh) -> Non
 def test_a_router_stays_in_float32(mesh: DeviceMesh, param_dtype: str, compute_dtype: str) -> None:
     """transformers declares Ernie's routers so; they are cast neither at rest nor in a pass."""
     config = {"param_dtype": param_dtype, "compute_dtype": compute_dtype}
-    engine = make_engine(mesh, ModelSource(config=ERNIE, seed=3), config=config)
+    engine = tiny_engine(mesh, ModelSource(config=ERNIE, seed=3), config=config)
     computed: list[torch.dtype] = []
-    router = engine._model.lm.get_submodule(ROUTER.removesuffix(".weight"))
+    router = engine.backend.model.lm.get_submodule(ROUTER.removesuffix(".weight"))
     router.register_forward_hook(lambda module, *_: computed.append(module.weight.dtype))
     engine.forward_backward(make_batch(), PolicyLoss())
     assert not engine.optimizer_step().skipped
-    assert engine._shards[ROUTER].dtype == torch.float32
+    assert engine.backend.shards[ROUTER].dtype == torch.float32
     assert set(computed) == {torch.float32}
-    assert engine._shards["model.embed_tokens.weight"].dtype == getattr(torch, param_dtype)
+    assert engine.backend.shards["model.embed_tokens.weight"].dtype == getattr(torch, param_dtype)
 
 
 def test_the_sampler_keeps_the_same_parameters_in_float32(mesh: DeviceMesh) -> None:
-    trainer = make_engine(mesh, ModelSource(config=ERNIE, seed=3), None, {"param_dtype": "bfloat16"})
+    trainer = tiny_engine(mesh, ModelSource(config=ERNIE, seed=3), None, {"param_dtype": "bfloat16"})
     arguments: dict[str, Any] = {"dtype": "bfloat16", "max_concurrent": 2, "max_context": 16}
     own = NativeEngine(trainer.hf_config, **arguments)
     shared = NativeEngine(trainer.hf_config, parameters=trainer.parameters_in_place(), **arguments)

@@ -19,7 +19,7 @@ from rondo.checkpoint.checked import Piece, faults_in, num_bytes, placed, read_p
 from rondo.config.schema import FallingScheduleConfig, OptimizerConfig, TorchBackendConfig
 from rondo.errors import CheckpointError
 from rondo.planning.batches import balance
-from rondo.training import FsdpEngine, checkpoint
+from rondo.training import Engine, checkpoint
 from tests.models.families import source_of
 from tests.ranks import run_ranks
 from tests.training.helpers import (
@@ -28,9 +28,9 @@ from tests.training.helpers import (
     ValueLoss,
     full_gradients,
     make_batch,
-    make_engine,
     relative_difference,
     source,
+    tiny_engine,
     with_groups,
 )
 
@@ -64,7 +64,7 @@ def _gradients(rank: int, world: int) -> dict[str, tuple[float, Gradients]]:
         model = source("qwen3_moe" if name.startswith("experts") else "llama")
         if name.startswith("windows"):
             model = source_of("gpt_oss")
-        engine = make_engine(mesh, model, config=config, **arguments)
+        engine = tiny_engine(mesh, model, config=config, **arguments)
         loss = ValueLoss() if name.startswith("value") else PolicyLoss()
         stats = engine.forward_backward(_shard(rank, world), loss)
         total = torch.tensor(stats.means.get("loss", (0.0, 0.0))[0], dtype=torch.float64)
@@ -99,7 +99,7 @@ def test_loss_and_gradients_do_not_depend_on_ranks_or_micro_batches() -> None:
 def _few_rows(rank: int, world: int) -> list[float]:
     """Two rows on the last rank, none elsewhere: every rank still runs the same passes."""
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
-    engine = make_engine(mesh, config={**FLOAT64, "token_budget": 25})
+    engine = tiny_engine(mesh, config={**FLOAT64, "token_budget": 25})
     batch = make_batch().take([0, 5, 8] if rank == world - 1 else [])
     old = engine.forward(batch, {"log_probs": "old_log_probs"})
     assert len(old) == len(batch)
@@ -107,7 +107,7 @@ def _few_rows(rank: int, world: int) -> list[float]:
         engine.evaluate(batch, PolicyLoss())
     engine.forward_backward(batch, PolicyLoss())
     step = engine.optimizer_step()
-    return [step.grad_norm, *(float(t.sum()) for _, t in engine.gathered_parameters(3000))]
+    return [step.grad_norm, *(float(t.sum()) for _, t in engine.parameters().gathered(3000))]
 
 
 def test_ranks_without_rows_do_not_hang_and_change_nothing() -> None:
@@ -116,13 +116,13 @@ def test_ranks_without_rows_do_not_hang_and_change_nothing() -> None:
         assert result == pytest.approx(alone, rel=1e-9)
 
 
-def _engine(rank: int, world: int, seed: int = 3) -> FsdpEngine:
+def _engine(rank: int, world: int, seed: int = 3) -> Engine:
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
     optimizer = OptimizerConfig(lr=0.01, schedule=FallingScheduleConfig("cosine", warmup_steps=2))
-    return make_engine(mesh, source(), optimizer, total_optimizer_steps=9)
+    return tiny_engine(mesh, source(), optimizer, total_optimizer_steps=9)
 
 
-def _steps(engine: FsdpEngine, rank: int, world: int, seeds: range) -> list[float]:
+def _steps(engine: Engine, rank: int, world: int, seeds: range) -> list[float]:
     norms = []
     for seed in seeds:
         engine.forward_backward(_shard(rank, world, seed), PolicyLoss())
@@ -130,8 +130,8 @@ def _steps(engine: FsdpEngine, rank: int, world: int, seeds: range) -> list[floa
     return norms
 
 
-def _everything(engine: FsdpEngine) -> dict[str, torch.Tensor]:
-    state = engine.state()
+def _everything(engine: Engine) -> dict[str, torch.Tensor]:
+    state = engine.backend.state()
     return {n: t.full_tensor() if hasattr(t, "full_tensor") else t.clone() for n, t in state.items()}
 
 
@@ -187,9 +187,9 @@ def test_going_on_from_a_checkpoint_is_bit_for_bit(world: int, tmp_path: Path) -
 
 def _gathered(rank: int, world: int, path: str) -> dict[str, torch.Tensor]:
     engine = _engine(rank, world)
-    whole = {name: shard.full_tensor() for name, shard in engine._shards.items()}
+    whole = {name: shard.full_tensor() for name, shard in engine.backend.shards.items()}
     for bucket_bytes in (1, 5000, 1 << 30):
-        gathered = dict(engine.gathered_parameters(bucket_bytes))
+        gathered = dict(engine.parameters().gathered(bucket_bytes))
         assert list(gathered) == list(whole)
         assert all(torch.equal(gathered[n], whole[n]) for n in whole)
     engine.export(path)
@@ -274,7 +274,7 @@ def test_damage_is_named_on_every_rank_whichever_reads_it(tmp_path: Path) -> Non
 
 def _load_into_other(rank: int, world: int, path: str, files: Files) -> str:
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
-    engine = make_engine(mesh, source("qwen3", hidden_size=64))
+    engine = tiny_engine(mesh, source("qwen3", hidden_size=64))
     with pytest.raises(CheckpointError, match="cannot be loaded into this model") as caught:
         engine.load(path, files)
     with pytest.raises(CheckpointError, match="cannot be read"):
@@ -291,7 +291,7 @@ def _gathers(rank: int, world: int) -> dict[bool, tuple[int, int, Gradients]]:
     """reshard -> all-gathers of a forward and of a training pass, and the gradients."""
     mesh, out = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",)), {}
     for reshard in (True, False):
-        engine = make_engine(mesh, backend=TorchBackendConfig(reshard=reshard))
+        engine = tiny_engine(mesh, backend=TorchBackendConfig(reshard=reshard))
         counts = []
         for verb in (
             lambda engine=engine: engine.forward(_shard(rank, world), {"log_probs": "old_log_probs"}),

@@ -24,8 +24,9 @@ from rondo.config.schema import (
 from rondo.errors import ConfigError, DataError
 from rondo.models import ModelSource
 from rondo.models.loading import build_model
-from rondo.training import FsdpEngine
-from rondo.training.sharding import gather_buckets, local_of
+from rondo.training import Engine
+from rondo.training.gathering import gather_buckets
+from rondo.training.shards import local_of
 from tests.models.families import source_of
 from tests.ranks import run_ranks
 from tests.training.helpers import (
@@ -34,10 +35,10 @@ from tests.training.helpers import (
     ValueLoss,
     full_gradients,
     make_batch,
-    make_engine,
     one_rank_mesh,
     relative_difference,
     source,
+    tiny_engine,
     with_groups,
 )
 from tests.training.layouts import layout, rows_of
@@ -56,7 +57,7 @@ def batch_of(groups: tuple[int, ...] = (4, 3)) -> Batch:
     return with_groups(make_batch(), groups)
 
 
-def gradients_of(engine: FsdpEngine, batch: Batch, loss: Any = None) -> Gradients:
+def gradients_of(engine: Engine, batch: Batch, loss: Any = None) -> Gradients:
     engine.forward_backward(batch, loss or PolicyLoss())
     return {name: one.clone() for name, one in full_gradients(engine).items() if one is not None}
 
@@ -118,13 +119,13 @@ def test_the_loss_and_its_gradient_are_those_of_the_equation(family: str, over: 
     nothing_else = ragged_rows([np.zeros(n, np.float64) for n in batch.lengths("response_ids")], np.float64)
     batch = batch.with_columns({"token_weight": nothing_else}, replace=True)
     config = {**FLOAT64, "token_budget": 40, "gradient_checkpointing": True, "router": router(over)}
-    engine = make_engine(one_rank_mesh(), model, config=config)
+    engine = tiny_engine(one_rank_mesh(), model, config=config)
     balanced = gradients_of(engine, batch)
 
     lm = plain_model(model, torch.float64)
     loss = expected_balance(lm, batch, over)
     (WEIGHT * loss).backward()
-    num_layers = len(engine._routing.routers)
+    num_layers = len(engine.backend.routing.routers)
     assert engine.optimizer_step().experts.balance == pytest.approx(float(loss) / num_layers, rel=1e-6)
     seen = 0
     for name, parameter in lm.named_parameters():
@@ -136,7 +137,7 @@ def test_the_loss_and_its_gradient_are_those_of_the_equation(family: str, over: 
 
 def test_counts_of_experts_by_hand() -> None:
     model, batch = source("qwen3_moe"), batch_of()
-    engine = make_engine(one_rank_mesh(), model, config={"token_budget": 40})
+    engine = tiny_engine(one_rank_mesh(), model, config={"token_budget": 40})
     rows = routing_of_rows(plain_model(model, torch.float32), batch)
     counts = np.stack(
         [sum(np.bincount(row[layer][1].flatten().numpy(), minlength=4) for row in rows) for layer in range(2)]
@@ -147,7 +148,7 @@ def test_counts_of_experts_by_hand() -> None:
     assert load.largest == pytest.approx((counts.max(1) / counts.mean(1)).mean(), rel=1e-12)
     assert (load.idle, load.balance) == ((counts == 0).mean(), None)
     assert load.metrics("actor").means.keys() == {"actor/expert_load_max", "actor/experts_idle"}
-    dense = make_engine(one_rank_mesh())
+    dense = tiny_engine(one_rank_mesh())
     dense.forward_backward(batch, PolicyLoss())
     assert dense.optimizer_step().experts is None
 
@@ -162,18 +163,18 @@ def _layouts(rank: int, world: int, layouts: list[dict[str, int]], over: str, he
         views, index, count = layout(world, **sizes)
         config = {**FLOAT64, "token_budget": 30, "gradient_checkpointing": True}
         config["router"] = router(over, 0.01)
-        engine = make_engine(
+        engine = tiny_engine(
             views, source_of("deepseek_v3"), OptimizerConfig(lr=1e-3), config=config, head=head
         )
         engine.forward_backward(rows_of(index, count), ValueLoss() if head == "value" else PolicyLoss())
-        gradients = {name: torch.zeros_like(one.to_local()) for name, one in engine._shards.items()}
-        gradients |= {name: local_of(one.grad) for name, one in engine._parameters.items()}
-        gathered = gather_buckets(engine.layout(), gradients, dist.group.WORLD, 4000)
+        gradients = {name: torch.zeros_like(one.to_local()) for name, one in engine.backend.shards.items()}
+        gradients |= {name: local_of(one.grad) for name, one in engine.backend.named.items()}
+        gathered = gather_buckets(engine.parameters().layout(), gradients, dist.group.WORLD, 4000)
         full = {name: one.clone() for name, one in gathered}
         load = engine.optimizer_step().experts
         biases = {
             name: one.clone()
-            for name, one in engine.gathered_parameters(4000)
+            for name, one in engine.parameters().gathered(4000)
             if name.endswith("e_score_correction_bias")
         }
         out[str(sizes)] = full, load, biases
@@ -213,32 +214,32 @@ def test_every_layout_balances_as_one_process_does(
 def test_biases_go_toward_equal_load_and_are_kept(tmp_path: Any) -> None:
     model, batch = source_of("deepseek_v3"), batch_of()
     config = {"router": router(None, 0.25), "token_budget": 40}
-    engine = make_engine(one_rank_mesh(), model, OptimizerConfig(lr=1e-9), config=config)
-    (name,) = (one for one in engine._shards if one.endswith("e_score_correction_bias"))
+    engine = tiny_engine(one_rank_mesh(), model, OptimizerConfig(lr=1e-9), config=config)
+    (name,) = (one for one in engine.backend.shards if one.endswith("e_score_correction_bias"))
     lm = plain_model(model, torch.float32)
     before = dict(lm.named_buffers())[name].clone()
     (layer,) = zip(*routing_of_rows(lm, batch), strict=True)
     counts = sum(np.bincount(one[1].flatten().numpy(), minlength=8) for one in layer)
     gradients_of(engine, batch)
     engine.optimizer_step()
-    moved = dict(engine.gathered_parameters(1 << 20))[name].clone()
+    moved = dict(engine.parameters().gathered(1 << 20))[name].clone()
     expected = before + 0.25 * torch.from_numpy(np.sign(counts.mean() - counts)).float()
     assert torch.equal(moved, expected)
     assert len(set(counts)) > 1
 
     files = engine.save(str(tmp_path / "state"))
-    again = make_engine(one_rank_mesh(), model, config=config)
+    again = tiny_engine(one_rank_mesh(), model, config=config)
     again.load(str(tmp_path / "state"), files)
-    assert torch.equal(dict(again.gathered_parameters(1 << 20))[name], moved)
+    assert torch.equal(dict(again.parameters().gathered(1 << 20))[name], moved)
     engine.export(str(tmp_path / "export"))
     exported = build_model(ModelSource(path=str(tmp_path / "export")), torch.float32)
     assert torch.equal(dict(exported.named_buffers())[name], moved)
 
     gradients_of(engine, batch)
-    next(iter(engine._parameters.values())).grad.fill_(float("nan"))
+    next(iter(engine.backend.named.values())).grad.fill_(float("nan"))
     stats = engine.optimizer_step()
     assert stats.skipped
-    assert torch.equal(dict(engine.gathered_parameters(1 << 20))[name], moved)
+    assert torch.equal(dict(engine.parameters().gathered(1 << 20))[name], moved)
 
 
 def test_a_balanced_mixture_has_a_loss_of_1() -> None:
@@ -267,17 +268,17 @@ REPLAYED = [
 ]
 
 
-def with_routes(engine: FsdpEngine, batch: Batch) -> tuple[Batch, Batch]:
+def with_routes(engine: Engine, batch: Batch) -> tuple[Batch, Batch]:
     """The batch with its routes under the engine's weights, and what else the pass made."""
     made = engine.forward(batch, LOG_PROBS, routes=True)
     return batch.with_columns(made.select([ROUTED, PROMPT_ROUTED])), made
 
 
-def shaken(engine: FsdpEngine, by: float) -> None:
+def shaken(engine: Engine, by: float) -> None:
     """Changes the engine's weights a little."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for one in engine._parameters.values():
+        for one in engine.backend.named.values():
             local = local_of(one)
             local += by * local.std() * torch.randn(local.shape, generator=generator).to(local)
 
@@ -285,13 +286,13 @@ def shaken(engine: FsdpEngine, by: float) -> None:
 @pytest.mark.parametrize("family", REPLAYED)
 def test_own_choices_replayed_change_nothing(family: str) -> None:
     config = {"token_budget": 40, "gradient_checkpointing": True, "router": router("sequence")}
-    engine = make_engine(one_rank_mesh(), source_of(family), config=config)
+    engine = tiny_engine(one_rank_mesh(), source_of(family), config=config)
     batch = batch_of() if family != "qwen3_next" else make_batch()
     told, made = with_routes(engine, batch)
     again = engine.forward(told, LOG_PROBS, routes=True)
     assert again == made
     plain = gradients_of(engine, batch)
-    for one in engine._parameters.values():
+    for one in engine.backend.named.values():
         one.grad = None
     replayed = gradients_of(engine, told)
     assert plain.keys() == replayed.keys()
@@ -300,7 +301,7 @@ def test_own_choices_replayed_change_nothing(family: str) -> None:
 
 def test_routes_are_those_that_transformers_computes() -> None:
     model, batch = source("qwen3_moe"), batch_of()
-    engine = make_engine(one_rank_mesh(), model, config={"token_budget": 40})
+    engine = tiny_engine(one_rank_mesh(), model, config={"token_budget": 40})
     told, _ = with_routes(engine, batch)
     rows = iter(routing_of_rows(plain_model(model, torch.float32), batch))
     for before, after, prompt in zip(
@@ -317,7 +318,7 @@ def test_routes_are_those_that_transformers_computes() -> None:
 
 def test_what_is_replayed_holds_when_the_weights_have_changed() -> None:
     model, batch = source("qwen3_moe"), batch_of()
-    engine = make_engine(one_rank_mesh(), model, config={**FLOAT64, "token_budget": 40})
+    engine = tiny_engine(one_rank_mesh(), model, config={**FLOAT64, "token_budget": 40})
     told, made = with_routes(engine, batch)
     shaken(engine, 0.3)
     live = engine.forward(batch, LOG_PROBS, routes=True)
@@ -334,13 +335,13 @@ def test_what_is_replayed_holds_when_the_weights_have_changed() -> None:
     unknown = {name: np.full_like(told.ragged(name)[0].numpy(), 255) for name in (ROUTED, PROMPT_ROUTED)}
     offsets = {name: told.ragged(name)[1].numpy() for name in unknown}
     columns = {name: ragged_array(unknown[name], offsets[name]) for name in unknown}
-    engine = make_engine(one_rank_mesh(), model, config={**FLOAT64, "token_budget": 40})
+    engine = tiny_engine(one_rank_mesh(), model, config={**FLOAT64, "token_budget": 40})
     assert engine.forward(told.with_columns(columns, replace=True), LOG_PROBS, routes=True) == made
 
 
 def test_routes_of_more_experts_than_a_byte_can_name() -> None:
     model, batch = source("qwen3_moe", num_experts=300), batch_of()
-    engine = make_engine(one_rank_mesh(), model, config={"token_budget": 40})
+    engine = tiny_engine(one_rank_mesh(), model, config={"token_budget": 40})
     told, made = with_routes(engine, batch)
     assert told.rows(ROUTED)[0].dtype == np.uint16
     assert max(int(one.max()) for one in told.rows(ROUTED) if len(one)) > 255
@@ -352,7 +353,7 @@ def test_routes_of_more_experts_than_a_byte_can_name() -> None:
 def test_a_prompt_with_other_routes_is_not_shared() -> None:
     """Rows of one prompt that were sampled by different engines."""
     model, batch = source("qwen3_moe"), with_groups(make_batch(((4, 5), (4, 3), (4, 6))), (3,))
-    engine = make_engine(one_rank_mesh(), model, config={**FLOAT64})
+    engine = tiny_engine(one_rank_mesh(), model, config={**FLOAT64})
     told, _ = with_routes(engine, batch)
     other = told.rows(PROMPT_ROUTED)
     other[1] = 3 - other[1]  # of four experts, two in each layer: two others
@@ -366,7 +367,7 @@ def test_a_prompt_with_other_routes_is_not_shared() -> None:
 
 
 def test_routes_of_another_length_are_an_error() -> None:
-    engine = make_engine(one_rank_mesh(), source("qwen3_moe"))
+    engine = tiny_engine(one_rank_mesh(), source("qwen3_moe"))
     told, _ = with_routes(engine, make_batch(((3, 4), (2, 5))))
     wrong = ragged_rows([told.rows(PROMPT_ROUTED)[0][:1], told.rows(PROMPT_ROUTED)[1]], np.uint8)
     with pytest.raises(DataError, match="row 0: prompt_routed_experts is of 1 tokens, the prompt has 3"):
@@ -378,7 +379,7 @@ def _replayed(rank: int, world: int, layouts: list[dict[str, int]]) -> dict[str,
     out = {}
     for sizes in layouts:
         views, index, count = layout(world, **sizes)
-        engine = make_engine(views, source("qwen3_moe"), config={**FLOAT64, "token_budget": 30})
+        engine = tiny_engine(views, source("qwen3_moe"), config={**FLOAT64, "token_budget": 30})
         told, _ = with_routes(engine, rows_of(index, count))
         engine.forward_backward(told, PolicyLoss())
         others = engine.optimizer_step().experts.rerouted
@@ -415,7 +416,7 @@ def test_tiles_count_balance_and_replay_as_the_whole() -> None:
     batch, told = batch_of(), []
     config = {**FLOAT64, "token_budget": 40, "router": router("mini_batch")}
     for backend in (TorchBackendConfig(), TorchBackendConfig(mlp_chunk=8)):
-        engine = make_engine(one_rank_mesh(), source("qwen3_moe"), config=config, backend=backend)
+        engine = tiny_engine(one_rank_mesh(), source("qwen3_moe"), config=config, backend=backend)
         rows, _ = with_routes(engine, batch)
         shaken(engine, 0.3)
         gradients = gradients_of(engine, rows)
@@ -447,13 +448,13 @@ def test_tiles_count_balance_and_replay_as_the_whole() -> None:
 )
 def test_what_a_model_cannot_do_is_refused(model: str, config: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        make_engine(one_rank_mesh(), source_of(model), config=config)
+        tiny_engine(one_rank_mesh(), source_of(model), config=config)
     assert refused.value.key == key
 
 
 @pytest.mark.parametrize("family", ["llama4_text", "phimoe", "qwen3_next", "hunyuan_v1_moe", "ernie4_5_moe"])
 def test_mixtures_of_other_makes_train_all_the_same(family: str) -> None:
-    engine = make_engine(one_rank_mesh(), source_of(family), config={"token_budget": 40})
+    engine = tiny_engine(one_rank_mesh(), source_of(family), config={"token_budget": 40})
     engine.forward_backward(make_batch(((3, 4), (2, 5))), PolicyLoss())
     load = engine.optimizer_step().experts
     assert (load is None) == (family == "llama4_text")
@@ -467,7 +468,7 @@ def test_a_row_alone_in_a_pass_balances_as_in_company() -> None:
     told = []
     for budget in (30, 10_000):
         config = {**FLOAT64, "token_budget": budget, "router": router("sequence")}
-        engine = make_engine(one_rank_mesh(), source("qwen3_moe"), config=config)
+        engine = tiny_engine(one_rank_mesh(), source("qwen3_moe"), config=config)
         told.append(gradients_of(engine, batch))
     for name, one in told[0].items():
         assert relative_difference(one, told[1][name]) < 1e-6, name

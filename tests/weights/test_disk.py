@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from rondo.errors import WeightSyncError
-from rondo.training import FsdpEngine
+from rondo.training import Engine
 from rondo.weights.disk import read_weights, remove_weights, version_folder, write_weights
 from rondo.weights.sync import SyncReport
 from rondo.workers.transfer import ReceivesWeights
 from tests.ranks import run_ranks
-from tests.training.helpers import make_engine, one_rank_mesh
+from tests.training.helpers import one_rank_mesh, tiny_engine
 from tests.weights.sinks import Keeping
 
 BUCKET = 6000
@@ -23,16 +23,16 @@ NAME = "model.layers.0.mlp.up_proj.weight"
 
 
 @pytest.fixture(scope="module")
-def engine() -> FsdpEngine:
-    return make_engine(one_rank_mesh())
+def engine() -> Engine:
+    return tiny_engine(one_rank_mesh())
 
 
 def _write(rank: int, world: int, folder: str) -> tuple[SyncReport, dict[str, torch.Tensor]]:
     from torch.distributed.device_mesh import init_device_mesh
 
-    engine = make_engine(init_device_mesh("cpu", (world,), mesh_dim_names=("dp",)))
-    report = write_weights(engine, Path(folder), 7, BUCKET, dtype="bfloat16", leader=rank == 0)
-    return report, dict(engine.gathered_parameters(1 << 20, "bfloat16"))
+    engine = tiny_engine(init_device_mesh("cpu", (world,), mesh_dim_names=("dp",)))
+    report = write_weights(engine.parameters(), Path(folder), 7, BUCKET, dtype="bfloat16", leader=rank == 0)
+    return report, dict(engine.parameters().gathered(1 << 20, "bfloat16"))
 
 
 def test_two_ranks_write_what_a_replica_reads(tmp_path: Path) -> None:
@@ -52,11 +52,9 @@ def test_two_ranks_write_what_a_replica_reads(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["version-7"]
 
 
-def test_versions_before_and_what_was_left_half_written_are_removed(
-    engine: FsdpEngine, tmp_path: Path
-) -> None:
+def test_versions_before_and_what_was_left_half_written_are_removed(engine: Engine, tmp_path: Path) -> None:
     for version in (1, 2, 3):
-        write_weights(engine, tmp_path, version, BUCKET)
+        write_weights(engine.parameters(), tmp_path, version, BUCKET)
     (tmp_path / ".version-3.77.tmp").mkdir()
     (tmp_path / "notes").mkdir()
     remove_weights(tmp_path, keep=3)
@@ -64,9 +62,9 @@ def test_versions_before_and_what_was_left_half_written_are_removed(
     remove_weights(tmp_path / "nowhere")
 
 
-def test_torn_changed_and_missing_files_are_refused(engine: FsdpEngine, tmp_path: Path) -> None:
+def test_torn_changed_and_missing_files_are_refused(engine: Engine, tmp_path: Path) -> None:
     def written() -> tuple[Path, Path]:
-        write_weights(engine, tmp_path, 1, BUCKET)
+        write_weights(engine.parameters(), tmp_path, 1, BUCKET)
         index = json.loads((tmp_path / "version-1/index.json").read_text())
         return tmp_path / "version-1", tmp_path / "version-1" / index["tensors"][NAME]["file"]
 
@@ -89,7 +87,7 @@ def test_torn_changed_and_missing_files_are_refused(engine: FsdpEngine, tmp_path
     _refused(tmp_path, 1, "index.json cannot be read")
     folder.rename(tmp_path / "version-2")
     _refused(tmp_path, 1, "version 1 of the weights is not there; is the run folder on a file system that")
-    write_weights(engine, tmp_path, 2, BUCKET)
+    write_weights(engine.parameters(), tmp_path, 2, BUCKET)
     (tmp_path / "version-2").rename(tmp_path / "version-3")
     _refused(tmp_path, 3, "holds version 2, not 3")
 
@@ -101,14 +99,14 @@ def _refused(folder: Path, version: int, message: str) -> None:
     assert sink.version == -1
 
 
-def test_a_disk_that_refuses_is_named_and_nothing_is_left(engine: FsdpEngine, tmp_path: Path) -> None:
+def test_a_disk_that_refuses_is_named_and_nothing_is_left(engine: Engine, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     with pytest.raises(WeightSyncError, match=r"version 4 .* cannot be written to .*version-4: .*make room"):
-        write_weights(engine, tmp_path / "file", 4, BUCKET)
+        write_weights(engine.parameters(), tmp_path / "file", 4, BUCKET)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_the_way_to_engines_in_their_own_processes_is_counted(engine: FsdpEngine, tmp_path: Path) -> None:
+def test_the_way_to_engines_in_their_own_processes_is_counted(engine: Engine, tmp_path: Path) -> None:
     class Replicas:
         """Two engine processes behind one sink, and buckets of 5000 bytes to them."""
 
@@ -123,12 +121,12 @@ def test_the_way_to_engines_in_their_own_processes_is_counted(engine: FsdpEngine
         def loaded(self, version: int) -> None:
             self.version = version
 
-    write_weights(engine, tmp_path, 4, BUCKET)
-    size = engine.layout().num_bytes
+    write_weights(engine.parameters(), tmp_path, 4, BUCKET)
+    size = engine.parameters().layout().num_bytes
     receiver: Any = ReceivesWeights()
     receiver.replicas = Replicas()
     report = receiver.read_weights(str(tmp_path), 4)
     assert receiver.replicas.version == 4
     assert (report.bytes_moved, report.bytes_needed) == (3 * size, 2 * size)
-    largest = max(parameter.num_bytes for parameter in engine.layout().parameters)
+    largest = max(parameter.num_bytes for parameter in engine.parameters().layout().parameters)
     assert report.peak_bytes == largest + 10_000

@@ -16,40 +16,40 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rondo.errors import WeightSyncError
 from rondo.models.loading import build_model
-from rondo.training import FsdpEngine
+from rondo.training import Engine
 from rondo.weights.checksum import checksum
 from rondo.weights.exchange import SendReport, Transfer, piece_of, receive, send
 from rondo.weights.layout import Layout, Parameter
 from rondo.weights.plan import plan_transfer
 from rondo.weights.sync import SyncReport
 from tests.ranks import run_ranks
-from tests.training.helpers import make_engine, source
+from tests.training.helpers import source, tiny_engine
 from tests.weights.sinks import Keeping
 
 BUCKETS = (3000, 1 << 20)
 PATIENCE = 120.0  # seconds, with a peer that has ended
 
 
-def _trainer(ranks: int, world: int, name: str = "qwen3") -> FsdpEngine | None:
+def _trainer(ranks: int, world: int, name: str = "qwen3") -> Engine | None:
     """An engine on the first `ranks` ranks, with one frozen parameter; None elsewhere."""
     group = dist.new_group(list(range(ranks)))
     if dist.get_rank() >= ranks:
         return None
-    engine = make_engine(DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",)), source(name))
-    next(iter(engine._parameters.values())).requires_grad_(False)
+    engine = tiny_engine(DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",)), source(name))
+    next(iter(engine.backend.named.values())).requires_grad_(False)
     return engine
 
 
-def _layout(engine: FsdpEngine | None, dtype: str | None) -> Layout:
+def _layout(engine: Engine | None, dtype: str | None) -> Layout:
     """As the controller hands it to the receivers."""
-    box = [engine.layout(dtype) if dist.get_rank() == 0 and engine is not None else None]
+    box = [engine.parameters().layout(dtype) if dist.get_rank() == 0 and engine is not None else None]
     dist.broadcast_object_list(box, 0)
     assert box[0] is not None
     return box[0]
 
 
-def _send(engine: FsdpEngine, transfer: Transfer, version: int) -> SendReport:
-    with engine.named_shards() as shards:
+def _send(engine: Engine, transfer: Transfer, version: int) -> SendReport:
+    with engine.parameters().local() as shards:
         return send(transfer, version, piece_of(transfer.source, shards), "cpu")
 
 
@@ -103,14 +103,14 @@ def test_receivers_hold_the_trainers_bits(
 
 
 def _layouts(rank: int, world: int) -> tuple[Layout, dict[str, int], dict[str, int]]:
-    engine = make_engine(init_device_mesh("cpu", (world,), mesh_dim_names=("dp",)))
-    layout = engine.layout()
-    with engine.named_shards() as shards:
+    engine = tiny_engine(init_device_mesh("cpu", (world,), mesh_dim_names=("dp",)))
+    layout = engine.parameters().layout()
+    with engine.parameters().local() as shards:
         for name, shard in shards.items():
             box = layout.held(rank, name)
             assert box is None or box.shape == tuple(shard.shape)
             assert box is not None or shard.numel() == 0
-    return layout, engine.parameter_checksums(), engine.parameter_checksums("bfloat16")
+    return layout, engine.parameters().checksums(), engine.parameters().checksums("bfloat16")
 
 
 def test_layout_and_checksums_say_the_same_on_any_number_of_ranks() -> None:

@@ -12,12 +12,12 @@ from rondo.errors import WeightSyncError
 from rondo.models import load_model_config
 from rondo.models.loading import build_model
 from rondo.rollout.weights import WeightStore, build_module
-from rondo.training import FsdpEngine
+from rondo.training import Engine
 from rondo.weights.checksum import checksum
 from rondo.weights.gather import gather_along, gather_into
 from rondo.weights.sync import SyncReport
 from tests.ranks import run_ranks
-from tests.training.helpers import make_engine, one_rank_mesh, source
+from tests.training.helpers import one_rank_mesh, source, tiny_engine
 from tests.training.layouts import layout
 from tests.weights.sinks import Keeping
 
@@ -25,8 +25,8 @@ NAME = "model.layers.1.self_attn.q_proj.weight"
 
 
 @pytest.fixture(scope="module")
-def engine() -> FsdpEngine:
-    return make_engine(one_rank_mesh())
+def engine() -> Engine:
+    return tiny_engine(one_rank_mesh())
 
 
 def store(dtype: torch.dtype = torch.float32, name: str = "qwen3", **changes: Any) -> WeightStore:
@@ -40,9 +40,9 @@ def store(dtype: torch.dtype = torch.float32, name: str = "qwen3", **changes: An
     return WeightStore(module, None, dtype, torch.device("cpu"))
 
 
-def test_the_native_engine_confirms_what_it_holds(engine: FsdpEngine) -> None:
+def test_the_native_engine_confirms_what_it_holds(engine: Engine) -> None:
     sink = store()
-    report = gather_into(engine, sink, 5, 4000)
+    report = gather_into(engine.parameters(), sink, 5, 4000)
     assert (sink.version, sink.complete) == (5, True)
     parameters = sink.tensors
     model = dict(build_model(source(), torch.float32).named_parameters(remove_duplicate=False))
@@ -53,15 +53,15 @@ def test_the_native_engine_confirms_what_it_holds(engine: FsdpEngine) -> None:
 
 
 @pytest.mark.parametrize("wire", [None, "bfloat16"])
-def test_another_dtype_is_cast_once_and_still_confirmed(engine: FsdpEngine, wire: str | None) -> None:
+def test_another_dtype_is_cast_once_and_still_confirmed(engine: Engine, wire: str | None) -> None:
     """wire None: float32 arrives and the sink casts; bfloat16: the trainer does. The bits are the same."""
     sink = store(torch.bfloat16)
-    gather_into(engine, sink, 1, 4000, dtype=wire)
-    expected = dict(engine.gathered_parameters(4000))
+    gather_into(engine.parameters(), sink, 1, 4000, dtype=wire)
+    expected = dict(engine.parameters().gathered(4000))
     assert all(torch.equal(sink.tensors[name], tensor.bfloat16()) for name, tensor in expected.items())
 
 
-def test_a_flipped_bit_is_found_and_named(engine: FsdpEngine) -> None:
+def test_a_flipped_bit_is_found_and_named(engine: Engine) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         sink = store(dtype)
         original = sink.receive
@@ -76,43 +76,43 @@ def test_a_flipped_bit_is_found_and_named(engine: FsdpEngine) -> None:
         with pytest.raises(
             WeightSyncError, match=rf"commit\(2\): '{NAME}' is not what was sent \(checksum 0x"
         ):
-            gather_into(engine, sink, 2)
+            gather_into(engine.parameters(), sink, 2)
         assert (sink.version, sink.complete) == (-1, False)
 
 
-def test_a_tensor_that_changed_in_the_storage_is_found(engine: FsdpEngine) -> None:
+def test_a_tensor_that_changed_in_the_storage_is_found(engine: Engine) -> None:
     """The native engine's checksum is of its storage, not of what passed by."""
     sink = store()
     sink.begin(1)
-    for name, tensor in engine.gathered_parameters(1 << 20):
+    for name, tensor in engine.parameters().gathered(1 << 20):
         sink.receive(name, tensor)
     sink.tensors[NAME][0, 0] += 1
     with pytest.raises(WeightSyncError, match=f"'{NAME}' is not what was sent"):
-        sink.commit(1, engine.parameter_checksums())
+        sink.commit(1, engine.parameters().checksums())
 
 
-def test_wrong_shapes_names_and_gaps_are_named(engine: FsdpEngine) -> None:
+def test_wrong_shapes_names_and_gaps_are_named(engine: Engine) -> None:
     with pytest.raises(WeightSyncError, match=r"has shape \(61, 32\), the model wants \(61, 64\)"):
-        gather_into(engine, store(hidden_size=64), 1)
+        gather_into(engine.parameters(), store(hidden_size=64), 1)
     with pytest.raises(WeightSyncError, match=r"the model has no parameter '.*(q|k)_norm"):
-        gather_into(engine, store(name="llama", tie_word_embeddings=True), 1)
+        gather_into(engine.parameters(), store(name="llama", tie_word_embeddings=True), 1)
     sink = store()
     sink.begin(1)
     with pytest.raises(WeightSyncError, match=r"commit\(1\): 24 of 24 tensors did not arrive"):
-        sink.commit(1, engine.parameter_checksums())
+        sink.commit(1, engine.parameters().checksums())
 
 
 def _gathered(rank: int, world: int, lone: bool) -> SyncReport | None:
-    engine = make_engine(init_device_mesh("cpu", (world,), mesh_dim_names=("dp",)))
+    engine = tiny_engine(init_device_mesh("cpu", (world,), mesh_dim_names=("dp",)))
     if lone and rank == 1:
-        gather_along(engine, 5000, "bfloat16")
-        engine.parameter_checksums("bfloat16")  # as the other rank does below
+        gather_along(engine.parameters(), 5000, "bfloat16")
+        engine.parameters().checksums("bfloat16")  # as the other rank does below
         return None
     sink = Keeping()
-    report = gather_into(engine, sink, 3, 5000, dtype="bfloat16", processes=2)
+    report = gather_into(engine.parameters(), sink, 3, 5000, dtype="bfloat16", processes=2)
     expected = dict(build_model(source(), torch.float32).named_parameters())
     assert all(torch.equal(sink.tensors[n], t.bfloat16()) for n, t in expected.items())
-    assert engine.parameter_checksums("bfloat16") == {n: checksum(t) for n, t in sink.tensors.items()}
+    assert engine.parameters().checksums("bfloat16") == {n: checksum(t) for n, t in sink.tensors.items()}
     return report
 
 
@@ -132,8 +132,8 @@ LAYOUTS: list[dict[str, int]] = [{}, {"context": 2}, {"tensor": 2}, {"replicate"
 def _accounts(rank: int, world: int) -> list[tuple[int, int, int]]:
     out = []
     for sizes in LAYOUTS:
-        engine = make_engine(layout(world, **sizes)[0], source(vocab_size=64))
-        report = gather_into(engine, Keeping(), 1, 4096)
+        engine = tiny_engine(layout(world, **sizes)[0], source(vocab_size=64))
+        report = gather_into(engine.parameters(), Keeping(), 1, 4096)
         out.append((report.bytes_moved, report.bytes_needed, report.peak_bytes))
     return out
 

@@ -3,7 +3,7 @@
 As in `fused`, a module is replaced by what it *does*: only if its output on random input equals the formula
 that the kernel computes. Everything else keeps transformers' code. The rotation stays there too (Liger takes
 it from a module's globals, of every model of the process), and so do logits: log-probs are computed in
-chunks (`rondo.training.head`), with any gradient behind them.
+chunks (`rondo.training.torch_backend.head`), with any gradient behind them.
 """
 
 from __future__ import annotations

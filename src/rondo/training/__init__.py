@@ -1,9 +1,8 @@
-"""The training engine: Hugging Face causal LMs under FSDP2 on any number of ranks. It knows no algorithm and
-no sampler.
-"""
+"""The training engine: the verbs, over a framework that computes. It knows no algorithm and no sampler."""
 
-from rondo.training.engine import FsdpEngine
+from rondo.training.backend import OptimizerStats
+from rondo.training.engine import Engine
 from rondo.training.loss import Loss
-from rondo.training.optimizer import OptimizerStats, lr_ratio
+from rondo.training.make import make_engine
 
-__all__ = ["FsdpEngine", "Loss", "OptimizerStats", "lr_ratio"]
+__all__ = ["Engine", "Loss", "OptimizerStats", "make_engine"]

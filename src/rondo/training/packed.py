@@ -68,6 +68,8 @@ class PackedRows:
     """int64 [Q, 2]: (row of the B, document) of whatever a row consists of; a shared prompt is in several."""
     after: torch.Tensor | None = None
     """int64 [M]: the positions of the response tokens themselves; of full documents only."""
+    topk: torch.Tensor | int | None = None
+    """Where wide outputs are: at these ids [M, K], or at so many of the likeliest; None: there are none."""
 
 
 def plan_passes(batch: Batch, family: Family, token_budget: int, full: bool = False) -> list[np.ndarray]:

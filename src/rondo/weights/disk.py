@@ -48,7 +48,7 @@ def write_weights(
 
     Replaces the same version of an earlier attempt. Raises WeightSyncError where the disk refuses.
     """
-    checksums, layout = source.parameter_checksums(dtype), source.layout(dtype)
+    checksums, layout = source.checksums(dtype), source.layout(dtype)
     final = version_folder(folder, version)
     temporary = final.with_name(f".{final.name}.{os.getpid()}.tmp")
     error: OSError | None = None
@@ -56,7 +56,7 @@ def write_weights(
         error = _tried(lambda: _empty(temporary))
     writer = _PartWriter(temporary, bucket_bytes, checksums)
     with Activity("writing weights", bound=False, in_bytes=True):
-        for name, tensor in source.gathered_parameters(bucket_bytes, dtype):  # all ranks to the end
+        for name, tensor in source.gathered(bucket_bytes, dtype):  # all ranks to the end
             if leader and error is None:
                 error = _tried(partial(writer.add, name, tensor))
             progress(tensor.nbytes, of=layout.num_bytes)

@@ -25,11 +25,11 @@ def gather_into(
     where those are larger), never a second copy. dtype: to send them in, cast on each rank before anything
     moves. processes: how many engines behind the sink have processes of their own.
     """
-    checksums = source.parameter_checksums(dtype)
+    checksums = source.checksums(dtype)
     layout = source.layout(dtype)
     with Activity("gathering weights", in_bytes=True):
         sink.begin(version)
-        for name, tensor in source.gathered_parameters(bucket_bytes, dtype):
+        for name, tensor in source.gathered(bucket_bytes, dtype):
             sink.receive(name, tensor)
             progress(tensor.nbytes, of=layout.num_bytes)
             del tensor  # or it would be held while the next one is gathered
@@ -50,9 +50,9 @@ def gather_into(
 
 def gather_along(source: WeightSource, bucket_bytes: int, dtype: str | None) -> None:
     """The part of a trainer's rank that has no engine beside it in the others' `gather_into`."""
-    source.parameter_checksums(dtype)
+    source.checksums(dtype)
     with Activity("gathering weights", in_bytes=True):
-        for _, tensor in source.gathered_parameters(bucket_bytes, dtype):
+        for _, tensor in source.gathered(bucket_bytes, dtype):
             progress(tensor.nbytes)
 
 

@@ -6,6 +6,7 @@ Both ends are seen through small protocols, so that this package knows neither t
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -20,15 +21,33 @@ Sent = Literal["merged", "all", "adapters"]
 
 
 class WeightSource(Protocol):
-    """A trainer's side. dtype: of the wire, as torch names it; None: as the parameters are."""
+    """A trainer's side: its parameters under Hugging Face names, tied ones once, frozen ones too. dtype: of
+    the wire, as torch names it; None: as the parameters are.
+    """
 
-    def layout(self, dtype: str | None = None) -> Layout: ...
+    def layout(self, dtype: str | None = None) -> Layout:
+        """Says which rank of the world holds which box of which parameter."""
+        ...
 
-    def gathered_parameters(
-        self, bucket_bytes: int, dtype: str | None = None
-    ) -> Iterator[tuple[str, torch.Tensor]]: ...
+    def local(self) -> AbstractContextManager[Mapping[str, torch.Tensor]]:
+        """Inside, this rank's part of each parameter, as `layout` says, on the device: the storage itself
+        where there is one. Collective where adapters are merged.
+        """
+        ...
 
-    def parameter_checksums(self, dtype: str | None = None) -> Mapping[str, int]: ...
+    def gathered(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields full tensors. Collective: every rank must run through all of it.
+
+        At most `bucket_bytes` (or one tensor) exist beside the shards; on one rank, in their own dtype, the
+        tensors are the storage itself.
+        """
+        ...
+
+    def checksums(self, dtype: str | None = None) -> Mapping[str, int]:
+        """Returns the checksums (`rondo.weights.checksum`) of the full tensors, without gathering them.
+        Collective.
+        """
+        ...
 
 
 class WeightSink(Protocol):

@@ -20,7 +20,7 @@ from rondo.errors import TrainError
 from rondo.models.context import Context
 from rondo.models.source import ModelSource
 from rondo.roles import ROLES
-from rondo.training import FsdpEngine, Loss
+from rondo.training import Loss, make_engine
 from rondo.training.measuring import equal_rows, metrics_of
 from rondo.training.views import Views
 from rondo.types import StepStats
@@ -78,7 +78,7 @@ class ModelWorker(Worker):
         losses: dict[str, Loss] | None = None,
     ) -> None:
         super().__init__(context)
-        self.engine = FsdpEngine(
+        self.engine = make_engine(
             source,
             engine,
             optimizer,
@@ -201,10 +201,7 @@ class ActorWorker(EstimatingWorker, SendsWeights, WritesRows, ModelWorker):
         """Adds ref_log_probs: under the model without its adapters, which is the reference. Raises TrainError
         where it has none.
         """
-        adapters = self.engine.adapters
-        if adapters is None:
-            raise TrainError("the actor has no adapters to take off: without actor.lora its start is gone")
-        with adapters.off():
+        with self.engine.without_adapters():
             return self.engine.forward(batch, {"log_probs": "ref_log_probs"})
 
     @dispatch("split", reads=("rollout_log_probs",), writes=("old_log_probs",))

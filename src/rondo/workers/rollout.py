@@ -34,7 +34,6 @@ from rondo.rewards import Scorer
 from rondo.rollout import EngineSpec
 from rondo.rollout.in_process import InProcessEngine
 from rondo.rollout.protocol import OnTokens
-from rondo.training.adapters import sent
 from rondo.types import (
     SCORED,
     Completion,
@@ -173,7 +172,7 @@ class RolloutWorker(ReceivesWeights, Worker):
             engine.set_version(version)
             return SyncReport(version, len(parameters), 0)
         report = gather_into(
-            sent(trainer, what),
+            trainer.parameters(what),
             self.replicas.sink(what),
             version,
             self._bucket_bytes,

@@ -16,8 +16,7 @@ from rondo.activity import Activity, progress
 from rondo.batch import ROW_ID, Batch, ragged_rows
 from rondo.controller import WorkerContext, dispatch
 from rondo.errors import ReplicaLostError, RolloutError, WeightSyncError
-from rondo.training import FsdpEngine
-from rondo.training.adapters import sent
+from rondo.training import Engine
 from rondo.types import GenerateRequest, SamplingParams
 from rondo.weights.checksum import checksum
 from rondo.weights.disk import read_weights, remove_weights, write_weights
@@ -70,12 +69,12 @@ class _Transfers:
 class SendsWeights(_Transfers):
     """The trainer's end."""
 
-    engine: FsdpEngine
+    engine: Engine
 
     @dispatch("broadcast")
     def weight_layout(self, dtype: str, what: Sent = "merged") -> Layout:
         """Says who holds what of the parameters, as they are sent: in `dtype`."""
-        return sent(self.engine, what).layout(dtype)
+        return self.engine.parameters(what).layout(dtype)
 
     @dispatch("per_rank")
     def send_weights(self, *, version: int, what: Sent = "merged") -> SendReport:
@@ -83,8 +82,8 @@ class SendsWeights(_Transfers):
         `receive_weights`. A receiver that goes away is reported, and the others are served.
         """
         transfer = _prepared(self._transfer)
-        source = sent(self.engine, what)
-        with source.named_shards() as shards, Activity("sending weights", in_bytes=True):
+        source = self.engine.parameters(what)
+        with source.local() as shards, Activity("sending weights", in_bytes=True):
             piece = piece_of(transfer.source, shards)
             return send(transfer, version, piece, self.context.device, self._own)
 
@@ -94,7 +93,7 @@ class SendsWeights(_Transfers):
     ) -> SyncReport:
         """Writes `version` to disk and removes the ones before it. Collective; rank 0 writes."""
         path, leader = Path(folder), self.context.rank == 0
-        source = sent(self.engine, what)
+        source = self.engine.parameters(what)
         report = write_weights(source, path, version, bucket_bytes, dtype=dtype, leader=leader)
         if leader:
             remove_weights(path, keep=version)
@@ -103,12 +102,12 @@ class SendsWeights(_Transfers):
     @dispatch("broadcast")
     def gather_along(self, bucket_bytes: int, dtype: str, what: Sent = "merged") -> None:
         """Takes part in the gathering of ranks that have an engine beside them (`load_weights`)."""
-        gather_along(sent(self.engine, what), bucket_bytes, dtype)
+        gather_along(self.engine.parameters(what), bucket_bytes, dtype)
 
     @dispatch("broadcast")
-    def parameter_checksums(self, dtype: str, what: Sent = "merged") -> dict[str, int]:
+    def parameter_checksums(self, dtype: str, what: Sent = "merged") -> Mapping[str, int]:
         """Returns the checksums of the parameters in `dtype`, by checkpoint name. Collective."""
-        return sent(self.engine, what).parameter_checksums(dtype)
+        return self.engine.parameters(what).checksums(dtype)
 
 
 class ReceivesWeights(_Transfers):

@@ -39,8 +39,8 @@ from rondo.models.source import ModelSource
 from rondo.rollout import check_engine, check_engine_adapters, check_engine_model
 from rondo.trainers.commands.recipe import beside_recipe, run_dir
 from rondo.trainers.program import model_source, open_tokenizer, placement_of, section_at, source_of
-from rondo.training.head import check_fused
-from rondo.training.routing import check_router
+from rondo.training.torch_backend.head import check_fused
+from rondo.training.torch_backend.routing import check_router
 
 
 def check_backend(config: Config) -> None:

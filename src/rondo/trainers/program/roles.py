@@ -25,7 +25,7 @@ from rondo.models.value_head import FILE as VALUE_HEAD_FILE
 from rondo.planning import Placement, SameDevices, plan_placement
 from rondo.roles import REWARD_MODEL, ROLES, ROLLOUT, Role
 from rondo.training import Loss
-from rondo.training.axes import check_axes, exchanges_tokens
+from rondo.training.torch_backend.axes import check_axes, exchanges_tokens
 from rondo.workers import ModelWorker, runs_in_own_process
 
 EXPORT_OF_ONE = "name the export folder of `rondo reward-model`"

@@ -1,5 +1,5 @@
 """Log-probs and entropies whose logits exist only as tiles in registers: kernels in triton, for CUDA
-(`logits_bytes: null`). Equal to the chunks of `rondo.training.head`, whose docstrings have the formulas.
+(`logits_bytes: null`). Equal to the chunks of `torch_backend.head`, whose docstrings have the formulas.
 
     kernel               a program has              and writes
     _read_kernel         rows, a part of the tokens a row's largest logit and sums of that part

@@ -20,13 +20,13 @@ from rondo.models.nf4 import check_nf4
 from rondo.models.source import ModelSource
 from rondo.models.stored import StoredModel, materialise
 from rondo.models.value_head import replace_lm_head
-from rondo.training.adapters import Adapters
-from rondo.training.axes import check_axes, heads_here
-from rondo.training.head import TokenModel, check_fused, check_head
 from rondo.training.packed import PackedLayout
-from rondo.training.parallel import parallelise
-from rondo.training.routing import Routing, check_router
-from rondo.training.sharding import shard_model
+from rondo.training.torch_backend.adapters import Adapters
+from rondo.training.torch_backend.axes import check_axes, heads_here
+from rondo.training.torch_backend.head import TokenModel, check_fused, check_head
+from rondo.training.torch_backend.parallel import parallelise
+from rondo.training.torch_backend.routing import Routing, check_router
+from rondo.training.torch_backend.sharding import shard_model
 from rondo.training.views import Views
 
 _log = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ def build_sharded(
         check_head(lm, family.logits)
         if engine.logits_bytes is None:
             check_fused(device, compute_dtype)
-    adapters = None if lora is None else Adapters(lm, lora, source.seed, device)
+    adapters = None if lora is None else Adapters(lm, lora, source, device)
     attention = fitting(source.attention, lm.config)
     heads, context = heads_here(text, sizes), views.context
     model = TokenModel(

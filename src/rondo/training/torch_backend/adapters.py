@@ -5,9 +5,9 @@ merged, as generation engines and exports get them: under the model's own names.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from rondo.config.schema import LoraConfig
-from rondo.errors import CheckpointError, ConfigError, TrainError
+from rondo.errors import CheckpointError, ConfigError
 from rondo.models.lora import (
     Adapter,
     adapter_name,
@@ -29,15 +29,13 @@ from rondo.models.lora import (
     write_adapter,
 )
 from rondo.models.nf4 import QuantisedLinear
+from rondo.models.source import ModelSource
 from rondo.training.export import VALUE_HEAD
-from rondo.training.sharding import LocalRows, checksums_of, gather_buckets, layout_of, wire_dtypes
+from rondo.training.gathering import checksums_of, gather_buckets
+from rondo.training.torch_backend.parameters import LocalRows, layout_of, wire_dtypes
 from rondo.training.views import Views
 from rondo.weights.checksum import checksum, combine, signed
-from rondo.weights.layout import Box, Layout
-from rondo.weights.sync import Sent
-
-if TYPE_CHECKING:
-    from rondo.training.engine import FsdpEngine
+from rondo.weights.layout import Box
 
 BASE = "base.checksum"  # in the state: of the model that the adapters belong to
 _BUCKET_BYTES = 256 << 20
@@ -48,12 +46,15 @@ Held = tuple[str, torch.Tensor, Box, tuple[int, ...]]  # as of `boxes_here`
 class Adapters:
     """The adapters of one engine's model, which alone learn (with a value head)."""
 
-    def __init__(self, model: PreTrainedModel, config: LoraConfig, seed: int, device: torch.device) -> None:
+    def __init__(
+        self, model: PreTrainedModel, config: LoraConfig, source: ModelSource, device: torch.device
+    ) -> None:
         """Puts them into the model. Raises ConfigError, DataError (`models.lora`)."""
         self.config = config
         self._model = model
+        self._base = source.path
         self.quantised = quantise_base(model, config, device)
-        self._adapters = add_adapters(model, config, seed, device)
+        self._adapters = add_adapters(model, config, source.seed, device)
         self._base_checksum: torch.Tensor | None = None
 
     @staticmethod
@@ -142,17 +143,15 @@ class Adapters:
         path: str,
         factors: Mapping[str, DTensor],
         shards: Mapping[str, DTensor],
-        base: str | None,
         views: Views,
     ) -> None:
         """Writes a folder that peft loads, and reads it again to compare. Collective; the first rank writes.
-
-        base: the model's folder or hub id, as peft notes it. Raises CheckpointError.
+        Raises CheckpointError.
         """
         tensors, base_checksum = self._whole(factors, views), int(self.base_checksum(shards, views))
         if dist.get_rank(views.everyone) != 0:
             return
-        write_adapter(Path(path), tensors, self.config, base, base_checksum)
+        write_adapter(Path(path), tensors, self.config, self._base, base_checksum)
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         for name, read in read_adapter(path, self.config, shapes).items():
             if checksum(read) != checksum(tensors[name]):
@@ -217,62 +216,3 @@ class MergedRows(BaseRows):
         rows, columns = self._views.spec_of(shard).box(shape, dist.get_rank()).slices(Box.whole(shape))
         # In float32: rounded once, to what is sent.
         return own.to(a.dtype) + adapter.delta(a, b, rows, columns)
-
-
-def sent(engine: FsdpEngine, what: Sent) -> FsdpEngine | Unmerged:
-    """Returns what has the names, layout and checksums of a sync that sends this. Raises TrainError for A and
-    B of a model without adapters.
-    """
-    if what == "merged":
-        return engine
-    if engine.adapters is None:
-        raise TrainError(f"there are no adapters to send ({what}): the model has none")
-    return Unmerged(engine, base=what == "all")
-
-
-class Unmerged:
-    """An engine's side of a sync (`weights.sync.WeightSource`) that sends A and B as they are, in their own
-    dtype, after the model's own weights (base) or alone.
-    """
-
-    def __init__(self, engine: FsdpEngine, *, base: bool) -> None:
-        self._engine = engine
-        self._base = base
-
-    def layout(self, dtype: str | None = None) -> Layout:
-        """See `FsdpEngine.layout`."""
-        return layout_of(self._shards(), self._engine.views, self._wire(dtype))
-
-    def gathered_parameters(
-        self, bucket_bytes: int, dtype: str | None = None
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `FsdpEngine.gathered_parameters`."""
-        with self._engine.on_device():
-            rows = self._rows()
-            yield from gather_buckets(self.layout(dtype), rows, self._engine.views.everyone, bucket_bytes)
-        self._engine._release_memory()
-
-    @contextmanager
-    def named_shards(self) -> Iterator[Mapping[str, torch.Tensor]]:
-        """See `FsdpEngine.named_shards`."""
-        with self._engine.on_device():
-            yield self._rows()
-
-    def parameter_checksums(self, dtype: str | None = None) -> dict[str, int]:
-        """See `FsdpEngine.parameter_checksums`."""
-        with self._engine.on_device():
-            return checksums_of(self.layout(dtype), self._rows(), self._engine.views.everyone)
-
-    def _shards(self) -> dict[str, DTensor]:
-        """Returns what is sent, as it lies now."""
-        base = self._engine._shards if self._base else {}
-        return base | self._engine._factors
-
-    def _rows(self) -> BaseRows:
-        assert self._engine.adapters is not None
-        return self._engine.adapters.rows(self._shards())
-
-    def _wire(self, dtype: str | None) -> dict[str, str]:
-        lm = self._engine._model.lm
-        own = wire_dtypes(lm, self._engine._factors, None)
-        return wire_dtypes(lm, self._shards(), dtype) | own

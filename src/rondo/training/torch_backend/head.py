@@ -53,15 +53,13 @@ class TokenModel(torch.nn.Module):
         self.vocabulary = vocabulary
         self._checked = False
 
-    def forward(
-        self, packed: PackedRows, outputs: tuple[str, ...], topk: torch.Tensor | int | None = None
-    ) -> dict[str, torch.Tensor]:
+    def forward(self, packed: PackedRows, outputs: tuple[str, ...]) -> dict[str, torch.Tensor]:
         """Returns `outputs`, names out of LM_OUTPUTS or VALUE_OUTPUTS, as the head is, as [M] in at least
         float32. Raises TrainError for a name that is not among them.
 
-        Without outputs only the hidden states are computed, for what is watched on the way (`Routing`). topk:
-        for the wide outputs topk_log_probs and topk_ids [M, K]: ids [M, K], or how many of the
-        likeliest. values are those before each response token, scores those after it (full documents).
+        Without outputs only the hidden states are computed, for what is watched on the way (`Routing`).
+        topk_log_probs and topk_ids are wide, [M, K], where `PackedRows.topk` says. values are those before
+        each response token, scores those after it (full documents).
         """
         known = LM_OUTPUTS if self.value_head is None else VALUE_OUTPUTS
         for name in outputs:
@@ -72,17 +70,16 @@ class TokenModel(torch.nn.Module):
             return {}
         context = None if packed.documents is None else packed.documents.context
         if context is not None:
-            return self._divided(hidden, packed, outputs, topk, context)
+            return self._divided(hidden, packed, outputs, context)
         if self.value_head is not None:
             return self._values(hidden, {name: _where(name, packed) for name in outputs})
-        return self._of_logits(hidden, packed.positions, packed.targets, outputs, topk)
+        return self._of_logits(hidden, packed.positions, packed.targets, outputs, packed.topk)
 
     def _divided(
         self,
         hidden: torch.Tensor,
         packed: PackedRows,
         outputs: tuple[str, ...],
-        topk: torch.Tensor | int | None,
         context: Context,
     ) -> dict[str, torch.Tensor]:
         """Computes outputs where ranks divide the tokens: each at its own, then gathered on all of them."""
@@ -95,7 +92,7 @@ class TokenModel(torch.nn.Module):
         # A rank that has none computes one, of which nothing is kept: it takes part in the backward pass.
         at = one.own if len(one.own) else torch.zeros(1, dtype=torch.int64, device=hidden.device)
         local = one.local if len(one.own) else at
-        topk = topk[at] if isinstance(topk, torch.Tensor) else topk
+        topk = packed.topk[at] if isinstance(packed.topk, torch.Tensor) else packed.topk
         own = self._of_logits(hidden, local, packed.targets[at], outputs, topk)
         return {name: one.gathered(values[: len(one.own)]) for name, values in own.items()}
 
@@ -202,7 +199,7 @@ def token_log_probs(
     if isinstance(weight, DTensor):  # this rank's part of it
         weight, bias = weight.to_local(), bias.to_local() if isinstance(bias, DTensor) else bias
     if chunk_bytes is None:
-        from rondo.training.fused_head import fused_log_probs  # needs triton
+        from rondo.training.torch_backend.fused_head import fused_log_probs  # needs triton
 
         fused = fused_log_probs(hidden, weight, bias, targets, transform, temperature, vocabulary)
         return {name: fused[name] for name in outputs}

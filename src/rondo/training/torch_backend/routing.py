@@ -20,50 +20,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import pyarrow as pa
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from rondo.batch import Batch, ragged_rows
-from rondo.columns import PROMPT_ROUTED, ROUTED
+from rondo.batch import Batch
 from rondo.config.schema import ActorRouterConfig, RouterConfig
 from rondo.errors import ConfigError
 from rondo.models.context import Context
 from rondo.models.routers import Router, Told, affinities, routers_of, shape_of_routes, why_not_replayed
-from rondo.training.activations import TILE_START
+from rondo.training.backend import ExpertLoad
 from rondo.training.packed import PackedRows
+from rondo.training.passes import Recorded
+from rondo.training.torch_backend.activations import TILE_START
 from rondo.training.views import Views
-from rondo.types import RouteShape, StepStats
-
-
-@dataclass(frozen=True)
-class ExpertLoad:
-    """How one optimizer step's tokens were spread over experts, on all ranks; means over the layers."""
-
-    largest: float
-    """Tokens of the busiest expert, over what each would have at equal shares."""
-    idle: float
-    """The share of experts that got no token."""
-    balance: float | None
-    """The balancing loss, without its weight; None: there is none."""
-    replayed: float | None
-    """The share of choices (of a token in a layer) that were known, and replayed; None: nothing is."""
-    rerouted: float | None
-    """The share of these that would have been others now; None: there are none."""
-
-    def metrics(self, prefix: str) -> StepStats:
-        """Returns the numbers as metrics of a role."""
-        stats = StepStats()
-        stats.add_mean(f"{prefix}/expert_load_max", self.largest)
-        stats.add_mean(f"{prefix}/experts_idle", self.idle)
-        if self.balance is not None:
-            stats.add_mean(f"{prefix}/balance_loss", self.balance)
-        if self.replayed is not None:
-            stats.add_mean(f"{prefix}/replayed", self.replayed)
-        if self.rerouted is not None:
-            stats.add_mean(f"{prefix}/rerouted", self.rerouted)
-        return stats
 
 
 class Routing:
@@ -269,31 +239,6 @@ class _Seen:
     told: torch.Tensor
     counts: torch.Tensor | float = 0.0
     balance: torch.Tensor | float = 0.0
-
-
-class Recorded:
-    """The routes of a batch's rows, as they come pass by pass."""
-
-    def __init__(self, batch: Batch, shape: RouteShape) -> None:
-        self._dtype = shape.dtype
-        self._prompts = batch.lengths("prompt_ids")
-        nothing = shape.padded(None, 0)
-        self._before = [nothing] * len(batch)
-        self._after = [nothing] * len(batch)
-
-    def add(self, packed: PackedRows, routes: torch.Tensor) -> None:
-        """routes: int64 [N, W], of all tokens of the pass."""
-        flat, positions = routes.cpu().numpy().astype(self._dtype), packed.positions.cpu().numpy()
-        ends = packed.cu_seqlens.cpu().numpy()
-        for row, start, stop in zip(packed.rows, ends[:-1], ends[1:], strict=False):
-            last = positions[start]  # of the prompt, which lies before it as a whole
-            self._before[row] = flat[last + 1 - self._prompts[row] : last]
-            self._after[row] = flat[positions[start:stop]]
-
-    def columns(self) -> dict[str, pa.ListArray]:
-        """Returns them as columns of the batch; rows without response tokens have none."""
-        both = ((PROMPT_ROUTED, self._before), (ROUTED, self._after))
-        return {name: ragged_rows(rows, self._dtype) for name, rows in both}
 
 
 class _Pass:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -15,29 +14,13 @@ from torch.distributed.tensor import DTensor
 
 from rondo.config.schema import OptimizerConfig, ScheduleConfig
 from rondo.errors import ConfigError
-from rondo.training.adamw_8bit import AdamW8bit, moments_8bit, shape_of
-from rondo.training.routing import ExpertLoad
-from rondo.training.sharding import as_shard, local_of, moved
+from rondo.training.backend import OptimizerStats
+from rondo.training.shards import as_shard, local_of, moved
+from rondo.training.torch_backend.adamw_8bit import AdamW8bit, moments_8bit, shape_of
 from rondo.training.views import Views
 
 STEP = "step"  # what torch's optimizers call the counter that each parameter has beside its moments
 BLOCK_BYTES = 1 << 30  # of moments that come to the device at one time
-
-
-@dataclass(frozen=True)
-class OptimizerStats:
-    """What one step did."""
-
-    grad_norm: float
-    """Of all ranks together, before clipping; not finite exactly when the step was skipped."""
-
-    skipped: bool
-
-    lr: float
-    """The learning rate of this step."""
-
-    experts: ExpertLoad | None = None
-    """How a mixture's tokens were spread."""
 
 
 class ShardedAdamW:

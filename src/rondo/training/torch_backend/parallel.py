@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from rondo.config.schema import ParallelConfig
 from rondo.models.lora import base_name, parts_of_adapted
-from rondo.training.axes import LINEAR_STYLES, dense_plan, expert_plan, num_experts, refused
+from rondo.training.torch_backend.axes import LINEAR_STYLES, dense_plan, expert_plan, num_experts, refused
 from rondo.training.views import EXPERT, Views
 
 

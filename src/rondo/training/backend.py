@@ -1,0 +1,149 @@
+"""What a framework has to bring so that an `Engine` trains with it: one model, and its optimizer, on this
+rank. The unit is all micro-batches of a verb, because pipelines own that loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from transformers import PreTrainedConfig
+
+from rondo.batch import Batch
+from rondo.models.names import Parts
+from rondo.training.checkpoint import State
+from rondo.training.packed import PackedLayout, PackedRows
+from rondo.training.passes import Passes, Recorded
+from rondo.training.views import Views
+from rondo.types import StepStats
+from rondo.weights.sync import Sent, WeightSource
+
+# Is handed each micro-batch with its outputs [M]; returns what is minimised, a sum, where there is a backward
+# pass.
+Use = Callable[[PackedRows, Mapping[str, torch.Tensor]], torch.Tensor | None]
+
+
+@dataclass(frozen=True)
+class ExpertLoad:
+    """How one optimizer step's tokens were spread over experts, on all ranks; means over the layers."""
+
+    largest: float
+    """Tokens of the busiest expert, over what each would have at equal shares."""
+    idle: float
+    """The share of experts that got no token."""
+    balance: float | None
+    """The balancing loss, without its weight; None: there is none."""
+    replayed: float | None
+    """The share of choices (of a token in a layer) that were known, and replayed; None: nothing is."""
+    rerouted: float | None
+    """The share of these that would have been others now; None: there are none."""
+
+    def metrics(self, prefix: str) -> StepStats:
+        """Returns the numbers as metrics of a role."""
+        stats = StepStats()
+        stats.add_mean(f"{prefix}/expert_load_max", self.largest)
+        stats.add_mean(f"{prefix}/experts_idle", self.idle)
+        if self.balance is not None:
+            stats.add_mean(f"{prefix}/balance_loss", self.balance)
+        if self.replayed is not None:
+            stats.add_mean(f"{prefix}/replayed", self.replayed)
+        if self.rerouted is not None:
+            stats.add_mean(f"{prefix}/rerouted", self.rerouted)
+        return stats
+
+
+@dataclass(frozen=True)
+class OptimizerStats:
+    """What one step did."""
+
+    grad_norm: float
+    """Of all ranks together, before clipping; not finite exactly when the step was skipped."""
+
+    skipped: bool
+
+    lr: float
+    """The learning rate of this step."""
+
+    experts: ExpertLoad | None = None
+    """How a mixture's tokens were spread."""
+
+
+class Backend(Protocol):
+    """Everything an engine knows of a framework."""
+
+    hf_config: PreTrainedConfig
+    """The model's, as transformers has it."""
+    device: torch.device
+    """Where the model computes."""
+    views: Views
+    """The ranks."""
+    packing: PackedLayout
+    """How rows are laid out for the model."""
+    parts: Parts
+    """Of which tensors of a checkpoint the model's parameters are made."""
+
+    def run(
+        self,
+        passes: Passes,
+        outputs: tuple[str, ...],
+        use: Use,
+        *,
+        backward: bool = False,
+        recorded: Recorded | None = None,
+    ) -> None:
+        """Computes `outputs` of every micro-batch; with `backward` it adds the gradients, summed over
+        micro-batches and ranks, to what is there. recorded: gets the routes of a mixture. Collective.
+
+        Raises TrainError for outputs that the model's head does not have, or a backward pass of a frozen
+        model.
+        """
+        ...
+
+    def recorder(self, batch: Batch) -> Recorded | None:
+        """Returns what `run` fills with the routes of a batch's rows; None: the model is no mixture."""
+        ...
+
+    def step(self) -> OptimizerStats:
+        """Clips by the global norm, updates, and drops the gradients; a non-finite norm skips the update and
+        leaves weights and moments. Collective. Raises TrainError for a frozen model.
+        """
+        ...
+
+    def num_parameters(self) -> int:
+        """Returns the number of the whole model's parameters (adapters too); tied tensors count once."""
+        ...
+
+    def parameters(self, what: Sent) -> WeightSource:
+        """Returns what syncs and exports read. Raises TrainError for adapters of a model that has none."""
+        ...
+
+    def parameters_in_place(self) -> dict[str, torch.Tensor]:
+        """Returns the storage of the weights itself, by a checkpoint's names. Raises TrainError where it is
+        not whole and plain.
+        """
+        ...
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """Inside, the model is the one without its adapters. Raises TrainError where there are none."""
+        ...
+
+    def export_adapters(self, path: str) -> None:
+        """Writes a folder that peft loads, of a model with adapters. Collective. Raises CheckpointError."""
+        ...
+
+    def state(self) -> State:
+        """Returns all that a checkpoint holds, as tensors that share storage (not counters). Collective."""
+        ...
+
+    def loaded(self, state: State, path: str) -> None:
+        """`state` was filled from `path`: takes over what shares no storage. Raises CheckpointError where it
+        does not belong to this model.
+        """
+        ...
+
+    def on_device(self) -> AbstractContextManager[None]:
+        """Inside, parameters stay where the model computes; afterwards they rest where the config says."""
+        ...

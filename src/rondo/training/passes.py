@@ -1,0 +1,103 @@
+"""What goes through a model in one verb: micro-batches, as many on every rank. And what comes out beside the
+outputs: a mixture's routes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator
+
+import numpy as np
+import pyarrow as pa
+import torch
+import torch.distributed as dist
+
+from rondo.activity import progress
+from rondo.batch import Batch, ragged_rows
+from rondo.columns import PROMPT_ROUTED, ROUTED, TOPK_IDS
+from rondo.training.packed import (
+    PackedLayout,
+    PackedRows,
+    dummy,
+    expand_columns,
+    pack,
+    plan_passes,
+    sequences_of,
+)
+from rondo.types import RouteShape
+
+
+class Passes:
+    """The micro-batches of one verb on this rank; they can be gone through more than once. A rank that has
+    fewer than the busiest one has dummies at the end: one token, of weight 0.
+    """
+
+    def __init__(
+        self,
+        batch: Batch,
+        # What is computed of them.
+        outputs: Collection[str],
+        packing: PackedLayout,
+        token_budget: int,
+        # Of all ranks.
+        group: dist.ProcessGroup,
+        # The wide outputs are at the k likeliest tokens; None: at those of column teacher_topk_ids.
+        k: int | None = None,
+    ) -> None:
+        """Collective. Raises DataError, TrainError (`plan_passes`)."""
+        self._batch = batch
+        self._packing = packing
+        self._full = "scores" in outputs
+        self._k = k
+        self._from_column = k is None and "topk_log_probs" in outputs
+        self._plan = plan_passes(batch, packing.family, token_budget, self._full)
+        self._number = len(self._plan)
+        if dist.get_world_size(group) > 1:
+            most = torch.tensor(self._number, device=packing.device)
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+            self._number = int(most)
+        self._prompts, self._responses = sequences_of(batch)
+
+    @property
+    def num_rows(self) -> int:
+        """Returns how many rows of this rank have a pass: those with response tokens."""
+        return int(np.count_nonzero(self._batch.lengths("response_ids")))
+
+    def __iter__(self) -> Iterator[PackedRows]:
+        for rows in self._plan:
+            progress(of=self._number)
+            prompts, responses = [self._prompts[row] for row in rows], [self._responses[row] for row in rows]
+            packed = pack(rows, prompts, responses, self._packing, self._full)
+            topk: torch.Tensor | int | None = self._k
+            if self._from_column:
+                topk = expand_columns(self._batch, [TOPK_IDS], packed, self._packing.dtype)[TOPK_IDS]
+            yield dataclasses.replace(packed, topk=topk)
+        for _ in range(len(self._plan), self._number):
+            progress(of=self._number)
+            topk = 1 if self._from_column else self._k
+            yield dataclasses.replace(dummy(self._packing, self._full), topk=topk)
+
+
+class Recorded:
+    """The routes of a batch's rows, as they come pass by pass."""
+
+    def __init__(self, batch: Batch, shape: RouteShape) -> None:
+        self._dtype = shape.dtype
+        self._prompts = batch.lengths("prompt_ids")
+        nothing = shape.padded(None, 0)
+        self._before = [nothing] * len(batch)
+        self._after = [nothing] * len(batch)
+
+    def add(self, packed: PackedRows, routes: torch.Tensor) -> None:
+        """routes: int64 [N, W], of all tokens of the pass."""
+        flat, positions = routes.cpu().numpy().astype(self._dtype), packed.positions.cpu().numpy()
+        ends = packed.cu_seqlens.cpu().numpy()
+        for row, start, stop in zip(packed.rows, ends[:-1], ends[1:], strict=False):
+            last = positions[start]  # of the prompt, which lies before it as a whole
+            self._before[row] = flat[last + 1 - self._prompts[row] : last]
+            self._after[row] = flat[positions[start:stop]]
+
+    def columns(self) -> dict[str, pa.ListArray]:
+        """Returns them as columns of the batch; rows without response tokens have none."""
+        both = ((PROMPT_ROUTED, self._before), (ROUTED, self._after))
+        return {name: ragged_rows(rows, self._dtype) for name, rows in both}

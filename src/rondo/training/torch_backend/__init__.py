@@ -1,0 +1,1 @@
+"""Hugging Face models under FSDP2, along tensor, expert and context too: see `training.backend`."""

@@ -1,0 +1,254 @@
+"""TorchBackend: a Hugging Face causal LM under FSDP2, along tensor, expert and context too, its adapters, and
+AdamW on what learns. One rank is the same code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from rondo.activity import Activity
+from rondo.batch import Batch
+from rondo.config.schema import EngineConfig, FrozenEngineConfig, OptimizerConfig, TorchBackendConfig
+from rondo.errors import TrainError
+from rondo.models.names import persistent_buffers
+from rondo.models.source import ModelSource
+from rondo.training.backend import OptimizerStats, Use
+from rondo.training.checkpoint import State
+from rondo.training.export import VALUE_HEAD
+from rondo.training.gathering import boxes_here
+from rondo.training.packed import PackedRows
+from rondo.training.passes import Passes, Recorded
+from rondo.training.shards import as_shard, local_of
+from rondo.training.torch_backend.adapters import BASE, Adapters
+from rondo.training.torch_backend.build import build_sharded
+from rondo.training.torch_backend.optimizer import ShardedAdamW
+from rondo.training.torch_backend.parameters import LocalRows, TorchParameters
+from rondo.training.torch_backend.routing import Routing
+from rondo.training.views import Views
+from rondo.weights.sync import Sent
+
+
+class TorchBackend:
+    """See `training.backend.Backend`."""
+
+    def __init__(
+        self,
+        source: ModelSource,
+        # Without `auto`.
+        engine: FrozenEngineConfig,
+        backend: TorchBackendConfig,
+        # None: a frozen model.
+        optimizer: OptimizerConfig | None,
+        *,
+        views: Views,
+        head: Literal["lm", "value"],
+        temperature: float,
+        total_optimizer_steps: int | None,
+        device: torch.device,
+    ) -> None:
+        self.device = device
+        self.views = views
+        self._offloads = engine.offload_params
+        built = build_sharded(
+            source,
+            engine,
+            backend,
+            views,
+            device,
+            head=head,
+            temperature=temperature,
+            trained=optimizer is not None,
+        )
+        self.model = built.model
+        self.units = built.units
+        self.parts = built.parts
+        self.packing = built.packing
+        self.adapters = built.adapters
+        self.routing = built.routing
+        self._held = False  # on the device, by `on_device`
+        self.hf_config = built.model.lm.config
+        self.named = {name.removeprefix("lm."): one for name, one in self.model.named_parameters()}
+        self._bind()
+        if built.stored is not None:
+            with Activity(f"reading {source.path}", bound=False):
+                held = boxes_here(self.parameters().layout(), LocalRows(self.shards))
+                boxes = (one for one in held if not one[0].startswith(VALUE_HEAD))
+                filled = boxes if self.adapters is None else self.adapters.filling(boxes)
+                built.stored.fill(filled, self.parts)
+        self.optimizer: ShardedAdamW | None = None
+        if optimizer is not None:
+            elsewhere = isinstance(engine, EngineConfig) and engine.offload_optimizer
+            resting = torch.device("cpu") if elsewhere and device.type != "cpu" else None
+            own, factors = Adapters.split(self.named)
+            learned = {name: one for name, one in (own | factors).items() if one.requires_grad}
+            self.optimizer = ShardedAdamW(learned, optimizer, total_optimizer_steps, views, resting)
+        if self.adapters is not None:
+            self.adapters.check_path(self.shards, views)
+        if device.type != "cpu":
+            self._rest()
+            self.release_memory()
+
+    # ---- passes and steps
+
+    def run(
+        self,
+        passes: Passes,
+        outputs: tuple[str, ...],
+        use: Use,
+        *,
+        backward: bool = False,
+        recorded: Recorded | None = None,
+    ) -> None:
+        """See `Backend.run`."""
+        if backward and self.optimizer is None:
+            raise TrainError("forward_backward on a frozen model: it was built without an optimizer")
+        with self.on_device(), torch.set_grad_enabled(backward):
+            if backward and self.routing is not None:
+                self._count_experts(passes, self.routing)
+            for packed in passes:
+                with self._routed(packed, counts=backward, recorded=recorded):
+                    total = use(packed, self.model(packed, outputs))
+                    if backward:
+                        assert total is not None
+                        total.backward()
+            for unit in self.units:  # gives back what the last pass left gathered
+                unit.reshard()
+
+    def recorder(self, batch: Batch) -> Recorded | None:
+        """See `Backend.recorder`."""
+        return None if self.routing is None else self.routing.recorded(batch)
+
+    def step(self) -> OptimizerStats:
+        """See `Backend.step`."""
+        if self.optimizer is None:
+            raise TrainError("optimizer_step on a frozen model: it was built without an optimizer")
+        with self.on_device():
+            stats = self.optimizer.step()
+            if self.routing is None:
+                return stats
+            return dataclasses.replace(stats, experts=self.routing.finish(skipped=stats.skipped))
+
+    def _routed(self, packed: PackedRows, **what: Any) -> contextlib.AbstractContextManager[None]:
+        """Has a mixture's routers know of the pass inside: see `Routing.during`."""
+        return contextlib.nullcontext() if self.routing is None else self.routing.during(packed, **what)
+
+    def _count_experts(self, passes: Passes, routing: Routing) -> None:
+        """Tells a mixture's routers of a mini-batch, in a forward pass of its own where they have to know all
+        of it.
+        """
+        routing.begin(passes.num_rows)
+        if routing.counts_first:
+            with torch.no_grad():
+                for packed in passes:
+                    with routing.during(packed, counts=True):
+                        self.model(packed, ())
+            routing.counted()
+
+    # ---- parameters
+
+    def num_parameters(self) -> int:
+        """See `Backend.num_parameters`."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    def parameters(self, what: Sent = "merged") -> TorchParameters:
+        """See `Backend.parameters`."""
+        return TorchParameters(self, what)
+
+    def parameters_in_place(self) -> dict[str, torch.Tensor]:
+        """See `Backend.parameters_in_place`."""
+        if self.views.size > 1 or (self.adapters is not None and self.adapters.quantised):
+            raise TrainError("parameters_in_place needs one rank, and plain weights: gather them")
+        return {name: shard.to_local().detach() for name, shard in self.shards.items()}
+
+    def without_adapters(self) -> contextlib.AbstractContextManager[None]:
+        """See `Backend.without_adapters`."""
+        if self.adapters is None:
+            raise TrainError("there are no adapters to take off: without lora the model's start is gone")
+        return self.adapters.off()
+
+    def export_adapters(self, path: str) -> None:
+        """See `Backend.export_adapters`."""
+        if self.adapters is not None:
+            with self.on_device():
+                self.adapters.export(path, self.factors, self.shards, self.views)
+
+    def _bind(self) -> None:
+        """Sees parameters, and buffers that are weights (every rank has them whole), as they lie now."""
+        mesh = self.views.dense
+        shards = {name: as_shard(one, local_of(one), mesh) for name, one in self.named.items()}
+        self.shards, self.factors = Adapters.split(shards)
+        for name, buffer in persistent_buffers(self.model.lm):
+            self.shards[name] = as_shard(buffer, buffer, mesh)
+
+    # ---- state
+
+    def state(self) -> State:
+        """See `Backend.state`. With adapters: of the parameters only those that learn."""
+        shards, state = self.shards, State()
+        if self.adapters is not None:
+            own = {name: shard for name, shard in shards.items() if self.adapters.learns(name)}
+            shards = own | self.factors
+            with self.on_device():
+                state[BASE] = self.adapters.base_checksum(self.shards, self.views).clone()
+        mesh = self.views.dense
+        state |= {f"model.{name}": as_shard(one, local_of(one), mesh) for name, one in shards.items()}
+        if self.optimizer is not None:
+            state |= {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state().items()}
+            state["optimizer.steps"] = self._common(state["optimizer.steps"])
+        return state
+
+    def _common(self, steps: torch.Tensor) -> torch.Tensor:
+        """Returns the counters as the ranks that have rows have them: a rank without rows of a parameter
+        never advances its counter.
+        """
+        steps = steps.to(self.device)
+        dist.all_reduce(steps, dist.ReduceOp.MAX, self.views.everyone)
+        return steps.cpu()
+
+    def loaded(self, state: State, path: str) -> None:
+        """See `Backend.loaded`."""
+        if self.adapters is not None:
+            self.adapters.check_loaded(state, path)
+        if self.optimizer is not None:
+            self.optimizer.load_steps(state["optimizer.steps"])
+
+    # ---- memory
+
+    def release_memory(self) -> None:
+        """Gives what torch's allocator keeps for later back to the device: a generation engine in another
+        process may need it.
+        """
+        if self.device.type == "cuda":
+            with torch.cuda.device(self.device):
+                torch.cuda.empty_cache()
+
+    @contextlib.contextmanager
+    def on_device(self) -> Iterator[None]:
+        """See `Backend.on_device`."""
+        if self.device.type == "cpu" or self._held:  # nothing ever moves; or nothing has to
+            yield
+            return
+        self._held = True
+        try:
+            self._move(self.device)
+            yield
+        finally:
+            self._held = False
+            self._rest()
+
+    def _rest(self) -> None:
+        if self._offloads:
+            self._move(torch.device("cpu"))
+
+    def _move(self, device: torch.device) -> None:
+        if next(iter(self.shards.values())).to_local().device != device:
+            self.model.to(device)
+            self._bind()
+            if self.optimizer is not None:  # its tensors share the storage that has just moved
+                self.optimizer.rebind()
