@@ -62,7 +62,10 @@ $(VENV)/.stamp-%: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 quickstart: $(VENV)/.stamp-quickstart
 	$(BIN)/rondo train quickstart trainer.seed=$(SEED) trainer.run_dir=runs/quickstart-$(SEED)
 
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
+# By file, in the order of their names: pytest-xdist would put files with few tests last, and the longest are
+# among them.
+BY_FILE = -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(BY_FILE)
 
 .PHONY: test
 test: $(VENV)/.stamp-dev
@@ -100,7 +103,7 @@ $(VENV_ENGINES)/.stamp-engines: constraints/engines.txt pyproject.toml
 test-engines: $(VENV_ENGINES)/.stamp-engines $(VENV)/.stamp-dev
 	@echo "$(CURDIR)/tests/engines/cpu" > \
 	  "$$($(VENV_ENGINES)/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/rondo_engines.pth"
-	OMP_NUM_THREADS=1 $(VENV_ENGINES)/bin/python -m pytest tests/engines -p no:hypothesispytest --maxfail 4 $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(VENV_ENGINES)/bin/python -m pytest tests/engines $(BY_FILE) -p no:hypothesispytest --maxfail 4 $(PYTEST_ARGS)
 	RONDO_ENGINE_PYTHON=$(VENV_ENGINES)/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/engines/test_elsewhere.py
 
 # Environments of other packages. Some pin what rondo's tests have in another version (mcp, openai), so that they get an
@@ -120,7 +123,7 @@ $(VENV_ENVIRONMENTS)/.stamp-environments: constraints/environments.txt pyproject
 
 .PHONY: test-environments
 test-environments: $(VENV_ENVIRONMENTS)/.stamp-environments
-	OMP_NUM_THREADS=1 $(VENV_ENVIRONMENTS)/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile \
+	OMP_NUM_THREADS=1 $(VENV_ENVIRONMENTS)/bin/python -m pytest $(BY_FILE) \
 	  tests/environments/packages $(PYTEST_ARGS)
 
 .PHONY: lint
