@@ -84,8 +84,8 @@ def one_pass(
     engine = make_engine(ModelSource(config=model), config, OptimizerConfig(), mesh=views, backend=backend)
     batch = batch if index == 0 else batch.take([])
     engine.forward_backward(batch, PolicyLoss())  # gradients are there from here on
-    known = [local_of(one) for one in engine.backend.named.values()]
-    known += [local_of(one.grad) for one in engine.backend.named.values() if one.grad is not None]
+    known = [local_of(one) for one in engine.backend.by_name.values()]
+    known += [local_of(one.grad) for one in engine.backend.by_name.values() if one.grad is not None]
     with Counted(known) as counted:
         engine.forward_backward(batch, PolicyLoss())
     return counted.peak

@@ -77,7 +77,7 @@ def measure(arguments: argparse.Namespace, case: dict[str, Any]) -> dict[str, fl
     )
     for _ in range(2):
         engine.forward_backward(batch, PolicyLoss())
-        gradients = [local_of(one.grad) for one in engine.backend.named.values() if one.grad is not None]
+        gradients = [local_of(one.grad) for one in engine.backend.by_name.values() if one.grad is not None]
         of_gradients = sum(gradient.nbytes for gradient in gradients)
         engine.optimizer_step()
     peak = process_usage().peak_memory_bytes - before
@@ -86,7 +86,7 @@ def measure(arguments: argparse.Namespace, case: dict[str, Any]) -> dict[str, fl
         engine.save(folder)
         written = sum(file.stat().st_size for file in Path(folder).iterdir())
     quantised = {} if engine.backend.adapters is None else engine.backend.adapters.quantised
-    weights = sum(local_of(one).untyped_storage().nbytes() for one in engine.backend.named.values())
+    weights = sum(local_of(one).untyped_storage().nbytes() for one in engine.backend.by_name.values())
     weights += sum(module.num_bytes() for module in quantised.values())
     moments = [local_of(tensor) for name, tensor in state.items() if name.startswith("optimizer.exp_avg")]
     found = {

@@ -242,15 +242,22 @@ def test_no_cycles_between_folders() -> None:
         visit(node, ())
 
 
-def test_the_training_engine_names_no_framework() -> None:
-    """What computes is behind `training.backend.Backend`: `make.py` alone knows who that is."""
+def test_who_names_a_framework_that_trains() -> None:
+    """What computes is behind `training.backend.Backend`: whoever makes an engine knows who that is, and the
+    checks before a run, of what a model and a device can do.
+    """
     named = {
-        path.name
-        for path in (PACKAGE / "training").glob("*.py")
+        name_of(path)
+        for path in SOURCES
         for module, _ in imports(path)
         if module.startswith(("rondo.training.torch_backend", "torch.distributed.fsdp", "peft", "megatron"))
+        if "torch_backend" not in path.parts and part(path) != "models"
     }
-    assert named == {"make.py"}
+    assert named == {
+        "rondo/training/make.py",
+        "rondo/trainers/commands/check_machine.py",
+        "rondo/trainers/program/roles.py",
+    }
 
 
 def test_rooms_import_downward() -> None:

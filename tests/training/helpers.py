@@ -130,7 +130,7 @@ def tiny_engine(
 
 def full_gradients(engine: Engine) -> dict[str, torch.Tensor]:
     """Every parameter's whole gradient (collective)."""
-    gradients = {name: parameter.grad for name, parameter in engine.backend.named.items()}
+    gradients = {name: parameter.grad for name, parameter in engine.backend.by_name.items()}
     return {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in gradients.items()}
 
 

@@ -133,7 +133,7 @@ def _on_ranks(rank: int, world: int) -> dict[str, dict[str, torch.Tensor]]:
         engine = tiny_engine(views, source(model), config=config, backend=backend)
         own = batch.take(balance(costs, count)[index])
         engine.forward_backward(own, PolicyLoss())
-        gradients = {key: local_of(one.grad) for key, one in engine.backend.named.items()}
+        gradients = {key: local_of(one.grad) for key, one in engine.backend.by_name.items()}
         gathered = gather_buckets(engine.parameters().layout(), gradients, dist.group.WORLD, 1 << 20)
         out[name] = {key: one.clone() for key, one in gathered}
     return out

@@ -190,7 +190,7 @@ def test_moments_that_rest_elsewhere_are_those_of_one_update(
     assert streamed.backend.optimizer is not None
     monkeypatch.setattr(streamed.backend.optimizer, "_resting", torch.device("cpu"))
     monkeypatch.setattr(optimizer_module, "BLOCK_BYTES", 30_000)
-    assert len(streamed.backend.optimizer._blocks(streamed.backend.named)) > 3
+    assert len(streamed.backend.optimizer._blocks(streamed.backend.by_name)) > 3
     moves = []
 
     def noted(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:

@@ -1,5 +1,5 @@
 """`training.backend.Backend` is enough: an engine over a framework that has nothing of ours (transformers, a
-row at a time, one rank) does what the engine over FSDP2 does.
+row at a time, one rank) does what the engine over the `torch` backend does.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM
 
-from rondo.batch import Batch
 from rondo.config.schema import EngineConfig, OptimizerConfig, TorchBackendConfig
 from rondo.errors import TrainError
 from rondo.models import ModelSource
@@ -23,15 +22,13 @@ from rondo.models.loading import load_model_config
 from rondo.training import Engine, OptimizerStats
 from rondo.training.backend import Backend, Use
 from rondo.training.checkpoint import State
-from rondo.training.packed import PackedLayout
+from rondo.training.packed import PackedLayout, heads_of
 from rondo.training.passes import Passes, Recorded
-from rondo.training.torch_backend.axes import heads_here
-from rondo.training.views import Views
 from rondo.weights.checksum import checksum
 from rondo.weights.gather import gather_into
 from rondo.weights.layout import Layout, Parameter
-from rondo.weights.sync import Sent
-from tests.training.helpers import FLOAT64, PolicyLoss, make_batch, source, tiny_engine
+from rondo.weights.sync import Sent, WeightSource
+from tests.training.helpers import FLOAT64, PolicyLoss, full_gradients, make_batch, source, tiny_engine
 from tests.weights.sinks import Keeping
 
 Tensors = dict[str, torch.Tensor]
@@ -68,12 +65,12 @@ class PlainBackend:
         tiny_engine(mesh, model, config=FLOAT64).export(str(folder))  # the same weights to begin with
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
         self.hf_config = load_model_config(model)
-        self.device = torch.device("cpu")
-        self.views = Views.of(mesh)
+        self.group = mesh.get_group()
+        self.routes = None
         self.parts = {}
         family = dataclasses.replace(family_of(self.hf_config), not_packable="it is plain")
-        heads = heads_here(self.hf_config, self.views.sizes)
-        self.packing = PackedLayout(family, heads, self.device, torch.float64, "auto")
+        heads = heads_of(self.hf_config)
+        self.packing = PackedLayout(family, heads, torch.device("cpu"), torch.float64, "auto")
         self._config = config
         self._tensors = {name: one.detach() for name, one in self._model.named_parameters()}
         self._adamw = torch.optim.AdamW(
@@ -105,15 +102,14 @@ class PlainBackend:
                     assert total is not None
                     total.backward()
 
-    def recorder(self, batch: Batch) -> Recorded | None:
-        return None
-
     def step(self) -> OptimizerStats:
         assert self._config.grad_clip is not None
         norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._config.grad_clip)
-        self._adamw.step()
+        skipped = not bool(norm.isfinite())
+        if not skipped:
+            self._adamw.step()
         self._adamw.zero_grad()
-        return OptimizerStats(float(norm), False, self._config.lr)
+        return OptimizerStats(float(norm), skipped, self._config.lr)
 
     def num_parameters(self) -> int:
         return sum(one.numel() for one in self._tensors.values())
@@ -121,6 +117,11 @@ class PlainBackend:
     def parameters(self, what: Sent) -> PlainWeights:
         assert what == "merged"
         return PlainWeights(self._tensors)
+
+    def take(self, source: WeightSource) -> None:
+        with source.local() as weights:
+            for name, one in self._tensors.items():
+                one.copy_(weights[name])
 
     def parameters_in_place(self) -> Tensors:
         return self._tensors
@@ -137,7 +138,7 @@ class PlainBackend:
             state |= {f"optimizer.{key}.{name}": entry for key, entry in self._adamw.state[one].items()}
         return state
 
-    def loaded(self, state: State, path: str) -> None:
+    def adopt(self, state: State, path: str) -> None:
         pass  # it shares all of its storage
 
     def on_device(self) -> contextlib.AbstractContextManager[None]:
@@ -174,6 +175,8 @@ def test_an_engine_over_another_framework(mesh: DeviceMesh, tmp_path: Path, name
             torch.testing.assert_close(made[1].ragged(column), made[0].ragged(column), rtol=0, atol=1e-10)
         stats = [engine.forward_backward(batch, PolicyLoss()).means for engine in (ours, plain)]
         assert stats[1]["loss"][0] == pytest.approx(stats[0]["loss"][0], rel=1e-9)
+        mine = {key: one.grad.clone() for key, one in plain.backend._model.named_parameters()}
+        close(mine, full_gradients(ours))
         ends = [engine.optimizer_step() for engine in (ours, plain)]
         assert ends[1].grad_norm == pytest.approx(ends[0].grad_norm, rel=1e-9), step
     close(weights_of(plain), weights_of(ours))
@@ -191,6 +194,15 @@ def test_an_engine_over_another_framework(mesh: DeviceMesh, tmp_path: Path, name
     close({key: one.detach() for key, one in exported.named_parameters()}, weights_of(plain))
     ours.copy_parameters_from(again)
     assert ours.parameters().checksums() == again.parameters().checksums()
+    other = tiny_engine(mesh, source(name, initializer_range=0.1), config=FLOAT64)
+    again.copy_parameters_from(other)
+    assert again.parameters().checksums() == other.parameters().checksums()
+    next(iter(plain.backend._model.parameters())).grad = torch.full(
+        (61, 32), float("nan"), dtype=torch.float64
+    )
+    held = plain.parameters().checksums()
+    assert plain.optimizer_step().skipped
+    assert plain.parameters().checksums() == held
     sampler = Keeping()
     gather_into(plain.parameters(), sampler, 1)
-    close(sampler.tensors, weights_of(again))
+    close(sampler.tensors, weights_of(plain))

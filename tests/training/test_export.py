@@ -150,7 +150,7 @@ def test_the_random_numbers_of_a_program_stay_as_they_are(folder: Path) -> None:
 def test_one_rank_that_casts_nothing_has_no_second_copy(folder: Path) -> None:
     """Its gradients are the parameters' own; under FSDP they are made anew and copied."""
     engine = tiny_engine(one_rank_mesh(), ModelSource(path=str(folder)))
-    assert engine.backend.units == []
-    assert {type(one) for one in engine.backend.named.values()} == {torch.nn.Parameter}
+    assert engine.backend._units == []
+    assert {type(one) for one in engine.backend.by_name.values()} == {torch.nn.Parameter}
     casts = tiny_engine(one_rank_mesh(), config={"compute_dtype": "bfloat16"})
-    assert len(casts.backend.units) == 3  # each block, and the rest
+    assert len(casts.backend._units) == 3  # each block, and the rest

@@ -112,10 +112,10 @@ def _one_module_by_hand(mesh: DeviceMesh) -> tuple[torch.Tensor, torch.Tensor]:
     full = tiny_engine(mesh, source("llama"), config=FLOAT64)
     full.forward_backward(make_batch(), PolicyLoss())
     name = "model.layers.1.mlp.down_proj"
-    dense = full.backend.named[f"{name}.weight"].grad
+    dense = full.backend.by_name[f"{name}.weight"].grad
     engine = _engine(mesh, LoraConfig(rank=4, alpha=8.0, targets=("down_proj",)), config=FLOAT64)
     engine.forward_backward(make_batch(), PolicyLoss())
-    a, b = (engine.backend.named[f"{name}.lora_{one}.default.weight"] for one in "AB")
+    a, b = (engine.backend.by_name[f"{name}.lora_{one}.default.weight"] for one in "AB")
     assert not a.grad.any()  # B is 0
     return b.grad, 8.0 / 4 * dense @ a.detach().t()
 

@@ -111,7 +111,7 @@ def _step(
             stats = engine.forward_backward(rows_of(index, count), loss)
             total = torch.tensor(stats.means.get("loss", (0.0, 0.0))[0], dtype=torch.float64)
             dist.all_reduce(total)
-            gradients = {name: local_of(one.grad) for name, one in engine.backend.named.items()}
+            gradients = {name: local_of(one.grad) for name, one in engine.backend.by_name.items()}
             gathered = gather_buckets(engine.parameters().layout(), gradients, dist.group.WORLD, 4000)
             full = {name: one.clone() for name, one in gathered}  # the step scales what is the storage
             norm = engine.optimizer_step().grad_norm
@@ -447,7 +447,7 @@ def _long_row(rank: int, world: int, sizes: Sizes, tokens: int) -> tuple[Tensors
     before = process_usage().peak_memory_bytes
     engine.forward_backward(batch if index == 0 else batch.take([]), PolicyLoss())
     took = process_usage().peak_memory_bytes - before
-    gradients = {name: local_of(one.grad) for name, one in engine.backend.named.items()}
+    gradients = {name: local_of(one.grad) for name, one in engine.backend.by_name.items()}
     gathered = gather_buckets(engine.parameters().layout(), gradients, dist.group.WORLD, 1 << 20)
     return {name: one.clone() for name, one in gathered}, took
 

@@ -46,7 +46,7 @@ def _trained(
             rows = {
                 name: torch.zeros_like(local_of(shard)) for name, shard in engine.backend.shards.items()
             }  # buffers, and what learns nothing (a router's bias)
-            given = {name: one.grad for name, one in engine.backend.named.items() if one.grad is not None}
+            given = {name: one.grad for name, one in engine.backend.by_name.items() if one.grad is not None}
             rows |= {name: local_of(one) for name, one in given.items()}
             full = gather_buckets(engine.parameters().layout(), rows, dist.group.WORLD, 1 << 20)
             out[family, str(sizes)] = {name: one.clone() for name, one in full}

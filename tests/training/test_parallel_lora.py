@@ -53,7 +53,7 @@ def _factors_of(engine: Engine, rows: Tensors) -> Tensors:
 
 
 def _gradients(engine: Engine) -> Tensors:
-    factors = Adapters.split(engine.backend.named)[1]
+    factors = Adapters.split(engine.backend.by_name)[1]
     return _factors_of(engine, {name: local_of(one.grad) for name, one in factors.items()})
 
 

@@ -168,7 +168,7 @@ def _layouts(rank: int, world: int, layouts: list[dict[str, int]], over: str, he
         )
         engine.forward_backward(rows_of(index, count), ValueLoss() if head == "value" else PolicyLoss())
         gradients = {name: torch.zeros_like(one.to_local()) for name, one in engine.backend.shards.items()}
-        gradients |= {name: local_of(one.grad) for name, one in engine.backend.named.items()}
+        gradients |= {name: local_of(one.grad) for name, one in engine.backend.by_name.items()}
         gathered = gather_buckets(engine.parameters().layout(), gradients, dist.group.WORLD, 4000)
         full = {name: one.clone() for name, one in gathered}
         load = engine.optimizer_step().experts
@@ -236,7 +236,7 @@ def test_biases_go_toward_equal_load_and_are_kept(tmp_path: Any) -> None:
     assert torch.equal(dict(exported.named_buffers())[name], moved)
 
     gradients_of(engine, batch)
-    next(iter(engine.backend.named.values())).grad.fill_(float("nan"))
+    next(iter(engine.backend.by_name.values())).grad.fill_(float("nan"))
     stats = engine.optimizer_step()
     assert stats.skipped
     assert torch.equal(dict(engine.parameters().gathered(1 << 20))[name], moved)
@@ -278,7 +278,7 @@ def shaken(engine: Engine, by: float) -> None:
     """Changes the engine's weights a little."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for one in engine.backend.named.values():
+        for one in engine.backend.by_name.values():
             local = local_of(one)
             local += by * local.std() * torch.randn(local.shape, generator=generator).to(local)
 
@@ -292,7 +292,7 @@ def test_own_choices_replayed_change_nothing(family: str) -> None:
     again = engine.forward(told, LOG_PROBS, routes=True)
     assert again == made
     plain = gradients_of(engine, batch)
-    for one in engine.backend.named.values():
+    for one in engine.backend.by_name.values():
         one.grad = None
     replayed = gradients_of(engine, told)
     assert plain.keys() == replayed.keys()

@@ -36,7 +36,7 @@ def _trainer(ranks: int, world: int, name: str = "qwen3") -> Engine | None:
     if dist.get_rank() >= ranks:
         return None
     engine = tiny_engine(DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",)), source(name))
-    next(iter(engine.backend.named.values())).requires_grad_(False)
+    next(iter(engine.backend.by_name.values())).requires_grad_(False)
     return engine
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -196,10 +197,11 @@ class WorkerGroup:
         whole = num_shards == 1
         parts = [np.arange(len(ref))] if whole else self._placer.place(ref.index, num_shards)
         shards = ref.shards((*columns, *(name for name in mark.takes if name in held)), parts)
-        calls = {}
-        for rank, at in enumerate(self.mesh.dp_shards):
-            collect = rank in self.mesh.collect_ranks
-            calls[rank] = self._plan(method, rest, kwargs, shard=shards[at], keep=(), collect=collect)
+        plan, collecting = self._plan(method, rest, kwargs, keep=()), set(self.mesh.collect_ranks)
+        calls = {
+            rank: replace(plan, shard=shards[at], collect=rank in collecting)
+            for rank, at in enumerate(self.mesh.dp_shards)
+        }
         answers = await invoke(calls, self._hosts, self._watchers)
         chosen = [answers[rank] for rank in self.mesh.collect_ranks]
         extra = _join([reply.value for reply, _ in chosen])

@@ -98,7 +98,7 @@ def family_of(config: PreTrainedConfig) -> Family:
 
 
 def _logits_of(config: PreTrainedConfig) -> LogitTransform:
-    """Of settings that mean the same in all families that have them (`training.head.check_head` tries it)."""
+    """Of settings that mean the same in all families that have them (`check_head` of `training` tries it)."""
     scale = 1.0
     for name in ("logit_scale", "lm_head_multiplier"):  # Cohere; Falcon-H1
         scale *= getattr(config, name, None) or 1.0

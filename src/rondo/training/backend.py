@@ -10,19 +10,18 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from transformers import PreTrainedConfig
 
-from rondo.batch import Batch
 from rondo.models.names import Parts
 from rondo.training.checkpoint import State
 from rondo.training.packed import PackedLayout, PackedRows
 from rondo.training.passes import Passes, Recorded
-from rondo.training.views import Views
-from rondo.types import StepStats
+from rondo.types import RouteShape, StepStats
 from rondo.weights.sync import Sent, WeightSource
 
-# Is handed each micro-batch with its outputs [M]; returns what is minimised, a sum, where there is a backward
-# pass.
+# Is handed each micro-batch, dummies too, with its outputs, [M] or wide [M, K], in at least float32. Returns
+# what is minimised, a sum: None only where there is no backward pass.
 Use = Callable[[PackedRows, Mapping[str, torch.Tensor]], torch.Tensor | None]
 
 
@@ -76,12 +75,12 @@ class Backend(Protocol):
 
     hf_config: PreTrainedConfig
     """The model's, as transformers has it."""
-    device: torch.device
-    """Where the model computes."""
-    views: Views
-    """The ranks."""
+    group: dist.ProcessGroup
+    """All ranks of the role."""
     packing: PackedLayout
-    """How rows are laid out for the model."""
+    """How rows are laid out for the model, and on which device."""
+    routes: RouteShape | None
+    """How many experts a token chooses in how many layers; None: the model is no mixture."""
     parts: Parts
     """Of which tensors of a checkpoint the model's parameters are made."""
 
@@ -94,16 +93,14 @@ class Backend(Protocol):
         backward: bool = False,
         recorded: Recorded | None = None,
     ) -> None:
-        """Computes `outputs` of every micro-batch; with `backward` it adds the gradients, summed over
-        micro-batches and ranks, to what is there. recorded: gets the routes of a mixture. Collective.
+        """Computes `outputs` of every micro-batch, with the parameters where the model computes. Only with
+        `backward` there are gradients: they are summed over micro-batches and ranks, and added to what is
+        there. The passes may be gone through more than once. recorded: gets the routes of a mixture.
+        Collective.
 
         Raises TrainError for outputs that the model's head does not have, or a backward pass of a frozen
         model.
         """
-        ...
-
-    def recorder(self, batch: Batch) -> Recorded | None:
-        """Returns what `run` fills with the routes of a batch's rows; None: the model is no mixture."""
         ...
 
     def step(self) -> OptimizerStats:
@@ -120,6 +117,12 @@ class Backend(Protocol):
         """Returns what syncs and exports read. Raises TrainError for adapters of a model that has none."""
         ...
 
+    def take(self, source: WeightSource) -> None:
+        """Takes over the parameters of a model that is spread alike, in this one's dtype. Raises TrainError
+        where this one has adapters.
+        """
+        ...
+
     def parameters_in_place(self) -> dict[str, torch.Tensor]:
         """Returns the storage of the weights itself, by a checkpoint's names. Raises TrainError where it is
         not whole and plain.
@@ -131,16 +134,18 @@ class Backend(Protocol):
         ...
 
     def export_adapters(self, path: str) -> None:
-        """Writes a folder that peft loads, of a model with adapters. Collective. Raises CheckpointError."""
+        """Writes a folder that peft loads; nothing of a model without adapters. Collective. Raises
+        CheckpointError.
+        """
         ...
 
     def state(self) -> State:
         """Returns all that a checkpoint holds, as tensors that share storage (not counters). Collective."""
         ...
 
-    def loaded(self, state: State, path: str) -> None:
-        """`state` was filled from `path`: takes over what shares no storage. Raises CheckpointError where it
-        does not belong to this model.
+    def adopt(self, state: State, path: str) -> None:
+        """Takes over what shares no storage from a `state` that was read from `path`. Raises CheckpointError
+        where it does not belong to this model.
         """
         ...
 

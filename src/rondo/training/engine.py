@@ -32,8 +32,8 @@ from rondo.training.export import check_export, export_folder
 from rondo.training.gathering import boxes_here
 from rondo.training.loss import Loss, Numbers, numbers_of, step_stats
 from rondo.training.packed import PackedRows, expand_columns, in_row_order
-from rondo.training.passes import Passes
-from rondo.training.shards import copied, local_of
+from rondo.training.passes import Passes, Recorded
+from rondo.training.shards import copied
 from rondo.types import StepStats
 from rondo.usage import process_usage
 from rondo.weights.sync import Sent, WeightSource
@@ -49,13 +49,13 @@ class Engine:
         self.backend = backend
         self.source = source
         self.config = config
-        self._group = backend.views.everyone
+        self._group = backend.group
         self._output_dtype = torch.promote_types(backend.packing.dtype, torch.float32)
 
     @property
     def device(self) -> torch.device:
         """Returns where the model computes."""
-        return self.backend.device
+        return self.backend.packing.device
 
     @property
     def hf_config(self) -> PreTrainedConfig:
@@ -111,8 +111,9 @@ class Engine:
                 for name in outputs:
                     flat[name].append(results[name])
 
-        recorded = self.backend.recorder(batch) if routes else None
-        with self.on_device(), Activity("forward"):
+        shape = self.backend.routes if routes else None
+        recorded = None if shape is None else Recorded(batch, shape)
+        with Activity("forward"):
             passes = self._passes(batch, tuple(outputs), k)
             self.backend.run(passes, tuple(outputs), keep, recorded=recorded)
         columns = {column: in_row_order(batch, order, flat[name]) for name, column in outputs.items()}
@@ -129,7 +130,7 @@ class Engine:
 
     def forward_backward(self, batch: Batch, loss: Loss) -> StepStats:
         """Adds the gradient of Σ loss over all rows of all ranks to what is there. Returns this rank's
-        metrics.
+        metrics. Raises TrainError for a frozen model.
         """
         return self._run_loss(batch, loss, backward=True)
 
@@ -139,7 +140,7 @@ class Engine:
 
     def optimizer_step(self) -> OptimizerStats:
         """Clips by the global norm and updates; a non-finite norm skips the update and leaves weights and
-        moments.
+        moments. Raises TrainError for a frozen model.
         """
         with Activity("optimizer step"):
             return self.backend.step()
@@ -156,7 +157,7 @@ class Engine:
             seen.extend(numbers_of(metrics))
             return total
 
-        with self.on_device(), Activity("forward and backward" if backward else "forward"):
+        with Activity("forward and backward" if backward else "forward"):
             self.backend.run(self._passes(batch, loss.outputs), loss.outputs, measure, backward=backward)
         return step_stats(seen)
 
@@ -189,9 +190,10 @@ class Engine:
 
     def copy_parameters_from(self, other: Engine) -> None:
         """Takes over the parameters (with adapters merged) of another engine of this process that is sharded
-        alike, in this one's dtype. This one has no adapters.
+        alike, in this one's dtype.
 
-        Raises TrainError naming the parameters that differ in shape, or in how they are spread over ranks.
+        Raises TrainError naming the parameters that differ in shape, or in how they are spread over ranks,
+        and where this one has adapters.
         """
         mine, theirs = self.parameters().layout(), other.parameters().layout()
         names = {*mine.shapes, *theirs.shapes}
@@ -203,21 +205,9 @@ class Engine:
                 f"{name} is {mine.shapes.get(name)} here, {theirs.shapes.get(name)} there; models that are "
                 "copied have one shape, and the same `parallel`"
             )
-        with torch.no_grad(), self.parameters().local() as own, other.parameters().local() as weights:
-            for name, tensor in own.items():
-                tensor.copy_(weights[name])
+        self.backend.take(other.parameters())
 
     # ---- state
-
-    def load_state(self, state: checkpoint.State) -> None:
-        """Takes over a state of the same sharding, e.g. a snapshot. Raises TrainError for other entries."""
-        own = self.backend.state()
-        if own.keys() != state.keys():
-            raise TrainError(f"the state to load has other entries: {sorted(own.keys() ^ state.keys())[:4]}")
-        with torch.no_grad():
-            for name, tensor in own.items():
-                local_of(tensor).copy_(local_of(state[name]))
-        self.backend.loaded(own, "in memory")
 
     def snapshot(self) -> checkpoint.State:
         """Returns a copy of all state (parameters, moments, counters) in host memory, that `save` can write
@@ -238,7 +228,7 @@ class Engine:
         """
         state = self.backend.state()  # shares storage but for the counters: reading into it loads all else
         checkpoint.load(state, path, files, self._group)
-        self.backend.loaded(state, path)
+        self.backend.adopt(state, path)
 
     def export(self, path: str) -> None:
         """Writes a Hugging Face folder (config, safetensors; a critic's value head beside, adapters in a

@@ -1,4 +1,4 @@
-"""An engine over the framework that a role's config names."""
+"""An engine over a framework: `torch`, the one that there is."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rondo.training.views import Views
 
 def make_engine(
     source: ModelSource,
-    engine: FrozenEngineConfig,
+    config: FrozenEngineConfig,
     # None: a frozen model (reference).
     optimizer: OptimizerConfig | None,
     *,
@@ -38,10 +38,10 @@ def make_engine(
     if temperature <= 0:
         raise ConfigError(f"temperature={temperature}: log-probs need a temperature above 0")
     device = torch.device(device)
-    engine = engine_for(engine, device.type)
+    config = engine_for(config, device.type)
     framework = TorchBackend(
         source,
-        engine,
+        config,
         backend or TorchBackendConfig(),
         optimizer,
         views=mesh if isinstance(mesh, Views) else Views.of(mesh),
@@ -50,4 +50,4 @@ def make_engine(
         total_optimizer_steps=total_optimizer_steps,
         device=device,
     )
-    return Engine(framework, source, engine)
+    return Engine(framework, source, config)

@@ -64,18 +64,23 @@ class Passes:
         return int(np.count_nonzero(self._batch.lengths("response_ids")))
 
     def __iter__(self) -> Iterator[PackedRows]:
+        for packed in self.without_topk():
+            topk: torch.Tensor | int | None = self._k
+            if self._from_column and not len(packed.rows):
+                topk = 1  # any
+            elif self._from_column:
+                topk = expand_columns(self._batch, [TOPK_IDS], packed, self._packing.dtype)[TOPK_IDS]
+            yield dataclasses.replace(packed, topk=topk)
+
+    def without_topk(self) -> Iterator[PackedRows]:
+        """Yields the same, for passes without outputs."""
         for rows in self._plan:
             progress(of=self._number)
             prompts, responses = [self._prompts[row] for row in rows], [self._responses[row] for row in rows]
-            packed = pack(rows, prompts, responses, self._packing, self._full)
-            topk: torch.Tensor | int | None = self._k
-            if self._from_column:
-                topk = expand_columns(self._batch, [TOPK_IDS], packed, self._packing.dtype)[TOPK_IDS]
-            yield dataclasses.replace(packed, topk=topk)
+            yield pack(rows, prompts, responses, self._packing, self._full)
         for _ in range(len(self._plan), self._number):
             progress(of=self._number)
-            topk = 1 if self._from_column else self._k
-            yield dataclasses.replace(dummy(self._packing, self._full), topk=topk)
+            yield dummy(self._packing, self._full)
 
 
 class Recorded:

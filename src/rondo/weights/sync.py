@@ -30,8 +30,8 @@ class WeightSource(Protocol):
         ...
 
     def local(self) -> AbstractContextManager[Mapping[str, torch.Tensor]]:
-        """Inside, this rank's part of each parameter, as `layout` says, on the device: the storage itself
-        where there is one. Collective where adapters are merged.
+        """Inside, this rank's part of each parameter, as `layout` says, on the device: the storage itself;
+        what is merged, or rests quantised, is made at each reading. Collective where adapters are merged.
         """
         ...
 
@@ -39,13 +39,14 @@ class WeightSource(Protocol):
         """Yields full tensors. Collective: every rank must run through all of it.
 
         At most `bucket_bytes` (or one tensor) exist beside the shards; on one rank, in their own dtype, the
-        tensors are the storage itself.
+        tensors are the storage itself. Afterwards all memory that is not in use goes back to the device:
+        beside a trainer that gathers there is a generation engine, which may be about to wake.
         """
         ...
 
     def checksums(self, dtype: str | None = None) -> Mapping[str, int]:
         """Returns the checksums (`rondo.weights.checksum`) of the full tensors, without gathering them.
-        Collective.
+        Collective. Raises TrainError where ranks that should hold the same do not.
         """
         ...
 

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from rondo.activity import Activity
-from rondo.batch import Batch
 from rondo.config.schema import EngineConfig, FrozenEngineConfig, OptimizerConfig, TorchBackendConfig
 from rondo.errors import TrainError
 from rondo.models.names import persistent_buffers
+from rondo.models.routers import shape_of_routes
 from rondo.models.source import ModelSource
 from rondo.training.backend import OptimizerStats, Use
 from rondo.training.checkpoint import State
@@ -31,7 +31,7 @@ from rondo.training.torch_backend.optimizer import ShardedAdamW
 from rondo.training.torch_backend.parameters import LocalRows, TorchParameters
 from rondo.training.torch_backend.routing import Routing
 from rondo.training.views import Views
-from rondo.weights.sync import Sent
+from rondo.weights.sync import Sent, WeightSource
 
 
 class TorchBackend:
@@ -41,8 +41,8 @@ class TorchBackend:
         self,
         source: ModelSource,
         # Without `auto`.
-        engine: FrozenEngineConfig,
-        backend: TorchBackendConfig,
+        config: FrozenEngineConfig,
+        settings: TorchBackendConfig,
         # None: a frozen model.
         optimizer: OptimizerConfig | None,
         *,
@@ -54,11 +54,12 @@ class TorchBackend:
     ) -> None:
         self.device = device
         self.views = views
-        self._offloads = engine.offload_params
+        self.group = views.everyone
+        self._offloads = config.offload_params
         built = build_sharded(
             source,
-            engine,
-            backend,
+            config,
+            settings,
             views,
             device,
             head=head,
@@ -66,14 +67,15 @@ class TorchBackend:
             trained=optimizer is not None,
         )
         self.model = built.model
-        self.units = built.units
+        self._units = built.units
         self.parts = built.parts
         self.packing = built.packing
         self.adapters = built.adapters
         self.routing = built.routing
+        self.routes = None if built.routing is None else shape_of_routes(built.routing.routers)
         self._held = False  # on the device, by `on_device`
         self.hf_config = built.model.lm.config
-        self.named = {name.removeprefix("lm."): one for name, one in self.model.named_parameters()}
+        self.by_name = {name.removeprefix("lm."): one for name, one in self.model.named_parameters()}
         self._bind()
         if built.stored is not None:
             with Activity(f"reading {source.path}", bound=False):
@@ -83,9 +85,9 @@ class TorchBackend:
                 built.stored.fill(filled, self.parts)
         self.optimizer: ShardedAdamW | None = None
         if optimizer is not None:
-            elsewhere = isinstance(engine, EngineConfig) and engine.offload_optimizer
+            elsewhere = isinstance(config, EngineConfig) and config.offload_optimizer
             resting = torch.device("cpu") if elsewhere and device.type != "cpu" else None
-            own, factors = Adapters.split(self.named)
+            own, factors = Adapters.split(self.by_name)
             learned = {name: one for name, one in (own | factors).items() if one.requires_grad}
             self.optimizer = ShardedAdamW(learned, optimizer, total_optimizer_steps, views, resting)
         if self.adapters is not None:
@@ -117,12 +119,8 @@ class TorchBackend:
                     if backward:
                         assert total is not None
                         total.backward()
-            for unit in self.units:  # gives back what the last pass left gathered
+            for unit in self._units:  # gives back what the last pass left gathered
                 unit.reshard()
-
-    def recorder(self, batch: Batch) -> Recorded | None:
-        """See `Backend.recorder`."""
-        return None if self.routing is None else self.routing.recorded(batch)
 
     def step(self) -> OptimizerStats:
         """See `Backend.step`."""
@@ -145,7 +143,7 @@ class TorchBackend:
         routing.begin(passes.num_rows)
         if routing.counts_first:
             with torch.no_grad():
-                for packed in passes:
+                for packed in passes.without_topk():
                     with routing.during(packed, counts=True):
                         self.model(packed, ())
             routing.counted()
@@ -160,6 +158,14 @@ class TorchBackend:
         """See `Backend.parameters`."""
         return TorchParameters(self, what)
 
+    def take(self, source: WeightSource) -> None:
+        """See `Backend.take`."""
+        if self.adapters is not None:
+            raise TrainError("parameters are copied to a model without adapters")
+        with torch.no_grad(), self.on_device(), source.local() as weights:
+            for name, shard in self.shards.items():
+                shard.to_local().copy_(weights[name])
+
     def parameters_in_place(self) -> dict[str, torch.Tensor]:
         """See `Backend.parameters_in_place`."""
         if self.views.size > 1 or (self.adapters is not None and self.adapters.quantised):
@@ -169,7 +175,7 @@ class TorchBackend:
     def without_adapters(self) -> contextlib.AbstractContextManager[None]:
         """See `Backend.without_adapters`."""
         if self.adapters is None:
-            raise TrainError("there are no adapters to take off: without lora the model's start is gone")
+            raise TrainError("there are no adapters to take off: without actor.lora its start is gone")
         return self.adapters.off()
 
     def export_adapters(self, path: str) -> None:
@@ -181,7 +187,7 @@ class TorchBackend:
     def _bind(self) -> None:
         """Sees parameters, and buffers that are weights (every rank has them whole), as they lie now."""
         mesh = self.views.dense
-        shards = {name: as_shard(one, local_of(one), mesh) for name, one in self.named.items()}
+        shards = {name: as_shard(one, local_of(one), mesh) for name, one in self.by_name.items()}
         self.shards, self.factors = Adapters.split(shards)
         for name, buffer in persistent_buffers(self.model.lm):
             self.shards[name] = as_shard(buffer, buffer, mesh)
@@ -211,8 +217,8 @@ class TorchBackend:
         dist.all_reduce(steps, dist.ReduceOp.MAX, self.views.everyone)
         return steps.cpu()
 
-    def loaded(self, state: State, path: str) -> None:
-        """See `Backend.loaded`."""
+    def adopt(self, state: State, path: str) -> None:
+        """See `Backend.adopt`."""
         if self.adapters is not None:
             self.adapters.check_loaded(state, path)
         if self.optimizer is not None:

@@ -56,9 +56,7 @@ class TorchParameters:
                 yield adapters.rows(shards)
 
     def gathered(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `WeightSource.gathered`. Afterwards all memory that is not in use goes back to the device:
-        beside a trainer that gathers there is a generation engine, which may be about to wake.
-        """
+        """See `WeightSource.gathered`."""
         with self.local() as rows:
             yield from gather_buckets(self.layout(dtype), rows, self._backend.views.everyone, bucket_bytes)
         self._backend.release_memory()

@@ -24,11 +24,10 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from rondo.batch import Batch
 from rondo.config.schema import ActorRouterConfig, RouterConfig
 from rondo.errors import ConfigError
 from rondo.models.context import Context
-from rondo.models.routers import Router, Told, affinities, routers_of, shape_of_routes, why_not_replayed
+from rondo.models.routers import Router, Told, affinities, routers_of, why_not_replayed
 from rondo.training.backend import ExpertLoad
 from rondo.training.packed import PackedRows
 from rondo.training.passes import Recorded
@@ -121,10 +120,6 @@ class Routing:
                 self._told += seen.told
         if recorded is not None:
             recorded.add(packed, here.routes(len(self.routers)))
-
-    def recorded(self, batch: Batch) -> Recorded:
-        """Returns what takes the routes of all of a batch's rows."""
-        return Recorded(batch, shape_of_routes(self.routers))
 
     def finish(self, *, skipped: bool) -> ExpertLoad | None:
         """An optimizer step is done: moves the biases, unless it was skipped, and says what was counted since
