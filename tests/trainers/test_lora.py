@@ -178,6 +178,7 @@ def test_adapters_alone_give_the_same_run_as_merged_weights(run: Run, engine: st
     assert weights(alone) == weights(merged)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "copies"),
     [

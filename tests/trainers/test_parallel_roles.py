@@ -105,6 +105,7 @@ def learned(run: Path, role: str) -> Mapping[str, torch.Tensor]:
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize(("model", "devices", "axes"), AXES)
 def test_every_role_ends_as_on_one_process(

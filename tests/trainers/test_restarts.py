@@ -112,6 +112,7 @@ def restarts_of(run: Path) -> list[tuple[int, int]]:
     return [(line["step"], line.get("perf/restarts", 0)) for line in lines]
 
 
+@pytest.mark.slow
 def test_a_run_that_loses_a_rank_in_an_update_and_in_a_save_equals_an_undisturbed_one(
     recipe: Path, tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,6 +140,7 @@ def test_a_run_that_loses_a_rank_in_an_update_and_in_a_save_equals_an_undisturbe
     assert shared_memory() <= before
 
 
+@pytest.mark.slow
 def test_no_more_than_max_restarts(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     killer = Killer(monkeypatch, Kill("update_actor", 1), Kill("update_actor", 2))
     settings = [*FOUR_STEPS, *TWO, f"trainer.run_dir={tmp_path / 'run'}", "trainer.max_restarts=1"]
@@ -162,6 +164,7 @@ def test_what_dies_twice_at_one_place_is_not_begun_again(
     assert "lost in actor.update_actor in step 1 the last time, too" in note
 
 
+@pytest.mark.slow
 def test_supervised_training_goes_on_and_a_load_may_fail_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -319,6 +319,7 @@ def _spread(
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "layouts"),
     [

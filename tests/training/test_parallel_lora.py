@@ -92,6 +92,7 @@ def _adapted(
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "layouts", "cases"),
     [

@@ -173,7 +173,8 @@ def _interrupted(rank: int, world: int, path: str) -> tuple[dict[str, torch.Tens
     second.load(path, files)
     _steps(second, rank, world, range(3, 5))
     third = _engine(rank, world)
-    third.load_state(first.snapshot())
+    copy = f"{path}-snapshot"
+    third.load(copy, third.save(copy, first.snapshot()))
     _steps(third, rank, world, range(3, 5))
     assert all(torch.equal(a, _everything(third)[n]) for n, a in _everything(second).items())
     return _everything(straight), _everything(second)

@@ -181,6 +181,7 @@ def _layouts(rank: int, world: int, layouts: list[dict[str, int]], over: str, he
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "layouts"),
     [
