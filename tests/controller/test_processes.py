@@ -26,7 +26,7 @@ from tests.waiting import wait_until_gone
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module", params=["process", "ray"])
+@pytest.fixture(scope="module", params=["process", pytest.param("ray", marks=pytest.mark.slow)])
 def shared(request: pytest.FixtureRequest, run: Run) -> Iterator[Cluster]:
     if request.param == "ray":
         request.getfixturevalue("ray_instance")

@@ -41,7 +41,7 @@ class Settings(Worker):
             dist.all_reduce(torch.ones(1), group=self.context.device_mesh().get_group("dp"))
 
 
-@pytest.fixture(scope="module", params=["process", "ray"])
+@pytest.fixture(scope="module", params=["process", pytest.param("ray", marks=pytest.mark.slow)])
 def pair(request: pytest.FixtureRequest, run: Run) -> Iterator[Cluster]:
     if request.param == "ray":
         request.getfixturevalue("ray_instance")

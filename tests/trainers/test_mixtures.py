@@ -92,6 +92,7 @@ def test_routes_hold_through_all_updates_of_a_batch(
     assert max(numbers(folder, "actor/rerouted")) > 0
 
 
+@pytest.mark.slow
 def test_routes_travel_between_processes(run: Run) -> None:
     settings = (*MIXTURE, *QUIET, "trainer.total_steps=2", SAMPLER, "actor.router.balance={weight: 0.1}")
     alone = run("alone", *settings)

@@ -20,7 +20,7 @@ from rondo.workers.models import ActorWorker
 from tests.trainers.conftest import metrics
 
 
-@pytest.fixture(params=["process", "ray"])
+@pytest.fixture(params=["process", pytest.param("ray", marks=pytest.mark.slow)])
 def two_devices(request: pytest.FixtureRequest) -> tuple[str, ...]:
     if request.param == "ray":
         pytest.importorskip("ray")
