@@ -5,7 +5,9 @@
 
 Needs `pip install -e '.[serve]' openai-agents` for the agent of examples/ (whose package `agents` a file of
 that name here would hide), and a sandbox for Python's. Runs whose summary is in WORK are not repeated. Prints
-the table of docs/agents.md and draws docs/agents.png.
+the table of docs/agents.md and draws docs/agents.png; docs/agents_search.png is that of
+
+    OMP_NUM_THREADS=1 python benchmarks/agent_recipes.py --only "search in a corpus" --picture agents_search.png
 """
 
 from __future__ import annotations
@@ -90,6 +92,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(RECIPES), default=list(RECIPES))
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--out", type=Path, default=ROOT / "docs", help="folder of the picture")
+    parser.add_argument("--picture", default="agents.png", help="its name")
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "agents", help="run folders")
     parser.add_argument("--jobs", type=int, default=1, help="runs at one time, one thread each")
     args = parser.parse_args()
@@ -105,7 +108,7 @@ def main() -> None:
             results.setdefault(task.name, {})[task.seed] = made
     if not results:
         raise SystemExit(f"no run finished; the logs are in {work}/*.log")
-    draw(results, out / "agents.png")
+    draw(results, out / args.picture)
     print(machine())
     print("\n".join(table(results)))
 
