@@ -7,7 +7,7 @@ Needs `pip install -e '.[serve]' openai-agents` for the agent of examples/ (whos
 that name here would hide), and a sandbox for Python's. Runs whose summary is in WORK are not repeated. Prints
 the table of docs/agents.md and draws docs/agents.png; docs/agents_search.png is that of
 
-    OMP_NUM_THREADS=1 python benchmarks/agent_recipes.py --only "search in a corpus" --picture agents_search.png
+    … python benchmarks/agent_recipes.py --only "search in a corpus" --picture agents_search.png
 """
 
 from __future__ import annotations

@@ -92,6 +92,30 @@ class Meets(Breaks):
         return StepResult(Observation("there", GO), 1.0)
 
 
+class Counted(Breaks):
+    """Notes how many are between reset and close. An odd seed does not begin."""
+
+    open = most = 0
+
+    def __init__(self) -> None:
+        super().__init__(what="nothing of the kind")
+        self.is_open = False
+
+    def reset(self, seed: int, task: Any) -> Observation:
+        with Meets.lock:
+            self.is_open = True
+            Counted.open += 1
+            Counted.most = max(Counted.most, Counted.open)
+        if seed % 2:
+            raise OSError("no such machine")
+        return super().reset(seed, task)
+
+    def close(self) -> None:
+        with Meets.lock:
+            Counted.open -= self.is_open
+            self.is_open = False
+
+
 ROOMS = (
     "a kitchen with a red kettle",
     "a cellar with green bottles",

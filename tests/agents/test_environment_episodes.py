@@ -24,7 +24,7 @@ from rondo.environments.frozen_lake import way_to_goal
 from rondo.errors import ConfigError, DataError
 from rondo.rewards.builtin import environment, success
 from rondo.types import Prompt, SamplingParams, Trajectory
-from tests.agents.own_worlds import ROOMS, Meets, takes_both
+from tests.agents.own_worlds import ROOMS, Counted, Meets, takes_both
 from tests.agents.scripted import episode, saying
 from tests.serving.conftest import STOPS, TOKENIZER
 
@@ -308,11 +308,9 @@ def test_a_loop_of_ones_own_may_ask_twice_and_act_twice() -> None:
     assert len({turn.anchor for turn in turns}) == 1
 
 
-def test_environments_run_beside_the_loop_and_not_all_at_once() -> None:
-    """40 episodes whose steps wait until 32 are in one: no more ever are, and none blocks the loop."""
-    Meets.begin(32)
-    shared = worlds(EnvironmentConfig(Meets))  # type: ignore[arg-type]  # from Python the class itself
-    policy = saying(*act(*["go"] * 40))
+def together(shared: Worlds, seeds: Sequence[int]) -> list[Trajectory]:
+    """Episodes of one step, all at the same time."""
+    policy = saying(*act(*["go"] * len(seeds)))
 
     async def main() -> list[Trajectory]:
         agent = ExternalAgent(
@@ -322,17 +320,39 @@ def test_environments_run_beside_the_loop_and_not_all_at_once() -> None:
         try:
             return await asyncio.gather(
                 *(
-                    agent(prompt(seed=0), policy, sampling=sampling, sample_index=i, run_seed=0)
-                    for i in range(40)
+                    agent(prompt(seed=seed), policy, sampling=sampling, sample_index=i, run_seed=0)
+                    for i, seed in enumerate(seeds)
                 )
             )
         finally:
             await asyncio.to_thread(agent.close)
 
-    made = asyncio.run(main())
+    return asyncio.run(main())
+
+
+def test_environments_run_beside_the_loop_and_not_all_at_once() -> None:
+    """40 episodes whose steps wait until 32 are in one: no more ever are, and none blocks the loop."""
+    Meets.begin(32)
+    shared = worlds(EnvironmentConfig(Meets))  # type: ignore[arg-type]  # from Python the class itself
+    made = together(shared, [0] * 40)
     assert [one.outcome for one in made] == ["scored"] * 40
     assert Meets.most == 32
     assert not [t for t in threading.enumerate() if t.name == "rondo-Meets"]
+
+
+def test_no_more_episodes_are_open_than_may_be() -> None:
+    """12 episodes whose steps wait until three are in one: three are, and the others before their reset."""
+    Meets.begin(3)
+    made = together(worlds(EnvironmentConfig(Meets, max_open=3)), [0] * 12)  # type: ignore[arg-type]
+    assert [one.outcome for one in made] == ["scored"] * 12
+    assert Meets.most == 3
+
+
+def test_an_episode_that_does_not_begin_leaves_its_seat() -> None:
+    Counted.open = Counted.most = 0
+    made = together(worlds(EnvironmentConfig(Counted, max_open=1)), range(8))  # type: ignore[arg-type]
+    assert [one.outcome for one in made] == ["scored", "environment_error"] * 4
+    assert (Counted.open, Counted.most) == (0, 1)
 
 
 # ---- prompts and actions

@@ -187,8 +187,9 @@ class TestUnknownKeys:
         # 210, hub, template options, override of five models, balance, isolation, hangs, best,
         # tools, environments, full, python of engines, env, timeout, episode workers, states, restarts,
         # an adapter's five of two models, and how engines get it, two optimizers' moments, mlp_chunk,
-        # four axes of five models, and a mixture's balance (two), biases and replay
-        assert len(leaves) <= 283
+        # four axes of five models, and a mixture's balance (two), biases and replay; open
+        # environments
+        assert len(leaves) <= 284
 
 
 class TestBadFiles:
@@ -314,7 +315,8 @@ class TestPrinting:
         # Of a function that is null, and of choices that were not made.
         nothing = {"rollout.agent.name", "rollout.engine.tensor_parallel", "rollout.engine.python"}
         nothing |= {f"rollout.tools.0.{key}" for key in ("name", "timeout_seconds", "max_tokens")}
-        nothing |= {f"rollout.environments.0.{key}" for key in ("name", "timeout_seconds", "keep_state")}
+        of_environments = ("name", "timeout_seconds", "max_open", "keep_state")
+        nothing |= {f"rollout.environments.0.{key}" for key in of_environments}
         nothing |= {f"actor.optimizer.schedule.{key}" for key in ("min_ratio", "decay_steps")}
         nothing |= {f"actor.parallel.{key}" for key in ("replicate", "tensor", "context", "expert")}
         nothing |= {f"actor.router.balance.{key}" for key in ("weight", "over")}

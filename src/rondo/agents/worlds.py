@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -40,7 +41,7 @@ class World:
     """The environment of one episode. All of it is for the agents' loop.
 
     episode: its name. starts: digests of first observations by what they follow from, of all episodes of this
-    process.
+    process. seats: of which an episode takes one from its reset to its end; None: there are enough for all.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class World:
         place: Place,
         episode: str,
         starts: dict[Any, bytes],
+        seats: asyncio.Semaphore | None,
     ) -> None:
         self.name = choice.name
         self.failure = ""
@@ -70,6 +72,8 @@ class World:
         self._task = task
         self._calls = calls
         self._starts = starts
+        self._seats = seats
+        self._is_seated = False
         self._placed = place.open(choice, episode)
         self._seen: Observation | None = None
         self._states: tuple[Mapping[str, Any], ...] = ()  # the last one, where it is kept
@@ -81,7 +85,10 @@ class World:
         return self._placed.seconds
 
     async def reset(self) -> Observation:
-        """Begins the episode. Raises EnvironmentFailedError."""
+        """Begins the episode, when there is a seat for it. Raises EnvironmentFailedError."""
+        if self._seats is not None and not self._is_seated:
+            await self._seats.acquire()
+            self._is_seated = True
         shown = await self._done(self._placed.reset(self._seed, self._task))
         seen = shown.result.observation
         start = hashlib.blake2b(repr((seen.text, seen.actions)).encode(), digest_size=8).digest()
@@ -153,6 +160,10 @@ class World:
             await self._done(self._placed.close())
         except (EnvironmentFailedError, EpisodeLostError):
             pass  # `failure` and `lost` say it
+        finally:
+            if self._seats is not None and self._is_seated:
+                self._is_seated = False
+                self._seats.release()
 
     def calls(self) -> list[Call]:
         """Returns the policy's calls with what they were credited with. What was put between the answers is
@@ -211,6 +222,11 @@ class Worlds:
         self._choices = {choice.name: choice for choice in choices}
         self._place: Place = Workers(episode_workers, choices) if episode_workers else Threads()
         self._starts: dict[Any, bytes] = {}
+        self._seats = {
+            choice.name: asyncio.Semaphore(choice.config.max_open)
+            for choice in choices
+            if choice.config.max_open is not None
+        }
         self._stats = StepStats()
 
     def world(self, prompt: Prompt, run_seed: int, calls: Sequence[ModelCall], episode: str) -> World:
@@ -221,7 +237,8 @@ class Worlds:
         if seed is None:
             seed = request_seed(run_seed, "environment", prompt.prompt_id)
         task = prompt.fields.get("task")
-        return World(self._choices[name], seed, task, calls, self._place, episode, self._starts)
+        seats = self._seats.get(name)
+        return World(self._choices[name], seed, task, calls, self._place, episode, self._starts, seats)
 
     def count(self, world: World, seconds: float) -> None:
         """Counts an episode. seconds: that it took."""

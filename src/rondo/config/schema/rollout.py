@@ -136,6 +136,8 @@ class EnvironmentConfig:
     """A built-in environment, `path.py:Class` or dotted name."""
     timeout_seconds: Seconds = 30.0
     """Of a reset or a step."""
+    max_open: Few | None = None
+    """Episodes of a rollout worker that are in it at one time; others wait before their reset. null: all."""
     keep_state: bool = False
     """Keep its true state before and after each step in the record, for reward functions."""
     options: Mapping[str, Any] = Field(default_factory=dict)
