@@ -45,6 +45,8 @@ _ARGUMENTS = (
     "--disable-component-update",
     "--disable-default-apps",
     "--disable-extensions",
+    # The address bar's lists are pages with renderers of their own, for every window: half of what a page costs.
+    "--disable-features=WebUIOmniboxPopup,WebUIOmniboxAimPopup",
     "--disable-sync",
     "--force-device-scale-factor=1",
     "--hide-scrollbars",
