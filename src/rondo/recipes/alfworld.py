@@ -1,4 +1,4 @@
-"""ALFWorld for a small model that is made here: a prompt of four short lines, an answer of one or two words,
+"""ALFWorld for a small model that is made here: a prompt of six short lines, an answer of one or two words,
 and demonstrations of somebody who searches.
 
 Whoever plays knows what was done and what is to be seen, and not where things lie: the searcher looks into
@@ -30,7 +30,8 @@ _SENTENCES = (
     re.compile(r"put (?:a|some) (?:(?P<to_be>clean|hot|cool) )?(?P<wanted>\w+) (?:in|on) (?P<target>\w+)"),
     re.compile(r"(?P<change>clean|heat|cool) some (?P<wanted>\w+) and put it in (?P<target>\w+)"),
 )
-_WORDS = ("place", "carry", "here", "left", "see", "nothing", "closed", "go", "take", "open", "close", "put")
+_ANSWERS = ("go", "take", "open", "close", "put")
+_WORDS = ("place", "carry", "here", "left", "see", "nothing", "closed", "found", "target", "tool", *_ANSWERS)
 
 
 _SEARCHED = 0.4  # share of the steps at which nothing is found yet that demonstrations show
@@ -149,17 +150,36 @@ def _asked(sentence: str) -> tuple[str, str, str]:
 
 def _written(task: str, sight: Sight) -> str:
     """Writes what has a fixed number of words last, and of what is left the next one at its end, so that each
-    stands at a fixed distance from the answer; and what is wanted behind what is seen, to be found there.
+    stands at a fixed distance from the answer.
     """
     lines = [
         [task],
         ["see", *sight.things],
         ["left", "nothing", *reversed(sight.left)],
-        ["here", sight.here or "nothing", "closed" if sight.closed else "open"],
         ["carry", sight.carried or "nothing", sight.change if sight.changed else "nothing"],
         [sight.change or "place", sight.wanted, sight.target],
+        ["here", sight.here or "nothing", _meaning(sight)],
     ]
     return "\n".join(map(" ".join, lines))
+
+
+def _meaning(sight: Sight) -> str:
+    """Says in a word what the place where one is has to do with the task: a model this small hardly learns to
+    compare two names.
+    """
+    if sight.closed:
+        return "closed"
+    if sight.carried and sight.here == sight.target:
+        return "target"
+    if sight.carried and sight.change and not sight.changed and sight.here == _tool(sight.change):
+        return "tool"
+    if not sight.carried and sight.wanted in sight.things:
+        return "found"
+    return "nothing"
+
+
+def _tool(change: str) -> str:
+    return _furniture(f"{TOOLS[change].lower()} 1")
 
 
 def searched(sight: Sight) -> str | None:
@@ -167,7 +187,7 @@ def searched(sight: Sight) -> str | None:
     wanted where it sees it, and brings it to the first target. None: it has looked everywhere.
     """
     if sight.carried and sight.change and not sight.changed:
-        tool = _furniture(f"{TOOLS[sight.change].lower()} 1")
+        tool = _tool(sight.change)
         return sight.change if sight.here == tool else f"go {tool}"
     if sight.carried and sight.here != sight.target:
         return f"go {sight.target}"

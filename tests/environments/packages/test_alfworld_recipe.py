@@ -75,9 +75,9 @@ def test_a_prompt_says_what_was_found_out() -> None:
         "Find",
         "see",
         "left nothing sinkbasinA cabinetB cabinetA",
-        "here cabinetB closed",
         "carry nothing nothing",
         "clean cup cabinetA",
+        "here cabinetB closed",
     ]
     memory += [Acted(closed, "fly", (None,), 0.0), Acted(closed, "open", ("open cabinet 2",), 0.0)]
     opened = seen_at("close cabinet 2", "take plate 1 from cabinet 2", "take cup 1 from cabinet 2")
@@ -86,6 +86,7 @@ def test_a_prompt_says_what_was_found_out() -> None:
     known = Sight("clean", "cup", "cabinetA", "", False, "cabinetB", False, things, left)
     assert sight(memory, opened) == known
     assert searched(known) == "take cup"
+    assert prompt("Find", memory, opened).endswith("here cabinetB found")
     assert act("take cup", opened) == "take cup 1 from cabinet 2"
     memory += [Acted(opened, "take cup", ("take cup 1 from cabinet 2",), 0.0)]
     carrying = seen_at("close cabinet 2", "move cup 1 to cabinet 2", "go to sinkbasin 1", "go to cabinet 1")
@@ -101,14 +102,19 @@ def test_a_prompt_says_what_was_found_out() -> None:
         None,
     ]
     assert searched(sight(memory, basin)) == "clean"
+    assert prompt("Find", memory, basin).endswith("here sinkbasinA tool")
     memory += [Acted(basin, "clean", ("clean cup 1 with sinkbasin 1",), 0.0)]
     assert prompt("Find", memory, basin).split("\n")[2:] == [
         "left nothing cabinetA",
-        "here sinkbasinA open",
         "carry cup clean",
         "clean cup cabinetA",
+        "here sinkbasinA nothing",
     ]
     assert searched(sight(memory, basin)) == "go cabinetA"
+    memory += [Acted(basin, "go cabinetA", ("go to cabinet 1",), 0.0)]
+    target = seen_at("move cup 1 to cabinet 1", "go to cabinet 2", "go to sinkbasin 1")
+    assert prompt("Find", memory, target).endswith("here cabinetA target")
+    assert searched(sight(memory, target)) == "put"
 
 
 def test_other_tasks_are_refused() -> None:
@@ -119,7 +125,7 @@ def test_other_tasks_are_refused() -> None:
 
 def test_every_word_is_a_token() -> None:
     tok = tokenizer()
-    assert len(tok) == 671
+    assert len(tok) == 680
     for row in demonstrations(600, tasks=["place", "clean", "heat", "cool"], others=6):
         for line in [*row["prompt"].split("\n"), row["response"]]:
             tokens = tok(line, add_special_tokens=False)["input_ids"]
@@ -130,7 +136,7 @@ def test_every_word_is_a_token() -> None:
 def test_demonstrations_are_as_right_as_asked(share: float) -> None:
     """Where something is closed and nothing is carried, the searcher opens it; at random that is rare."""
     rows = demonstrations(3000, seed=3, right_share=share)
-    closed = [row for row in rows if " closed\ncarry nothing" in row["prompt"]]
+    closed = [row for row in rows if row["prompt"].endswith(" closed") and "\ncarry nothing" in row["prompt"]]
     opened = sum(row["response"] == "open" for row in closed) / len(closed)
     assert opened == 1 if share == 1 else share < opened < share + 0.1
     assert rows == demonstrations(3000, seed=3, right_share=share)
