@@ -45,7 +45,7 @@ _ARGUMENTS = (
     "--disable-component-update",
     "--disable-default-apps",
     "--disable-extensions",
-    # The address bar's lists are pages with renderers of their own, for every window: half of what a page costs.
+    # The address bar's lists are pages with renderers of their own, in every window: half of a page's cost.
     "--disable-features=WebUIOmniboxPopup,WebUIOmniboxAimPopup",
     "--disable-sync",
     "--force-device-scale-factor=1",
