@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: child processes inherit it
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -21,6 +22,11 @@ import torch
 from tests.ranks import run_ranks as _run_ranks
 
 torch.set_num_threads(1)
+
+# A shell without job control starts what it puts in the background with Ctrl-C ignored, and every process that a test
+# starts and interrupts would inherit that.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
