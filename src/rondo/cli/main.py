@@ -71,7 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command is None:
         parser.print_help()
         return 0
-    with lasting_streams(output=args.command in RUNS), interrupting(owns_process=argv is None):
+    args.owns_process = argv is None
+    with lasting_streams(output=args.command in RUNS), interrupting(owns_process=args.owns_process):
         return _run(modules[COMMANDS[args.command]], args, show_traceback)
 
 
