@@ -23,8 +23,8 @@ from tests.ranks import run_ranks as _run_ranks
 
 torch.set_num_threads(1)
 
-# A shell without job control starts what it puts in the background with Ctrl-C ignored, and every process that a test
-# starts and interrupts would inherit that.
+# A shell without job control starts what it puts in the background with Ctrl-C ignored, and every process
+# that a test starts and interrupts would inherit that.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
