@@ -10,7 +10,8 @@ Each turn runs, one after the other,
 
 and takes the CPU seconds of each process (user and system, with its children). The run has 4 prompts of 4
 responses of at most 16 tokens, no evaluation, no plot, no checkpoint, and a new folder; what the compiled
-kernels and Python's byte code need is there from a turn before that does not count. EXPORT: a quickstart
+kernels and Python's byte code need is there from a turn before that does not count
+(PYTHONDONTWRITEBYTECODE is not handed on, or every turn would compile rondo's modules). EXPORT: a quickstart
 warm start (default: one step of it is trained first; weights do not change what starting costs).
 first sign: seconds of wall time until the run has written anything to the console.
 """
@@ -57,7 +58,8 @@ class Turn:
 def turn(command: list[str]) -> Turn:
     """Runs a process to its end. Raises CalledProcessError with what it wrote where it fails."""
     started = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    keeps_byte_code = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=keeps_byte_code)
     assert process.stdout is not None
     written = process.stdout.read1(1)  # type: ignore[attr-defined]
     first = time.perf_counter() - started
