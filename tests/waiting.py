@@ -54,12 +54,23 @@ def is_gone(pid: int) -> bool:
         return True
 
 
+def is_program(process: psutil.Process, module: str) -> bool:
+    """Whether it is `python -m MODULE`, executed or forked: then its command is the fork server's, as is
+    its guard's, whose parent that is.
+    """
+    command = process.cmdline()
+    if command[1:3] == ["-m", module]:
+        return True
+    above = [one.cmdline() for one in process.parents()[:2]]
+    return module in command and above == [command, command]
+
+
 def engine_processes(pid: int | None = None) -> list[psutil.Process]:
     """Of the engines that this process (or `pid`) serves; none that has just died, and is not collected."""
     found = []
     for child in psutil.Process(pid).children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):  # a zombie is none
-            if child.cmdline()[1:3] == ["-m", "rondo.rollout.server.child"]:
+            if is_program(child, "rondo.rollout.server.child"):
                 found.append(child)
     return found
 

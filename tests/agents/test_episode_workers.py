@@ -23,6 +23,7 @@ from rondo.chat import decode, encode_prompt
 from rondo.config.schema import EnvironmentConfig, FunctionConfig
 from rondo.environments.choices import load_environments
 from rondo.errors import ConfigError, RolloutError
+from rondo.transport import forkserver
 from rondo.types import Completion, GenerateRequest, Prompt, SamplingParams, Trajectory
 from rondo.workers.rollout import Unscored
 from tests.agents.scripted import saying
@@ -63,9 +64,11 @@ def kill_workers() -> None:
 
 @pytest.fixture(autouse=True)
 def nobody_is_left() -> Iterator[None]:
-    """No test leaves a worker, nor what it has started."""
+    """No test leaves a worker, nor what it has started, nor what it is forked from."""
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     yield
+    for server in forkserver._without_users(0):
+        server.close()
     wait_for(
         "the end of the workers",
         lambda: all(is_gone(c.pid) for c in psutil.Process().children(recursive=True) if c.pid not in before),

@@ -21,6 +21,7 @@ from rondo.rollout.build import check_engine, visible_devices
 from rondo.rollout.router import Router
 from rondo.rollout.server import EngineProcess, client
 from rondo.rollout.server.wire import Tokens
+from rondo.transport import forkserver
 from rondo.types import Completion, GenerateRequest
 from tests.rollout.conftest import _BASE, VOCAB, build, make_engine, prompt, request, run, weights
 
@@ -310,6 +311,12 @@ def test_what_cannot_be_built_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path
     broken.write_text("#!/bin/sh\necho 'a library is missing' >&2\nexit 3\n", encoding="utf-8")
     broken.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(broken))
+    monkeypatch.setattr(forkserver, "_servers", [])  # none that began with another one
+    with pytest.raises(
+        RolloutError, match=r"engine's process 0 \(native\) cannot be started: the fork server"
+    ):
+        start_engine(spec())
+    monkeypatch.setattr(forkserver, "_keepers", 0)
     with pytest.raises(
         RolloutError, match=r"(?s)died \(exit code 3\) before it was ready.*a library is missing"
     ):

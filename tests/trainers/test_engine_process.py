@@ -15,18 +15,9 @@ import pytest
 from rondo.rollout.server import EngineProcess
 from rondo.types import GenerateRequest
 from tests.trainers.conftest import REPOSITORY, inline, metrics, weights
-from tests.waiting import wait_for, wait_until_gone
+from tests.waiting import engine_processes, wait_for, wait_until_gone
 
 OWN = ("rollout.engine.process=own", "rollout.replicas=2")
-
-
-def engines_of(pid: int) -> list[int]:
-    """Process ids of the engines below a process: its guards' children."""
-    found = []
-    for guard in children(pid):
-        if "guard.py" in command(guard):
-            found += children(guard)
-    return found
 
 
 def children(pid: int) -> list[int]:
@@ -83,7 +74,7 @@ def test_the_same_bits_as_in_the_host_also_when_an_engine_is_killed(
     assert sum(line.get("rollout/engine_restarts", 0) for line in metrics(own)) == 1
     assert weights(own) == weights(host)
     assert len(pids) in (2, 3)  # the third may have come too late to get a request
-    assert not engines_of(os.getpid())
+    assert not engine_processes()
     assert not any(map(command, pids))
 
 
@@ -95,7 +86,7 @@ def test_ctrl_c_leaves_no_process(recipe: Path, tmp_path: Path) -> None:
     )
     lines = folder / "metrics.jsonl"
     wait_for("a step", lambda: run.poll() is not None or (lines.exists() and "\n" in lines.read_text()))
-    below = [*children(run.pid), *engines_of(run.pid)]
+    below = [*children(run.pid), *(engine.pid for engine in engine_processes(run.pid))]
     assert len(below) >= 2
     run.send_signal(signal.SIGINT)
     run.communicate(timeout=400)

@@ -25,6 +25,7 @@ from rondo.trainers.commands.restarts import Restarts
 from rondo.trainers.commands.supervised import sft
 from rondo.trainers.commands.train import train
 from rondo.trainers.sessions.check import check_session
+from rondo.transport import forkserver
 from tests.trainers.conftest import RECIPE, SFT_RECIPE, inline, metrics, weights
 from tests.waiting import wait_until_gone
 
@@ -235,6 +236,25 @@ def test_what_is_begun_again() -> None:
     assert attempts((5, lost()), (6, lost()), (6, lost("load")), (6, "done")) == (4, "done")
     assert attempts((5, outage(RolloutError("no rollout rank is left"))), (7, "done")) == (2, "done")
     assert attempts((None, lost("load")), (0, lost("load")), (7, "done")) == (3, "done")
+
+
+def test_the_processes_of_an_attempt_begin_with_the_imports_of_those_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(forkserver, "_servers", [])
+    monkeypatch.setattr(forkserver, "_keepers", 0)
+    servers: list[forkserver.ForkServer] = []
+
+    def attempt() -> None:
+        servers.append(forkserver.fork_server([], os.environ))
+        servers[-1].give_back()
+        if len(servers) == 1:
+            raise lost()
+
+    Restarts(load(["grpo"], []).config, Console("off")).around(attempt)
+    first, second = servers
+    assert second is first
+    assert first.has_ended()  # with the command
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from rondo.trainers.sessions.check import check_session
 from rondo.types import Prompt, Trajectory
 from rondo.workers.models import ActorWorker
 from tests.trainers.conftest import inline, metrics, said_at_once, weights
-from tests.trainers.test_engine_process import engines_of
+from tests.waiting import engine_processes
 
 QUIET = ("trainer.evaluation={before: false, after: false, every: null}", "checkpoint.export=false")
 KL = ("algorithm.kl={name: k3, where: loss, coef: 0.1}", "actor.mini_batch_size=2")
@@ -228,8 +228,8 @@ def test_an_engine_that_is_killed_gets_its_weights_again(run: Any, monkeypatch: 
         actor = await session.actor()
         prompts = first(session, 2)
         before = (await (await actor.generate_sequences(prompts)).fetch()).rows("response_ids")
-        (engine,) = engines_of(os.getpid())
-        os.kill(engine, signal.SIGKILL)
+        (engine,) = engine_processes()
+        engine.kill()
         async with session.run.weights.mender:  # as inside of the loop
             again = await asyncio.wait_for(actor.generate_sequences(prompts), 120)
         for one, other in zip(before, (await again.fetch()).rows("response_ids"), strict=True):

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from rondo.errors import StorageError
-from rondo.transport.forkserver import ForkServer
+from rondo.transport import forkserver
+from rondo.transport.forkserver import ForkServer, fork_server, kept
 from rondo.transport.process import ChildProcess
 from tests.waiting import is_gone, wait_for, wait_until_gone
 
@@ -155,6 +156,65 @@ def test_a_fork_server_that_has_ended_says_so(tmp_path: Path) -> None:
     with here, there, pytest.raises(OSError, match="fork server"):
         ChildProcess("x", ["says"], there.fileno(), os.environ, server)
     server.close()
+
+
+class TestShared:
+    """Who asks for the same server as another gets the same, also later, within `kept`."""
+
+    @pytest.fixture(autouse=True)
+    def nothing_else_is_kept(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(forkserver, "_servers", [])
+        monkeypatch.setattr(forkserver, "_keepers", 0)
+
+    def lent(self, **environment: str) -> ForkServer:
+        return fork_server([], {**os.environ, "PYTHONPATH": str(ROOT / "src"), **environment})
+
+    def test_the_last_user_ends_it(self) -> None:
+        first, second = self.lent(), self.lent()
+        assert second is first
+        first.give_back()
+        assert not first.has_ended()
+        second.give_back()
+        assert first.has_ended()
+
+    def test_within_kept_the_next_user_gets_it(self) -> None:
+        with kept():
+            with kept():
+                first = self.lent()
+                first.give_back()
+            assert self.lent() is first
+            first.give_back()
+            assert not first.has_ended()
+        assert first.has_ended()
+
+    def test_what_is_used_at_the_end_of_kept_ends_with_its_user(self) -> None:
+        with kept():
+            server = self.lent()
+        assert not server.has_ended()
+        server.give_back()
+        assert server.has_ended()
+
+    def test_who_asks_for_another_does_not(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        with kept():
+            server = self.lent(MINE="1")
+            others = [self.lent(MINE="2"), fork_server(["json"], {**os.environ, "MINE": "1"})]
+            monkeypatch.chdir(tmp_path)  # where its forks look for modules
+            others.append(self.lent(MINE="1"))
+            assert len({server, *others}) == 4
+            for each in (server, *others):
+                each.give_back()
+            # The two that were given back last are kept.
+            assert [each.has_ended() for each in (server, *others)] == [True, True, False, False]
+
+    def test_one_that_has_ended_is_not_lent_again(self) -> None:
+        with kept():
+            server = self.lent()
+            server.close()
+            other = self.lent()
+            assert other is not server
+            other.give_back()
+            server.give_back()
+            assert forkserver._servers == [other]
 
 
 @pytest.mark.parametrize("log", ["log.txt", "/dev/full"])

@@ -19,7 +19,7 @@ from typing import Any, Generic, Literal, TypeVar
 from rondo.agents.running import in_thread
 from rondo.errors import ConfigError, EpisodeLostError, RolloutError
 from rondo.transport.child import Answer, CallFailedError, Child, ProcessLostError
-from rondo.transport.forkserver import ForkServer
+from rondo.transport.forkserver import ForkServer, fork_server
 from rondo.transport.process import import_path
 
 START_SECONDS = 120.0  # for a process to import what it is to run
@@ -156,7 +156,7 @@ class EpisodeWorkers(Generic[W]):
                     f"anything. Its last lines:\n{before.last_words() or '(none)'}"
                 )
         if self._forkserver is None:
-            self._forkserver = ForkServer(_PRELOADED, _environment())
+            self._forkserver = fork_server(_PRELOADED, _environment())
         return self._start(number, self._forkserver)
 
     def blame(self, episode: str) -> bool:
@@ -179,7 +179,7 @@ class EpisodeWorkers(Generic[W]):
             if worker is not None:
                 worker.end()
         if self._forkserver is not None:
-            self._forkserver.close()
+            self._forkserver.give_back()
 
 
 def _environment() -> dict[str, str]:

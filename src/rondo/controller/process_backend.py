@@ -29,7 +29,7 @@ from rondo.controller.remote import RemoteCluster, RemoteHandle, worker_environm
 from rondo.errors import ConfigError, WorkerError, outage
 from rondo.roles import WORKER_MODULES
 from rondo.transport.child import Child, ProcessLostError
-from rondo.transport.forkserver import ForkServer
+from rondo.transport.forkserver import fork_server
 from rondo.transport.frames import SharedObject
 
 
@@ -74,7 +74,7 @@ class ProcessCluster(RemoteCluster):
     def __init__(self, config: ClusterConfig, device: str, threads: int, logs: Path | None) -> None:
         super().__init__(config.devices, device, threads, config.timeout_seconds, logs)
         self._environment = {**os.environ, **worker_environment(config, threads)}
-        self._forkserver = ForkServer(["rondo.controller.remote", *WORKER_MODULES], self._environment)
+        self._forkserver = fork_server(["rondo.controller.remote", *WORKER_MODULES], self._environment)
         self._children: list[Child] = []
 
     async def start_hosts(self) -> None:
@@ -113,7 +113,7 @@ class ProcessCluster(RemoteCluster):
         """See RemoteCluster.end_hosts."""
         loop = asyncio.get_running_loop()
         await asyncio.gather(*(loop.run_in_executor(None, child.kill) for child in self._children))
-        await loop.run_in_executor(None, self._forkserver.close)
+        await loop.run_in_executor(None, self._forkserver.give_back)
 
 
 def _visible_gpus() -> list[str]:

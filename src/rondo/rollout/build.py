@@ -18,6 +18,7 @@ from rondo.rollout.native.engine import NativeEngine
 from rondo.rollout.protocol import EngineSpec, RolloutEngine
 from rondo.rollout.third_party import ThirdParty
 from rondo.rollout.transformers.engine import TransformersEngine
+from rondo.transport.forkserver import are_kept
 from rondo.transport.process import import_path
 
 if TYPE_CHECKING:
@@ -88,7 +89,11 @@ def start_engine(
         python, environment = interpreter(spec.python).executable, environment_of(spec.python)
         spec = dataclasses.replace(spec, python=None)
     environment |= {**own, **devices}
-    return EngineProcess(spec, environment, name=name, bucket_bytes=bucket_bytes, python=python)
+    # Where processes may be started again and again, so are engines; third-party ones start some themselves.
+    forked = are_kept() and spec.engine in OWN and python is None
+    return EngineProcess(
+        spec, environment, name=name, bucket_bytes=bucket_bytes, python=python, forked=forked
+    )
 
 
 def check_engine(

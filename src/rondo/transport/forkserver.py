@@ -3,11 +3,13 @@
     host: ForkServer ── request, descriptors ─▶ main: fork ─▶ guard ─▶ fork ─▶ `python -m COMMAND`
 
 The server itself is started as a program, by a process in whatever state (threads, CUDA), and stays of one
-thread, so that its forks are clean. What it forks ends with it, and it ends with the host.
+thread, so that its forks are clean. What it forks ends with it, and it ends with the host. Users that ask for
+the same share one; within `kept`, one that nobody uses waits for the next that asks: imports take seconds.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import pickle
@@ -19,12 +21,14 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from rondo.transport import guard
 
 END_SECONDS = 10.0
+MOST_KEPT = 2  # servers that nobody uses: each holds some 200 MB
 _NUMBER = struct.Struct("<Q")
 
 
@@ -44,6 +48,10 @@ class ForkServer:
     """
 
     def __init__(self, preload: Sequence[str], environment: Mapping[str, str]) -> None:
+        # The folder is the first place where its forks look for modules.
+        self._beginning = (tuple(preload), dict(environment), os.getcwd())
+        self.users = 0
+        """How many have it from `fork_server`."""
         self._lock = threading.Lock()
         ours, theirs = socket.socketpair()
         self._connection = ours
@@ -79,8 +87,27 @@ class ForkServer:
             except OSError:
                 answer = b""
         if len(answer) < _NUMBER.size:
+            self.close()
             raise OSError("the fork server has ended; what it printed says why")
         return int(*_NUMBER.unpack(answer))
+
+    def give_back(self) -> None:
+        """Says that what it forked for this user has ended. With its last user it ends, unless it is kept."""
+        with _sharing:
+            self.users -= 1
+            _servers.remove(self)
+            _servers.append(self)  # behind those that have waited longer
+            ended = _without_users(MOST_KEPT if _keepers else 0)
+        for server in ended:
+            server.close()
+
+    def has_ended(self) -> bool:
+        """Says whether it cannot fork any more."""
+        return self._process.poll() is not None
+
+    def begins_with(self, preload: Sequence[str], environment: Mapping[str, str]) -> bool:
+        """Says whether a new one with these arguments would be just like it."""
+        return self._beginning == (tuple(preload), dict(environment), os.getcwd())
 
     def close(self) -> None:
         """Ends the server, and what it forked with it."""
@@ -92,10 +119,65 @@ class ForkServer:
             self._process.wait()
 
 
+_sharing = threading.Lock()
+_servers: list[ForkServer] = []  # that `fork_server` has lent, and those that are kept
+_keepers = 0
+
+
+def fork_server(preload: Sequence[str], environment: Mapping[str, str]) -> ForkServer:
+    """Returns a server, which the caller gives back: one that began with the same arguments, or a new one.
+    Arguments: see ForkServer.
+    """
+    with _sharing:
+        for server in _servers:
+            if server.begins_with(preload, environment) and not server.has_ended():
+                break
+        else:
+            server = ForkServer(preload, environment)
+            _servers.append(server)
+        server.users += 1
+    return server
+
+
+def _without_users(most: int) -> list[ForkServer]:
+    """Takes out those that nobody uses, but the `most` that were given back last; returns them."""
+    idle = [server for server in _servers if server.users == 0]
+    out = [server for server in idle if server.has_ended() or server in idle[: len(idle) - most]]
+    for server in out:
+        _servers.remove(server)
+    return out
+
+
+@contextmanager
+def kept() -> Iterator[None]:
+    """Until its end, servers that nobody uses are kept for who asks next: for what starts processes again and
+    again, as a run does that loses them.
+    """
+    global _keepers
+    with _sharing:
+        _keepers += 1
+    try:
+        yield
+    finally:
+        with _sharing:
+            _keepers -= 1
+            ended = [] if _keepers else _without_users(0)
+        for server in ended:
+            server.close()
+
+
+def are_kept() -> bool:
+    """Says whether servers are kept now."""
+    return _keepers > 0
+
+
 def main(descriptor: int, preload: Sequence[str]) -> None:
     """Serves requests until the host's end of the socket closes."""
+    gc.disable()  # imports make a million objects and no garbage
     for module in preload:
         importlib.import_module(module)
+    gc.freeze()  # collections in the forks leave alone what they share
+    gc.enable()
     assert threading.active_count() == 1, f"threads after importing {preload}: {threading.enumerate()}"
     # The kernel collects the guards; their status comes by pipe.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)

@@ -28,12 +28,14 @@ from rondo.rollout.protocol import WASTED_TOKENS, Capabilities, EngineSpec, OnTo
 from rondo.rollout.requests import Pending, deliver
 from rondo.rollout.server.wire import Done, Ready, Tokens
 from rondo.transport.child import Answer, CallFailedError, Child, ProcessLostError
+from rondo.transport.forkserver import fork_server
 from rondo.types import Completion, GenerateRequest, StepStats
 from rondo.weights.bucket import BucketWriter, Confirmation, SharedBucket
 
 START_SECONDS = 900.0  # an engine may have to compile
 ANSWER_SECONDS = 600.0  # an operation that takes longer hangs
 GRACE_SECONDS = 5.0  # how far over its deadline a request may be before the host ends it by itself
+_COMMAND = "rondo.rollout.server.child"
 _log = logging.getLogger(__name__)
 
 
@@ -69,7 +71,8 @@ class EngineProcess:
     environment: all variables of the process. name: for messages. bucket_bytes: of weights in transit. The
     constructor returns when the engine is ready. Raises ConfigError or RolloutError with the engine's own
     message, or with the last lines of its output.
-    python: another environment's interpreter.
+    python: another environment's interpreter. forked: from a server that has done the imports; only with
+    an engine that starts no processes itself.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class EngineProcess:
         bucket_bytes: int = 256 << 20,
         start_seconds: float = START_SECONDS,
         python: str | None = None,
+        forked: bool = False,
     ) -> None:
         self.name = name
         self._bucket_bytes = bucket_bytes
@@ -91,13 +95,14 @@ class EngineProcess:
         # Generate calls that wait, by the number of the call; the threads share them under the lock.
         self._lock = threading.Lock()
         self._streams: dict[int, _Stream] = {}
-        self._child = Child(
-            f"the rollout engine's process {name} ({spec.engine})",
-            ["rondo.rollout.server.child"],
-            environment,
-            take=self._take,
-            python=python,
-        )
+        self._forkserver = fork_server([_COMMAND], environment) if forked else None
+        who = f"the rollout engine's process {name} ({spec.engine})"
+        start = partial(Child, who, [_COMMAND], environment)
+        try:
+            self._child = start(take=self._take, forkserver=self._forkserver, python=python)
+        except OSError as error:
+            self._give_back()
+            raise RolloutError(f"{who} cannot be started: {error}") from error
         self._ready = self._built(replace(spec, folder=str(self._child.process.folder)), start_seconds)
         self._version = self._ready.version
         _log.info("engine process %d: %s", self.pid, self.describe())
@@ -108,6 +113,7 @@ class EngineProcess:
                 ready: Ready = self._child.call("build", spec).result(seconds)
         except BaseException as error:
             self._child.kill()
+            self._give_back()
             tail = f"its last lines:\n{self._child.process.tail()}"
             if isinstance(error, TimeoutError):
                 raise RolloutError(
@@ -259,9 +265,15 @@ class EngineProcess:
     def close(self) -> None:
         """Ends the process and all its children; calls that still wait get a RolloutError."""
         self._child.close()
+        self._give_back()
         self._forget_bucket()
 
     # ---- inside ----
+
+    def _give_back(self) -> None:
+        if self._forkserver is not None:
+            self._forkserver.give_back()
+            self._forkserver = None
 
     def _forget_bucket(self) -> None:
         if self._bucket_writer is not None:

@@ -12,6 +12,7 @@ from rondo.config import Config
 from rondo.errors import RondoError, WorkerError
 from rondo.tracking import Console
 from rondo.trainers.commands.event_loop import run_loop
+from rondo.transport.forkserver import kept
 
 T = TypeVar("T")
 
@@ -58,6 +59,10 @@ class Restarts:
 
     def around(self, attempt: Callable[[], T]) -> T:
         """Makes attempts until one ends, or fails for good. Raises what the last one raised."""
+        with kept():  # an attempt's processes begin with the imports of those before
+            return self._around(attempt)
+
+    def _around(self, attempt: Callable[[], T]) -> T:
         while True:
             self.reached = None
             try:
