@@ -98,11 +98,11 @@ class Hangs(Worker):
         self.gate.set()
 
     @dispatch("broadcast")
-    def counts(self) -> None:
-        """Counts for several times as long as nothing may move."""
-        for _ in range(30):
+    def counts(self, times: int) -> None:
+        """Counts: ten times for as long as nothing may move."""
+        for _ in range(times):
             time.sleep(HANG_SECONDS / 10)
-            progress(of=30)
+            progress(of=times)
 
     @dispatch("broadcast")
     def holds_the_lock(self, late: int) -> None:
@@ -111,9 +111,9 @@ class Hangs(Worker):
             ctypes.PyDLL(None).usleep(int(4 * HANG_SECONDS * 1e6))
 
     @dispatch("broadcast")
-    async def decodes(self) -> None:
+    async def decodes(self, times: int) -> None:
         """As `counts`, on the event loop, where nobody says that he counts for a call."""
-        for _ in range(30):
+        for _ in range(times):
             await asyncio.sleep(HANG_SECONDS / 10)
             threading.Thread(target=progress).start()
 
@@ -121,6 +121,11 @@ class Hangs(Worker):
 def told(records: list[object]) -> list[str]:
     """What the watch has logged."""
     return [r.getMessage() for r in records if getattr(r, "name", "") == "rondo.controller.watch"]
+
+
+def wait_until_it_moves(caplog: pytest.LogCaptureFixture) -> None:
+    """Until the watch has seen that what it told is over: what it says later belongs to the next test."""
+    wait_for("the end of the hang", lambda: "it moves again" in told(caplog.records)[-1], 20)
 
 
 @pytest.fixture(scope="module", params=["process", pytest.param("ray", marks=pytest.mark.slow)])
@@ -145,8 +150,15 @@ def fresh(run: Run, backend: str, tmp_path: Path) -> Iterator[WorkerGroup]:
 
 
 @pytest.fixture(scope="module")
-def group(run: Run, backend: str) -> Iterator[WorkerGroup]:
-    cluster = start(run, backend)
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the hosts of `group`."""
+    return tmp_path_factory.mktemp("logs")
+
+
+@pytest.fixture(scope="module")
+def group(run: Run, backend: str, logs: Path) -> Iterator[WorkerGroup]:
+    """Two ranks of a cluster that tests leave whole."""
+    cluster = start(run, backend, logs)
     yield run(cluster.create_group("hangs", Hangs))
     run(cluster.shutdown())
 
@@ -188,8 +200,8 @@ def test_a_rank_that_never_enters_a_collective(
 
 @pytest.mark.slow
 def test_what_moves_is_no_hang(group: WorkerGroup, run: Run, caplog: pytest.LogCaptureFixture) -> None:
-    run(group.call(Hangs.counts))
-    run(group.call(Hangs.decodes))
+    run(group.call(Hangs.counts, 30))
+    run(group.call(Hangs.decodes, 30))
     assert told(caplog.records) == []
 
 
@@ -209,14 +221,13 @@ def test_what_has_no_bound_is_told_once_and_goes_on(
         return str(await call)
 
     assert run(wait_and_open()) in ("through", "answered", "compiled")
-    wait_for("the end of the hang", lambda: "it moves again" in told(caplog.records)[-1], 20)
+    wait_until_it_moves(caplog)
     report, end = told(caplog.records)
     assert f"hangs[0].{method.__name__}" in report  # type: ignore[attr-defined]
     assert f"hangs[1].{method.__name__}" in report  # type: ignore[attr-defined]
     assert "it moves again" in end
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_a_call_that_cannot_begin_yet_is_no_end(group: WorkerGroup, run: Run) -> None:
     """Its peers wait in a collective for a rank whose event loop is held."""
@@ -230,10 +241,10 @@ def test_a_call_that_cannot_begin_yet_is_no_end(group: WorkerGroup, run: Run) ->
     run(both())
 
 
-def test_a_stopped_host_is_named(fresh: WorkerGroup, run: Run, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stopped_host_is_named(group: WorkerGroup, run: Run, caplog: pytest.LogCaptureFixture) -> None:
     async def stop() -> None:
-        pids = await fresh.call(Worker.process_id)
-        call = asyncio.ensure_future(fresh.call(Hangs.counts))
+        pids = await group.call(Worker.process_id)
+        call = asyncio.ensure_future(group.call(Hangs.counts, 10))
         os.kill(pids[1], signal.SIGSTOP)
         while not told(caplog.records) and not call.done():
             await asyncio.sleep(0.05)
@@ -241,6 +252,7 @@ def test_a_stopped_host_is_named(fresh: WorkerGroup, run: Run, caplog: pytest.Lo
         await call
 
     run(stop())
+    wait_until_it_moves(caplog)
     report = told(caplog.records)[0]
     assert report.startswith("host 1 did not answer for")
     assert "it is stopped" in report
@@ -248,16 +260,17 @@ def test_a_stopped_host_is_named(fresh: WorkerGroup, run: Run, caplog: pytest.Lo
 
 @pytest.mark.slow
 def test_a_host_that_holds_the_gil_writes_its_stacks(
-    fresh: WorkerGroup, run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    group: WorkerGroup, run: Run, logs: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run(fresh.call(Hangs.holds_the_lock, 1))
+    run(group.call(Hangs.holds_the_lock, 1))
+    wait_until_it_moves(caplog)
     report = told(caplog.records)[0]
     assert report.startswith("host 1 did not answer for")
     assert "may hold Python's lock (GIL); the last it said: " in report
-    assert f"at the end of {tmp_path / 'host-1.log'}" in report
-    log = tmp_path / "host-1.log"
+    assert f"at the end of {logs / 'host-1.log'}" in report
+    log = logs / "host-1.log"
     wait_for("the stacks", lambda: "in holds_the_lock" in log.read_text())
-    assert "in holds_the_lock" not in (tmp_path / "host-0.log").read_text()
+    assert "in holds_the_lock" not in (logs / "host-0.log").read_text()
 
 
 @pytest.mark.slow
@@ -278,7 +291,7 @@ def test_a_stopped_host_that_nobody_waits_for_in_a_collective_is_given_up(
     run: Run, backend: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """In an episode, say, which may take any time. Until then nobody waits for what it has used."""
-    config = ClusterConfig(BACKENDS[backend], devices=2, device="cpu", threads=1, timeout_seconds=20.0)
+    config = ClusterConfig(BACKENDS[backend], devices=2, device="cpu", threads=1, timeout_seconds=8.0)
     cluster: Cluster = run(start_cluster(replace(config, hang_seconds=HANG_SECONDS)))
     group = run(cluster.create_group("hangs", Hangs))
 
@@ -291,7 +304,7 @@ def test_a_stopped_host_that_nobody_waits_for_in_a_collective_is_given_up(
         await call
 
     with pytest.raises(
-        WorkerError, match=r"hangs\[1\].* has not answered for 20 s .cluster.timeout_s"
+        WorkerError, match=r"hangs\[1\].* has not answered for 8 s .cluster.timeout_s"
     ) as caught:
         run(stop())
     assert caught.value.died
@@ -322,7 +335,7 @@ def test_a_dead_host_names_its_log(fresh: WorkerGroup, run: Run, tmp_path: Path)
     async def die() -> None:
         pids = await fresh.call(Worker.process_id)
         os.kill(pids[1], signal.SIGKILL)
-        await fresh.call(Hangs.counts)
+        await fresh.call(Hangs.counts, 30)
 
     with pytest.raises(WorkerError, match=re.escape(f"its log is {tmp_path / 'host-1.log'}")):
         run(die())

@@ -22,7 +22,7 @@ from tests.waiting import wait_until_gone
 
 pytestmark = pytest.mark.slow
 
-HANG = "cluster.hang_seconds=12"  # as long as a busy machine may keep a process from its processor
+HANG = "cluster.hang_seconds=6"  # as long as a busy machine may keep a process from its processor
 THREE_STEPS = (
     "trainer.total_steps=3",
     "checkpoint.every=1",
