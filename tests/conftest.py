@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
+import re
 import signal
+from collections import defaultdict
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: child processes inherit it
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -12,21 +16,43 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test downloads anything
 # Ray reads it once per process: one Ray with tokens and then a cluster without them would refuse each other.
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from rondo.transport import forkserver
 from tests.ranks import run_ranks as _run_ranks
 
 torch.set_num_threads(1)
 
-# A shell without job control starts what it puts in the background with Ctrl-C ignored, and every process
-# that a test starts and interrupts would inherit that.
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A shell without job control starts what it puts in the background with Ctrl-C ignored, nohup with SIGHUP:
+# every process that a test starts and signals would inherit that.
+for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(_number) == signal.SIG_IGN:
+        signal.signal(_number, _handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _kept_fork_servers() -> Iterator[None]:
+    """What one test's processes have imported, those of the next begin with: 5 s of a processor each time."""
+    with forkserver.kept():
+        yield
+
+
+# The environment of a process says nothing of its test: none could begin with another test's imports else.
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup() -> None:
+    """Before pytest's own, behind which it is as it was."""
+    os.environ["PYTEST_CURRENT_TEST"] = ""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call() -> None:
+    """As before a fixture."""
+    os.environ["PYTEST_CURRENT_TEST"] = ""
 
 
 @pytest.fixture(scope="session")
@@ -54,36 +80,37 @@ def run_ranks() -> Callable[..., list[Any]]:
     return _run_ranks
 
 
-# The files that take longest, longest first: they begin first, so that no worker is idle at the end.
-LONGEST = (
-    "tests/controller",
-    "tests/trainers/test_nodes.py",
-    "tests/trainers/test_placement.py",
-    "tests/trainers/test_split.py",
-    "tests/training/test_ranks.py",
-    "tests/weights/test_exchange.py",
-    "tests/trainers/test_two_ranks.py",
-    "tests/trainers/test_resume.py",
-    "tests/trainers/test_engine_process.py",
-    "tests/workers/test_replicas.py",
-    "tests/trainers/test_async_engines.py",
-    "tests/trainers/test_partial.py",
-    "tests/rollout/test_server.py",
-    "tests/cli/test_serve.py",
-    "tests/trainers/test_rl.py",
-    "tests/serving/test_external.py",
-)
+# What each file took when it was measured last: benchmarks/checks.py writes it.
+MEASURED = Path(__file__).resolve().parent.parent / "benchmarks" / "checks.json"
+TOGETHER = re.compile(r"(tests/controller)/|(tests/engines)/.*\[(native-process|vllm|sglang)\b")
+"""Tests that share what takes long to start, and so a worker: a Ray; an engine of one kind."""
 
 
-def _place(nodeid: str) -> int:
-    """Of a test's file among the longest; those that are none of them come after all of them."""
-    return next((i for i, path in enumerate(LONGEST) if nodeid.startswith(path)), len(LONGEST))
+def _scope(nodeid: str) -> str:
+    """Returns what stays on one worker: the name of a file, or what TOGETHER finds."""
+    shared = TOGETHER.match(nodeid)
+    return nodeid.partition("::")[0] if shared is None else " ".join(filter(None, shared.groups()))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are skipped where there is no CUDA device. Workers of xdist begin with LONGEST."""
+def _seconds(fast: bool) -> dict[str, float]:
+    """Returns what the tests of each scope take; fast: without the slow ones."""
+    files: dict[str, float] = defaultdict(float)  # by path: the engines' are run in two environments
+    for one in json.loads(MEASURED.read_text(encoding="utf-8"))["files"]:
+        took = one["fast"] if fast else one["set_up"] + one["call"]
+        files[one["path"]] = max(files[one["path"]], took)
+    scopes: dict[str, float] = defaultdict(float)
+    for path, took in files.items():
+        scopes[_scope(path)] += took
+    return dict(scopes)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests marked `gpu` are skipped where there is no CUDA device. Workers of xdist begin with what takes
+    longest, and with what was never measured, so that none is idle at the end.
+    """
     if "PYTEST_XDIST_WORKER" in os.environ:
-        items.sort(key=lambda item: _place(item.nodeid))
+        seconds = _seconds(fast="not slow" in config.getoption("markexpr"))
+        items.sort(key=lambda item: -seconds.get(_scope(item.nodeid), math.inf))
     if torch.cuda.is_available():
         return
     for item in items:
@@ -93,18 +120,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """`--dist loadfile`, in the order of `LONGEST`; the controller's files share a Ray and so a worker."""
+    """`--dist loadfile` by `_scope`, in the order in which they were collected."""
     if config.getoption("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
 
-    class ByFile(LoadFileScheduling):
+    class ByScope(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            shared = "tests/controller"
-            return shared if nodeid.startswith(f"{shared}/") else str(super()._split_scope(nodeid))
+            return _scope(nodeid)
 
     config.option.loadscopereorder = False
-    return ByFile(config, log)
+    return ByScope(config, log)
 
 
 @pytest.fixture
