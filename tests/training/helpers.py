@@ -43,6 +43,9 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     },
 }
 FLOAT64 = {"param_dtype": "float64", "compute_dtype": "float64"}
+# How much nearer a token is to each expert that it gets than to any other, at the least. A product of other
+# rows (a tile, a row by itself, a rank's part) is rounded differently, by some 1e-7: no choice turns on that.
+GAP = 1e-5
 LENGTHS = ((3, 7), (1, 1), (5, 12), (2, 4), (9, 1), (4, 20), (6, 3), (1, 9), (8, 8), (2, 0), (3, 5))
 
 
@@ -137,3 +140,19 @@ def full_gradients(engine: Engine) -> dict[str, torch.Tensor]:
 def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
     """Norm of the difference over the norm."""
     return float((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-300))
+
+
+def gaps_of_choices(engine: Engine) -> list[float]:
+    """Gets, for each token that a router of `engine` sees from now on, how far the k-th largest softmax of
+    its logits is from the next one.
+    """
+    gaps: list[float] = []
+
+    def keep(router: Any, _: Any, out: Any) -> None:
+        largest = out[0].detach().double().softmax(-1).topk(out[2].shape[1] + 1).values
+        gaps.extend((largest[:, -2] - largest[:, -1]).tolist())
+
+    assert engine.backend.routing is not None
+    for router in engine.backend.routing.routers:
+        router.module.register_forward_hook(keep)
+    return gaps

@@ -4,6 +4,7 @@ equations, the same under every layout and cut; counts and biases by hand; what 
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -31,9 +32,11 @@ from tests.models.families import source_of
 from tests.ranks import run_ranks
 from tests.training.helpers import (
     FLOAT64,
+    GAP,
     PolicyLoss,
     ValueLoss,
     full_gradients,
+    gaps_of_choices,
     make_batch,
     one_rank_mesh,
     relative_difference,
@@ -84,7 +87,10 @@ def routing_of_rows(lm: Any, batch: Batch) -> list[list[tuple[torch.Tensor, torc
             logits = out[0].double()
             sigmoid = type(module).__name__.startswith(("Deepseek", "MiniMax", "Glm"))
             scores = logits.sigmoid() if sigmoid else logits.softmax(-1)
-            seen.append((scores / scores.sum(-1, keepdim=True), out[2]))
+            scores = scores / scores.sum(-1, keepdim=True)
+            others = scores.scatter(1, out[2], -torch.inf).amax(1)
+            assert (scores.gather(1, out[2]).amin(1) - others).abs().min() > GAP
+            seen.append((scores, out[2]))
 
         modules = [one for name, one in lm.named_modules() if name.endswith((".gate", ".router"))]
         hooks = [one.register_forward_hook(keep) for one in modules]
@@ -381,6 +387,7 @@ def _replayed(rank: int, world: int, layouts: list[dict[str, int]]) -> dict[str,
     for sizes in layouts:
         views, index, count = layout(world, **sizes)
         engine = tiny_engine(views, source("qwen3_moe"), config={**FLOAT64, "token_budget": 30})
+        gaps = gaps_of_choices(engine)
         told, _ = with_routes(engine, rows_of(index, count))
         engine.forward_backward(told, PolicyLoss())
         others = engine.optimizer_step().experts.rerouted
@@ -398,6 +405,7 @@ def _replayed(rank: int, world: int, layouts: list[dict[str, int]]) -> dict[str,
         every: list[Any] = [None] * world
         dist.all_gather_object(every, mine)
         assert others == 0
+        assert min(gaps) > GAP
         out[str(sizes)] = {row: parts for part in every for row, parts in part.items()}
     return out
 
@@ -418,14 +426,20 @@ def test_tiles_count_balance_and_replay_as_the_whole() -> None:
     config = {**FLOAT64, "token_budget": 40, "router": router("mini_batch")}
     for backend in (TorchBackendConfig(), TorchBackendConfig(mlp_chunk=8)):
         engine = tiny_engine(one_rank_mesh(), source("qwen3_moe"), config=config, backend=backend)
+        gaps = gaps_of_choices(engine)
         rows, _ = with_routes(engine, batch)
         shaken(engine, 0.3)
         gradients = gradients_of(engine, rows)
         told.append((rows, gradients, engine.optimizer_step().experts))
+        assert min(gaps) > GAP
     (rows, whole, load), (tiled_rows, tiled, tiled_load) = told
     assert tiled_rows == rows
     assert 0 < load.rerouted < 1
-    assert tiled_load == load
+    # Counts are of integers. The loss is a sum of affinities, of the whole in another order than of tiles, in
+    # float64; but routers round their weights to float32, and where a logit differs in the last bit one may
+    # fall to the other side, which the next layer's affinities follow: by some eps of float32.
+    assert dataclasses.replace(tiled_load, balance=load.balance) == load
+    assert tiled_load.balance == pytest.approx(load.balance, rel=4 * torch.finfo(torch.float32).eps)
     for name, one in whole.items():
         assert relative_difference(tiled[name], one) < 1e-6, name
 
