@@ -30,7 +30,10 @@ MADE = set(
     "trained_on weights weights_of with_routes _weights".split()
 )
 FIELDS = {"grad_norm", "log_probs", "rollout_log_probs", "token_log_probs"}
-MAY = re.compile("|".join({*(name.rpartition(".")[2] for name in ARRAYS | CLOSE), *MADE, *FIELDS}))
+CALLS = {*(name.rpartition(".")[2] for name in ARRAYS | CLOSE), *MADE}
+MAY = re.compile(
+    rf"\b({'|'.join(CALLS)})\(|\.({'|'.join(FIELDS)})\b"
+)  # without one of these, nothing is seen
 WRITTEN = set("approx arange full ones tensor zeros zeros_like T D".split())  # by the test itself
 NO_FLOATS = re.compile(
     r"_ids\b|_mask\b|\.mask\b|versions|lengths|routes|ROUTED|rng_state|data_ptr|\.keys\(|\.shape"
