@@ -82,7 +82,7 @@ def run_ranks() -> Callable[..., list[Any]]:
 
 # What each file took when it was measured last: benchmarks/checks.py writes it.
 MEASURED = Path(__file__).resolve().parent.parent / "benchmarks" / "checks.json"
-TOGETHER = re.compile(r"(tests/controller)/|(tests/engines)/.*\[(native-process|vllm|sglang)\b")
+TOGETHER = re.compile(r"(tests/controller)/|(tests/engines)/.*\[(vllm|sglang)\b")
 """Tests that share what takes long to start, and so a worker: a Ray; an engine of one kind."""
 
 

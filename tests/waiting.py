@@ -65,12 +65,14 @@ def is_program(process: psutil.Process, module: str) -> bool:
     return module in command and above == [command, command]
 
 
-def engine_processes(pid: int | None = None) -> list[psutil.Process]:
-    """Of the engines that this process (or `pid`) serves; none that has just died, and is not collected."""
+def engine_processes(pid: int | None = None, but: Iterable[int] = ()) -> list[psutil.Process]:
+    """Of the engines that this process (or `pid`) serves, but some; none that has just died, and is not
+    collected. but: process ids, of those that an earlier test has left to the next.
+    """
     found = []
     for child in psutil.Process(pid).children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):  # a zombie is none
-            if is_program(child, "rondo.rollout.server.child"):
+            if child.pid not in but and is_program(child, "rondo.rollout.server.child"):
                 found.append(child)
     return found
 

@@ -229,7 +229,9 @@ def test_what_has_no_bound_is_told_once_and_goes_on(
 
 
 @pytest.mark.slow
-def test_a_call_that_cannot_begin_yet_is_no_end(group: WorkerGroup, run: Run) -> None:
+def test_a_call_that_cannot_begin_yet_is_no_end(
+    group: WorkerGroup, run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
     """Its peers wait in a collective for a rank whose event loop is held."""
 
     async def both() -> None:
@@ -239,6 +241,7 @@ def test_a_call_that_cannot_begin_yet_is_no_end(group: WorkerGroup, run: Run) ->
         await held
 
     run(both())
+    wait_until_it_moves(caplog)
 
 
 def test_a_stopped_host_is_named(group: WorkerGroup, run: Run, caplog: pytest.LogCaptureFixture) -> None:
