@@ -56,25 +56,22 @@ def is_gone(pid: int) -> bool:
 
 def is_program(process: psutil.Process, module: str) -> bool:
     """Whether it is `python -m MODULE`, executed or forked: then its command is the fork server's, as is
-    its guard's, whose parent that is.
+    its guard's, whose parent that is. One that has just died is none.
     """
-    command = process.cmdline()
-    if command[1:3] == ["-m", module]:
-        return True
-    above = [one.cmdline() for one in process.parents()[:2]]
-    return module in command and above == [command, command]
+    try:
+        command = process.cmdline()
+        above = [one.cmdline() for one in process.parents()[:2]]
+    except psutil.NoSuchProcess:
+        return False
+    return command[1:3] == ["-m", module] or (module in command and above == [command, command])
 
 
 def engine_processes(pid: int | None = None, but: Iterable[int] = ()) -> list[psutil.Process]:
-    """Of the engines that this process (or `pid`) serves, but some; none that has just died, and is not
-    collected. but: process ids, of those that an earlier test has left to the next.
+    """Of the engines that this process (or `pid`) serves; none that has just died, and is not collected.
+    but: process ids of those that an earlier test has left to the next.
     """
-    found = []
-    for child in psutil.Process(pid).children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):  # a zombie is none
-            if child.pid not in but and is_program(child, "rondo.rollout.server.child"):
-                found.append(child)
-    return found
+    children = psutil.Process(pid).children(recursive=True)
+    return [one for one in children if one.pid not in but and is_program(one, "rondo.rollout.server.child")]
 
 
 def wait_until_gone(pids: Iterable[int]) -> None:

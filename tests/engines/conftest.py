@@ -29,6 +29,7 @@ from rondo.rollout.build import build_engine, start_engine
 from rondo.rollout.protocol import EngineSpec, RolloutEngine
 from rondo.types import Completion, GenerateRequest, SamplingParams
 from rondo.weights.checksum import checksum
+from tests.waiting import is_program
 
 VOCAB = 200
 MAX_CONTEXT = 1000
@@ -261,10 +262,12 @@ def greedy(model: torch.nn.Module, token_ids: np.ndarray, max_tokens: int) -> np
 
 
 def no_children_left(before: set[int]) -> Callable[[], list[psutil.Process]]:
-    """Children of this process that came after `before` and are alive."""
+    """Children of this process that came after `before` and are alive; no fork servers, which are kept."""
 
     def left() -> list[psutil.Process]:
-        children = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
+        me = psutil.Process()
+        kept = {child.pid for child in me.children() if is_program(child, "rondo.transport.forkserver")}
+        children = [child for child in me.children(recursive=True) if child.pid not in before | kept]
         _, alive = psutil.wait_procs(children, timeout=60)
         return alive
 
