@@ -43,7 +43,7 @@ help:
 	@echo "make test-all     all tests"
 	@echo "make test-engines the same conformance suite on real vLLM and SGLang, in an environment of their own"
 	@echo "make test-environments   tests of environments of other packages (TextWorld, ALFWorld, …), beside .venv"
-	@echo "make test-chance TESTS=…   these tests twenty times (TIMES=), in random order, on a busy machine"
+	@echo "make test-chance  the tests of tests/chance.txt (TESTS=) twenty times (TIMES=), in random order, on a busy machine"
 	@echo "make lint         ruff, mypy, import rules"
 	@echo "make benchmarks   decode against transformers and the roofline; a GRPO step against TRL"
 	@echo "make clean        remove .venv, .venv-engines, .venv-environments, caches and build products (runs/ stays)"
@@ -127,6 +127,7 @@ test-environments: $(VENV_ENVIRONMENTS)/.stamp-environments
 	  tests/environments/packages $(PYTEST_ARGS)
 
 # A test that fails once in many runs is found here: make test-chance TESTS="tests/x.py::test_y tests/z.py"
+TESTS ?= $(shell grep -v '^\#' tests/chance.txt)
 TIMES ?= 20
 CHANCE := pytest-random-order==1.2.0 pytest-repeat==0.9.4
 .PHONY: test-chance

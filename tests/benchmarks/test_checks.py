@@ -117,6 +117,13 @@ def test_files_that_were_measured_are_there() -> None:
     assert [one.path for one in checks.kept().files if not (ROOT / one.path).exists()] == []
 
 
+def test_cases_that_are_repeated_are_there() -> None:
+    for line in (ROOT / "tests" / "chance.txt").read_text(encoding="utf-8").splitlines():
+        path, _, name = line.partition("::")
+        if not line.startswith("#"):
+            assert f"def {name}" in (ROOT / path).read_text(encoding="utf-8"), line
+
+
 def test_the_longest_begin_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     took = {"a.py": (5, 0), "b.py": (4, 2), "controller/c.py": (3, 1), "controller/d.py": (3, 4)}
     files = [File("x", f"tests/{path}", 1, 1.0, call, fast) for path, (call, fast) in took.items()]
