@@ -150,6 +150,21 @@ def test_a_fork_begins_with_the_imports_done_and_its_own_environment(tmp_path: P
     assert process.how_it_ended() == "exit code 7"
 
 
+def test_a_fork_has_what_imports_set_in_the_environment(tmp_path: Path) -> None:
+    (tmp_path / "sets.py").write_text("import os\nos.environ['SET'] = 'by import'\n", encoding="utf-8")
+    says = "import os, sys\nprint(os.environ['SET'], os.environ['MINE'], len(os.environ), file=sys.stderr)\n"
+    (tmp_path / "says.py").write_text(says, encoding="utf-8")
+    path = os.pathsep.join([str(tmp_path), str(ROOT / "src")])
+    server = ForkServer(["sets"], {**os.environ, "PYTHONPATH": path, "MINE": "1"})
+    here, there = socket.socketpair()
+    with here, there:
+        own = {"MINE": "2", "PYTHONPATH": path}
+        process = ChildProcess("x", ["says"], there.fileno(), own, server)
+    assert process.wait(240)
+    server.close()
+    assert process.tail() == "by import 2 3"
+
+
 def test_a_fork_server_that_has_ended_says_so(tmp_path: Path) -> None:
     server = ForkServer(["no_such_module"], {**os.environ, "PYTHONPATH": str(ROOT / "src")})
     here, there = socket.socketpair()

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 OWN = {"native": NativeEngine, "transformers": TransformersEngine}
 # The class of each third-party engine, in the module `engine` of its folder; `options` has its ThirdParty.
 CLASSES = {"vllm": "VllmEngine", "sglang": "SglangEngine"}
+# Modules of theirs that take long to import.
+IMPORTS = {"vllm": ("rondo.rollout.vllm.core",), "sglang": ("rondo.rollout.sglang.engine",)}
 
 
 def build_engine(spec: EngineSpec, parameters: Mapping[str, torch.Tensor] | None = None) -> RolloutEngine:
@@ -89,11 +91,21 @@ def start_engine(
         python, environment = interpreter(spec.python).executable, environment_of(spec.python)
         spec = dataclasses.replace(spec, python=None)
     environment |= {**own, **devices}
-    # Where processes may be started again and again, so are engines; third-party ones start some themselves.
-    forked = are_kept() and spec.engine in OWN and python is None
     return EngineProcess(
-        spec, environment, name=name, bucket_bytes=bucket_bytes, python=python, forked=forked
+        spec,
+        environment,
+        name=name,
+        bucket_bytes=bucket_bytes,
+        python=python,
+        preload=IMPORTS.get(spec.engine, ()) if _is_forked(spec, python) else None,
     )
+
+
+def _is_forked(spec: EngineSpec, python: str | None) -> bool:
+    """Says whether an engine is forked: where fork servers are kept. Nobody has tried what imports of
+    third-party engines do with a GPU before a fork, so of these only those on CPUs are.
+    """
+    return are_kept() and python is None and (spec.engine in OWN or spec.device == "cpu")
 
 
 def check_engine(

@@ -23,7 +23,7 @@ import threading
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rondo.transport import guard
 
@@ -173,12 +173,15 @@ def are_kept() -> bool:
 
 def main(descriptor: int, preload: Sequence[str]) -> None:
     """Serves requests until the host's end of the socket closes."""
+    before = dict(os.environ)
     gc.disable()  # imports make a million objects and no garbage
     for module in preload:
         importlib.import_module(module)
     gc.freeze()  # collections in the forks leave alone what they share
     gc.enable()
     assert threading.active_count() == 1, f"threads after importing {preload}: {threading.enumerate()}"
+    # What the modules set as they were imported, which a process that had imported them itself would have.
+    made = {name: value for name, value in os.environ.items() if before.get(name) != value}
     # The kernel collects the guards; their status comes by pipe.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     connection = socket.socket(fileno=descriptor)
@@ -192,7 +195,8 @@ def main(descriptor: int, preload: Sequence[str]) -> None:
         pid = os.fork()
         if pid == 0:
             connection.close()
-            _become_guard(server, request, channel, errors, status)
+            environment = {**request.environment, **made}
+            _become_guard(server, replace(request, environment=environment), channel, errors, status)
         for each in (channel, errors, status):
             os.close(each)
         connection.sendall(_NUMBER.pack(pid))

@@ -35,7 +35,7 @@ from rondo.weights.bucket import BucketWriter, Confirmation, SharedBucket
 START_SECONDS = 900.0  # an engine may have to compile
 ANSWER_SECONDS = 600.0  # an operation that takes longer hangs
 GRACE_SECONDS = 5.0  # how far over its deadline a request may be before the host ends it by itself
-_COMMAND = "rondo.rollout.server.child"
+COMMAND = "rondo.rollout.server.child"
 _log = logging.getLogger(__name__)
 
 
@@ -71,8 +71,8 @@ class EngineProcess:
     environment: all variables of the process. name: for messages. bucket_bytes: of weights in transit. The
     constructor returns when the engine is ready. Raises ConfigError or RolloutError with the engine's own
     message, or with the last lines of its output.
-    python: another environment's interpreter. forked: from a server that has done the imports; only with
-    an engine that starts no processes itself.
+    python: another environment's interpreter. preload: modules, besides the program's own, of the fork server
+    that it comes from; None: it is executed.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class EngineProcess:
         bucket_bytes: int = 256 << 20,
         start_seconds: float = START_SECONDS,
         python: str | None = None,
-        forked: bool = False,
+        preload: Sequence[str] | None = None,
     ) -> None:
         self.name = name
         self._bucket_bytes = bucket_bytes
@@ -95,9 +95,9 @@ class EngineProcess:
         # Generate calls that wait, by the number of the call; the threads share them under the lock.
         self._lock = threading.Lock()
         self._streams: dict[int, _Stream] = {}
-        self._forkserver = fork_server([_COMMAND], environment) if forked else None
+        self._forkserver = None if preload is None else fork_server([COMMAND, *preload], environment)
         who = f"the rollout engine's process {name} ({spec.engine})"
-        start = partial(Child, who, [_COMMAND], environment)
+        start = partial(Child, who, [COMMAND], environment)
         try:
             self._child = start(take=self._take, forkserver=self._forkserver, python=python)
         except OSError as error:
