@@ -80,10 +80,10 @@ test-all: $(VENV)/.stamp-dev
 	$(PYTEST) $(PYTEST_ARGS)
 
 # vLLM and SGLang for CPUs: all that is in their constraints and nothing else, so that pip has nothing to work out, and
-# uncompiled: a tenth of the modules is ever imported, and compiled then. Of
-# what vLLM asks for, torchaudio and torchcodec are built for CUDA and die on import; SGLang's own dependencies would
-# replace torch by a CUDA build. torchvision, which both want, dies on import beside a CPU torch, too: rondo_engines.pth
-# puts the folder with the remedy (tests/engines/cpu/sitecustomize.py) on the path of every process of this environment.
+# uncompiled: few of the modules are ever imported, and compiled then. Of what vLLM asks for, torchaudio and torchcodec
+# are built for CUDA and die on import; SGLang's own dependencies would replace torch by a CUDA build. torchvision, which
+# both want, dies on import beside a CPU torch, too: rondo_engines.pth puts the folder with the remedy
+# (tests/engines/cpu/sitecustomize.py) on the path of every process of this environment.
 PIP_ENGINES = $(VENV_ENGINES)/bin/python -m pip install --quiet --progress-bar off --no-deps --no-compile $(PIP_ARGS)
 QUIETLY := 2> >(sed '$(PIP_NOISE)' >&2)
 
