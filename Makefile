@@ -33,7 +33,7 @@ PIP_NOISE := /^WARNING: Location .* is ignored/d; /BuildBackendWarning/,/wheel_o
 
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-# Else every process would compile rondo's modules and the tests' anew: a second of a processor each.
+# Otherwise every process compiles the modules of rondo and of the tests anew.
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help

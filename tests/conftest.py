@@ -42,7 +42,7 @@ def _kept_fork_servers() -> Iterator[None]:
         yield
 
 
-# The environment of a process says nothing of its test: none could begin with another test's imports else.
+# The environment of a process must not name its test: no other test could fork processes from its server.
 @pytest.hookimpl(tryfirst=True)
 def pytest_fixture_setup() -> None:
     """Before pytest's own, behind which it is as it was."""
