@@ -327,6 +327,7 @@ def test_a_local_call_is_told(run: Run, caplog: pytest.LogCaptureFixture) -> Non
         assert await call == "through"
 
     run(wait_and_open())
+    wait_until_it_moves(caplog)
     run(cluster.shutdown())
     (report, *_) = told(caplog.records)
     assert "hangs[0].waits > waiting at the gate" in report
