@@ -180,6 +180,7 @@ class EpisodeWorkers(Generic[W]):
                 worker.end()
         if self._forkserver is not None:
             self._forkserver.give_back()
+            self._forkserver = None
 
 
 def _environment() -> dict[str, str]:
