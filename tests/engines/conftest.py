@@ -11,7 +11,6 @@ import asyncio
 import dataclasses
 import importlib.util
 import itertools
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -261,35 +260,40 @@ def greedy(model: torch.nn.Module, token_ids: np.ndarray, max_tokens: int) -> np
     return out[0, len(token_ids) :].numpy()
 
 
+def children_since(before: set[int]) -> list[psutil.Process]:
+    """Children of this process that came after `before`; no fork servers, which are kept."""
+    me = psutil.Process()
+    kept = {child.pid for child in me.children() if is_program(child, "rondo.transport.forkserver")}
+    return [child for child in me.children(recursive=True) if child.pid not in before | kept]
+
+
+def alive(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """Those that do not end within a minute."""
+    return psutil.wait_procs(processes, timeout=60)[1]
+
+
 def no_children_left(before: set[int]) -> Callable[[], list[psutil.Process]]:
-    """Children of this process that came after `before` and are alive; no fork servers, which are kept."""
-
-    def left() -> list[psutil.Process]:
-        me = psutil.Process()
-        kept = {child.pid for child in me.children() if is_program(child, "rondo.transport.forkserver")}
-        children = [child for child in me.children(recursive=True) if child.pid not in before | kept]
-        _, alive = psutil.wait_procs(children, timeout=60)
-        return alive
-
-    return left
+    """Which children of this process came after `before` and do not end. For when nobody else starts any."""
+    return lambda: alive(children_since(before))
 
 
 @pytest.fixture(scope="session", params=KINDS)
 def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
     torch.set_num_threads(1)
-    left = no_children_left({child.pid for child in psutil.Process().children(recursive=True)})
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
     engine = start(request.param)
+    # Its own only: other tests start and keep processes while it lives.
+    own = children_since(before) if request.param not in IN_PROCESS else []
     assert engine.version == -1
     try:
         with pytest.raises(RolloutError, match="no weights"):
             asyncio.run(engine.generate(globals()["request"](prompt(3))))
         yield Bench(request.param, engine)
     finally:
+        started_later = [child for one in own if one.is_running() for child in one.children(recursive=True)]
         engine.close()
         engine.close()
-    if request.param not in IN_PROCESS:
-        assert not left(), f"{request.param} left processes behind"
-    assert os.getpid()
+    assert not alive({*own, *started_later}), f"{request.param} left processes behind"
 
 
 @pytest.fixture
