@@ -32,7 +32,8 @@ def used_by_recipes(kind: str) -> set[str]:
 
 
 def left_over(kind: str) -> list[str]:
-    return [name for name in names(kind) if name not in used_by_recipes(kind) and "." not in name]  # type: ignore[arg-type]
+    used = used_by_recipes(kind)  # once: it reads all recipes
+    return [name for name in names(kind) if name not in used and "." not in name]  # type: ignore[arg-type]
 
 
 def two_steps(folder: Path, *overrides: str) -> dict[str, float]:
