@@ -452,7 +452,11 @@ def start_ray(config: ClusterConfig, threads: int) -> Connection:
                 address="local",
                 num_cpus=config.devices,  # one worker process each, and none to spare
                 include_dashboard=False,
-                _system_config={"max_direct_call_object_size": INLINE_BYTES},
+                # Workers that Ray starts ahead are up a second later than those that hosts ask for.
+                _system_config={
+                    "max_direct_call_object_size": INLINE_BYTES,
+                    "prestart_worker_first_driver": False,
+                },
                 **quiet,
             )
         except Exception as error:  # Ray raises just that, when its own processes are not up in time
