@@ -54,8 +54,9 @@ def threads() -> set[threading.Thread]:
     return {one for one in threading.enumerate() if one.name.startswith("rondo-")}
 
 
-def engines() -> list[int]:
-    return [one.pid for one in engine_processes()]
+def engines(but: list[int] = []) -> list[int]:
+    """but: those of other tests, which end later."""
+    return [one.pid for one in engine_processes(but=but)]
 
 
 def test_it_answers_as_generate_does_and_ends_with_the_block(folder: Path, expected: list[int]) -> None:  # noqa: F811
@@ -179,12 +180,13 @@ def test_a_recipe_says_what_is_not_given(
 
 @pytest.mark.slow
 def test_an_engine_that_dies_is_started_again(folder: Path, expected: list[int]) -> None:  # noqa: F811
+    others = engines()
     with rondo.serve(folder, replicas=2, config=SETTINGS) as server:
-        first = engines()
+        first = engines(others)
         assert len(first) == 2
         os.kill(first[0], signal.SIGKILL)
         assert answer(server) == expected
-        started = {*first, *engines()}
+        started = {*first, *engines(others)}
     wait_until_gone(started)
 
 
@@ -195,9 +197,9 @@ def test_an_engine_that_died_for_good_is_not_silent(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(replicas, "MAX_RESTARTS", 0)
-    before = engines()  # of other tests, which end
+    others = engines()
     server = rondo.serve(folder, config=OWN)
-    (engine,) = set(engines()) - set(before)
+    (engine,) = engines(others)
     os.kill(engine, signal.SIGKILL)
     for say in (server.wait, server.close, server.close):
         with pytest.raises(RolloutError, match=r"no replica left \(0: .*SIGKILL"):
