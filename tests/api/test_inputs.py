@@ -169,13 +169,17 @@ def test_the_memory_of_a_generator_is_that_of_a_batch(
 ) -> None:
     monkeypatch.setattr(rows_module, "BATCH", 200)
 
-    def peak(size: int) -> int:
+    def once(size: int, folder: Path) -> int:
         rows = ({"prompt": f"{n} apples", "x": n if n < size - 1 else last} for n in range(size))
         tracemalloc.start()
-        Inputs(tmp_path / str(size)).sources(rows, "train")
+        Inputs(folder).sources(rows, "train")
         most = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         return most
+
+    def peak(size: int) -> int:
+        """The least of three: what other threads of this process take meanwhile comes on top."""
+        return min(once(size, tmp_path / f"{size}-{n}") for n in range(3))
 
     peak(400)
     assert peak(8_000) < 1.5 * peak(800)

@@ -1,0 +1,33 @@
+"""A run that an older rondo left goes on: its recipe, its checkpoint, and a reward pickled by value."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pandas
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import rondo
+from tests.api.run_of_9bbdfff.make import train
+
+OLDER = Path(__file__).parent / "run_of_9bbdfff" / "run"
+
+
+def test_a_run_of_9bbdfff_goes_on_as_one_that_was_not_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(OLDER, "run")
+    older = rondo.load("run")
+    assert older.metrics.index.tolist() == [1, 2]
+    gone_on, whole = older.resume(4), train("whole", 4)
+    clocks = ("timing/", "perf/", "rollout/tokens_per_second")
+    counted = [name for name in whole.metrics if not name.startswith(clocks)]
+    ours, theirs = (run.metrics.loc[3:, counted].astype(float) for run in (whole, gone_on))
+    pandas.testing.assert_frame_equal(ours, theirs, rtol=1e-3, atol=1e-6)  # two processors' rounding
+    weights = [load_file(run.path / "export" / "model.safetensors") for run in (whole, gone_on)]
+    for name, tensor in weights[0].items():
+        torch.testing.assert_close(tensor, weights[1][name], rtol=1e-4, atol=1e-6)
