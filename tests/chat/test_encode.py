@@ -6,12 +6,15 @@ import numpy as np
 import pytest
 
 from rondo.chat import (
+    Conversation,
+    MessageReader,
     as_messages,
     decode,
     encode_conversations,
     encode_prompt,
     encode_prompts,
     stop_token_ids,
+    template_keys,
     tokenise_up_to,
 )
 from rondo.errors import ConfigError, DataError
@@ -47,7 +50,7 @@ def trained(tok, ids, mask):
 
 
 def encode_conversation(tok, messages):
-    (encoded,) = encode_conversations(tok, [messages])
+    (encoded,) = encode_conversations(tok, [MessageReader(template_keys(tok)).read(messages)])
     return encoded
 
 
@@ -88,21 +91,6 @@ def test_without_template_text_is_raw(with_template):
     assert trained(tok, ids, mask) == [" 5<|im_end|>"]
 
 
-@pytest.mark.parametrize(
-    ("messages", "wrong"),
-    [
-        ([{"content": "x"}], "no 'role'"),
-        ([{"role": "user"}], "neither 'content'"),
-        ([{"role": "user", "content": 5}], "content is int"),
-        (["x"], "must be a mapping"),
-        (5, "string or a list"),
-    ],
-)
-def test_wrong_messages_are_named(messages, wrong):
-    with pytest.raises(DataError, match=wrong):
-        as_messages(messages)
-
-
 def test_prompt_must_await_an_answer(tok):
     with pytest.raises(DataError, match="ends with 'assistant'"):
         encode_prompt(tok, [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
@@ -137,7 +125,8 @@ def test_border_never_merges_with_the_answer(with_template):
 
 def test_many_conversations_at_once_equal_one_at_a_time(tok):
     several = [CONVERSATION, CONVERSATION[:3], CONVERSATION[1:3]]
-    for (ids, mask), messages in zip(encode_conversations(tok, several), several, strict=True):
+    encoded = encode_conversations(tok, [Conversation(tuple(messages)) for messages in several])
+    for (ids, mask), messages in zip(encoded, several, strict=True):
         one_ids, one_mask = encode_conversation(tok, messages)
         assert np.array_equal(ids, one_ids)
         assert np.array_equal(mask, one_mask)

@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 
-from rondo.chat import check_template_options, checked_continuation, encode_conversations, encode_prompt
+from rondo.chat import (
+    MessageReader,
+    check_template_options,
+    checked_continuation,
+    encode_conversations,
+    encode_prompt,
+)
 from rondo.errors import ConfigError
 
 # As Qwen3's: thinking is on unless it is turned off, and then every turn has an empty block.
@@ -63,7 +69,7 @@ def test_prompts_conversations_and_continuations_are_the_templates_own_tokens(
     prompt = expected(tok, asked, generation=True, **options)
     assert encode_prompt(tok, asked).tolist() == prompt
     assert (prompt == expected(tok, asked, generation=True, **OFF)) is (options == OFF)
-    ((ids, mask),) = encode_conversations(tok, [CONVERSATION])
+    ((ids, mask),) = encode_conversations(tok, [MessageReader().read(CONVERSATION)])
     whole = expected(tok, CONVERSATION, generation=False, **options)
     assert ids.tolist() == whole[: len(ids)]
     assert tok.decode(whole[len(ids) :]).strip() == ""

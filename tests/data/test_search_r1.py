@@ -9,7 +9,7 @@ import pytest
 
 from rondo.agents.search import Search
 from rondo.agents.tools import Toolbox, load_tools
-from rondo.chat import encode_conversations, encode_prompt
+from rondo.chat import MessageReader, encode_conversations, encode_prompt
 from rondo.config import load
 from rondo.config.schema import ToolConfig
 from rondo.environments.search_qa import CORPUS, FIRST, LAST, PLACES, RIVERS, THINGS, corpus, questions
@@ -66,7 +66,9 @@ def test_every_word_is_a_token_and_episodes_begin_as_demonstrations() -> None:
     for word in (*FIRST, *LAST, *PLACES, *THINGS, *RIVERS):
         assert len(tok(f" {word}", add_special_tokens=False)["input_ids"]) == 1
     (shown,) = demonstrations(1, searching_share=1.0)
-    ((ids, mask),) = encode_conversations(tok, [shown["messages"]], tools=[shown["tools"]])
+    ((ids, mask),) = encode_conversations(
+        tok, [MessageReader().read(shown["messages"])], tools=[shown["tools"]]
+    )
     schemas = Toolbox(load_tools([ToolConfig("search", options={"corpus": CORPUS})]), tok).schemas
     prompt = encode_prompt(tok, shown["messages"][:1], None, schemas)
     assert ids[: len(prompt)].tolist() == prompt.tolist()

@@ -232,8 +232,8 @@ def test_truncation_that_cannot_help_is_an_error(tok, jsonl):
         ({"prompt": "  "}, r"line 2\): the prompt \(column 'prompt'\) is empty"),
         ({"prompt": None}, "is empty"),
         ({"prompt": []}, "is empty"),
-        ({"prompt": 5}, r"line 2\): a prompt must be a string or a list"),
-        ({"prompt": [{"role": "user"}]}, r"line 2\): message 0 .*neither 'content'"),
+        ({"prompt": 5}, r"line 2\): messages must be a list of mappings, got int"),
+        ({"prompt": [{"role": "user"}]}, r"line 2\): message 0.content is missing"),
         ({"prompt": "a", "tools": "{"}, r"line 2\): column 'tools' is no JSON"),
     ],
 )

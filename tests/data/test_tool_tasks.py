@@ -12,7 +12,7 @@ import pytest
 
 from rondo.agents.builtin_tools import calculator
 from rondo.agents.tools import Toolbox, load_tools
-from rondo.chat import encode_conversations, encode_prompt
+from rondo.chat import MessageReader, encode_conversations, encode_prompt
 from rondo.config.schema import ToolConfig
 from rondo.errors import ConfigError
 from rondo.recipes.tool_tasks import TASKS, demonstrations, eval_rows, tokenizer, train_rows
@@ -74,7 +74,7 @@ def test_episodes_begin_with_the_tokens_of_demonstrations() -> None:
     """The schemas of rollout.tools, of which the template writes the name, are those of demonstrations."""
     tok = tokenizer()
     (row,) = demonstrations("calculator", 1, asking_share=1.0)
-    ((ids, mask),) = encode_conversations(tok, [row["messages"]], tools=[row["tools"]])
+    ((ids, mask),) = encode_conversations(tok, [MessageReader().read(row["messages"])], tools=[row["tools"]])
     schemas = Toolbox(load_tools([ToolConfig("calculator")]), tok).schemas
     assert schemas != row["tools"]
     prompt = encode_prompt(tok, row["messages"][:1], None, schemas)

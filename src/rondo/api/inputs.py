@@ -100,11 +100,13 @@ def _source(one: Any) -> Mapping[str, Any]:
     if isinstance(one, Mapping):
         return one
     path = Path(one).expanduser()
-    kinds = {".jsonl": "jsonl", ".parquet": "parquet"}
-    if path.suffix in kinds:
-        return {"type": kinds[path.suffix], "path": str(path)}
+    if path.suffix == ".parquet":
+        return {"type": "parquet", "path": str(path)}
+    compressed = path.suffix in (".gz", ".bz2", ".xz")
+    if (path.with_suffix("") if compressed else path).suffix in (".jsonl", ".json"):
+        return {"type": "jsonl", "path": str(path)}
     if path.exists() and not path.is_dir():
-        raise ConfigError(f"data: {path} is no .jsonl and no .parquet file")
+        raise ConfigError(f"data: {path} is no .jsonl (or .json) and no .parquet file")
     return {"type": "huggingface", "path": str(one)}
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import pickle
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,13 +16,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rondo.checkpoint.durable import make_folder, replacing, sync_path
+from rondo.data.plain import ADDED_NULLS, check_names, check_schema, plain, without_added_nulls
 from rondo.errors import ConfigError, DataError
 from rondo.storage import storing
+
+_log = logging.getLogger(__name__)
 
 MOST_ROWS = 10_000_000  # of a generator: more is one that never ends
 BATCH = 10_000  # rows in memory at one time
@@ -32,9 +35,11 @@ Row = dict[str, Any]
 
 def plain_rows(data: Any, size: int | None) -> Iterator[Row]:
     """Yields rows as plain mappings, `size` of them at most. Raises ConfigError, DataError."""
-    if hasattr(data, "to_dict") and hasattr(data, "columns"):  # pandas, where a missing number is NaN
-        data = pa.Table.from_pandas(data, preserve_index=False)
-    if isinstance(data, pa.Table):
+    of_arrow = isinstance(data, pa.Table) or type(data).__module__.startswith("datasets.")
+    if hasattr(data, "to_dict") and hasattr(data, "iloc"):
+        data = _of_pandas(data)
+    elif isinstance(data, pa.Table):
+        check_schema(data.schema, "data")
         parts = data.to_batches(max_chunksize=BATCH)
         data = itertools.chain.from_iterable(part.to_pylist() for part in parts)
     elif not isinstance(data, Iterable) and hasattr(data, "__getitem__") and hasattr(data, "__len__"):
@@ -43,13 +48,33 @@ def plain_rows(data: Any, size: int | None) -> Iterator[Row]:
         raise ConfigError(
             f"data: {type(data).__name__} is no rows; give a list of mappings, or a file's path"
         )
+    has_told = False
     for number, given in enumerate(itertools.islice(data, size)):
         if size is None and number == MOST_ROWS:
             raise DataError(f"data: more than {MOST_ROWS} rows; say how many to take: size=…")
-        row = _plain({"prompt": given} if isinstance(given, str) else given)
+        row = plain({"prompt": given} if isinstance(given, str) else given)
         if not isinstance(row, dict):
             raise DataError(f"data, row {number}: a row is a mapping (or a prompt), got {type(row).__name__}")
-        yield row
+        less = without_added_nulls(row) if of_arrow else row
+        if less is not row and not has_told:
+            has_told = True
+            _log.warning(ADDED_NULLS, "data")
+        yield less
+
+
+def _of_pandas(frame: Any) -> Iterator[Row]:
+    """Yields the rows of a DataFrame: what its cells hold, and None where a value is missing."""
+    check_names([str(name) for name in frame.columns], "data")
+    for first in range(0, len(frame), BATCH):
+        for row in frame.iloc[first : first + BATCH].to_dict("records"):
+            yield {name: _cell(value) for name, value in row.items()}
+
+
+def _cell(value: Any) -> Any:
+    if hasattr(value, "to_pydatetime"):  # NaT, too, which is not equal to itself
+        value = value.to_pydatetime()
+    is_missing = type(value).__name__ == "NAType" or (not hasattr(value, "__len__") and value != value)
+    return None if is_missing else value
 
 
 def write_rows(rows: Iterator[Row], folder: Path, name: str) -> Path:
@@ -79,7 +104,9 @@ def _spool(rows: Iterator[Row], spool: IO[bytes], path: Path) -> pa.Schema | Non
     schema: pa.Schema | None = pa.schema([])
     number = 0
     while batch := list(itertools.islice(rows, BATCH)):
-        schema = _wider(schema, batch) if schema is not None else None
+        if schema is not None:  # nulls that were given inside tools and arguments would be taken for Arrow's
+            has_nulls = any(without_added_nulls(row) is not row for row in batch)
+            schema = None if has_nulls else _wider(schema, batch)
         if schema is None:
             _lines(batch, number, path.stem)  # raises for what no file, and perhaps no pickle, holds
         with storing(path):
@@ -161,15 +188,6 @@ def _as_json(row: Row) -> str | None:
         return line if _same(json.loads(line.encode()), row) else None
     except (TypeError, ValueError):
         return None
-
-
-def _plain(value: Any) -> Any:
-    """Returns mappings as dicts, sequences and arrays as lists, and numpy's scalars as Python's."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(child) for key, child in value.items()}
-    if isinstance(value, np.ndarray | np.generic):
-        value = value.tolist()
-    return [_plain(child) for child in value] if isinstance(value, list | tuple) else value
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -9,8 +9,6 @@ from rondo.chat.continuation import Continuation
 from rondo.chat.continuation_check import checked_continuation
 from rondo.chat.conversations import encode_conversations
 from rondo.chat.encode import (
-    Messages,
-    as_messages,
     decode,
     encode_piece,
     encode_prompt,
@@ -18,9 +16,18 @@ from rondo.chat.encode import (
     render,
     tokenise_up_to,
 )
+from rondo.chat.messages import (
+    Conversation,
+    Message,
+    MessageError,
+    MessageReader,
+    Messages,
+    as_messages,
+)
 from rondo.chat.options import check_template_options, template_options
 from rondo.chat.running import RunningText
 from rondo.chat.stops import StopMatcher, before_stop, length_before_stop, split_stops, stop_token_ids
 from rondo.chat.strict_json import JsonError, read_json
+from rondo.chat.template_keys import TemplateKeys, template_keys
 from rondo.chat.tools import MalformedCall, ParsedAnswer, ToolCall, ToolParser, tool_format
 from rondo.chat.tools.forced import call_opening

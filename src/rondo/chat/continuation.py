@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from rondo.chat.encode import Message, encode_piece, render, tokenise
+from rondo.chat.encode import encode_piece, render, tokenise
+from rondo.chat.messages import Message
 from rondo.errors import DataError
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from rondo.chat.continuation import SAMPLE_TOOLS, AnswerKind, Continuation, find_ends, kind_of
-from rondo.chat.encode import Message, render
+from rondo.chat.encode import render
+from rondo.chat.messages import Message
 from rondo.errors import DataError
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rondo.chat.encode import Message, Messages, as_messages, render, tokenise
+from rondo.chat.encode import render, tokenise
+from rondo.chat.messages import Conversation, Messages
 from rondo.chat.stops import stop_token_ids
 from rondo.errors import ConfigError, DataError
 
@@ -22,20 +23,19 @@ if TYPE_CHECKING:
 
 def encode_conversations(
     tokenizer: PreTrainedTokenizerBase,
-    conversations: Sequence[Sequence[Message]],
+    conversations: Sequence[Conversation],
     tools: Sequence[Any] | None = None,
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Returns token ids (int32 [T]) and a mask (uint8 [T]) of each conversation. tools: an entry for each.
 
-    The tokens go up to the end of the last assistant turn; the mask is 1 on assistant turns. A turn is what
-    follows its generation prompt, the end-of-turn token included, white space behind that excluded. Without
+    The tokens go up to the end of the last assistant turn; the mask is 1 on assistant turns that are learnt.
+    A turn is what follows its generation prompt, the end-of-turn token included, white space behind that
+    excluded. Without
     a chat template a conversation is one user and one assistant message: raw text, answer, end-of-sequence
     token. Raises DataError when there is no assistant turn, or the template re-renders what came before a
     turn so that the turn's place is not defined.
     """
-    cut = [
-        _pieces(tokenizer, as_messages(c), tools[i] if tools else None) for i, c in enumerate(conversations)
-    ]
+    cut = [_pieces(tokenizer, c, tools[i] if tools else None) for i, c in enumerate(conversations)]
     anchor = tokenizer.eos_token or ""
     texts = [(anchor if i else "") + text for pieces in cut for i, (text, _) in enumerate(pieces)]
     encoded = iter(tokenise(tokenizer, texts, special=False))
@@ -52,13 +52,16 @@ def encode_conversations(
     return out
 
 
-def _pieces(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Any) -> list[tuple[str, bool]]:
-    """Cuts the conversation's text at the borders of assistant turns: (text, is an assistant turn)."""
+def _pieces(
+    tokenizer: PreTrainedTokenizerBase, conversation: Conversation, tools: Any
+) -> list[tuple[str, bool]]:
+    """Cuts the conversation's text at the borders of assistant turns: (text, is a turn to be learnt)."""
+    messages, unlearnt = conversation
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns:
         raise DataError(f"no assistant turn to learn from; roles are {[m['role'] for m in messages]}")
     if tokenizer.chat_template is None:
-        return _raw_pieces(tokenizer, messages)
+        return _raw_pieces(tokenizer, messages, is_learnt=not unlearnt)
     messages = messages[: turns[-1] + 1]
     whole = render(tokenizer, messages, tools=tools, generation=False)
     borders = [0]
@@ -74,7 +77,10 @@ def _pieces(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Any) 
                 "turn per row"
             )
         borders += [len(header), _turn_end(tokenizer, messages, turn, tools, whole, len(header))]
-    return [(whole[start:stop], i % 2 == 1) for i, (start, stop) in enumerate(pairwise(borders))]
+    pieces = [whole[start:stop] for start, stop in pairwise(borders)]
+    # Before each turn stands what is not the assistant's.
+    learnt = [place for turn in turns for place in (False, turn not in unlearnt)]
+    return list(zip(pieces, learnt, strict=True))
 
 
 def _turn_end(
@@ -101,7 +107,9 @@ def _turn_end(
     return at + len(end)
 
 
-def _raw_pieces(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> list[tuple[str, bool]]:
+def _raw_pieces(
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, *, is_learnt: bool
+) -> list[tuple[str, bool]]:
     if [message["role"] for message in messages] != ["user", "assistant"]:
         raise ConfigError(
             f"a conversation with roles {[m['role'] for m in messages]} needs a chat template and the "
@@ -110,7 +118,7 @@ def _raw_pieces(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> list[
         )
     prefix = tokenizer.bos_token or "" if _adds_bos(tokenizer) else ""
     answer = str(messages[1]["content"]) + (tokenizer.eos_token or "")
-    return [(prefix + str(messages[0]["content"]), False), (answer, True)]
+    return [(prefix + str(messages[0]["content"]), False), (answer, is_learnt)]
 
 
 def _adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:

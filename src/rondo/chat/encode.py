@@ -3,66 +3,24 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rondo.border import users_code
+from rondo.chat.messages import Message, Messages, as_messages
 from rondo.chat.options import template_options
 from rondo.errors import ConfigError, DataError, half_of_a_pair
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Message = Mapping[str, Any]
-Messages = tuple[Message, ...]
-
 # Of `tokenise_up_to`: characters that are tokenised at once, characters of a usual token at most, and tokens
 # that a cut may add.
 _SLICE = 16384
 _USUAL = 4
 _SEAM = 64
-
-
-def as_messages(prompt: Any, system: str | None = None) -> Messages:
-    """Makes a string one user message, and checks a list of {role, content, …}. `system` goes in front of
-    messages that have no system message of their own.
-
-    Keys whose value is None are left out (Arrow fills them in). Raises DataError saying what is wrong with
-    the messages.
-    """
-    if isinstance(prompt, str):
-        messages: list[Message] = [{"role": "user", "content": prompt}]
-    elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
-        messages = [_checked(message, i) for i, message in enumerate(prompt)]
-    else:
-        raise DataError(
-            f"a prompt must be a string or a list of messages, got {type(prompt).__name__}: {prompt!r:.80}"
-        )
-    if system is not None and not any(m["role"] == "system" for m in messages):
-        messages.insert(0, {"role": "system", "content": system})
-    return tuple(messages)
-
-
-def _checked(message: Any, index: int) -> Message:
-    if not isinstance(message, Mapping):
-        raise DataError(
-            f"message {index} must be a mapping with role and content, got {type(message).__name__}"
-        )
-    if not isinstance(message.get("role"), str):
-        raise DataError(
-            f"message {index} has no 'role' (system, user, assistant, tool); it has {', '.join(message)}"
-        )
-    kept = {key: value for key, value in message.items() if value is not None}
-    if "content" not in kept and "tool_calls" not in kept:
-        raise DataError(f"message {index} ({message['role']}) has neither 'content' nor 'tool_calls'")
-    if not isinstance(kept.get("content", ""), str | list):
-        raise DataError(
-            f"message {index} ({message['role']}): content is {type(kept['content']).__name__}, not a string"
-        )
-    kept.setdefault("content", "")
-    return kept
 
 
 def render(
@@ -96,12 +54,12 @@ def render(
 
 def encode_prompts(
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Any],
+    prompts: Sequence[str | Messages],
     system: str | None = None,
     tools: Sequence[Any] | None = None,
 ) -> list[np.ndarray]:
-    """Returns token ids (int32 [P]) of each prompt, a string or a list of messages, ready for an answer to
-    follow.
+    """Returns token ids (int32 [P]) of each prompt, a string or messages that were read, ready for an answer
+    to follow.
 
     With a chat template: rendered with the generation prompt. Without one: a string's own tokens (special
     tokens as the tokenizer adds them); messages and system prompts are a ConfigError. tools: one entry per
@@ -109,12 +67,9 @@ def encode_prompts(
     """
     if not prompts:
         return []
-    if (
-        tokenizer.chat_template is None
-        and system is None
-        and all(isinstance(prompt, str) for prompt in prompts)
-    ):
-        return tokenise(tokenizer, list(prompts), special=True)
+    raw = [prompt for prompt in prompts if isinstance(prompt, str)]
+    if tokenizer.chat_template is None and system is None and len(raw) == len(prompts):
+        return tokenise(tokenizer, raw, special=True)
     texts = []
     for i, prompt in enumerate(prompts):
         messages = as_messages(prompt, system)
@@ -128,7 +83,10 @@ def encode_prompts(
 
 
 def encode_prompt(
-    tokenizer: PreTrainedTokenizerBase, prompt: Any, system: str | None = None, tools: Any = None
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str | Messages,
+    system: str | None = None,
+    tools: Any = None,
 ) -> np.ndarray:
     """Returns one prompt's token ids, int32 [P]; see `encode_prompts`."""
     return encode_prompts(tokenizer, [prompt], system, [tools])[0]

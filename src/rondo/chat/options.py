@@ -6,7 +6,7 @@ a conversation uses the same ones.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jinja2
@@ -64,18 +64,28 @@ def check_template_options(tokenizer: PreTrainedTokenizerBase) -> None:
 
 def _variables(tokenizer: PreTrainedTokenizerBase) -> set[str]:
     """Returns what the template reads and nobody but the user sets. Of several templates (tool use) all."""
-    template = tokenizer.chat_template
     given = {*inspect.signature(tokenizer.apply_chat_template).parameters, "messages"}
     given |= {*tokenizer.special_tokens_map, *tokenizer.SPECIAL_TOKENS_ATTRIBUTES}
+    found: set[str] = set()
+    for template in parsed_templates(tokenizer):
+        found |= jinja2.meta.find_undeclared_variables(template)
+    return found - given
+
+
+def parsed_templates(tokenizer: PreTrainedTokenizerBase) -> Iterator[jinja2.nodes.Template]:
+    """Yields the tokenizer's chat templates (none, one, or one for each use). Raises ConfigError for one that
+    cannot be parsed.
+    """
     environment = jinja2.Environment(extensions=[_Generation, jinja2.ext.loopcontrols])
     environment.globals.update(dict.fromkeys(_FUNCTIONS))
-    found: set[str] = set()
+    template = tokenizer.chat_template
+    if template is None:
+        return
     for text in template.values() if isinstance(template, dict) else [template]:
         try:
-            found |= jinja2.meta.find_undeclared_variables(environment.parse(text))
+            yield environment.parse(text)
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(
                 f"model.chat_template: line {error.lineno} of the template cannot be parsed: {error.message}",
                 key="model.chat_template",
             ) from error
-    return found - given

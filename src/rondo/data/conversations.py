@@ -9,29 +9,32 @@ from typing import TypeVar
 import numpy as np
 
 from rondo.batch import ROW_ID, Batch, ragged_rows
-from rondo.chat import Messages, as_messages, encode_conversations
+from rondo.chat import Conversation, encode_conversations
 from rondo.data.sources import Source
 from rondo.data.stream import Encoder, SourceStream, encode_together
 from rondo.errors import DataError
 
 T = TypeVar("T")
-Conversation = tuple[np.ndarray, np.ndarray, np.ndarray]
+# Prompt, response, and the mask of what is learnt of it.
+Example = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 class ConversationEncoder(Encoder[T]):
     """Makes conversations into token ids, and splits them where training begins."""
 
     def encode(
-        self, source: Source, rows: range, conversations: Sequence[Messages]
+        self, source: Source, rows: range, conversations: Sequence[Conversation]
     ) -> list[tuple[np.ndarray, np.ndarray]]:
         """Returns token ids and mask of one conversation per row. Raises DataError naming the row."""
         encode = functools.partial(encode_conversations, self.tokenizer)
         return encode_together(source, rows, encode, conversations)
 
-    def fit(self, source: Source, row: int, ids: np.ndarray, mask: np.ndarray) -> Conversation | None:
+    def fit(self, source: Source, row: int, ids: np.ndarray, mask: np.ndarray) -> Example | None:
         """Splits at the first token under the mask; None where the row is too long and is to be dropped."""
         if not mask.any():
-            raise source.error(row, "the assistant turns are empty; nothing to learn from")
+            raise source.error(
+                row, "the assistant turns are empty, or none is to be learnt; take the row out"
+            )
         start = int(np.argmax(mask))
         prompt, response, trained = ids[:start], ids[start:], mask[start:]
         most = len(ids) if self.max_tokens is None else self.max_tokens
@@ -52,27 +55,27 @@ class ConversationEncoder(Encoder[T]):
         return (prompt, response[:room], trained[:room]) if trained[:room].any() else None
 
 
-def _conversation(source: Source, row: int) -> Messages:
+def _conversation(source: Source, row: int) -> Conversation:
     """Returns a row's `messages`, or its prompt (string or messages) followed by its `response`."""
-    columns = source.rows[row]
-    key, system = source.config.prompt_key, source.config.system_prompt
+    columns, key = source.rows[row], source.config.prompt_key
+    if columns.get("messages") is not None and columns.get("response") is None:
+        return source.read(row, columns["messages"], takes_flags=True)
     with source.about(row):
-        if columns.get("messages") is not None and columns.get("response") is None:
-            return as_messages(columns["messages"], system)
         if columns.get(key) is None or columns.get("response") is None:
             raise DataError(f"a row needs 'messages', or {key!r} and 'response'; it has {', '.join(columns)}")
         if not isinstance(columns["response"], str):
             raise DataError(f"'response' must be a string, got {type(columns['response']).__name__}")
-        return (*as_messages(columns[key], system), {"role": "assistant", "content": columns["response"]})
+    messages, unlearnt = source.read(row, columns[key], takes_flags=True)
+    return Conversation((*messages, {"role": "assistant", "content": columns["response"]}), unlearnt)
 
 
-class _RowEncoder(ConversationEncoder[Conversation]):
-    def __call__(self, source: Source, rows: range) -> list[Conversation | None]:
+class _RowEncoder(ConversationEncoder[Example]):
+    def __call__(self, source: Source, rows: range) -> list[Example | None]:
         encoded = self.encode(source, rows, [_conversation(source, row) for row in rows])
         return [self.fit(source, row, ids, mask) for row, (ids, mask) in zip(rows, encoded, strict=True)]
 
 
-class ConversationStream(SourceStream[Conversation]):
+class ConversationStream(SourceStream[Example]):
     """The endless stream of conversations for SFT.
 
     A row is (prompt_ids int32 [P]: tokens up to the first assistant turn, response_ids int32 [T]: the rest,
@@ -88,7 +91,7 @@ class ConversationStream(SourceStream[Conversation]):
         return token_rows(np.array(seqs, np.int64), [self.row(seq) for seq in seqs])
 
 
-def token_rows(row_ids: np.ndarray, rows: Sequence[Conversation]) -> Batch:
+def token_rows(row_ids: np.ndarray, rows: Sequence[Example]) -> Batch:
     """Makes the columns that training reads of rows (prompt, response, mask)."""
     return Batch.of(
         {

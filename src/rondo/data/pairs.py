@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from rondo.batch import Batch
-from rondo.chat import Messages, as_messages
-from rondo.data.conversations import Conversation, ConversationEncoder, token_rows
+from rondo.chat import Conversation, Messages
+from rondo.data.conversations import ConversationEncoder, Example, token_rows
 from rondo.data.sources import Source
 from rondo.data.stream import SourceStream
 
@@ -28,8 +28,8 @@ SAFE = ("chosen_safe", "rejected_safe")  # of a cost model's data: is the answer
 class Pair:
     """One source row."""
 
-    chosen: Conversation
-    rejected: Conversation
+    chosen: Example
+    rejected: Example
     margin: float
     """How much better the chosen answer is."""
     safe: tuple[float, float] | None
@@ -44,7 +44,7 @@ class _PairEncoder(ConversationEncoder[Pair]):
         sides = []
         for key in (CHOSEN, REJECTED):
             messages = [
-                (*prompt, _answer(source, row, key, prompt))
+                Conversation((*prompt, _answer(source, row, key, prompt)))
                 for row, prompt in zip(rows, prompts, strict=True)
             ]
             sides.append(self.encode(source, rows, messages))
@@ -70,9 +70,7 @@ class _PairEncoder(ConversationEncoder[Pair]):
 
 
 def _prompt(source: Source, row: int) -> Messages:
-    prompt = source.prompt(row)
-    with source.about(row):
-        messages = as_messages(prompt, source.config.system_prompt)
+    messages = source.read(row, source.prompt(row)).messages
     if messages[-1]["role"] == "assistant":
         raise source.error(
             row,
@@ -96,20 +94,19 @@ def _answer(source: Source, row: int, key: str, prompt: Messages) -> Mapping[str
         value = {"role": "assistant", "content": value}
     if isinstance(value, Mapping):
         value = [value]
-    if not isinstance(value, Sequence):
+    if not isinstance(value, list):
         raise source.error(
             row,
             f"{key!r} must be a string or an assistant message, got {type(value).__name__}: {value!r:.80}",
         )
-    with source.about(row):
-        messages = as_messages(value)
+    messages = source.read(row, value, with_system=False).messages
     if not messages or messages[-1]["role"] != "assistant":
         raise source.error(row, f"{key!r} must be an answer (a string or a message of the assistant)")
     *before, answer = messages
     repeated = [list(prompt), [message for message in prompt if message["role"] != "system"]]
     if before and before not in repeated:
         raise source.error(row, f"the messages of {key!r} before its answer are not the prompt's")
-    if not answer.get("tool_calls") and not str(answer["content"]).strip():
+    if not answer.get("tool_calls") and not answer["content"].strip():
         raise source.error(row, f"{key!r} is empty; take the row out")
     return answer
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rondo.chat import Messages, as_messages, encode_prompt, encode_prompts
+from rondo.chat import Messages, as_messages, encode_prompt, encode_prompts, template_keys
 from rondo.config.schema import SourceConfig
 from rondo.data.mixture import Place
 from rondo.data.sources import Source, open_sources
@@ -26,7 +26,7 @@ class PromptEncoder(Encoder[Encoded]):
     """Makes prompts into token ids."""
 
     def __call__(self, source: Source, rows: range) -> list[Encoded | None]:
-        prompts = [source.prompt(row) for row in rows]
+        prompts = [self._prompt(source, row) for row in rows]
         encode = functools.partial(encode_prompts, self.tokenizer, system=source.config.system_prompt)
         encoded = encode_together(source, rows, encode, prompts)
         return [
@@ -34,7 +34,11 @@ class PromptEncoder(Encoder[Encoded]):
             for row, prompt, ids in zip(rows, prompts, encoded, strict=True)
         ]
 
-    def _too_long(self, source: Source, row: int, prompt: Any, ids: np.ndarray) -> Encoded | None:
+    def _prompt(self, source: Source, row: int) -> str | Messages:
+        prompt = source.prompt(row)
+        return prompt if isinstance(prompt, str) else source.read(row, prompt).messages
+
+    def _too_long(self, source: Source, row: int, prompt: str | Messages, ids: np.ndarray) -> Encoded | None:
         if self.overlong == "drop":
             return None
         if self.overlong == "error":
@@ -54,8 +58,6 @@ class PromptEncoder(Encoder[Encoded]):
     def _cut_last_message(self, source: Source, row: int, messages: Messages, length: int) -> Encoded:
         """Shortens the last message until the prompt fits, so that the template's own tokens stay whole."""
         last = messages[-1]
-        if not isinstance(last["content"], str):
-            raise source.error(row, "only text can be truncated, and the last message has parts")
         content = np.asarray(self.tokenizer(last["content"], add_special_tokens=False)["input_ids"], np.int32)
         size, tools = len(content) - (length - self.max_prompt_tokens), source.tools(row)
         while size > 0:
@@ -103,7 +105,8 @@ def eval_prompts(
     if not sources:
         return []
     encoder = PromptEncoder(tokenizer, max_prompt_tokens, overlong=overlong)
-    kept = [encode_source(source, encoder) for source in open_sources(sources, tools)]
+    opened = open_sources(sources, tools, template_keys(tokenizer))
+    kept = [encode_source(source, encoder) for source in opened]
     in_turn = sorted((position, i) for i, part in enumerate(kept) for position in range(len(part.items)))
     chosen = sorted((i, position) for position, i in in_turn[:limit])
     chat = tokenizer.chat_template is not None
@@ -118,9 +121,10 @@ def _prompt(kept: Kept[Encoded], place: Place, seq: int, chat: bool, prefix: str
     token_ids, messages = kept.items[place.position]
     columns, key = source.rows[row], source.config.prompt_key
     if messages is None:
-        messages = as_messages(columns[key], source.config.system_prompt) if chat else ()
+        messages = source.read(row, columns[key]).messages if chat else ()
     fields = {name: value for name, value in columns.items() if name != key}
-    if source.shared_tools:
-        fields["tools"] = list(source.shared_tools)
+    tools = source.tools(row)
+    if tools:
+        fields["tools"] = tools
     prompt_id = f"{prefix}{source.name}/{place.epoch}/{row}"
     return Prompt(seq, prompt_id, source.name, token_ids, fields, messages)

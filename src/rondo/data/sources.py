@@ -12,13 +12,13 @@ import functools
 import inspect
 import itertools
 import json
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from rondo.border import users_code
+from rondo.chat import Conversation, MessageError, MessageReader, TemplateKeys
 from rondo.config.functions import check_options, did_you_mean, resolve_function
 from rondo.config.schema import (
     FileSourceConfig,
@@ -26,23 +26,15 @@ from rondo.config.schema import (
     SourceConfig,
     TaskSourceConfig,
 )
-from rondo.errors import ConfigError, DataError, half_of_a_pair
-from rondo.urls import check_url, fetched, is_url
+from rondo.data.files import check_file, open_jsonl, open_parquet
+from rondo.data.plain import PlainRows, Rows, is_media, plain
+from rondo.errors import ConfigError, DataError
 
-Row = Mapping[str, Any]
-_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
-MOST_LEVELS = 100  # of lists and mappings in a row; what pickles and prints them has a limit of its own
-
-
-@dataclass(frozen=True)
-class Rows:
-    """What was found behind a configured source."""
-
-    rows: Sequence[Row]
-    origin: str
-    """What the rows came from, for messages."""
-    places: Sequence[str] | None = None
-    """Where each row stands there (line numbers), if not at `row <position>`."""
+_WAY_OUT = {
+    "unknown_parameter": ". Take it out, or leave it out here: ignore_message_keys of the source",
+    "invalid_value": ". Mend it, or leave the key out here: ignore_message_keys of the source",
+}
+"""By what is wrong with a message."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +44,8 @@ class Source(Rows):
     config: SourceConfig = field(kw_only=True)
     shared_tools: Sequence[Any] = ()
     """Schemas of rollout.tools, which every prompt is written with."""
+    template: TemplateKeys = field(default_factory=TemplateKeys)
+    """What the chat template reads of a message."""
 
     @functools.cached_property
     def name(self) -> str:
@@ -77,6 +71,36 @@ class Source(Rows):
         except DataError as error:
             raise self.error(row, str(error)) from error
 
+    def check_media(self, row: int) -> None:
+        """Raises DataError for a row with pictures, films or sound: a text model would see nothing of it."""
+        for name, value in self.rows[row].items():
+            if is_media(name, value):
+                raise self.error(
+                    row,
+                    f"column {name!r} holds pictures, films or sound, and rondo trains on text; take such "
+                    f"rows out, or train without what they show: drop_columns: [{name}] of the source",
+                )
+
+    def read(
+        self, row: int, given: Any, *, takes_flags: bool = False, with_system: bool = True
+    ) -> Conversation:
+        """Reads a string (one user message) or a list of messages of a row.
+
+        takes_flags: whether messages may say that they are not learnt. with_system: puts the source's system
+        prompt in front. Raises DataError.
+        """
+        text = ({"role": "user", "content": given},) if isinstance(given, str) else None
+        with self.about(row):
+            try:
+                read = Conversation(text) if text else self._reader(takes_flags).read(given)
+            except MessageError as error:
+                raise DataError(f"{error}{_WAY_OUT.get(error.code, '')}") from error
+        return read.behind(self.config.system_prompt) if with_system else read
+
+    def _reader(self, takes_flags: bool) -> MessageReader:
+        ignored = frozenset(self.config.ignore_message_keys)
+        return MessageReader(self.template, ignored, takes_flags)
+
     def prompt(self, row: int) -> Any:
         """Returns the prompt of a row as it was written. Raises DataError for an absent or empty one."""
         found, key = self.rows[row], self.config.prompt_key
@@ -100,11 +124,21 @@ class Source(Rows):
             if tools:
                 raise self.error(row, "column 'tools' and rollout.tools both say which tools there are")
             return list(self.shared_tools)
-        if not isinstance(tools, str):
-            return tools or None
+        if not tools:
+            return None
+        schemas = self._from_json(row, tools)
+        if isinstance(schemas, list):
+            schemas = [self._from_json(row, schema) for schema in schemas]
+        if not isinstance(schemas, list) or not all(isinstance(schema, Mapping) for schema in schemas):
+            raise self.error(
+                row, f"column 'tools' must be a list of schemas or its JSON text, got {tools!r:.80}"
+            )
+        return schemas or None
+
+    def _from_json(self, row: int, given: Any) -> Any:
         try:
-            return json.loads(tools) if tools else None
-        except json.JSONDecodeError as error:
+            return json.loads(given) if isinstance(given, str) else given
+        except ValueError as error:
             raise self.error(row, f"column 'tools' is no JSON: {error}") from error
 
 
@@ -129,7 +163,19 @@ def open_source(config: SourceConfig) -> Source:
         found = _OPENERS[config.type](config)
         if not len(found.rows):
             raise DataError(f"{found.origin} has no rows")
+        if config.drop_columns:
+            found = _without_columns(found, config.drop_columns)
     return Source(found.rows, found.origin, found.places, config=config)
+
+
+def _without_columns(found: Rows, dropped: Sequence[str]) -> Rows:
+    columns = {name for row in found.rows for name in row}
+    for name in dropped:
+        if name not in columns:
+            raise ConfigError(
+                f"drop_columns: {found.origin} has no column {name!r}{did_you_mean(name, columns)}"
+            )
+    return dataclasses.replace(found, rows=PlainRows(found.rows, without=dropped))
 
 
 def check_source(config: SourceConfig) -> None:
@@ -138,7 +184,7 @@ def check_source(config: SourceConfig) -> None:
     """
     with _named(source_name(config)):
         if isinstance(config, FileSourceConfig):
-            _check_file(config)
+            check_file(config)
         elif isinstance(config, TaskSourceConfig) and config.type == "function":
             _function_of(config)
 
@@ -152,9 +198,12 @@ def _named(name: str) -> Iterator[None]:
         raise type(error)(f"source {name!r}: {error}") from error
 
 
-def open_sources(configs: Sequence[SourceConfig], tools: Sequence[Any] = ()) -> tuple[Source, ...]:
-    """Opens all sources. tools: schemas that all prompts are written with. Raises ConfigError when there are
-    none, or two have one name (names go into prompt ids and metrics).
+def open_sources(
+    configs: Sequence[SourceConfig], tools: Sequence[Any] = (), template: TemplateKeys | None = None
+) -> tuple[Source, ...]:
+    """Opens all sources. tools: schemas that all prompts are written with. template: what the chat template
+    reads of messages. Raises ConfigError when there are none, or two have one name (names go into prompt ids
+    and metrics).
     """
     if not configs:
         raise ConfigError(
@@ -168,122 +217,10 @@ def open_sources(configs: Sequence[SourceConfig], tools: Sequence[Any] = ()) -> 
             )
         if "/" in name:
             raise ConfigError(f"data: source name {name!r} must not contain '/'; it is a part of prompt ids")
-    return tuple(dataclasses.replace(open_source(config), shared_tools=tools) for config in configs)
-
-
-def _check_file(config: FileSourceConfig) -> None:
-    if is_url(config.path):
-        check_url(config.path)
-    else:
-        _existing_file(config)
-
-
-def _opened(config: FileSourceConfig) -> IO[bytes]:
-    return fetched(config.path) if is_url(config.path) else _existing_file(config).open("rb")
-
-
-def _existing_file(config: FileSourceConfig) -> Path:
-    path = Path(config.path).expanduser()
-    if not path.is_file():
-        beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-        kind = "a folder" if path.is_dir() else "missing"
-        near = did_you_mean(path.name, beside)
-        raise ConfigError(f"file {path} is {kind}{near} Paths are relative to the working directory")
-    return path
-
-
-# -----------------------------------------------------------------------------------------------------------
-# files
-
-
-class _TableRows(Sequence[Row]):
-    """Rows of an Arrow table, made into mappings one at a time."""
-
-    def __init__(self, table: Any) -> None:
-        self._table = table
-
-    def __len__(self) -> int:
-        return int(self._table.num_rows)
-
-    def __getitem__(self, row: Any) -> Any:
-        if not 0 <= row < len(self):
-            raise IndexError(row)
-        return self._table.slice(row, 1).to_pylist()[0]
-
-
-def _open_parquet(config: FileSourceConfig) -> Rows:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        with _opened(config) as file:
-            table = pq.ParquetFile(file).read()
-        table.validate(full=True)  # texts are UTF-8
-    except (OSError, pa.ArrowInvalid) as error:
-        raise DataError(f"{config.path} cannot be read as Parquet: {error}") from error
-    return Rows(_TableRows(table.slice(0, config.size)), config.path)
-
-
-def _open_jsonl(config: FileSourceConfig) -> Rows:
-    path = config.path
-    rows: list[Row] = []
-    places: list[str] = []
-    try:
-        with _opened(config) as file:
-            for number, line in enumerate(file, 1):
-                if config.size is not None and len(rows) == config.size:
-                    break
-                if line.strip():
-                    rows.append(_parse_line(line, f"{path}, line {number}"))
-                    places.append(f"line {number}")
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
-    return Rows(rows, path, places)
-
-
-def _parse_line(line: bytes, where: str) -> Row:
-    try:
-        row = json.loads(line.decode("utf-8-sig").rstrip("\r\n"))
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{where}: not UTF-8 ({error.reason} at byte {error.start}); save the file as UTF-8"
-        ) from error
-    except json.JSONDecodeError as error:
-        text = line.decode("utf-8-sig").strip()
-        is_array = text == "[" or text.startswith("[{")
-        hint = " (a JSON array? write one object per line instead)" if is_array else ""
-        raise DataError(
-            f"{where}: broken JSON: {error.msg.removesuffix(' at')} at column {error.colno}{hint}: "
-            f"{text[:80]!r}"
-        ) from error
-    except (RecursionError, ValueError) as error:  # ValueError: of an integer of more than 4,300 digits
-        raise DataError(f"{where}: JSON that cannot be read: {error}") from error
-    # Few lines have that many brackets, and fewer are that deep.
-    if line.count(b"[") + line.count(b"{") > MOST_LEVELS and _is_deep(row):
-        raise DataError(f"{where}: the row is nested more than {MOST_LEVELS} deep")
-    if _HALF.search(line):  # what is UTF-8 has half of a pair as an escape only
-        _check_text(row, where)
-    if not isinstance(row, dict):
-        raise DataError(
-            f'{where}: a row must be an object {{"prompt": …}}, got {type(row).__name__}: {row!r:.80}'
-        )
-    return row
-
-
-def _is_deep(row: Any) -> bool:
-    level = [row]
-    for _ in range(MOST_LEVELS):
-        holders = [one for one in level if isinstance(one, list | dict)]
-        level = [below for one in holders for below in (one.values() if isinstance(one, dict) else one)]
-    return any(isinstance(one, list | dict) for one in level)
-
-
-def _check_text(row: Any, where: str) -> None:
-    """Raises DataError for half of a surrogate pair, which no tokenizer and no file takes."""
-    text = json.dumps(row, ensure_ascii=False)
-    half = half_of_a_pair(text)
-    if half is not None:
-        raise DataError(f"{where}: {text[half]!a} is half of a character (a surrogate pair); mend it")
+    keys = template or TemplateKeys()
+    return tuple(
+        dataclasses.replace(open_source(config), shared_tools=tools, template=keys) for config in configs
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -316,7 +253,8 @@ def _open_huggingface(config: HuggingfaceSourceConfig) -> Rows:
         data = data[config.split]
     if config.size is not None:
         data = data.select(range(min(config.size, len(data))))
-    return Rows(data, f"{config.path}[{config.split}]")
+    origin = f"{config.path}[{config.split}]"
+    return Rows(PlainRows(data, of_arrow=origin), origin)
 
 
 _BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
@@ -385,7 +323,7 @@ def _open_function(config: TaskSourceConfig) -> Rows:
         if not isinstance(row, Mapping):
             kind = type(row).__name__
             raise DataError(f"{task}, row {i}: a row must be a mapping, got {kind}: {row!r:.80}")
-    return Rows(rows, task)
+    return Rows([plain(row) for row in rows], task)
 
 
 def _function_of(config: TaskSourceConfig) -> Callable[[], Any]:
@@ -407,8 +345,8 @@ def _function_of(config: TaskSourceConfig) -> Callable[[], Any]:
 
 
 _OPENERS: Mapping[str, Callable[[Any], Rows]] = {
-    "parquet": _open_parquet,
-    "jsonl": _open_jsonl,
+    "parquet": open_parquet,
+    "jsonl": open_jsonl,
     "huggingface": _open_huggingface,
     "reasoning_gym": _open_reasoning_gym,
     "function": _open_function,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import numpy as np
 
+from rondo.chat import template_keys
 from rondo.config.schema import SourceConfig
 from rondo.data.mixture import Mixture
 from rondo.data.sources import Source, open_sources
@@ -70,6 +71,8 @@ def encode_source(source: Source, encode: Encoder[T]) -> Kept[T]:
     noted = time.monotonic()
     for start in range(0, len(source), _CHUNK):
         chunk = range(start, min(start + _CHUNK, len(source)))
+        for row in chunk:
+            source.check_media(row)
         for row, item in zip(chunk, encode(source, chunk), strict=True):
             if item is not None:
                 rows.append(row)
@@ -128,7 +131,8 @@ class SourceStream(Generic[T]):
     ) -> None:
         encode = self.encoder(tokenizer, max_prompt_tokens, max_tokens, overlong)
         self._has_template = tokenizer.chat_template is not None
-        self._kept: list[Kept[T]] = [encode_source(source, encode) for source in open_sources(sources, tools)]
+        opened = open_sources(sources, tools, template_keys(tokenizer))
+        self._kept: list[Kept[T]] = [encode_source(source, encode) for source in opened]
         names = [kept.source.name for kept in self._kept]
         weights = [kept.source.config.weight for kept in self._kept]
         lengths = [len(kept.items) for kept in self._kept]

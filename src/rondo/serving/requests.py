@@ -18,7 +18,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from rondo.config.functions import did_you_mean
-from rondo.serving.messages import Message
+from rondo.serving.messages import ClientMessages
 from rondo.serving.problems import ApiError, checked, refuse, unknown_model
 
 Kind = Literal["chat", "text"]
@@ -136,7 +136,7 @@ class ChatRequest(ApiRequest):
 
     kind: ClassVar[Kind] = "chat"
     subject: ClassVar[str] = "messages"
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: ClientMessages
     max_completion_tokens: int | None = Field(None, ge=1, le=1 << 31)
     top_logprobs: Annotated[bool, PlainValidator(_no_others)] = False
     tools: list[Annotated[dict[str, Any], PlainValidator(_tool)]] = []

@@ -27,6 +27,10 @@ class RowsConfig:
     """The column with a string or a list of chat messages."""
     system_prompt: str | None = None
     """Put before every prompt of the source."""
+    drop_columns: tuple[str, ...] = ()
+    """Columns that are left out: pictures, say, of which a text model learns nothing."""
+    ignore_message_keys: tuple[str, ...] = ()
+    """Keys of messages that are left out: ids and dates, say, that the chat template does not read."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

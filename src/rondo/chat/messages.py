@@ -1,0 +1,221 @@
+"""The one reader of conversations: of requests, prompts, demonstrations and pairs, in the form that OpenAI's
+clients write. What has no meaning in them is refused by name.
+
+A message that was read has a role, a content that is text, and what else the role knows: calls of tools with
+their arguments as objects, which is what chat templates print.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from rondo.chat.strict_json import JsonError, read_json
+from rondo.chat.template_keys import TemplateKeys
+from rondo.errors import DataError
+
+Message = Mapping[str, Any]
+Messages = tuple[Message, ...]
+
+FLAGS = ("weight", "loss_mask", "trainable")
+"""What other programs call it whether a message is learnt: 0, 1, false or true."""
+_OF_ALL = ("role", "content", "name")
+_OF_ROLE = {"assistant": ("tool_calls",), "tool": ("tool_call_id",)}
+_CALL = "must be {id, type: function, function: {name, arguments}}"
+
+
+class MessageError(DataError):
+    """What is wrong with a message, and where in the list: path is ("0", "content", "1", "type")."""
+
+    def __init__(self, path: Sequence[str | int], problem: str, code: str = "invalid_type") -> None:
+        where = f"message {'.'.join(map(str, path))} " if path else ""
+        super().__init__(where + problem)
+        self.path = tuple(path)
+        self.problem = problem
+        self.code = code
+        """OpenAI's word for it."""
+
+
+class Conversation(NamedTuple):
+    """Messages, and which of the assistant's are not to be learnt, by their places."""
+
+    messages: Messages
+    unlearnt: frozenset[int] = frozenset()
+
+    def behind(self, system: str | None) -> Conversation:
+        """Returns it with `system` in front, where it has no system message of its own."""
+        messages = as_messages(self.messages, system)
+        added = len(messages) - len(self.messages)
+        return Conversation(messages, frozenset(place + added for place in self.unlearnt))
+
+
+@dataclass(frozen=True)
+class MessageReader:
+    """How messages are read."""
+
+    template: TemplateKeys = field(default_factory=TemplateKeys)
+    """Keys that the chat template reads beside those that a role knows."""
+    ignored: frozenset[str] = frozenset()
+    """Keys that are left out."""
+    takes_flags: bool = False
+    """Whether the assistant's messages may say that they are not learnt."""
+    takes_broken_arguments: bool = False
+    """Whether arguments may be text that is no JSON, which the template prints as it is."""
+
+    def read(self, given: Any) -> Conversation:
+        """Reads a list of messages. Raises MessageError."""
+        if not isinstance(given, Sequence) or isinstance(given, str | bytes):
+            raise MessageError(
+                (), f"messages must be a list of mappings, got {type(given).__name__}: {given!r:.80}"
+            )
+        messages = []
+        unlearnt = set()
+        for place, message in enumerate(given):
+            read, is_learnt = self._message(message, place)
+            messages.append(read)
+            if not is_learnt:
+                unlearnt.add(place)
+        return Conversation(tuple(messages), frozenset(unlearnt))
+
+    def _message(self, given: Any, place: int) -> tuple[Message, bool]:
+        if not isinstance(given, Mapping):
+            raise MessageError(
+                (place,), f"must be a valid dictionary with role and content, got {type(given).__name__}"
+            )
+        # Null and empty fields (a client's `refusal`, `annotations`; those that Arrow adds) say nothing.
+        said = {
+            key: value
+            for key, value in given.items()
+            if key not in self.ignored
+            and value is not None
+            and not (isinstance(value, list | dict) and not value)
+        }
+        role = said.get("role")
+        if role is None:
+            there = f"(system, user, assistant, tool); there is {', '.join(map(str, said))}"
+            raise MessageError((place, "role"), f"is missing {there}", "missing")
+        if not isinstance(role, str):
+            raise MessageError((place, "role"), f"must be a valid string, got {role!r:.40}")
+        is_learnt = self._flag(said, role, place)
+        self._check_keys(said, role, place)
+        if "tool_calls" in said:
+            calls, path = said["tool_calls"], (place, "tool_calls")
+            if not isinstance(calls, list):
+                raise MessageError(path, f"must be a valid list, got {calls!r:.40}")
+            said["tool_calls"] = [self._call(call, (*path, i)) for i, call in enumerate(calls)]
+            said.setdefault("content", "")
+        if "content" not in said:
+            raise MessageError((place, "content"), "is missing", "missing")
+        said["content"] = _text(said["content"], (place, "content"))
+        for key in ("name", "tool_call_id"):
+            if not isinstance(said.get(key, ""), str):
+                raise MessageError((place, key), f"must be a valid string, got {said[key]!r:.40}")
+        return said, is_learnt
+
+    def _check_keys(self, said: Mapping[str, Any], role: str, place: int) -> None:
+        known = (*_OF_ALL, *_OF_ROLE.get(role, ()))
+        for key in said:
+            if not isinstance(key, str) or (key not in known and not self.template.reads(key)):
+                raise MessageError(
+                    (place, str(key)),
+                    f"has no meaning in a message of role {role!r}, and the chat template does not read it",
+                    "unknown_parameter",
+                )
+
+    def _flag(self, said: dict[str, Any], role: str, place: int) -> bool:
+        """Takes the flags out of a message; says whether it is learnt."""
+        found = {key: said.pop(key) for key in FLAGS if key in said and not self.template.reads(key)}
+        for key, value in found.items():
+            if value not in (0, 1):  # True and 1.0 are 1
+                raise MessageError(
+                    (place, key), f"must be 0 or 1 (or false, true), got {value!r:.40}", "invalid_value"
+                )
+        if len(set(map(bool, found.values()))) > 1:
+            words = ", ".join(f"{key}: {value}" for key, value in found.items())
+            raise MessageError(
+                (place,), f"says both that it is learnt and that it is not ({words})", "invalid_value"
+            )
+        for key, value in found.items():
+            if not self.takes_flags:
+                problem = "says whether a message is learnt, and nothing of it is learnt here"
+                raise MessageError((place, key), problem, "unknown_parameter")
+            if value and role != "assistant":
+                problem = f"asks to learn a message of the role {role!r}; only the assistant's are learnt"
+                raise MessageError((place, key), problem, "invalid_value")
+        return all(found.values())
+
+    def _call(self, given: Any, path: tuple[str | int, ...]) -> Message:
+        """Returns a call with its arguments as an object. {name, arguments}, as some write it, is one too."""
+        if not isinstance(given, Mapping):
+            raise MessageError(path, _CALL)
+        call = {key: value for key, value in given.items() if value is not None}
+        inner = call.get("function", call)
+        name = inner.get("name") if isinstance(inner, Mapping) else None
+        arguments = inner.get("arguments") if isinstance(inner, Mapping) else None
+        if (
+            not isinstance(name, str)
+            or not isinstance(arguments, str | Mapping | None)
+            or not isinstance(call.get("id", ""), str)
+            or call.get("type", "function") != "function"
+        ):
+            raise MessageError(path, _CALL)
+        read = {"type": "function", "function": {"name": name, "arguments": self._arguments(arguments, path)}}
+        return {**read, "id": call["id"]} if "id" in call else read
+
+    def _arguments(self, given: str | Mapping[str, Any] | None, path: tuple[str | int, ...]) -> Any:
+        if given is None or isinstance(given, Mapping):
+            return dict(given or {})
+        try:
+            read = read_json(given or "{}")
+            if isinstance(read, dict) or self.takes_broken_arguments:
+                return read
+            problem = f"a {type(read).__name__}"
+        except JsonError as error:
+            if self.takes_broken_arguments:
+                return given
+            problem = f"no JSON ({error})"
+        raise MessageError(
+            (*path, "function", "arguments"),
+            f"must be an object or its JSON text, and is {problem}: {given!r:.80}",
+        )
+
+
+def _text(content: Any, path: tuple[str | int, ...]) -> str:
+    """Returns a content as text: parts are joined."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise MessageError(path, f"must be a string or a list of parts, got {content!r:.40}")
+    texts = []
+    for i, part in enumerate(content):
+        said = (
+            {key: value for key, value in part.items() if value is not None}
+            if isinstance(part, Mapping)
+            else {}
+        )
+        kind = said.get("type")
+        if kind != "text":
+            raise MessageError(
+                (*path, i, "type"),
+                f"must be 'text', got {kind!r:.40}: pictures, sound and files are not read",
+                "unsupported_value",
+            )
+        if not isinstance(said.get("text"), str):
+            raise MessageError((*path, i, "text"), f"must be a valid string, got {said.get('text')!r:.40}")
+        for key in said.keys() - {"type", "text"}:
+            raise MessageError(
+                (*path, i, str(key)), "has no meaning in a part that is text", "unknown_parameter"
+            )
+        texts.append(said["text"])
+    return "".join(texts)
+
+
+def as_messages(prompt: str | Messages, system: str | None = None) -> Messages:
+    """Makes a string one user message; messages are those that were read. `system` goes in front of messages
+    that have no system message of their own.
+    """
+    messages = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else tuple(prompt)
+    if system is None or any(message["role"] == "system" for message in messages):
+        return messages
+    return ({"role": "system", "content": system}, *messages)

@@ -1,0 +1,158 @@
+"""Rows as plain Python, whatever they came in: what other programs' values are here, and what none can be."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rondo.errors import DataError
+
+_log = logging.getLogger(__name__)
+
+Row = Mapping[str, Any]
+
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+"""Columns that hold pictures, films or sound in everybody's data."""
+_FILE = frozenset({"bytes", "path"})  # `datasets` keeps a picture or a sound so
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What was found behind a configured source."""
+
+    rows: Sequence[Row]
+    origin: str
+    """What the rows came from, for messages."""
+    places: Sequence[str] | None = None
+    """Where each row stands there (line numbers), if not at `row <position>`."""
+
+
+def plain(value: Any) -> Any:
+    """Returns mappings as dicts, sequences and arrays as lists, and the scalars of numpy as Python's."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(child) for key, child in value.items()}
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
+    return [plain(child) for child in value] if isinstance(value, list | tuple) else value
+
+
+class PlainRows(Sequence[Row]):
+    """Rows made plain one at a time, and without some of their columns.
+
+    of_arrow: what they came from, where that has added nulls: they are left out, which is told once.
+    """
+
+    def __init__(self, rows: Sequence[Row], *, without: Iterable[str] = (), of_arrow: str = "") -> None:
+        self._rows = rows
+        self._without = frozenset(without)
+        self._of_arrow = of_arrow
+        self._has_told = False
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, row: Any) -> Any:
+        if not 0 <= row < len(self):
+            raise IndexError(row)
+        columns = {name: value for name, value in plain(self._rows[row]).items() if name not in self._without}
+        if not self._of_arrow:
+            return columns
+        less = without_added_nulls(columns)
+        if less is not columns and not self._has_told:
+            self._has_told = True
+            _log.warning(ADDED_NULLS, self._of_arrow)
+        return less
+
+
+ADDED_NULLS = (
+    "%s: nulls inside tools and arguments are left out, as Arrow (Parquet, datasets) gives every mapping "
+    "the keys of all others. To keep nulls that you wrote, write these columns as JSON text"
+)
+
+
+def without_added_nulls(row: dict[str, Any]) -> dict[str, Any]:
+    """Returns a row without the nulls that Arrow adds inside schemas of tools and arguments of calls; the row
+    itself where there are none.
+    """
+    changed = {}
+    for name, value in row.items():
+        less = _less(value) if name == "tools" else _of_calls(value)
+        if less is not value:
+            changed[name] = less
+    return {**row, **changed} if changed else row
+
+
+def _less(value: Any) -> Any:
+    """Returns a value without the keys of mappings that are null, however deep; itself where none is."""
+    if isinstance(value, dict):
+        less = {key: _less(child) for key, child in value.items() if child is not None}
+        same = len(less) == len(value) and all(less[key] is value[key] for key in less)
+        return value if same else less
+    return _each(value, _less) if isinstance(value, list) else value
+
+
+def _each(values: list[Any], change: Callable[[Any], Any]) -> list[Any]:
+    """Returns a list with each item changed; itself where none was."""
+    changed = [change(value) for value in values]
+    return changed if any(one is not value for one, value in zip(changed, values, strict=True)) else values
+
+
+def _of_calls(value: Any) -> Any:
+    """Returns messages, or one, without the nulls inside the arguments of their calls; itself else."""
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return _each(value, _of_calls)
+    if not isinstance(value, dict) or not isinstance(value.get("tool_calls"), list):
+        return value
+    calls = _each(value["tool_calls"], _of_call)
+    return value if calls is value["tool_calls"] else {**value, "tool_calls": calls}
+
+
+def _of_call(call: Any) -> Any:
+    changed = {}
+    if isinstance(call, dict):
+        for key, less in (
+            ("function", _of_call(call.get("function"))),
+            ("arguments", _less(call.get("arguments"))),
+        ):
+            if less is not call.get(key):
+                changed[key] = less
+    return {**call, **changed} if changed else call
+
+
+def is_media(name: str, value: Any) -> bool:
+    """Says whether a column of this name and value holds pictures, films or sound."""
+    if value is None or value == [] or value == "":
+        return False
+    return name.lower() in MEDIA or _is_file(value)
+
+
+def _is_file(value: Any) -> bool:
+    if isinstance(value, list):
+        return bool(value) and _is_file(value[0])
+    return (isinstance(value, dict) and value.keys() == _FILE) or type(value).__module__.startswith("PIL.")
+
+
+def check_names(names: Sequence[str], where: str) -> None:
+    """Raises DataError where two columns, or fields of one, have the same name: only one would be read."""
+    for name in names:
+        if names.count(name) > 1:
+            raise DataError(f"{where}: {names.count(name)} columns are called {name!r}; rename or remove one")
+
+
+def check_schema(schema: Any, where: str) -> None:
+    """Raises DataError where an Arrow schema, or a struct anywhere in it, has a name twice."""
+    fields = [schema.field(i) for i in range(len(schema))]
+    check_names([field.name for field in fields], where)
+    for field in fields:
+        _check_type(field.type, f"{where}, column {field.name!r}")
+
+
+def _check_type(kind: Any, where: str) -> None:
+    fields = [kind.field(i) for i in range(kind.num_fields)]
+    check_names([field.name for field in fields], where)
+    for field in fields:
+        _check_type(field.type, where)
