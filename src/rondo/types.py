@@ -61,7 +61,8 @@ class Prompt:
     seq: position in the (infinite) prompt stream; the sampler's only state.
     prompt_id: "source/epoch/row", unique in a run. token_ids: int32 [P]. fields: the row's other columns
     (answer, …) as handed to rewards. messages: the chat messages behind token_ids (empty for a raw text
-    prompt). All of it is read-only.
+    prompt). opening: what the chat template writes in front of every answer, the end of the prompt: a header,
+    and perhaps `<think>`. All of it is read-only.
     """
 
     seq: int
@@ -70,6 +71,7 @@ class Prompt:
     token_ids: np.ndarray
     fields: Mapping[str, Any] = field(default_factory=dict)
     messages: tuple[Mapping[str, Any], ...] = ()
+    opening: str = ""
 
     def __post_init__(self) -> None:
         _hold(self, vars(self))

@@ -14,7 +14,14 @@ from rondo.arithmetic import evaluate_expression
 from rondo.config.schema import RewardConfig, RewardFunctionConfig
 from rondo.errors import ConfigError, DataError
 from rondo.rewards import Scorer
-from rondo.rewards.answers import extract_answer, hash_number, last_boxed, last_number, parse_number
+from rondo.rewards.answers import (
+    comparable,
+    extract_answer,
+    hash_number,
+    last_boxed,
+    last_number,
+    parse_number,
+)
 from rondo.rewards.builtin import (
     countdown,
     exact_match,
@@ -198,6 +205,21 @@ def test_format(trajectory, text, reward):
     assert score(format_tags, trajectory(text), tags=["think", "answer"]) == reward
 
 
+@pytest.mark.parametrize(
+    ("text", "opening", "reward"),
+    [
+        ("a</think>\n<answer>b</answer>", "<|im_start|>assistant\n<think>\n", 1.0),
+        ("<think>a</think>\n<answer>b</answer>", "<|im_start|>assistant\n<think>\n", 0.0),  # opened twice
+        ("a</think>\n<answer>b</answer>", "<|im_start|>assistant\n", 0.0),
+        ("a</answer>", "<answer>", 0.0),  # the first tag only
+    ],
+)
+def test_format_counts_the_tag_that_the_template_opened(trajectory, text, opening, reward):
+    t = trajectory(text)
+    t = dataclasses.replace(t, prompt=dataclasses.replace(t.prompt, opening=opening))
+    assert score(format_tags, t, tags=["think", "answer"]) == reward
+
+
 def test_format_needs_a_list(trajectory):
     with pytest.raises(ConfigError, match="list of tag names"):
         score(format_tags, trajectory("x"), tags="think")
@@ -221,6 +243,46 @@ def test_last_boxed(text, inside):
     assert last_boxed(text) == inside
 
 
+@pytest.mark.parametrize(
+    "texts",
+    [
+        ("0.5", ".5", "1/2", r"\frac{1}{2}", r"\dfrac12", r"\tfrac{2}{4}", "$0.5$", " 1 / 2 ", "0.50"),
+        ("-1/2", r"-\frac{1}{2}", "-.5"),
+        ("1,234", "$1234", "1234.0", "1234."),
+        ("x + 1", "x+1", "$x +1$"),
+    ],
+)
+def test_equal_answers_are_one_vote(texts):
+    assert len({comparable(text) for text in texts}) == 1
+
+
+def test_answers_that_differ_are_several_votes():
+    assert (
+        len({comparable(text) for text in ("1/2", "1/0", "2/1", r"\frac{1}{x}", "12", "x", "X", "1.2.3")})
+        == 8
+    )
+    assert comparable("9" * 5000) == "9" * 5000  # bounded
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "text", "vote"),
+    [
+        ("math", {}, r"#### 7 \boxed{3}, no: \boxed{\frac{1}{2}}", "1/2"),
+        ("math", {}, "#### 7", None),
+        ("gsm8k", {}, "#### 1,200.", "1200"),
+        ("gsm8k", {}, "it is 5", None),
+        ("gsm8k", {"method": "flexible"}, "it is 5", "5"),
+        ("exact_match", {"extract": "last_line", "ignore_case": True}, "a\nBlue", "blue"),
+        ("countdown", {}, "<answer>1 + 2</answer>", "1 + 2"),
+        ("format", {"tags": ["a"]}, r"\boxed{\frac12}", "1/2"),  # reads none: as anybody's is found
+    ],
+)
+def test_a_vote_is_what_the_scorer_reads(trajectory, function, options, text, vote):
+    scorer = Scorer(RewardConfig(functions=(RewardFunctionConfig(function, options=options),)))
+    assert scorer.answer(trajectory(text)) == vote
+    scorer.close()
+
+
 MATH_CASES = [
     (r"\boxed{4} no, \boxed{5}", "5", 1.0),
     (r"\boxed{\frac{1}{2}}", "0.5", 1.0),
@@ -228,6 +290,8 @@ MATH_CASES = [
     (r"\boxed{\sqrt{8}}", r"the answer is \boxed{2\sqrt{2}}", 1.0),
     (r"\boxed{\{1,2\}}", r"$\{2,1\}$", 1.0),
     (r"\boxed{[1,2)}", "[1,2]", 0.0),
+    (r"\boxed{204.}", "204", 1.0),
+    (r"\boxed{0.5.}", "1/2", 1.0),
     (r"\boxed{500}", "5", 0.0),
     (r"\boxed{0.05}", "5", 0.0),
     (r"\boxed{12,34}", "1234", 0.0),

@@ -78,6 +78,9 @@ def test_folders_deeper_than_a_path_can_say(
     [
         ("print(int(input()) + 1)", "finished", 0, "42\n", ""),
         ("import sys; sys.exit()", "finished", 0, "", ""),
+        ("print('a')\nexit()", "finished", 0, "a\n", ""),
+        ("quit(3)", "error", 3, "", ""),
+        ("import builtins; builtins.exit('bye')", "error", 1, "", "bye"),
         ("import sys; print('a'); sys.exit('bye')", "error", 1, "a\n", "bye"),
         ("import os; os._exit(7)", "error", 7, "", ""),
         ("import os; os.kill(os.getpid(), 11)", "error", -11, "", ""),

@@ -13,6 +13,7 @@ from rondo.chat.encode import (
     encode_piece,
     encode_prompt,
     encode_prompts,
+    opening_of,
     render,
     tokenise_up_to,
 )

@@ -52,6 +52,15 @@ def render(
     return str(text)
 
 
+def opening_of(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Returns what the tokenizer's template writes for an answer to follow; empty without a template."""
+    if tokenizer.chat_template is None:
+        return ""
+    question = [{"role": "user", "content": "a"}]
+    before, with_opening = (render(tokenizer, question, generation=more) for more in (False, True))
+    return with_opening.removeprefix(before) if with_opening.startswith(before) else ""
+
+
 def encode_prompts(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[str | Messages],

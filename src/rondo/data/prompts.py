@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rondo.chat import Messages, as_messages, encode_prompt, encode_prompts, template_keys
+from rondo.chat import Messages, as_messages, encode_prompt, encode_prompts, opening_of, template_keys
 from rondo.config.schema import SourceConfig
 from rondo.data.mixture import Place
 from rondo.data.sources import Source, open_sources
@@ -82,10 +82,14 @@ class PromptStream(SourceStream[Encoded]):
 
     encoder = PromptEncoder
 
+    @functools.cached_property
+    def _opening(self) -> str | None:
+        return _opening(self.tokenizer)
+
     def prompt(self, seq: int) -> Prompt:
         """Returns the prompt at sequence number `seq` (from 0, without end)."""
         place = self._mixture.place(seq)
-        return _prompt(self._kept[place.source], place, seq, self._has_template)
+        return _prompt(self._kept[place.source], place, seq, self._opening)
 
 
 def eval_prompts(
@@ -109,22 +113,27 @@ def eval_prompts(
     kept = [encode_source(source, encoder) for source in opened]
     in_turn = sorted((position, i) for i, part in enumerate(kept) for position in range(len(part.items)))
     chosen = sorted((i, position) for position, i in in_turn[:limit])
-    chat = tokenizer.chat_template is not None
+    opening = _opening(tokenizer)
     return [
-        _prompt(kept[i], Place(i, 0, position), seq, chat, "eval:")
+        _prompt(kept[i], Place(i, 0, position), seq, opening, "eval:")
         for seq, (i, position) in enumerate(chosen)
     ]
 
 
-def _prompt(kept: Kept[Encoded], place: Place, seq: int, chat: bool, prefix: str = "") -> Prompt:
+def _opening(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Returns `opening_of` a tokenizer with a chat template; None without one, where prompts are raw text."""
+    return None if tokenizer.chat_template is None else opening_of(tokenizer)
+
+
+def _prompt(kept: Kept[Encoded], place: Place, seq: int, opening: str | None, prefix: str = "") -> Prompt:
     source, row = kept.source, int(kept.rows[place.position])
     token_ids, messages = kept.items[place.position]
     columns, key = source.rows[row], source.config.prompt_key
     if messages is None:
-        messages = source.read(row, columns[key]).messages if chat else ()
+        messages = () if opening is None else source.read(row, columns[key]).messages
     fields = {name: value for name, value in columns.items() if name != key}
     tools = source.tools(row)
     if tools:
         fields["tools"] = tools
     prompt_id = f"{prefix}{source.name}/{place.epoch}/{row}"
-    return Prompt(seq, prompt_id, source.name, token_ids, fields, messages)
+    return Prompt(seq, prompt_id, source.name, token_ids, fields, messages, opening or "")

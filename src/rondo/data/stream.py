@@ -130,7 +130,7 @@ class SourceStream(Generic[T]):
         tools: Sequence[Any] = (),
     ) -> None:
         encode = self.encoder(tokenizer, max_prompt_tokens, max_tokens, overlong)
-        self._has_template = tokenizer.chat_template is not None
+        self.tokenizer = tokenizer
         opened = open_sources(sources, tools, template_keys(tokenizer))
         self._kept: list[Kept[T]] = [encode_source(source, encode) for source in opened]
         names = [kept.source.name for kept in self._kept]

@@ -18,6 +18,9 @@ Extract = Literal["text", "tag", "hash", "last_line"]
 # digits.
 _RUN = re.compile(r"(?:(?<![\w)])[-+$]{1,2})?(?:(?<![0-9])\.)?[0-9][0-9.,/]*", re.ASCII)
 _NUMBER = re.compile(r"(?:[-+]?\$?|\$[-+])(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)")
+_FRACTION = re.compile(
+    r"(-?)(?:\\[dt]?frac(?:\{([0-9]+)\}\{([0-9]+)\}|([0-9])([0-9]))|([0-9]+)/([0-9]+))", re.ASCII
+)
 _LONGEST_NUMBER = 100
 _LONGEST_ANSWER = 1000
 _BOXES = ("\\boxed{", "\\fbox{")
@@ -43,15 +46,26 @@ def extract_answer(text: str, how: Extract) -> str | None:
 
 
 def final_answer(text: str) -> str | None:
-    """Returns what a majority vote counts: behind the last `####`, else in the last <answer>…</answer>, else
-    in the last `\\boxed{…}` (without braces inside); None where there is none.
+    """Returns what a majority vote counts where no scorer says: behind the last `####`, else in the last
+    <answer>…</answer>, else in the last `\\boxed{…}`, as `comparable`; None where there is none.
     """
-    for how in ("hash", "tag"):
-        answer = extract_answer(text, how)  # type: ignore[arg-type]
+    for answer in (extract_answer(text, "hash"), extract_answer(text, "tag"), last_boxed(text)):
         if answer:
-            return answer
-    boxed = re.findall(r"\\boxed\{([^{}]*)\}", text)
-    return boxed[-1].strip() if boxed else None
+            return comparable(answer)
+    return None
+
+
+def comparable(answer: str) -> str:
+    """Returns a text that is equal for answers that are equal as numbers (`0.5`, `1/2`, `\\frac{1}{2}`,
+    `\\dfrac12`, `$.5$`), or but for white space.
+    """
+    text = "".join(answer.split()).strip("$")
+    number = parse_number(text)
+    if number is None and len(text) <= _LONGEST_NUMBER and (found := _FRACTION.fullmatch(text)):
+        sign, *parts = found.groups()
+        above, below = (int(part) for part in parts if part is not None)
+        number = Fraction(-above if sign else above, below) if below else None
+    return text if number is None else str(number)
 
 
 def required_field(prompt: Prompt, key: str, option: str) -> Any:

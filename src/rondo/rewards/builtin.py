@@ -20,6 +20,7 @@ from rondo.arithmetic import evaluate_expression
 from rondo.errors import ConfigError, DataError
 from rondo.rewards.answers import (
     Extract,
+    comparable,
     extract_answer,
     hash_number,
     last_boxed,
@@ -33,7 +34,12 @@ from rondo.rewards.retrieval import ndcg, recall
 from rondo.types import Prompt, Trajectory, Turn
 
 
-@reward_function(run_in="loop")
+def _matched(text: str, *, extract: Extract = "text", ignore_case: bool = False, **_: Any) -> str | None:
+    found = extract_answer(text, extract)
+    return found.casefold() if found is not None and ignore_case else found
+
+
+@reward_function(run_in="loop", answer=_matched)
 def exact_match(
     prompt: Prompt,
     trajectory: Trajectory,
@@ -47,15 +53,21 @@ def exact_match(
     """
     answer = required_field(prompt, answer_key, "answer_key")
     accepted = answer if isinstance(answer, list | tuple) else [answer]
-    found = extract_answer(trajectory.text, extract)
-    if found is None:
-        return 0.0
-    if ignore_case:
-        return float(found.casefold() in [str(a).strip().casefold() for a in accepted])
-    return float(found in [str(a).strip() for a in accepted])
+    found = _matched(trajectory.text, extract=extract, ignore_case=ignore_case)
+    texts = [str(one).strip() for one in accepted]
+    return float(found in ([text.casefold() for text in texts] if ignore_case else texts))
 
 
-@reward_function(run_in="loop")
+def _number(text: str, *, method: Literal["strict", "flexible"] = "strict") -> Fraction | None:
+    return hash_number(text) if method == "strict" else last_number(text)
+
+
+def _number_voted(text: str, *, method: Literal["strict", "flexible"] = "strict", **_: Any) -> str | None:
+    number = _number(text, method=method)
+    return None if number is None else str(number)
+
+
+@reward_function(run_in="loop", answer=_number_voted)
 def gsm8k(
     prompt: Prompt,
     trajectory: Trajectory,
@@ -76,11 +88,20 @@ def gsm8k(
         raise DataError(
             f"prompt {prompt.prompt_id}: answer {answer!r:.80} (column {answer_key!r}) is no number"
         )
-    found = hash_number(trajectory.text) if method == "strict" else last_number(trajectory.text)
-    return float(found == truth)
+    return float(_number(trajectory.text, method=method) == truth)
 
 
-@reward_function(run_in="process", requires=("math_verify", "rondo-rl[math]"), memory_bytes=4 << 30)
+def _box_voted(text: str, **_: Any) -> str | None:
+    found = last_boxed(text)
+    return None if found is None else comparable(found.strip().removesuffix("."))
+
+
+@reward_function(
+    run_in="process",
+    requires=("math_verify", "rondo-rl[math]"),
+    memory_bytes=4 << 30,
+    answer=_box_voted,
+)
 def math(
     prompt: Prompt, trajectory: Trajectory, *, answer_key: str = "answer", require_box: bool = True
 ) -> float:
@@ -108,7 +129,7 @@ def math(
 
 
 def _boxed(answer: str) -> str:
-    return f"\\boxed{{{answer.strip().strip('$')}}}"
+    return f"\\boxed{{{answer.strip().strip('$').removesuffix('.')}}}"  # a full stop is no part of it
 
 
 def _parse(text: str) -> list[Any]:
@@ -139,7 +160,11 @@ def overlong(prompt: Prompt, trajectory: Trajectory, *, max_tokens: int, buffer:
     return max(-1.0, min(0.0, (max_tokens - buffer - length) / buffer))
 
 
-@reward_function(run_in="loop")
+def _tag_voted(text: str, *, extract: Extract = "tag", **_: Any) -> str | None:
+    return extract_answer(text, extract) or None
+
+
+@reward_function(run_in="loop", answer=_tag_voted)
 def countdown(
     prompt: Prompt,
     trajectory: Trajectory,
@@ -167,11 +192,13 @@ def countdown(
 @reward_function(run_in="loop")
 def format_tags(prompt: Prompt, trajectory: Trajectory, *, tags: Sequence[str]) -> float:
     """1 when the response is `<a>…</a>` for each tag, in this order, each once, and nothing but white space
-    around.
+    around. The first tag may be opened by the chat template (R1, Qwen3-Thinking).
     """
     if not tags or isinstance(tags, str):
         raise ConfigError("reward function format: tags must be a list of tag names, e.g. [think, answer]")
     rest = trajectory.text.strip()
+    if prompt.opening.rstrip().endswith(f"<{tags[0]}>"):
+        rest = f"<{tags[0]}>{rest}"
     for tag in tags:
         opening, closing = f"<{tag}>", f"</{tag}>"
         if not rest.startswith(opening) or rest.count(opening) != 1 or rest.count(closing) != 1:

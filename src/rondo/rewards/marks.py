@@ -32,6 +32,10 @@ class Marks:
     """The most address space that its process may take."""
     check: Callable[..., None] | None = None
     """Called with its options before a run: looks at them, and whether this machine has what it needs."""
+    answer: Callable[..., str | None] | None = None
+    """Called with a response's text and its options: what the response answers, as it reads that, in a form
+    that is equal for equal answers; None: nothing. For majority votes.
+    """
 
 
 def reward_function(
@@ -42,11 +46,12 @@ def reward_function(
     requires: tuple[str, str] | None = None,
     memory_bytes: int | None = None,
     check: Callable[..., None] | None = None,
+    answer: Callable[..., str | None] | None = None,
 ) -> Callable[[F], F]:
     """Says how a reward function wants to be run; see `Marks`."""
 
     def mark(function: F) -> F:
-        marks = Marks(run_in, tuple(score_names), group, requires, memory_bytes, check)
+        marks = Marks(run_in, tuple(score_names), group, requires, memory_bytes, check, answer)
         function.reward_marks = marks  # type: ignore[attr-defined]
         return function
 

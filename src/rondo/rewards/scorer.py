@@ -26,6 +26,7 @@ from rondo.activity import Activity
 from rondo.border import awaited, contained
 from rondo.config.schema import RewardConfig
 from rondo.errors import ConfigError, DataError, RewardError
+from rondo.rewards.answers import final_answer
 from rondo.rewards.execution import DaemonThreads, ProcessPool
 from rondo.rewards.failures import FailurePolicy, ScoringError
 from rondo.rewards.functions import RewardFunction, accuracy_among, load_functions
@@ -60,6 +61,15 @@ class Scorer:
         self.names: tuple[str, ...] = tuple(name for f in self._functions for name in f.names)
         self.accuracy = accuracy_among(self.names, config)
         self.has_group_functions: bool = any(f.marks.group for f in self._functions)
+
+    def answer(self, trajectory: Trajectory) -> str | None:
+        """Returns what a trajectory answers, for votes: as the first function reads it that scores it and
+        reads answers, else as `final_answer` does.
+        """
+        for function in self._chosen(trajectory.prompt.source):
+            if function.marks.answer is not None:
+                return function.marks.answer(trajectory.text, **function.options)
+        return final_answer(trajectory.text)
 
     async def score(self, trajectory: Trajectory) -> Trajectory:
         """Returns the trajectory with reward, scores and outcome; one that failed before as it is.

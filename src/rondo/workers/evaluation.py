@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from rondo.chat import decode
 from rondo.data.rows import prompt_text
-from rondo.rewards.answers import final_answer
 from rondo.types import Trajectory
 
 if TYPE_CHECKING:
@@ -32,8 +31,10 @@ class EvaluationRecord:
     scores: dict[str, float] = field(default_factory=dict)
 
 
-def record_of(t: Trajectory, tokenizer: PreTrainedTokenizerBase) -> EvaluationRecord:
-    """Returns the record of a trajectory that is scored. tokenizer: reads a prompt that is token ids only."""
+def record_of(t: Trajectory, answer: str | None, tokenizer: PreTrainedTokenizerBase) -> EvaluationRecord:
+    """Returns the record of a trajectory that is scored. answer: what it votes for. tokenizer: reads a prompt
+    that is token ids only.
+    """
     return EvaluationRecord(
         prompt_id=t.prompt.prompt_id,
         source=t.prompt.source,
@@ -45,6 +46,6 @@ def record_of(t: Trajectory, tokenizer: PreTrainedTokenizerBase) -> EvaluationRe
         prompt=prompt_text(t.prompt) or decode(tokenizer, t.prompt.token_ids),
         text=t.text,
         transcript=t.transcript,
-        answer=final_answer(t.text),
+        answer=answer,
         scores=dict(t.scores),
     )

@@ -31,6 +31,7 @@ from rondo.models.routers import routers_of, shape_of_routes
 from rondo.models.source import ModelSource, TokenizerSource
 from rondo.planning.placement import Phase
 from rondo.rewards import Scorer
+from rondo.rewards.answers import final_answer
 from rondo.rollout import EngineSpec
 from rondo.rollout.in_process import InProcessEngine
 from rondo.rollout.protocol import OnTokens
@@ -319,7 +320,7 @@ class RolloutWorker(ReceivesWeights, Worker):
         groups = await asyncio.gather(
             *(self._evaluator.run_group(prompt, sampling, n, purpose=purpose) for prompt in prompts)
         )
-        return [record_of(trajectory, self._tokenizer) for group in groups for trajectory in group]
+        return [record_of(t, self._scores.answer(t), self._tokenizer) for group in groups for t in group]
 
     @dispatch("per_rank")
     async def end_step(self) -> StepStats:
@@ -355,6 +356,9 @@ class Unscored:
 
     names: tuple[str, ...] = ()
     accuracy: str | None = None
+
+    def answer(self, trajectory: Trajectory) -> str | None:
+        return final_answer(trajectory.text)
 
     async def score(self, trajectory: Trajectory) -> Trajectory:
         if trajectory.outcome != SCORED:  # without a token: nothing that a reward model could score

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import _signal as signal
 import atexit
+import builtins
 import os
 import sys
+from _sitebuiltins import Quitter
 
 from .wire import DONE, STATUSES, HostGoneError, receive
 
@@ -52,6 +54,9 @@ def fresh_main() -> dict[str, Any]:
     """Returns the namespace of a new `__main__`."""
     module = type(sys)("__main__")
     sys.modules["__main__"] = module
+    # Python has these from `site`, which is not imported here; programs end by them.
+    builtins.exit = Quitter("exit", "Ctrl-D")  # type: ignore[assignment]
+    builtins.quit = Quitter("quit", "Ctrl-D")  # type: ignore[assignment]
     return module.__dict__
 
 
