@@ -20,10 +20,11 @@ MOST_STOPS = 64
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Returns the tokens that end every response, sorted: end of sequence, the template's end of turn, the
-    tool format's end of an answer that calls.
+    """Returns the tokens that end every response, sorted: end of sequence, those that the model folder names
+    (an attribute of the tokenizer, like the template's options), the template's end of turn, the tool
+    format's end of an answer that calls.
     """
-    ids = call_end_ids(tokenizer)
+    ids = {*call_end_ids(tokenizer), *getattr(tokenizer, "end_token_ids", ())}
     if tokenizer.eos_token_id is not None:
         ids.add(int(tokenizer.eos_token_id))
     if tokenizer.chat_template is not None:

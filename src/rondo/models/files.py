@@ -16,7 +16,7 @@ from rondo.errors import DataError
 
 CONFIG_FILES = ("config.json", "generation_config.json")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json", "vocab.txt")
-_BESIDE_TOKENIZER = (
+BESIDE_TOKENIZER = (
     "config.json",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -47,7 +47,7 @@ def check_tokenizer(path: str) -> None:
     """Raises DataError for a folder without tokenizer, or with damaged files of it."""
     remedy = "tokenizer (tokenizer.json, …); set model.tokenizer to a folder, hub id or function that has one"
     _check_folder(path, TOKENIZER_FILES, remedy)
-    _check_texts(Path(path), (*TOKENIZER_FILES, *_BESIDE_TOKENIZER))
+    _check_texts(Path(path), (*TOKENIZER_FILES, *BESIDE_TOKENIZER))
 
 
 def check_weights(path: str) -> None:

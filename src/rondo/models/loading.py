@@ -29,6 +29,7 @@ from rondo.config.functions import did_you_mean, resolve_function
 from rondo.errors import ConfigError, DataError, about
 from rondo.hub import local_folder
 from rondo.models.attention import IMPLEMENTATION, register_varlen
+from rondo.models.carried import end_token_ids
 from rondo.models.family import Family, family_of, record_of
 from rondo.models.files import (
     check_config,
@@ -396,6 +397,9 @@ def load_tokenizer(source: TokenizerSource) -> Any:
             raise ConfigError(f"model.chat_template: {chat_template} cannot be read: {error}") from error
     tokenizer.chat_template_options = dict(source.chat_template_options)
     tokenizer.tool_format = source.tool_format
+    tokenizer.end_token_ids = ()
+    if source.model is not None:
+        tokenizer.end_token_ids = end_token_ids(Path(local_folder(source.model, source.hub, weights=False)))
     return tokenizer
 
 

@@ -56,3 +56,5 @@ class TokenizerSource:
     tool_format: str = "auto"
     """How the model writes tool calls; `rondo.chat.tools`."""
     trust_remote_code: bool = False
+    model: str | None = None
+    """The folder or hub id of the model that it is for, which may name more tokens that end an answer."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from rondo.checkpoint import Files
 from rondo.checkpoint.checked import MANIFEST, CheckedFile, Pieces, write_manifest
 from rondo.errors import CheckpointError, RondoError
+from rondo.models.carried import carry
 from rondo.models.loading import build_empty, build_model, load_model_config
 from rondo.models.names import Parts, parts_of, weights_of, whole_part
 from rondo.models.source import ModelSource
@@ -26,6 +28,8 @@ from rondo.storage import fault_in, refused
 from rondo.training.checkpoint import bytes_of
 from rondo.weights.checksum import checksum
 from rondo.weights.layout import Box, Parameter
+
+_log = logging.getLogger(__name__)
 
 FILE_BYTES = 5_000_000_000  # of a file's tensors at most, but for a larger tensor: what hubs take
 WHOLE_BYTES = 8 << 30  # a model of up to this size is also compared as transformers loads it, on one rank
@@ -169,6 +173,10 @@ def _begin(folder: Path, source: ModelSource, plan: Mapping[str, Mapping[str, Pa
     config.dtype = getattr(torch, next(iter(next(iter(trunk.values())).values())).dtype)
     config.architectures = [_architecture(config)]
     config.save_pretrained(folder)
+    if source.path is not None and VALUE_HEAD_FILE not in plan:
+        carried = carry(source, folder)
+        if carried:
+            _log.info("the export has files of %s: %s", source.path, ", ".join(carried))
     if len(trunk) > 1:
         size = sum(tensor.num_bytes for tensors in trunk.values() for tensor in tensors.values())
         where = {name: file for file, tensors in trunk.items() for name in tensors}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from rondo.agents.external import agent_of
@@ -17,6 +18,7 @@ from rondo.environments.choices import load_environments
 from rondo.environments.rows import start_of
 from rondo.errors import ConfigError, DataError
 from rondo.models import load_model_config, load_tokenizer
+from rondo.models.carried import sampling_defaults
 from rondo.trainers.program.roles import model_source, positions_of, tokenizer_source
 from rondo.types import Prompt, SamplingParams
 
@@ -130,7 +132,21 @@ def load_prompts(config: Config) -> Prompts:
         _check_rows(train, held_out, [one.name for one in load_environments(config.rollout.environments)])
     has_turns = agent_of(config.rollout) is not None
     notes = checked_continuation(tokenizer).notes() if has_turns else []
+    notes += _note_of_sampling(config)
     return Prompts(train, held_out, sampling_params(config, tokenizer), tuple(notes))
+
+
+def _note_of_sampling(config: Config) -> list[str]:
+    """Says that the model folder would have answers sampled otherwise than rollouts are."""
+    folder = tokenizer_source(config).model
+    said = {} if folder is None or not Path(folder).is_dir() else sampling_defaults(Path(folder))
+    if not said:
+        return []
+    values = ", ".join(f"{name}={value}" for name, value in said.items())
+    return [
+        f"generation_config.json of {config.model.path}: {values}; the export has it, too, and rollouts are "
+        "sampled as the keys of rollout say"
+    ]
 
 
 def _check_rows(train: PromptStream, held_out: Sequence[Prompt], names: Sequence[str]) -> None:

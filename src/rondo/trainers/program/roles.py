@@ -71,6 +71,7 @@ def tokenizer_source(config: Config) -> TokenizerSource:
         model.chat_template_options,
         model.tool_format,
         model.trust_remote_code,
+        None if model.path is None else _on_this_machine(config, model.path),
     )
 
 
