@@ -50,6 +50,11 @@ def check_tokenizer(path: str) -> None:
     _check_texts(Path(path), (*TOKENIZER_FILES, *BESIDE_TOKENIZER))
 
 
+def has_tokenizer(path: str) -> bool:
+    """Says whether a folder holds a tokenizer."""
+    return any((Path(path) / name).is_file() for name in TOKENIZER_FILES)
+
+
 def check_weights(path: str) -> None:
     """Raises DataError for a folder without weights, a shard that is not there, or a file that is damaged as
     far as its header and its size say: the first tensor that is cut off is named.

@@ -272,6 +272,8 @@ class CriticConfig(EngineConfig):
     """A folder or hub id; default: the actor's initial model."""
     override: Mapping[str, Any] = Field(default_factory=dict)
     """Other values than those of the config.json of `path`."""
+    tokenizer: Literal["compare", "trust"] = "compare"
+    """Whether the tokenizer of `path` must have the policy's tokens; trust: it is not looked at."""
     optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
     """How it learns."""
     warmup_steps: Natural = 0
@@ -286,6 +288,8 @@ class ReferenceConfig(FrozenEngineConfig):
     """A folder or hub id; default: the actor's initial model."""
     override: Mapping[str, Any] = Field(default_factory=dict)
     """Other values than those of the config.json of `path`."""
+    tokenizer: Literal["compare", "trust"] = "compare"
+    """Whether the tokenizer of `path` must have the policy's tokens; trust: it is not looked at."""
     refresh_every: Count | None = None
     """Steps after which the reference becomes the policy; null: frozen."""
 
@@ -311,8 +315,10 @@ class TeacherConfig(FrozenEngineConfig):
     """Used when a chosen function reads `teacher_log_probs` or the teacher's top-k columns (distillation)."""
 
     path: Path | None = None
-    """A folder or hub id, required then; its tokenizer must be the policy's."""
+    """A folder or hub id, required then."""
     override: Mapping[str, Any] = Field(default_factory=dict)
     """Other values than those of the config.json of `path`."""
+    tokenizer: Literal["compare", "trust"] = "compare"
+    """Whether the tokenizer of `path` must have the policy's tokens; trust: it is not looked at."""
     top_k: Few = 16
     """The likeliest tokens per position, where a function reads teacher_topk_*."""

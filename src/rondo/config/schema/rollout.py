@@ -218,6 +218,8 @@ class RewardModelConfig(FrozenEngineConfig):
     """Required: the export of `rondo reward-model`."""
     override: Mapping[str, Any] = Field(default_factory=dict)
     """Other values than those of its config.json."""
+    tokenizer: Literal["compare", "trust"] = "compare"
+    """Whether the tokenizer of `path` must have the policy's tokens; trust: it is not looked at."""
     weight: Number = 1.0
     """Of its score in the reward that is trained on; 0: a named score only (a cost model)."""
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ from rondo.environments.rows import start_of
 from rondo.errors import ConfigError, DataError
 from rondo.models import load_model_config, load_tokenizer
 from rondo.models.carried import sampling_defaults
-from rondo.trainers.program.roles import model_source, positions_of, tokenizer_source
+from rondo.models.files import has_tokenizer
+from rondo.models.source import TokenizerSource
+from rondo.trainers.program.roles import model_source, positions_of, section_at, tokenizer_source
 from rondo.types import Prompt, SamplingParams
 
 
@@ -43,6 +46,8 @@ def open_tokenizer(config: Config) -> Any:
     if config.cluster.backend.address is None:
         for section in _models(config):
             _check_vocabulary(tokenizer, config, section)
+            if section != "model" and section_at(config, section).tokenizer == "compare":
+                _check_tokens(tokenizer, config, section)
     return tokenizer
 
 
@@ -71,6 +76,41 @@ def _check_vocabulary(tokenizer: Any, config: Config, section: str) -> None:
             f"{beyond[first]!r} is number {first}; take the model's own tokenizer, or a model with more rows",
             key=key,
         )
+
+
+def _check_tokens(tokenizer: Any, config: Config, section: str) -> None:
+    """Raises ConfigError where a model's own tokenizer, if its folder has one, reads other words than the
+    policy's: the model would be given other text than was written.
+    """
+    source = model_source(config, section)
+    if source.path is None or not has_tokenizer(source.path):
+        return
+    changed = max(file.stat().st_mtime_ns for file in Path(source.path).iterdir())
+    theirs = _tokens(source.path, source.trust_remote_code, changed)
+    ours = {number: token for token, number in tokenizer.get_vocab().items()}
+    others = [number for number in sorted(ours) if theirs.get(number) != ours[number]]
+    if others:
+        shown = ", ".join(
+            f"{number} is {ours[number]!r} and {_shown(theirs, number)}" for number in others[:3]
+        )
+        key = f"{section}.tokenizer"
+        raise ConfigError(
+            f"{section}.path: the tokenizer of {source.path} is not the policy's: of {len(ours)} tokens "
+            f"{len(others)} are others there ({shown}). Take a model with the policy's tokens; where these "
+            f"are the same words by other names, or never said, set {key}=trust",
+            key=key,
+        )
+
+
+def _shown(tokens: Mapping[int, str], number: int) -> str:
+    return repr(tokens[number]) if number in tokens else "no token"
+
+
+@functools.lru_cache(maxsize=8)
+def _tokens(folder: str, trust_remote_code: bool, changed: int) -> Mapping[int, str]:
+    """Returns the tokens of a folder's tokenizer by number. changed: when; a run asks several times."""
+    tokenizer = load_tokenizer(TokenizerSource(folder, trust_remote_code=trust_remote_code))
+    return {number: token for token, number in tokenizer.get_vocab().items()}
 
 
 def settled(config: Config) -> Config:
