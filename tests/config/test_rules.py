@@ -44,6 +44,17 @@ def test_pretraining_rows_are_at_temperature_one() -> None:
     assert load([], [MODEL, LENGTH, *rows]).config.algorithm.pretrain_coef == 0.1
 
 
+def test_gdpo_says_its_own_weights() -> None:
+    functions = "reward.functions=[{name: a.py:f}, {name: a.py:g, weight: 0.5}]"
+    with pytest.raises(
+        ConfigError, match=r"reward\.functions\.1\.weight = 0\.5, and algorithm\.advantage\.name = gdpo"
+    ):
+        load([], [MODEL, LENGTH, functions, "algorithm.advantage=gdpo"])
+    assert load([], [MODEL, LENGTH, functions, "algorithm.advantage={name: gdpo, weights: [1.0, 0.5]}"])
+    assert load([], [MODEL, LENGTH, functions.replace("0.5", "1"), "algorithm.advantage=gdpo"])
+    assert load([], [MODEL, LENGTH, functions, "algorithm.advantage=grpo"])
+
+
 def test_frozen_engines_have_nothing_of_training() -> None:
     assert load([], [MODEL, LENGTH, "critic.gradient_checkpointing=true"])
 

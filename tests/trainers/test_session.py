@@ -163,6 +163,53 @@ def test_old_log_probs_are_asked_for_where_they_are_needed(run: Any) -> None:
     run(program, "actor.mini_batch_size=null")
 
 
+def test_more_groups_than_one_step_takes_need_old_log_probs(run: Any) -> None:
+    """By the batch's own mini-batches: the recipe's batch size is 4 groups."""
+
+    async def program(session: Session) -> None:
+        actor, reward = await session.actor(), await session.reward()
+        batch = await reward.compute_reward(await actor.generate_sequences(first(session, 9)))
+        batch = await session.compute_advantages(batch, "grpo")
+        with pytest.raises(TrainError, match=r"its 9 prompt groups make several .*data\.batch_size=4 groups"):
+            await actor.update_actor(batch)
+        metrics = await actor.update_actor(await actor.compute_log_prob(batch))
+        assert metrics.values()["actor/ratio_max"] > 1  # of the second step and the third
+
+    run(program, "actor.mini_batch_size=null")
+
+
+def test_a_session_has_one_actor(run: Any) -> None:
+    async def program(session: Session) -> None:
+        await session.actor()
+        with pytest.raises(ConfigError, match="has an actor already, whose weights are served"):
+            await session.actor(devices=[0])
+
+    run(program)
+
+
+def test_advantages_that_are_not_finite_name_the_estimator(run: Any) -> None:
+    def per_row(reward: Any) -> Any:
+        return reward / (reward - reward[:1])  # of the first row at least
+
+    def per_token(response_mask: Any) -> Any:
+        """Of padding, which does not matter, and of a token that does."""
+        made = response_mask / response_mask  # NaN where the mask is 0
+        made[1, 0] = float("inf")
+        return made
+
+    async def program(session: Session) -> None:
+        actor, reward = await session.actor(), await session.reward()
+        batch = await reward.compute_reward(await actor.generate_sequences(first(session)))
+        for function, made in (
+            (per_row, r"(nan|inf) in row 0"),
+            (per_token, r"in 1 of 16 rows, the first inf in row 1"),
+        ):
+            with pytest.raises(TrainError, match=rf"estimator .*{function.__name__}.* not finite .*{made}"):
+                await session.compute_advantages(batch, function)
+
+    run(program)
+
+
 def test_samples_of_another_policy_are_corrected_for(run: Any) -> None:
     """With max_staleness=1 (as with an engine that is not ours) algorithm.rollout_correction: auto is on."""
 

@@ -79,6 +79,23 @@ def made_columns(name: str, made: Any, wanted: tuple[str, ...]) -> dict[str, Ten
     return dict(made)
 
 
+def check_finite(name: str, made: Mapping[str, Tensor], counted: Tensor | None) -> None:
+    """Raises TrainError where what the estimator `name` made of a row is not finite. counted: the tokens of
+    columns [B, T] that matter.
+    """
+    for column, values in made.items():
+        wrong = ~values.isfinite()
+        if values.ndim == 2 and counted is not None:
+            wrong &= counted
+        if wrong.any():
+            place = tuple(wrong.nonzero()[0].tolist())
+            rows = int((wrong if wrong.ndim == 1 else wrong.any(dim=1)).sum())
+            raise TrainError(
+                f"the estimator {name!r} made {column} that are not finite in {rows} of {len(values)} rows, "
+                f"the first {float(values[place])} in row {place[0]}; does it divide by 0?"
+            )
+
+
 def advantage_stats(advantages: Tensor, counted: Tensor | None) -> StepStats:
     """Describes advantages, [B] or [B, T], which are summed in their own type. counted: the tokens that are
     trained, [B, T].

@@ -198,6 +198,20 @@ def _reward(check: Check) -> None:
 
 def _algorithm(check: Check) -> None:
     algorithm = check.config.algorithm
+    if algorithm.advantage.name == "gdpo" and "weights" not in algorithm.advantage.options:
+        reward = check.config.reward
+        weights = {
+            f"reward.functions.{index}.weight": one.weight for index, one in enumerate(reward.functions)
+        }
+        weights |= {f"reward.models.{index}.weight": one.weight for index, one in enumerate(reward.models)}
+        for key, weight in weights.items():
+            if weight != 1:
+                check.wrong(
+                    "{0}, and {1} adds scores up by weights of its own (default: all 1); say them there: "
+                    "algorithm.advantage={name: gdpo, weights: […]}, one for each score",
+                    key,
+                    "algorithm.advantage.name",
+                )
     if algorithm.pretrain_coef > 0 and check.config.rollout.temperature != 1:
         check.wrong(
             "{0} and {1}: the policy's log-probs are at that temperature, so it would not be the "

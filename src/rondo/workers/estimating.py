@@ -17,6 +17,7 @@ from rondo.algorithms import (
     TokenRewards,
     Whitening,
     advantage_stats,
+    check_finite,
     columns_read,
     correct,
     made_columns,
@@ -110,6 +111,7 @@ class EstimatingWorker(Worker):
             inputs["response_mask"] = inputs["response_mask"] * often[:, None]
         made = how.function(**{name: inputs[name] for name in reads})
         made = made_columns(how.name, made, how.writes)
+        check_finite(how.name, made, counted)
         made = {name: torch.where(counted, column, 0.0) for name, column in made.items()}
         known = torch.zeros(len(batch), 4)
         if how.whiten:

@@ -168,14 +168,22 @@ class Actor:
     def _which_loss(self, batch: BatchRef) -> str:
         if "old_log_probs" in batch.columns:
             return POLICY
-        actor, groups = self._config.actor, self._config.data.batch_size
+        actor = self._config.actor
+        groups = len(np.unique(batch.index.scalars("group_id")))
+        of_a_step = actor.mini_batch_size or self._config.data.batch_size
         versions = batch.index.scalars("oldest_version")
-        fresh = bool((versions[versions >= 0] == self._session.step).all())
-        if fresh and actor.epochs == 1 and actor.mini_batch_size in (None, groups):
+        if (versions[versions >= 0] != self._session.step).any():
+            why = "an older policy sampled it"
+        elif actor.epochs > 1:
+            why = f"each row is trained on {actor.epochs} times (actor.epochs)"
+        elif groups > of_a_step:
+            of = "actor.mini_batch_size" if actor.mini_batch_size else "data.batch_size"
+            why = f"its {groups} prompt groups make several optimizer steps ({of}={of_a_step} groups each)"
+        else:
             return ON_POLICY
         raise TrainError(
-            "update_actor: the batch has no old_log_probs, and several optimizer steps are taken on it, or "
-            "an older policy sampled it; call actor.compute_log_prob(batch) before the first update"
+            f"update_actor: the batch has no old_log_probs, and {why}; call actor.compute_log_prob(batch) "
+            "before the first update"
         )
 
 

@@ -124,6 +124,11 @@ class Session:
         policy_loss: a name or a function (see docs/algorithms.md) with its options; default
         algorithm.policy_loss. devices: of both (default: those of their pools in cluster.placement).
         """
+        if self._run is not None:
+            raise ConfigError(
+                "the session has an actor already, whose weights are served, saved and exported; a second "
+                "learner needs a session of its own"
+            )
         chosen = chosen_function(self.config.algorithm.policy_loss, policy_loss, options)
         algorithm = dataclasses.replace(
             self.config.algorithm, policy_loss=chosen, rollout_correction=effective_correction(self.config)
