@@ -6,7 +6,7 @@ Arrays are numpy, never lists of ints. Nothing here does work; a missing field f
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
@@ -390,6 +390,13 @@ class StepStats:
             for name, value in other.minima.items():
                 self.add_min(name, value)
         return self
+
+    def without(self, names: Iterable[str]) -> StepStats:
+        """Returns these metrics but for some."""
+        left_out = set(names)
+        kinds = (self.means, self.sums, self.maxima, self.minima)
+        kept = [{name: value for name, value in kind.items() if name not in left_out} for kind in kinds]
+        return StepStats(*kept)  # type: ignore[arg-type]
 
     def values(self) -> dict[str, float]:
         """Returns plain numbers; a mean over nothing is left out."""

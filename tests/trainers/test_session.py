@@ -178,6 +178,25 @@ def test_more_groups_than_one_step_takes_need_old_log_probs(run: Any) -> None:
     run(program, "actor.mini_batch_size=null")
 
 
+@pytest.mark.parametrize("loss", ["reinforce", "ppo_clip"])
+def test_the_gap_is_not_what_was_learnt_meanwhile(run: Any, loss: str) -> None:
+    """Of four optimizer steps only the first tells of the sampler, where nobody reads old_log_probs."""
+
+    async def program(session: Session) -> None:
+        actor, reward = await session.actor(), await session.reward()
+        async for prompts in session.prompts():
+            batch = await reward.compute_reward(await actor.generate_sequences(prompts))
+            batch = await session.compute_advantages(await actor.compute_log_prob(batch), "grpo")
+            found = await actor.update_actor(batch)
+            tokens = found.means["rollout/log_prob_gap"][1], found.means["actor/entropy_sampled"][1]
+            assert (tokens[0] < tokens[1] / 2) == (loss == "reinforce")
+            assert found.values()["rollout/log_prob_gap_max"] < 1e-5
+            await session.log(batch, found)
+
+    settings = ("actor.mini_batch_size=1", "actor.optimizer.lr=0.01", "trainer.total_steps=2")
+    run(program, *settings, f"algorithm.policy_loss={loss}")
+
+
 def test_a_session_has_one_actor(run: Any) -> None:
     async def program(session: Session) -> None:
         await session.actor()

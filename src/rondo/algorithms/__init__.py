@@ -19,7 +19,7 @@ from rondo.algorithms import (
 from rondo.algorithms.aggregation import Aggregate, loss_weights, seq_mean_token_mean, token_mean
 from rondo.algorithms.constraint import smooth_cost, update_multiplier
 from rondo.algorithms.kl import kl_reward, update_kl_coef
-from rondo.algorithms.objective import ActorLoss, CriticLoss, PrmLoss, SftLoss
+from rondo.algorithms.objective import GAP, ActorLoss, CriticLoss, PrmLoss, SftLoss
 from rondo.algorithms.pair_objective import PreferenceLoss, RewardModelLoss
 from rondo.algorithms.registry import (
     Kind,

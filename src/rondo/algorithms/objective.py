@@ -72,6 +72,10 @@ def _kl_in_loss(kl: KlConfig) -> Callable[..., Any]:
     return lookup("kl", kl.name)
 
 
+GAP = ("rollout/log_prob_gap", "rollout/log_prob_gap_max", "rollout/kl_k3")
+"""What `rollout_gap` measures."""
+
+
 @ranked("flat", mask="token")
 def rollout_gap(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Metrics:
     """Measures how far log-probs [N] (0 where masked) of sampler and trainer are apart; see `ActorLoss`."""
@@ -105,7 +109,7 @@ class ActorLoss:
     actor/entropy, what the policy loss reports, actor/entropy_sampled (mean of -ℓ: an unbiased estimate of
     the entropy while π = π_old), and the distance between sampler and trainer: rollout/log_prob_gap (mean of
     |ℓ_old - ℓ_rollout|), rollout/log_prob_gap_max, rollout/kl_k3 (k3 of KL(rollout || old)), with the current
-    ℓ where no function reads old_log_probs.
+    ℓ where no function reads old_log_probs: then they are of the rows before the first optimizer step.
     """
 
     def __init__(

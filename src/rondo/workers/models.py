@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rondo.algorithms import GAP
 from rondo.batch import ROW_ID, Batch
 from rondo.checkpoint import Files
 from rondo.columns import MINI_BATCH, ROUTED, ROUTES, declared
@@ -233,14 +234,20 @@ class ActorWorker(EstimatingWorker, SendsWeights, WritesRows, ModelWorker):
         started = time.process_time()
         stats = StepStats()
         mini_batch = batch.scalars("mini_batch")
+        has_moved = False
         with self.engine.on_device():
             for number in itertools.chain(*orders):
                 rows = batch.take(np.flatnonzero(mini_batch == number))
                 if number in measured:
-                    stats.merge(self._measure(rows, self._losses[loss], known))
+                    told = self._measure(rows, self._losses[loss], known)
                 else:
-                    stats.merge(self._step(rows, loss))
+                    told = self._step(rows, loss)
                     known = None
+                # Without old log-probs the gap between sampler and trainer is that of the current ones, and
+                # behind a step what was learnt is in it.
+                is_learning = has_moved and "old_log_probs" not in self._losses[loss].columns
+                stats.merge(told.without(GAP) if is_learning else told)
+                has_moved |= number not in measured
         stats.add_sum("perf/update_cpu_seconds", time.process_time() - started)
         return stats
 
