@@ -4,6 +4,7 @@ verbs compute what the built-in loop computes is in test_examples.py."""
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import os
 import signal
@@ -195,6 +196,27 @@ def test_the_gap_is_not_what_was_learnt_meanwhile(run: Any, loss: str) -> None:
 
     settings = ("actor.mini_batch_size=1", "actor.optimizer.lr=0.01", "trainer.total_steps=2")
     run(program, *settings, f"algorithm.policy_loss={loss}")
+
+
+def test_a_prompt_that_is_asked_again_would_get_the_same_samples(run: Any) -> None:
+    async def program(session: Session) -> None:
+        actor = await session.actor()
+        prompts = first(session)
+        before = await actor.generate_sequences(prompts[:2])
+        await actor.generate_sequences(prompts[:2], do_sample=False)  # another question
+        await actor.generate_sequences(prompts[2:], n=1)
+        for again in (prompts[1:3], [prompts[3]]):
+            with pytest.raises(TrainError, match=rf"{again[0].prompt_id}' was sampled under these weights"):
+                await actor.generate_sequences(again, n=3)
+        renamed = dataclasses.replace(prompts[0], prompt_id="train/again/0", seq=1 << 20)
+        with pytest.raises(TrainError, match="train/again/0"):
+            await actor.generate_sequences([renamed, renamed])
+        renamed = dataclasses.replace(renamed, prompt_id="train/again/1")
+        after = await actor.generate_sequences([renamed])
+        tokens = [await rows.take(np.arange(4)).fetch(("response_ids",)) for rows in (before, after)]
+        assert tokens[0].ragged("response_ids")[0].tolist() != tokens[1].ragged("response_ids")[0].tolist()
+
+    run(program)
 
 
 def test_a_session_has_one_actor(run: Any) -> None:

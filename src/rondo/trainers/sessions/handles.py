@@ -70,10 +70,13 @@ class Actor:
         reward.on_error); RewardError when they are more than reward.max_dropped_share.
 
         Rows are in the order of `prompts`, the samples of a prompt next to each other. The noise of a sample
-        depends on seed, prompt and sample index alone. What `session.prompts()` yields was generated while
+        depends on seed, prompt and sample index alone, so a prompt that was sampled under these weights
+        before is a TrainError. What `session.prompts()` yields was generated while
         the program was busy (trainer.max_staleness); other prompts, or another n, are generated here and now.
         """
         session, run = self._session, self._session.run
+        if do_sample:
+            session.check_asked_once(prompts)
         ready = session.generated(prompts) if do_sample and n in (None, self._config.rollout.n) else None
         if ready is not None:
             return run.scored(ready, session.step_state.stats)

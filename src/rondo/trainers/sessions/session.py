@@ -90,6 +90,8 @@ class Session:
         self._generated: tuple[BatchRef, dict[str, int]] | None = None  # rows, and group ids by prompt
         self._logged: BatchRef | None = None
         self._has_updated = False
+        self._asked: tuple[int, set[str]] = (0, set())
+        """The version of the weights, and the ids of the prompts that were sampled under them."""
 
     @property
     def run(self) -> RLRun:
@@ -279,6 +281,21 @@ class Session:
         groups = rows.index.scalars("group_id")
         wanted = [np.flatnonzero(groups == seqs[prompt.prompt_id]) for prompt in prompts]
         return rows.take(np.concatenate(wanted))
+
+    def check_asked_once(self, prompts: Sequence[Prompt]) -> None:
+        """Raises TrainError for a prompt that was sampled under these weights before: noise is a function of
+        seed, prompt and sample, so its samples would be the same ones, and count twice.
+        """
+        if self._asked[0] != self.step:
+            self._asked = (self.step, set())
+        for prompt in prompts:
+            if prompt.prompt_id in self._asked[1]:
+                raise TrainError(
+                    f"generate_sequences: prompt {prompt.prompt_id!r} was sampled under these weights "
+                    "already, and would get the same samples again. Ask for all of them at once (n=…), or "
+                    "give it a name and number of its own: dataclasses.replace(prompt, prompt_id=…, seq=…)"
+                )
+            self._asked[1].add(prompt.prompt_id)
 
     def check_published(self, verb: str) -> None:
         """Raises TrainError where the engines stand still for weights that this step still changes."""
