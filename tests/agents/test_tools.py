@@ -171,6 +171,12 @@ def test_calculator(expression: str, value: str) -> None:
     assert called(box("calculator"), "calculator", {"expression": expression}).startswith(value)
 
 
+@pytest.mark.parametrize("expression", ["1e308*1e308/7", "*".join(["1e300"] * 33)])
+def test_a_value_beyond_all_numbers_is_an_answer_of_the_calculator(expression: str) -> None:
+    said = called(box("calculator"), "calculator", {"expression": expression})
+    assert said.endswith("the value is too large to be written down")
+
+
 @pytest.mark.slow
 def test_python_has_a_session_for_each_episode() -> None:
     """In the sandbox of this machine: state over calls, none over episodes, and what a program does wrong."""

@@ -237,6 +237,9 @@ def test_format_needs_a_list(trajectory):
         (r"\boxed 5", None),
         ("5", None),
         ("\\boxed{" * 1000, None),
+        (r"\boxed{a\}b}", r"a\}b"),
+        (r"\boxed{\\}", r"\\"),
+        ("\\boxed{" * 100_000 + "5}", "5"),
     ],
 )
 def test_last_boxed(text, inside):

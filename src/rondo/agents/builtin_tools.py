@@ -30,7 +30,10 @@ def calculator(expression: str) -> str:
     if computed is None:
         raise ToolError("not an expression of numbers with + - * / and parentheses, or it divides by zero")
     value = computed[0]
-    return str(value.numerator) if value.denominator == 1 else repr(float(value))
+    try:
+        return str(value.numerator) if value.denominator == 1 else repr(float(value))
+    except (OverflowError, ValueError):  # beyond a double; more digits than Python writes
+        raise ToolError("the value is too large to be written down") from None
 
 
 class Python:

@@ -7,7 +7,6 @@ asks each step with a prompt of its own.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +20,7 @@ from rondo.errors import ConfigError
 from rondo.serving.problems import ApiError
 from rondo.types import MAX_ROWS
 
-_TAG = re.compile(r"<action>(.*?)</action>", re.DOTALL)
+_OPEN, _CLOSE = "<action>", "</action>"
 
 WritePrompt = Callable[[str, Sequence[Acted], Observation], str]
 ReadAction = Callable[[str, Observation], str | Sequence[str | None] | None]
@@ -47,7 +46,7 @@ def tagged_action(answer: str, seen: Observation) -> str | None:
     """Returns what stands in the last `<action>…</action>`; None: there is none, or it is no admissible one.
     Case and white space at the ends do not matter.
     """
-    found = _TAG.findall(answer)
+    found = _tagged(answer)
     return _possible(found[-1], seen) if found else None
 
 
@@ -55,7 +54,15 @@ def tagged_actions(answer: str, seen: Observation) -> list[str | None]:
     """Returns what stands in every `<action>…</action>`, in their order. What is possible may change from one
     to the next: those that are not yet are returned as they were said.
     """
-    return [_possible(said, seen) or said.strip() or None for said in _TAG.findall(answer)]
+    return [_possible(said, seen) or said.strip() or None for said in _tagged(answer)]
+
+
+def _tagged(answer: str) -> list[str]:
+    """Returns what stands between the tags, from the first opening before a closing on. Takes time linear in
+    the text, as a pattern that looks for each opening's end does not.
+    """
+    ended = answer.split(_CLOSE)[:-1]
+    return [part.partition(_OPEN)[2] for part in ended if _OPEN in part]
 
 
 def whole_answer(answer: str, seen: Observation) -> str | None:

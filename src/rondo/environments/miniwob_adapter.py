@@ -20,7 +20,7 @@ from rondo.environments.levels import level_of
 from rondo.environments.protocol import Observation, StepResult
 from rondo.errors import ConfigError
 
-_ACTION = re.compile(r"(click|type|select)\[(\d+)\](?: (.*))?", re.DOTALL)
+_ACTION = re.compile(r"(click|type|select)\[(\d{1,9})\](?: (.*))?", re.DOTALL)
 _WIDTH, _HEIGHT = 160, 210
 _CLOCK = 1.5e9  # at the start of every episode, seconds since 1970
 _MILLISECONDS = (

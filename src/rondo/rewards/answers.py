@@ -23,6 +23,7 @@ _FRACTION = re.compile(
 )
 _LONGEST_NUMBER = 100
 _LONGEST_ANSWER = 1000
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # with what is escaped, which is none
 _BOXES = ("\\boxed{", "\\fbox{")
 
 
@@ -128,13 +129,9 @@ def last_boxed(text: str) -> str | None:
 
 def _closed(text: str) -> str | None:
     """Returns `text` up to the brace that closes what was opened before it."""
-    depth, i = 1, 0
-    while i < len(text):
-        if text[i] == "\\":
-            i += 2
-            continue
-        depth += {"{": 1, "}": -1}.get(text[i], 0)
+    depth = 1
+    for found in _BRACE.finditer(text):
+        depth += {"{": 1, "}": -1}.get(found.group(), 0)
         if depth == 0:
-            return text[:i]
-        i += 1
+            return text[: found.start()]
     return None

@@ -134,7 +134,7 @@ FORMATS = (
         open="<tool_call>",
         close="</tool_call>",
         body=_pattern(r"<function=(?P<name>[^>\n]*)>(?P<arguments>.*)</function>"),
-        pair=_pattern(r"<parameter=(?P<key>[^>\n]*)>\n?(?P<value>((?!<parameter=).)*?)\n?</parameter>"),
+        pair=_pattern(r"<parameter=(?P<key>[^<>\n]*)>\n?(?P<value>((?!<parameter=).)*?)\n?</parameter>"),
     ),
     ToolFormat(
         "hermes",
