@@ -83,6 +83,8 @@ class MessageReader:
             raise MessageError(
                 (place,), f"must be a valid dictionary with role and content, got {type(given).__name__}"
             )
+        if len(given) == 2 and type(given.get("role")) is str and type(given.get("content")) is str:
+            return given, True  # most are no more
         # Null and empty fields (a client's `refusal`, `annotations`; those that Arrow adds) say nothing.
         said = {
             key: value

@@ -17,6 +17,7 @@ Row = Mapping[str, Any]
 
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 """Columns that hold pictures, films or sound in everybody's data."""
+_ROWS_AT_HAND = 1024
 _FILE = frozenset({"bytes", "path"})  # `datasets` keeps a picture or a sound so
 
 
@@ -33,6 +34,8 @@ class Rows:
 
 def plain(value: Any) -> Any:
     """Returns mappings as dicts, sequences and arrays as lists, and the scalars of numpy as Python's."""
+    if type(value) is str:  # most
+        return value
     if isinstance(value, Mapping):
         return {str(key): plain(child) for key, child in value.items()}
     if isinstance(value, np.ndarray | np.generic):
@@ -51,13 +54,23 @@ class PlainRows(Sequence[Row]):
         self._without = frozenset(without)
         self._of_arrow = of_arrow
         self._has_told = False
+        self._read: dict[int, Row] = {}
+        """Rows that were read last: each is asked for several times in a row."""
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, row: Any) -> Any:
-        if not 0 <= row < len(self):
-            raise IndexError(row)
+        found = self._read.get(row)
+        if found is None:
+            if not 0 <= row < len(self):
+                raise IndexError(row)
+            if len(self._read) >= _ROWS_AT_HAND:
+                self._read.clear()
+            found = self._read[row] = self._made(row)
+        return found
+
+    def _made(self, row: int) -> Row:
         columns = {name: value for name, value in plain(self._rows[row]).items() if name not in self._without}
         if not self._of_arrow:
             return columns
@@ -127,7 +140,7 @@ def is_media(name: str, value: Any) -> bool:
     """Says whether a column of this name and value holds pictures, films or sound."""
     if value is None or value == [] or value == "":
         return False
-    return name.lower() in MEDIA or _is_file(value)
+    return name.lower() in MEDIA or (not isinstance(value, str | int | float) and _is_file(value))
 
 
 def _is_file(value: Any) -> bool:

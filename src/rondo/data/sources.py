@@ -92,14 +92,16 @@ class Source(Rows):
         text = ({"role": "user", "content": given},) if isinstance(given, str) else None
         with self.about(row):
             try:
-                read = Conversation(text) if text else self._reader(takes_flags).read(given)
+                read = Conversation(text) if text else self._readers[takes_flags].read(given)
             except MessageError as error:
                 raise DataError(f"{error}{_WAY_OUT.get(error.code, '')}") from error
         return read.behind(self.config.system_prompt) if with_system else read
 
-    def _reader(self, takes_flags: bool) -> MessageReader:
+    @functools.cached_property
+    def _readers(self) -> tuple[MessageReader, MessageReader]:
+        """Of messages without flags, and of those that may have some."""
         ignored = frozenset(self.config.ignore_message_keys)
-        return MessageReader(self.template, ignored, takes_flags)
+        return MessageReader(self.template, ignored), MessageReader(self.template, ignored, takes_flags=True)
 
     def prompt(self, row: int) -> Any:
         """Returns the prompt of a row as it was written. Raises DataError for an absent or empty one."""
