@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import dataclasses
 import gzip
 import json
 import lzma
@@ -281,6 +282,38 @@ def test_columns_that_a_text_model_would_not_see(name: str, value: Any, tmp_path
     wrong = FileSourceConfig(type="parquet", path=source.path, drop_columns=("answr",))
     with pytest.raises(ConfigError, match="has no column 'answr'; did you mean 'answer'"):
         open_source(wrong)
+
+
+@pytest.mark.parametrize("form", [as_lines, *FORMS])
+def test_columns_are_dropped_in_every_form(
+    form: Callable[[Rows, Path], SourceConfig], tmp_path: Path
+) -> None:
+    rows = [{"prompt": f"q {i}", "images": ["a.png"], "answer": i} for i in range(3)]
+    source = form(rows, tmp_path)
+    less = open_source(dataclasses.replace(source, drop_columns=("images",)))
+    assert list(less.rows) == [{"prompt": f"q {i}", "answer": i} for i in range(3)]
+    with pytest.raises(ConfigError, match="has no column 'imges'; did you mean 'images'"):
+        open_source(dataclasses.replace(source, drop_columns=("imges",)))
+
+
+def test_pictures_that_are_dropped_are_not_opened(tmp_path: Path) -> None:
+    """Nor need there be a package that could."""
+    datasets = pytest.importorskip("datasets")
+    broken = [{"prompt": "q", "picture": {"bytes": b"no picture", "path": None}}]
+    features = datasets.Features({"prompt": datasets.Value("string"), "picture": datasets.Image()})
+    datasets.Dataset.from_list(broken, features=features).save_to_disk(str(tmp_path / "set"))
+    source = HuggingfaceSourceConfig(path=str(tmp_path / "set"), drop_columns=("picture",))
+    assert PromptStream((source,), TOKENIZER, max_prompt_tokens=100).prompt(0).fields == {}
+
+
+def test_other_columns_of_a_function_reach_scorers_as_they_are(tmp_path: Path) -> None:
+    cases = {1: ("a", "b")}
+    MADE.append([{"prompt": np.array([{"role": "user", "content": "q"}]), "x": np.arange(2), "cases": cases}])
+    source = TaskSourceConfig(type="function", task=f"{__name__}.made")
+    prompt = PromptStream((source,), TOKENIZER, max_prompt_tokens=100).prompt(0)
+    assert prompt.messages == ({"role": "user", "content": "q"},)
+    assert prompt.fields["cases"] == cases
+    assert (type(prompt.fields["x"]), prompt.fields["x"].tolist()) == (np.ndarray, [0, 1])
 
 
 def test_an_empty_column_of_pictures_is_none(tmp_path: Path) -> None:

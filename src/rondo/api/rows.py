@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 import pickle
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,11 +19,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rondo.checkpoint.durable import make_folder, replacing, sync_path
-from rondo.data.plain import ADDED_NULLS, check_names, check_schema, plain, without_added_nulls
+from rondo.data.plain import AddedNulls, check_names, check_schema, plain, without_added_nulls
 from rondo.errors import ConfigError, DataError
 from rondo.storage import storing
-
-_log = logging.getLogger(__name__)
 
 MOST_ROWS = 10_000_000  # of a generator: more is one that never ends
 BATCH = 10_000  # rows in memory at one time
@@ -48,18 +45,14 @@ def plain_rows(data: Any, size: int | None) -> Iterator[Row]:
         raise ConfigError(
             f"data: {type(data).__name__} is no rows; give a list of mappings, or a file's path"
         )
-    has_told = False
+    nulls = AddedNulls("data")
     for number, given in enumerate(itertools.islice(data, size)):
         if size is None and number == MOST_ROWS:
             raise DataError(f"data: more than {MOST_ROWS} rows; say how many to take: size=…")
         row = plain({"prompt": given} if isinstance(given, str) else given)
         if not isinstance(row, dict):
             raise DataError(f"data, row {number}: a row is a mapping (or a prompt), got {type(row).__name__}")
-        less = without_added_nulls(row) if of_arrow else row
-        if less is not row and not has_told:
-            has_told = True
-            _log.warning(ADDED_NULLS, "data")
-        yield less
+        yield nulls.left_out(row) if of_arrow else row
 
 
 def _of_pandas(frame: Any) -> Iterator[Row]:

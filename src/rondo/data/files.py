@@ -15,7 +15,7 @@ from typing import IO, Any
 
 from rondo.config.functions import did_you_mean
 from rondo.config.schema import FileSourceConfig
-from rondo.data.plain import PlainRows, Row, Rows, check_schema
+from rondo.data.plain import ArrowRows, Row, Rows, check_schema, kept_columns
 from rondo.errors import ConfigError, DataError, half_of_a_pair
 from rondo.urls import check_url, fetched, is_url
 
@@ -75,12 +75,13 @@ def open_parquet(config: FileSourceConfig) -> Rows:
 
     try:
         with _opened(config) as file:
-            table = pq.ParquetFile(file).read()
+            parquet = pq.ParquetFile(file)
+            check_schema(parquet.schema_arrow, config.path)
+            table = parquet.read(columns=kept_columns(parquet.schema_arrow.names, config, config.path))
         table.validate(full=True)  # texts are UTF-8
     except (OSError, pa.ArrowInvalid) as error:
         raise DataError(f"{config.path} cannot be read as Parquet: {error}") from error
-    check_schema(table.schema, config.path)
-    return Rows(PlainRows(_TableRows(table.slice(0, config.size)), of_arrow=config.path), config.path)
+    return Rows(ArrowRows(_TableRows(table.slice(0, config.size)), config.path), config.path)
 
 
 def open_jsonl(config: FileSourceConfig) -> Rows:

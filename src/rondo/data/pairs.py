@@ -17,6 +17,7 @@ import numpy as np
 from rondo.batch import Batch
 from rondo.chat import Conversation, Messages
 from rondo.data.conversations import ConversationEncoder, Example, token_rows
+from rondo.data.plain import plain
 from rondo.data.sources import Source
 from rondo.data.stream import SourceStream
 
@@ -89,7 +90,7 @@ def _answer(source: Source, row: int, key: str, prompt: Messages) -> Mapping[str
             f"no column {key!r}: a preference pair has {source.config.prompt_key!r}, {CHOSEN!r} and "
             f"{REJECTED!r}; columns: {', '.join(columns)}",
         )
-    value = columns[key]
+    value = plain(columns[key])
     if isinstance(value, str):
         value = {"role": "assistant", "content": value}
     if isinstance(value, Mapping):

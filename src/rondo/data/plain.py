@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from rondo.errors import DataError
+from rondo.config.functions import did_you_mean
+from rondo.config.schema import SourceConfig
+from rondo.errors import ConfigError, DataError
 
 _log = logging.getLogger(__name__)
 
@@ -43,17 +45,12 @@ def plain(value: Any) -> Any:
     return [plain(child) for child in value] if isinstance(value, list | tuple) else value
 
 
-class PlainRows(Sequence[Row]):
-    """Rows made plain one at a time, and without some of their columns.
+class ArrowRows(Sequence[Row]):
+    """Rows that Arrow holds, one at a time, without the nulls that it has added."""
 
-    of_arrow: what they came from, where that has added nulls: they are left out, which is told once.
-    """
-
-    def __init__(self, rows: Sequence[Row], *, without: Iterable[str] = (), of_arrow: str = "") -> None:
+    def __init__(self, rows: Sequence[Row], origin: str) -> None:
         self._rows = rows
-        self._without = frozenset(without)
-        self._of_arrow = of_arrow
-        self._has_told = False
+        self._nulls = AddedNulls(origin)
         self._read: dict[int, Row] = {}
         """Rows that were read last: each is asked for several times in a row."""
 
@@ -67,24 +64,29 @@ class PlainRows(Sequence[Row]):
                 raise IndexError(row)
             if len(self._read) >= _ROWS_AT_HAND:
                 self._read.clear()
-            found = self._read[row] = self._made(row)
+            found = self._read[row] = self._nulls.left_out(self._rows[row])
         return found
 
-    def _made(self, row: int) -> Row:
-        columns = {name: value for name, value in plain(self._rows[row]).items() if name not in self._without}
-        if not self._of_arrow:
-            return columns
-        less = without_added_nulls(columns)
-        if less is not columns and not self._has_told:
+
+class AddedNulls:
+    """Leaves out the nulls that Arrow adds, and says so once. origin: what the rows came from."""
+
+    def __init__(self, origin: str) -> None:
+        self._origin = origin
+        self._has_told = False
+
+    def left_out(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Returns a row without them."""
+        less = without_added_nulls(row)
+        if less is not row and not self._has_told:
             self._has_told = True
-            _log.warning(ADDED_NULLS, self._of_arrow)
+            _log.warning(
+                "%s: nulls inside tools and arguments are left out, as Arrow (Parquet, datasets) gives every "
+                "mapping the keys of all others. To keep nulls that you wrote, write these columns as JSON "
+                "text",
+                self._origin,
+            )
         return less
-
-
-ADDED_NULLS = (
-    "%s: nulls inside tools and arguments are left out, as Arrow (Parquet, datasets) gives every mapping "
-    "the keys of all others. To keep nulls that you wrote, write these columns as JSON text"
-)
 
 
 def without_added_nulls(row: dict[str, Any]) -> dict[str, Any]:
@@ -138,7 +140,7 @@ def _of_call(call: Any) -> Any:
 
 def is_media(name: str, value: Any) -> bool:
     """Says whether a column of this name and value holds pictures, films or sound."""
-    if value is None or value == [] or value == "":
+    if value is None or (isinstance(value, str | list) and not value):
         return False
     return name.lower() in MEDIA or (not isinstance(value, str | int | float) and _is_file(value))
 
@@ -147,6 +149,15 @@ def _is_file(value: Any) -> bool:
     if isinstance(value, list):
         return bool(value) and _is_file(value[0])
     return (isinstance(value, dict) and value.keys() == _FILE) or type(value).__module__.startswith("PIL.")
+
+
+def kept_columns(columns: Iterable[str], config: SourceConfig, origin: str) -> list[str]:
+    """Returns the columns that a source does not drop. Raises ConfigError where one to drop is not there."""
+    there = list(columns)
+    for name in config.drop_columns:
+        if name not in there:
+            raise ConfigError(f"drop_columns: {origin} has no column {name!r}{did_you_mean(name, there)}")
+    return [name for name in there if name not in config.drop_columns]
 
 
 def check_names(names: Sequence[str], where: str) -> None:

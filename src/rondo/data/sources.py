@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rondo.border import users_code
-from rondo.chat import Conversation, MessageError, MessageReader, TemplateKeys
+from rondo.chat import Conversation, MessageError, MessageReader, TemplateKeys, as_messages
 from rondo.config.functions import check_options, did_you_mean, resolve_function
 from rondo.config.schema import (
     FileSourceConfig,
@@ -27,7 +27,7 @@ from rondo.config.schema import (
     TaskSourceConfig,
 )
 from rondo.data.files import check_file, open_jsonl, open_parquet
-from rondo.data.plain import PlainRows, Rows, is_media, plain
+from rondo.data.plain import ArrowRows, Rows, is_media, kept_columns, plain
 from rondo.errors import ConfigError, DataError
 
 _WAY_OUT = {
@@ -89,10 +89,14 @@ class Source(Rows):
         takes_flags: whether messages may say that they are not learnt. with_system: puts the source's system
         prompt in front. Raises DataError.
         """
-        text = ({"role": "user", "content": given},) if isinstance(given, str) else None
         with self.about(row):
             try:
-                read = Conversation(text) if text else self._readers[takes_flags].read(given)
+                text = isinstance(given, str)
+                read = (
+                    Conversation(as_messages(given))
+                    if text
+                    else self._readers[takes_flags].read(plain(given))
+                )
             except MessageError as error:
                 raise DataError(f"{error}{_WAY_OUT.get(error.code, '')}") from error
         return read.behind(self.config.system_prompt) if with_system else read
@@ -112,7 +116,7 @@ class Source(Rows):
                 f"no column {key!r}{did_you_mean(key, found)} "
                 f"Columns: {', '.join(found)}. Set prompt_key to the column that holds the prompt",
             )
-        prompt = found[key]
+        prompt = plain(found[key])
         if prompt is None or prompt == [] or (isinstance(prompt, str) and not prompt.strip()):
             raise self.error(row, f"the prompt (column {key!r}) is empty; take the row out")
         return prompt
@@ -121,7 +125,7 @@ class Source(Rows):
         """Returns a row's tool schemas for the chat template: of rollout.tools, or the row's own (column
         `tools`: a list, or its JSON text), which clients and agents know what to do with.
         """
-        tools = self.rows[row].get("tools")
+        tools = plain(self.rows[row].get("tools"))
         if self.shared_tools:
             if tools:
                 raise self.error(row, "column 'tools' and rollout.tools both say which tools there are")
@@ -165,19 +169,13 @@ def open_source(config: SourceConfig) -> Source:
         found = _OPENERS[config.type](config)
         if not len(found.rows):
             raise DataError(f"{found.origin} has no rows")
-        if config.drop_columns:
-            found = _without_columns(found, config.drop_columns)
-    return Source(found.rows, found.origin, found.places, config=config)
-
-
-def _without_columns(found: Rows, dropped: Sequence[str]) -> Rows:
-    columns = {name for row in found.rows for name in row}
-    for name in dropped:
-        if name not in columns:
-            raise ConfigError(
-                f"drop_columns: {found.origin} has no column {name!r}{did_you_mean(name, columns)}"
+        if config.drop_columns and isinstance(found.rows, list):  # Arrow reads no more than what is kept
+            kept = kept_columns(
+                dict.fromkeys(name for row in found.rows for name in row), config, found.origin
             )
-    return dataclasses.replace(found, rows=PlainRows(found.rows, without=dropped))
+            rows = [{name: row[name] for name in kept if name in row} for row in found.rows]
+            found = dataclasses.replace(found, rows=rows)
+    return Source(found.rows, found.origin, found.places, config=config)
 
 
 def check_source(config: SourceConfig) -> None:
@@ -256,7 +254,8 @@ def _open_huggingface(config: HuggingfaceSourceConfig) -> Rows:
     if config.size is not None:
         data = data.select(range(min(config.size, len(data))))
     origin = f"{config.path}[{config.split}]"
-    return Rows(PlainRows(data, of_arrow=origin), origin)
+    data = data.select_columns(kept_columns(data.column_names, config, origin)).with_format(None)
+    return Rows(ArrowRows(data, origin), origin)
 
 
 _BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
@@ -325,7 +324,7 @@ def _open_function(config: TaskSourceConfig) -> Rows:
         if not isinstance(row, Mapping):
             kind = type(row).__name__
             raise DataError(f"{task}, row {i}: a row must be a mapping, got {kind}: {row!r:.80}")
-    return Rows([plain(row) for row in rows], task)
+    return Rows(rows, task)
 
 
 def _function_of(config: TaskSourceConfig) -> Callable[[], Any]:
