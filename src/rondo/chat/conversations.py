@@ -30,10 +30,9 @@ def encode_conversations(
 
     The tokens go up to the end of the last assistant turn; the mask is 1 on assistant turns that are learnt.
     A turn is what follows its generation prompt, the end-of-turn token included, white space behind that
-    excluded. Without
-    a chat template a conversation is one user and one assistant message: raw text, answer, end-of-sequence
-    token. Raises DataError when there is no assistant turn, or the template re-renders what came before a
-    turn so that the turn's place is not defined.
+    excluded. Without a chat template a conversation is one user and one assistant message: raw text, answer,
+    end-of-sequence token. Raises DataError when there is no assistant turn, or the template re-renders what
+    came before a turn so that the turn's place is not defined.
     """
     cut = [_pieces(tokenizer, c, tools[i] if tools else None) for i, c in enumerate(conversations)]
     anchor = tokenizer.eos_token or ""

@@ -101,9 +101,10 @@ class AdvantageStage:
         columns = made_columns(self._name, made, self.writes)
         if of_rows is not None:
             columns = {name: self._on_rows(column, of_rows) for name, column in columns.items()}
-        lengths = torch.tensor(batch.index.scalars("response_length"))
-        width = max((column.shape[1] for column in columns.values() if column.ndim == 2), default=0)
-        there = counted if counted is not None else torch.arange(width) < lengths[:, None]
+        there = counted
+        if there is None:
+            width = max((column.shape[1] for column in columns.values() if column.ndim == 2), default=0)
+            there = torch.arange(width) < torch.tensor(batch.index.scalars("response_length"))[:, None]
         check_finite(self._name, columns, there)
         for name, column in columns.items():
             if counted is not None and column.ndim == 2:  # nothing where the mask is 0

@@ -62,8 +62,10 @@ def tokenizer_source(config: Config) -> TokenizerSource:
         raise ConfigError(
             "model.tokenizer is not set and there is no model.path to take it from; set model.tokenizer"
         )
+    folder = None if model.path is None else _on_this_machine(config, model.path)
     if not is_function(name):
-        name = _on_this_machine(config, name, weights=name == model.path)
+        own = folder if name == model.path else None
+        name = own or _on_this_machine(config, name, weights=False)
     return TokenizerSource(
         name,
         model.hub,
@@ -71,7 +73,7 @@ def tokenizer_source(config: Config) -> TokenizerSource:
         model.chat_template_options,
         model.tool_format,
         model.trust_remote_code,
-        None if model.path is None else _on_this_machine(config, model.path),
+        folder,
     )
 
 

@@ -71,8 +71,8 @@ class Actor:
 
         Rows are in the order of `prompts`, the samples of a prompt next to each other. The noise of a sample
         depends on seed, prompt and sample index alone, so a prompt that was sampled under these weights
-        before is a TrainError. What `session.prompts()` yields was generated while
-        the program was busy (trainer.max_staleness); other prompts, or another n, are generated here and now.
+        before is a TrainError. What `session.prompts()` yields was generated while the program was busy
+        (trainer.max_staleness); other prompts, or another n, are generated here and now.
         """
         session, run = self._session, self._session.run
         if do_sample:
