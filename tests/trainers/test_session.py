@@ -211,8 +211,10 @@ def test_a_prompt_that_is_asked_again_would_get_the_same_samples(run: Any) -> No
         renamed = dataclasses.replace(prompts[0], prompt_id="train/again/0", seq=1 << 20)
         with pytest.raises(TrainError, match="train/again/0"):
             await actor.generate_sequences([renamed, renamed])
-        renamed = dataclasses.replace(renamed, prompt_id="train/again/1")
-        after = await actor.generate_sequences([renamed])
+        after = await actor.generate_sequences([renamed])  # what was refused was not sampled
+        for same in ({"prompt_id": "train/again/1"}, {"seq": 2 << 20}):
+            with pytest.raises(TrainError, match="was sampled under these weights"):
+                await actor.generate_sequences([dataclasses.replace(renamed, **same)])  # type: ignore[arg-type]
         tokens = [await rows.take(np.arange(4)).fetch(("response_ids",)) for rows in (before, after)]
         assert tokens[0].ragged("response_ids")[0].tolist() != tokens[1].ragged("response_ids")[0].tolist()
 
@@ -316,11 +318,12 @@ def test_an_engine_that_is_killed_gets_its_weights_again(run: Any, monkeypatch: 
     async def program(session: Session) -> None:
         actor = await session.actor()
         prompts = first(session, 2)
-        before = (await (await actor.generate_sequences(prompts)).fetch()).rows("response_ids")
+        greedy = functools.partial(actor.generate_sequences, prompts, do_sample=False)
+        before = (await (await greedy()).fetch()).rows("response_ids")
         (engine,) = engine_processes(but=others)
         engine.kill()
         async with session.run.weights.mender:  # as inside of the loop
-            again = await asyncio.wait_for(actor.generate_sequences(prompts), 120)
+            again = await asyncio.wait_for(greedy(), 120)
         for one, other in zip(before, (await again.fetch()).rows("response_ids"), strict=True):
             assert one.tolist() == other.tolist()
         assert len(warned) == 1

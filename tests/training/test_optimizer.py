@@ -199,7 +199,7 @@ def test_parameters_come_once_for_all_verbs_of_an_update(
                 moves.append(f"{len(rows)} rows")
         return StepStats()
 
-    worker = SimpleNamespace(engine=engine, _step=step, _replay=None, _losses={"policy": None})
+    worker = SimpleNamespace(engine=engine, _step=step, _replay=None, _losses={"policy": PolicyLoss()})
     batch = make_batch().with_columns({"mini_batch": np.arange(11) % 2})
     ActorWorker.update_actor(worker, batch, [[0, 1]])  # type: ignore[arg-type]
     assert moves == ["meta", *["6 rows"] * 2, *["5 rows"] * 2, "cpu"]

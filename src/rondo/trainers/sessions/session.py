@@ -90,8 +90,8 @@ class Session:
         self._generated: tuple[BatchRef, dict[str, int]] | None = None  # rows, and group ids by prompt
         self._logged: BatchRef | None = None
         self._has_updated = False
-        self._asked: tuple[int, set[str]] = (0, set())
-        """The version of the weights, and the ids of the prompts that were sampled under them."""
+        self._asked: tuple[int, frozenset[object]] = (0, frozenset())
+        """The version of the weights, and the prompts that were sampled under them: ids; seqs with tokens."""
 
     @property
     def run(self) -> RLRun:
@@ -284,18 +284,19 @@ class Session:
 
     def check_asked_once(self, prompts: Sequence[Prompt]) -> None:
         """Raises TrainError for a prompt that was sampled under these weights before: noise is a function of
-        seed, prompt and sample, so its samples would be the same ones, and count twice.
+        seed, `seq` and sample, so its samples would be the same ones, and count twice.
         """
-        if self._asked[0] != self.step:
-            self._asked = (self.step, set())
+        asked = set(self._asked[1]) if self._asked[0] == self.step else set()
         for prompt in prompts:
-            if prompt.prompt_id in self._asked[1]:
+            tokens = (prompt.seq, np.asarray(prompt.token_ids).tobytes())  # the same one by another name
+            if not asked.isdisjoint((prompt.prompt_id, tokens)):
                 raise TrainError(
                     f"generate_sequences: prompt {prompt.prompt_id!r} was sampled under these weights "
                     "already, and would get the same samples again. Ask for all of them at once (n=…), or "
                     "give it a name and number of its own: dataclasses.replace(prompt, prompt_id=…, seq=…)"
                 )
-            self._asked[1].add(prompt.prompt_id)
+            asked.update((prompt.prompt_id, tokens))
+        self._asked = (self.step, frozenset(asked))
 
     def check_published(self, verb: str) -> None:
         """Raises TrainError where the engines stand still for weights that this step still changes."""
