@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import rondo
+from rondo.tracking import Console
 from tests.api.run_of_9bbdfff.make import train
 
 OLDER = Path(__file__).parent / "run_of_9bbdfff" / "run"
@@ -19,11 +20,17 @@ OLDER = Path(__file__).parent / "run_of_9bbdfff" / "run"
 def test_a_run_of_9bbdfff_goes_on_as_one_that_was_not_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    warned: list[str] = []
+    monkeypatch.setattr(Console, "warn", lambda self, line: warned.append(line))
     monkeypatch.chdir(tmp_path)
     shutil.copytree(OLDER, "run")
     older = rondo.load("run")
     assert older.metrics.index.tolist() == [1, 2]
     gone_on, whole = older.resume(4), train("whole", 4)
+    assert [line for line in warned if "an older rondo" in line] == [
+        "an older rondo began this run, and read conversations otherwise: no source has message parts, "
+        "calls, flags or nulls; responses end at the same tokens"
+    ]
     clocks = ("timing/", "perf/", "rollout/tokens_per_second")
     counted = [name for name in whole.metrics if not name.startswith(clocks)]
     ours, theirs = (run.metrics.loc[3:, counted].astype(float) for run in (whole, gone_on))
@@ -31,3 +38,6 @@ def test_a_run_of_9bbdfff_goes_on_as_one_that_was_not_interrupted(
     weights = [load_file(run.path / "export" / "model.safetensors") for run in (whole, gone_on)]
     for name, tensor in weights[0].items():
         torch.testing.assert_close(tensor, weights[1][name], rtol=1e-4, atol=1e-6)
+    warned.clear()
+    gone_on.resume(5)  # from a checkpoint of our own
+    assert not any("an older rondo" in line for line in warned)

@@ -12,6 +12,7 @@ import pytest
 
 from rondo.batch import Batch, ragged_rows
 from rondo.checkpoint import (
+    READER,
     Checkpoint,
     CheckpointStore,
     ControllerState,
@@ -51,7 +52,7 @@ def test_the_state_comes_back_exactly(tmp_path: Path) -> None:
     )
     checkpoint = saved(tmp_path, state, {"data.batch_size": 16})
     loaded = load_controller_state(checkpoint)
-    assert load_compatibility(checkpoint) == {"data.batch_size": 16}
+    assert load_compatibility(checkpoint) == ({"data.batch_size": 16}, READER)
     assert list(loaded.groups) == [5, 7]
     for seq in (5, 7):
         a, b = loaded.groups[seq], state.groups[seq]

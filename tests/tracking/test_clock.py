@@ -287,7 +287,9 @@ def test_a_teams_clock_counts_the_threads_of_a_library() -> None:
             matrix @ matrix
             team = set(os.listdir("/proc/self/task")) - before
             others = sum(state_of(f"self/task/{thread}")[1] for thread in team)
-        used.extend((clock.seconds() - first, time.process_time() - process, time.thread_time() - own, others))
+        used.extend(
+            (clock.seconds() - first, time.process_time() - process, time.thread_time() - own, others)
+        )
 
     thread = threading.Thread(target=multiply)
     thread.start()

@@ -18,6 +18,7 @@ from rondo.chat.encode import (
     tokenise_up_to,
 )
 from rondo.chat.messages import (
+    FLAGS,
     Conversation,
     Message,
     MessageError,

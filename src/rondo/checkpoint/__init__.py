@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rondo.checkpoint.checked import Files
 from rondo.checkpoint.controller_state import (
+    READER,
     ControllerState,
     check_compatible,
     compatibility_record,
@@ -15,6 +16,7 @@ from rondo.checkpoint.controller_state import (
 from rondo.checkpoint.store import Checkpoint, CheckpointStore, Draft
 
 __all__ = [
+    "READER",
     "Checkpoint",
     "CheckpointStore",
     "ControllerState",

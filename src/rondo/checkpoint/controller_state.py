@@ -1,7 +1,7 @@
 """The controller's part of a checkpoint: counters, the ledger, and the buffer's groups.
 
 controller.json        step, version, timers, and whatever else is small
-compatibility.json     the settings that a resumed run must share
+compatibility.json     the settings that a resumed run must share, and how its conversations were read
 buffer/ledger.jsonl    the account of every prompt
 buffer/group-*.parquet the complete groups that were waiting
 """
@@ -49,6 +49,9 @@ FIXED_KEYS = (
 )
 # Below a fixed key, but without effect on numbers.
 FREE_KEYS = ("model.attention", "model.hub", "model.trust_remote_code")
+READER = 1
+"""How conversations and a model folder's stop tokens are read; 0: as before this was noted."""
+_READER = "reader"
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ def save_controller_state(draft: Draft, state: ControllerState, compatibility: M
     names = [f.name for f in dataclasses.fields(state) if f.name not in ("ledger", "groups")]
     small = {name: getattr(state, name) for name in names}
     draft.write(_STATE, _json(small, _STATE))
-    draft.write(_COMPATIBILITY, _json(compatibility, _COMPATIBILITY))
+    draft.write(_COMPATIBILITY, _json({**compatibility, _READER: READER}, _COMPATIBILITY))
     draft.write(_LEDGER, b"".join(_json(record, _LEDGER) for record in state.ledger))
     for seq, batch in sorted(state.groups.items()):
         table = io.BytesIO()
@@ -97,10 +100,13 @@ def load_controller_state(checkpoint: Checkpoint) -> ControllerState:
         raise _unreadable(checkpoint, error) from error
 
 
-def load_compatibility(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Returns the settings that a resumed run must share. Raises as `load_controller_state`."""
+def load_compatibility(checkpoint: Checkpoint) -> tuple[dict[str, Any], int]:
+    """Returns the settings that a resumed run must share, and which READER it had. Raises as
+    `load_controller_state`.
+    """
     try:
-        return dict(json.loads(checkpoint.read(_COMPATIBILITY)))
+        record = dict(json.loads(checkpoint.read(_COMPATIBILITY)))
+        return record, int(record.pop(_READER, 0))
     except DAMAGE as error:
         raise _unreadable(checkpoint, error) from error
 

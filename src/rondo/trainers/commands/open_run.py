@@ -23,6 +23,7 @@ from rondo.controller import Cluster, start_cluster
 from rondo.interrupts import came, caught
 from rondo.tracking import Console, Kind, RunFolder, logged_to
 from rondo.trainers.commands.export import export_model
+from rondo.trainers.commands.read_before import read_otherwise
 from rondo.trainers.commands.restarts import Restarts
 from rondo.trainers.loop import Checkpoints, Reporter, RLRun, RLTrainer, finish, remove_files
 from rondo.trainers.supervised import SupervisedTrainer
@@ -56,6 +57,8 @@ def open_run(
         run = Run(loaded, folder, console, at_end, on_step, restarts)
         for line in run.checkpoints.check():
             console.warn(line)
+        if run.checkpoints.was_read_otherwise:
+            console.warn(read_otherwise(loaded.config))
         yield run
 
 

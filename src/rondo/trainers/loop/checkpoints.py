@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
 from rondo.checkpoint import (
+    READER,
     Checkpoint,
     CheckpointStore,
     ControllerState,
@@ -57,6 +58,7 @@ class Checkpoints:
         self._folder = folder
         self._store = CheckpointStore(folder.checkpoints_dir, config.checkpoint.keep)
         self.best = Best(config.checkpoint.best)
+        self._reader = READER  # that of the checkpoint to go on from
         self.cut: ControllerState | None = None
         """The trainer's part of a state that `snapshot` has copied and nobody has written yet."""
 
@@ -77,13 +79,18 @@ class Checkpoints:
             *(f"goes on with another setting than it began with: {line}" for line in changed),
         ]
 
+    @property
+    def was_read_otherwise(self) -> bool:
+        """Whether the run that is gone on with was begun by a rondo that read conversations otherwise."""
+        return self._newest is not None and self._reader != READER
+
     @cached_property
     def _newest(self) -> Checkpoint | None:
         """Returns what an earlier attempt left to go on from, if anything; looked at once."""
         checkpoint = self._store.latest() if self._folder.resuming else None
         if checkpoint is not None:
             with self._store.way_out_named(checkpoint.step):
-                record = load_compatibility(checkpoint)
+                record, self._reader = load_compatibility(checkpoint)
             check_compatible(record, compatibility_record(self._config))
         return checkpoint
 
