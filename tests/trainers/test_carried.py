@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file
 from transformers import GenerationConfig
 
 from tests.trainers.conftest import RECIPE, inline
@@ -62,3 +64,33 @@ def test_the_list_of_a_model_folder(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert len(ended) >= 4  # of 16: each token has a chance of a fifth, and there are 8
     assert all(ids[-1] in ENDS and not set(ids[:-1]) & set(ENDS) for ids in ended)
     assert not any(set(row["response_ids"]) & set(ENDS) for row in rows if row["finish_reason"] == "length")
+
+
+def test_the_export_has_the_dtype_of_the_models_folder(tmp_path: Path) -> None:
+    """It is said that the trained weights are rounded; a key, or an option of rondo export, keeps them."""
+    recipe = tmp_path / "tiny.yaml"
+    recipe.write_text(yaml.safe_dump(RECIPE))
+    few = ("trainer.total_steps=1", "data.eval=[]", "trainer.evaluation.every=null", "checkpoint.every=1")
+    said = "the exported weights are bfloat16 (as those of model.path), rounded from the float32 that was"
+
+    def run(name: str, *overrides: str) -> tuple[dict[str, torch.Tensor], str]:
+        folder, plain = tmp_path / name, "tracking.console=plain"
+        told = inline("train", str(recipe), f"trainer.run_dir={folder}", plain, *few, *overrides)
+        return load_file(folder / "export" / "model.safetensors"), told.stdout + told.stderr
+
+    scratch, told = run("scratch")
+    assert {one.dtype for one in scratch.values()} == {torch.float32}
+    assert "the exported weights are" not in told
+    inline("export", str(tmp_path / "scratch"), str(tmp_path / "bf16"), "--dtype", "bfloat16")
+    narrow = load_file(tmp_path / "bf16" / "model.safetensors")
+    assert narrow.keys() == scratch.keys()
+    assert all(torch.equal(narrow[name], one.bfloat16()) for name, one in scratch.items())
+
+    of_folder = (f"model.path={tmp_path / 'bf16'}", "model.config=null", "model.tokenizer=null")
+    rounded, told = run("rounded", *of_folder)
+    assert f"{said} trained; checkpoint.export_dtype=float32 keeps them whole" in told
+    whole, told = run("whole", *of_folder, "checkpoint.export_dtype=float32")
+    assert "the exported weights are" not in told
+    assert {one.dtype for one in whole.values()} == {torch.float32}
+    assert any(not torch.equal(one, one.bfloat16().float()) for one in whole.values())
+    assert all(torch.equal(rounded[name], one.bfloat16()) for name, one in whole.items())

@@ -20,7 +20,7 @@ from rondo.models import ModelSource
 from rondo.models.loading import build_empty, build_model
 from rondo.training import export, make_engine
 from tests.ranks import run_ranks
-from tests.training.helpers import one_rank_mesh, source, tiny_engine
+from tests.training.helpers import SHAPE, one_rank_mesh, source, tiny_engine
 
 
 def _mesh(world: int) -> DeviceMesh:
@@ -91,6 +91,55 @@ def test_every_rank_is_told_that_the_disk_of_one_is_full(tmp_path: Path) -> None
     assert first == second
     assert "cannot be written: No space left on device" in first
     assert not (tmp_path / "manifest.json").exists()
+
+
+DEEPSEEK = {
+    "model_type": "deepseek_v3",
+    **{name: size for name, size in SHAPE.items() if name != "num_key_value_heads"},
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+}
+PRECISE = "e_score_correction_bias"
+
+
+def _rounded(rank: int, world: int, path: str, model: ModelSource) -> dict[str, torch.Tensor]:
+    engine = tiny_engine(_mesh(world), model)
+    for name, one in engine.backend.shards.items():
+        if PRECISE in name:
+            one.to_local().normal_()
+    engine.export(path, "bfloat16")
+    return {name: one.full_tensor() for name, one in engine.backend.shards.items()}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_exported_weights_are_rounded_but_for_the_precise_ones(tmp_path: Path, world: int) -> None:
+    trained = run_ranks(world, _rounded, str(tmp_path), ModelSource(config=DEEPSEEK, seed=3))[0]
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    found = {**dict(loaded.named_parameters()), **dict(loaded.named_buffers())}
+    precise = [name for name in trained if PRECISE in name]
+    assert precise
+    for name, tensor in trained.items():
+        assert torch.equal(found[name], tensor if name in precise else tensor.bfloat16()), name
+
+
+def test_a_value_head_is_exported_as_precise_as_it_was_trained(tmp_path: Path) -> None:
+    engine = tiny_engine(one_rank_mesh(), head="value")
+    torch.nn.init.normal_(engine.backend.by_name["value_head.weight"])
+    engine.export(str(tmp_path), "bfloat16")
+    head = load_file(tmp_path / "value_head.safetensors")
+    assert torch.equal(head["weight"], engine.backend.by_name["value_head.weight"].data)
+    assert {one.dtype for one in load_file(tmp_path / "model.safetensors").values()} == {torch.bfloat16}
 
 
 def test_an_export_replaces_an_earlier_one(tmp_path: Path) -> None:

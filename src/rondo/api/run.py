@@ -78,11 +78,13 @@ class Run:
             raise DataError(f"{self.path}: has no export yet; the end of a run writes it (checkpoint.export)")
         return folder
 
-    def export(self, path: str | Path, step: int | None = None) -> int:
-        """Writes the model of a checkpoint (default: the newest) to a folder; returns its step."""
+    def export(self, path: str | Path, step: int | None = None, dtype: str | None = None) -> int:
+        """Writes the model of a checkpoint (default: the newest) to a folder; returns its step. dtype: of the
+        weights; default: as checkpoint.export_dtype says.
+        """
         from rondo.trainers.commands.export import export_checkpoint
 
-        return export_checkpoint(str(self.path), str(path), step)
+        return export_checkpoint(str(self.path), str(path), step, dtype)
 
     def generate(self, prompts: str | Sequence[str], **options: Any) -> list[dict[str, Any]]:
         """As `rondo.generate`, with the trained model."""

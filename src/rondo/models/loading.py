@@ -84,6 +84,20 @@ def load_model_config(source: ModelSource) -> PreTrainedConfig:
     return overridden(config, source.override, key)
 
 
+def dtype_of(source: ModelSource) -> torch.dtype | None:
+    """Returns the dtype that a model's folder says of its weights; None for a quantised model, a model from
+    scratch, and a folder that says none.
+    """
+    if source.path is None:
+        return None
+    folder = Path(local_folder(source.path, source.hub))
+    if quantisation_of(folder, json_object(folder / "config.json")):
+        return None
+    config = load_model_config(source)
+    found: torch.dtype | None = config.dtype or config.get_text_config().dtype
+    return found
+
+
 def _check_sizes(said: Mapping[str, Any], key: str) -> None:
     """Raises ConfigError for a size that no model has. key: below which it is said."""
     for name in said.keys() & _MOST.keys():

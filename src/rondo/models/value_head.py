@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from rondo.errors import DataError
 from rondo.hub import copy_of
 
+PREFIX = "value_head."  # what the names of a critic's own parameters begin with
 FILE = "value_head.safetensors"  # beside the trunk's weights in an exported critic
 
 

@@ -230,19 +230,20 @@ class Engine:
         checkpoint.load(state, path, files, self._group)
         self.backend.adopt(state, path)
 
-    def export(self, path: str) -> None:
+    def export(self, path: str, dtype: str | None = None) -> None:
         """Writes a Hugging Face folder (config, safetensors; a critic's value head beside, adapters in a
-        folder of their own), and reads it again to compare. Collective, and all ranks write. Raises
-        CheckpointError naming a tensor that comes back as another.
+        folder of their own), and reads it again to compare. dtype: to which the weights are rounded, but for
+        those that stay precise (`kept_in_float32`, the value head, adapters). Collective, and all ranks
+        write. Raises CheckpointError naming a tensor that comes back as another.
         """
-        weights = self.parameters()
-        checksums, layout, parts = weights.checksums(), weights.layout(), self.backend.parts
+        weights, dtype = self.parameters(), dtype or self.config.param_dtype
+        checksums, layout, parts = weights.checksums(dtype), weights.layout(dtype), self.backend.parts
         with Activity(f"writing {path}", bound=False):
-            tensors = separate(weights.gathered(_BUCKET_BYTES), parts)
+            tensors = separate(weights.gathered(_BUCKET_BYTES, dtype), parts)
             export_folder(tensors, layout.parameters, parts, self.source, path, self._group)
             with weights.local() as local:
-                dtype, held = getattr(torch, self.config.param_dtype), boxes_here(layout, local)
-                check_export(path, self.source, dtype, held, checksums, self._group)
+                held = boxes_here(layout, local)
+                check_export(path, self.source, getattr(torch, dtype), held, checksums, self._group)
             self.backend.export_adapters(f"{path}/adapter")
         dist.barrier(self._group)  # when any rank returns, the folder is whole
 

@@ -23,6 +23,7 @@ from rondo.models.loading import build_empty, build_model, load_model_config
 from rondo.models.names import Parts, parts_of, weights_of, whole_part
 from rondo.models.source import ModelSource
 from rondo.models.value_head import FILE as VALUE_HEAD_FILE
+from rondo.models.value_head import PREFIX as VALUE_HEAD
 from rondo.models.value_head import replace_lm_head
 from rondo.storage import fault_in, refused
 from rondo.training.checkpoint import bytes_of
@@ -33,7 +34,6 @@ _log = logging.getLogger(__name__)
 
 FILE_BYTES = 5_000_000_000  # of a file's tensors at most, but for a larger tensor: what hubs take
 WHOLE_BYTES = 8 << 30  # a model of up to this size is also compared as transformers loads it, on one rank
-VALUE_HEAD = "value_head."  # what the names of a critic's own parameters begin with
 _INDEX = "model.safetensors.index.json"
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -100,7 +100,7 @@ def check_export(
     module's name, tensor, its box, the shape of the whole) each. One rank also has transformers load a folder
     of up to WHOLE_BYTES.
 
-    dtype: of the parameters; checksums: of the whole tensors, by the module's names. Collective. Raises
+    dtype: of the exported ones; checksums: of the whole tensors, by the module's names. Collective. Raises
     CheckpointError naming the first tensor that differs, on every rank.
     """
 

@@ -118,9 +118,9 @@ class ModelWorker(Worker):
         self.engine.load(path, files)
 
     @dispatch("broadcast")
-    def export(self, path: str) -> None:
-        """Writes a Hugging Face folder. Collective; all ranks write."""
-        self.engine.export(path)
+    def export(self, path: str, dtype: str) -> None:
+        """Writes a Hugging Face folder, of weights in `dtype`. Collective; all ranks write."""
+        self.engine.export(path, dtype)
 
     @dispatch("broadcast")
     def copy_parameters_from(self, role: str) -> None:

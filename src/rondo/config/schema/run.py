@@ -10,6 +10,7 @@ from rondo.config.schema.types import (
     STRICT,
     Chosen,
     Count,
+    Dtype,
     Few,
     FewOrNone,
     Function,
@@ -237,3 +238,6 @@ class CheckpointConfig:
     """Go on from the newest checkpoint in the run's folder."""
     export: bool = True
     """Write a Hugging Face folder at the end: of the best checkpoint where checkpoint.best is set."""
+    export_dtype: Dtype | None = None
+    """Of the exported weights; null: that of model.path where it is narrower than actor.param_dtype (a model
+    from scratch or a quantised one has none), else actor.param_dtype."""

@@ -8,15 +8,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import torch
+
 from rondo.checkpoint import Checkpoint, CheckpointStore
 from rondo.checkpoint.durable import replacing_folder
 from rondo.config import Config, LocalBackendConfig
 from rondo.controller import WorkerGroup, start_cluster
 from rondo.errors import CheckpointError, ConfigError
+from rondo.models.loading import dtype_of
 from rondo.storage import cache_folder, storing
 from rondo.trainers.commands.event_loop import run_loop
 from rondo.trainers.loop import config_of
 from rondo.trainers.program import complete_model, create_model, on_one_pool, open_tokenizer
+from rondo.trainers.program.roles import model_source
 from rondo.urls import Far, Place, place_of
 from rondo.workers import ActorWorker
 
@@ -27,16 +31,40 @@ def with_model(config: Config, export: Path) -> Config:
     return dataclasses.replace(config, model=model)
 
 
+def export_dtype(config: Config) -> str:
+    """Returns the dtype of exported weights: checkpoint.export_dtype; else that of the folder that they come
+    from, where it is narrower than the trained ones'.
+    """
+    if config.checkpoint.export_dtype is not None:
+        return config.checkpoint.export_dtype
+    trained, origin = config.actor.param_dtype, dtype_of(model_source(config))
+    if origin is None or origin.itemsize >= getattr(torch, trained).itemsize:
+        return trained
+    return str(origin).removeprefix("torch.")
+
+
+def rounding(config: Config) -> str | None:
+    """Says in one line how exported weights differ from the trained ones; None: not at all."""
+    dtype, trained = export_dtype(config), config.actor.param_dtype
+    if dtype == trained:
+        return None
+    why = "checkpoint.export_dtype" if config.checkpoint.export_dtype else "as those of model.path"
+    return (
+        f"the exported weights are {dtype} ({why}), rounded from the {trained} that was trained; "
+        f"checkpoint.export_dtype={trained} keeps them whole"
+    )
+
+
 async def export_model(actor: WorkerGroup, config: Config, folder: Path) -> None:
     """Writes the actor's model, and the tokenizer that the configuration names."""
     with storing(folder):
-        await actor.call(ActorWorker.export, str(folder))
+        await actor.call(ActorWorker.export, str(folder), export_dtype(config))
         open_tokenizer(config).save_pretrained(folder)
 
 
-def export_checkpoint(run: str, output: str, step: int | None = None) -> int:
+def export_checkpoint(run: str, output: str, step: int | None = None, dtype: str | None = None) -> int:
     """Writes the actor of a checkpoint of `run` to `output` (a folder, or a URL) with its tokenizer; returns
-    the step.
+    the step. dtype: of the weights, in place of the run's checkpoint.export_dtype.
 
     Raises CheckpointError when the run has no such checkpoint, ConfigError when `output` is in use,
     StorageError, before anything is loaded, when it cannot be made.
@@ -51,6 +79,9 @@ def export_checkpoint(run: str, output: str, step: int | None = None) -> int:
     if not (folder / "config.yaml").is_file():
         raise CheckpointError(f"{run}: not a run folder (no config.yaml)")
     config = on_one_pool(config_of(folder))
+    if dtype is not None:
+        kept = dataclasses.replace(config.checkpoint, export_dtype=dtype)
+        config = dataclasses.replace(config, checkpoint=kept)
     if config.trainer.warm_start is not None:
         config = with_model(config, folder / "warm_start" / "export")
     cluster = dataclasses.replace(config.cluster, backend=LocalBackendConfig(), devices=1)

@@ -107,7 +107,9 @@ def _warm_start_config(sft_config: Config, config: Config) -> Config:
         cluster=dataclasses.replace(config.cluster, devices=devices, pools={}, placement={}),
         trainer=dataclasses.replace(sft_config.trainer, seed=config.trainer.seed),
         tracking=dataclasses.replace(config.tracking, plot=False),
-        checkpoint=dataclasses.replace(sft_config.checkpoint, export=True, resume="auto"),
+        checkpoint=dataclasses.replace(
+            sft_config.checkpoint, export=True, export_dtype=sft_config.actor.param_dtype, resume="auto"
+        ),
     )
 
 

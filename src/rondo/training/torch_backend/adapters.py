@@ -30,7 +30,7 @@ from rondo.models.lora import (
 )
 from rondo.models.nf4 import QuantisedLinear
 from rondo.models.source import ModelSource
-from rondo.training.export import VALUE_HEAD
+from rondo.models.value_head import PREFIX as VALUE_HEAD
 from rondo.training.gathering import checksums_of, gather_buckets
 from rondo.training.torch_backend.parameters import LocalRows, layout_of, wire_dtypes
 from rondo.training.views import Views

@@ -18,9 +18,9 @@ from rondo.errors import TrainError
 from rondo.models.names import persistent_buffers
 from rondo.models.routers import shape_of_routes
 from rondo.models.source import ModelSource
+from rondo.models.value_head import PREFIX as VALUE_HEAD
 from rondo.training.backend import OptimizerStats, Use
 from rondo.training.checkpoint import State
-from rondo.training.export import VALUE_HEAD
 from rondo.training.gathering import boxes_here
 from rondo.training.packed import PackedRows
 from rondo.training.passes import Passes, Recorded

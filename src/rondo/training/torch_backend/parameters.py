@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from rondo.errors import TrainError
 from rondo.models.names import persistent_buffers
 from rondo.models.precision import kept_in_float32
+from rondo.models.value_head import PREFIX as VALUE_HEAD
 from rondo.training.gathering import checksums_of, gather_buckets
 from rondo.training.views import Views
 from rondo.weights.layout import Layout, Parameter
@@ -80,6 +81,7 @@ def wire_dtypes(model: PreTrainedModel, shards: Mapping[str, DTensor], dtype: st
     if dtype is None:
         return own
     kept = {*kept_in_float32(model, getattr(torch, dtype)), *dict(persistent_buffers(model))}
+    kept |= {name for name in shards if name.startswith(VALUE_HEAD)}
     return {name: own[name] if name in kept else dtype for name in shards}
 
 
