@@ -19,8 +19,9 @@ import pytest
 import yaml
 
 import rondo
-from rondo.errors import ConfigError, RolloutError
+from rondo.errors import ConfigError, RolloutError, WeightSyncError
 from rondo.interrupts import ask_elsewhere
+from rondo.rollout.native import choose, generic
 from rondo.trainers.commands import serve as command
 from rondo.workers import replicas
 from tests.cli.test_serve import ASK, folder  # noqa: F401
@@ -30,6 +31,22 @@ from tests.waiting import engine_processes, wait_for, wait_until_gone
 
 SETTINGS = {"cluster.threads": 1, "rollout.engine.decode": "lean"}
 OWN = {**SETTINGS, "rollout.engine.process": "own"}
+
+
+def test_an_engine_that_computes_another_model_is_found_before_it_answers(
+    folder: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its weights are right. Attention of half the size stands for a family that the engine gets wrong."""
+    attend = generic.grouped_attention
+    monkeypatch.setattr(generic, "grouped_attention", lambda *given: attend(*given) / 2)
+    differs = r"version 0: the log-probs of engine 0 of rollout\[0\] differ .* or computes another model"
+    with pytest.raises(WeightSyncError, match=differs):
+        rondo.serve(folder, check=True, config={**SETTINGS, "rollout.engine.decode": "generic"})
+    for path in ("compiled", "lean"):
+        monkeypatch.setattr(choose, f"why_not_{path}", lambda *_: "another path is tried")
+    with pytest.raises(WeightSyncError, match=differs):
+        rondo.generate(folder, ASK[0]["content"], max_tokens=6)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +79,7 @@ def engines(but: list[int] = []) -> list[int]:
 def test_it_answers_as_generate_does_and_ends_with_the_block(folder: Path, expected: list[int]) -> None:  # noqa: F811
     before = threads()
     handlers = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)]
-    with rondo.serve(folder, config=SETTINGS) as server:
+    with rondo.serve(folder, check=True, config=SETTINGS) as server:
         assert (server.model, server.base_url[:17]) == ("tiny", "http://127.0.0.1:")
         assert server.engine.startswith("native rollout engine: lean path")
         assert answer(server) == expected

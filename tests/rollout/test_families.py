@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, DiffLlamaConfig, PreTrainedModel
 
+from rondo.errors import ConfigError
 from rondo.rollout import NativeEngine
 from rondo.rollout.native import generic
 from rondo.rollout.native.cache import block_bytes, layer_shapes
@@ -181,6 +182,14 @@ def test_attention_by_blocks_equals_a_softmax(softcap: float | None, sinks: bool
         scores = torch.cat((scores, of_heads.view(1, 4, 1, 1).expand(2, 4, 5, 1)), -1)
     expected = torch.softmax(scores, -1)[..., :192] @ values.repeat_interleave(2, 1)
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-13)
+
+
+def test_a_layer_that_calls_attention_twice_is_refused() -> None:
+    """Its second keys and values would lie where the first ones do."""
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = DiffLlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    with pytest.raises(ConfigError, match="DiffLlamaAttention calls attention more than once in a layer"):
+        engine_of(AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
 
 
 def test_no_row_of_padding_ceases_to_be_finite() -> None:

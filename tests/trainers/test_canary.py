@@ -83,7 +83,8 @@ def with_roles(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
                 await rollout.call(RolloutWorker.pause)
                 await route.load(3)
                 await rollout.call(RolloutWorker.resume)
-                return await use(roles, Canary(roles, prompts, config), config, prompts)
+                asked = (config, prompts.train.prompt(0), prompts.sampling)
+                return await use(roles, Canary(roles.actor, roles.engines, *asked), config, prompts)
             finally:
                 await cluster.shutdown()
 
@@ -130,7 +131,8 @@ def test_equal_weights_have_no_gap_and_leave_no_trace(
         urgent.clear()
         await roles.rollout.call_rank(0, RolloutWorker.evaluate, [asked], sampling, 2, "eval")
         assert urgent == [True, True]  # the next publish waits for them
-        with_one_lost = Canary(Roles(roles.actor, _AndOneLost(roles.rollout)), prompts, config)
+        asked_first = (config, prompts.train.prompt(0), sampling)
+        with_one_lost = Canary(roles.actor, _AndOneLost(roles.rollout), *asked_first)
         assert await with_one_lost.check(3) < 1e-5
 
     with_roles(use, *(() if share else (ASYNCHRONOUS,)), share=share)

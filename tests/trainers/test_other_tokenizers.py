@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from transformers import AddedToken, AutoTokenizer
 
 from tests.trainers.conftest import RECIPE, inline
 
@@ -72,3 +73,20 @@ def test_the_same_words_are_taken_and_a_folder_without_a_tokenizer(policy: Path,
     for file in model.glob("tokenizer*"):
         file.unlink()
     inline(*run, f"trainer.run_dir={tmp_path / 'second'}")
+
+
+def test_more_words_and_other_special_ones_are_said(policy: Path, tmp_path: Path) -> None:
+    model = tmp_path / "more"
+    shutil.copytree(policy / "run" / "export", model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_tokens([AddedToken("<image>", special=True), AddedToken("<seen>", special=True)])
+    tokenizer.pad_token = "<seen>"
+    tokenizer.save_pretrained(model)
+    ours = AutoTokenizer.from_pretrained(policy / "run" / "export").pad_token
+    said = (
+        "its tokenizer has 2 tokens that the policy never says (<image>, <seen>), "
+        f"pad_token '<seen>' (the policy's: {ours!r})"
+    )
+    plain = ("tracking.console=plain", f"trainer.run_dir={tmp_path / 'run'}")
+    run = ("train", str(policy / "tiny.yaml"), *USES["teacher"], *ONE_STEP, *plain)
+    assert f"teacher.path: {said}" in inline(*run, f"teacher.path={model}").stdout

@@ -19,6 +19,7 @@ from rondo.columns import UNIT
 from rondo.errors import ConfigError, TrainError
 from rondo.models import ModelSource, build_model, family_of
 from rondo.models.family import AS_THEY_ARE, LogitTransform
+from rondo.training import Engine
 from rondo.training.packed import plan_passes
 from rondo.training.torch_backend.head import check_head
 from tests.models.families import FAMILIES, WINDOW, source_of, write
@@ -155,6 +156,7 @@ def test_packed_equals_alone(mesh: DeviceMesh, tmp_path: Path, family: str) -> N
 def test_in_float32_packed_is_as_close_as_rounding(mesh: DeviceMesh, tmp_path: Path, family: str) -> None:
     written(family, tmp_path)
     engine = tiny_engine(mesh, ModelSource(str(tmp_path)), None, temperature=TEMPERATURE)
+    engine.check_causal()
     for batch in (documents(), long_documents()):
         got = engine.forward(batch, {"log_probs": "x"}).rows("x")
         with torch.no_grad():
@@ -216,3 +218,20 @@ def test_a_pass_has_one_rotary_embedding(mesh: DeviceMesh, tmp_path: Path) -> No
     pairs = batch.with_columns({UNIT: np.array([0, 0, 1, 1, 2, 3])})
     with pytest.raises(TrainError, match="unit 0 has rows of 10 and 29 tokens"):
         plan_passes(pairs, family, 10_000)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_model_whose_earlier_tokens_see_later_ones_is_refused(mesh: DeviceMesh, dtype: str) -> None:
+    """An indexer that keeps 4 of 32 tokens chooses among those behind, too, in transformers' own code."""
+    dtypes = {"param_dtype": dtype, "compute_dtype": dtype}
+    sizes = {**source_of("deepseek_v3").config, "model_type": "deepseek_v32"}  # type: ignore[dict-item]
+    sizes.pop("topk_method")
+    sizes |= {"index_n_heads": 2, "index_head_dim": 8}
+
+    def engine(keeps: int) -> Engine:
+        source = ModelSource(config={**sizes, "index_topk": keeps}, seed=3)
+        return tiny_engine(mesh, source, config=dtypes)
+
+    engine(64).check_causal()
+    with pytest.raises(TrainError, match=r"model from scratch \(deepseek_v32\) is not causal: a token more"):
+        engine(4).check_causal()

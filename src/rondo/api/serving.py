@@ -38,6 +38,7 @@ def serve(
     name: str | None = None,
     replicas: int | None = None,
     max_context: int | None = None,
+    check: bool = False,
     config: Mapping[str, Any] = {},
     **settings: Any,
 ) -> Server:
@@ -45,8 +46,9 @@ def serve(
 
     model: a folder or a hub id; default the recipe's. port: 0 takes a free one. api_key: what every request
     must bear; default a random one. name: of the model, for clients; default that of its folder. replicas:
-    engines, each in a process of its own. max_context: prompt and answer tokens of a request. config,
-    settings: as of `train`; `model.*` and `rollout.*` are read.
+    engines, each in a process of its own. max_context: prompt and answer tokens of a request. check: first
+    compares a few tokens of an engine with what training computes (loads the model twice). config, settings:
+    as of `train`; `model.*` and `rollout.*` are read.
 
     Raises RondoError, as `rondo serve` does.
     """
@@ -60,7 +62,7 @@ def serve(
     if replicas is not None:
         given["rollout.replicas"] = replicas
     loaded = load(files_of(recipe), settings={**given, **settings})
-    asked = Asked(host, port, api_key, "api_key", name, max_context, spelled=_as_argument)
+    asked = Asked(host, port, api_key, "api_key", name, max_context, check, spelled=_as_argument)
     return Server(functools.partial(command, loaded, asked))
 
 

@@ -39,6 +39,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--name", help="name of the model for clients (default: of its folder)")
     parser.add_argument("--replicas", type=int, help="engines, each in a process of its own")
     parser.add_argument("--max-context", type=int, help="prompt and answer tokens of a request")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="first compare a few tokens of the engine with what training computes (loads the model twice)",
+    )
     return parser
 
 
@@ -49,7 +54,9 @@ def run(args: argparse.Namespace) -> int:
     from rondo.trainers.commands.serve import Asked, serve
 
     key, key_from = _token(args)
-    asked = Asked(args.host, args.port, key, key_from, args.name, args.max_context, spelled=_as_flag)
+    asked = Asked(
+        args.host, args.port, key, key_from, args.name, args.max_context, args.check, spelled=_as_flag
+    )
     serve(
         loaded,
         asked,

@@ -24,6 +24,10 @@ def cast_model(model: PreTrainedModel, dtype: torch.dtype) -> None:
             buffer.data = buffer.data.to(torch.promote_types(buffer.dtype, dtype))
 
 
+LARGEST_GAP = {"float64": 1e-6, "float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
+"""The largest believable difference of one log-prob between two correct computations of it, by dtype."""
+
+
 def kept_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> frozenset[str]:
     """The parameters that stay in float32 where the others are in `dtype`, by transformers' declarations: for
     float16 and bfloat16 `_keep_in_fp32_modules_strict` (routers of mixtures), for float16 also

@@ -19,12 +19,13 @@ import torch.distributed as dist
 from transformers import PreTrainedConfig
 
 from rondo.activity import Activity
-from rondo.batch import ROW_ID, Batch
+from rondo.batch import ROW_ID, Batch, ragged_rows
 from rondo.checkpoint import Files
 from rondo.columns import TOPK_IDS
 from rondo.config.schema import FrozenEngineConfig
 from rondo.errors import TrainError
 from rondo.models.names import separate
+from rondo.models.precision import LARGEST_GAP
 from rondo.models.source import ModelSource
 from rondo.training import checkpoint
 from rondo.training.backend import Backend, OptimizerStats
@@ -38,6 +39,7 @@ from rondo.types import StepStats
 from rondo.usage import process_usage
 from rondo.weights.sync import Sent, WeightSource
 
+_CAUSAL = 16  # tokens of a prompt and of an answer
 _BUCKET_BYTES = 256 << 20  # of an export, gathered at one time
 
 
@@ -73,6 +75,30 @@ class Engine:
         in `forward_backward`.
         """
         return self._columns(batch, outputs, None, routes=routes)
+
+    def check_causal(self) -> None:
+        """Raises TrainError where a token more behind changes the log-probs before it: an engine that makes
+        token after token computes another model than training does then. Collective.
+        """
+        tokens = np.arange(2 * _CAUSAL + 1) % self.hf_config.get_text_config().vocab_size
+        rows = [tokens[_CAUSAL : 2 * _CAUSAL], tokens[_CAUSAL:]]
+        batch = Batch.of(
+            {
+                ROW_ID: np.arange(2),
+                "prompt_ids": ragged_rows([tokens[:_CAUSAL]] * 2, np.int32),
+                "response_ids": ragged_rows(rows, np.int32),
+            }
+        )
+        alone, before = self.forward(batch, {"log_probs": "log_probs"}).rows("log_probs")
+        gap, most = float(np.abs(before[:_CAUSAL] - alone).max()), LARGEST_GAP[self.config.compute_dtype]
+        if not gap <= most:
+            model = self.source.path or "from scratch"
+            raise TrainError(
+                f"model {model} ({self.hf_config.model_type}) is not causal: a token more behind changes the "
+                f"log-probs of those before it by {gap:.3g} (at most {most:g} is rounding in "
+                f"{self.config.compute_dtype}), so what is sampled token by token would not be what is "
+                "trained; take a causal model"
+            )
 
     def forward_topk(self, batch: Batch, k: int, prefix: str = "teacher") -> Batch:
         """Returns, for distillation, <prefix>_log_probs (of the response tokens), and of the k likeliest

@@ -90,6 +90,8 @@ class ModelWorker(Worker):
             total_optimizer_steps=total_optimizer_steps,
             device=context.device,
         )
+        if optimizer is not None and head == "lm":
+            self.engine.check_causal()
         self._losses = losses or {}
         self._snapshot: Any = None
 

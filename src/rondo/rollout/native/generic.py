@@ -115,6 +115,11 @@ def decode_attention(
     if window is not None and window >= step.max_context:
         window = None
     layer = module.layer_idx
+    if step.probe is not None and layer in step.probe:
+        raise ConfigError(
+            f"{type(module).__name__} calls attention more than once in a layer, and the native engine "
+            "caches one set of keys and values for each; set rollout.engine=transformers"
+        )
     if step.probe is not None:
         step.probe[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3])
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None

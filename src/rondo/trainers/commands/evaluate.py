@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+import numpy as np
+
 from rondo.chat import encode_prompt, stop_token_ids
 from rondo.config import Config, DataConfig, LoadedConfig, load
 from rondo.config.schema import ENGINES
@@ -20,7 +22,7 @@ from rondo.trainers.commands.check import check_rl
 from rondo.trainers.commands.check_machine import check_model
 from rondo.trainers.commands.event_loop import run_loop
 from rondo.trainers.commands.recipe import settled_recipe
-from rondo.trainers.loop import EvaluationResult, Mender, evaluate, restarted, what_to_send
+from rondo.trainers.loop import Canary, EvaluationResult, Mender, evaluate, restarted, what_to_send
 from rondo.trainers.program import (
     complete_model,
     create_model,
@@ -53,16 +55,20 @@ def evaluate_model(loaded: LoadedConfig) -> EvaluationResult:
 
 async def _evaluate(config: Config) -> EvaluationResult:
     prompts = load_prompts(config)
-    async with _serving(config) as (rollout, mender):
+    async with _serving(config, prompts.eval[0], prompts.sampling) as (rollout, mender):
         work = evaluate(rollout, prompts.eval, config.trainer.evaluation, prompts.sampling)
         return await mender.served(work)
 
 
 @asynccontextmanager
-async def _serving(config: Config) -> AsyncIterator[tuple[WorkerGroup, Mender]]:
-    """Engines that serve the model's weights, also once they had to be started again."""
+async def _serving(
+    config: Config, prompt: Prompt, sampling: SamplingParams
+) -> AsyncIterator[tuple[WorkerGroup, Mender]]:
+    """Engines that serve the model's weights, also once they had to be started again, and compute what the
+    trainer does behind `prompt`.
+    """
     async with await start_cluster(config.cluster) as cluster:
-        await create_model(cluster, "actor", config)
+        actor = await create_model(cluster, "actor", config)
         rollout = await create_rollout(cluster, config, share=one_storage(config) or shares_base(config))
 
         async def load() -> None:
@@ -72,7 +78,26 @@ async def _serving(config: Config) -> AsyncIterator[tuple[WorkerGroup, Mender]]:
 
         await load()
         async with Mender(lambda: restarted(rollout), load) as mender:
+            canary = Canary(actor, rollout, config, prompt, sampling, long=False)
+            await mender.served(canary.check(0))
             yield rollout, mender
+
+
+def check_answers(config: Config) -> None:
+    """Raises WeightSyncError where an engine of a (settled) configuration computes another model than
+    training does: a family that it gets wrong, say. Engines and model are there for a moment only.
+    """
+    sampling = SamplingParams(8, temperature=config.rollout.temperature)
+    prompt = Prompt(0, "check/0/0", "check", np.arange(16, dtype=np.int32))
+    data = DataConfig(max_prompt_tokens=len(prompt.token_ids))
+    rollout = dataclasses.replace(config.rollout, max_tokens=sampling.max_tokens)
+    config = dataclasses.replace(config, data=data, rollout=rollout)
+
+    async def compare() -> None:
+        async with _serving(config, prompt, sampling):
+            pass
+
+    run_loop(compare(), config.cluster.hang_seconds)
 
 
 def generate(
@@ -144,7 +169,7 @@ async def _generate(
     config: Config, prompts: Sequence[Prompt], sampling: SamplingParams
 ) -> list[list[dict[str, Any]]]:
     """Returns a table for each prompt, a row of it for each completion."""
-    async with _serving(config) as (rollout, mender):
+    async with _serving(config, prompts[0], sampling) as (rollout, mender):
         calls = (
             rollout.call_rank(
                 0,

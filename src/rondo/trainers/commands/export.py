@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 
@@ -62,7 +63,7 @@ async def export_model(actor: WorkerGroup, config: Config, folder: Path) -> None
         open_tokenizer(config).save_pretrained(folder)
 
 
-def export_checkpoint(run: str, output: str, step: int | None = None, dtype: str | None = None) -> int:
+def export_checkpoint(run: str, output: str, step: int | None = None, dtype: Any = None) -> int:
     """Writes the actor of a checkpoint of `run` to `output` (a folder, or a URL) with its tokenizer; returns
     the step. dtype: of the weights, in place of the run's checkpoint.export_dtype.
 

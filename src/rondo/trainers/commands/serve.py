@@ -22,6 +22,7 @@ from rondo.rollout import EngineSpec, check_engine
 from rondo.serving import Endpoint, Sessions
 from rondo.serving.http import HttpServer, check_installed, check_token
 from rondo.trainers.commands.check_machine import check_model, engine_device
+from rondo.trainers.commands.evaluate import check_answers
 from rondo.trainers.commands.event_loop import run_loop
 from rondo.trainers.commands.recipe import changed_keys, located
 from rondo.trainers.loop import Mender
@@ -76,6 +77,8 @@ class Asked:
     """Of the model, for clients; None: that of its folder."""
     max_context: int | None
     """Prompt and answer tokens of a request; see `_context` for the default."""
+    check: bool
+    """Whether a few tokens of an engine are compared with what training computes, before it serves."""
     spelled: Callable[[str, object], str]
     """Writes an option and its value as the user has them: `--max-context 80`, `max_context=80`."""
 
@@ -106,7 +109,8 @@ def serve(
     was started has ended then.
 
     ready: called once. note: called with each line of `_unread` and of the template's faults. Raises
-    ConfigError, DataError; RolloutError also when the last engine has died for good.
+    ConfigError, DataError; WeightSyncError where `check` finds another model; RolloutError also when the last
+    engine has died for good.
     """
     for line in _unread(loaded):
         note(line)
@@ -118,6 +122,8 @@ def serve(
     config = complete_model(settled(loaded.config))
     with located(loaded):
         spec = _spec(config, _context(loaded, asked))
+    if asked.check:
+        check_answers(config)
     run_loop(_serve(config, asked, spec, ready, note, stopping), config.cluster.hang_seconds)
 
 

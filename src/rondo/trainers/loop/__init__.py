@@ -2,6 +2,7 @@
 
 # ruff: noqa: F401
 from rondo.trainers.loop.buffer import Buffer, Group, Ledger, failures
+from rondo.trainers.loop.canary import Canary
 from rondo.trainers.loop.checkpoints import Checkpoints
 from rondo.trainers.loop.engine_side import EngineSide, RolloutSide, restarted
 from rondo.trainers.loop.evaluation import EvaluationResult, evaluate

@@ -9,15 +9,15 @@ import numpy as np
 
 from rondo.batch import Batch, BatchRef
 from rondo.config import Config
+from rondo.controller import WorkerGroup
 from rondo.errors import WeightSyncError
-from rondo.trainers.program import Prompts, Roles, rollout_dtype
-from rondo.types import request_seed
+from rondo.models.precision import LARGEST_GAP
+from rondo.trainers.program import rollout_dtype
+from rondo.types import Prompt, SamplingParams, request_seed
 from rondo.weights import Sent
 from rondo.workers import ActorWorker, RolloutWorker
 from rondo.workers.transfer import probed
 
-# Largest believable difference of one log-prob between two correct implementations, by the sampler's dtype.
-TOLERANCE = {"float64": 1e-6, "float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
 NUM_TOKENS, NUM_PROMPT_TOKENS = 8, 32
 # An engine without the adapters has the log-probs of the model without them, but for rounding: so many times
 # nearer to them than to the trainer's, which rounding alone does not make it.
@@ -26,32 +26,44 @@ SMALLEST_EFFECT = 1e-4  # of adapters on a log-prob, above what float32 rounds
 
 
 class Canary:
-    """A few tokens after the first tokens of the first prompt, from every engine, past the router and before
-    all that waits in an engine (a publish waits for it): no statistics of requests change, and no other
-    request's noise does. The trainer computes them again in one
-    small pass, so it must hold the version that the engines serve. The first check of a run also asks behind
-    a prompt of data.max_prompt_tokens: what is wrong at high positions only is wrong from the start. With
-    actor.lora the trainer also computes them without its adapters, for an engine that ignores these: what
-    they change may be less than the tolerance of half precision.
+    """A few tokens after the first tokens of a prompt, from every engine, past the router and before all that
+    waits in an engine (a publish waits for it): no statistics of requests change, and no other request's
+    noise does. The trainer computes them again in one small pass, so it must hold the version that the
+    engines serve.
+
+    long: the first check also asks behind a prompt of data.max_prompt_tokens: what is wrong at high positions
+    only is wrong from the start. With actor.lora the trainer also computes them without its adapters, for an
+    engine that ignores these: what they change may be less than the tolerance of half precision.
     """
 
-    def __init__(self, roles: Roles, prompts: Prompts, config: Config) -> None:
-        self._actor = roles.actor
-        self._rollout = roles.engines
+    def __init__(
+        self,
+        actor: WorkerGroup,
+        engines: WorkerGroup,
+        config: Config,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        *,
+        long: bool = True,
+    ) -> None:
+        self._actor = actor
+        self._rollout = engines
         self._dtype = rollout_dtype(config)
-        prompt = [int(token) for token in prompts.train.prompt(0).token_ids]
-        self._prompt = prompt[:NUM_PROMPT_TOKENS]
-        longest = config.data.max_prompt_tokens
-        self._long_prompt: list[int] | None = list(itertools.islice(itertools.cycle(prompt), longest))
-        count = min(NUM_TOKENS, prompts.sampling.max_tokens)
-        self._sampling = dataclasses.replace(prompts.sampling, max_tokens=count)
+        tokens = [int(token) for token in prompt.token_ids]
+        self._prompt = tokens[:NUM_PROMPT_TOKENS]
+        self._long_prompt: list[int] | None = None
+        if long:
+            length = config.data.max_prompt_tokens
+            self._long_prompt = list(itertools.islice(itertools.cycle(tokens), length))
+        count = min(NUM_TOKENS, sampling.max_tokens)
+        self._sampling = dataclasses.replace(sampling, max_tokens=count)
         self._seed = request_seed(config.trainer.seed, "canary")
         lora = config.actor.lora
         self._adapters = lora is not None
         # What an engine can be asked for: with adapters by themselves it received no merged weights.
         self._held: Sent = "all" if lora is not None and lora.send == "adapters" else "merged"
         self._dtypes = sorted({self._dtype, config.actor.compute_dtype})
-        self.tolerance = max(TOLERANCE[dtype] for dtype in self._dtypes)
+        self.tolerance = max(LARGEST_GAP[dtype] for dtype in self._dtypes)
 
     async def check(self, version: int) -> float:
         """Returns the largest gap of one log-prob, over all engines that serve `version`; they must be

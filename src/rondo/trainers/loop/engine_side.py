@@ -93,7 +93,9 @@ class EngineSide:
         )
         self.route: Route = make_route(config, roles, folder)
         self.canary: Callable[[int], Coroutine[Any, Any, float]] | None
-        self.canary = Canary(roles, prompts, config).check
+        self.canary = Canary(
+            roles.actor, roles.engines, config, prompts.train.prompt(0), prompts.sampling
+        ).check
         self.eval: Sequence[Prompt] = prompts.eval
 
     def describe(self) -> str:

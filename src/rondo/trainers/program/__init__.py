@@ -9,6 +9,7 @@ from rondo.trainers.program.inputs import (
     conversations,
     load_prompts,
     longest_row,
+    notes_on_tokenizers,
     open_tokenizer,
     sampling_params,
     settled,

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rondo.agents.external import agent_of
 from rondo.agents.tools import loaded_tools
@@ -21,7 +21,7 @@ from rondo.errors import ConfigError, DataError
 from rondo.models import load_model_config, load_tokenizer
 from rondo.models.carried import sampling_defaults
 from rondo.models.files import has_tokenizer
-from rondo.models.source import TokenizerSource
+from rondo.models.source import ModelSource, TokenizerSource
 from rondo.trainers.program.roles import model_source, positions_of, section_at, tokenizer_source
 from rondo.types import Prompt, SamplingParams
 
@@ -83,15 +83,14 @@ def _check_tokens(tokenizer: Any, config: Config, section: str) -> None:
     policy's: the model would be given other text than was written.
     """
     source = model_source(config, section)
-    if source.path is None or not has_tokenizer(source.path):
+    theirs = _tokens_of(source)
+    if theirs is None:
         return
-    changed = max(file.stat().st_mtime_ns for file in Path(source.path).iterdir())
-    theirs = _tokens(source.path, source.trust_remote_code, changed)
     ours = {number: token for token, number in tokenizer.get_vocab().items()}
-    others = [number for number in sorted(ours) if theirs.get(number) != ours[number]]
+    others = [number for number in sorted(ours) if theirs.by_number.get(number) != ours[number]]
     if others:
         shown = ", ".join(
-            f"{number} is {ours[number]!r} and {_shown(theirs, number)}" for number in others[:3]
+            f"{number} is {ours[number]!r} and {_shown(theirs.by_number, number)}" for number in others[:3]
         )
         key = f"{section}.tokenizer"
         raise ConfigError(
@@ -106,11 +105,49 @@ def _shown(tokens: Mapping[int, str], number: int) -> str:
     return repr(tokens[number]) if number in tokens else "no token"
 
 
+class _Tokens(NamedTuple):
+    by_number: Mapping[int, str]
+    special: Mapping[str, Any]
+    """By what they are for: eos_token, pad_token, …"""
+
+
+def _tokens_of(source: ModelSource) -> _Tokens | None:
+    """Returns the tokens of a model folder's own tokenizer; None where it has none."""
+    if source.path is None or not has_tokenizer(source.path):
+        return None
+    changed = max(file.stat().st_mtime_ns for file in Path(source.path).iterdir())
+    return _tokens(source.path, source.trust_remote_code, changed)
+
+
 @functools.lru_cache(maxsize=8)
-def _tokens(folder: str, trust_remote_code: bool, changed: int) -> Mapping[int, str]:
-    """Returns the tokens of a folder's tokenizer by number. changed: when; a run asks several times."""
+def _tokens(folder: str, trust_remote_code: bool, changed: int) -> _Tokens:
+    """changed: when; a run asks several times."""
     tokenizer = load_tokenizer(TokenizerSource(folder, trust_remote_code=trust_remote_code))
-    return {number: token for token, number in tokenizer.get_vocab().items()}
+    by_number = {number: token for token, number in tokenizer.get_vocab().items()}
+    return _Tokens(by_number, tokenizer.special_tokens_map)
+
+
+def notes_on_tokenizers(config: Config, tokenizer: Any) -> list[str]:
+    """Returns a line for each model beside the policy whose tokenizer has more tokens than the policy's, or
+    others for its own ends: it reads the same words, and was trained with more.
+    """
+    ours, notes = set(tokenizer.get_vocab().values()), []
+    sections = [] if config.cluster.backend.address is not None else [*_models(config)]
+    for section in sections:
+        theirs = None if section == "model" else _tokens_of(model_source(config, section))
+        if theirs is None:
+            continue
+        more = [theirs.by_number[number] for number in sorted(theirs.by_number.keys() - ours)]
+        found = [f"{len(more)} tokens that the policy never says ({', '.join(more[:5])})"] if more else []
+        special = tokenizer.special_tokens_map
+        found += [
+            f"{name} {theirs.special.get(name)!r} (the policy's: {special.get(name)!r})"
+            for name in sorted({*theirs.special, *special})
+            if theirs.special.get(name) != special.get(name)
+        ]
+        if found:
+            notes.append(f"{section}.path: its tokenizer has {', '.join(found)}")
+    return notes
 
 
 def settled(config: Config) -> Config:
@@ -172,7 +209,7 @@ def load_prompts(config: Config) -> Prompts:
         _check_rows(train, held_out, [one.name for one in load_environments(config.rollout.environments)])
     has_turns = agent_of(config.rollout) is not None
     notes = checked_continuation(tokenizer).notes() if has_turns else []
-    notes += _note_of_sampling(config)
+    notes += [*_note_of_sampling(config), *notes_on_tokenizers(config, tokenizer)]
     return Prompts(train, held_out, sampling_params(config, tokenizer), tuple(notes))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -26,6 +26,9 @@ from rondo.training import Loss
 
 class RowStream(Protocol):
     """Source rows by sequence number, without end."""
+
+    @property
+    def tokenizer(self) -> Any: ...
 
     @property
     def rows_per_epoch(self) -> int: ...

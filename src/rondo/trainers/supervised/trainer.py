@@ -17,7 +17,7 @@ from rondo.columns import per_row
 from rondo.config import Config
 from rondo.controller import Cluster, WorkerGroup
 from rondo.trainers.loop import Checkpoints, Reporter
-from rondo.trainers.program import Roles, create_model, mesh_of, placement_of, role_spec
+from rondo.trainers.program import Roles, create_model, mesh_of, notes_on_tokenizers, placement_of, role_spec
 from rondo.trainers.supervised.tasks import RowStream, Task, total_steps
 from rondo.types import StepStats
 from rondo.workers import ActorWorker, ReferenceWorker, update_columns
@@ -65,6 +65,8 @@ class SupervisedTrainer:
             self.roles = Roles(actor, None)
             if "reference" in task.roles(config):
                 self.roles.models["reference"] = await create_model(self.cluster, "reference", config)
+        for line in notes_on_tokenizers(config, self.stream.tokenizer):
+            self.reporter.note(line)
         await self.checkpoints.restore(self)
         if self.checkpoints.best.enough:  # it was killed between that evaluation and its end
             self.reporter.is_enough = True
