@@ -89,7 +89,7 @@ class Engine:
                 "response_ids": ragged_rows(rows, np.int32),
             }
         )
-        alone, before = self.forward(batch, {"log_probs": "log_probs"}).rows("log_probs")
+        alone, before = self._columns(batch, {"log_probs": "log_probs"}, None).rows("log_probs")
         gap, most = float(np.abs(before[:_CAUSAL] - alone).max()), LARGEST_GAP[self.config.compute_dtype]
         if not gap <= most:
             model = self.source.path or "from scratch"
