@@ -386,6 +386,15 @@ def test_what_cannot_work_is_said_at_once(recipe: Path, arguments: tuple[str, ..
     assert {problem.key for problem in caught.value.problems} == {key}
 
 
+def test_an_adapter_that_peft_would_read_as_another_is_refused_at_once(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rondo.models.lora._astray", lambda *_: ["model.layers.1.mlp.up_proj"])
+    with pytest.raises(ConfigError, match=r"'model\.layers\.1\.mlp\.up_proj'") as caught:
+        check_rl(load([str(recipe)], ["actor.lora={}"]))
+    assert {problem.key for problem in caught.value.problems} == {"actor.lora.targets"}
+
+
 def test_a_base_in_half_precision_trains(run: Run) -> None:
     settings = ("actor.param_dtype=bfloat16", "actor.compute_dtype=float32", LORA, NO_EVALUATION)
     lines = metrics(run("half", *settings, "actor.optimizer.lr=0.02", "trainer.total_steps=3"))

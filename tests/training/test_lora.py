@@ -7,6 +7,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,11 +20,11 @@ from rondo.config.schema import LoraConfig, TorchBackendConfig
 from rondo.errors import CheckpointError, ConfigError, DataError, TrainError
 from rondo.models import ModelSource
 from rondo.models.loading import build_model
-from rondo.models.lora import adapter_set, add_adapters
+from rondo.models.lora import adapter_set, add_adapters, check_for_peft, config_for_peft
 from rondo.planning.batches import balance
 from rondo.training import Engine
 from rondo.weights.checksum import checksum
-from tests.models.families import source_of
+from tests.models.families import config_of, source_of
 from tests.ranks import run_ranks
 from tests.training.helpers import (
     FLOAT64,
@@ -315,6 +316,107 @@ def test_peft_loads_what_is_exported(mesh: DeviceMesh, tmp_path: Path) -> None:
     assert _everything(again).keys() == _everything(engine).keys()
 
 
+def _response_log_probs(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+    """Row by row, as transformers and peft compute them."""
+    found = []
+    for prompt, response in zip(batch.rows("prompt_ids"), batch.rows("response_ids"), strict=True):
+        ids = torch.from_numpy(np.concatenate([prompt, response])).long()
+        with torch.no_grad():
+            logits = model(input_ids=ids[None]).logits[0, len(prompt) - 1 : -1]
+        found.append(logits.log_softmax(-1).gather(-1, ids[len(prompt) :, None])[:, 0])
+    return torch.cat(found)
+
+
+DOTS1 = {**config_of("glm4_moe"), "model_type": "dots1"}
+del DOTS1["use_qk_norm"]
+MIXTURES = {
+    name: config_of(name)
+    for name in (
+        "deepseek_v2",
+        "deepseek_v3",
+        "glm4_moe",
+        "qwen2_moe",
+        "qwen3_moe",
+        "qwen3_next",
+        "ernie4_5_moe",
+        "hunyuan_v1_moe",
+        "mixtral",
+    )
+} | {"dots1": DOTS1}
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_peft_loads_what_is_exported_of_mixtures(mesh: DeviceMesh, tmp_path: Path, family: str) -> None:
+    """It takes dense layers and shared experts of most of them for the experts, by the ends of their names
+    (`peft.utils.transformers_weight_conversion`).
+    """
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    random = ModelSource(config=MIXTURES[family], seed=3)
+    tiny_engine(mesh, random).export(str(tmp_path / "base"))
+    model = ModelSource(path=str(tmp_path / "base"))
+    engine = _engine(mesh, model=model)
+    _steps(engine, range(3))
+    engine.export(str(tmp_path / "export"))
+    adapter, batch = tmp_path / "export" / "adapter", make_batch()
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    before, expected = _response_log_probs(base, batch), _log_probs(engine, batch)
+    assert (expected - before).abs().max() > 0.1
+    adapted = peft.PeftModel.from_pretrained(base, adapter)
+    assert (_response_log_probs(adapted, batch) - expected).abs().max() < 1e-4
+    merged = adapted.merge_and_unload()
+    assert (_response_log_probs(merged, batch) - expected).abs().max() < 1e-4
+    again = _engine(mesh, LoraConfig(rank=4, alpha=8.0, path=str(adapter)), model=model)
+    assert torch.equal(_log_probs(again, batch), expected)
+
+
+def test_an_adapter_that_peft_would_read_as_another_is_refused(
+    mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import peft
+
+    model = source_of("deepseek_v3")
+    adapter = _exported(mesh, tmp_path / "export", model=model)
+    check_for_peft(str(adapter), model)
+    file = adapter / "adapter_config.json"
+    written = json.loads(file.read_text())
+    named = [name.removesuffix(".weight") for name in written["target_parameters"]]
+    ends = ("gate_proj", "up_proj", "down_proj")
+    assert sorted(named) == sorted(
+        f"model.layers.{module}.{end}" for module in ("0.mlp", "1.mlp.shared_experts") for end in ends
+    )
+    plain = {"target_modules": written["target_modules"] + named, "target_parameters": None}
+    first = "model.layers.0.self_attn.o_proj"
+    changes: tuple[tuple[dict[str, Any], str], ...] = (
+        (plain, "model.layers.0.mlp.down_proj"),  # as it was written before
+        ({"alpha_pattern": {"o_proj": 3.0}}, first),
+        ({"rank_pattern": {"o_proj": 3}}, "model.layers.0.mlp.down_proj"),  # the first: it takes none at all
+        ({"target_modules": [name for name in written["target_modules"] if name != first]}, first),
+        ({"target_modules": [*written["target_modules"], "lm_head"]}, "lm_head"),
+    )
+    for change, astray in changes:
+        file.write_text(json.dumps({**written, **change}))
+        with pytest.raises(CheckpointError, match=f"reads the exported adapter as another one: '{astray}'"):
+            check_for_peft(str(adapter), model)
+    file.write_text(json.dumps(written))
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    del tensors[f"base_model.model.{first}.lora_B.weight"]
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match=f"as another one: '{first}' \\(and 0 others"):
+        check_for_peft(str(adapter), model)
+    # Also when the engine itself exports; and before a run, what no config makes right.
+    config = peft.LoraConfig(r=4, lora_alpha=8.0, target_modules=plain["target_modules"])
+    monkeypatch.setattr("rondo.models.lora.config_for_peft", lambda *_: config)
+    with pytest.raises(CheckpointError, match=r"'model\.layers\.0\.mlp\.down_proj' \(and 7 others"):
+        _exported(mesh, tmp_path / "again", model=model)
+    monkeypatch.undo()
+    shapes = {f"base_model.model.{first.replace('0', '7')}.lora_{one}.weight": (4, 32) for one in "AB"}
+    with pytest.raises(ConfigError, match=r"layers\.7") as caught:
+        config_for_peft(model, LORA, shapes)
+    assert caught.value.key == "lora.targets"
+
+
 def test_merging_holds_one_tensor_at_a_time(mesh: DeviceMesh) -> None:
     engine = _engine(mesh)
     _steps(engine, range(1))
@@ -372,6 +474,7 @@ def test_adapters_that_do_not_fit_are_refused(mesh: DeviceMesh, tmp_path: Path) 
         {"rank_pattern": {"q_proj": 2}},
         {"bias": "all"},
         {"peft_type": "LOHA"},
+        {"target_parameters": ["mlp.experts.gate_up_proj"]},
     ):
         (adapter / "adapter_config.json").write_text(json.dumps({**written, **change}))
         refused("lora.path")

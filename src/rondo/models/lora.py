@@ -9,8 +9,11 @@ have those of peft's files (`adapter_name`).
 
 from __future__ import annotations
 
+import copy
+import functools
 import logging
 import math
+import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +27,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rondo.config.schema import LoraConfig
-from rondo.errors import ConfigError, DataError
+from rondo.errors import CheckpointError, ConfigError, DataError
 from rondo.hub import copy_of
 from rondo.models.files import json_object
 from rondo.models.loading import model_on_meta
@@ -277,24 +280,109 @@ def write_adapter(
     folder: Path,
     tensors: Mapping[str, torch.Tensor],
     lora: LoraConfig,
-    base: str | None,
+    source: ModelSource,
     base_checksum: int,
 ) -> None:
-    """Writes a folder that peft loads. tensors: by `adapter_name`. base: the model's folder or hub id."""
+    """Writes a folder that peft loads. tensors: by `adapter_name`; source: the model that they are of. Raises
+    ConfigError as `config_for_peft` does.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    modules = sorted({name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in tensors})
-    config = _peft().LoraConfig(
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    config_for_peft(source, lora, shapes).save_pretrained(str(folder))
+    contents = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
+    save_file(contents, folder / WEIGHTS, metadata={"format": "pt", BASE_CHECKSUM: str(base_checksum)})
+
+
+def config_for_peft(source: ModelSource, lora: LoraConfig, shapes: Mapping[str, tuple[int, ...]]) -> Any:
+    """Returns the peft.LoraConfig with which peft reads adapters of these shapes, by `adapter_name`, as they
+    are. Nothing of the model's weights is made or read.
+
+    In some mixtures peft takes any module whose name ends in `down_proj` (of a dense layer, or a shared
+    expert) for the experts, which are one tensor. Such a module is named by its weight (`target_parameters`):
+    peft then adds B A to that, from tensors of the same names.
+    Raises ConfigError where it would read another model all the same.
+    """
+    modules = {_module_of(name) for name in shapes}
+    make = functools.partial(
+        _peft().LoraConfig,
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=0.0,
-        target_modules=modules,
         task_type="CAUSAL_LM",
         inference_mode=True,
-        base_model_name_or_path=base,
+        base_model_name_or_path=source.path,
     )
-    config.save_pretrained(str(folder))
-    contents = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
-    save_file(contents, folder / WEIGHTS, metadata={"format": "pt", BASE_CHECKSUM: str(base_checksum)})
+    config = make(target_modules=sorted(modules))
+    astray = _astray(source, config, shapes)
+    if not astray:
+        return config
+    weights = [f"{module}.weight" for module in sorted(modules.intersection(astray))]
+    config = make(target_modules=sorted(modules.difference(astray)), target_parameters=weights)
+    still = _astray(source, config, shapes)
+    if still:
+        raise ConfigError(
+            f"lora.targets: peft would read an adapter of this model as another one, first at {still[0]!r}: "
+            "leave out the targets that end so",
+            key="lora.targets",
+        )
+    return config
+
+
+def check_for_peft(path: str, source: ModelSource) -> None:
+    """Raises CheckpointError where peft would not find each tensor of an adapter's folder in the module of
+    the model that its name says, or would have other modules, too. Its numbers are not read.
+    """
+    with safe_open(Path(path) / WEIGHTS, framework="pt") as file:
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+    astray = _astray(source, _peft().PeftConfig.from_pretrained(path), shapes)
+    if astray:
+        raise CheckpointError(
+            f"{path}: peft reads the exported adapter as another one: {astray[0]!r} (and {len(astray) - 1} "
+            "others) would not have its own tensors. The merged model beside it is whole; this is a fault of "
+            "rondo or of peft's loading"
+        )
+
+
+def _astray(source: ModelSource, config: Any, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Returns the modules, sorted, where `PeftModel.from_pretrained` would put other tensors than those of
+    their name, or none, or would scale them otherwise.
+    """
+    import peft
+    from peft.tuners.lora import LoraLayer
+
+    model = model_on_meta(source)
+    # Zeros without memory: what is on meta would take its adapters there.
+    model._apply(lambda one: torch.zeros(()).expand(one.shape))
+    numbered = {name: torch.tensor(float(i)).expand(shapes[name]) for i, name in enumerate(shapes)}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what peft only warns of is returned
+            read = peft.PeftModel(model, copy.deepcopy(config), low_cpu_mem_usage=True)
+            peft.set_peft_model_state_dict(read, numbered, low_cpu_mem_usage=True)
+    except (ValueError, RuntimeError):  # it does not take these targets, or these shapes
+        return sorted({_module_of(name) for name in shapes})
+    found = {
+        name.replace(f".{_NAME}.weight", ".weight"): tensor
+        for name, tensor in read.named_parameters()
+        if is_adapter(name)
+    }
+    wrong = numbered.keys() ^ found.keys()
+    wrong |= {
+        name
+        for name in numbered.keys() & found.keys()
+        if found[name].is_meta or not torch.equal(found[name], numbered[name])
+    }
+    scaled = {
+        name.removeprefix(_PREFIX)
+        for name, layer in read.named_modules()
+        if isinstance(layer, LoraLayer) and layer.scaling[_NAME] != config.lora_alpha / config.r
+    }
+    return sorted({_module_of(name) for name in wrong} | scaled)
+
+
+def _module_of(name: str) -> str:
+    """Returns the target of a tensor that is called as peft's files do."""
+    return name.removeprefix(_PREFIX).rpartition(".lora_")[0]
 
 
 def read_adapter(
@@ -340,12 +428,14 @@ def _check_kind(path: str, written: Mapping[str, Any], lora: LoraConfig) -> None
         "rank_pattern": None,
         "alpha_pattern": None,
         "lora_bias": False,
-        "target_parameters": None,
         "trainable_token_indices": None,
     }
     for key, value in plain.items():
         if written.get(key, value) not in (value, {}, []):
             wrong("lora.path", f"has {key}={written[key]!r}; only plain LoRA is trained here")
+    named = written.get("target_parameters") or ()  # as of `config_for_peft`; its tensors' names are compared
+    if any(not name.endswith(".weight") for name in named):
+        wrong("lora.path", f"is for {', '.join(named)} too; only linear modules have one here")
     for key, mine in (("r", lora.rank), ("lora_alpha", lora.alpha)):
         if written.get(key) != mine:
             ours = "lora.rank" if key == "r" else "lora.alpha"

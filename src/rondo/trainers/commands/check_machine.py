@@ -33,7 +33,7 @@ from rondo.data import check_source
 from rondo.errors import ConfigError, DataError, about
 from rondo.models import STRETCH, check_model_folder, check_positions, load_model_config
 from rondo.models.loading import model_on_meta
-from rondo.models.lora import adapter_set, quantise_base
+from rondo.models.lora import adapter_set, config_for_peft, quantise_base
 from rondo.models.nf4 import check_nf4
 from rondo.models.source import ModelSource
 from rondo.rollout import check_engine, check_engine_adapters, check_engine_model
@@ -184,6 +184,8 @@ def _check_adapters(config: Config, first: ModelConfig) -> None:
                 check_nf4(settled.param_dtype, settled.compute_dtype, ranks)
                 quantise_base(model_on_meta(source), lora, torch.device("cpu"))
             adapters = adapter_set(source, lora)
+            weights = {name: tuple(one.shape) for name, one in model_on_meta(source).named_parameters()}
+            config_for_peft(source, lora, adapters.shapes(weights))  # as an export will need it
         except DataError as error:
             raise ConfigError(f"{section}.{error}", key=f"{section}.lora.path") from error
         except ConfigError as error:

@@ -23,6 +23,7 @@ from rondo.models.lora import (
     add_adapters,
     base_checksum_of,
     base_name,
+    check_for_peft,
     is_adapter,
     quantise_base,
     read_adapter,
@@ -52,7 +53,7 @@ class Adapters:
         """Puts them into the model. Raises ConfigError, DataError (`models.lora`)."""
         self.config = config
         self._model = model
-        self._base = source.path
+        self._source = source
         self.quantised = quantise_base(model, config, device)
         self._adapters = add_adapters(model, config, source.seed, device)
         self._base_checksum: torch.Tensor | None = None
@@ -151,11 +152,12 @@ class Adapters:
         tensors, base_checksum = self._whole(factors, views), int(self.base_checksum(shards, views))
         if dist.get_rank(views.everyone) != 0:
             return
-        write_adapter(Path(path), tensors, self.config, self._base, base_checksum)
+        write_adapter(Path(path), tensors, self.config, self._source, base_checksum)
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         for name, read in read_adapter(path, self.config, shapes).items():
             if checksum(read) != checksum(tensors[name]):
                 raise CheckpointError(f"{path}: {name!r} of the exported adapter is not the trained one")
+        check_for_peft(path, self._source)
 
 
 class BaseRows(LocalRows):
