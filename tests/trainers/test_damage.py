@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import pickle
 import shutil
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from rondo.checkpoint.checked import MANIFEST, read_manifest, write_checked, write_manifest
@@ -78,6 +83,46 @@ def test_a_file_of_a_checkpoint_that_was_written_wrongly_is_named(
         assert done.returncode == 2, what
         assert done.stderr.startswith(f"rondo train: CheckpointError\n  {step}: "), what
         assert "No older checkpoint is valid" in done.stderr, what
+
+
+class Marks:
+    """A pickle that calls something when it is read."""
+
+    def __init__(self, call: Any, *given: Any) -> None:
+        self._made = (call, given)
+
+    def __reduce__(self) -> Any:
+        return self._made
+
+
+def test_a_checkpoint_of_somebody_else_runs_no_code(finished: Path, run: Path, tmp_path: Path) -> None:
+    """Its manifest is right. What stands in the metadata would leave a marker, and be the true metadata."""
+    step, marker = run / "checkpoints" / "step-00000002", tmp_path / "marker"
+    files, name = dict(read_manifest(step)[1]), "actor/.metadata"
+    whole = (step / name).read_bytes()
+    calls = (
+        Marks(os.system, f"touch {marker}"),
+        Marks(eval, f"open({str(marker)!r}, 'w')"),
+        Marks(getattr, Path(str(marker)), "touch"),
+        Marks(torch.load, str(marker)),
+        Marks(subprocess.Popen, ["touch", str(marker)]),
+        {"no": "metadata"},
+    )
+    for call in calls:
+        for path in (step / name, step / MANIFEST):
+            path.unlink()
+        files[name] = write_checked(step / name, pickle.dumps(call))
+        write_manifest(step, files, step=2)
+        for tried in (
+            ["export", str(run), str(tmp_path / "out")],
+            command(finished, run, "trainer.total_steps=3"),
+        ):
+            done = inline(*tried, check=False)
+            assert done.returncode == 2
+            assert f"{step / name}: is no metadata of a checkpoint" in " ".join(done.stderr.split())
+        assert inline("doctor", str(run), check=False).returncode == 0  # its bytes are as they were written
+        assert not marker.exists()
+    (step / name).write_bytes(whole)
 
 
 def test_a_manifest_that_lists_no_file_is_not_valid(finished: Path, run: Path) -> None:

@@ -6,6 +6,7 @@ rank-0.bin, rank-1.bin, …   the tensors of a rank, byte for byte, one after an
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 from dataclasses import replace
@@ -187,8 +188,38 @@ def _read_metadata(folder: Place, files: Files, group: dist.ProcessGroup) -> Met
     if isinstance(told[0], RondoError):
         raise told[0]
     assert told[0] is not None
-    metadata: Metadata = pickle.loads(told[0])  # its checksum is that of what we wrote
-    return metadata
+    return _metadata_of(told[0], folder / _METADATA)
+
+
+class _MetadataReader(pickle.Unpickler):
+    """Makes what metadata consists of, and nothing else: a checkpoint of somebody else runs no code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _IN_METADATA:
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise pickle.UnpicklingError(f"{module}.{name} is no part of a checkpoint's metadata")
+
+
+_PLANNED = ("Metadata", "TensorStorageMetadata", "ChunkStorageMetadata", "MetadataIndex", "TensorProperties")
+_IN_METADATA = {
+    *(("torch.distributed.checkpoint.metadata", name) for name in (*_PLANNED, "_MEM_FORMAT_ENCODING")),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    (__name__, TensorPlace.__name__),
+}
+
+
+def _metadata_of(data: bytes, path: Place) -> Metadata:
+    """Reads what `_Writer.finish` has written. Raises CheckpointError for anything else."""
+    try:
+        found = _MetadataReader(io.BytesIO(data)).load()
+    except Exception as error:  # a pickle of somebody else's can raise anything
+        raise CheckpointError(f"{path}: is no metadata of a checkpoint: {error}; nothing was run") from error
+    if not isinstance(found, Metadata):
+        raise CheckpointError(f"{path}: is no metadata of a checkpoint, but {type(found).__name__}")
+    return found
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
