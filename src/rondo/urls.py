@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import unicodedata
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -40,6 +41,20 @@ def is_url(path: str) -> bool:
 def place_of(path: str) -> Place:
     """Returns what a path in a configuration means: something at a URL, or on this machine."""
     return Far(path) if is_url(path) else Path(path).expanduser()
+
+
+def check_inner(name: str) -> None:
+    """Raises ValueError for a name, which somebody else gave to a file below a folder, that is no path below
+    one: absolute, with a part that is empty, `.` or `..`, or with what no file system or terminal should get
+    (control characters, halves of characters, parts of more than 255 bytes).
+    """
+    parts = name.split("/")
+    if not {"", ".", ".."}.isdisjoint(parts):
+        raise ValueError(f"is called {name!r:.200}, which leads out of its folder")
+    if any(unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") for character in name):
+        raise ValueError(f"is called {name!r:.200}, which has control characters")
+    if max(len(part.encode()) for part in parts) > 255 or len(name.encode()) > 1024:
+        raise ValueError(f"is called {name!r:.80}…, which is too long for a file")
 
 
 class Size(NamedTuple):
@@ -111,7 +126,8 @@ class Far:
 
     def files(self) -> dict[str, Mapping[str, Any]]:
         """Returns what the far side says of every file below this folder, by its path from here; nothing
-        where there is none. It is asked now: what it said before is forgotten.
+        where there is none. It is asked now: what it said before is forgotten. Raises StorageError also for
+        a name that is no path below this folder (`check_inner`).
         """
 
         def listed(files: Any, path: str) -> dict[str, Mapping[str, Any]]:
@@ -124,6 +140,13 @@ class Far:
             found: dict[str, Mapping[str, Any]] = self._ask("read", listed)
         except FileNotFoundError:
             return {}
+        for name in found:
+            try:
+                check_inner(name)
+            except ValueError as error:
+                raise StorageError(
+                    f"{self.url}: lists a file that {error}: nothing is taken from there"
+                ) from error
         return found
 
     def remove(self) -> None:

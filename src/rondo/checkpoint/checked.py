@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from rondo import __version__
 from rondo.errors import CheckpointError
-from rondo.urls import Far, Place, Writing
+from rondo.urls import Far, Place, Writing, check_inner
 
 Bytes = bytes | bytearray | memoryview  # a memoryview of single bytes
 
@@ -210,6 +210,8 @@ def read_manifest(folder: Place) -> tuple[dict[str, Any], Files]:
         }
         if not files:
             raise ValueError("it lists no file")
+        for name in files:
+            check_inner(name)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: damaged or missing ({type(error).__name__}: {error})") from error
     return manifest, files

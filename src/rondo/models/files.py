@@ -13,6 +13,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from rondo.errors import DataError
+from rondo.urls import check_inner
 
 CONFIG_FILES = ("config.json", "generation_config.json")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json", "vocab.txt")
@@ -66,6 +67,10 @@ def check_weights(path: str) -> None:
         if not isinstance(shards, dict):
             raise DataError(f"{index} has no weight_map, which says where each tensor is; download it again")
         for tensor, shard in shards.items():
+            try:
+                check_inner(str(shard))
+            except ValueError as error:
+                raise DataError(f"{index} says that tensor {tensor!r} is in a file that {error}") from error
             if not (folder / str(shard)).is_file():
                 raise DataError(
                     f"{index} says that tensor {tensor!r} is in {shard}, which is not there; download it"
