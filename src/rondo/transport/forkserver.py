@@ -48,7 +48,7 @@ class ForkServer:
     """
 
     def __init__(self, preload: Sequence[str], environment: Mapping[str, str]) -> None:
-        # The folder is the first place where its forks look for modules.
+        # The folder may be among the places where its forks look for modules.
         self._beginning = (tuple(preload), dict(environment), os.getcwd())
         self.users = 0
         """How many have it from `fork_server`."""
@@ -57,7 +57,7 @@ class ForkServer:
         self._connection = ours
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "rondo.transport.forkserver", str(theirs.fileno()), *preload],
+                [sys.executable, "-P", "-m", "rondo.transport.forkserver", str(theirs.fileno()), *preload],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),

@@ -209,8 +209,10 @@ def _executed(
     environment: Mapping[str, str],
     folder: Path,
 ) -> subprocess.Popen[str]:
+    # -P: not from the working directory, whose `random.py` would be imported before Python's own.
+    runs = [sys.executable, "-P", "-m"] if python is None else [python, "-m"]  # told by `_with_this_package`
     return subprocess.Popen(
-        guarded([python or sys.executable, "-m", *command, str(descriptor)], descriptor, str(folder)),
+        guarded([*runs, *command, str(descriptor)], descriptor, str(folder)),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
