@@ -95,8 +95,15 @@ _FLOAT, _DOUBLE = pa.float32(), pa.float64()
 
 SCORE = Family("score/<name>", "row", _FLOAT, SCORERS, "a score by its name; NaN where a row has none")
 SCORE_PREFIX = SCORE("")  # what the columns of scores, and no others, begin with
+TIMEOUT = "timeout"  # the part of a score that says why that is 0: the response spent the scorer's limits
 MINI_BATCH = Family("<role>_mini_batch", "row", _ID, UPDATE_PLAN, "`mini_batch` of a role beside the actor")
 LOSS_WEIGHT = Family("<role>_loss_weight", "row", _DOUBLE, UPDATE_PLAN, "`loss_weight` of such a role")
+
+
+def judges(score: str) -> bool:
+    """Says whether a score (its name, or its column) judges responses, as all but `<name>/timeout` do."""
+    return not score.endswith(f"/{TIMEOUT}")
+
 
 TABLE: tuple[Column, ...] = (
     Column(ROW_ID, "row", _ID, EPISODE, "a number that no other row of the run has"),
@@ -179,7 +186,7 @@ TABLE: tuple[Column, ...] = (
         "the outcome on the last trained token (of the trajectory, for what reads `trajectory_id`), and a KL",
     ),
     Column("token_costs", "token", _FLOAT, ADVANTAGE_STAGE, "the same of the cost"),
-    Column("scores", "row", _FLOAT, ADVANTAGE_STAGE, "all named scores, [B, K]"),
+    Column("scores", "row", _FLOAT, ADVANTAGE_STAGE, "all named scores but `<name>/timeout`, [B, K]"),
     Column("multiplier", "batch", _FLOAT, ADVANTAGE_STAGE, "λ of `algorithm.constraint`"),
     Column("advantages", "token", _FLOAT, ESTIMATOR, "per row, where the estimator returns [B]"),
     Column("returns", "token", _FLOAT, ESTIMATOR, "what the critic learns"),

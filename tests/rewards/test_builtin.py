@@ -306,22 +306,15 @@ MATH_CASES = [
 ]
 
 
-def run_scorer(trajectories, *functions, hangs=()):
-    """Each trajectory scored by one Scorer; the results and its stats. hangs: numbers of those that do; only
-    for them is the time short, so that nothing depends on how fast this machine is.
-    """
-    scorer = Scorer(RewardConfig(functions=functions))
-    long, short = (dataclasses.replace(scorer._config, timeout_seconds=s) for s in (400.0, 1.0))
+def run_scorer(trajectories, *functions):
+    """Each trajectory scored by one Scorer, with time enough for a slow machine."""
+    scorer = Scorer(RewardConfig(functions=functions, timeout_seconds=400.0))
 
     async def run():
-        scored = []
-        for number, trajectory in enumerate(trajectories):
-            scorer._config = short if number in hangs else long
-            scored.append(await scorer.score(trajectory))
-        return scored
+        return [await scorer.score(trajectory) for trajectory in trajectories]
 
     try:
-        return asyncio.run(run()), scorer.stats()
+        return asyncio.run(run())
     finally:
         scorer.close()
 
@@ -329,22 +322,9 @@ def run_scorer(trajectories, *functions, hangs=()):
 def test_math_in_its_process(trajectory):
     pytest.importorskip("math_verify")
     trajectories = [trajectory(text, answer=answer) for text, answer, _ in MATH_CASES]
-    trajectories.append(trajectory(r"\boxed{9^{9^{9^{9}}}}", answer="5"))
-    trajectories.append(trajectory(r"\boxed{5}", answer="5"))  # a new process serves what comes after
-    scored, stats = run_scorer(trajectories, RewardFunctionConfig("math"), hangs={len(MATH_CASES)})
-    for (text, answer, reward), t in zip(MATH_CASES, scored, strict=False):
-        assert t.reward == reward, (text, answer)
-    assert scored[-2].outcome == "reward_timeout"
-    assert scored[-1].reward == 1.0
-    assert stats.sums["reward/timeouts"] == 1
-
-
-def test_catastrophic_regex_is_killed(trajectory):
-    options = {"pattern": "(a+)+b"}
-    cases = [trajectory("aab"), trajectory("a" * 40), trajectory("c")]
-    scored, _ = run_scorer(cases, RewardFunctionConfig("regex", options=options), hangs={1})
-    assert [t.outcome for t in scored] == ["scored", "reward_timeout", "scored"]
-    assert [t.reward for t in scored[::2]] == [1.0, 0.0]
+    scored = run_scorer(trajectories, RewardFunctionConfig("math"))
+    for (text, answer, reward), t in zip(MATH_CASES, scored, strict=True):
+        assert t.scores == {"math": reward, "math/timeout": 0.0}, (text, answer)
 
 
 def test_reasoning_gym_scores_its_own_entries():
@@ -358,7 +338,7 @@ def test_reasoning_gym_scores_its_own_entries():
     texts = [row["answer"], f"<answer>{row['answer']}</answer>", "no"]
     state = random.getstate()
     trajectories = [make_trajectory(text, **fields) for text in texts]
-    scored, _ = run_scorer(trajectories, RewardFunctionConfig("reasoning_gym", options={"extract": "tag"}))
+    scored = run_scorer(trajectories, RewardFunctionConfig("reasoning_gym", options={"extract": "tag"}))
     assert [t.reward for t in scored][1:] == [1.0, 0.0]
     assert scored[0].reward == 0.0
     assert random.getstate() == state

@@ -322,6 +322,16 @@ def without(name: str) -> Spoil:
     return lambda columns: columns.pop(name)
 
 
+def test_scores_of_limits_that_came_with_a_newer_rondo_are_left_out(live: Path, tmp_path: Path) -> None:
+    rows = spoiled(live, tmp_path / "rows", lambda columns: None)
+    table = pq.read_table(rows / "step-000003.parquet")
+    zeros = pa.array([0.0] * len(table), pa.float32())
+    pq.write_table(table.append_column("score/raises/timeout", zeros), rows / "step-000003.parquet")
+    recording = open_recording(str(rows))
+    assert recording.scores == open_recording(str(live)).scores == ("raises",)
+    assert "score/raises/timeout" not in recording.read(2, LIMITS).columns
+
+
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [

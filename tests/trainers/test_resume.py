@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -9,10 +10,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+from rondo.checkpoint import ControllerState
+from rondo.trainers.loop import checkpoints
 from rondo.trainers.loop.buffer import Buffer, Group
 from tests.trainers.conftest import PYTHONPATH, RECIPE, REPOSITORY, SFT_RECIPE, cli, inline, metrics, weights
 from tests.trainers.scorers import HOLD
@@ -115,11 +119,25 @@ def test_interrupt_while_groups_wait_in_the_buffer_loses_none_of_them(
     buffered = run / "checkpoints" / "step-00000002" / "buffer"
     assert len(list(buffered.glob("group-*.parquet"))) == 3
     assert '"kind": "reissue", "seq": 11' in (buffered / "ledger.jsonl").read_text()
+    shutil.copytree(run, tmp_path / "older")
     for name in ("whole", "cut"):
         inline(*arguments, f"trainer.run_dir={tmp_path / name}")
     assert tokens(tmp_path / "cut") == tokens(tmp_path / "whole")
     assert metrics(tmp_path / "cut") == metrics(tmp_path / "whole")
     assert weights(tmp_path / "cut") == weights(tmp_path / "whole")
+
+    load = checkpoints.load_controller_state
+
+    def load_without_a_score(*given: Any) -> ControllerState:
+        state = load(*given)
+        groups = {seq: batch.without("score/held") for seq, batch in state.groups.items()}
+        return dataclasses.replace(state, groups=groups)
+
+    monkeypatch.setattr(checkpoints, "load_controller_state", load_without_a_score)
+    inline(*arguments, f"trainer.run_dir={tmp_path / 'older'}")
+    assert weights(tmp_path / "older") == weights(tmp_path / "whole")
+    last, whole = metrics(tmp_path / "older")[-1], metrics(tmp_path / "whole")[-1]
+    assert {key for key in whole if last[key] != whole[key]} == {"reward/score/held"}  # of one group in four
 
 
 def test_two_runs_with_one_seed_are_equal_and_another_seed_is_not(recipe: Path, tmp_path: Path) -> None:

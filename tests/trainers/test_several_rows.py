@@ -157,6 +157,15 @@ def test_an_estimator_of_responses_sees_each_trajectory_once(cluster: Cluster, n
         np.testing.assert_allclose(expected[:2], [0.70710, -0.70710], atol=1e-4)
 
 
+def test_gdpo_does_not_pay_for_responses_that_spent_the_scorers_time(cluster: Cluster) -> None:
+    """`…/timeout` is reported, and none of the scores that are added up."""
+    stage = AdvantageStage(AlgorithmConfig(advantage=FunctionConfig("gdpo")))
+    plain, _ = stepped(stage, held(cluster, rows(), range(7)), cluster)
+    spent = rows().with_columns({"score/right/timeout": np.array([0, 0, 1, 1, 1, 1, 0], np.float32)})
+    told, _ = stepped(stage, held(cluster, spent, range(7)), cluster)
+    assert told.index.scalars("advantages").tolist() == plain.index.scalars("advantages").tolist()
+
+
 def test_a_kl_in_the_reward_is_that_of_all_rows(cluster: Cluster) -> None:
     """k1 of 0.25 per token, coefficient 0.1: three tokens of the first trajectory, three of the second."""
     kl = KlConfig(name="k1", where="reward", coef=0.1)

@@ -16,7 +16,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rondo.batch import Batch, parquet_parts
-from rondo.columns import EPISODE, GREEDY_REWARD, SCORE, SCORE_PREFIX, TOKENIZER, column, declared, made_by
+from rondo.columns import (
+    EPISODE,
+    GREEDY_REWARD,
+    SCORE,
+    SCORE_PREFIX,
+    TOKENIZER,
+    column,
+    declared,
+    judges,
+    made_by,
+)
 from rondo.data.rows import is_scored, trajectory_of_rows
 from rondo.errors import ConfigError, DataError
 
@@ -194,6 +204,7 @@ def _check_columns(file: Path, first: Path, columns: set[str]) -> None:
             "written with tracking.save_rollouts has (see docs/recorded.md)"
         )
     differ = found ^ columns
+    differ -= {name for name in differ if name in found and not judges(name)}  # rondo was older at first
     optional = [name for name in differ if name == GREEDY_REWARD or name.startswith(SCORE_PREFIX)]
     if optional:
         name = min(optional)

@@ -96,11 +96,21 @@ def _box_voted(text: str, **_: Any) -> str | None:
     return None if found is None else comparable(found.strip().removesuffix("."))
 
 
+def _read_math(prompt: Prompt, *, answer_key: str = "answer", **_: Any) -> list[Any]:
+    answer = str(required_field(prompt, answer_key, "answer_key"))
+    gold = _readable(_boxed(last_boxed(answer) or answer))
+    if not gold:
+        unread = f"{answer!r:.80} (column {answer_key!r})"
+        raise DataError(f"prompt {prompt.prompt_id}: math-verify reads no answer in {unread}")
+    return list(gold)
+
+
 @reward_function(
     run_in="process",
     requires=("math_verify", "rondo-rl[math]"),
     memory_bytes=4 << 30,
     answer=_box_voted,
+    reference=_read_math,
 )
 def math(
     prompt: Prompt, trajectory: Trajectory, *, answer_key: str = "answer", require_box: bool = True
@@ -113,19 +123,11 @@ def math(
     its own that is killed at the time limit (math-verify's own limit uses signals, which do not work off the
     main thread).
     """
-    answer = str(required_field(prompt, answer_key, "answer_key"))
     found = last_boxed(trajectory.text)
     if found is None and require_box:
         return 0.0
-    gold = _parsed(_boxed(last_boxed(answer) or answer))
-    if not gold:
-        unread = f"{answer!r:.80} (column {answer_key!r})"
-        raise DataError(f"prompt {prompt.prompt_id}: math-verify reads no answer in {unread}")
-    target = _parse(_boxed(found) if found is not None else trajectory.text)
-
-    from math_verify import verify
-
-    return float(verify(list(gold), target, timeout_seconds=None))
+    gold = _read_math(prompt, answer_key=answer_key)
+    return _verified(gold, _parse(_boxed(found) if found is not None else trajectory.text))
 
 
 def _boxed(answer: str) -> str:
@@ -139,9 +141,18 @@ def _parse(text: str) -> list[Any]:
     return list(parse(text, parsing_timeout=None))
 
 
+def _verified(gold: list[Any], target: list[Any]) -> float:
+    from math_verify import verify
+
+    return float(verify(gold, target, timeout_seconds=None))
+
+
 @functools.lru_cache(maxsize=1024)
-def _parsed(text: str) -> tuple[Any, ...]:
-    return tuple(_parse(text))
+def _readable(text: str) -> tuple[Any, ...]:
+    """Returns a row's answer, after comparing it with 0: `9^{9^9}` is soon parsed, and never evaluated."""
+    gold = _parse(text)
+    _verified(gold, _parse(_boxed("0")))
+    return tuple(gold)
 
 
 @reward_function(run_in="loop")
@@ -207,19 +218,22 @@ def format_tags(prompt: Prompt, trajectory: Trajectory, *, tags: Sequence[str]) 
     return float(not rest)
 
 
-@reward_function(run_in="process")
+def _compiled(prompt: Prompt, *, pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise ConfigError(
+            f"reward function regex: pattern {pattern!r} is no regular expression: {error}"
+        ) from error
+
+
+@reward_function(run_in="process", reference=_compiled)
 def regex(prompt: Prompt, trajectory: Trajectory, *, pattern: str) -> float:
     """1 when the whole response, ends stripped, matches the pattern (`.` matches newlines too).
 
     Runs in its own process: a pattern that backtracks without end can only be stopped by killing it.
     """
-    try:
-        compiled = re.compile(pattern, re.DOTALL)
-    except re.error as error:
-        raise ConfigError(
-            f"reward function regex: pattern {pattern!r} is no regular expression: {error}"
-        ) from error
-    return float(compiled.fullmatch(trajectory.text.strip()) is not None)
+    return float(_compiled(prompt, pattern=pattern).fullmatch(trajectory.text.strip()) is not None)
 
 
 @reward_function(run_in="loop")
@@ -245,19 +259,35 @@ def _steps(trajectory: Trajectory) -> list[Turn]:
     return steps
 
 
-@reward_function(run_in="process", requires=("reasoning_gym", "rondo-rl[reasoning-gym]"))
+def _read_entry(prompt: Prompt, **_: Any) -> tuple[Any, Any]:
+    task = required_field(prompt, "task", "task of a reasoning_gym source")
+    entry = required_field(prompt, "entry", "entry of a reasoning_gym source")
+    options = json.dumps(prompt.fields.get("task_options", {}), default=repr)
+    return _reasoning_gym_task(task, options), entry
+
+
+@reward_function(
+    run_in="process",
+    requires=("reasoning_gym", "rondo-rl[reasoning-gym]"),
+    memory_bytes=4 << 30,  # some tasks evaluate the answer
+    reference=_read_entry,
+)
 def reasoning_gym(prompt: Prompt, trajectory: Trajectory, *, extract: Extract = "text") -> float:
     """The task's own score of the answer, from 0 to 1, for prompts of a reasoning_gym source.
 
-    extract `tag` is the library's own convention (`<answer>…</answer>`); without an answer the score is 0.
+    extract `tag` is the library's own convention (`<answer>…</answer>`); without an answer the score is 0,
+    and so it is where the task raises at the answer, but not at the entry's own.
     """
-    task = required_field(prompt, "task", "task of a reasoning_gym source")
-    entry = required_field(prompt, "entry", "entry of a reasoning_gym source")
+    dataset, entry = _read_entry(prompt)
     answer = extract_answer(trajectory.text, extract)
     if answer is None:
         return 0.0
-    dataset = _reasoning_gym_task(task, json.dumps(prompt.fields.get("task_options", {}), default=repr))
-    return float(dataset.score_answer(answer, entry))
+    try:
+        return float(dataset.score_answer(answer, entry))
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        # Some tasks read an answer as JSON or a number without asking whether it is one.
+        dataset.score_answer(entry["answer"], entry)  # raises, too, where it is not the answer's doing
+        return 0.0
 
 
 @functools.lru_cache(maxsize=64)

@@ -15,11 +15,13 @@ from typing import Any, Literal
 
 from rondo.border import contained
 from rondo.errors import ConfigError, DataError, RewardError
+from rondo.rewards.marks import SPENT
 from rondo.transport.child import CallFailedError, Child, ProcessLostError
 from rondo.transport.process import import_path
 
 _START_SECONDS = 120.0  # for a process to import the user's reward function
 _GRACE_SECONDS = 2.0  # a process ends itself at the time limit; after this much more it is killed
+_CPU_SHARE = 0.5  # of the time limit; where calls have limits of CPU time, these strike before the clock
 
 
 class ScorerCrashError(Exception):
@@ -131,20 +133,22 @@ class ProcessPool:
     """Calls of one reward function in processes that are killed at the time limit; started when first
     needed, and anew where one has died.
 
-    at_once: calls in one process at a time, of a coroutine function.
+    at_once: calls in one process at a time, of a coroutine function. limited: whether the function has a
+    `reference` (see `Marks`).
     """
 
-    def __init__(self, spec: str, processes: int, at_once: int = 1) -> None:
+    def __init__(self, spec: str, processes: int, at_once: int = 1, limited: bool = False) -> None:
         self._spec = spec
         self._at_once = at_once
+        self._limited = limited
         self._slots = asyncio.Semaphore(processes * at_once)
         self._alone = asyncio.Semaphore(1)
         self._processes: set[_Process] = set()
         self._shared: set[_Process] = set()  # those of them that take further calls
 
     async def run(self, args: tuple[Any, ...], options: dict[str, Any], timeout: float) -> Any:
-        """Returns the function's result. Raises TimeoutError after `timeout` seconds, and ScorerCrashError
-        with the process's traceback.
+        """Returns the function's result. Raises TimeoutError after `timeout` seconds, ScorerCrashError with
+        the process's traceback, and DataError where reading a row spends the CPU time that responses have.
 
         Waiting for a process, starting it and importing the function's module do not count as time. Calls
         that were in one process when it died are each made again by themselves: then it is known whose fault
@@ -182,7 +186,7 @@ class ProcessPool:
         answer = None
         try:
             await asyncio.shield(process.loading)
-            answer = process.child.call("score", args, options, timeout)
+            answer = process.child.call("score", args, options, timeout, timeout * _CPU_SHARE)
             return await _answer(answer, timeout + _GRACE_SECONDS)
         except CallFailedError as error:
             raise _error_of(error) from None
@@ -190,7 +194,16 @@ class ProcessPool:
             self._end(process)
             if process.ended_with > 1:
                 raise _NotAloneError from error
-            if isinstance(error, TimeoutError) or process.child.process.how_it_ended() == "signal SIGALRM":
+            ended = process.child.process.how_it_ended()
+            if self._limited and ended == "signal SIGPROF":
+                return SPENT
+            if self._limited and ended == "signal SIGVTALRM":
+                raise DataError(
+                    f"prompt {args[0].prompt_id}: reading its row, without any response, took more than "
+                    f"{timeout * _CPU_SHARE:g} s of processor time. Write its answer in another form, leave "
+                    "the row out, or raise reward.timeout_seconds"
+                ) from error
+            if isinstance(error, TimeoutError) or ended == "signal SIGALRM":
                 raise LimitError("the reward function was over its time limit") from error
             raise ScorerCrashError(f"{error.tail}\n{error}, maybe for want of memory") from error
         except asyncio.CancelledError:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from rondo.columns import judges
 from rondo.config.functions import check_options, did_you_mean, resolve_function
 from rondo.config.schema import RewardConfig, RewardFunctionConfig
 from rondo.errors import ConfigError, about
@@ -207,13 +208,14 @@ def accuracy_score(reward: RewardConfig) -> str | None:
 
 def accuracy_among(names: Sequence[str], reward: RewardConfig) -> str | None:
     """Returns the score that says whether an answer is right (> 0): the name in `reward.accuracy`, else the
-    only score there is; None when there are several, or none.
+    only score there is that judges; None when there are several, or none.
 
     Raises ConfigError for a name that is no score of a reward function.
     """
     wanted = reward.accuracy
     if wanted is None:
-        return names[0] if len(names) == 1 else None
+        judging = list(filter(judges, names))
+        return judging[0] if len(judging) == 1 else None
     if wanted not in names:
         why = ""
         if any(model.name == wanted for model in reward.models):

@@ -6,8 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+from rondo.columns import TIMEOUT
+
 RunIn = Literal["loop", "thread", "process", "sandbox"]
 F = TypeVar("F", bound=Callable[..., Any])
+
+SPENT = {"reward": 0.0, TIMEOUT: 1.0}
+"""The scores of a response that spent the limits of a function with a `reference`."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,12 @@ class Marks:
     """Called with a response's text and its options: what the response answers, as it reads that, in a form
     that is equal for equal answers; None: nothing. For majority votes.
     """
+    reference: Callable[..., object] | None = None
+    """Called before it, in its process, with the prompt and its options: reads all that is no response's
+    doing. What is spent of the process's CPU time, memory or stack then is an error of the row; what is spent
+    after it is the response's doing, and a score of 0. Such a function has one more score, `timeout`, which
+    is 1 there. For functions with run_in="process" that are no coroutines and score one trajectory.
+    """
 
 
 def reward_function(
@@ -47,11 +58,14 @@ def reward_function(
     memory_bytes: int | None = None,
     check: Callable[..., None] | None = None,
     answer: Callable[..., str | None] | None = None,
+    reference: Callable[..., object] | None = None,
 ) -> Callable[[F], F]:
     """Says how a reward function wants to be run; see `Marks`."""
+    assert reference is None or (run_in == "process" and not score_names and not group)
+    parts = tuple(score_names) if reference is None else (TIMEOUT,)
 
     def mark(function: F) -> F:
-        marks = Marks(run_in, tuple(score_names), group, requires, memory_bytes, check, answer)
+        marks = Marks(run_in, parts, group, requires, memory_bytes, check, answer, reference)
         function.reward_marks = marks  # type: ignore[attr-defined]
         return function
 

@@ -203,7 +203,8 @@ def _pool_of(function: RewardFunction) -> ProcessPool:
     """Returns processes for a function: for a coroutine function one, which waits for many calls at once."""
     if function.is_async:
         return ProcessPool(function.importable, 1, at_once=_COROUTINES)
-    return ProcessPool(function.importable, min(8, max(1, (os.cpu_count() or 1) // 4)))
+    processes = min(8, max(1, (os.cpu_count() or 1) // 4))
+    return ProcessPool(function.importable, processes, limited=function.marks.reference is not None)
 
 
 def _failed(trajectory: Trajectory, failure: ScoringError) -> Trajectory:

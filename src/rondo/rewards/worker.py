@@ -1,29 +1,45 @@
 """The process behind a reward function: `python -m rondo.rewards.worker MODE SOCKET` loads and runs it.
 
-    load(spec), then score(args, options, timeout) again and again
+    load(spec), then score(args, options, timeout, cpu_seconds) again and again
 
 in_turn: one call after the other; one over its time limit ends the process through SIGALRM, whatever the call
-is doing and whether anybody watches. at_once: coroutines, all on one event loop; one over its limit is
-cancelled.
+is doing and whether anybody watches. Of a function with a `reference` (see `Marks`) so does one that spends
+cpu_seconds of its process: through SIGVTALRM while the row is read, then through SIGPROF. at_once:
+coroutines, all on one event loop; one over its limit is cancelled.
 """
 
 from __future__ import annotations
 
 import asyncio
 import faulthandler
+import importlib
 import inspect
 import os
 import resource
 import signal
 import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rondo.border import awaited, contained
+from rondo.columns import TIMEOUT
 from rondo.config.functions import resolve_function
+from rondo.errors import DataError
 from rondo.rewards.builtin import BUILTINS
-from rondo.rewards.marks import marks_of
+from rondo.rewards.marks import SPENT, Marks, marks_of
 from rondo.transport.link import Call, Link, serve, serve_in_turn
+
+
+@contextmanager
+def _at_most(timer: int, seconds: float) -> Iterator[None]:
+    """Has the kernel end the process when the timer gets there first: works in a loop of C code, too."""
+    signal.setitimer(timer, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(timer, 0)
 
 
 class _Function:
@@ -31,30 +47,48 @@ class _Function:
 
     def __init__(self) -> None:
         self._function: Any = None
+        self._marks = Marks()
 
     def operate(self, call: Call) -> Any:
-        """Loads the function, or calls it, until the timer ends the process."""
+        """Loads the function, or calls it, until a timer ends the process."""
         if call.operation == "load":
             return self._load(*call.args)
-        args, options, timeout = call.args
-        signal.setitimer(signal.ITIMER_REAL, timeout)
+        args, options, timeout, cpu_seconds = call.args
+        with _at_most(signal.ITIMER_REAL, timeout), contained():
+            if self._marks.reference is not None:
+                return self._limited(self._marks.reference, args, options, cpu_seconds)
+            value = self._function(*args, **options)
+            return asyncio.run(awaited(value)) if inspect.isawaitable(value) else value
+
+    def _limited(self, reference: Any, args: Any, options: Any, cpu_seconds: float) -> dict[str, Any]:
+        """Calls a function whose responses have limits, after its row was read within the same limits. Two
+        timers, so that the signal that ended the process says which of them was over.
+        """
+        prompt, _ = args
         try:
-            with contained():
-                value = self._function(*args, **options)
-                return asyncio.run(awaited(value)) if inspect.isawaitable(value) else value
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
+            with _at_most(signal.ITIMER_VIRTUAL, cpu_seconds):
+                reference(prompt, **options)
+        except (MemoryError, RecursionError) as error:
+            raise DataError(f"prompt {prompt.prompt_id}: reading its row raised {error!r}") from error
+        try:
+            with _at_most(signal.ITIMER_PROF, cpu_seconds):
+                return {"reward": self._function(*args, **options), TIMEOUT: 0.0}
+        except (MemoryError, RecursionError):
+            return SPENT
 
     async def operate_at_once(self, call: Call) -> Any:
         """Loads the coroutine function, or awaits a call of it."""
         if call.operation == "load":
             return self._load(*call.args)
-        args, options, timeout = call.args
+        args, options, timeout, _ = call.args
         return await asyncio.wait_for(awaited(self._function(*args, **options)), timeout)
 
     def _load(self, spec: str) -> None:
         self._function = resolve_function(spec, BUILTINS)
-        memory = marks_of(self._function).memory_bytes
+        self._marks = marks_of(self._function)
+        if self._marks.requires is not None:
+            importlib.import_module(self._marks.requires[0])  # its seconds are no call's
+        memory = self._marks.memory_bytes
         if memory is not None:
             resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
 
@@ -62,7 +96,8 @@ class _Function:
 def main(mode: str, connection: socket.socket) -> None:
     """Answers calls until the host is gone."""
     os.dup2(2, 1)  # what the function prints goes to the log
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the kernel's own end: works in a loop of C code too
+    for end in (signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF):
+        signal.signal(end, signal.SIG_DFL)
     faulthandler.enable()  # a crash is told with the line of Python that it came from
     function = _Function()
     if mode == "in_turn":

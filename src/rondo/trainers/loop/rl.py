@@ -27,6 +27,7 @@ from rondo.agents.replay import PIECE_INDEX
 from rondo.algorithms import explained_variance
 from rondo.batch import BatchRef
 from rondo.checkpoint import ControllerState
+from rondo.columns import SCORE
 from rondo.config import Config
 from rondo.controller import Cluster, WorkerGroup
 from rondo.data import firsts, is_scored
@@ -381,10 +382,13 @@ class RLRun:
         self.step = state.step  # also the version: a publish ends every step
         self.coefficients.load_state(dict(state.extra))
         self.clock.load_state(state.timers)
-        groups = [
-            Group(seq, admitted, oldest, self.cluster.put(state.groups[seq], self.side.index_columns))
-            for seq, admitted, oldest in state.extra["groups"]
-        ]
+        groups = []
+        for seq, admitted, oldest in state.extra["groups"]:
+            rows, scores = state.groups[seq], filter(SCORE.member, self.side.index_columns)
+            # An older rondo may have given fewer scores.
+            unknown = {x: np.full(len(rows), np.nan, np.float32) for x in scores if x not in rows.columns}
+            ref = self.cluster.put(rows.with_columns(unknown), self.side.index_columns)
+            groups.append(Group(seq, admitted, oldest, ref))
         if self.journal is not None:
             self.journal.restore(state.extra.get("journal"))
             partial = state.extra.get("partial", ())

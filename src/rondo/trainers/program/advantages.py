@@ -24,7 +24,7 @@ from rondo.algorithms import (
 )
 from rondo.algorithms.anchors import alike
 from rondo.batch import ROW_ID, BatchRef
-from rondo.columns import SCORE, SCORE_PREFIX, TABLE, declared
+from rondo.columns import SCORE, SCORE_PREFIX, TABLE, declared, judges
 from rondo.config import AlgorithmConfig
 from rondo.data import firsts, lasts, trajectory_of_rows
 from rondo.errors import ConfigError, TrainError
@@ -219,7 +219,7 @@ class AdvantageStage:
         if self.similarity < 1:
             inputs["anchor_id"] = await self._alike(batch)
         if "scores" in self.reads:
-            names = [name for name in batch.index.columns if name.startswith(SCORE_PREFIX)]
+            names = [x for x in batch.index.columns if x.startswith(SCORE_PREFIX) and judges(x)]
             scores = [numbers(batch.index, name).to(torch.float32) for name in names]
             inputs["scores"] = torch.stack(scores, 1) if scores else torch.empty(len(batch), 0)
         return inputs
