@@ -23,16 +23,11 @@ from rondo.models.masks import Window
 CPU = torch.device("cpu")
 
 
-def plan(
-    lengths: list[int],
-    heads: tuple[int, int],
-    prefixes: list[int] | None = None,
-    kernel: Kernel | None = None,
-) -> Documents:
+def plan(lengths: list[int], prefixes: list[int] | None = None, kernel: Kernel | None = None) -> Documents:
     index = np.full(len(lengths), -1) if prefixes is None else np.array(prefixes)
     longest = np.array(lengths) + np.where(index >= 0, np.array(lengths)[index], 0)
     kernel = kernel or choose_kernel("auto", CPU, torch.float64, int(longest.max(initial=0)))
-    return plan_documents(np.array(lengths), kernel, heads=heads, device=CPU, prefixes=index)
+    return plan_documents(np.array(lengths), kernel, device=CPU, prefixes=index)
 
 
 def dense(
@@ -87,7 +82,7 @@ def check(
     if sinks:
         tensors.append(torch.randn(heads[0], generator=generator, dtype=torch.float64))
     mine, theirs = ([t.clone().requires_grad_() for t in tensors] for _ in range(2))
-    documents = plan(lengths, heads, prefixes, kernel)
+    documents = plan(lengths, prefixes, kernel)
     options = [{"s_aux": one[3], **asks} if sinks else asks for one in (mine, theirs)]
     out, _ = varlen_attention(
         torch.nn.Identity(), *mine[:3], None, documents=documents, scaling=0.3, **options[0]
@@ -148,13 +143,16 @@ def test_shared_prefixes_equal_a_dense_mask(
 
 
 def test_long_and_many_documents() -> None:
-    assert [plan([n], (2, 2)).kernel for n in (SHORT, SHORT + 1)] == ["short", "sdpa"]
+    assert [plan([n]).kernel for n in (SHORT, SHORT + 1)] == ["short", "sdpa"]
     check([SHORT + 9, 1, 40, 2], (4, 2), value_dim=4)
-    documents = plan([3] * 5000, (4, 2))
-    assert len(documents.buckets) <= 5  # tiny documents share matrix products
-    assert (
-        sum(bucket.docs * bucket.width for bucket in plan([*range(10, 60)] * 3, (4, 2)).buckets) < 1.1 * 5175
-    )
+    documents = plan([3] * 5000)
+    assert len(documents.plans.of((4, 2)).buckets) <= 5  # tiny documents share matrix products
+    assert documents.plans.of((4, 2)) is documents.plans.of((4, 2))  # planned once
+    for kv_heads in (2, 4):  # and anew for one that has others
+        plans = documents.plans.of((4, kv_heads)).buckets
+        assert sum(len(bucket.key_rows) for bucket in plans) == 15000 * kv_heads
+    buckets = plan([*range(10, 60)] * 3).plans.of((4, 2)).buckets
+    assert sum(bucket.docs * bucket.width for bucket in buckets) < 1.1 * 5175
 
 
 @pytest.mark.parametrize(
@@ -175,7 +173,7 @@ def test_long_documents_are_cut_into_blocks(monkeypatch: pytest.MonkeyPatch, ask
 @pytest.mark.parametrize("kernel", ["short", "sdpa"])
 def test_gradients_by_finite_differences(kernel: Kernel) -> None:
     """With a window, a soft-cap and sinks at once."""
-    documents, generator = plan([5, 3], (2, 1), kernel=kernel), torch.Generator().manual_seed(0)
+    documents, generator = plan([5, 3], kernel=kernel), torch.Generator().manual_seed(0)
     inputs = [
         torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
         for shape in ((1, 2, 8, 3), (1, 1, 8, 3), (1, 1, 8, 3), (2,))
@@ -189,7 +187,7 @@ def test_gradients_by_finite_differences(kernel: Kernel) -> None:
 
 
 def test_a_window_that_hides_nothing_changes_no_bit() -> None:
-    documents, generator = plan([5, 9, 3], (2, 2)), torch.Generator().manual_seed(0)
+    documents, generator = plan([5, 9, 3]), torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 1, 2, 17, 4, generator=generator)
     outs = [
         varlen_attention(torch.nn.Identity(), q, k, v, mask, documents=documents, sliding_window=window)[0]
@@ -200,7 +198,7 @@ def test_a_window_that_hides_nothing_changes_no_bit() -> None:
 
 def test_a_window_is_that_of_the_mask() -> None:
     """As Qwen2-MoE and PhiMoE have it, whose attention is told of no window."""
-    documents, generator = plan([9], (2, 2)), torch.Generator().manual_seed(0)
+    documents, generator = plan([9]), torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 1, 2, 9, 4, generator=generator)
     by_mask = varlen_attention(torch.nn.Identity(), q, k, v, Window(4), documents=documents)[0]
     by_keyword = varlen_attention(torch.nn.Identity(), q, k, v, None, documents=documents, sliding_window=4)[
@@ -220,7 +218,7 @@ def test_the_mask_by_hand() -> None:
 
 def test_prefixes_only_where_they_can_be_shared() -> None:
     with pytest.raises(TrainError, match="need the short kernel"):
-        plan([SHORT, 9], (2, 2), [-1, 0])
+        plan([SHORT, 9], [-1, 0])
 
 
 @pytest.mark.parametrize(
@@ -235,7 +233,7 @@ def test_prefixes_only_where_they_can_be_shared() -> None:
 )
 def test_what_it_does_not_know_it_refuses(arguments: dict[str, Any], named: str) -> None:
     q = torch.zeros(1, 2, 5, 4, dtype=torch.float64)
-    accepted = {"documents": plan([5], (2, 2)), "softcap": None, "use_cache": False, "sliding_window": None}
+    accepted = {"documents": plan([5]), "softcap": None, "use_cache": False, "sliding_window": None}
     varlen_attention(torch.nn.Identity(), q, q, q, **accepted)
     with pytest.raises(ConfigError, match=named):
         varlen_attention(torch.nn.Identity(), q, q, q, **{**accepted, **arguments})
@@ -250,7 +248,8 @@ def test_flash_needs_a_gpu() -> None:
 def test_flash_is_chosen_by_the_widths_of_heads() -> None:
     """Latent attention (192 and 128), wide and odd heads go through SDPA; asking for flash is an error."""
     latent = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
-    for changes in (latent, {"head_dim": 512}, {"head_dim": 12}):
+    narrow_values = {"head_dim": 192, "v_head_dim": 128}
+    for changes in (latent, narrow_values, {"head_dim": 512}, {"head_dim": 12}):
         config = SimpleNamespace(model_type="x", hidden_size=64, num_attention_heads=4, **changes)
         assert fitting("auto", config) == "sdpa"
         assert fitting("sdpa", config) == "sdpa"
@@ -274,5 +273,5 @@ def test_flash_attn_4_alone_is_no_flash_attn(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_only_a_cpu_cuts_buckets_for_its_cache(device: str) -> None:
     lengths = np.full(64, 100)
-    documents = plan_documents(lengths, "short", heads=(4, 2), device=torch.device(device))
-    assert (len(documents.buckets) == 1) == (device == "meta")
+    documents = plan_documents(lengths, "short", device=torch.device(device))
+    assert (len(documents.plans.of((4, 2)).buckets) == 1) == (device == "meta")

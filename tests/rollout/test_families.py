@@ -21,6 +21,7 @@ from tests.rollout.conftest import make_engine, request, run, true_log_probs
 from tests.rollout.test_decode_paths import greedy_by_transformers
 from tests.rollout.test_invariance import same
 from tests.rollout.test_paging import preemptions, run_in_order
+from tests.training.test_families import CHANGES
 
 FAMILIES = (
     "mistral",
@@ -91,10 +92,14 @@ def test_greedy_and_log_probs(family: str) -> None:
                 "layer_types": ["full_attention", "sliding_attention"],
             },
         ),
+        ("phi3", CHANGES["mimo_v2_flash"]),
+        ("phi3", CHANGES["gemma4_text"]),
     ],
 )
 def test_windows_that_were_refused_or_not_seen(family: str, changes: dict[str, Any]) -> None:
-    """PhiMoE tells of its window in masks alone; Qwen2 with a window does not take the lean path."""
+    """PhiMoE tells of its window in masks alone; Qwen2 with a window does not take the lean path; heads of
+    MiMo and of Gemma 4 differ by layer.
+    """
     model = tiny(family, **changes)
     engine = engine_of(model)
     assert engine.decode_path == "generic"

@@ -22,7 +22,7 @@ from rondo.models.loading import load_model_config
 from rondo.training import Engine, OptimizerStats
 from rondo.training.backend import Backend, Use
 from rondo.training.checkpoint import State
-from rondo.training.packed import PackedLayout, heads_of
+from rondo.training.packed import PackedLayout
 from rondo.training.passes import Passes, Recorded
 from rondo.weights.checksum import checksum
 from rondo.weights.gather import gather_into
@@ -69,8 +69,7 @@ class PlainBackend:
         self.routes = None
         self.parts = {}
         family = dataclasses.replace(family_of(self.hf_config), not_packable="it is plain")
-        heads = heads_of(self.hf_config)
-        self.packing = PackedLayout(family, heads, torch.device("cpu"), torch.float64, "auto")
+        self.packing = PackedLayout(family, torch.device("cpu"), torch.float64, "auto")
         self._config = config
         self._tensors = {name: one.detach() for name, one in self._model.named_parameters()}
         self._adamw = torch.optim.AdamW(

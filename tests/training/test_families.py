@@ -4,6 +4,7 @@ against transformers' own model on each document alone.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,19 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rondo.batch import Batch
 from rondo.columns import UNIT
 from rondo.errors import ConfigError, TrainError
 from rondo.models import ModelSource, build_model, family_of
+from rondo.models import documents as models_documents
+from rondo.models.documents import Heads
 from rondo.models.family import AS_THEY_ARE, LogitTransform
 from rondo.training import Engine
 from rondo.training.packed import plan_passes
 from rondo.training.torch_backend.head import check_head
-from tests.models.families import FAMILIES, WINDOW, source_of, write
+from tests.models.families import FAMILIES, WINDOW, config_of, source_of, write
 from tests.training.helpers import (
     FLOAT64,
     PolicyLoss,
@@ -43,6 +46,25 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "phimoe": {"sliding_window": WINDOW},
     "mixtral": {"sliding_window": WINDOW},
+    "mimo_v2_flash": {  # key/value heads and sinks by layer, values narrower than keys
+        "model_type": "mimo_v2_flash",
+        "num_key_value_heads": 1,
+        "head_dim": 12,
+        "v_head_dim": 8,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "sliding_window": WINDOW,
+        "layer_types": ["full_attention", "sliding_attention"],
+    },
+    "gemma4_text": {  # heads of 512 in full attention: transformers reads no number of the config as a whole
+        "model_type": "gemma4_text",
+        "head_dim": 8,
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     "longrope": {
         "model_type": "phi3",
         "sliding_window": None,
@@ -74,6 +96,8 @@ EXACT = (
     "seed_oss",
     "gpt_oss",
     "longrope",  # other rotary embeddings for documents of more than 16 tokens
+    "gemma4_text",
+    "mimo_v2_flash",
     "llama4_text",  # chunks: one document per pass
 )
 TEMPERATURE = 0.8
@@ -81,8 +105,7 @@ TEMPERATURE = 0.8
 
 def written(family: str, folder: Path) -> None:
     """A folder of the family, with its changes."""
-    base = "phi3" if family == "longrope" else family
-    write(base, folder, **CHANGES.get(family, {}))
+    write(family if family in FAMILIES else "phi3", folder, **CHANGES.get(family, {}))
 
 
 class InFloat64(TorchFunctionMode):
@@ -163,6 +186,42 @@ def test_in_float32_packed_is_as_close_as_rounding(mesh: DeviceMesh, tmp_path: P
             expected = reference_outputs(plain_model(tmp_path, torch.float32), batch, TEMPERATURE)
         for mine, (theirs, _) in zip(got, expected, strict=True):
             np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_heads_that_a_config_does_not_have(mesh: DeviceMesh, tmp_path: Path) -> None:
+    """A key that its class does not read: GPT-NeoX has as many key/value heads as others."""
+    config = config_of("llama", model_type="gpt_neox", attention_bias=True)
+    for key in ("num_key_value_heads", "mlp_bias"):
+        del config[key]
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "num_key_value_heads": 2}))
+    got = (
+        tiny_engine(mesh, ModelSource(str(tmp_path)), None).forward(documents(), {"log_probs": "x"}).rows("x")
+    )
+    with torch.no_grad():
+        expected = reference_outputs(plain_model(tmp_path, torch.float32), documents(), 1.0)
+    for mine, (theirs, _) in zip(got, expected, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("family", "heads"), [("llama", [(4, 2)]), ("mimo_v2_flash", [(4, 1), (4, 2)])])
+def test_layers_with_as_many_heads_share_a_plan(
+    mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, heads: list[Heads]
+) -> None:
+    """Where FSDP casts, and copies, what blocks are given, too."""
+    planned, plan = [], models_documents._plan_buckets
+
+    def counted(lengths: Any, prefixes: Any, of: Heads, device: torch.device) -> Any:
+        planned.append(of)
+        return plan(lengths, prefixes, of, device)
+
+    written(family, tmp_path)
+    engine = tiny_engine(mesh, ModelSource(str(tmp_path)), None, config={"compute_dtype": "bfloat16"})
+    monkeypatch.setattr(models_documents, "_plan_buckets", counted)
+    engine.forward(documents(), {"log_probs": "x"})
+    assert planned == heads
 
 
 def test_the_windows_bite(mesh: DeviceMesh) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import AutoConfig
 
 from rondo.batch import ROW_ID
 from rondo.checkpoint import Files
@@ -20,6 +21,7 @@ from rondo.config.schema import OptimizerConfig, ParallelConfig
 from rondo.controller import Mesh
 from rondo.errors import ConfigError, TrainError
 from rondo.models import ModelSource
+from rondo.models.context import Context
 from rondo.models.loading import build_model, load_model_config
 from rondo.training import Engine
 from rondo.training.gathering import gather_buckets
@@ -36,6 +38,7 @@ from tests.training.helpers import (
     PolicyLoss,
     ValueLoss,
     make_batch,
+    one_rank_mesh,
     relative_difference,
     source,
     tiny_engine,
@@ -375,6 +378,27 @@ def test_an_older_transformers_is_refused_where_its_plans_are_needed(
         check_axes(config, sizes)
     assert caught.value.key == f"parallel.{axis}"
     check_axes(config, ParallelConfig(context=2))
+
+
+def test_heads_of_a_layer_that_ranks_cannot_divide() -> None:
+    """By the config, where it tells layers apart (Gemma 4); else by what the layer hands to attention (of
+    MiMo's, every second has twice the key/value heads that its config names).
+    """
+    config = AutoConfig.for_model("gemma4_text", num_attention_heads=6, num_key_value_heads=2)
+    check_axes(config, ParallelConfig(context=2))
+    odd = AutoConfig.for_model(
+        "gemma4_text",
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        num_global_key_value_heads=3,
+        attention_k_eq_v=True,
+    )
+    with pytest.raises(ConfigError, match="does not divide the 6 heads and 3 key/value heads") as caught:
+        check_axes(odd, ParallelConfig(context=2))
+    assert caught.value.key == "parallel.context"
+    with pytest.raises(ConfigError, match=r"context=6: it does not divide the 4 heads") as caught:
+        Context(one_rank_mesh().get_group(), 0, 6).all_tokens(torch.zeros(5, 4, 8))
+    assert caught.value.key == "parallel.context"
 
 
 def test_a_mesh_of_all_axes_by_hand() -> None:

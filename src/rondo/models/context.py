@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rondo.errors import ConfigError
+
 
 @dataclass(frozen=True)
 class Context:
@@ -28,9 +30,16 @@ class Context:
 
     def all_tokens(self, states: torch.Tensor) -> torch.Tensor:
         """[N / size, heads, D] of own tokens -> [N, heads / size, D] of own heads. Fewer heads than ranks are
-        repeated first, so that several ranks have the same one.
+        repeated first, so that several ranks have the same one. Raises ConfigError for heads that cannot be
+        divided (those of a layer may be others than its config names).
         """
         heads = states.shape[1]
+        if heads % self.size and self.size % heads:
+            raise ConfigError(
+                f"parallel.context={self.size}: it does not divide the {heads} heads (of queries, or of keys "
+                "and values) of a layer of this model; lower it, or leave it out",
+                key="parallel.context",
+            )
         if heads < self.size:
             states = states.repeat_interleave(self.size // heads, 1)
         out: torch.Tensor = _Exchange.apply(states, self, True)

@@ -1,12 +1,11 @@
-"""The document lengths of one micro-batch, as the attention kernels want them: planned once, before the
-forward pass, and good for every layer.
+"""The document lengths of one micro-batch, as the attention kernels want them: planned once, and good for
+every layer.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -55,6 +54,31 @@ class Unpadding:
     """The rows of [N * K, D] that those are added to."""
 
 
+class SideBySide(NamedTuple):
+    """Where the rows of a layer's heads lie, for the `short` kernel."""
+
+    buckets: tuple[Bucket, ...]
+    unpadding: Unpadding
+
+
+class Plans:
+    """Where the rows of layers lie, by the numbers of heads that they have on this rank: planned when the
+    first layer with as many asks, since layers may have others than their config names. (No dataclass: FSDP
+    copies those at every block.)
+    """
+
+    def __init__(self, lengths: np.ndarray, prefixes: np.ndarray, device: torch.device) -> None:
+        self._documents = lengths, prefixes
+        self._device = device
+        self._made: dict[Heads, SideBySide] = {}
+
+    def of(self, heads: Heads) -> SideBySide:
+        """Returns the plan of a layer with so many heads."""
+        if heads not in self._made:
+            self._made[heads] = _plan_buckets(*self._documents, heads, self._device)
+        return self._made[heads]
+
+
 @dataclass(frozen=True)
 class Documents:
     """The document lengths of one micro-batch, as each kernel wants them. Made by `plan_documents`."""
@@ -63,8 +87,7 @@ class Documents:
     lengths: tuple[int, ...]
     cu_seqlens: torch.Tensor  # int32 [B+1]
     max_length: int  # of a document and its prefix
-    buckets: tuple[Bucket, ...] = ()
-    unpadding: Unpadding | None = None
+    plans: Plans  # of the `short` kernel
     context: Context | None = None  # the ranks that the tokens are divided between
 
 
@@ -72,7 +95,6 @@ def plan_documents(
     lengths: np.ndarray,
     kernel: Kernel,
     *,
-    heads: Heads,
     device: torch.device,
     prefixes: np.ndarray | None = None,
     context: Context | None = None,
@@ -81,28 +103,26 @@ def plan_documents(
 
     lengths: int [B], each at least 1; the documents lie one after another. prefixes: int [B], which document
     each one continues (its tokens come first, and are seen by all of this one's), -1 for none; only with the
-    short kernel. heads: those of this rank, in attention.
+    short kernel.
     """
     lengths = np.asarray(lengths, np.int64)
     prefixes = np.full(len(lengths), -1) if prefixes is None else np.asarray(prefixes, np.int64)
     prefix_lengths = np.where(prefixes >= 0, lengths[prefixes], 0)
     cu_seqlens = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)).to(device)
     longest = int((lengths + prefix_lengths).max(initial=0))
-    plan = Documents(kernel, tuple(lengths.tolist()), cu_seqlens, longest, context=context)
-    if kernel != "short":
-        if np.any(prefixes >= 0):
-            raise TrainError(
-                f"shared prefixes need the short kernel, but documents of {longest} tokens use {kernel}"
-            )
-        return plan
-    buckets, unpadding = _plan_buckets(lengths, prefixes, prefix_lengths, heads, device)
-    return dataclasses.replace(plan, buckets=buckets, unpadding=unpadding)
+    if kernel != "short" and np.any(prefixes >= 0):
+        raise TrainError(
+            f"shared prefixes need the short kernel, but documents of {longest} tokens use {kernel}"
+        )
+    plans = Plans(lengths, prefixes, device)
+    return Documents(kernel, tuple(lengths.tolist()), cu_seqlens, longest, plans, context)
 
 
 def _plan_buckets(
-    lengths: np.ndarray, prefixes: np.ndarray, prefix_lengths: np.ndarray, heads: Heads, device: torch.device
-) -> tuple[tuple[Bucket, ...], Unpadding]:
+    lengths: np.ndarray, prefixes: np.ndarray, heads: Heads, device: torch.device
+) -> SideBySide:
     H, K = heads
+    prefix_lengths = np.where(prefixes >= 0, lengths[prefixes], 0)
     starts, total = np.cumsum(lengths) - lengths, int(lengths.sum())
     unpad_queries, unpad_keys = np.empty((total, H), np.int64), np.empty((total, K), np.int64)
     shared_from, shared_to, buckets = [], [], []
@@ -133,7 +153,7 @@ def _plan_buckets(
         np.concatenate(shared_from),
         np.concatenate(shared_to),
     )
-    return tuple(buckets), Unpadding(*(torch.from_numpy(part).to(device) for part in parts))
+    return SideBySide(tuple(buckets), Unpadding(*(torch.from_numpy(part).to(device) for part in parts)))
 
 
 def _similar_lengths(

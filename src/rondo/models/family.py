@@ -119,11 +119,21 @@ def layers_beside_attention(config: Any) -> list[str]:
     return sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
 
 
+def layer_configs(config: Any) -> list[Any]:
+    """Returns what a config says of each layer: most say the same of all."""
+    layers = range(config.num_hidden_layers)
+    if getattr(config, "is_heterogeneous", False):  # transformers refuses to read such keys of the whole
+        return [config.per_layer_config[layer] for layer in layers]
+    return [config for _ in layers]
+
+
 def head_widths(config: Any) -> tuple[int, int]:
-    """Returns the width of one head's queries and keys, and that of its values. (Of latent attention: after
-    expansion.)
+    """Returns the width of one head's queries and keys, and that of its values, in the layer whose are the
+    widest. (Of latent attention: after expansion.)
     """
+    if getattr(config, "is_heterogeneous", False):
+        return max(map(head_widths, layer_configs(config)))
     if getattr(config, "qk_nope_head_dim", None):
         return config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return width, width
+    return width, getattr(config, "v_head_dim", None) or width

@@ -138,8 +138,7 @@ def _fused_attention(model: PreTrainedModel, module: Any) -> Callable[..., Any] 
         return None
     x = torch.randn(1, int(_PROBE.sum()), module.q_proj.in_features, dtype=module.q_proj.weight.dtype)
     positions = torch.arange(x.shape[1])[None] % 5
-    heads = tuple(projection.out_features // module.head_dim for projection in (module.q_proj, module.k_proj))
-    documents = plan_documents(_PROBE, "short", heads=heads, device=x.device)
+    documents = plan_documents(_PROBE, "short", device=x.device)
     arguments = {"position_embeddings": rotary(x, positions), "attention_mask": None, "documents": documents}
     with random_parameters(module):
         theirs, asks = _forward_and_asks(module, {"hidden_states": x, **arguments})

@@ -178,13 +178,13 @@ class _ShortAttention(torch.autograd.Function):
         documents: Documents,
         rule: Rule,
     ) -> torch.Tensor:
-        (N, H, _), (K, D_out), unpadding = q.shape, v.shape[1:], documents.unpadding
-        assert unpadding is not None
+        (N, H, _), (K, D_out) = q.shape, v.shape[1:]
+        buckets, unpadding = documents.plans.of((H, K))
         rows_q, rows_k, rows_v = (tensor.reshape(-1, tensor.shape[2]) for tensor in (q, k, v))
-        out = q.new_empty(sum(len(bucket.query_rows) for bucket in documents.buckets), D_out)
+        out = q.new_empty(sum(len(bucket.query_rows) for bucket in buckets), D_out)
         base = 0
         saved: list[torch.Tensor | None] = []
-        for bucket in documents.buckets:
+        for bucket in buckets:
             matrices = bucket.docs * K
             qb = rows_q.index_select(0, bucket.query_rows).view(matrices, -1, q.shape[2])
             kb = rows_k.index_select(0, bucket.key_rows).view(matrices, -1, k.shape[2])
@@ -197,23 +197,23 @@ class _ShortAttention(torch.autograd.Function):
             base = stop
             saved += [qb, kb, vb, *probs]
         ctx.save_for_backward(*saved)
-        ctx.documents, ctx.rule = documents, rule
+        ctx.plan, ctx.rule = (buckets, unpadding), rule
         ctx.sinks_dtype = None if sinks is None else sinks.dtype
         return out.index_select(0, unpadding.queries).view(N, H, D_out)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        saved, documents, unpadding = ctx.saved_tensors, ctx.documents, ctx.documents.unpadding
+        saved, (buckets, unpadding) = ctx.saved_tensors, ctx.plan
         N, H, D_out = grads[0].shape
-        K, D = saved[1].shape[0] // documents.buckets[0].docs, saved[0].shape[2]
+        K, D = saved[1].shape[0] // buckets[0].docs, saved[0].shape[2]
         rows_g = grads[0].reshape(N * H, D_out)
-        num_queries = sum(len(bucket.query_rows) for bucket in documents.buckets)
-        num_keys = sum(len(bucket.key_rows) for bucket in documents.buckets)
+        num_queries = sum(len(bucket.query_rows) for bucket in buckets)
+        num_keys = sum(len(bucket.key_rows) for bucket in buckets)
         grad_q, grad_k = rows_g.new_empty(num_queries, D), rows_g.new_empty(num_keys, D)
         grad_v = rows_g.new_empty(num_keys, D_out)
         onto_sinks: list[torch.Tensor] = []
         query_base = key_base = 0
-        for i, bucket in enumerate(documents.buckets):
+        for i, bucket in enumerate(buckets):
             qb, kb, vb, *rest = saved[6 * i : 6 * i + 6]
             probs = Probabilities(*rest)
             query_stop, key_stop = query_base + len(bucket.query_rows), key_base + len(bucket.key_rows)

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -22,7 +21,7 @@ from rondo.columns import PROMPT_ROUTED, ROUTED, UNIT
 from rondo.errors import DataError, TrainError
 from rondo.models.attention import choose_kernel
 from rondo.models.context import Context
-from rondo.models.documents import Documents, Heads, plan_documents
+from rondo.models.documents import Documents, plan_documents
 from rondo.models.family import Family
 from rondo.models.source import Attention
 from rondo.planning.batches import micro_batches, rows_of_units
@@ -33,7 +32,6 @@ class PackedLayout:
     """What a model needs in order to lay out documents."""
 
     family: Family
-    heads: Heads
     device: torch.device
     dtype: torch.dtype
     attention: Attention
@@ -189,9 +187,7 @@ def pack(
     ]
     plan = None
     if kernel is not None:
-        plan = plan_documents(
-            lengths, kernel, heads=layout.heads, device=device, prefixes=prefixes, context=layout.context
-        )
+        plan = plan_documents(lengths, kernel, device=device, prefixes=prefixes, context=layout.context)
     return PackedRows(
         rows=rows,
         input_ids=torch.from_numpy(tokens).to(device),
@@ -294,12 +290,6 @@ def response_columns(
         tensor = torch.from_numpy(values).to(device)
         out[name] = tensor.to(dtype) if tensor.is_floating_point() or tensor.dtype == torch.uint8 else tensor
     return out
-
-
-def heads_of(config: Any) -> tuple[int, int]:
-    """Returns the numbers of query heads and of key/value heads."""
-    heads = int(config.num_attention_heads)
-    return heads, int(getattr(config, "num_key_value_heads", None) or heads)
 
 
 def in_row_order(batch: Batch, order: list[np.ndarray], parts: list[torch.Tensor]) -> object:

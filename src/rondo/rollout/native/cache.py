@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rondo.errors import ConfigError
-from rondo.models.family import head_widths
+from rondo.models.family import head_widths, layer_configs
 from rondo.models.routers import RouteRecorder
 from rondo.rollout.native.blocks import BLOCK, blocks_of
 from rondo.usage import memory_bytes
@@ -33,11 +33,13 @@ def round_up(n: int, step: int) -> int:
 
 def layer_shapes(model_config: Any) -> list[LayerShape]:
     """Returns what the config says of every layer; the generic path asks the model itself."""
-    config = model_config.get_text_config()
-    heads = config.num_attention_heads
-    latent = getattr(config, "qk_nope_head_dim", None)  # keys of every head are cached, after expansion
-    kv_heads = heads if latent else getattr(config, "num_key_value_heads", None) or heads
-    return [LayerShape(kv_heads, *head_widths(config))] * int(config.num_hidden_layers)
+    shapes = []
+    for config in layer_configs(model_config.get_text_config()):
+        heads = config.num_attention_heads
+        latent = getattr(config, "qk_nope_head_dim", None)  # keys of every head are cached, after expansion
+        kv_heads = heads if latent else getattr(config, "num_key_value_heads", None) or heads
+        shapes.append(LayerShape(kv_heads, *head_widths(config)))
+    return shapes
 
 
 def block_bytes(shapes: Sequence[LayerShape], dtype: torch.dtype) -> int:

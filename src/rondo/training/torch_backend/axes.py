@@ -13,9 +13,7 @@ from transformers import __version__ as installed
 
 from rondo.config.schema import ParallelConfig
 from rondo.errors import ConfigError
-from rondo.models.documents import Heads
-from rondo.models.family import family_of, rope_changes_at
-from rondo.training.packed import heads_of
+from rondo.models.family import family_of, layer_configs, rope_changes_at
 
 LEAST_TRANSFORMERS = "5.23"  # 5.17 has no expert parallel, 5.19 another signature
 # Styles of plans that were compared with one process; of the others nothing is known.
@@ -51,9 +49,10 @@ def _check_tensor(text: PreTrainedConfig, sizes: ParallelConfig) -> None:
     if not styles or styles - _STYLES:
         why = f"has {', '.join(sorted(styles - _STYLES))}" if styles else "does not exist"
         raise refused("tensor", sizes, f"transformers' plan for {text.model_type} {why}")
-    for name, heads in zip(("num_attention_heads", "num_key_value_heads"), heads_of(text), strict=True):
-        if heads % _cuts_of_heads(text, sizes):
-            raise refused("tensor", sizes, f"the model's {name}={heads} cannot be divided by it")
+    for pair in _heads_of(text):
+        for name, heads in zip(("num_attention_heads", "num_key_value_heads"), pair, strict=True):
+            if heads % _cuts_of_heads(text, sizes):
+                raise refused("tensor", sizes, f"the model's {name}={heads} cannot be divided by it")
 
 
 def _check_experts(text: PreTrainedConfig, sizes: ParallelConfig, axis: str) -> None:
@@ -73,10 +72,11 @@ def _check_context(text: PreTrainedConfig, sizes: ParallelConfig) -> None:
     if rope_changes_at(text) is not None or _is_dynamic(getattr(text, "rope_parameters", None)):
         why = "its rotary embeddings change with the length of a row, of which each rank would see a part"
         raise refused("context", sizes, f"{text.model_type} with these rope_parameters: {why}")
-    heads, kv_heads = (number // _cuts_of_heads(text, sizes) for number in heads_of(text))
-    if heads % sizes.context or (kv_heads % sizes.context and sizes.context % kv_heads):
-        why = f"it does not divide the {heads} heads and {kv_heads} key/value heads that a rank would have"
-        raise refused("context", sizes, why)
+    for pair in _heads_of(text):
+        heads, kv_heads = (number // _cuts_of_heads(text, sizes) for number in pair)
+        if heads % sizes.context or (kv_heads % sizes.context and sizes.context % kv_heads):
+            why = f"does not divide the {heads} heads and {kv_heads} key/value heads that a rank would have"
+            raise refused("context", sizes, f"it {why}")
 
 
 def _is_dynamic(rope: object) -> bool:
@@ -88,10 +88,15 @@ def _is_dynamic(rope: object) -> bool:
     return rope.get("rope_type") == "dynamic" or any(map(_is_dynamic, rope.values()))
 
 
-def heads_here(text: PreTrainedConfig, sizes: ParallelConfig) -> Heads:
-    """Returns how many query heads and key/value heads of a model a rank has in attention."""
-    heads, kv_heads = (number // _cuts_of_heads(text, sizes) for number in heads_of(text))
-    return heads // sizes.context, max(1, kv_heads // sizes.context)
+def _heads_of(text: PreTrainedConfig) -> list[tuple[int, int]]:
+    """Returns the numbers of query heads and of key/value heads that a config names, each pair once. (What it
+    does not tell of a layer is seen by `Context.all_tokens`.)
+    """
+    pairs = set()
+    for layer in layer_configs(text):
+        heads = int(layer.num_attention_heads)
+        pairs.add((heads, int(getattr(layer, "num_key_value_heads", None) or heads)))
+    return sorted(pairs)
 
 
 def _cuts_of_heads(text: PreTrainedConfig, sizes: ParallelConfig) -> int:

@@ -22,7 +22,7 @@ from rondo.models.stored import StoredModel, materialise
 from rondo.models.value_head import replace_lm_head
 from rondo.training.packed import PackedLayout
 from rondo.training.torch_backend.adapters import Adapters
-from rondo.training.torch_backend.axes import check_axes, heads_here
+from rondo.training.torch_backend.axes import check_axes
 from rondo.training.torch_backend.head import TokenModel, check_fused, check_head
 from rondo.training.torch_backend.parallel import parallelise
 from rondo.training.torch_backend.routing import Routing, check_router
@@ -84,7 +84,6 @@ def build_sharded(
             check_fused(device, compute_dtype)
     adapters = None if lora is None else Adapters(lm, lora, source, device)
     attention = fitting(source.attention, lm.config)
-    heads, context = heads_here(text, sizes), views.context
     model = TokenModel(
         lm,
         value_head,
@@ -103,5 +102,5 @@ def build_sharded(
         routing = Routing.of(lm, engine.router, views, device)
     if stored is None and source.path is not None and views.size > 1:
         _log.warning(_LOADED_WHOLE, source.path, views.size)
-    packing = PackedLayout(family, heads, device, compute_dtype, attention, context)
+    packing = PackedLayout(family, device, compute_dtype, attention, views.context)
     return Built(model, units, parts, packing, adapters, routing, stored)
