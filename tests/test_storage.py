@@ -9,13 +9,14 @@ import resource
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rondo.batch import Batch
 from rondo.checkpoint.durable import AppendedFile, make_folder, replacing, replacing_folder, write_atomic
 from rondo.errors import CheckpointError, StorageError, WorkerError
-from rondo.storage import DISK_FULL, cache_folder, fault_in, storing
+from rondo.storage import DISK_FULL, cache_folder, fault_in, is_ours, storing
 from rondo.tracking import RunFolder
 
 
@@ -150,7 +151,57 @@ def test_what_can_be_made_again_is_kept_where_there_is_room(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))  # it cannot be made there
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert cache_folder() == tmp_path / f"rondo-{os.getuid()}"
+    (tmp_path / f"rondo-{os.getuid()}").chmod(0o770)
+    with pytest.raises(StorageError, match="others may write there; set XDG_CACHE_HOME"):
+        cache_folder()
     other = os.getuid() + 1
     monkeypatch.setattr("os.getuid", lambda: other)
-    with pytest.raises(StorageError, match="belongs to somebody else; set XDG_CACHE_HOME"):
+    with pytest.raises(StorageError, match="belongs to somebody else, or others"):
         cache_folder()
+
+
+def test_no_cache_is_where_others_may_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Compiled code is loaded from there. Ours that others may write to is closed to them."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder, private = tmp_path / "cache/rondo", tmp_path / f"rondo-{os.getuid()}"
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    assert cache_folder() == folder
+    assert folder.stat().st_mode & 0o777 == 0o755
+    theirs, found = os.getuid() + 1, os.stat
+
+    def somebody_elses(path: Any, **options: Any) -> os.stat_result:
+        result = found(path, **options)
+        values = list(result)
+        if str(path) == str(folder):
+            values[4] = theirs
+        return os.stat_result(values)
+
+    monkeypatch.setattr("os.stat", somebody_elses)
+    assert cache_folder() == cache_folder() == private
+    assert private.stat().st_mode & 0o777 == 0o700
+    assert (
+        caplog.text.count(f"{folder} cannot be written, or others may write there: the cache is {private}")
+        == 1
+    )
+    private.rmdir()
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    private.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StorageError, match="belongs to somebody else, or others"):
+        cache_folder()
+
+
+def test_whose_a_file_is(tmp_path: Path) -> None:
+    file, link = tmp_path / "file", tmp_path / "link"
+    assert not is_ours(file)
+    file.touch(0o644)
+    link.symlink_to(file)
+    assert is_ours(file)
+    assert is_ours(link)
+    for mode in (0o664, 0o646):
+        file.chmod(mode)
+        assert not is_ours(file)
+        assert not is_ours(link)

@@ -8,6 +8,8 @@ something else than it should) is the business of whoever knows what it should h
 from __future__ import annotations
 
 import errno
+import functools
+import logging
 import os
 import shutil
 import tempfile
@@ -16,6 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rondo.errors import RondoError, StorageError, WorkerError
+
+_log = logging.getLogger(__name__)
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _OTHER_THING = "Something else has that name: move it away, or choose another folder"
@@ -120,23 +124,48 @@ def size_text(count: int) -> str:
     return f"{value:.1f} TiB"
 
 
+def is_ours(path: Path) -> bool:
+    """Says whether a file or folder, and the link to it where it is one, is this user's, and nobody else may
+    write to it. False where there is none.
+    """
+    try:
+        link, found = path.lstat(), path.stat()
+    except OSError:
+        return False
+    return {link.st_uid, found.st_uid} == {os.getuid()} and not found.st_mode & 0o022
+
+
 def cache_folder() -> Path:
     """Returns where things are kept that can be made again: $XDG_CACHE_HOME/rondo, ~/.cache/rondo, or, where
-    that cannot be written, a folder of this user's in the temporary one. Raises StorageError.
+    that cannot be written or others may write there, a folder of this user's in the temporary one. Compiled
+    code is among them. Raises StorageError.
     """
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rondo"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
+        mode = folder.stat().st_mode
+        if mode & 0o022 and folder.stat().st_uid == os.getuid():  # made under a lenient umask
+            folder.chmod(mode & ~0o022)
+        if is_ours(folder) and os.access(folder, os.W_OK):
             return folder
     except OSError:
         pass
-    folder = Path(tempfile.gettempdir()) / f"rondo-{os.getuid()}"
-    with storing(folder):
-        folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():
-        raise StorageError(f"{folder} belongs to somebody else; set XDG_CACHE_HOME to a folder of yours")
-    return folder
+    private = Path(tempfile.gettempdir()) / f"rondo-{os.getuid()}"
+    with storing(private):
+        private.mkdir(mode=0o700, exist_ok=True)
+    if private.is_symlink() or not is_ours(private):
+        raise StorageError(
+            f"{private} belongs to somebody else, or others may write there; set XDG_CACHE_HOME to a folder "
+            "of yours"
+        )
+    if folder.is_dir():
+        _say_elsewhere(folder, private)
+    return private
+
+
+@functools.cache
+def _say_elsewhere(folder: Path, private: Path) -> None:
+    _log.warning("%s cannot be written, or others may write there: the cache is %s", folder, private)
 
 
 def _there(path: Path) -> Path:

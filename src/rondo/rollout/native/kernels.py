@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from rondo.errors import RolloutError
-from rondo.storage import cache_folder
+from rondo.storage import cache_folder, is_ours
 
 SOURCE = Path(__file__).with_name("kernels.c")
 # No -ffast-math: it would drop the C code's test for logits that are not finite.
@@ -79,7 +79,7 @@ def library() -> ctypes.CDLL:
         :24
     ]
     path = cache_folder() / f"kernels-{key}.so"
-    if not path.exists():
+    if not is_ours(path):  # or there is none
         _compile(command, path)
     try:
         return _declare(ctypes.CDLL(str(path)))
@@ -108,6 +108,7 @@ def _compile(command: str, path: Path) -> None:
         result = subprocess.run(arguments, capture_output=True, text=True, check=False)
         if result.returncode != 0:
             raise RolloutError(f"compiling {SOURCE} failed ({' '.join(arguments)}):\n{result.stderr[-2000:]}")
+        out.chmod(0o700)
         os.replace(out, path)
 
 

@@ -40,7 +40,10 @@ def entry_of(config: Config) -> Path | None:
     for part in _depends_on(config):
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
-    return Path(folder).absolute() / "warm_starts" / digest.hexdigest()[:24]
+    entry = Path(folder).absolute() / "warm_starts" / digest.hexdigest()[:24]
+    if "RONDO_CACHE" not in os.environ and entry.exists() and entry.stat().st_uid != os.getuid():
+        return None  # somebody else's weights, in a folder that nobody has chosen for them
+    return entry
 
 
 def keep(made: Path, entry: Path) -> None:
