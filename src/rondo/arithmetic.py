@@ -1,12 +1,18 @@
-"""Written arithmetic, computed exactly and without running anything: the syntax tree is walked."""
+"""Written arithmetic, computed exactly and without running anything: the syntax tree is walked. And answers
+that somebody else's scorer would run.
+"""
 
 from __future__ import annotations
 
 import ast
+import inspect
 import operator
+import sys
 from collections.abc import Callable, Mapping
 from fractions import Fraction
+from typing import TypeVar
 
+T = TypeVar("T")
 _OPERATORS: Mapping[type, Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -45,3 +51,13 @@ def _value(node: ast.expr, used: list[int], decimals: bool) -> Fraction:
     if decimals and isinstance(node, ast.Constant) and type(node.value) is float:
         return Fraction(str(node.value))
     raise ValueError(f"{type(node).__name__} is not allowed")
+
+
+def reads_literals(dataset: T) -> T:
+    """Returns a data set of reasoning_gym whose `score_answer` runs nothing that a policy wrote: some of its
+    tasks (n_queens, binary_matrix, …) call `eval` on an answer, to read a list. From here on their modules
+    read literals.
+    """
+    if "eval(" in inspect.getsource(type(dataset).score_answer):  # type: ignore[attr-defined]
+        vars(sys.modules[type(dataset).__module__])["eval"] = ast.literal_eval
+    return dataset

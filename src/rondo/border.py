@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from traceback import FrameSummary
@@ -26,21 +26,26 @@ class EscapeError(Exception):
     """Code of the user's raised what would have ended or cancelled its caller."""
 
     def __init__(self, error: BaseException) -> None:
+        text = written(error, repr)
         super().__init__(
-            f"{error!r} would end or cancel the run from inside; raise an exception that says what is wrong"
+            f"{text} would end or cancel the run from inside; raise an exception that says what is wrong"
         )
 
 
 @contextmanager
 def contained(*, awaiting: bool = False) -> Iterator[None]:
-    """What is raised inside is an Exception: EscapeError, with the same traceback, for what is none.
+    """What is raised inside is an Exception: EscapeError, with the same traceback, for what is none, and for
+    the end of an iteration, which no future takes: whoever waits would wait for ever.
 
     awaiting: a coroutine is awaited inside, which may be closed from outside.
     """
     try:
         yield
-    except Exception:
-        raise
+    except Exception as error:
+        end = _end_of_iteration(error)
+        if end is None:
+            raise
+        raise EscapeError(end).with_traceback(end.__traceback__) from None
     except BaseException as error:
         if _asked_for(error, awaiting):
             raise
@@ -70,9 +75,19 @@ def users_code(who: str, kind: type[RondoError]) -> Iterator[None]:
         raise kind(f"{who} raised {described(error)}") from error
 
 
+def inside(call: Callable[[], T], who: str, kind: type[RondoError]) -> Callable[[], T]:
+    """Returns a function of the user's that is called within `users_code`."""
+
+    def called() -> T:
+        with users_code(who, kind):
+            return call()
+
+    return called
+
+
 def described(error: BaseException) -> str:
     """Writes `ValueError: … (agent.py, line 12)` in one line: the innermost line that is the user's own."""
-    text = f"{type(error).__name__}: {' '.join(str(error).split())[:_SHOWN_CHARACTERS]}"
+    text = f"{type(error).__name__}: {' '.join(written(error).split())[:_SHOWN_CHARACTERS]}"
     if isinstance(error, SyntaxError):  # says its place itself
         return text
     frames = users_frames(error)
@@ -83,6 +98,24 @@ def described(error: BaseException) -> str:
 def place(frame: FrameSummary) -> str:
     """Writes `agent.py, line 12`."""
     return f"{Path(frame.filename).name}, line {frame.lineno}"
+
+
+def _end_of_iteration(error: Exception) -> BaseException | None:
+    """Returns the end of an iteration that an error is, or that a coroutine or generator raised (which Python
+    tells as a RuntimeError, without the line).
+    """
+    ends = (StopIteration, StopAsyncIteration)
+    if isinstance(error, RuntimeError) and "raised Stop" in written(error):
+        return error.__cause__ if isinstance(error.__cause__, ends) else None
+    return error if isinstance(error, ends) else None
+
+
+def written(error: BaseException, write: Callable[[BaseException], str] = str) -> str:
+    """Returns an error's text by `str` or `repr`, which are the user's own code, too."""
+    try:
+        return write(error)
+    except Exception as failure:
+        return f"<{type(error).__name__}, whose text cannot be had: {type(failure).__name__}>"
 
 
 def _asked_for(error: BaseException, awaiting: bool) -> bool:

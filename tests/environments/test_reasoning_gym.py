@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rondo.arithmetic import reads_literals
 from rondo.environments.reasoning_gym_adapter import ReasoningGym
 from rondo.errors import ConfigError
 
@@ -62,3 +65,26 @@ def test_a_task_has_its_own_options_and_questions_of_odd_seeds_are_held_out() ->
 def test_what_it_cannot_be_asked(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         ReasoningGym(**options)
+
+
+def test_an_answer_is_read_and_never_run(tmp_path: Path) -> None:
+    """Some of the package's tasks call `eval` on an answer. A list is still read as one."""
+    import reasoning_gym
+    from reasoning_gym.factory import DATASETS
+
+    source = inspect.getsource
+    tasks = sorted(name for name, (kind, _) in DATASETS.items() if "eval(" in source(kind.score_answer))
+    assert {"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"} <= set(tasks)
+    marker = tmp_path / "marker"
+    attack = f"[open({str(marker)!r}, 'w')]"
+    for task in tasks:
+        dataset = reads_literals(reasoning_gym.create_dataset(task, seed=0, size=1))
+        for answer in (attack, "exit(3)", "__import__('os')._exit(3)"):
+            assert dataset.score_answer(answer, dataset[0]) == 0.0, task
+        world = ReasoningGym(dataset=task)
+        world.reset(0)
+        world.step(attack)
+    assert not marker.exists()
+    spiral = reads_literals(reasoning_gym.create_dataset("spiral_matrix", seed=0, size=1))
+    numbers = spiral[0]["answer"].split()
+    assert spiral.score_answer(str(list(map(int, numbers))), spiral[0]) > 0

@@ -35,7 +35,7 @@ from rondo.agents.builtin_tools import BUILTINS
 from rondo.agents.mcp_servers import McpServer
 from rondo.agents.policy import Answer
 from rondo.agents.running import in_thread
-from rondo.border import awaited, contained, described
+from rondo.border import awaited, contained, described, inside
 from rondo.chat import decode, tokenise_up_to
 from rondo.config.functions import check_options, resolve_function
 from rondo.config.schema import ToolConfig
@@ -321,7 +321,9 @@ def _load(function: Callable[..., Any], config: ToolConfig, where: str) -> Tool:
 def _at_start(function: Any, method: str, config: ToolConfig) -> Callable[[], object] | None:
     """Returns a class method of a tool's that takes its options; None: it has none."""
     found = getattr(function, method, None)
-    return None if found is None else functools.partial(found, **config.options)
+    if found is None:
+        return None
+    return inside(functools.partial(found, **config.options), f"{config.name}.{method}", ConfigError)
 
 
 def _check_name(name: str, where: str, remedy: str) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rondo.border import inside
 from rondo.config.functions import check_options
 from rondo.config.schema import EnvironmentConfig
 from rondo.environments.protocol import Environment
@@ -51,10 +52,12 @@ def _load(config: EnvironmentConfig, where: str) -> EnvironmentChoice:
     if config.options.get("image") is True:
         raise ConfigError(f"{where}: image: true shows pictures, and no policy sees one yet; leave it out")
     check = getattr(made, "check", None)
+    if check is not None:
+        check = inside(functools.partial(check, **config.options), where, ConfigError)
     return EnvironmentChoice(
         row_name(config.name, made),
         config,
         make=functools.partial(made, **config.options),
-        check=None if check is None else functools.partial(check, **config.options),
+        check=check,
         steps_many=hasattr(made, "step_many"),
     )

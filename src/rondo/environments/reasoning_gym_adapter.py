@@ -8,6 +8,7 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
+from rondo.arithmetic import reads_literals
 from rondo.config.functions import did_you_mean
 from rondo.environments.levels import level_of
 from rondo.environments.packages import borrowed_globals, require_package
@@ -101,4 +102,4 @@ def _made(dataset: str, seed: int, options: Mapping[str, Any]) -> Any:
     import reasoning_gym
 
     with borrowed_globals():
-        return reasoning_gym.create_dataset(dataset, seed=seed, size=1, **options)
+        return reads_literals(reasoning_gym.create_dataset(dataset, seed=seed, size=1, **options))

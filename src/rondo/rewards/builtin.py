@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, Literal
 
-from rondo.arithmetic import evaluate_expression
+from rondo.arithmetic import evaluate_expression, reads_literals
 from rondo.errors import ConfigError, DataError
 from rondo.rewards.answers import (
     Extract,
@@ -294,7 +294,7 @@ def reasoning_gym(prompt: Prompt, trajectory: Trajectory, *, extract: Extract = 
 def _reasoning_gym_task(task: str, options: str) -> Any:
     import reasoning_gym as gym
 
-    return gym.create_dataset(task, **json.loads(options))
+    return reads_literals(gym.create_dataset(task, **json.loads(options)))
 
 
 BUILTINS: Mapping[str, Callable[..., Any]] = {

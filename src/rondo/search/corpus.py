@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rondo.border import contained
+from rondo.border import users_code
 from rondo.config.functions import resolve_function
 from rondo.errors import ConfigError, DataError
 from rondo.storage import storing
@@ -102,8 +102,9 @@ def _path(corpus: str) -> Path | None:
 
 
 def _rows(corpus: str) -> list[Any]:
-    with contained():
-        rows = list(resolve_function(corpus)())
+    function = resolve_function(corpus)
+    with users_code(corpus, DataError):
+        rows = list(function())
     if not rows:
         raise DataError(f"{corpus}: the corpus is empty; there is nothing to search in")
     return rows

@@ -19,6 +19,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+from rondo.border import written
 from rondo.transport.frames import Frame, receive
 
 # What pickle raises for an object that cannot be written, or whose class cannot be found or rebuilt.
@@ -51,10 +52,10 @@ class Failure:
         """Returns the record of an exception."""
         pickled = None
         if type(error).__module__ in ("builtins", "rondo.errors"):
-            with contextlib.suppress(*PICKLE_ERRORS):
+            with contextlib.suppress(Exception):  # of whatever its arguments do when they are pickled
                 pickled = pickle.dumps(error)
         text = "".join(traceback.format_exception(error))
-        return Failure(f"{type(error).__name__}: {error}", text, pickled)
+        return Failure(f"{type(error).__name__}: {written(error)}", text, pickled)
 
     def cause(self) -> BaseException | None:
         """Returns the exception, or None where it could not travel."""

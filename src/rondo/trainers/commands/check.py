@@ -11,6 +11,7 @@ from rondo.agents.external import agent_of, asks_over_http, load_agent
 from rondo.agents.tools import loaded_tools
 from rondo.agents.worlds import check_reads
 from rondo.algorithms import Kind, check_algorithm, columns_read, lookup
+from rondo.border import users_code
 from rondo.columns import GREEDY_REWARD, TOPK_IDS
 from rondo.config import Config, FunctionConfig, LoadedConfig, did_you_mean
 from rondo.environments.choices import load_environments
@@ -137,7 +138,8 @@ def _check_agent(config: Config) -> None:
 def _check_rewards(config: Config) -> None:
     for place, function in enumerate(load_functions(config.reward.functions)):
         if function.marks.check is not None:
-            with about(f"reward.functions.{place}"):
+            key = f"reward.functions.{place}"
+            with about(key), users_code(f"{key}: the check of {function.name}", ConfigError):
                 function.marks.check(**function.options)
 
 

@@ -1,0 +1,141 @@
+"""A user's file whose functions raise what borders between threads, tasks and processes lose or trip over."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rondo.rewards import reward_function
+
+
+class OddError(Exception):
+    """Comes back from no pickle."""
+
+    def __init__(self, one: object, other: object) -> None:
+        super().__init__(one)
+        self.lock = threading.Lock()
+
+
+class WordlessError(Exception):
+    def __str__(self) -> str:
+        raise KeyError("words")
+
+    __repr__ = __str__
+
+
+class HeavyArgument:
+    def __reduce__(self) -> Any:
+        raise LookupError("cannot be pickled")
+
+
+KINDS: Mapping[str, Callable[[], BaseException]] = {
+    "StopIteration": StopIteration,
+    "StopAsyncIteration": StopAsyncIteration,
+    "GeneratorExit": GeneratorExit,
+    "SystemExit": lambda: SystemExit(0),
+    "CancelledError": asyncio.CancelledError,
+    "KeyboardInterrupt": KeyboardInterrupt,
+    "BaseException": BaseException,
+    "OddError": lambda: OddError(1, 2),
+    "WordlessError": WordlessError,
+    "ValueError": lambda: ValueError(HeavyArgument()),
+}
+
+
+def fail(kind: str) -> Any:
+    raise KINDS[kind]()
+
+
+def reward(prompt: Any, trajectory: Any, *, kind: str) -> float:
+    return float(fail(kind))
+
+
+async def reward_later(prompt: Any, trajectory: Any, *, kind: str) -> float:
+    return float(fail(kind))
+
+
+@reward_function(run_in="loop")
+def reward_at_once(prompt: Any, trajectory: Any, *, kind: str) -> float:
+    return float(fail(kind))
+
+
+@reward_function(run_in="process")
+def reward_elsewhere(prompt: Any, trajectory: Any, *, kind: str) -> float:
+    return float(fail(kind))
+
+
+def _check(kind: str) -> None:
+    fail(kind)
+
+
+@reward_function(check=_check)
+def reward_checked(prompt: Any, trajectory: Any, *, kind: str) -> float:
+    return 0.0
+
+
+def rows(kind: str) -> Any:
+    yield fail(kind)
+
+
+def tool(kind: str) -> str:
+    """Fails."""
+    return str(fail(kind))
+
+
+async def tool_later(kind: str) -> str:
+    """Fails."""
+    return str(fail(kind))
+
+
+class ToolChecked:
+    """Has a check, and something to prepare."""
+
+    def __init__(self, kind: str) -> None: ...
+
+    def __call__(self) -> str:
+        return ""
+
+    @classmethod
+    def check(cls, kind: str) -> None:
+        fail(kind)
+
+    @classmethod
+    def prepare(cls, kind: str) -> None:
+        fail(kind)
+
+
+class World:
+    """Fails when it begins."""
+
+    instructions = ""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    @classmethod
+    def check(cls, kind: str) -> None:
+        fail(kind)
+
+    def reset(self, seed: int, task: Any = None) -> Any:
+        return fail(self._kind)
+
+    def step(self, action: str) -> Any: ...
+
+    def state(self) -> Mapping[str, Any]:
+        return {}
+
+    def close(self) -> None: ...
+
+
+# Of functions that have no options.
+def _named(kind: str) -> Callable[[], Any]:
+    def function() -> Any:
+        return fail(kind)
+
+    return function
+
+
+for _kind in KINDS:
+    globals()[f"raises_{_kind}"] = _named(_kind)
