@@ -125,6 +125,28 @@ def test_a_checkpoint_of_somebody_else_runs_no_code(finished: Path, run: Path, t
     (step / name).write_bytes(whole)
 
 
+@pytest.mark.parametrize("trusted", [False, True])
+def test_an_export_runs_no_code_of_a_run_that_is_not_trusted(
+    run: Path, tmp_path: Path, trusted: bool
+) -> None:
+    marker, config = tmp_path / "marker", run / "config.yaml"
+    (tmp_path / "evil.py").write_text(
+        f"from rondo.recipes.quickstart import tokenizer\nopen({str(marker)!r}, 'w')\n"
+    )
+    settings = yaml.safe_load(config.read_text())
+    settings["model"]["tokenizer"] = f"{tmp_path}/evil.py:tokenizer"
+    config.write_text(yaml.safe_dump(settings))
+    export = ["export", str(run), str(tmp_path / "out"), *(["--trust-code"] if trusted else [])]
+    done = inline(*export, check=False)
+    assert done.returncode == (0 if trusted else 2)
+    assert marker.exists() == trusted
+    if not trusted:
+        said = (
+            f"has code run for an export: model.tokenizer={tmp_path}/evil.py:tokenizer. If the run is yours"
+        )
+        assert said in " ".join(done.stderr.split())
+
+
 def test_a_manifest_that_lists_no_file_is_not_valid(finished: Path, run: Path) -> None:
     step = run / "checkpoints" / "step-00000002"
     (step / MANIFEST).unlink()

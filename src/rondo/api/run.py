@@ -78,13 +78,21 @@ class Run:
             raise DataError(f"{self.path}: has no export yet; the end of a run writes it (checkpoint.export)")
         return folder
 
-    def export(self, path: str | Path, step: int | None = None, dtype: str | None = None) -> int:
+    def export(
+        self,
+        path: str | Path,
+        step: int | None = None,
+        dtype: str | None = None,
+        *,
+        trust_code: bool = False,
+    ) -> int:
         """Writes the model of a checkpoint (default: the newest) to a folder; returns its step. dtype: of the
-        weights; default: as checkpoint.export_dtype says.
+        weights; default: as checkpoint.export_dtype says. trust_code: may run code that the run's config.yaml
+        names (a tokenizer's).
         """
         from rondo.trainers.commands.export import export_checkpoint
 
-        return export_checkpoint(str(self.path), str(path), step, dtype)
+        return export_checkpoint(str(self.path), str(path), step, dtype, trust_code=trust_code)
 
     def generate(self, prompts: str | Sequence[str], **options: Any) -> list[dict[str, Any]]:
         """As `rondo.generate`, with the trained model."""

@@ -50,6 +50,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     export.add_argument("run", help="run folder (runs/quickstart)")
     export.add_argument("output", help="folder or URL to write; must not exist or be empty")
     export.add_argument("--step", type=int, help="which checkpoint (default: the newest)")
+    export.add_argument(
+        "--trust-code", action="store_true", help="run code that the run's config.yaml names (a tokenizer's)"
+    )
     dtypes = ("float32", "bfloat16", "float16", "float64")
     export.add_argument("--dtype", choices=dtypes, help="of the weights (default: checkpoint.export_dtype)")
 
@@ -106,5 +109,5 @@ def _template_option(text: str) -> tuple[str, Any]:
 def _export(args: argparse.Namespace) -> None:
     from rondo.trainers.commands.export import export_checkpoint
 
-    step = export_checkpoint(args.run, args.output, args.step, args.dtype)
+    step = export_checkpoint(args.run, args.output, args.step, args.dtype, trust_code=args.trust_code)
     print(f"wrote step {step} of {args.run} to {args.output}")

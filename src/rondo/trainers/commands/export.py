@@ -16,7 +16,7 @@ from rondo.checkpoint.durable import replacing_folder
 from rondo.config import Config, LocalBackendConfig
 from rondo.controller import WorkerGroup, start_cluster
 from rondo.errors import CheckpointError, ConfigError
-from rondo.models.loading import dtype_of
+from rondo.models.loading import dtype_of, is_function
 from rondo.storage import cache_folder, storing
 from rondo.trainers.commands.event_loop import run_loop
 from rondo.trainers.loop import config_of
@@ -63,12 +63,15 @@ async def export_model(actor: WorkerGroup, config: Config, folder: Path) -> None
         open_tokenizer(config).save_pretrained(folder)
 
 
-def export_checkpoint(run: str, output: str, step: int | None = None, dtype: Any = None) -> int:
+def export_checkpoint(
+    run: str, output: str, step: int | None = None, dtype: Any = None, *, trust_code: bool = False
+) -> int:
     """Writes the actor of a checkpoint of `run` to `output` (a folder, or a URL) with its tokenizer; returns
-    the step. dtype: of the weights, in place of the run's checkpoint.export_dtype.
+    the step. dtype: of the weights, in place of the run's checkpoint.export_dtype. trust_code: whether code
+    that the run's configuration names may be run.
 
-    Raises CheckpointError when the run has no such checkpoint, ConfigError when `output` is in use,
-    StorageError, before anything is loaded, when it cannot be made.
+    Raises CheckpointError when the run has no such checkpoint, ConfigError when `output` is in use, and for
+    code that is not trusted, StorageError, before anything is loaded, when it cannot be made.
     """
     folder, target = Path(run), place_of(output)
     if isinstance(target, Far):
@@ -80,6 +83,12 @@ def export_checkpoint(run: str, output: str, step: int | None = None, dtype: Any
     if not (folder / "config.yaml").is_file():
         raise CheckpointError(f"{run}: not a run folder (no config.yaml)")
     config = on_one_pool(config_of(folder))
+    code = _code_in(config)
+    if code and not trust_code:
+        raise ConfigError(
+            f"{run}: its config.yaml has code run for an export: {', '.join(code)}. If the run is yours, or "
+            "you have read that code, say so: rondo export --trust-code, or trust_code=True in Python"
+        )
     if dtype is not None:
         kept = dataclasses.replace(config.checkpoint, export_dtype=dtype)
         config = dataclasses.replace(config, checkpoint=kept)
@@ -96,6 +105,15 @@ def export_checkpoint(run: str, output: str, step: int | None = None, dtype: Any
     with _exporting_to(target) as part, store.way_out_named(checkpoint.step):
         run_loop(_export(config, checkpoint, part), config.cluster.hang_seconds)
     return checkpoint.step
+
+
+def _code_in(config: Config) -> list[str]:
+    """Returns the settings of a run by which an export would run code that is not rondo's."""
+    tokenizer = config.model.tokenizer or ""
+    found = ["model.trust_remote_code=true"] if config.model.trust_remote_code else []
+    if is_function(tokenizer) and not tokenizer.startswith("rondo."):
+        found.append(f"model.tokenizer={tokenizer}")
+    return found
 
 
 @contextmanager
