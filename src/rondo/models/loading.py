@@ -425,4 +425,6 @@ def is_function(name: str) -> bool:
 
 
 def _in_one_line(error: Exception) -> str:
+    if "weights_only" in str(error):  # torch's advice is to run it
+        return "its weights are a pickle, which could run code; take the model's safetensors"
     return " ".join(str(error).split())[:400] or type(error).__name__
