@@ -55,7 +55,7 @@ def is_gone(pid: int) -> bool:
 
 
 def is_program(process: psutil.Process, module: str) -> bool:
-    """Whether it is `python -m MODULE`, executed or forked: then its command is the fork server's, as is
+    """Whether it is `python [-P] -m MODULE`, executed or forked: then its command is the fork server's, as is
     its guard's, whose parent that is. One that has just died is none.
     """
     try:
@@ -63,7 +63,8 @@ def is_program(process: psutil.Process, module: str) -> bool:
         above = [one.cmdline() for one in process.parents()[:2]]
     except psutil.NoSuchProcess:
         return False
-    return command[1:3] == ["-m", module] or (module in command and above == [command, command])
+    executed = [word for word in command[1:4] if word != "-P"]
+    return executed[:2] == ["-m", module] or (module in command and above == [command, command])
 
 
 def engine_processes(pid: int | None = None, but: Iterable[int] = ()) -> list[psutil.Process]:

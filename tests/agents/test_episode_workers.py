@@ -41,7 +41,7 @@ def workers(pid: int | None = None) -> list[int]:
     for child in psutil.Process(pid).children(recursive=True):
         try:
             guard = child.parent()
-            commands = [each.cmdline()[2:3] for each in (child, guard, guard.parent())]
+            commands = [each.cmdline()[3:4] for each in (child, guard, guard.parent())]
             if commands == [["rondo.transport.forkserver"]] * 3:
                 found.append(child.pid)
         except (psutil.NoSuchProcess, AttributeError):
