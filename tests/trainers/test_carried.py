@@ -89,6 +89,8 @@ def test_the_export_has_the_dtype_of_the_models_folder(tmp_path: Path) -> None:
     of_folder = (f"model.path={tmp_path / 'bf16'}", "model.config=null", "model.tokenizer=null")
     rounded, told = run("rounded", *of_folder)
     assert f"{said} trained; checkpoint.export_dtype=float32 keeps them whole" in told
+    again = inline("export", str(tmp_path / "rounded"), str(tmp_path / "again"))
+    assert f"note: {said} trained" in again.stderr
     whole, told = run("whole", *of_folder, "checkpoint.export_dtype=float32")
     assert "the exported weights are" not in told
     assert {one.dtype for one in whole.values()} == {torch.float32}

@@ -109,5 +109,12 @@ def _template_option(text: str) -> tuple[str, Any]:
 def _export(args: argparse.Namespace) -> None:
     from rondo.trainers.commands.export import export_checkpoint
 
-    step = export_checkpoint(args.run, args.output, args.step, args.dtype, trust_code=args.trust_code)
+    step = export_checkpoint(
+        args.run,
+        args.output,
+        args.step,
+        args.dtype,
+        trust_code=args.trust_code,
+        note=lambda line: print(f"note: {line}", file=sys.stderr),
+    )
     print(f"wrote step {step} of {args.run} to {args.output}")

@@ -19,6 +19,7 @@ from rondo.controller import Worker, WorkerContext, dispatch
 from rondo.controller.mesh import DATA
 from rondo.errors import TrainError
 from rondo.models.context import Context
+from rondo.models.loading import dtype_of
 from rondo.models.source import ModelSource
 from rondo.roles import ROLES
 from rondo.training import Loss, make_engine
@@ -120,9 +121,15 @@ class ModelWorker(Worker):
         self.engine.load(path, files)
 
     @dispatch("broadcast")
-    def export(self, path: str, dtype: str) -> None:
-        """Writes a Hugging Face folder, of weights in `dtype`. Collective; all ranks write."""
-        self.engine.export(path, dtype)
+    def export(self, path: str, dtype: str | None) -> str:
+        """Writes a Hugging Face folder, and returns the dtype of its weights. None: that of the folder that
+        they come from, where it is narrower than the trained ones'. Collective; all ranks write.
+        """
+        trained, origin = self.engine.config.param_dtype, dtype_of(self.engine.source)
+        if dtype is None and origin is not None and origin.itemsize < getattr(torch, trained).itemsize:
+            dtype = str(origin).removeprefix("torch.")
+        self.engine.export(path, dtype or trained)
+        return dtype or trained
 
     @dispatch("broadcast")
     def copy_parameters_from(self, role: str) -> None:

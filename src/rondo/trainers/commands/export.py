@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
-
-import torch
 
 from rondo.checkpoint import Checkpoint, CheckpointStore
 from rondo.checkpoint.durable import replacing_folder
 from rondo.config import Config, LocalBackendConfig
 from rondo.controller import WorkerGroup, start_cluster
 from rondo.errors import CheckpointError, ConfigError
-from rondo.models.loading import dtype_of, is_function
+from rondo.models import is_function
 from rondo.storage import cache_folder, storing
 from rondo.trainers.commands.event_loop import run_loop
 from rondo.trainers.loop import config_of
 from rondo.trainers.program import complete_model, create_model, on_one_pool, open_tokenizer
-from rondo.trainers.program.roles import model_source
 from rondo.urls import Far, Place, place_of
 from rondo.workers import ActorWorker
+
+_log = logging.getLogger(__name__)
 
 
 def with_model(config: Config, export: Path) -> Config:
@@ -32,43 +32,35 @@ def with_model(config: Config, export: Path) -> Config:
     return dataclasses.replace(config, model=model)
 
 
-def export_dtype(config: Config) -> str:
-    """Returns the dtype of exported weights: checkpoint.export_dtype; else that of the folder that they come
-    from, where it is narrower than the trained ones'.
+async def export_model(actor: WorkerGroup, config: Config, folder: Path) -> str | None:
+    """Writes the actor's model, and the tokenizer that the configuration names. Returns a line that says how
+    the exported weights differ from the trained ones; None: not at all.
     """
-    if config.checkpoint.export_dtype is not None:
-        return config.checkpoint.export_dtype
-    trained, origin = config.actor.param_dtype, dtype_of(model_source(config))
-    if origin is None or origin.itemsize >= getattr(torch, trained).itemsize:
-        return trained
-    return str(origin).removeprefix("torch.")
-
-
-def rounding(config: Config) -> str | None:
-    """Says in one line how exported weights differ from the trained ones; None: not at all."""
-    dtype, trained = export_dtype(config), config.actor.param_dtype
+    wanted, trained = config.checkpoint.export_dtype, config.actor.param_dtype
+    with storing(folder):
+        dtype = await actor.call(ActorWorker.export, str(folder), wanted)
+        open_tokenizer(config).save_pretrained(folder)
     if dtype == trained:
         return None
-    why = "checkpoint.export_dtype" if config.checkpoint.export_dtype else "as those of model.path"
+    why = "checkpoint.export_dtype" if wanted else "as those of model.path"
     return (
         f"the exported weights are {dtype} ({why}), rounded from the {trained} that was trained; "
         f"checkpoint.export_dtype={trained} keeps them whole"
     )
 
 
-async def export_model(actor: WorkerGroup, config: Config, folder: Path) -> None:
-    """Writes the actor's model, and the tokenizer that the configuration names."""
-    with storing(folder):
-        await actor.call(ActorWorker.export, str(folder), export_dtype(config))
-        open_tokenizer(config).save_pretrained(folder)
-
-
 def export_checkpoint(
-    run: str, output: str, step: int | None = None, dtype: Any = None, *, trust_code: bool = False
+    run: str,
+    output: str,
+    step: int | None = None,
+    dtype: Any = None,
+    *,
+    trust_code: bool = False,
+    note: Callable[[str], object] = _log.info,
 ) -> int:
     """Writes the actor of a checkpoint of `run` to `output` (a folder, or a URL) with its tokenizer; returns
     the step. dtype: of the weights, in place of the run's checkpoint.export_dtype. trust_code: whether code
-    that the run's configuration names may be run.
+    that the run's configuration names may be run. note: is told where the weights are rounded.
 
     Raises CheckpointError when the run has no such checkpoint, ConfigError when `output` is in use, and for
     code that is not trusted, StorageError, before anything is loaded, when it cannot be made.
@@ -103,7 +95,9 @@ def export_checkpoint(
             f"{run}: has no checkpoint; set checkpoint.every in the recipe, or use its export/ folder"
         )
     with _exporting_to(target) as part, store.way_out_named(checkpoint.step):
-        run_loop(_export(config, checkpoint, part), config.cluster.hang_seconds)
+        rounded = run_loop(_export(config, checkpoint, part), config.cluster.hang_seconds)
+    if rounded is not None:
+        note(rounded)
     return checkpoint.step
 
 
@@ -131,8 +125,8 @@ def _exporting_to(target: Place) -> Iterator[Path]:
         target.upload(Path(part), last="config.json")
 
 
-async def _export(config: Config, checkpoint: Checkpoint, target: Path) -> None:
+async def _export(config: Config, checkpoint: Checkpoint, target: Path) -> str | None:
     async with await start_cluster(config.cluster) as cluster:
         actor = await create_model(cluster, "actor", config)
         await actor.call(ActorWorker.load, str(checkpoint.path / "actor"), checkpoint.files_in("actor"))
-        await export_model(actor, config, target)
+        return await export_model(actor, config, target)

@@ -22,7 +22,7 @@ from rondo.config import Config, LoadedConfig, to_yaml
 from rondo.controller import Cluster, start_cluster
 from rondo.interrupts import came, caught
 from rondo.tracking import Console, Kind, RunFolder, logged_to
-from rondo.trainers.commands.export import export_model, rounding
+from rondo.trainers.commands.export import export_model
 from rondo.trainers.commands.read_before import read_otherwise
 from rondo.trainers.commands.restarts import Restarts
 from rondo.trainers.loop import Checkpoints, Reporter, RLRun, RLTrainer, finish, remove_files
@@ -185,8 +185,7 @@ class Run:
                     replacing_folder(self.folder.export_dir) as part,
                 ):
                     await self.checkpoints.load_best(trained.roles.actor, trained.step)
-                    await export_model(trained.roles.actor, trained.config, part)
-                rounded = rounding(trained.config)
+                    rounded = await export_model(trained.roles.actor, trained.config, part)
                 if rounded is not None:
                     self.console.note(rounded)
             return finish(reporter, trained.step, best.told())
