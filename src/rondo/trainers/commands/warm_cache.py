@@ -1,7 +1,7 @@
 """Warm starts that this machine has made before, by all that they depend on.
 
 FOLDER/warm_starts/<key>/: a finished warm start, as a run's folder has it. FOLDER: RONDO_CACHE (empty:
-nothing is kept), else $XDG_CACHE_HOME/rondo, else ~/.cache/rondo. It may be removed at any time.
+nothing is kept), else that of all caches (`storage.cache_folder`). It may be removed at any time.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from rondo.config import Config, leaves_of
 from rondo.data.sources import open_sources
 from rondo.errors import StorageError
 from rondo.hub import copy_of
+from rondo.storage import cache_folder
 from rondo.tracking.summary import versions
 from rondo.trainers.program import open_tokenizer
 
@@ -33,17 +34,17 @@ def entry_of(config: Config) -> Path | None:
     """Returns where the warm start of this (settled) recipe is, or would be; None where nothing is kept."""
     folder = os.environ.get("RONDO_CACHE")
     if folder is None:
-        folder = os.path.join(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "rondo")
+        try:
+            folder = str(cache_folder())
+        except StorageError:
+            return None
     if not folder:
         return None
     digest = hashlib.sha256()
     for part in _depends_on(config):
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
-    entry = Path(folder).absolute() / "warm_starts" / digest.hexdigest()[:24]
-    if "RONDO_CACHE" not in os.environ and entry.exists() and entry.stat().st_uid != os.getuid():
-        return None  # somebody else's weights, in a folder that nobody has chosen for them
-    return entry
+    return Path(folder).absolute() / "warm_starts" / digest.hexdigest()[:24]
 
 
 def keep(made: Path, entry: Path) -> None:
