@@ -81,6 +81,11 @@ def test_the_export_has_the_dtype_of_the_models_folder(tmp_path: Path) -> None:
     scratch, told = run("scratch")
     assert {one.dtype for one in scratch.values()} == {torch.float32}
     assert "the exported weights are" not in told
+    refused = inline(
+        "export", str(tmp_path / "scratch"), str(tmp_path / "bf16"), "--dtype", "bf16", check=False
+    )
+    assert refused.returncode == 2
+    assert "dtype 'bf16': choose float32, bfloat16, float16, float64" in refused.stderr
     inline("export", str(tmp_path / "scratch"), str(tmp_path / "bf16"), "--dtype", "bfloat16")
     narrow = load_file(tmp_path / "bf16" / "model.safetensors")
     assert narrow.keys() == scratch.keys()

@@ -53,8 +53,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     export.add_argument(
         "--trust-code", action="store_true", help="run code that the run's config.yaml names (a tokenizer's)"
     )
-    dtypes = ("float32", "bfloat16", "float16", "float64")
-    export.add_argument("--dtype", choices=dtypes, help="of the weights (default: checkpoint.export_dtype)")
+    export.add_argument(
+        "--dtype", help="of the weights: float32, bfloat16, … (default: checkpoint.export_dtype)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import cast, get_args
 
 from rondo.checkpoint import Checkpoint, CheckpointStore
 from rondo.checkpoint.durable import replacing_folder
 from rondo.config import Config, LocalBackendConfig
+from rondo.config.schema.types import Dtype
 from rondo.controller import WorkerGroup, start_cluster
 from rondo.errors import CheckpointError, ConfigError
 from rondo.models import is_function
@@ -53,7 +54,7 @@ def export_checkpoint(
     run: str,
     output: str,
     step: int | None = None,
-    dtype: Any = None,
+    dtype: str | None = None,
     *,
     trust_code: bool = False,
     note: Callable[[str], object] = _log.info,
@@ -82,7 +83,9 @@ def export_checkpoint(
             "you have read that code, say so: rondo export --trust-code, or trust_code=True in Python"
         )
     if dtype is not None:
-        kept = dataclasses.replace(config.checkpoint, export_dtype=dtype)
+        if dtype not in get_args(Dtype):
+            raise ConfigError(f"dtype {dtype!r}: choose {', '.join(get_args(Dtype))}")
+        kept = dataclasses.replace(config.checkpoint, export_dtype=cast(Dtype, dtype))
         config = dataclasses.replace(config, checkpoint=kept)
     if config.trainer.warm_start is not None:
         config = with_model(config, folder / "warm_start" / "export")
