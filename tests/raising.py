@@ -30,6 +30,16 @@ class HeavyArgument:
         raise LookupError("cannot be pickled")
 
 
+class Calls:
+    """A pickle that calls something when it is read."""
+
+    def __init__(self, call: Callable[..., Any], *given: Any) -> None:
+        self._made = (call, given)
+
+    def __reduce__(self) -> Any:
+        return self._made
+
+
 KINDS: Mapping[str, Callable[[], BaseException]] = {
     "StopIteration": StopIteration,
     "StopAsyncIteration": StopAsyncIteration,

@@ -19,16 +19,9 @@ from rondo.models import ModelSource, build_model, load_tokenizer
 from rondo.models.source import TokenizerSource
 from rondo.recipes.quickstart import tokenizer
 from tests.models.families import source_of
+from tests.raising import Calls
 
 QUESTION = [{"role": "user", "content": "Tom has 3 pens"}]
-
-
-class Marks:
-    def __init__(self, marker: Path) -> None:
-        self._marker = marker
-
-    def __reduce__(self) -> Any:
-        return os.system, (f"touch {self._marker}",)
 
 
 @pytest.fixture
@@ -47,12 +40,14 @@ def changed(file: Path, **values: Any) -> None:
 
 def pickled(folder: Path, marker: Path) -> None:
     (folder / "model.safetensors").unlink()
-    torch.save({"model.embed_tokens.weight": Marks(marker)}, folder / "pytorch_model.bin")
+    torch.save(
+        {"model.embed_tokens.weight": Calls(os.system, f"touch {marker}")}, folder / "pytorch_model.bin"
+    )
 
 
 def bare_pickle(folder: Path, marker: Path) -> None:
     (folder / "model.safetensors").unlink()
-    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Marks(marker), protocol=2))
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Calls(os.system, f"touch {marker}"), protocol=2))
 
 
 def code_of_a_known_type(folder: Path, marker: Path) -> None:

@@ -8,13 +8,13 @@ import pickle
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import yaml
 
 from rondo.checkpoint.checked import MANIFEST, read_manifest, write_checked, write_manifest
+from tests.raising import Calls
 from tests.trainers.conftest import RECIPE, inline
 
 STEPS = ("trainer={total_steps: 2, evaluation: {every: 1}}", "checkpoint={every: 1, keep: 1, export: false}")
@@ -85,27 +85,17 @@ def test_a_file_of_a_checkpoint_that_was_written_wrongly_is_named(
         assert "No older checkpoint is valid" in done.stderr, what
 
 
-class Marks:
-    """A pickle that calls something when it is read."""
-
-    def __init__(self, call: Any, *given: Any) -> None:
-        self._made = (call, given)
-
-    def __reduce__(self) -> Any:
-        return self._made
-
-
 def test_a_checkpoint_of_somebody_else_runs_no_code(finished: Path, run: Path, tmp_path: Path) -> None:
     """Its manifest is right. What stands in the metadata would leave a marker, and be the true metadata."""
     step, marker = run / "checkpoints" / "step-00000002", tmp_path / "marker"
     files, name = dict(read_manifest(step)[1]), "actor/.metadata"
     whole = (step / name).read_bytes()
     calls = (
-        Marks(os.system, f"touch {marker}"),
-        Marks(eval, f"open({str(marker)!r}, 'w')"),
-        Marks(getattr, Path(str(marker)), "touch"),
-        Marks(torch.load, str(marker)),
-        Marks(subprocess.Popen, ["touch", str(marker)]),
+        Calls(os.system, f"touch {marker}"),
+        Calls(eval, f"open({str(marker)!r}, 'w')"),
+        Calls(getattr, Path(str(marker)), "touch"),
+        Calls(torch.load, str(marker)),
+        Calls(subprocess.Popen, ["touch", str(marker)]),
         {"no": "metadata"},
     )
     for call in calls:
