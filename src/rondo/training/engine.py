@@ -180,7 +180,7 @@ class Engine:
                 return sum((output.sum() for output in outputs.values()), nothing) * 0.0
             columns = expand_columns(batch, loss.columns, packed, self._output_dtype)
             total, metrics = loss(outputs, columns, packed.cu_seqlens)
-            seen.extend(numbers_of(metrics))
+            seen.extend(numbers_of(metrics, self.device))
             return total
 
         with Activity("forward and backward" if backward else "forward"):

@@ -37,4 +37,5 @@ def metrics_of(batch: Batch, loss: Loss) -> StepStats:
         for names in (loss.outputs, loss.columns)
     )
     with torch.no_grad():
-        return step_stats(numbers_of(loss(outputs, columns, cu_seqlens)[1]))
+        metrics = loss(outputs, columns, cu_seqlens)[1]
+        return step_stats(numbers_of(metrics, values.device))
