@@ -2,12 +2,14 @@
 machine.
 
     OMP_NUM_THREADS=1 python benchmarks/decode.py [--batches 64 128 256] [--repeats 5] [--json out.json]
-    python benchmarks/decode.py --device cuda           wall time; no compiled path, no roofline
+    python benchmarks/decode.py --device cuda [--model RECIPE.yaml] [--dtype bfloat16]
+                                                         wall time; no compiled path, no roofline
     python benchmarks/decode.py --paged [--cache-bytes 268435456]        long contexts, below
 
-The quickstart's model (0.85 M parameters, float32, random weights), groups of 8 samples per prompt, 16 prompt
-and 48 new tokens, temperature 1, one thread. Tokens per second of *process CPU time*; all contestants take
-turns within one run and the median of the turns counts, so that ratios hold on a busy machine too.
+The quickstart's model (0.85 M parameters, float32, random weights) or that of RECIPE's model.config; groups
+of 8 samples per prompt, 16 prompt and 48 new tokens, temperature 1, one thread. Tokens per second of *process
+CPU time*; all contestants take turns within one run and the median of the turns counts, so that ratios hold on
+a busy machine too.
 
 --paged: LONG_REQUESTS requests whose lengths follow an exponential distribution of mean LONG_MEAN tokens, to
 an engine that takes any of LONG_CONTEXT: bytes of the cache, and tokens per CPU-second on the compiled path.
@@ -32,7 +34,8 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, Qwen3Config
+import yaml
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Qwen3Config
 
 from rondo.rollout import NativeEngine
 from rondo.rollout.native.kernels import library
@@ -91,7 +94,7 @@ def run_engine(engine: NativeEngine, ids: torch.Tensor) -> None:
     """One request per row; no earlier turn had its prompt (no free prefill)."""
     turn = next(_turns)
     sampling = SamplingParams(max_tokens=NEW)
-    rows = (ids.cpu().numpy().astype(np.int32) + turn) % quickstart_config().vocab_size
+    rows = (ids.cpu().numpy().astype(np.int32) + turn) % 466
 
     async def all_requests() -> None:
         await asyncio.gather(
@@ -106,10 +109,19 @@ def run_engine(engine: NativeEngine, ids: torch.Tensor) -> None:
     asyncio.run(all_requests())
 
 
-def contestants(batch: int, device: str) -> dict[str, Callable[[], None]]:
+def model_config(recipe: Path | None) -> PretrainedConfig:
+    """The model of a recipe's `model.config`, else the quickstart's."""
+    if recipe is None:
+        return quickstart_config()
+    return AutoConfig.for_model(**yaml.safe_load(recipe.read_text())["model"]["config"])
+
+
+def contestants(
+    batch: int, device: str, config: PretrainedConfig, dtype: str
+) -> dict[str, Callable[[], None]]:
     """Name → one complete turn."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(quickstart_config(), dtype=torch.float32).eval().to(device)
+    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval().to(device)
     model.generation_config.eos_token_id = None
     parameters = {name: p.data for name, p in model.named_parameters()}
     ids = prompts(batch).to(device)
@@ -119,8 +131,9 @@ def contestants(batch: int, device: str) -> dict[str, Callable[[], None]]:
     }
     for decode in ("generic", "lean", "compiled") if device == "cpu" else ("generic", "lean"):
         engine = NativeEngine(
-            quickstart_config(),
+            config,
             parameters=parameters,
+            dtype=dtype,  # type: ignore[arg-type]
             device=device,
             max_concurrent=batch,
             max_context=PROMPT + NEW,
@@ -231,9 +244,9 @@ def measure_paged(cache_bytes: int | None) -> dict[str, float]:
     }
 
 
-def measure(batch: int, repeats: int, device: str) -> dict[str, object]:
+def measure(batch: int, repeats: int, device: str, config: PretrainedConfig, dtype: str) -> dict[str, object]:
     """Median tokens per CPU-second of every contestant over alternated turns, after one to warm up."""
-    turns = contestants(batch, device)
+    turns = contestants(batch, device, config, dtype)
     rates: dict[str, list[float]] = {name: [] for name in turns}
     for repeat in range(repeats + 1):
         for name, turn in turns.items():
@@ -275,6 +288,8 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[64, 128, 256])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--model", type=Path, metavar="RECIPE.yaml", help="its model.config is measured")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--paged", action="store_true", help="long contexts instead")
     parser.add_argument("--cache-bytes", type=int, help="of the engine that --paged measures")
@@ -283,19 +298,22 @@ def main() -> None:
     if arguments.paged:
         sys.stdout.write(json.dumps(measure_paged(arguments.cache_bytes), indent=1) + "\n")
         return
-    results = [measure(batch, arguments.repeats, arguments.device) for batch in arguments.batches]
     versions = {
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": sys.version.split()[0],
     }
+    config = model_config(arguments.model)
+    results: list[dict[str, object]] = []
+    for batch in arguments.batches:  # written as they come: what is cut off keeps what it has
+        results.append(measure(batch, arguments.repeats, arguments.device, config, arguments.dtype))
+        text = json.dumps(
+            {"prompt": PROMPT, "new": NEW, "group": GROUP, "versions": versions, "results": results}, indent=1
+        )
+        if arguments.json:
+            arguments.json.write_text(text + "\n")
     sys.stdout.write(table(results, arguments.device) + "\n")
-    text = json.dumps(
-        {"prompt": PROMPT, "new": NEW, "group": GROUP, "versions": versions, "results": results}, indent=1
-    )
-    if arguments.json:
-        arguments.json.write_text(text + "\n")
-    else:
+    if not arguments.json:
         sys.stdout.write(text + "\n")
 
 

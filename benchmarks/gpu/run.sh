@@ -1,22 +1,25 @@
 #!/usr/bin/env bash
-# Everything worth doing when a CUDA machine is at hand, in parts of at most LIMIT seconds each:
-#   doctor       what is there
-#   correctness  the tests marked `gpu`
-#   decode       the native engine against transformers' generate
-#   quickstart   the quickstart, on the device
-#   train        GRPO of a model of Qwen3-0.6B's shape with random weights (train.py, qwen3_0.6b.yaml)
+# Everything worth doing when a CUDA machine is at hand, in parts of at most LIMIT seconds each (what each took on
+# one H100, in brackets):
+#   doctor       what is there (3 s)
+#   correctness  the tests marked `gpu`: kernels, every family, whole runs of every role and way (65 s with
+#                pytest-xdist, which is used where it is installed)
+#   quickstart   the quickstart, on the device (65 s)
+#   train        GRPO of a model of Qwen3-0.6B's shape with random weights (train.py, qwen3_0.6b.yaml) (70 s)
+#   kernels      the same with short answers: which kernels take the device's time
+#   decode       the native engine against transformers' generate; decode-0.6b: a model of Qwen3-0.6B's shape
 #
-#   bash benchmarks/gpu/run.sh [PART …]    no PART: all. Variables: PYTHON=python3 OUT=build/gpu LIMIT=450
+#   bash benchmarks/gpu/run.sh [PART …]    no PART: all. Variables: PYTHON=python3 OUT=build/gpu LIMIT=300
 #
 # Writes PART.log to OUT, and PART.json where a part measures something. Needs the machine's own torch and
 # transformers; no Ray, no vLLM, no package index: what wheels.sh has put into .whl/ is installed from there, into a
 # temporary folder. Without a CUDA device the tests are skipped, and the parts that need one say so; no failure.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
-PARTS=(doctor correctness decode quickstart train)
+PARTS=(doctor correctness quickstart train kernels decode decode-0.6b)
 PYTHON=${PYTHON:-python3}
 OUT=${OUT:-build/gpu}
-LIMIT=${LIMIT:-450}
+LIMIT=${LIMIT:-300}
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 mkdir -p "$OUT"
@@ -25,20 +28,30 @@ if compgen -G ".whl/*.whl" > /dev/null; then
   "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$scratch/site" .whl/*.whl || exit 1
   export PYTHONPATH=$PYTHONPATH:$scratch/site
 fi
+several=$("$PYTHON" -c 'import xdist; print("-n 6")' 2> /dev/null)
 has_cuda=$("$PYTHON" -c 'import torch; print(int(torch.cuda.is_available()))') || exit 1
 
 command_of() {  # sets COMMAND, and WANTS_CUDA: whether it is of no use without a device
   WANTS_CUDA=1
   case $1 in
     doctor) WANTS_CUDA=0 COMMAND=("$PYTHON" -m rondo.cli.main doctor) ;;
-    correctness) WANTS_CUDA=0 COMMAND=("$PYTHON" -m pytest -q -p no:cacheprovider --timeout 300 -m gpu tests/gpu) ;;
+    correctness)
+      # shellcheck disable=SC2206  # two words, or none
+      WANTS_CUDA=0 COMMAND=("$PYTHON" -m pytest -q -p no:cacheprovider --timeout 200 -m gpu $several tests/gpu) ;;
     decode)
       COMMAND=("$PYTHON" benchmarks/decode.py --device cuda --batches 64 256 --repeats 3 --json "$OUT/decode.json") ;;
+    decode-0.6b)
+      COMMAND=("$PYTHON" benchmarks/decode.py --device cuda --batches 64 256 --repeats 3 --json "$OUT/decode-0.6b.json"
+        --model benchmarks/gpu/qwen3_0.6b.yaml --dtype bfloat16) ;;
     quickstart)
       COMMAND=("$PYTHON" -m rondo.cli.main train quickstart cluster.device=cuda "trainer.run_dir=$scratch/quickstart"
         tracking.trackers=[] checkpoint.every=null) ;;
     train)
       COMMAND=("$PYTHON" benchmarks/gpu/train.py --json "$OUT/train.json" "trainer.run_dir=$scratch/train") ;;
+    kernels)
+      COMMAND=("$PYTHON" benchmarks/gpu/train.py --kernels 40 --json "$OUT/kernels.json"
+        "trainer.run_dir=$scratch/kernels" trainer.total_steps=2 rollout.n=32 rollout.max_tokens=64
+        rollout.max_concurrent=256) ;;
     *) return 1 ;;
   esac
 }

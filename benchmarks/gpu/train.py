@@ -2,16 +2,20 @@
 trainer's log-probs are from the sampler's.
 
     python benchmarks/gpu/train.py [--json FILE] [RECIPE.yaml] [key.sub=value …]     default: qwen3_0.6b.yaml
+    python benchmarks/gpu/train.py --kernels 30 …          which kernels took the device's time
 
-The first step warms up (kernels are chosen and compiled) and is not in the medians.
+The first step warms up (kernels are chosen and compiled) and is not in the medians. With --kernels everything
+is recorded, and slower: the shares count, not the seconds.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,14 +54,34 @@ def table(rows: list[dict[str, float]]) -> str:
     return "\n".join(name.ljust(26) + "".join(f"{row[name]:12.4g}" for row in rows) for name in rows[0])
 
 
+@contextlib.contextmanager
+def kernels(most: int | None) -> Iterator[None]:
+    """Prints the kernels that took the most of the device's time inside, if asked."""
+    if most is None:
+        yield
+        return
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        yield
+    rows = sorted(profile.key_averages(), key=lambda row: -row.self_device_time_total)
+    whole = sum(row.self_device_time_total for row in rows)
+    sys.stdout.write(f"{whole / 1e6:.3f} s of kernels, {sum(row.count for row in rows)} of them\n")
+    for row in rows[:most]:
+        share = row.self_device_time_total / whole
+        sys.stdout.write(
+            f"{share:7.1%} {row.self_device_time_total / 1e6:8.3f} s {row.count:8d}  {row.key[:110]}\n"
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--kernels", type=int, metavar="N", help="list the N that took the most time")
     parser.add_argument("settings", nargs="*", metavar="RECIPE.yaml or key.sub=value")
     arguments = parser.parse_args()
     files = [text for text in arguments.settings if "=" not in text] or [str(RECIPE)]
     loaded = load(files, [text for text in arguments.settings if "=" in text])
-    train(loaded)
+    with kernels(arguments.kernels):
+        train(loaded)
     lines = (Path(run_dir(loaded)) / "metrics.jsonl").read_text().splitlines()
     steps = [row_of(line) for line in map(json.loads, lines) if "timing/step_s" in line]
     measured = steps[1:] or steps

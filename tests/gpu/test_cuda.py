@@ -1,4 +1,4 @@
-"""What must hold on a CUDA device; run by benchmarks/gpu/run.sh. Skipped, and never yet run, without one."""
+"""What must hold on a CUDA device; run by benchmarks/gpu/run.sh. Skipped without one."""
 
 from __future__ import annotations
 
@@ -80,7 +80,6 @@ def test_cuda_and_cpu_take_the_same_first_step(tmp_path: Path) -> None:
         run = tmp_path / device
         overrides = [f"trainer.run_dir={run}", f"cluster.device={device}", "trainer.total_steps=1"]
         overrides.append("actor.compute_dtype=float32")  # the default on CUDA is bfloat16
-        overrides.append("actor.compute_dtype=float32")
         train(load([str(recipe)], overrides))
         lines[device] = metrics(run)[1]
     assert lines["cuda"]["reward/mean"] == pytest.approx(lines["cpu"]["reward/mean"], abs=0.05)

@@ -31,6 +31,7 @@ OUTPUTS = ("log_probs", "entropy", "sum_p_squared")
 
 @pytest.fixture(scope="module")
 def cuda_mesh() -> Iterator[DeviceMesh]:
+    torch.cuda.set_device(0)
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
     yield init_device_mesh("cuda", (1,), mesh_dim_names=("dp",))
     dist.destroy_process_group()
