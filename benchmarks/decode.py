@@ -8,8 +8,8 @@ machine.
 
 The quickstart's model (0.85 M parameters, float32, random weights) or that of RECIPE's model.config; groups
 of 8 samples per prompt, 16 prompt and 48 new tokens, temperature 1, one thread. Tokens per second of *process
-CPU time*; all contestants take turns within one run and the median of the turns counts, so that ratios hold on
-a busy machine too.
+CPU time*; all contestants take turns within one run and the median of the turns counts, so that ratios hold
+on a busy machine too.
 
 --paged: LONG_REQUESTS requests whose lengths follow an exponential distribution of mean LONG_MEAN tokens, to
 an engine that takes any of LONG_CONTEXT: bytes of the cache, and tokens per CPU-second on the compiled path.

@@ -289,8 +289,8 @@ def test_a_teams_clock_counts_the_threads_of_a_library() -> None:
         clock, me = TeamClock(), str(threading.get_native_id())
         torch.set_num_threads(2)
         matrix = torch.ones(600, 600)
-        # Looking at the clock takes time of its own, more where other tests have left many threads: the process is
-        # measured around it and this thread within it.
+        # Looking at the clock takes time of its own, more where other tests have left many threads: the
+        # process is measured around it and this thread within it.
         process, first, own, others = time.process_time(), clock.seconds(), time.thread_time(), 0.0
         while others < 0.15:  # on a busy machine the second one comes late, and this one spins meanwhile
             matrix @ matrix

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from rondo.errors import TrainError
-from rondo.weights.checksum import box_checksum, combine, signed
+from rondo.weights.checksum import box_sum, combine
 from rondo.weights.layout import Box, Layout, Parameter
 
 
@@ -32,14 +32,18 @@ def checksums_of(
 
     Raises TrainError where ranks that should hold the same do not.
     """
-    rank, device = dist.get_rank(), torch.device("cpu")
-    counted, every = [], []  # of whoever is the first to hold what it holds, and of all
+    rank, parts, firsts = dist.get_rank(), [], []
     for parameter in layout.parameters:
         local = rows[parameter.name].to(getattr(torch, parameter.dtype))
-        device, box = local.device, layout.held(rank, parameter.name)
-        every.append(0 if box is None else signed(box_checksum(local, box.offset, parameter.shape)))
-        counted.append(every[-1] if layout.specs[parameter.name].first(rank) else 0)
-    totals = torch.tensor([counted, every], dtype=torch.int64, device=device)
+        box = layout.held(rank, parameter.name)
+        parts.append(
+            local.new_zeros((), dtype=torch.int64)
+            if box is None
+            else box_sum(local, box.offset, parameter.shape)
+        )
+        firsts.append(layout.specs[parameter.name].first(rank))
+    every = torch.stack(parts)  # of all, and of whoever is the first to hold what it holds: read at one time
+    totals = torch.stack([every * torch.tensor(firsts, device=every.device), every])
     dist.all_reduce(totals, group=group)
     out = {}
     for parameter, first, together in zip(layout.parameters, *totals.tolist(), strict=True):

@@ -48,11 +48,13 @@ Numbers = list[tuple[str, list[torch.Tensor]]]  # name -> a mean's two numbers, 
 
 
 def numbers_of(metrics: Metrics, device: torch.device) -> Numbers:
-    """Returns the metrics of one micro-batch in float64 on `device`, the model's, without the graph that they may
-    be part of. A loss may make a number on the CPU (`torch.ones(())`): sending it there waits for nothing.
+    """Returns the metrics of one micro-batch in float64 on `device`, the model's, without the graph that they
+    may be part of. A loss may make a number on the CPU (`torch.ones(())`): sending it waits for nothing.
     """
     parts = {name: value if isinstance(value, tuple) else (value,) for name, value in metrics.items()}
-    return [(name, [part.detach().to(device, torch.float64) for part in pair]) for name, pair in parts.items()]
+    return [
+        (name, [part.detach().to(device, torch.float64) for part in pair]) for name, pair in parts.items()
+    ]
 
 
 def step_stats(seen: Numbers) -> StepStats:

@@ -17,7 +17,7 @@ import torch
 MODULUS = 1 << 64
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 _RUN = 1 << 10  # words per inner sum: below 2^31 · 2^11 · 2^10 = 2^52 every one of them is exact in float64
-_SLAB = 1 << 9  # inner sums at a time: 4 MiB as float64
+_SLAB = {"cpu": 1 << 19, "cuda": 1 << 24}  # words at a time: 4 MiB as float64, 128 MiB
 
 
 def checksum(tensor: torch.Tensor, start: int = 0) -> int:
@@ -26,37 +26,29 @@ def checksum(tensor: torch.Tensor, start: int = 0) -> int:
 
     An int in [0, 2^64). Any dtype, any device; the whole tensor has start=0.
     """
-    words = _words(tensor)
-    first = start * _words_per_element(tensor)
-    columns = _columns(tensor.device)
-    total, slab = 0, _RUN * _SLAB
-    for begin in range(0, words.numel(), slab):
-        part = words[begin : begin + slab]
-        whole = part.numel() // _RUN * _RUN
-        total += _sum(part[:whole].view(-1, _RUN), first + begin, columns)
-        total += _sum(part[whole:].view(1, -1), first + begin + whole, columns)
-    return total % MODULUS
+    return combine([int(_sum(tensor.reshape(1, -1), torch.tensor([start])))])
 
 
 def box_checksum(tensor: torch.Tensor, offset: Sequence[int], whole: Sequence[int]) -> int:
-    """Returns the checksum of a box of a tensor of shape `whole`: `tensor` begins at `offset` of it.
+    """Returns the checksum of a box of a tensor of shape `whole`: `tensor` begins at `offset` of it."""
+    return combine([int(box_sum(tensor, offset, whole))])
 
-    Rows that follow each other in the whole tensor are one run, so that a shard along the first dimension
-    costs as much as `checksum`.
+
+def box_sum(tensor: torch.Tensor, offset: Sequence[int], whole: Sequence[int]) -> torch.Tensor:
+    """Returns the `box_checksum` as torch holds it (`signed`), int64 [], on the tensor's device, which is not
+    waited for.
     """
     shape = tuple(tensor.shape)
     if not shape or tensor.numel() == 0:
-        return checksum(tensor)
+        return _sum(tensor.reshape(1, -1), torch.tensor([0]))
     strides = [math.prod(whole[dim + 1 :]) for dim in range(len(whole))]
     dim = len(shape) - 1  # the last dimension that is cut: from here on everything is one run
     while dim > 0 and shape[dim] == whole[dim]:
         dim -= 1
-    base = sum(at * stride for at, stride in zip(offset, strides, strict=True))
-    starts = torch.full((1,), base, dtype=torch.int64)
+    starts = torch.tensor([sum(at * stride for at, stride in zip(offset, strides, strict=True))])
     for size, stride in zip(shape[:dim], strides[:dim], strict=True):
         starts = (starts[:, None] + torch.arange(size) * stride).flatten()
-    runs = tensor.reshape(len(starts), -1)
-    return combine(checksum(run, start) for run, start in zip(runs, starts.tolist(), strict=True))
+    return _sum(tensor.reshape(len(starts), -1), starts)
 
 
 def combine(parts: Iterable[int]) -> int:
@@ -69,26 +61,36 @@ def signed(value: int) -> int:
     return value - MODULUS if value >= MODULUS // 2 else value
 
 
-def _words(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.detach().reshape(-1)
-    return flat.view(_WORDS[tensor.element_size()]) if tensor.dtype != torch.bool else flat.view(torch.int8)
+def _sum(runs: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    """Sums elements [R, C], of which each row begins at its place in `starts` (int64 [R]); int64 []."""
+    flat = runs.detach().reshape(-1)
+    if flat.stride() != (1,):  # one element of a wider tensor, which torch takes for contiguous
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    words = flat.view(torch.int8 if runs.dtype == torch.bool else _WORDS[runs.element_size()])
+    per_element = 2 if runs.element_size() == 8 else 1
+    device, slab = runs.device, _SLAB["cpu" if runs.device.type == "cpu" else "cuda"]
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    if not words.numel():
+        return total
+    rows = words.view(len(starts), -1)
+    first = starts.to(device) * per_element
+    high = max(1, slab // rows.shape[1])
+    for top in range(0, len(rows), high):
+        for left in range(0, rows.shape[1], slab):
+            part, places = rows[top : top + high, left : left + slab], first[top : top + high] + left
+            whole = part.shape[1] // _RUN * _RUN
+            if whole:
+                inner = (places[:, None] + torch.arange(0, whole, _RUN, device=device)).flatten()
+                total += _weighted(part[:, :whole].reshape(-1, _RUN), inner)
+            if whole < part.shape[1]:
+                total += _weighted(part[:, whole:], places + whole)
+    return total
 
 
-def _words_per_element(tensor: torch.Tensor) -> int:
-    return 2 if tensor.element_size() == 8 else 1
-
-
-def _columns(device: torch.device) -> torch.Tensor:
-    """Returns [_RUN, 2], which gives Σ word and Σ word · (2j + 1) over a run, as a product of matrices."""
-    odd = torch.arange(1, 2 * _RUN, 2, dtype=torch.float64, device=device)
-    return torch.stack([torch.ones_like(odd), odd], 1)
-
-
-def _sum(rows: torch.Tensor, first: int, columns: torch.Tensor) -> int:
-    """Sums rows [R, C] of words that follow each other, C at most _RUN, the first one at place `first`."""
-    num, width = rows.shape
-    if rows.numel() == 0:
-        return 0
-    plain, weighted = (rows.to(torch.float64) @ columns[:width]).to(torch.int64).unbind(1)
-    base = torch.arange(num, device=rows.device) * width + first
-    return int((plain * (2 * base) + weighted).sum())
+def _weighted(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Sums rows [R, C] of words, C at most _RUN, each of which begins at its place [R]."""
+    # Σ word and Σ word · (2j + 1) over each row, as a product of matrices.
+    odd = torch.arange(1, 2 * rows.shape[1], 2, dtype=torch.float64, device=rows.device)
+    columns = torch.stack([torch.ones_like(odd), odd], 1)
+    plain, weighted = (rows.to(torch.float64) @ columns).to(torch.int64).unbind(1)
+    return (plain * (2 * places) + weighted).sum()
