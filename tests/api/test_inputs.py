@@ -230,6 +230,21 @@ def test_functions_without_a_name_are_written_down(inputs: Inputs) -> None:
     assert resolve_function(name)(3) == 8
 
 
+def test_a_function_that_another_python_wrote_down_is_refused(inputs: Inputs) -> None:
+    """Its bytes are no code there: one of 3.11 ran in 3.12, and raised SystemError in the middle."""
+    name = inputs.function(lambda x: x + 1)
+    file = Path(name.rpartition(":")[0])
+    line, rest = file.read_bytes().split(b"\n", 1)
+    here = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    assert line.decode() == f"a function of rondo, for Python {here}"
+    file.write_bytes(line.replace(here.encode(), b"3.7") + b"\n" + rest)
+    _KNOWN.pop(name)
+    with pytest.raises(ConfigError, match=rf"of Python 3\.7, and this is Python {here}"):
+        resolve_function(name)
+    file.write_bytes(rest)  # as an older rondo wrote it
+    assert resolve_function(name)(3) == 4
+
+
 def test_lambdas_partials_and_objects(inputs: Inputs) -> None:
     assert resolve_function(inputs.function(lambda x: x + 1))(1) == 2
     name = inputs.named({"a": [{"name": print}]})["a"][0]["name"]

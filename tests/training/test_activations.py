@@ -111,7 +111,9 @@ def test_what_waits_is_each_blocks_input(mesh: DeviceMesh, monkeypatch: pytest.M
     engine.forward(make_batch(((6, 7),)), LOG_PROBS)
     assert packed == []  # nothing waits for a backward pass that does not come
     engine.forward_backward(make_batch(((6, 7),)), PolicyLoss())
-    assert packed == [(1, 12, 32)] * 2
+    assert [shape for shape in packed if shape != (0,)] == [
+        (1, 12, 32)
+    ] * 2  # torch 2.11 keeps an empty one, too
 
 
 def _on_ranks(rank: int, world: int) -> dict[str, dict[str, torch.Tensor]]:

@@ -18,7 +18,7 @@ import cloudpickle
 
 from rondo.api.rows import plain_rows, write_rows
 from rondo.checkpoint.durable import write_atomic
-from rondo.config.functions import know
+from rondo.config.functions import know, written_down
 from rondo.config.schema.data import SOURCE_TYPES
 from rondo.errors import ConfigError
 
@@ -77,7 +77,7 @@ class Inputs:
         plain = "".join(letter for letter in name.rpartition(".")[2] if letter.isidentifier()) or "function"
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"{plain}-{hashlib.sha256(data).hexdigest()[:8]}.pkl"
-        write_atomic(path, data)
+        write_atomic(path, written_down(data))
         return know(f"{path}:{plain}", function)
 
 

@@ -34,6 +34,7 @@ _SIMPLE_TYPES: Mapping[str, tuple[type, ...]] = {
 
 # Functions that a program has handed over, by the names that its recipe has for them.
 _KNOWN: dict[str, Callable[..., Any]] = {}
+_WRITTEN_BY = b"a function of rondo, for Python "  # begins a file that a program has written one down in
 
 
 def resolve_function(
@@ -69,6 +70,15 @@ def resolve_function(
             "Your own: path/to/file.py:name or package.module.name"
         )
     return _attribute(module, attribute, name)
+
+
+def written_down(data: bytes) -> bytes:
+    """Returns what a file holds of a pickled function: also whose code it is, since Python's changes."""
+    return _WRITTEN_BY + _python() + b"\n" + data
+
+
+def _python() -> bytes:
+    return b"%d.%d" % sys.version_info[:2]
 
 
 def know(name: str, function: Callable[..., Any]) -> str:
@@ -204,8 +214,17 @@ def _unpickled(path: str, name: str) -> Callable[..., Any]:
     file = Path(path).expanduser()
     if not file.is_file():
         raise ConfigError(f"'{name}': there is no file {file}; paths are relative to the working directory")
+    data = file.read_bytes()
+    if data.startswith(_WRITTEN_BY):  # what an older rondo wrote does not say
+        said, _, data = data.removeprefix(_WRITTEN_BY).partition(b"\n")
+        if said != _python():
+            raise ConfigError(
+                f"'{name}': {file} holds a function's compiled code, of Python {said.decode()}, and this is "
+                f"Python {_python().decode()}, which would take it for something else; go on with that "
+                "Python, or put the function into a file of its own"
+            )
     with _importing(f"'{name}': {file}"):
-        function = pickle.loads(file.read_bytes())
+        function = pickle.loads(data)
     know(name, function)
     return function  # type: ignore[no-any-return]
 
