@@ -20,15 +20,16 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 # Who may import whom. Every part above them may import these.
 BASE = {"activity", "border", "errors", "readonly", "storage", "types", "columns", "roles", "batch", "config"}
-BASE |= {"urls"}
+BASE |= {"masking", "urls"}
 ALLOWED: dict[str, set[str]] = {
     "__init__": {"api"},  # when something of it is asked for
-    "errors": set(),
-    "border": {"errors"},
+    "masking": set(),
+    "errors": {"masking"},
+    "border": {"errors", "masking"},
     "interrupts": set(),
     "streams": set(),
     "storage": {"errors"},
-    "urls": {"errors"},
+    "urls": {"errors", "masking"},
     "readonly": set(),
     "arithmetic": set(),
     "types": {"errors", "readonly"},
@@ -38,7 +39,7 @@ ALLOWED: dict[str, set[str]] = {
     "arrays": {"errors"},
     "batch": {"arrays", "columns", "errors"},
     "roles": set(),
-    "config": {"border", "errors", "roles"},
+    "config": {"border", "errors", "masking", "roles"},
     "algorithms": BASE,
     "planning": BASE,
     "hub": {"config", "errors", "storage", "urls"},
@@ -77,7 +78,7 @@ ALLOWED: dict[str, set[str]] = {
 ALLOWED |= {
     "compat": {"config", "errors"},
     "environments": BASE | {"arithmetic", "search"},
-    "sandbox": {"errors"},
+    "sandbox": {"errors", "masking"},
     "search": BASE,
     "view": {"errors"},  # reads files only
 }

@@ -16,6 +16,7 @@ from traceback import FrameSummary
 from typing import TypeVar
 
 from rondo.errors import RondoError, users_frames, without_libraries
+from rondo.masking import masked_urls
 
 T = TypeVar("T")
 
@@ -111,9 +112,11 @@ def _end_of_iteration(error: Exception) -> BaseException | None:
 
 
 def written(error: BaseException, write: Callable[[BaseException], str] = str) -> str:
-    """Returns an error's text by `str` or `repr`, which are the user's own code, too."""
+    """Returns an error's text by `str` or `repr`, which are the user's own code, too; without passwords in
+    URLs.
+    """
     try:
-        return write(error)
+        return masked_urls(write(error))
     except Exception as failure:
         return f"<{type(error).__name__}, whose text cannot be had: {type(failure).__name__}>"
 

@@ -8,15 +8,22 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
+from rondo.masking import masked_urls
+
 E = TypeVar("E", bound="RondoError")
 _STANDARD_LIBRARY = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 
 
 class RondoError(Exception):
-    """Base of every error that rondo raises on purpose."""
+    """Base of every error that rondo raises on purpose. Its text has no passwords in URLs, whoever wrote
+    it.
+    """
 
     is_outage = False
     """No code is at fault: a process died, hung, or lost its peers. The same may succeed in new ones."""
+
+    def __str__(self) -> str:
+        return masked_urls(super().__str__())
 
     def _render_traceback_(self) -> list[str]:
         """Returns what a notebook shows of it (IPython asks for this): the lines of the user's own that led

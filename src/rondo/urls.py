@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rondo.errors import ConfigError, RondoError, StorageError
+from rondo.masking import masked_urls, was_masked
 
 _URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://")
 # What fsspec needs besides itself.
@@ -43,6 +44,11 @@ def place_of(path: str) -> Place:
     return Far(path) if is_url(path) else Path(path).expanduser()
 
 
+def spelled(place: Place) -> str:
+    """Returns what `place_of` reads; the text of a place is for people, and may lack something."""
+    return place.url if isinstance(place, Far) else str(place)
+
+
 def check_inner(name: str) -> None:
     """Raises ValueError for a name, which somebody else gave to a file below a folder, that is no path below
     one: absolute, with a part that is empty, `.` or `..`, or with what no file system or terminal should get
@@ -67,18 +73,26 @@ class Far:
     """A file or folder at a URL, with those verbs of `pathlib.Path` that checkpoints need. Picklable; a file
     system is opened in the process that asks.
 
+    As text it is the URL without a user part and query, which may be secrets.
+
     Raises FileNotFoundError where there is nothing; StorageError, naming the URL, for whatever else the far
-    side or the way to it refuses; ConfigError for a protocol that is unknown, or whose package is missing.
+    side or the way to it refuses; ConfigError for a protocol that is unknown, or whose package is missing,
+    and for a URL that was masked where a run kept it.
     """
 
     def __init__(self, url: str) -> None:
+        if was_masked(url):
+            raise ConfigError(
+                f"{url}: a part of this URL stands for what may be a secret, and was not kept: name the URL "
+                "anew; its package takes user and password from the environment, or from ~/.config/fsspec"
+            )
         self.url = url.rstrip("/")
 
     def __str__(self) -> str:
-        return self.url
+        return masked_urls(self.url)
 
     def __repr__(self) -> str:
-        return f"Far({self.url!r})"
+        return f"Far({str(self)!r})"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Far) and other.url == self.url

@@ -30,6 +30,7 @@ from urllib.parse import urlsplit
 
 from rondo.border import described
 from rondo.errors import ConfigError, ToolError
+from rondo.masking import masked_urls, warn_of_open_way
 from rondo.transport.process import TAIL_LINES, guarded
 
 if TYPE_CHECKING:
@@ -103,6 +104,7 @@ class McpServer:
 
     def start(self) -> list[ServedTool]:
         """Connects, and returns the tools that are wanted. Raises ConfigError."""
+        warn_of_open_way(self._where, self._url, key=False)
         try:
             there = _on_loop(self._connected()).tools
         except ServerDownError as error:
@@ -133,7 +135,7 @@ class McpServer:
         _on_loop(self._close())
 
     def __str__(self) -> str:
-        return f"the MCP server `{self._url or shlex.join(self._command)}`"
+        return f"the MCP server `{masked_urls(self._url) or shlex.join(self._command)}`"
 
     # ---- on the loop of the connections
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rondo.errors import ConfigError
+from rondo.masking import warn_of_open_way
 from rondo.search import MOST_RESULTS, Passage, check_query, index_of
 from rondo.search.client import RetrieverError, endpoint, retrieve
 from rondo.types import ToolResult
@@ -52,6 +53,7 @@ class Search:
             if tool._corpus:
                 index_of(tool._corpus, backend=tool._index, encoder=tool._encoder, anew=True)
             else:
+                warn_of_open_way("rollout.tools: search", tool._url, key=False)
                 retrieve(tool._url, "a", 1)
         except (ConfigError, RetrieverError) as error:
             raise ConfigError(f"rollout.tools: search: {error}") from error

@@ -13,6 +13,7 @@ from typing import Any
 from rondo.config.keys import within
 from rondo.config.printing import leaves, plain
 from rondo.config.schema import Config
+from rondo.masking import is_secret, masked
 
 Settings = Mapping[str, Any]
 
@@ -41,10 +42,24 @@ def differing(old: Settings, new: Settings, *, free: Collection[str] = ()) -> li
 
 
 def changes(old: Settings, new: Settings, place: str, *, free: Collection[str] = ()) -> list[str]:
-    """Returns what is `differing` as lines: `rollout.n: 4 in the journal, 2 now`. place: where `old` is."""
+    """Returns what is `differing` as lines: `rollout.n: 4 in the journal, 2 now`. place: where `old` is. One
+    side may be from a rondo that masked no secrets.
+    """
+    old, new = _masked(old), _masked(new)
     return [
         f"{key}: {_shown(old, key)} {place}, {_shown(new, key)} now" for key in differing(old, new, free=free)
     ]
+
+
+def _masked(settings: Settings) -> Settings:
+    return {key: _masked_leaf(key, value) for key, value in settings.items()}
+
+
+def _masked_leaf(key: str, value: Any) -> Any:
+    parts = key.split(".")
+    if parts[-1] == "env" and any(map(is_secret, parts[-2:-1])):
+        return value  # {env: NAME}
+    return masked(next(filter(is_secret, parts), parts[-1]), value)
 
 
 def _replaced(key: str, old: Settings, new: Settings) -> str:

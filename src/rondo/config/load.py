@@ -15,10 +15,12 @@ from typing import Any
 
 from rondo.config.build import Built, build
 from rondo.config.keys import ROOT, Place, has_unknown_keys
+from rondo.config.printing import literal_secrets
 from rondo.config.rules import violations
 from rondo.config.schema import Config
 from rondo.config.tree import BENEATH, RECIPES, Node, Origin, read_argument, read_file, read_value
 from rondo.errors import ConfigError
+from rondo.masking import masked_settings
 
 INCLUDE = "include"
 
@@ -33,8 +35,8 @@ class LoadedConfig:
     files: tuple[str, ...]
     """As given, in order."""
     notes: tuple[str, ...] = ()
-    """Keys in another spelling that have no meaning here, each with the reason; the start of a run shows
-    them once.
+    """Keys in another spelling that have no meaning here, each with the reason, and those that hold secrets;
+    the start of a run shows them once.
     """
 
 
@@ -84,7 +86,8 @@ def load(
             tree = _override(ROOT, tree, parts, value, "")
     for layer, (key, given) in enumerate(settings.items(), start=len(layers) + len(overrides)):
         with collected(problems):
-            parts, value = read_value(key, given, layer, Origin(f"setting {key}={given!r:.60}"))
+            shown = masked_settings(f"{key}={given!r}")[: len(key) + 61]
+            parts, value = read_value(key, given, layer, Origin(f"setting {shown}"))
             tree = _override(ROOT, tree, parts, value, "")
     notes: tuple[str, ...] = ()
     if translate is not None and has_unknown_keys(tree):
@@ -95,7 +98,18 @@ def load(
     problems += [*built.problems, *violations(built)]
     if problems:
         raise ConfigError.of(problems)
+    notes = (*notes, *_notes_on_secrets(built))
     return LoadedConfig(_with_warm_start(built), built.origins, tuple(files), notes)
+
+
+def _notes_on_secrets(built: Built) -> Iterator[str]:
+    for key in literal_secrets(built.config):
+        origin = built.origins.get(key)
+        yield (
+            f"{origin.where if origin else 'the recipe'}: {key} holds a secret, or a URL that may: a run "
+            "keeps a digest of it, and cannot be repeated from its config.yaml alone. Write a secret as "
+            f"{key.rpartition('.')[2]}: {{env: NAME_OF_A_VARIABLE}}, and a URL without user and query"
+        )
 
 
 def _with_warm_start(built: Built) -> Config:

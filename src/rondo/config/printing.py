@@ -11,9 +11,14 @@ import yaml
 from rondo.config.keys import FLATTENED
 from rondo.config.schema import Config
 from rondo.config.tree import FLOAT, INT, Origin
+from rondo.masking import digest, masked, masked_urls
 
 if TYPE_CHECKING:
     from rondo.config.load import LoadedConfig
+
+
+# The fields below which names are not the schema's, and may be those of secrets.
+_OPEN = {"options", "env"}
 
 
 class _Dumper(yaml.SafeDumper):
@@ -25,7 +30,7 @@ _Dumper.add_implicit_resolver("tag:yaml.org,2002:int", INT, None)
 
 
 def to_yaml(config: Config) -> str:
-    """Writes every key with its value, which loads back to an equal configuration."""
+    """Writes every key with its value; loads back to an equal configuration, but for secrets (`plain`)."""
     return yaml.dump(plain(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
 
 
@@ -39,19 +44,30 @@ def show(loaded: LoadedConfig) -> str:
     return "\n".join(f"{text:<{width}}  # {origin}" for text, origin in rows)
 
 
-def plain(value: Any) -> Any:
+def plain(value: Any, *, secrets: bool = False) -> Any:
     """Makes a configuration or a part of it mappings and lists, spelt as in a recipe: the options of a
     function stand beside its name.
+
+    This is the form in which it is kept, shown and sent: `secrets` are masked (`rondo.masking`), unless they
+    are asked for.
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        fields = {f.name: plain(getattr(value, f.name), secrets=secrets) for f in dataclasses.fields(value)}
+        for name in () if secrets else _OPEN & fields.keys():
+            fields[name] = masked(name, fields[name])
         beside = fields.pop("options") if isinstance(value, FLATTENED) else {}
         return fields | beside
     if isinstance(value, Mapping):
-        return {key: plain(child) for key, child in value.items()}
+        return {key: plain(child, secrets=secrets) for key, child in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(child) for child in value]
-    return value
+        return [plain(child, secrets=secrets) for child in value]
+    return masked_urls(value, digest) if isinstance(value, str) and not secrets else value
+
+
+def literal_secrets(config: Config) -> list[str]:
+    """Returns the keys whose values are masked where the configuration is kept."""
+    written, kept = (dict(leaves(plain(config, secrets=secrets))) for secrets in (True, False))
+    return [key for key, value in written.items() if kept[key] != value]
 
 
 def leaves(value: Any, key: str = "", *, lists: bool = False) -> Iterator[tuple[str, Any]]:

@@ -13,6 +13,7 @@ from rondo.config.keys import within
 from rondo.config.schema import BestConfig, DataConfig
 from rondo.config.tree import shown
 from rondo.errors import ConfigError
+from rondo.masking import masked
 from rondo.roles import ROLES, TRAINED_SECTIONS
 
 
@@ -45,7 +46,8 @@ class Check:
         where = self._where(keys[0])
         for number, key in enumerate(keys):
             place = f" ({self._where(key) or 'default'})" if number else ""
-            message = message.replace(f"{{{number}}}", f"{key} = {shown(self._value(key))}{place}")
+            value = shown(masked(key.rpartition(".")[2], self._value(key)))
+            message = message.replace(f"{{{number}}}", f"{key} = {value}{place}")
         self.problems.append(ConfigError(f"{where}: {message}" if where else message, key=keys[0]))
 
     def _value(self, key: str) -> Any:

@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from rondo.errors import ConfigError, half_of_a_pair
+from rondo.masking import masked_settings
 
 INT = re.compile(r"[-+]?[0-9]+$|0x[0-9a-fA-F]+$|0o[0-7]+$")
 FLOAT = re.compile(
@@ -126,8 +127,8 @@ def read_argument(argument: str, layer: int) -> tuple[list[str], Node]:
     key, equals, text = argument.partition("=")
     key = key.strip().lstrip("+")  # Hydra's `+key=value` adds a key; here every key exists already
     if not equals or not key or not all(key.split(".")):
-        raise ConfigError(f"argument '{cut(argument)}': overrides are written key.sub=value")
-    origin = Origin(f"argument '{cut(argument)}'")
+        raise ConfigError(f"argument '{_shown_argument(argument)}': overrides are written key.sub=value")
+    origin = Origin(f"argument '{_shown_argument(argument)}'")
     try:
         node = yaml.compose(text, Loader=_Loader)
     except yaml.YAMLError as error:
@@ -141,13 +142,17 @@ def read_argument(argument: str, layer: int) -> tuple[list[str], Node]:
     return key.split("."), value
 
 
+def _shown_argument(argument: str) -> str:
+    return cut(masked_settings(argument))
+
+
 def _refuse_deletion(argument: str) -> None:
     """Raises ConfigError for Hydra's `~key`, which is no user's home folder."""
     key = argument[1:].partition("=")[0]
     if argument.startswith("~") and "/" not in key and "." in key and not key.endswith((".yaml", ".yml")):
         raise ConfigError(
-            f"argument '{cut(argument)}': a key cannot be deleted; write {key}=null for none, or {key}= with "
-            "another value (`rondo config show` has the defaults)",
+            f"argument '{_shown_argument(argument)}': a key cannot be deleted; write {key}=null for none, or "
+            f"{key}= with another value (`rondo config show` has the defaults)",
             key=key,
         )
 

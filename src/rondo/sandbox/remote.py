@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rondo.errors import ConfigError, SandboxError
+from rondo.masking import warn_of_open_way
 from rondo.sandbox.records import Limits, Result, Status
 
 TOKEN_VARIABLE = "RONDO_SANDBOX_TOKEN"
@@ -66,6 +67,7 @@ def server(url: str) -> Server:
             f"{url!r} is no address of a sandbox; write http://host:port (a key goes into {TOKEN_VARIABLE})",
             key="sandbox.backend",
         )
+    warn_of_open_way("sandbox", url, key=bool(os.environ.get(TOKEN_VARIABLE, "").strip()))
     return Server(url.rstrip("/").removesuffix("/run_code"))
 
 

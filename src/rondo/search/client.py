@@ -8,6 +8,7 @@ from http.client import HTTPException
 from urllib.parse import urlsplit
 
 from rondo.errors import ConfigError
+from rondo.masking import masked_urls
 from rondo.search.corpus import passage_of
 from rondo.search.index import Hit
 
@@ -15,7 +16,10 @@ _SECONDS = 60.0  # of a request whose call the tool's own limit has ended
 
 
 class RetrieverError(Exception):
-    """A retriever does not answer, or not as it should."""
+    """A retriever does not answer, or not as it should. Its text has no passwords in URLs."""
+
+    def __str__(self) -> str:
+        return masked_urls(super().__str__())
 
 
 def endpoint(url: str) -> str:

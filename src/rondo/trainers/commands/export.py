@@ -21,7 +21,7 @@ from rondo.storage import cache_folder, storing
 from rondo.trainers.commands.event_loop import run_loop
 from rondo.trainers.loop import config_of
 from rondo.trainers.program import complete_model, create_model, on_one_pool, open_tokenizer
-from rondo.urls import Far, Place, place_of
+from rondo.urls import Far, Place, place_of, spelled
 from rondo.workers import ActorWorker
 
 _log = logging.getLogger(__name__)
@@ -131,5 +131,5 @@ def _exporting_to(target: Place) -> Iterator[Path]:
 async def _export(config: Config, checkpoint: Checkpoint, target: Path) -> str | None:
     async with await start_cluster(config.cluster) as cluster:
         actor = await create_model(cluster, "actor", config)
-        await actor.call(ActorWorker.load, str(checkpoint.path / "actor"), checkpoint.files_in("actor"))
+        await actor.call(ActorWorker.load, spelled(checkpoint.path / "actor"), checkpoint.files_in("actor"))
         return await export_model(actor, config, target)

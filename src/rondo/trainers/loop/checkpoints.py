@@ -30,6 +30,7 @@ from rondo.errors import StorageError
 from rondo.tracking import Clock, RunFolder
 from rondo.trainers.loop.best import Best
 from rondo.trainers.loop.resume import FREE
+from rondo.urls import spelled
 from rondo.workers import ModelWorker
 
 T = TypeVar("T")
@@ -109,7 +110,7 @@ class Checkpoints:
                 self._folder.take_over_metrics(checkpoint.read(_METRICS), checkpoint.step)
             self._folder.discard_beyond(checkpoint.step)
             for role, group in trainer.saved_roles().items():
-                await group.call(ModelWorker.load, str(checkpoint.path / role), checkpoint.files_in(role))
+                await group.call(ModelWorker.load, spelled(checkpoint.path / role), checkpoint.files_in(role))
             with taking_over(checkpoint):
                 await trainer.load_state(state)
         self.best.read(self._folder.read_metrics())
@@ -142,7 +143,9 @@ class Checkpoints:
             return
         checkpoint = self._store.open(best)
         with self._store.way_out_named(best):
-            await actor.call(ModelWorker.load, str(checkpoint.path / "actor"), checkpoint.files_in("actor"))
+            await actor.call(
+                ModelWorker.load, spelled(checkpoint.path / "actor"), checkpoint.files_in("actor")
+            )
 
     def way_on(self) -> str | None:
         """Says how a run that ends now can go on, in one line; None where there is no checkpoint."""
@@ -191,7 +194,7 @@ class Checkpoints:
         self.cut = None
         async with _off_the_loop(self._store.writing(state.step)) as draft:
             for role, group in trainer.saved_roles().items():
-                draft.note(role, await group.call(ModelWorker.write_snapshot, str(draft.folder / role)))
+                draft.note(role, await group.call(ModelWorker.write_snapshot, spelled(draft.folder / role)))
             await _waited_for(save_controller_state, draft, state, compatibility_record(self._config))
             self._folder.sync()
             if self._config.checkpoint.path is not None:  # the run may go on without its folder

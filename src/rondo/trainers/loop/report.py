@@ -5,7 +5,6 @@ the folder; and what a step's rows say of rewards and lengths. Its end is in `fi
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import math
 import numbers
@@ -19,9 +18,11 @@ import numpy as np
 from rondo.batch import BatchRef
 from rondo.columns import GREEDY_REWARD, ROUTES, SCORE_PREFIX, TRANSCRIPT
 from rondo.config import Config
+from rondo.config.printing import plain
 from rondo.controller import Cluster, WorkerGroup
 from rondo.data import firsts, trajectory_of_rows
 from rondo.errors import StorageError
+from rondo.masking import masked_urls
 from rondo.storage import storing
 from rondo.tracking import (
     Clock,
@@ -83,7 +84,7 @@ class Reporter:
 
     def start_trackers(self) -> None:
         """Starts what tracking.trackers names."""
-        tracking, settings = self.config.tracking, dataclasses.asdict(self.config)
+        tracking, settings = self.config.tracking, plain(self.config)
         context = TrackerContext(self.folder, tracking.project, self.title, settings, self.console.warn)
         self._trackers = make_trackers(tracking.trackers, context)
 
@@ -255,7 +256,7 @@ def _algorithm(config: Config, kind: Kind) -> str:
 def _model_name(config: Config) -> str:
     if config.model.path is None:
         return f"new {(config.model.config or {}).get('model_type', '')} model"
-    path = Path(config.model.path)
+    path = Path(masked_urls(config.model.path))
     return str(Path(*path.parts[-3:])) if path.name == "export" else path.name
 
 
