@@ -28,8 +28,8 @@ def server() -> Iterator[rondo.Server]:
 
 
 def talks_to(server: rondo.Server, monkeypatch: pytest.MonkeyPatch, *more: str) -> tuple[str, ...]:
-    monkeypatch.setenv("OF_THE_USER", server.api_key)
-    options = "max_turns: 2, max_tokens: 8, temperature: 1.0, api_key_env: OF_THE_USER"
+    monkeypatch.setenv("OF_THE_USER_KEY", server.api_key)
+    options = "max_turns: 2, max_tokens: 8, temperature: 1.0, api_key: {env: OF_THE_USER_KEY}"
     rows = "options: {environment: user, size: 8, task: {wants: tea}}"
     return (
         f"data.train=[{{type: function, task: rondo.environments.episodes, {rows}}}]",
@@ -44,7 +44,8 @@ def talks_to(server: rondo.Server, monkeypatch: pytest.MonkeyPatch, *more: str) 
 
 def test_a_served_model_is_asked_as_a_user(server: rondo.Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """It sees the conversation from its side, and says the same again for the same seed."""
-    monkeypatch.setenv("OPENAI_API_KEY", server.api_key)
+    monkeypatch.setenv("OPENAI_API_KEY", server.api_key)  # for OpenAI alone
+    there: dict[str, Any] = {"base_url": server.base_url, "model": "tiny", "api_key": server.api_key}
     sent: list[Any] = []
     original = served.ask
 
@@ -55,7 +56,7 @@ def test_a_served_model_is_asked_as_a_user(server: rondo.Server, monkeypatch: py
     monkeypatch.setattr(served, "ask", noting)
     said = []
     for _ in range(2):
-        user = User(base_url=server.base_url, model="tiny", max_tokens=6, temperature=1.0)
+        user = User(**there, max_tokens=6, temperature=1.0)
         first = user.reset(3, {"wants": "tea"})
         said.append([first.text, user.step("Why?").observation.text])
     assert said[0] == said[1]
@@ -68,14 +69,14 @@ def test_a_served_model_is_asked_as_a_user(server: rondo.Server, monkeypatch: py
         {"role": "assistant", "content": first.text},
         {"role": "user", "content": "Why?"},
     ]
-    User.check(base_url=server.base_url, model="tiny")
+    User.check(**there)
     with pytest.raises(ConfigError, match="has no model 'other', but tiny"):
-        User.check(base_url=server.base_url, model="other")
+        User.check(**{**there, "model": "other"})
     with pytest.raises(ConfigError, match="cannot be asked for its models"):
-        User.check(base_url="http://127.0.0.1:9/v1", model="tiny")
-    monkeypatch.setenv("OPENAI_API_KEY", "guess")
-    with pytest.raises(EnvironmentFailedError, match="HTTP Error 401"):
-        User(base_url=server.base_url, model="tiny").reset(0)
+        User.check(**{**there, "base_url": "http://127.0.0.1:9/v1"})
+    for key in ("guess", ""):
+        with pytest.raises(EnvironmentFailedError, match="HTTP Error 401"):
+            User(**{**there, "api_key": key}).reset(0)
 
 
 def test_a_served_model_tells_what_there_is_to_see(server: rondo.Server) -> None:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
-from rondo.environments import Observation, check_environment
+from rondo.config.schema import EnvironmentConfig
+from rondo.environments import Observation, check_environment, served
+from rondo.environments.choices import load_environments
 from rondo.environments.frozen_lake import FrozenLake, way_to_goal
 from rondo.environments.observed import Observed
 from rondo.environments.user import User
@@ -91,3 +99,109 @@ def test_who_says_nothing_is_no_user() -> None:
 def test_options_that_cannot_be(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         User(**options)
+
+
+# ---- whom a key is sent to
+
+
+@contextmanager
+def server(asked: list[tuple[str, str | None]], to: str = "") -> Iterator[str]:
+    """A server that notes who asks with which key, and answers with its one model, or sends to another."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append((self.command, self.headers["Authorization"]))
+            said = {"data": [{"id": "m"}], "choices": [{"message": {"content": "Hello"}}]}
+            body = b"" if to else json.dumps(said).encode()
+            self.send_response(302 if to else 200)
+            if to:
+                self.send_header("Location", to + self.path)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_POST = do_GET  # noqa: N815
+
+        def log_message(self, format: str, *args: object) -> None: ...
+
+    made = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=made.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{made.server_port}"
+    finally:
+        made.shutdown()
+        made.server_close()
+
+
+@pytest.mark.parametrize("key", ["sk-mine", ""])
+def test_a_key_does_not_go_along_to_another_host(key: str) -> None:
+    first: list[tuple[str, str | None]] = []
+    second: list[tuple[str, str | None]] = []
+    with ExitStack() as stack:
+        other = stack.enter_context(server(second)).replace("127.0.0.1", "localhost")
+        url = stack.enter_context(server(first, to=other))
+        if not key:  # then nothing is at stake
+            assert served.models(url) == ["m"]
+            assert (first, second) == ([("GET", None)], [("GET", None)])
+            return
+        told = f"HTTP Error 302: it says to ask {other}/models instead, where no key is sent"
+        with pytest.raises(EnvironmentFailedError, match=told):
+            served.models(url, key)
+        with pytest.raises(EnvironmentFailedError, match="if it is right, name that one"):
+            served.say(url, "m", [], seed=0, key=key)
+        assert [header for _, header in first] == [f"Bearer {key}"] * 2
+        assert second == []
+
+
+@pytest.mark.parametrize(
+    ("base_url", "api_key", "sent"),
+    [
+        ("https://api.openai.com/v1", "", "sk-openai"),
+        ("https://eu.api.openai.com/v1", "", "sk-openai"),
+        ("https://api.openai.com/v1", "sk-other", "sk-other"),
+        *(
+            (url, "", "")
+            for url in (
+                *(
+                    "http://api.openai.com/v1",
+                    "https://api.openai.com.evil.example/v1",
+                    "http://127.0.0.1:8/v1",
+                ),
+                *("https://api.openai.com@evil.example/v1", "https://notapi.openai.com/v1"),
+            )
+        ),
+        ("http://127.0.0.1:8/v1", "sk-other", "sk-other"),
+    ],
+)
+def test_whose_key_is_sent(base_url: str, api_key: str, sent: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-openai")
+    assert User(base_url=base_url, model="m", api_key=api_key)._key == sent
+
+
+def test_the_key_of_a_recipe_is_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "sk-judge")
+    asked: list[tuple[str, str | None]] = []
+    with server(asked) as url:
+        options = {"base_url": url, "model": "m", "api_key": {"env": "JUDGE_KEY"}}
+        (choice,) = load_environments([EnvironmentConfig("user", options=options)])
+        assert choice.check is not None
+        choice.check()
+        assert choice.make().reset(0).text == "Hello"
+    assert asked == [("GET", "Bearer sk-judge"), ("POST", "Bearer sk-judge")]
+    older = {"base_url": "http://x/v1", "model": "m", "api_key_env": "JUDGE_KEY"}
+    with pytest.raises(ConfigError, match=r"0: api_key_env: NAME is written api_key: \{env: NAME\} now"):
+        load_environments([EnvironmentConfig("user", options=older)])
+
+
+def test_a_key_over_http_is_said_in_one_line(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rondo.environments.user.models", lambda url, key: ["m"])
+    with caplog.at_level(logging.WARNING):
+        for url in ("http://judge:8000/v1", "https://judge/v1", "http://localhost:8000/v1"):
+            User.check(base_url=url, model="m", api_key="sk-mine")
+        User.check(base_url="http://judge:8000/v1", model="m")
+    assert [record.getMessage() for record in caplog.records] == [
+        "rollout.environments: user: http://judge:8000/v1: the key goes there unencrypted, as all that is "
+        "said: use https://"
+    ]

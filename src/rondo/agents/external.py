@@ -38,7 +38,7 @@ from rondo.agents.tool_loop import use_tools
 from rondo.agents.tools import Tool, Toolbox, ToolStats, end_tools
 from rondo.agents.worlds import World, Worlds
 from rondo.chat import decode
-from rondo.config.functions import check_options, did_you_mean, resolve_function
+from rondo.config.functions import called_with, check_options, did_you_mean, resolve_function
 from rondo.config.schema import FunctionConfig, RolloutConfig
 from rondo.errors import ConfigError, EpisodeLostError
 from rondo.serving import Endpoint, Session, SessionRules, Sessions, prompt_key
@@ -83,7 +83,7 @@ def load_agent(config: FunctionConfig) -> Callable[..., Any]:
     function = resolve_function(config.name, BUILTINS)
     if isinstance(function, type) and issubclass(function, Concatenated):
         check_options(function, config.options, "rollout.agent", given=0, chosen=config)
-        return function(**config.options).play
+        return function(**called_with(config.options, "rollout.agent")).play
     parameters = inspect.signature(function).parameters.values()
     names = {parameter.name for parameter in parameters}
     if names & set(OVER_HTTP):
@@ -109,7 +109,7 @@ def load_agent(config: FunctionConfig) -> Callable[..., Any]:
             )
     given = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
     check_options(function, config.options, "rollout.agent", given=given)
-    return functools.partial(function, **config.options)
+    return functools.partial(function, **called_with(config.options, "rollout.agent"))
 
 
 def asks_over_http(function: Callable[..., Any]) -> bool:

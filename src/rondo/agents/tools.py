@@ -37,7 +37,7 @@ from rondo.agents.policy import Answer
 from rondo.agents.running import in_thread
 from rondo.border import awaited, contained, described, inside
 from rondo.chat import decode, tokenise_up_to
-from rondo.config.functions import check_options, resolve_function
+from rondo.config.functions import called_with, check_options, resolve_function
 from rondo.config.schema import ToolConfig
 from rondo.errors import ConfigError, ToolError, about
 from rondo.types import ToolResult
@@ -260,7 +260,7 @@ def loaded_tools(configs: Sequence[ToolConfig]) -> Iterator[tuple[Tool, ...]]:
 def _load_server(config: ToolConfig, where: str) -> list[Tool]:
     """Starts an MCP server and returns its tools. What their arguments must be is the server's business."""
     check_options(McpServer, config.options, where, given=1, chosen=config)
-    server = McpServer(where, **config.options)
+    server = McpServer(where, **called_with(config.options, where))
     served = server.start()
     try:
         for each in served:
@@ -306,24 +306,27 @@ def _load(function: Callable[..., Any], config: ToolConfig, where: str) -> Tool:
     arguments = _arguments(called, name, wanted, where)
     described_by = inspect.getdoc(function) or (inspect.getdoc(called) if is_class else None)
     schema = _schema(name, described_by, arguments, where)
-    with_options = functools.partial(function, **config.options)
+    options = called_with(config.options, where)
+    with_options = functools.partial(function, **options)
     return Tool(
         name,
         schema,
         config,
         functools.partial(_read, arguments),
         make=with_options if is_class else lambda: with_options,
-        check=_at_start(function, "check", config),
-        prepare=_at_start(function, "prepare", config),
+        check=_at_start(function, "check", config, options),
+        prepare=_at_start(function, "prepare", config, options),
     )
 
 
-def _at_start(function: Any, method: str, config: ToolConfig) -> Callable[[], object] | None:
+def _at_start(
+    function: Any, method: str, config: ToolConfig, options: Mapping[str, Any]
+) -> Callable[[], object] | None:
     """Returns a class method of a tool's that takes its options; None: it has none."""
     found = getattr(function, method, None)
     if found is None:
         return None
-    return inside(functools.partial(found, **config.options), f"{config.name}.{method}", ConfigError)
+    return inside(functools.partial(found, **options), f"{config.name}.{method}", ConfigError)
 
 
 def _check_name(name: str, where: str, remedy: str) -> None:

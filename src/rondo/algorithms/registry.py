@@ -233,9 +233,9 @@ def _bordered(function: AnyFunction, kind: Kind, name: str) -> AnyFunction:
 
 def _with_own(function: Callable[..., Any], options: Mapping[str, Any]) -> functools.partial[Any]:
     """Fills in those of the options that the function itself declares."""
-    own = _options(function)
+    own, opened = _options(function), functions.called_with(options, "algorithm")
     return functools.partial(
-        function, **{name: read_only(value) for name, value in options.items() if name in own}
+        function, **{name: read_only(value) for name, value in opened.items() if name in own}
     )
 
 

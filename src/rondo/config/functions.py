@@ -15,13 +15,14 @@ import inspect
 import os
 import pickle
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from rondo.border import contained, described
 from rondo.errors import ConfigError, about
+from rondo.masking import VARIABLE, is_secret, masked, variable_of, was_masked
 
 _SIMPLE_TYPES: Mapping[str, tuple[type, ...]] = {
     "int": (int,),
@@ -31,6 +32,14 @@ _SIMPLE_TYPES: Mapping[str, tuple[type, ...]] = {
     "None": (type(None),),
 }
 
+# What opens a person's own models, data and machines is handed to nobody, whatever a recipe says.
+NEVER_HANDED_OVER = (
+    *("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_HUB_TOKEN", "MODELSCOPE_API_TOKEN"),
+    *("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_SECURITY_TOKEN"),
+    *("GOOGLE_OAUTH_ACCESS_TOKEN", "CLOUDSDK_AUTH_ACCESS_TOKEN"),
+    *("AZURE_CLIENT_SECRET", "AZURE_PASSWORD", "AZURE_STORAGE_KEY", "AZURE_STORAGE_ACCOUNT_KEY"),
+    *("AZURE_STORAGE_SAS_TOKEN", "ALIBABA_CLOUD_ACCESS_KEY_SECRET", "OSS_ACCESS_KEY_SECRET"),
+)
 
 # Functions that a program has handed over, by the names that its recipe has for them.
 _KNOWN: dict[str, Callable[..., Any]] = {}
@@ -137,14 +146,73 @@ def check_declared(
     listing = f"Its options: {', '.join([*known, *beside]) or 'none'}"
     for key, value in options.items():
         with about(f"{where}.{key}"):
+            variable = _checked_variable(key, value, f"{where}.{key}")
             if key in known:
-                _check_plain_type(known[key], value, f"{where}: option '{key}' of {title}")
+                given = value if variable is None else variable  # a text, as the secret will be
+                _check_plain_type(known[key], given, f"{where}: option '{key}' of {title}")
             elif not takes_any:
+                _refuse_older_form(key, known, where)
                 near = did_you_mean(key, [*known, *beside])
                 raise ConfigError(f"{where}: {title} has no option '{key}'{near} {listing}")
     missing = [name for name, p in known.items() if p.default is p.empty and name not in options]
     if missing:
         raise ConfigError(f"{where}: {title} needs the option '{missing[0]}', which is not set. {listing}")
+
+
+def called_with(options: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Returns options as their function is called with them, in the process that calls it: for `{env: NAME}`
+    what that variable holds there. What shows or keeps options has them as they are written. where: the key
+    of the entry that has them.
+
+    Raises ConfigError for a variable that is not set or is not handed over, and for what was masked where the
+    configuration was written down.
+    """
+    return {key: _opened(key, value, f"{where}.{key}") for key, value in options.items()}
+
+
+def _opened(name: str, value: Any, where: str) -> Any:
+    variable = _checked_variable(name, value, where)
+    if variable is not None:
+        if not os.environ.get(variable):
+            raise ConfigError(
+                f"{where}: the environment variable {variable} is not set in the process that needs it",
+                key=where,
+            )
+        return os.environ[variable]
+    if isinstance(value, str) and was_masked(value):
+        raise ConfigError(
+            f"{where} is {value}, which stands for a secret in what a run keeps of its configuration: set it "
+            f"anew, best as {name}: {{env: NAME_OF_A_VARIABLE}}",
+            key=where,
+        )
+    if isinstance(value, Mapping):
+        return {key: _opened(str(key), child, f"{where}.{key}") for key, child in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_opened(name, child, f"{where}.{i}") for i, child in enumerate(value))
+    return value
+
+
+def _checked_variable(name: str, value: Any, where: str) -> str | None:
+    """Returns the variable that an option names, if it does. Raises ConfigError for one that may not be."""
+    variable = variable_of(value)
+    if variable is None or not (is_secret(name) or VARIABLE.fullmatch(variable)):
+        return None  # {env: CartPole-v1}, say, is some mapping of the function's
+    problem = None
+    if not is_secret(name):
+        problem = (
+            "only options that hold a secret take a variable: key, token, password, secret, and what ends in "
+            "_api_key, _token, _password or _secret"
+        )
+    elif not VARIABLE.fullmatch(variable):
+        problem = "only variables that end in _KEY, _TOKEN, _PASSWORD or _SECRET are handed over"
+    elif variable in NEVER_HANDED_OVER:
+        problem = (
+            f"{variable} opens what is yours elsewhere, and is never handed over; put what is needed here "
+            "into a variable of its own"
+        )
+    if problem is not None:
+        raise ConfigError(f"{where}: {{env: {variable}}}: {problem}", key=where)
+    return variable
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
@@ -153,6 +221,12 @@ def did_you_mean(name: str, candidates: Iterable[str]) -> str:
     """
     near = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.6)
     return f"; did you mean '{near[0]}'?" if near else "."
+
+
+def _refuse_older_form(key: str, known: Collection[str], where: str) -> None:
+    name = key.removesuffix("_env")
+    if name != key and name in known and is_secret(name):
+        raise ConfigError(f"{where}: {key}: NAME is written {name}: {{env: NAME}} now")
 
 
 def _check_plain_type(parameter: inspect.Parameter, value: Any, where: str) -> None:
@@ -165,7 +239,8 @@ def _check_plain_type(parameter: inspect.Parameter, value: Any, where: str) -> N
     if fits and isinstance(value, bool) and "bool" not in names:
         fits = False  # bool is an int to Python, not to a user
     if not fits:
-        raise ConfigError(f"{where} must be {' or '.join(names)}, got {type(value).__name__} {value!r}")
+        shown = masked(parameter.name, value)
+        raise ConfigError(f"{where} must be {' or '.join(names)}, got {type(value).__name__} {shown!r}")
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from typing import Any
 
 from rondo.border import users_code
 from rondo.chat import Conversation, MessageError, MessageReader, TemplateKeys, as_messages
-from rondo.config.functions import check_options, did_you_mean, resolve_function
+from rondo.config.functions import called_with, check_options, did_you_mean, resolve_function
 from rondo.config.schema import (
     FileSourceConfig,
     HuggingfaceSourceConfig,
@@ -29,6 +29,8 @@ from rondo.config.schema import (
 from rondo.data.files import check_file, open_jsonl, open_parquet
 from rondo.data.plain import ArrowRows, Rows, is_media, kept_columns, plain
 from rondo.errors import ConfigError, DataError
+from rondo.masking import masked
+from rondo.urls import is_url
 
 _WAY_OUT = {
     "unknown_parameter": ". Take it out, or leave it out here: ignore_message_keys of the source",
@@ -155,6 +157,8 @@ def source_name(config: SourceConfig) -> str:
     text = config.task if isinstance(config, TaskSourceConfig) else config.path
     if config.type == "function":
         return text.replace(":", ".").rsplit(".", 1)[-1]
+    if is_url(text):
+        text = text.partition("?")[0]  # the query may be a key, and a name is in every prompt's id
     return Path(text).stem if config.type in ("parquet", "jsonl") else Path(text).name
 
 
@@ -242,9 +246,10 @@ def _open_huggingface(config: HuggingfaceSourceConfig) -> Rows:
         data = _load_dataset(datasets, path, config)
     except (OSError, ValueError, RuntimeError, TypeError) as error:
         kind = "on this machine" if path.exists() else "on the hub (no local file or folder has that name)"
+        shown = masked("options", config.options)
         raise ConfigError(
-            f"dataset {config.path!r} {kind}, split {config.split!r}, options {dict(config.options)} cannot "
-            f"be loaded: {type(error).__name__}: {error}"
+            f"dataset {config.path!r} {kind}, split {config.split!r}, options {shown} "
+            f"cannot be loaded: {type(error).__name__}: {error}"
         ) from error
     if isinstance(data, Mapping):
         if config.split not in data:
@@ -264,13 +269,14 @@ _BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "
 def _load_dataset(datasets: Any, path: Path, config: HuggingfaceSourceConfig) -> Any:
     if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
         return datasets.load_from_disk(str(path))
+    options = called_with(config.options, "options")
     if path.is_file():
         if path.suffix not in _BUILDERS:
             raise ValueError(f"files must end in {', '.join(_BUILDERS)}")
         files = {config.split: str(path)}
-        return datasets.load_dataset(_BUILDERS[path.suffix], data_files=files, **config.options)[config.split]
+        return datasets.load_dataset(_BUILDERS[path.suffix], data_files=files, **options)[config.split]
     name = str(path) if path.exists() else config.path
-    return datasets.load_dataset(name, split=config.split, **config.options)
+    return datasets.load_dataset(name, split=config.split, **options)
 
 
 def import_reasoning_gym() -> Any:
@@ -333,7 +339,7 @@ def _function_of(config: TaskSourceConfig) -> Callable[[], Any]:
     """
     task = config.task
     function = resolve_function(task)
-    options = dict(config.options)
+    options = called_with(config.options, f"function {task}")
     accepted = inspect.signature(function).parameters
     if "seed" in accepted:
         options.setdefault("seed", config.seed)

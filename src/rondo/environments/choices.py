@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rondo.border import inside
-from rondo.config.functions import check_options
+from rondo.config.functions import called_with, check_options
 from rondo.config.schema import EnvironmentConfig
 from rondo.environments.protocol import Environment
 from rondo.environments.registry import check_protocol, environment_class, row_name
@@ -51,13 +51,14 @@ def _load(config: EnvironmentConfig, where: str) -> EnvironmentChoice:
     check_options(made, config.options, where, given=0, chosen=config)
     if config.options.get("image") is True:
         raise ConfigError(f"{where}: image: true shows pictures, and no policy sees one yet; leave it out")
+    options = called_with(config.options, where)
     check = getattr(made, "check", None)
     if check is not None:
-        check = inside(functools.partial(check, **config.options), where, ConfigError)
+        check = inside(functools.partial(check, **options), where, ConfigError)
     return EnvironmentChoice(
         row_name(config.name, made),
         config,
-        make=functools.partial(made, **config.options),
+        make=functools.partial(made, **options),
         check=check,
         steps_many=hasattr(made, "step_many"),
     )

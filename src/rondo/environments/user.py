@@ -14,6 +14,7 @@ from rondo.config.functions import resolve_function
 from rondo.environments.protocol import Observation, StepResult
 from rondo.environments.served import models, say
 from rondo.errors import ConfigError, EnvironmentFailedError
+from rondo.masking import warn_of_open_way
 
 PERSONA = (
     "You play a user who talks to an assistant. Say what that user would say, one message at a time, and "
@@ -42,12 +43,12 @@ class User:
         max_turns: int = 10,
         max_tokens: int = 256,
         temperature: float = 0.0,
-        api_key_env: str = "OPENAI_API_KEY",
+        api_key: str = "",
     ) -> None:
         """base_url, model: what plays the user, behind OpenAI's API (a server's `…/v1`). function: instead,
         `(task, conversation, seed) -> text`, plain or a coroutine. persona: the served model's instructions;
-        {wants} and {end} are filled in. max_turns: answers of the policy, at most. api_key_env: the
-        environment variable that has the server's key; where it is not set, none is sent.
+        {wants} and {end} are filled in. max_turns: answers of the policy, at most. api_key: of the server, in
+        a recipe `{env: NAME}`; without it OpenAI's own host gets OPENAI_API_KEY, and any other host none.
         """
         if bool(base_url and model) == (function is not None):
             raise ConfigError(
@@ -67,7 +68,7 @@ class User:
         self._end = end
         self._max_turns = max_turns
         self._sampling: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
-        self._key = os.environ.get(api_key_env, "")
+        self._key = api_key or _own_key(base_url)
         self._said: list[dict[str, str]] = []
 
     @classmethod
@@ -76,6 +77,7 @@ class User:
         user = cls(**options)
         if user._function is not None:
             return
+        warn_of_open_way("rollout.environments: user", user._base_url, key=bool(user._key))
         try:
             served = models(user._base_url, user._key)
         except EnvironmentFailedError as error:
@@ -132,3 +134,11 @@ class User:
             *({**message, "role": swapped[message["role"]]} for message in self._said),
         ]
         return say(self._base_url, self._model, messages, seed=seed, key=self._key, **self._sampling)
+
+
+def _own_key(base_url: str) -> str:
+    """Returns the key that is sent where none is named: OpenAI's, to OpenAI."""
+    parts = urlsplit(base_url)
+    host = parts.hostname or ""
+    theirs = parts.scheme == "https" and (host == "api.openai.com" or host.endswith(".api.openai.com"))
+    return os.environ.get("OPENAI_API_KEY", "") if theirs else ""

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rondo.columns import judges
-from rondo.config.functions import check_options, did_you_mean, resolve_function
+from rondo.config.functions import called_with, check_options, did_you_mean, resolve_function
 from rondo.config.schema import RewardConfig, RewardFunctionConfig
 from rondo.errors import ConfigError, about
+from rondo.masking import masked
 from rondo.readonly import read_only
 from rondo.rewards.builtin import BUILTINS
 from rondo.rewards.marks import Marks, RunIn, marks_of
@@ -101,7 +102,7 @@ def _load(config: RewardFunctionConfig, where: str, taken: Sequence[str]) -> Rew
         raise ConfigError(f"{where}: {spec} is marked run_in={marks.run_in!r}; it must be one of {choices}")
     call = getattr(function, "__call__", None)  # noqa: B004
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
-    options = read_only(dict(config.options))
+    options = read_only(called_with(config.options, where))
     name = _free_name(spec.replace(":", ".").rsplit(".", 1)[-1], taken)
     return RewardFunction(name, spec, config, function, marks, options, takes_seed, is_async)
 
@@ -143,9 +144,8 @@ def _check_signature(
         ) from error
     for key, choices in _literals(function).items():
         if key in options and options[key] not in choices:
-            raise ConfigError(
-                f"{where}: {spec}.{key} must be one of {', '.join(choices)}, got {options[key]!r}"
-            )
+            shown = masked(key, options[key])
+            raise ConfigError(f"{where}: {spec}.{key} must be one of {', '.join(choices)}, got {shown!r}")
     return takes_seed
 
 

@@ -19,9 +19,10 @@ from typing import Any, Literal, Protocol
 
 from rondo.border import users_code
 from rondo.checkpoint.durable import write_atomic
-from rondo.config.functions import check_options, resolve_function
+from rondo.config.functions import called_with, check_options, resolve_function
 from rondo.config.schema import FunctionConfig
 from rondo.errors import ConfigError, TrainError, about
+from rondo.masking import masked_urls
 from rondo.storage import storing
 from rondo.tracking.run_folder import RunFolder
 from rondo.tracking.shown import Sample
@@ -37,7 +38,7 @@ class TrackerContext:
     project: str
     run_name: str
     config: Mapping[str, Any]
-    """The resolved configuration, nested."""
+    """The resolved configuration, nested, spelt as in a recipe; secrets are masked."""
     warn: Callable[[str], None]
     """Called with a message when a remote service fails; the run goes on, metrics.jsonl has everything."""
 
@@ -154,11 +155,11 @@ class Mlflow:
         mlflow = _require("mlflow", "mlflow")
         self._entities = mlflow.entities
         self._error: type[Exception] = mlflow.exceptions.MlflowException
-        self._warn = context.warn
+        self._warn = lambda said: context.warn(masked_urls(said))  # an error may name the server with its key
         folder = context.folder.trackers_dir("mlflow").resolve()
         uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder / 'mlflow.db'}"
         artifacts = (folder / "artifacts").as_uri() if uri.startswith("sqlite") else None
-        self.where = uri
+        self.where = masked_urls(uri)
         try:
             self._client: Any = mlflow.MlflowClient(tracking_uri=uri)
             self._run_id = self._start(context, experiment or context.project, artifacts, dict(tags or {}))
@@ -295,13 +296,14 @@ def make_trackers(configs: Sequence[FunctionConfig], context: TrackerContext) ->
     made: list[Tracker] = []
     try:
         for number, entry in enumerate(configs):
-            make = resolve_function(entry.name, BUILT_IN)
+            make, where = resolve_function(entry.name, BUILT_IN), f"tracking.trackers.{number}"
+            options = called_with(entry.options, where)
             if entry.name in BUILT_IN:
-                made.append(make(context, **entry.options))
+                made.append(make(context, **options))
                 continue
-            who = f"tracking.trackers.{number}: {entry.name}"
+            who = f"{where}: {entry.name}"
             with users_code(who, ConfigError):
-                theirs = make(context, **entry.options)
+                theirs = make(context, **options)
             made.append(_UsersTracker(who, theirs))
     except BaseException:
         for tracker in reversed(made):

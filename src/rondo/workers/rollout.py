@@ -20,6 +20,7 @@ from rondo.agents.worlds import Worlds
 from rondo.batch import ROW_ID, Batch
 from rondo.chat import decode
 from rondo.columns import GREEDY_REWARD, ROUTES, SCORE
+from rondo.config.functions import called_with
 from rondo.config.schema import LoraConfig, RewardConfig, RolloutConfig
 from rondo.controller import Worker, WorkerContext, dispatch
 from rondo.data.rows import rows_from_trajectories
@@ -101,7 +102,7 @@ class RolloutWorker(ReceivesWeights, Worker):
             threads=threads,
             tensor_parallel=rollout.engine.tensor_parallel,
             seed=run_seed,
-            options=rollout.engine.options,
+            options=called_with(rollout.engine.options, "rollout.engine"),
             python=rollout.engine.python,
             adapters=None if adapters is None else adapter_set(source, adapters, versions),
             routes=routes,

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from rondo.config import Config, LoadedConfig
+from rondo.config.functions import called_with
 from rondo.errors import ConfigError
 from rondo.interrupts import caught
 from rondo.models import STRETCH, build_model, check_positions, load_model_config, longest_context
@@ -205,7 +206,7 @@ def _spec(config: Config, max_context: int) -> EngineSpec:
         threads=config.cluster.threads or max(1, (os.cpu_count() or 1) // rollout.replicas),
         tensor_parallel=engine.tensor_parallel,
         seed=config.trainer.seed,
-        options=engine.options,
+        options=called_with(engine.options, "rollout.engine"),
         python=engine.python,
     )
 
