@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import pickle
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,6 +16,7 @@ from rondo.agents.external import load_agent
 from rondo.agents.mcp_servers import McpServer
 from rondo.agents.tools import end_tools, load_tools
 from rondo.algorithms.registry import bind
+from rondo.checkpoint.durable import AppendedFile, write_atomic
 from rondo.config import Config, SourceConfig, changes, leaves_of, load, show, to_yaml
 from rondo.config.functions import NEVER_HANDED_OVER, called_with
 from rondo.config.schema import (
@@ -330,3 +332,33 @@ def test_keys_over_http_are_said_in_one_line(
     assert [record.getMessage() for record in caplog.records] == [
         "sandbox: http://10.0.0.3:8080: the key goes there unencrypted, as all that is said: use https://"
     ]
+
+
+def test_files_of_a_configuration_are_for_their_owner(tmp_path: Path) -> None:
+    def mode(path: Path) -> int:
+        return stat.S_IMODE(path.stat().st_mode)
+
+    (tmp_path / "older").write_text("x")
+    (tmp_path / "older").chmod(0o644)
+    for path in (tmp_path / "new", tmp_path / "older"):
+        write_atomic(path, "y", private=True)
+        assert (path.read_text(), mode(path)) == ("y", 0o600)
+        path.chmod(0o644)
+        file = AppendedFile(path, private=True)
+        file.append(b"z")
+        file.close()
+        assert (path.read_text(), mode(path)) == ("yz", 0o600)
+    write_atomic(tmp_path / "other", "y")
+    assert mode(tmp_path / "other") & 0o077
+
+    with RunFolder(tmp_path / "run") as run:
+        run.begin("a: 1\n")
+        assert mode(run.path / "config.yaml") == 0o600
+        (run.path / "config.yaml").chmod(0o644)
+        run.begin("a: 1\n")  # a run that an older rondo began
+        assert mode(run.path / "config.yaml") == 0o600
+        assert mode(run.trackers_dir("own").parent) == 0o700
+        (run.path / "journal.jsonl").write_text("1\n2\n")
+        run.discard_lines("journal.jsonl", ["1\n"], ["2\n"])
+        for path in (run.path / "journal.jsonl", *run.path.glob("discarded/*/journal.jsonl")):
+            assert mode(path) == 0o600

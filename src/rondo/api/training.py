@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -20,6 +21,7 @@ from rondo.errors import ConfigError, RondoError, WorkerError
 if TYPE_CHECKING:
     from rondo.trainers.commands.open_run import OnStep
 
+_log = logging.getLogger(__name__)
 Recipes = str | Path | Sequence[str | Path]
 Command = Callable[..., Any]
 
@@ -146,6 +148,8 @@ def resumed(run: Run, steps: int | None, on_step: OnStep | None, settings: Mappi
 def _run(name: str, loaded: LoadedConfig, on_step: OnStep | None) -> None:
     from rondo.trainers.commands import supervised, train
 
+    for note in loaded.notes:
+        _log.warning("%s", note)
     commands: Mapping[str, Command] = {
         "train": train.train,
         "sft": supervised.sft,
@@ -201,4 +205,4 @@ def _write_recipe(name: str, folder: Path, loaded: LoadedConfig) -> None:
     """
     make_folder(folder)
     text = f"# rondo {name} {folder / RECIPE}  repeats this run, in the same working directory\n"
-    write_atomic(folder / RECIPE, text + to_yaml(loaded.config))
+    write_atomic(folder / RECIPE, text + to_yaml(loaded.config), private=True)

@@ -78,7 +78,8 @@ def save_controller_state(draft: Draft, state: ControllerState, compatibility: M
     names = [f.name for f in dataclasses.fields(state) if f.name not in ("ledger", "groups")]
     small = {name: getattr(state, name) for name in names}
     draft.write(_STATE, _json(small, _STATE))
-    draft.write(_COMPATIBILITY, _json({**compatibility, _READER: READER}, _COMPATIBILITY))
+    settings = _json({**compatibility, _READER: READER}, _COMPATIBILITY)
+    draft.write(_COMPATIBILITY, settings, private=True)
     draft.write(_LEDGER, b"".join(_json(record, _LEDGER) for record in state.ledger))
     for seq, batch in sorted(state.groups.items()):
         table = io.BytesIO()

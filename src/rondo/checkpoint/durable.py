@@ -67,10 +67,33 @@ def replacing_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(part, ignore_errors=True)
 
 
-def write_atomic(path: Path, content: str | bytes) -> None:
-    """Replaces `path` by `content`: after a kill it holds the old content or the new one, never a part."""
+def _opener(private: bool) -> Callable[[str, int], int]:
+    """Returns what opens a file as usual, or `private`."""
+
+    def opened(path: str, flags: int) -> int:
+        descriptor = os.open(path, flags, 0o600 if private else 0o666)
+        if private:
+            make_private(descriptor)
+        return descriptor
+
+    return opened
+
+
+def make_private(file: Path | int, mode: int = 0o600) -> None:
+    """Lets nobody but its owner read a file (or, 0o700, a folder) of this user's. Raises OSError."""
+    if os.stat(file).st_uid == os.geteuid():  # another's is for them to close
+        os.chmod(file, mode)
+
+
+def write_atomic(path: Path, content: str | bytes, *, private: bool = False) -> None:
+    """Replaces `path` by `content`: after a kill it holds the old content or the new one, never a part.
+    private: nobody else may read it.
+    """
     data = content.encode() if isinstance(content, str) else content
-    with replacing(path, lambda: len(data)) as temporary, temporary.open("wb") as file:
+    with (
+        replacing(path, lambda: len(data)) as temporary,
+        open(temporary, "wb", opener=_opener(private)) as file,
+    ):
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
@@ -79,11 +102,12 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 
 class AppendedFile:
     """A file that is only ever appended to, made with the first entry; one that could not be written whole
-    is taken back.
+    is taken back. private: nobody but its owner may read it.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, private: bool = False) -> None:
         self.path = path
+        self._private = private
         self._file: IO[bytes] | None = None
 
     @property
@@ -94,7 +118,7 @@ class AppendedFile:
         """Returns when the kernel has it all."""
         with storing(self.path, needs=lambda: len(data)):
             if self._file is None:
-                self._file = self.path.open("ab", buffering=0)
+                self._file = open(self.path, "ab", buffering=0, opener=_opener(self._private))
             start = self._file.seek(0, os.SEEK_END)
             try:
                 left = memoryview(data)

@@ -35,6 +35,7 @@ from rondo.checkpoint.durable import (
     WRITING,
     entries_of,
     make_folder,
+    make_private,
     move,
     remove_leftovers,
     sync_path,
@@ -83,12 +84,14 @@ class Draft:
         self.folder = folder
         self.files: dict[str, Pieces] = {}
 
-    def write(self, name: str, data: bytes) -> None:
-        """Adds a file of one piece. Raises OSError, StorageError."""
+    def write(self, name: str, data: bytes, *, private: bool = False) -> None:
+        """Adds a file of one piece. private: nobody else may read it. Raises OSError, StorageError."""
         path = self.folder / name
         if isinstance(path, Path):
             path.parent.mkdir(exist_ok=True)
         self.files[name] = write_checked(path, data)
+        if private and isinstance(path, Path):
+            make_private(path)
 
     def note(self, folder: str, files: Files) -> None:
         """Takes over the checksums of files that others wrote below a folder of it, as `CheckedFile`s."""

@@ -35,6 +35,7 @@ from rondo.checkpoint.durable import (
     entries_of,
     free_name,
     make_folder,
+    make_private,
     move,
     remove_leftovers,
     replacing,
@@ -63,6 +64,8 @@ OURS = (
     "trackers",
     "notes.txt",
 )
+# What holds the configuration, which nobody but the owner of the run may read; so does `trackers`.
+PRIVATE = ("config.yaml", "journal.jsonl", "recipe.yaml")
 # Where this module and `checkpoint` write under temporary names.
 _WRITTEN = ("rollouts", "evaluations", "checkpoints")
 # What a run is made from lies there before it begins.
@@ -183,9 +186,10 @@ class RunFolder:
         if not late:
             return
         path = self.path / name
-        write_atomic(self._discarded(path), "".join(late))
+        private = name in PRIVATE
+        write_atomic(self._discarded(path), "".join(late), private=private)
         if kept:
-            write_atomic(path, "".join(kept))
+            write_atomic(path, "".join(kept), private=private)
         else:
             with storing(path, "removed"):
                 path.unlink()
@@ -196,9 +200,11 @@ class RunFolder:
         return self.resume_step is not None
 
     def trackers_dir(self, name: str) -> Path:
-        """Makes and returns the place of a tracker's local files: trackers/<name>."""
+        """Makes and returns the place of a tracker's local files: trackers/<name>, closed to others."""
         path = self.path / "trackers" / name
         make_folder(path)
+        with storing(path.parent, "closed to others"):
+            make_private(path.parent, 0o700)
         return path
 
     def _write_config(self, text: str) -> None:
@@ -209,12 +215,13 @@ class RunFolder:
         if path.exists():
             with storing(path, "read"):
                 same = path.read_bytes() == text.encode()
+                make_private(path)  # an older rondo's was not
             if same:
                 return
             for old in (path, self.path / "summary.json"):
                 if old.exists():
                     self._discard(old)
-        write_atomic(path, text)
+        write_atomic(path, text, private=True)
 
     def note(self, message: str) -> None:
         """Appends a line to notes.txt: what could be said nowhere else. If it cannot be written there either,

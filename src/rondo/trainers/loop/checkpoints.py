@@ -9,7 +9,7 @@ import dataclasses
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol, TypeVar
 
 from rondo.checkpoint import (
@@ -199,7 +199,7 @@ class Checkpoints:
             self._folder.sync()
             if self._config.checkpoint.path is not None:  # the run may go on without its folder
                 settings = json.dumps(leaves_of(self._config)).encode()
-                await _waited_for(draft.write, _SETTINGS, settings)
+                await _waited_for(partial(draft.write, private=True), _SETTINGS, settings)
                 await _waited_for(draft.write, _METRICS, self._folder.metrics_text())
 
 

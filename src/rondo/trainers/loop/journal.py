@@ -36,7 +36,7 @@ class RunJournal:
         self.path = folder.path / JOURNAL_FILE
         self.position = 0  # lines written
         self._step = 1  # in progress
-        self._file = AppendedFile(self.path)
+        self._file = AppendedFile(self.path, private=True)
         self._off = False
 
     def note(self, kind: str, **what: Any) -> None:
