@@ -16,6 +16,7 @@ from rondo.agents.external import load_agent
 from rondo.agents.mcp_servers import McpServer
 from rondo.agents.tools import end_tools, load_tools
 from rondo.algorithms.registry import bind
+from rondo.api.training import _write_recipe
 from rondo.checkpoint.durable import AppendedFile, write_atomic
 from rondo.config import Config, SourceConfig, changes, leaves_of, load, show, to_yaml
 from rondo.config.functions import NEVER_HANDED_OVER, called_with
@@ -37,6 +38,7 @@ from rondo.sandbox.remote import TOKEN_VARIABLE, server
 from rondo.search.client import RetrieverError
 from rondo.tracking.run_folder import RunFolder
 from rondo.tracking.trackers import TrackerContext, make_trackers
+from rondo.trainers.commands.export import export_checkpoint
 from rondo.urls import Far, place_of, spelled
 
 HERE = "tests/test_secrets.py"
@@ -68,9 +70,11 @@ class World:
     def __init__(self, *, api_key: str = "") -> None:
         self.api_key = api_key
 
-    def reset(self, seed: int, task: Any = None) -> Observation: ...
+    def reset(self, seed: int, task: Any = None) -> Observation:
+        raise NotImplementedError
 
-    def step(self, action: str) -> StepResult: ...
+    def step(self, action: str) -> StepResult:
+        raise NotImplementedError
 
     def state(self) -> Any: ...
 
@@ -296,6 +300,25 @@ def speaks_of_mcp(url: str) -> str:
     return str(McpServer("rollout.tools.0", url=url))
 
 
+def test_a_server_of_tools_gets_no_credentials_of_clouds(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mcp")
+    for name in ("HF_TOKEN", "AWS_SESSION_TOKEN"):
+        monkeypatch.setenv(name, "sk-mine")
+        with pytest.raises(ConfigError, match=f"^x: env: {name} opens what is yours elsewhere"):
+            McpServer("x", command="cat", env=["HOME", name])
+
+
+def test_an_export_wants_a_place_that_was_kept_whole(tmp_path: Path) -> None:
+    tokenizer = "model.tokenizer=rondo.recipes.quickstart.tokenizer"
+    model = ("model.config={model_type: qwen3}", "trainer.warm_start=null", tokenizer)
+    loaded = load(["quickstart"], ["checkpoint.path=https://u:sk-1@h/x", *model])
+    (tmp_path / "config.yaml").write_text(to_yaml(loaded.config))
+    with pytest.raises(
+        ConfigError, match=r"^https://masked-\w{8}@h/x: a part of this URL stands for what may be"
+    ):
+        export_checkpoint(str(tmp_path), str(tmp_path / "out"))
+
+
 SPEAKING: list[Callable[[str], str]] = [
     speaks_of_mcp,
     lambda url: str(RetrieverError(f"the retriever {url} does not answer")),
@@ -358,6 +381,8 @@ def test_files_of_a_configuration_are_for_their_owner(tmp_path: Path) -> None:
         run.begin("a: 1\n")  # a run that an older rondo began
         assert mode(run.path / "config.yaml") == 0o600
         assert mode(run.trackers_dir("own").parent) == 0o700
+        _write_recipe("train", run.path, load(["quickstart"]))
+        assert mode(run.path / "recipe.yaml") == 0o600
         (run.path / "journal.jsonl").write_text("1\n2\n")
         run.discard_lines("journal.jsonl", ["1\n"], ["2\n"])
         for path in (run.path / "journal.jsonl", *run.path.glob("discarded/*/journal.jsonl")):

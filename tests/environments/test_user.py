@@ -186,7 +186,7 @@ def test_the_key_of_a_recipe_is_a_variable(monkeypatch: pytest.MonkeyPatch) -> N
         (choice,) = load_environments([EnvironmentConfig("user", options=options)])
         assert choice.check is not None
         choice.check()
-        assert choice.make().reset(0).text == "Hello"
+        assert choice.make().reset(0, None).text == "Hello"
     assert asked == [("GET", "Bearer sk-judge"), ("POST", "Bearer sk-judge")]
     older = {"base_url": "http://x/v1", "model": "m", "api_key_env": "JUDGE_KEY"}
     with pytest.raises(ConfigError, match=r"0: api_key_env: NAME is written api_key: \{env: NAME\} now"):

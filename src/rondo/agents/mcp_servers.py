@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from rondo.border import described
+from rondo.config.functions import NEVER_HANDED_OVER
 from rondo.errors import ConfigError, ToolError
 from rondo.masking import masked_urls, warn_of_open_way
 from rondo.transport.process import TAIL_LINES, guarded
@@ -362,6 +363,8 @@ def _chosen_environment(env: Sequence[str], where: str) -> dict[str, str]:
     for name in names:
         if name not in os.environ:
             raise ConfigError(f"{where}: env: there is no variable {name!r} in the environment; set it")
+        if name in NEVER_HANDED_OVER:
+            raise ConfigError(f"{where}: env: {name} opens what is yours elsewhere, and is never handed over")
     return {name: os.environ[name] for name in names}
 
 
