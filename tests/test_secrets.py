@@ -146,6 +146,7 @@ KEPT = digest("sk-written")
         ({"env": "NO_SUCH_KEY"}, None, "variable NO_SUCH_KEY is not set in the process that needs it"),
         ({"env": "HOME"}, None, "only variables that end in _KEY, _TOKEN, _PASSWORD or _SECRET"),
         ({"env": "judge_key"}, None, "only variables that end in _KEY, _TOKEN, _PASSWORD or _SECRET"),
+        ({"env": "sk-written"}, None, r"api_key: \{env: …\}: only variables that end in _KEY"),
         ({"env": "HF_TOKEN"}, None, "HF_TOKEN opens what is yours elsewhere, and is never handed over"),
         ({"env": "AWS_SECRET_ACCESS_KEY"}, None, "is never handed over"),
         (KEPT, None, f"api_key is {KEPT}, which stands for a secret"),
@@ -289,6 +290,7 @@ def test_settings_are_compared_by_digests() -> None:
     assert changes(named, leaves(api_key={"env": "OTHER_KEY"}), "before") == [
         'reward.functions.0.api_key.env: "JUDGE_KEY" before, "OTHER_KEY" now'
     ]
+    assert "sk-" not in "".join(changes(named, leaves(api_key={"env": "sk-1"}), "before"))
     # What an older rondo has written, with its secrets.
     older = {**one, "reward.functions.0.api_key": "sk-1"}
     assert changes(older, one, "before") == []

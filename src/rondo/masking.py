@@ -22,9 +22,18 @@ _NAME = re.compile(_CALLED_SO, re.IGNORECASE)
 # As `cluster.env` and `{env: NAME}` have them.
 VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*_(?:KEY|TOKEN|PASSWORD|SECRET)")
 _DIGEST = re.compile(r"masked-[0-9a-f]{8}")
-# Scheme, all up to the query, the query; a dot or bracket at the end belongs to the sentence.
-_URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*://)([^\s\"'<>`?#]*)(?:\?([^\s\"'<>`#]*[^\s\"'<>`#:,.;)\]}]))?")
-_SETTING = re.compile(rf"((?<!\w){_CALLED_SO}['\"]?\s*[:=]\s*)([^\s,{{}}\[\]][^,{{}}\[\]]*)", re.IGNORECASE)
+_DIGEST_IN_URL = re.compile(rf"://{_DIGEST.pattern}@|\?{_DIGEST.pattern}\b")
+# Scheme, all up to the query, the query; a dot or bracket at the end belongs to the sentence. It begins where
+# nothing of a scheme is before it, so that a long text is read once.
+_URL = re.compile(
+    r"(?<![a-zA-Z0-9+.-])([a-zA-Z0-9+.-]+://)([^\s\"'<>`?#]*)(?:\?([^\s\"'<>`#]*[^\s\"'<>`#:,.;)\]}]))?"
+)
+_INNER = re.compile(r"://([^\s/?#@]+)@")  # of a URL in a URL, or behind a comma
+_SETTING = re.compile(rf"((?<!\w){_CALLED_SO}['\"]?\s*[:=]\s*)[^\s,{{}}\[\]][^,{{}}\[\]]*", re.IGNORECASE)
+# {env: …} around what is no variable's name, but perhaps the secret itself.
+_MISNAMED = re.compile(
+    rf"((?<!\w)(?i:{_CALLED_SO})['\"]?\s*[:=]\s*{{\s*['\"]?env['\"]?\s*:)(?!\s*['\"]?{VARIABLE.pattern}\b)[^,{{}}]+"
+)
 
 
 def is_secret(name: str) -> bool:
@@ -53,7 +62,7 @@ def digest(secret: str) -> str:
 def masked(name: str, value: Any) -> Any:
     """Returns what is kept of an option, with all that is below it."""
     if is_secret(name):
-        return value if variable_of(value) is not None else _all_masked(value)
+        return value if VARIABLE.fullmatch(variable_of(value) or "") else _all_masked(value)
     if isinstance(value, Mapping):
         return {key: masked(str(key), child) for key, child in value.items()}
     if isinstance(value, list | tuple):
@@ -78,11 +87,13 @@ def masked_urls(text: str, mask: Callable[[str], str] = lambda secret: "***") ->
 
 def _masked_url(mask: Callable[[str], str], found: re.Match[str]) -> str:
     scheme, path, query = found[1], found[2], found[3]
-    http = scheme.lower() in ("http://", "https://")
+    http = scheme.lower().endswith(("http://", "https://"))
     authority, slash, rest = path.partition("/")
+    rest = _INNER.sub(lambda inner: f"://{_covered(inner[1], mask)}@", rest)
     user, at, host = authority.rpartition("@")
     if user and (http or ":" in user):
-        path = _covered(user, mask) + at + host + slash + rest
+        user = _covered(user, mask)
+    path = user + at + host + slash + rest
     if query is None:
         return scheme + path
     return f"{scheme}{path}?{_covered(query, mask) if http or '=' in query else query}"
@@ -94,13 +105,12 @@ def _covered(text: str, mask: Callable[[str], str]) -> str:
 
 def masked_settings(text: str) -> str:
     """Returns an argument, or what a program has set, as messages show it: `token=***`, `{api_key: ***}`."""
-    return masked_urls(_SETTING.sub(r"\1***", text))
+    return masked_urls(_MISNAMED.sub(r"\1 ***", _SETTING.sub(r"\1***", text)))
 
 
 def was_masked(value: str) -> bool:
     """Says whether a text, or a part of a URL in it, is what is kept in place of a secret."""
-    parts = [part for found in _URL.finditer(value) for part in (found[2].partition("@")[0], found[3])]
-    return any(_DIGEST.fullmatch(part or "") for part in (value, *parts))
+    return bool(_DIGEST.fullmatch(value) or _DIGEST_IN_URL.search(value))
 
 
 def warn_of_open_way(where: str, url: str, *, key: bool) -> None:

@@ -58,7 +58,7 @@ def _masked(settings: Settings) -> Settings:
 def _masked_leaf(key: str, value: Any) -> Any:
     parts = key.split(".")
     if parts[-1] == "env" and any(map(is_secret, parts[-2:-1])):
-        return value  # {env: NAME}
+        return masked(parts[-2], {"env": value})["env"]
     return masked(next(filter(is_secret, parts), parts[-1]), value)
 
 

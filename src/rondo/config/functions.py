@@ -211,7 +211,10 @@ def _checked_variable(name: str, value: Any, where: str) -> str | None:
             "into a variable of its own"
         )
     if problem is not None:
-        raise ConfigError(f"{where}: {{env: {variable}}}: {problem}", key=where)
+        shown = (
+            variable if variable in os.environ or VARIABLE.fullmatch(variable) else "…"
+        )  # a secret, perhaps
+        raise ConfigError(f"{where}: {{env: {shown}}}: {problem}", key=where)
     return variable
 
 
