@@ -238,8 +238,6 @@ def test_a_mistyped_folder_is_said_before_torch_is_imported() -> None:
 
 
 def test_closed_pipe_is_no_error() -> None:
-    command = (
-        f"{sys.executable} -m rondo config show --no-stages model.path=m trainer.total_steps=1 | head -n 1"
-    )
+    command = f"{sys.executable} -m rondo config show model.path=m trainer.total_steps=1 | head -n 1"
     out = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True, cwd=ROOT)
     assert (out.stdout.split(), out.stderr) == (["model.path:", "m", "#", "argument", "'model.path=m'"], "")

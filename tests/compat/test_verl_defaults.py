@@ -388,9 +388,12 @@ def test_asynchrony_has_its_own_defaults() -> None:
 def test_both_passes_take_a_recipe_and_verls_keys(capsys: pytest.CaptureFixture[str]) -> None:
     """The second pass would ask to remove keys that nothing reads."""
     said = [f"{F}.log_prob_max_token_len_per_gpu=9999", "critic.optim.lr=1e-3", f"{C}.rollout_is=null"]
-    code = cli.main(["config", "show", "quickstart", f"{A}.ppo_mini_batch_size=8", f"{R}.n=4", *said])
+    arguments = ["quickstart", f"{A}.ppo_mini_batch_size=8", f"{R}.n=4", *said]
+    code = cli.main(["config", "show", *arguments])
     out = capsys.readouterr()
     assert code == 0, out.err
     assert "critic.optim.lr has no meaning in rondo" in out.err
     assert "actor.compute_dtype: bfloat16" in out.out
+    assert cli.main(["check", *arguments]) == 0
+    out = capsys.readouterr()
     assert out.out.endswith("Placement:\n  all: device 0: actor, rollout\n")

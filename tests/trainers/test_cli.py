@@ -214,9 +214,9 @@ def test_bad_settings_are_named_with_the_remedy(
 def test_a_wrong_name_in_a_recipe_is_at_its_line(recipe_file: str, tmp_path: Path) -> None:
     more = tmp_path / "more.yaml"
     more.write_text("algorithm:\n  advantage:\n    name: grpp\n")
-    done = inline("config", "show", recipe_file, str(more), check=False)
+    done = inline("check", recipe_file, str(more), check=False)
     assert done.stderr.startswith(
-        f"rondo config: ConfigError\n  {more}:3: algorithm.advantage: unknown name 'grpp'"
+        f"rondo check: ConfigError\n  {more}:3: algorithm.advantage: unknown name 'grpp'"
     )
     more.write_text(
         "algorithm:\n  kl: {name: k3, where: loss, coef: 0.1}\nreference:\n  path: ./no/such/folder\n"
@@ -233,14 +233,13 @@ def test_a_name_of_this_process_does_not_reach_workers_of_other_processes(recipe
 
     try:
         done = inline(
-            "config",
-            "show",
+            "check",
             recipe_file,
             "algorithm.policy_loss=mine",
             "cluster.backend=process",
             check=False,
         )
-        here = inline("config", "show", recipe_file, "algorithm.policy_loss=mine")
+        here = inline("check", recipe_file, "algorithm.policy_loss=mine")
     finally:
         del registry._FUNCTIONS["policy_loss"]["mine"]
     assert "argument 'algorithm.policy_loss=mine': algorithm.policy_loss: the name 'mine'" in done.stderr

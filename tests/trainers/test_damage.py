@@ -126,6 +126,9 @@ def test_an_export_runs_no_code_of_a_run_that_is_not_trusted(
     settings = yaml.safe_load(config.read_text())
     settings["model"]["tokenizer"] = f"{tmp_path}/evil.py:tokenizer"
     config.write_text(yaml.safe_dump(settings))
+    for looking in (("doctor", str(run)), ("show", str(run))):
+        inline(*looking)
+        assert not marker.exists()
     export = ["export", str(run), str(tmp_path / "out"), *(["--trust-code"] if trusted else [])]
     done = inline(*export, check=False)
     assert done.returncode == (0 if trusted else 2)

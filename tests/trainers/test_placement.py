@@ -139,8 +139,8 @@ def test_placements_that_cannot_work_are_refused_before_anything_starts(
         check_rl(load([str(recipe)], overrides))
 
 
-def test_config_show_says_which_role_is_where(recipe: Path) -> None:
-    out = inline("config", "show", str(recipe), *PPO, *MIXED).stdout
+def test_check_says_which_role_is_where(recipe: Path) -> None:
+    out = inline("check", str(recipe), *PPO, *MIXED).stdout
     assert out.split("Placement:\n")[1].splitlines() == [
         "  policy: device 0: actor, rollout",
         "  judges: device 1: critic, reference",

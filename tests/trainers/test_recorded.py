@@ -136,7 +136,7 @@ def test_another_recipe_is_off_policy_and_says_so(live: Path, tiny: Path, tmp_pa
     """In steps of another size, too."""
     changed = ("data.batch_size=6", "trainer.total_steps=null", "actor.optimizer.lr=2.0e-3")
     arguments = (str(tiny), *RICH, *changed, f"rollout.recorded={live}")
-    shown = inline("config", "show", *arguments).stdout
+    shown = inline("check", *arguments).stdout
     assert "2 steps of 6 prompt groups" in shown
     assert "another policy's: data.batch_size: 4 before, 6 now; actor.optimizer.lr: 0.001 before" in shown
     assert "importance weights per token, up to 2.0" in shown

@@ -1,4 +1,6 @@
-"""`rondo config`: the resolved configuration, who set every value, the dataflow that follows; the schema."""
+"""`rondo config`: the resolved configuration and who set every value; the schema. Nothing that a recipe names
+is imported, started or asked: `rondo check` does that.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     show.add_argument(
         "--yaml", action="store_true", help="one YAML file with everything (can be trained from)"
     )
-    show.add_argument(
-        "--no-stages", action="store_true", help="skip the dataflow (instant: imports no torch)"
-    )
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the schema; or the keys, then (for an RL recipe) the stages of one step, and who is where."""
+    """Prints the schema, or the keys."""
     if args.action == "schema":
         from rondo.config.json_schema import json_schema
 
@@ -37,24 +36,5 @@ def run(args: argparse.Namespace) -> int:
     from rondo.config import show, to_yaml
 
     loaded = load_arguments(args.config)
-    if args.yaml:
-        print(to_yaml(loaded.config), end="")
-        return 0
-    print(show(loaded))
-    reward = loaded.config.reward
-    scored = reward.functions or reward.models or loaded.config.rollout.recorded
-    if args.no_stages or not scored:  # it is no RL recipe
-        return 0
-    from rondo.trainers.commands.check import check_rl
-    from rondo.trainers.commands.recipe import settled_recipe
-    from rondo.trainers.program import placement_of
-
-    loaded = settled_recipe(loaded)
-    program = check_rl(loaded)
-    print("\nOne step:")
-    for number, line in enumerate(program.describe(loaded.config), 1):
-        print(f"  {number}. {line}")
-    print("\nPlacement:")
-    for line in placement_of(loaded.config, program.all_roles).describe(program.all_roles):
-        print(f"  {line}")
+    print(to_yaml(loaded.config) if args.yaml else show(loaded), end="" if args.yaml else "\n")
     return 0

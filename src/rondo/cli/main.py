@@ -38,6 +38,7 @@ COMMANDS = {
     "recipes": "rondo.cli.listing",
     "list": "rondo.cli.listing",
     "config": "rondo.cli.config_command",
+    "check": "rondo.cli.check_command",
     "sandbox": "rondo.cli.sandbox_command",
     "search": "rondo.cli.search_command",
     "doctor": "rondo.cli.doctor",
@@ -51,7 +52,8 @@ EPILOG = """\
 A recipe is one or more YAML files, merged in order, then key.sub=value overrides:
 
   rondo train quickstart trainer.seed=1 actor.optimizer.lr=1e-4
-  rondo config show quickstart        every key, its value, and who set it
+  rondo config show quickstart        every key, its value, and who set it; runs nothing
+  rondo check quickstart              what train would refuse, and the stages of a step
   rondo doctor                                     what is usable on this machine
 
 --traceback (or RONDO_TRACEBACK=1) shows the Python traceback of an error."""

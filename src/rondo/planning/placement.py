@@ -63,7 +63,7 @@ class Placement:
         return self.pool(role) == self.pool(other)
 
     def describe(self, roles: Sequence[str]) -> list[str]:
-        """Returns a line per pool: `train: devices 0 1: actor, critic`; for `rondo config show`."""
+        """Returns a line per pool: `train: devices 0 1: actor, critic`; for `rondo check`."""
         lines = []
         for name, devices in self.pools.items():
             here = [self._named(role) for role in roles if self.pool(role) == name]

@@ -150,7 +150,7 @@ def test_what_cannot_be_is_refused(wrong: dict[str, float]) -> None:
 
 
 def test_the_recipe_passes_the_second_check(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["config", "show", "alfworld"]) == 0, capsys.readouterr().err
+    assert main(["check", "alfworld"]) == 0, capsys.readouterr().err
 
 
 def test_the_searcher_needs_nothing_that_a_prompt_does_not_say() -> None:

@@ -46,7 +46,7 @@ def test_another_page_is_refused() -> None:
 
 
 def test_the_recipe_passes_the_second_check(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["config", "show", "miniwob"]) == 0, capsys.readouterr().err
+    assert main(["check", "miniwob"]) == 0, capsys.readouterr().err
 
 
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])

@@ -101,7 +101,7 @@ class Program:
         return next((learner for learner in self.learners if learner.role == role), None)
 
     def describe(self, config: Config) -> list[str]:
-        """Returns the dataflow of one step in the order in which it runs, for `config show`. config: what the
+        """Returns the dataflow of one step in the order in which it runs, for `rondo check`. config: what the
         program was planned from.
         """
         lines = [_taken(config, self.greedy_baseline)]
@@ -244,7 +244,7 @@ def effective_correction(
 
 
 def describe_correction(config: Config, foreign: Sequence[str] = ()) -> str:
-    """Writes a line for `config show`: what it became, and why. foreign: as in `effective_correction`."""
+    """Writes a line for `rondo check`: what it became, and why. foreign: as in `effective_correction`."""
     written, found = config.algorithm.rollout_correction, effective_correction(config, foreign)
     auto = written is not None and written.mode == "auto"
     causes = [

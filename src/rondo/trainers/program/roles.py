@@ -399,7 +399,7 @@ def shares_weights(config: Config) -> bool:
 
 
 def describe_planned(config: Config) -> str:
-    """Writes engines and route in a few words for `config show`, before there are any groups; decided as in
+    """Writes engines and route in a few words for `rondo check`, before there are any groups; decided as in
     `make_route`.
     """
     rollout, placement = config.rollout, placement_of(config)

@@ -148,7 +148,7 @@ class Stage(Protocol):
         ...
 
     def describe(self) -> str:
-        """Writes one line for `config show`."""
+        """Writes one line for `rondo check`."""
         ...
 
     async def __call__(self, batch: BatchRef, step: Step) -> BatchRef:

@@ -1,0 +1,82 @@
+"""`rondo check`: what a command would refuse about a recipe, and what it would do, before it does it.
+
+Finding that out takes running what the recipe names: its files are imported, its MCP servers started, its
+environments asked. `rondo config show` does none of that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from rondo.cli.arguments import load_arguments, recipe_parser
+from rondo.cli.training import HELP as COMMANDS
+
+if TYPE_CHECKING:
+    from rondo.config import LoadedConfig
+
+HELP = (
+    "check a recipe as its command does before it begins, and show the stages of a step; imports, starts and "
+    "asks what the recipe names"
+)
+_FUNCTION = re.compile(r"\S+\.(py|pkl):\w[\w.]*|[A-Za-z_][\w.]*:\w[\w.]*|[A-Za-z_]\w*(\.\w+)+")
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Registers the subcommand."""
+    parser = recipe_parser(subparsers, "check", HELP)
+    parser.add_argument(
+        "--for",
+        dest="command_for",
+        choices=tuple(COMMANDS),
+        default="train",
+        help="the command that the recipe is for (default: train)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints what the recipe names that will run; then checks it; then, for `train`, the stages of one step
+    and which role is where.
+    """
+    loaded = load_arguments(args.config)
+    named = list(_named(loaded))
+    if named:
+        print("The recipe names, and this runs, starts or asks:", *named, sep="\n  ", flush=True)
+    from rondo.trainers.commands.check import check_rl
+    from rondo.trainers.commands.check_supervised import check_supervised
+    from rondo.trainers.commands.recipe import settled_recipe
+    from rondo.trainers.program import placement_of
+    from rondo.trainers.supervised import PREFERENCE, REWARD_MODEL, SFT
+
+    loaded = settled_recipe(loaded)
+    if args.command_for != "train":
+        tasks = {"sft": SFT, "preference": PREFERENCE, "reward-model": REWARD_MODEL}
+        check_supervised(loaded, tasks[args.command_for])
+        print(f"rondo {args.command_for} takes this recipe.")
+        return 0
+    program = check_rl(loaded)
+    print("One step:")
+    for number, line in enumerate(program.describe(loaded.config), 1):
+        print(f"  {number}. {line}")
+    print("\nPlacement:")
+    for line in placement_of(loaded.config, program.all_roles).describe(program.all_roles):
+        print(f"  {line}")
+    return 0
+
+
+def _named(loaded: LoadedConfig) -> Iterator[str]:
+    """Yields, by key, the functions, commands and addresses that somebody has set."""
+    from rondo.config import leaves_of
+
+    for key, value in leaves_of(loaded.config).items():
+        last = key.rpartition(".")[2]
+        if key == "model.trust_remote_code" and value:
+            yield f"{key}: the code in model.path"
+        if not isinstance(value, str) or not any(
+            key == set_ or key.startswith(f"{set_}.") for set_ in loaded.origins
+        ):
+            continue
+        if last == "command" or "://" in value or (_FUNCTION.fullmatch(value) and not last.endswith("path")):
+            yield f"{key}: {value}"
