@@ -124,6 +124,7 @@ def test_special_tokens_are_stopped_at_by_id_and_other_strings_by_text() -> None
         ((f"a{SPECIAL}",), r"'a<\|over\|>' has the special token '<\|over\|>' and more"),
         (("\ufffd",), r"U\+FFFD"),
         (("a\ud800",), "half of a surrogate pair"),
+        (("a" * 1001,), "a stop string has 1001 characters; it may have 1000"),
         (("a",) * 65, "there are 65 stop strings; at most 64"),
     ],
 )

@@ -204,6 +204,40 @@ def test_a_text_that_is_much_too_long_is_not_tokenised_whole(path: str, field: s
     assert int(found[1]) < 6000  # the first 16 kB
 
 
+# Texts that are no part of the conversation, and words that stand in the refusal of a long one.
+LONG = "x" * 1_000_000
+LONG_TEXTS: dict[str, tuple[dict[str, Any], str]] = {
+    "stop": ({"stop": [LONG]}, "a stop string has 1000000 characters; it may have 1000"),
+    "stop as one": ({"stop": LONG}, "a stop string has 1000000 characters; it may have 1000"),
+    "model": ({"model": LONG}, "at most 1000 characters"),
+    "user": ({"user": LONG}, "at most 1000 characters"),
+    "tools": ({"tools": [{**TOOL, "function": {"name": LONG}}]}, "name has more than 1000 characters"),
+    "tool_choice": (
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": LONG}}},
+        "tool_choice: must be",
+    ),
+    "an option": ({"chat_template_kwargs": {LONG: 1}}, "is not set here"),
+    "an option's value": ({"chat_template_kwargs": {"enable_thinking": LONG}}, "is not set here"),
+    "a parameter": ({LONG: 1}, "unknown parameter"),
+    "a parameter that is not supported": ({"logit_bias": {LONG: 1}}, "is not supported"),
+    "an item": ({"stream_options": {LONG: 1}}, "is no parameter here"),
+}
+
+
+@pytest.mark.parametrize("name", LONG_TEXTS)
+def test_every_text_of_a_request_has_a_length(name: str) -> None:
+    """And its refusal has one, too."""
+    more, words = LONG_TEXTS[name]
+
+    async def main() -> tuple[int, dict[str, Any]]:
+        async with served(never) as (_, base_url):
+            return await post(base_url, CHAT, {"model": MODEL, "messages": ASK, **more})
+
+    status, answer = asyncio.run(main())
+    assert (status, words in answer["error"]["message"]) == (400, True)
+    assert len(json.dumps(answer)) < 1500
+
+
 def test_more_messages_than_the_context_has_tokens_are_refused_unread() -> None:
     async def main() -> tuple[int, dict[str, Any]]:
         async with served(never) as (_, base_url):

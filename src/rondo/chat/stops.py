@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MOST_STOPS = 64
+LONGEST_STOP = 1000  # characters: a text is tokenised whole to find special tokens in it
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
@@ -61,18 +62,20 @@ def split_stops(
     for text in stops:
         if not text:
             raise DataError("a stop string is empty; it would end every response at its first token")
+        if len(text) > LONGEST_STOP:
+            raise DataError(f"a stop string has {len(text)} characters; it may have {LONGEST_STOP}")
         if "\ufffd" in text:
             raise DataError(
-                f"the stop string {text!r} has the character U+FFFD, which stands for bytes that are none; "
-                "take it out"
+                f"the stop string {text!r:.100} has the character U+FFFD, which stands for bytes that are "
+                "none; take it out"
             )
         (tokens,) = tokenise(tokenizer, [text], special=False)
         special = [int(token) for token in tokens if int(token) in hidden]
         if special and len(tokens) > 1:
             name = tokenizer.convert_ids_to_tokens(special[0])
             raise DataError(
-                f"the stop string {text!r} has the special token {name!r} and more; the text of a response "
-                "has no special tokens, so it would never stop: give the token alone, or text alone"
+                f"the stop string {text!r:.100} has the special token {name!r} and more; the text of a "
+                "response has no special tokens, so it would never stop: give the token alone, or text alone"
             )
         if special:
             ids += special

@@ -78,11 +78,11 @@ def _check_template_options(asked: Mapping[str, Any], here: Mapping[str, Any]) -
     """Refuses other options than those with which every conversation here is written."""
     for name, value in asked.items():
         if name not in here or here[name] != value:
-            said = f"is {here[name]!r}" if name in here else "is not set"
+            said = f"is {here[name]!r:.200}" if name in here else "is not set"
             raise refuse(
                 "chat_template_kwargs",
-                f"{name} {said} here and cannot be {value!r}: model.chat_template_options says it for all "
-                "requests; leave it out",
+                f"{name:.100} {said} here and cannot be {value!r:.100}: model.chat_template_options says it "
+                "for all requests; leave it out",
             )
 
 

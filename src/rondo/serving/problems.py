@@ -48,13 +48,13 @@ class ApiError(RondoError):
 
 def unknown_model(asked: str, served: str) -> ApiError:
     """Returns the 404 of a request for another model than the one that is served."""
-    text = f"the model {asked!r} does not exist here; there is {served!r}"
+    text = f"the model {asked!r:.200} does not exist here; there is {served!r}"
     return ApiError(text, param="model", code="model_not_found", status=404)
 
 
 def refuse(param: str, message: str, code: str = "invalid_value") -> ApiError:
     """Returns a 400 about one parameter."""
-    return ApiError(f"{param}: {message}", param=param, code=code)
+    return ApiError(f"{param[:_LONGEST_PARAM]}: {message}", param=param, code=code)
 
 
 def checked(kind: TypeAdapter[T], value: Any, *where: str) -> T:

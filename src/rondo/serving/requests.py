@@ -22,6 +22,9 @@ from rondo.serving.messages import ClientMessages
 from rondo.serving.problems import ApiError, checked, refuse, unknown_model
 
 Kind = Literal["chat", "text"]
+# Of names and other texts that are no part of a conversation: some are tokenised, some are kept.
+_LONGEST = 1000
+Text = Annotated[str, Field(max_length=_LONGEST)]
 
 # Parameters of OpenAI's that are not supported, with the values that ask for nothing (null always does).
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -59,6 +62,8 @@ def _tool(tool: Any) -> Any:
     function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise PydanticCustomError("type", "must be {type: function, function: {name, …}}")
+    if len(function["name"]) > _LONGEST:
+        raise PydanticCustomError("invalid_value", f"the function's name has more than {_LONGEST} characters")
     return tool
 
 
@@ -103,8 +108,8 @@ class ApiRequest(_Strict):
     kind: ClassVar[Kind]
     # The field that has the conversation.
     subject: ClassVar[str]
-    model: str
-    user: str = ""
+    model: Text
+    user: Text = ""
     n: int = Field(1, ge=1, le=128)
     stream: bool = False
     stream_options: _StreamOptions | None = None
@@ -157,7 +162,7 @@ class ChatRequest(ApiRequest):
             raise refuse("tool_choice", "is 'required', and there are no tools")
         if isinstance(self.tool_choice, tuple) and self.tool_choice[0] not in names:
             listed = ", ".join(names) or "none"
-            raise refuse("tool_choice", f"names {self.tool_choice[0]!r}; the tools are {listed}")
+            raise refuse("tool_choice", f"names {self.tool_choice[0]!r:.100}; the tools are {listed:.1000}")
         return self
 
 
@@ -196,7 +201,7 @@ def _check_unread(name: str, value: Any, names: set[str]) -> None:
     """Refuses a parameter that is not read, unless its value asks for nothing."""
     if name not in _NEUTRAL and name not in _UNSUPPORTED:
         near = did_you_mean(name[:64], names)
-        text = f"unknown parameter {name!r}{near} There are: {', '.join(sorted(names))}"
+        text = f"unknown parameter {name!r:.100}{near} There are: {', '.join(sorted(names))}"
         raise ApiError(text, param=name, code="unknown_parameter")
     if value is not None and not any(
         value == neutral and type(value) in (type(neutral), float) for neutral in _NEUTRAL.get(name, ())
