@@ -29,7 +29,7 @@ from rondo.environments import Observation, StepResult
 from rondo.environments.choices import load_environments
 from rondo.recipes.quickstart import tokenizer
 from rondo.serving import Endpoint, Sessions
-from rondo.serving.http import HttpServer, Limits
+from rondo.serving.http import HttpServer
 from rondo.types import Completion, GenerateRequest, Prompt, SamplingParams
 from rondo.workers.rollout import Unscored
 
@@ -98,7 +98,7 @@ async def endpoint() -> None:
     """Measures calls over HTTP from another process, in which conversations grow to TURNS answers."""
     engine = saying("a" * (TOKENS - 1))
     served = Endpoint(TOKENIZER, model="policy", max_context=4096, sessions=Sessions(CALLS), generate=engine)
-    server = HttpServer(served, KEY, Limits())
+    server = HttpServer(served, KEY)
     url = await server.start()
     port = url.rsplit(":", 1)[1].partition("/")[0]
     client = await asyncio.create_subprocess_exec(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from rondo.checkpoint.checked import read_manifest, write_checked, write_manifes
 from rondo.errors import CheckpointError, DataError, RondoError, StorageError
 from rondo.hub import local_folder
 from rondo.models.files import check_weights
+from rondo.sandbox import open_sandbox
+from rondo.sandbox.server import files_of_request
 from rondo.urls import Far, check_inner
 
 GOOD = ("a.json", "actor/rank-0.bin", "..a", "a..b/c", "ä/日本", "a" * 255, "with space.json")
@@ -106,7 +109,24 @@ def of_an_index(name: str, folder: Path) -> None:
     check_weights(str(folder))
 
 
-DOORS: dict[Callable[[str, Path], None], type[RondoError]] = {
+def of_a_program(name: str, folder: Path) -> None:
+    """Files that `rondo.sandbox` writes for a program."""
+
+    async def run() -> None:
+        async with await open_sandbox("none") as sandbox:
+            await sandbox.run("pass", files={name: b"1"})
+
+    asyncio.run(run())
+
+
+def of_a_request(name: str, folder: Path) -> None:
+    """Of `rondo sandbox serve`, which answers it as 422."""
+    files_of_request({name: ""})
+
+
+DOORS: dict[Callable[[str, Path], None], type[ValueError | RondoError]] = {
+    of_a_program: ValueError,
+    of_a_request: ValueError,
     of_memory: StorageError,
     of_a_manifest: CheckpointError,
     of_an_index: DataError,

@@ -20,11 +20,12 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 # Who may import whom. Every part above them may import these.
 BASE = {"activity", "border", "errors", "readonly", "storage", "types", "columns", "roles", "batch", "config"}
-BASE |= {"masking", "urls"}
+BASE |= {"access", "masking", "urls"}
 ALLOWED: dict[str, set[str]] = {
     "__init__": {"api"},  # when something of it is asked for
     "masking": set(),
     "errors": {"masking"},
+    "access": {"errors"},
     "border": {"errors", "masking"},
     "interrupts": set(),
     "streams": set(),
@@ -78,7 +79,7 @@ ALLOWED: dict[str, set[str]] = {
 ALLOWED |= {
     "compat": {"config", "errors"},
     "environments": BASE | {"arithmetic", "search"},
-    "sandbox": {"errors", "masking"},
+    "sandbox": {"access", "errors", "masking", "urls"},
     "search": BASE,
     "view": {"errors"},  # reads files only
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
 from rondo.chat import encode_prompt
 from rondo.cli import serve_command
+from rondo.cli.keys import add_keys, keys_of
 from rondo.recipes.quickstart import tokenizer
 from rondo.trainers.commands.serve import Serving
 from tests.trainers.conftest import MODEL, PYTHONPATH, inline
@@ -190,6 +192,16 @@ def test_an_empty_token_of_the_environment_is_refused(
     done = inline("serve", str(folder), "cluster.threads=1", check=False)
     assert done.returncode == 2
     assert "the environment variable RONDO_TOKEN must be printable ASCII" in " ".join(done.stderr.split())
+
+
+def test_a_token_file_has_a_key_in_each_line(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("first\n\n second \n")
+    file.chmod(0o600)
+    parser = argparse.ArgumentParser()
+    add_keys(parser, "RONDO_TOKEN")
+    keys, source = keys_of(parser.parse_args(["--token-file", str(file)]), "RONDO_TOKEN")
+    assert (keys, source) == (("first", "second"), f"the token in --token-file {file}")
 
 
 @pytest.mark.parametrize(("mode", "noted"), [(0o644, True), (0o640, True), (0o600, False)])

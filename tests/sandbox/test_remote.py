@@ -17,14 +17,13 @@ from typing import Any
 
 import pytest
 
+from rondo.access import SANDBOX_KEY, Access
 from rondo.agents.tools import Toolbox, load_tools
-from rondo.cli import main as cli
 from rondo.config.schema import ToolConfig
 from rondo.errors import ConfigError, SandboxError
 from rondo.rewards.code import code
 from rondo.sandbox import Limits, Sandbox, open_sandbox
 from rondo.sandbox.escapes import check, processes_named
-from rondo.sandbox.remote import TOKEN_VARIABLE
 from rondo.sandbox.server import BODY_BYTES, SandboxServer
 from tests.rewards.conftest import make_trajectory
 from tests.sandboxes import need_sandbox
@@ -38,13 +37,13 @@ TOKEN = "a-key"
 def url() -> Iterator[str]:
     """Of `rondo sandbox serve`, which wants a key."""
     need_sandbox()
-    with served_by("sandbox", "serve", **{TOKEN_VARIABLE: TOKEN}) as url:
+    with served_by("sandbox", "serve", **{SANDBOX_KEY: TOKEN}) as url:
         yield url
 
 
 @pytest.fixture(autouse=True)
 def _key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
+    monkeypatch.setenv(SANDBOX_KEY, TOKEN)
 
 
 def post(url: str, body: Any, token: str | None = TOKEN) -> tuple[int, Any]:
@@ -141,25 +140,31 @@ def test_cells_by_the_contract(url: str) -> None:
         ({"language": "python"}, 422, '"code"'),
         ({"code": "x", "language": "python", "run_timeout": 0}, 422, "run_timeout"),
         ({"code": "x", "language": "python", "memory_limit_MB": 1 << 40}, 422, "memory_limit_MB"),
-        ({"code": "x", "language": "python", "files": {"../x": ""}}, 422, "inside the program's folder"),
+        ({"code": "x", "language": "python", "files": {"../x": ""}}, 422, "leads out of its folder"),
         ({"code": "x", "language": "python", "files": {"x": "no base64!"}}, 422, "not base64"),
+        ({"code": "x", "language": "l" * 65}, 422, "language"),
         ({"code": "x", "language": "python", "fetch_files": ["x"]}, 422, "gives no files back"),
         (b" " * (BODY_BYTES + 1), 413, "exceeded"),
     ],
 )
 def test_bodies_that_are_not_the_apis(url: str, body: Any, status: int, said: str) -> None:
     got, text = post(f"{url}/run_code", body)
-    assert (got, said in text) == (status, True)
+    assert (got, said in text, len(text) <= 4000) == (status, True, True)
 
 
-def test_keys(url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_client_sent_is_not_sent_back_whole(url: str) -> None:
+    """A name of 100,000 characters, and 10,000 faults."""
+    for files in ({"a" * 100_000: 1}, {f"a{number}": 1 for number in range(10_000)}):
+        status, text = post(f"{url}/run_code", {"code": "x", "language": "python", "files": files})
+        assert (status, len(text)) == (422, 4000)
+
+
+def test_keys(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     body = {"code": "print(1)", "language": "python"}
     assert [post(f"{url}/run_code", body, token)[0] for token in (None, "another", TOKEN)] == [401, 401, 200]
-    monkeypatch.delenv(TOKEN_VARIABLE)
+    monkeypatch.delenv(SANDBOX_KEY)
     with pytest.raises(SandboxError, match="answered 401"):
         asyncio.run(open_sandbox(url))
-    assert cli.main(["sandbox", "serve", "--host", "0.0.0.0", "--port", "0"]) == 2
-    assert f"set {TOKEN_VARIABLE} to a key" in capsys.readouterr().err
 
 
 def test_no_more_at_a_time_than_it_may(url: str) -> None:
@@ -167,7 +172,7 @@ def test_no_more_at_a_time_than_it_may(url: str) -> None:
 
     async def both() -> list[int]:
         async with await open_sandbox(at_once=1) as sandbox:
-            server = SandboxServer(sandbox, TOKEN)
+            server = SandboxServer(sandbox, Access((TOKEN,)))
             address = await server.start("127.0.0.1", 0)
             body = {"code": "sleep 0.2", "language": "bash"}
             asked = [

@@ -9,27 +9,30 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rondo.access import Access
 from rondo.agents.search import Search
 from rondo.cli import main as cli
 from rondo.errors import ToolError
 from rondo.search import Hit, Index, Passage, index_of
-from rondo.search.client import retrieve
+from rondo.search.client import RetrieverError, retrieve
 from rondo.search.server import RetrieverServer
 from tests.waiting import served_by
 
 MOON = {"id": "7", "contents": '"Moon"\nIt goes around the earth, and has no air.'}
 SUN = {"id": "1", "contents": '"Sun"\nThe sun is a star. Stars shine.'}
+JSON = {"Content-Type": "application/json"}
 UNTITLED = {"id": "4", "contents": '""\nA star without a title'}
 
 
 @pytest.fixture
 def url(corpus: str) -> Iterator[str]:
-    with served_by("search", "serve", corpus) as url:
+    with served_by("search", "serve", corpus, "--no-key") as url:
         yield url
 
 
@@ -37,7 +40,7 @@ def post(url: str, body: Any) -> tuple[int, Any]:
     """Status and answer."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, data), timeout=60) as answer:
+        with urllib.request.urlopen(urllib.request.Request(url, data, JSON), timeout=60) as answer:
             return answer.status, json.load(answer)
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)
@@ -53,6 +56,8 @@ def test_a_server_of_ours_says_what_the_local_tool_says(url: str, corpus: str) -
     for tool in (Search(url=url), Search(corpus=corpus)):
         with pytest.raises(ToolError, match="the query has no word in it"):
             tool("?!")
+        with pytest.raises(ToolError, match="the query has 10001 characters; it may have 10000"):
+            tool("a" * 10_001)
 
     status, said = post(url, {"queries": ["air", "?!", "star shining"], "topk": 2, "return_scores": True})
     assert status == 200
@@ -75,10 +80,48 @@ def test_what_it_does_not_take(url: str) -> None:
     for body, status in wrong.items():
         got, said = post(url, body)
         assert (got, list(said)) == (status, ["error"])
+    many = {"queries": [1] * 1000}
+    assert len(post(url, many)[1]["error"]) == 10  # what a client sent is not sent back whole
     server = url.removesuffix("/retrieve")
+    assert len(post(f"{server}/{'a' * 9000}", {})[1]["error"]) < 200
     assert post(f"{server}/other", {})[0] == 404
     with urllib.request.urlopen(f"{server}/health", timeout=60) as answer:
         assert (answer.status, json.load(answer)) == (200, {"status": "ok"})
+
+
+def test_the_client_bears_the_key_and_takes_it_nowhere_else(
+    corpus: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that sends it on is down; the other one is not asked."""
+    asked: list[str] = []
+
+    class Elsewhere(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked.append(self.headers.get("Authorization", ""))
+            self.send_response(302)
+            self.send_header("Location", f"{url}/retrieve")
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None: ...
+
+    monkeypatch.setenv("RONDO_SEARCH_TOKEN", "a-key")
+    server = RetrieverServer(index_of(corpus), "127.0.0.1", 0, Access(("a-key",)))
+    elsewhere = HTTPServer(("127.0.0.1", 0), Elsewhere)
+    url = f"http://127.0.0.1:{elsewhere.server_port}"
+    thread = threading.Thread(target=elsewhere.handle_request)
+    thread.start()
+    try:
+        assert len(retrieve(f"{server.url}/retrieve", "stars", 1)) == 1
+        with pytest.raises(RetrieverError, match="HTTP Error 302"):
+            retrieve(f"{url}/retrieve", "stars", 1)
+        monkeypatch.delenv("RONDO_SEARCH_TOKEN")
+        with pytest.raises(RetrieverError, match="HTTP Error 401"):
+            retrieve(f"{server.url}/retrieve", "stars", 1)
+    finally:
+        thread.join(60)
+        elsewhere.server_close()
+        server.close()
+    assert asked == ["Bearer a-key"]
 
 
 def test_many_at_a_time(url: str, corpus: str) -> None:
@@ -108,7 +151,7 @@ class Slow:
 
 def test_what_was_asked_is_answered_when_it_ends(corpus: str) -> None:
     slow = Slow()
-    server = RetrieverServer(Index(index_of(corpus).database, slow), "127.0.0.1", 0)
+    server = RetrieverServer(Index(index_of(corpus).database, slow), "127.0.0.1", 0, Access())
     with ThreadPoolExecutor(2) as threads:
         answer = threads.submit(retrieve, f"{server.url}/retrieve", "a", 1)
         assert slow.asked.wait(60)

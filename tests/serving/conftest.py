@@ -62,10 +62,10 @@ def engine() -> Iterator[NativeEngine]:
 @asynccontextmanager
 async def served(generate: Any, **settings: Any) -> AsyncIterator[tuple[Endpoint, str]]:
     """(endpoint, base URL)."""
-    limits = settings.pop("limits", Limits())
+    limits, more_keys = settings.pop("limits", Limits()), settings.pop("more_keys", ())
     settings = {"sessions": Sessions(8), "max_context": CONTEXT, "generate": generate} | settings
     endpoint = Endpoint(settings.pop("tokenizer", TOKENIZER), model=MODEL, **settings)
-    server = HttpServer(endpoint, TOKEN, limits)
+    server = HttpServer(endpoint, TOKEN, *more_keys, limits=limits)
     base_url = await server.start()
     try:
         yield endpoint, base_url

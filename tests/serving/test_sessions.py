@@ -6,6 +6,7 @@ import asyncio
 import json
 from typing import Any
 
+import aiohttp
 import numpy as np
 import openai
 import pytest
@@ -14,7 +15,7 @@ from rondo.chat import encode_piece, encode_prompt
 from rondo.rollout import NativeEngine
 from rondo.serving import ApiError, Session, SessionRules, Sessions, prompt_key
 from rondo.types import Completion, GenerateRequest, Prompt, SamplingParams, request_seed
-from tests.serving.conftest import MODEL, STOPS, TOKENIZER, direct, post, served, with_client
+from tests.serving.conftest import MODEL, STOPS, TOKEN, TOKENIZER, direct, post, served, with_client
 
 ASK: list[Any] = [{"role": "user", "content": "Tom has 3 apples. How many?"}]
 MORE: dict[str, Any] = {"role": "user", "content": "Sure?"}
@@ -393,3 +394,32 @@ def test_a_session_that_ends_takes_its_calls_back() -> None:
             await client.chat.completions.create(model=MODEL, messages=ASK)
 
     with_client(None, use, session="s", sessions=store)
+
+
+def test_each_key_has_sessions_of_its_own(engine: NativeEngine) -> None:
+    """The same name under two keys is two sessions; nobody sees, goes on from or ends another's."""
+
+    async def main() -> None:
+        async with served(engine.generate, more_keys=("other",)) as (_, base_url):
+            async with aiohttp.ClientSession() as http:
+
+                async def status(method: str, key: str, name: str) -> tuple[int, int]:
+                    headers = {"Authorization": f"Bearer {key}"}
+                    async with http.request(method, f"{base_url}/sessions/{name}", headers=headers) as answer:
+                        return answer.status, len((await answer.json()).get("calls", []))
+
+                body = {"model": MODEL, "messages": ASK, "max_tokens": 2}
+                for key, times in ((f"{TOKEN}:alice", 2), ("other:alice", 1), ("other:bob", 1)):
+                    for _ in range(times):
+                        headers = {"Authorization": f"Bearer {key}"}
+                        assert (await post(base_url, "/chat/completions", body, **headers))[0] == 200
+                assert await status("GET", TOKEN, "alice") == (200, 2)
+                assert await status("GET", "other", "alice") == (200, 1)
+                assert await status("GET", TOKEN, "bob") == (404, 0)
+                assert await status("DELETE", TOKEN, "bob") == (404, 0)
+                assert await status("DELETE", "other", "alice") == (200, 0)
+                assert await status("GET", "other", "alice") == (404, 0)
+                assert await status("GET", TOKEN, "alice") == (200, 2)
+                assert await status("GET", "other", "bob") == (200, 1)
+
+    asyncio.run(main())

@@ -364,7 +364,7 @@ class ExternalAgent:
             from rondo.serving.http import HttpServer, Limits
 
             # The run's own agents are not refused: one too many waits until there is room.
-            self._server = HttpServer(endpoint, self._token, Limits(connections=sys.maxsize))
+            self._server = HttpServer(endpoint, self._token, limits=Limits(connections=sys.maxsize))
             self._starting = asyncio.create_task(self._server.start())
         return await asyncio.shield(self._starting)
 

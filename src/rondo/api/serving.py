@@ -62,7 +62,8 @@ def serve(
     if replicas is not None:
         given["rollout.replicas"] = replicas
     loaded = load(files_of(recipe), settings={**given, **settings})
-    asked = Asked(host, port, api_key, "api_key", name, max_context, check, spelled=_as_argument)
+    keys = () if api_key is None else (api_key,)
+    asked = Asked(host, port, keys, "api_key", name, max_context, check, spelled=_as_argument)
     return Server(functools.partial(command, loaded, asked))
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import os
 
+from rondo.access import SANDBOX_KEY
+from rondo.cli.keys import access_of, add_access
 from rondo.errors import ConfigError
 
 HELP = "hold programs that nobody has read: try every known way out of this machine's sandbox"
@@ -18,9 +19,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     check = actions.add_parser("check", help=CHECK, description=CHECK)
     serve = actions.add_parser("serve", help=SERVE, description=SERVE)
-    serve.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on (default: this machine only)"
-    )
+    add_access(serve, SANDBOX_KEY)
     serve.add_argument("--port", type=int, default=8080, help="0 takes a free one (default: 8080)")
     serve.add_argument("--at-once", type=int, help="programs at a time (default: one for each processor)")
     for action in (check, serve):
@@ -37,22 +36,19 @@ def _serve(args: argparse.Namespace) -> int:
     import asyncio
 
     from rondo.sandbox import open_sandbox
-    from rondo.sandbox.remote import TOKEN_VARIABLE
     from rondo.sandbox.server import SandboxServer
 
-    token = os.environ.get(TOKEN_VARIABLE, "").strip() or None
-    if token is None and args.host not in ("127.0.0.1", "::1", "localhost"):
-        raise ConfigError(
-            f"--host {args.host}: whoever reaches it runs programs here; set {TOKEN_VARIABLE} to a key, here "
-            "and where rondo asks"
-        )
     if args.at_once is not None and args.at_once < 1:
         raise ConfigError(f"--at-once {args.at_once}: it must be at least 1")
 
+    access, made = access_of(args, SANDBOX_KEY)
+
     async def serving() -> None:
         async with await open_sandbox(args.backend, at_once=args.at_once) as sandbox:
-            server = SandboxServer(sandbox, token)
+            server = SandboxServer(sandbox, access)
             print(f"url={await server.start(args.host, args.port)}")
+            if made:
+                print(made)
             print(f"sandbox: {sandbox.backend.description}; Ctrl-C ends it", flush=True)
             try:
                 await asyncio.Event().wait()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from rondo.access import SEARCH_KEY
+from rondo.cli.keys import access_of, add_access
 from rondo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,9 +30,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         action.add_argument("--index", default="sqlite", help="sqlite (default), tantivy or dense")
         action.add_argument("--encoder", default="", help="folder of the model that --index dense needs")
         action.add_argument("-k", type=int, default=3, help="passages for a query (default: 3)")
-    serve.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on (default: this machine only)"
-    )
+    add_access(serve, SEARCH_KEY)
     serve.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: 8000)")
     query.add_argument("words", help="the query")
 
@@ -58,9 +58,12 @@ def _serve(args: argparse.Namespace, index: Index) -> int:
 
     from rondo.search.server import RetrieverServer
 
-    server = RetrieverServer(index, args.host, args.port, default_k=args.k)
+    access, made = access_of(args, SEARCH_KEY)
+    server = RetrieverServer(index, args.host, args.port, access, default_k=args.k)
     try:
         print(f"url={server.url}/retrieve")
+        if made:
+            print(made)
         print(f"corpus: {args.corpus}, index: {args.index}; Ctrl-C ends it", flush=True)
         threading.Event().wait()
     finally:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rondo.access import ENDPOINT_KEY
 from rondo.cli.arguments import find_policy, load_arguments, recipe_parser
-from rondo.errors import ConfigError
+from rondo.cli.keys import add_keys, keys_of
 
 if TYPE_CHECKING:
     from rondo.config import LoadedConfig
     from rondo.trainers.commands.serve import Serving
 
 HELP = "serve a model over an OpenAI-compatible endpoint"
-TOKEN_VARIABLE = "RONDO_TOKEN"
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
@@ -26,16 +24,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.epilog = (
         f"The first argument is a model folder, a hub id, or a recipe with model.path. {parser.epilog}"
     )
-    parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on (default: this machine only)"
-    )
+    add_keys(parser, ENDPOINT_KEY)
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: 8000)")
-    parser.add_argument(
-        "--token", help="API key (other users of this machine can read it in the process list)"
-    )
-    parser.add_argument(
-        "--token-file", help=f"file with the API key (default: ${TOKEN_VARIABLE}, or a random one)"
-    )
     parser.add_argument("--name", help="name of the model for clients (default: of its folder)")
     parser.add_argument("--replicas", type=int, help="engines, each in a process of its own")
     parser.add_argument("--max-context", type=int, help="prompt and answer tokens of a request")
@@ -53,14 +43,14 @@ def run(args: argparse.Namespace) -> int:
     find_policy(loaded)
     from rondo.trainers.commands.serve import Asked, serve
 
-    key, key_from = _token(args)
+    keys, keys_from = keys_of(args, ENDPOINT_KEY)
     asked = Asked(
-        args.host, args.port, key, key_from, args.name, args.max_context, args.check, spelled=_as_flag
+        args.host, args.port, keys, keys_from, args.name, args.max_context, args.check, spelled=_as_flag
     )
     serve(
         loaded,
         asked,
-        ready=lambda serving: _announce(serving, is_random=key is None),
+        ready=lambda serving: _announce(serving, is_random=not keys),
         note=lambda line: print(f"note: {line}", file=sys.stderr),
     )
     return 0
@@ -81,28 +71,6 @@ def load_served(arguments: Sequence[str], replicas: int | None = None) -> Loaded
 
 def _as_flag(option: str, value: object) -> str:
     return f"--{option.replace('_', '-')} {value}"
-
-
-def _token(args: argparse.Namespace) -> tuple[str | None, str]:
-    """Returns the API key (None: there shall be a random one), and what the user gives it with."""
-    if args.token is not None and args.token_file is not None:
-        raise ConfigError("--token and --token-file are both given; give one of them")
-    if args.token is not None:
-        return args.token, "--token"
-    if args.token_file is not None:
-        return _read_token(Path(args.token_file)), f"the token in --token-file {args.token_file}"
-    if TOKEN_VARIABLE in os.environ:
-        return os.environ[TOKEN_VARIABLE], f"the environment variable {TOKEN_VARIABLE}"
-    return None, f"--token-file, or {TOKEN_VARIABLE}"
-
-
-def _read_token(path: Path) -> str:
-    try:
-        if path.stat().st_mode & 0o077:
-            print(f"note: other users can read --token-file {path}; chmod 600 {path}", file=sys.stderr)
-        return path.read_text(encoding="utf-8").strip()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--token-file {path} cannot be read: {error}") from error
 
 
 def _announce(serving: Serving, *, is_random: bool) -> None:

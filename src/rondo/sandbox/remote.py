@@ -11,7 +11,6 @@ import asyncio
 import base64
 import http.client
 import json
-import os
 import re
 import shlex
 import socket
@@ -23,11 +22,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from rondo.access import SANDBOX_KEY, bearing
 from rondo.errors import ConfigError, SandboxError
 from rondo.masking import warn_of_open_way
 from rondo.sandbox.records import Limits, Result, Status
 
-TOKEN_VARIABLE = "RONDO_SANDBOX_TOKEN"
 WAITING_SECONDS = 120.0
 """How much longer than a program's limit its answer may take: others may be before it."""
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
@@ -64,7 +63,7 @@ def server(url: str) -> Server:
         or parts.query
     ):
         raise ConfigError(
-            f"{url!r} is no address of a sandbox; write http://host:port (a key goes into {TOKEN_VARIABLE})",
+            f"{url!r} is no address of a sandbox; write http://host:port (a key goes into {SANDBOX_KEY})",
             key="sandbox.backend",
         )
     warn_of_open_way("sandbox", url, key=bool(os.environ.get(TOKEN_VARIABLE, "").strip()))
@@ -191,9 +190,7 @@ class _Call:
         threading.Thread(target=self._work, name="rondo-sandbox", daemon=True).start()
 
     def _work(self) -> None:
-        headers = {"Content-Type": "application/json"}
-        if token := os.environ.get(TOKEN_VARIABLE, "").strip():
-            headers["Authorization"] = f"Bearer {token}"
+        headers = {"Content-Type": "application/json", **bearing(SANDBOX_KEY)}
         try:
             self._connection.connect()
             if self.answer.cancelled():

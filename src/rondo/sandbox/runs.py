@@ -23,6 +23,7 @@ from rondo.sandbox.backends import NAMES, Backend, backend
 from rondo.sandbox.head import Head
 from rondo.sandbox.records import Files, Limits, Result
 from rondo.sandbox.remote import RemoteHead, Server, server
+from rondo.urls import check_inner
 
 _log = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ class Warm:
             "code": program if isinstance(program, str) else "",
             "argv": None if isinstance(program, str) else list(program),
             "stdin": _bytes(stdin),
-            "files": {_inside(name): _bytes(content) for name, content in (files or {}).items()},
+            "files": {_checked(name): _bytes(content) for name, content in (files or {}).items()},
             "seconds": float(seconds or self.limits.seconds),
         }
         return await self._head.ask(request)
@@ -217,8 +218,9 @@ def _bytes(content: str | bytes) -> bytes:
     return content.encode() if isinstance(content, str) else content
 
 
-def _inside(name: str) -> str:
-    """Returns the path of a file, which lies in the program's folder."""
-    if not name or os.path.isabs(name) or ".." in name.split("/"):
-        raise ValueError(f"file {name!r}: a path inside the program's folder is wanted")
+def _checked(name: str) -> str:
+    try:
+        check_inner(name)
+    except ValueError as error:
+        raise ValueError(f"a program's file {error}") from error
     return name

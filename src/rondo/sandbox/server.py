@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-import hmac
 import time
 from collections.abc import Coroutine
 from dataclasses import asdict, replace
@@ -21,9 +20,11 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from rondo.access import Access, AccessError, check_json
 from rondo.errors import ConfigError, SandboxError
 from rondo.sandbox.records import Limits, Result
 from rondo.sandbox.runs import Sandbox
+from rondo.urls import check_inner
 
 try:
     from aiohttp import web
@@ -31,8 +32,12 @@ except ImportError:
     web = None  # type: ignore[assignment]
 
 BODY_BYTES = 16 << 20
+BODY_SECONDS = 60.0
+"""Until a body is there."""
 MOST_WAITING = 1024
 """Requests that are being answered or wait for room."""
+_PING = "/v1/ping"
+_LONGEST_REFUSAL = 4000  # characters: what a client sent is not sent back whole
 SHELLS = {"bash": ("bash", "-c")}
 # Writes files into a session's folder, and leaves no name behind.
 _WRITE = (
@@ -50,7 +55,7 @@ class RunCode:
     """The body of /run_code."""
 
     code: str
-    language: str
+    language: Annotated[str, Field(max_length=64)]
     compile_timeout: Timeout = 10.0
     run_timeout: Timeout = 10.0
     memory_limit_MB: Memory = -1  # noqa: N815
@@ -63,7 +68,7 @@ class RunCode:
 class RunJupyter:
     """The body of /run_jupyter."""
 
-    cells: list[str]
+    cells: Annotated[list[str], Field(max_length=1024)]
     cell_timeout: Annotated[float, Field(ge=0, le=3600)] = 0.0
     total_timeout: Timeout = 45.0
     memory_limit_MB: Memory = -1  # noqa: N815
@@ -84,23 +89,34 @@ class Ran:
 
 
 class SandboxServer:
-    """A sandbox on a port. token: what every request but a ping must bear; None: nothing.
+    """A sandbox on a port. access: of every request but a ping.
 
     Raises ConfigError without aiohttp.
     """
 
-    def __init__(self, sandbox: Sandbox, token: str | None = None) -> None:
+    def __init__(self, sandbox: Sandbox, access: Access) -> None:
         if web is None:
             raise ConfigError('a sandbox on a port needs aiohttp: pip install "rondo-rl[serve]"')
         self._sandbox = sandbox
-        self._token = token
+        self._access = access
         self._pending = 0
-        app = web.Application(client_max_size=BODY_BYTES)
+
+        @web.middleware
+        async def guard(request: web.Request, handler: Any) -> web.StreamResponse:
+            return await self._guard(request, handler)
+
+        app = web.Application(client_max_size=BODY_BYTES, middlewares=[guard])
         app.router.add_post("/run_code", self._run_code)
         app.router.add_post("/run_jupyter", self._run_jupyter)
-        app.router.add_get("/v1/ping", self._ping)
+        app.router.add_get(_PING, self._ping)
         # Where a client leaves, its program is ended.
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        self._runner = web.AppRunner(
+            app,
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=1.0,
+            auto_decompress=False,  # some bytes could stand for gigabytes
+        )
 
     async def start(self, host: str, port: int) -> str:
         """Listens; returns its URL. port 0: a free one. Raises ConfigError."""
@@ -117,6 +133,16 @@ class SandboxServer:
         """Stops listening; what runs is ended."""
         await self._runner.cleanup()
 
+    async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        try:
+            if request.path != _PING:
+                self._access.check_host(request.headers.get("Host", ""))
+                self._access.key_of(request.headers.get("Authorization", ""))
+            response: web.StreamResponse = await handler(request)
+            return response
+        except AccessError as error:
+            return web.Response(text=str(error), status=error.status)
+
     async def _ping(self, request: web.Request) -> web.Response:
         return web.json_response("pong")
 
@@ -132,7 +158,7 @@ class SandboxServer:
         result = await self._sandbox.run(
             program,
             stdin=asked.stdin or "",
-            files=_files(asked.files),
+            files=files_of_request(asked.files),
             limits=self._limits(asked.memory_limit_MB, asked.run_timeout),
         )
         if result.status == "time_limit":
@@ -150,7 +176,7 @@ class SandboxServer:
         ended: Result | None = None
         async with self._sandbox.room(), self._sandbox.session(limits) as session:
             if asked.files:
-                await session.run(_WRITE.format(_files(asked.files)))
+                await session.run(_WRITE.format(files_of_request(asked.files)))
             began = time.monotonic()
             for code in asked.cells:
                 left = max(0.001, began + asked.total_timeout - time.monotonic())
@@ -188,18 +214,20 @@ class SandboxServer:
 
     async def _body(self, request: web.Request, kind: type[T]) -> T:
         """Returns what is asked. Raises an answer of HTTP's."""
-        bearer = request.headers.get("Authorization", "").partition(" ")[2].strip()
-        if self._token is not None and not hmac.compare_digest(bearer.encode(), self._token.encode()):
-            raise web.HTTPUnauthorized(text="a wrong or missing key: send `Authorization: Bearer <key>`")
+        check_json(request.headers.get("Content-Type", ""))
         if self._pending >= MOST_WAITING:
             raise web.HTTPTooManyRequests(text=f"{MOST_WAITING} requests are pending; try again later")
-        data = await request.read()
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                data = await request.read()
+        except TimeoutError as error:
+            raise web.HTTPRequestTimeout(text=f"the body was not there after {BODY_SECONDS:g} s") from error
         try:
             asked = await asyncio.to_thread(TypeAdapter(kind).validate_json, data)
-            _files(asked.files)  # type: ignore[attr-defined]
+            files_of_request(asked.files)  # type: ignore[attr-defined]
         except ValidationError as error:
             raise web.HTTPUnprocessableEntity(
-                text=error.json(include_url=False, include_input=False)
+                text=error.json(include_url=False, include_input=False)[:_LONGEST_REFUSAL]
             ) from error
         except ValueError as error:
             raise web.HTTPUnprocessableEntity(text=f"files: {error}") from error
@@ -208,11 +236,15 @@ class SandboxServer:
         return asked
 
 
-def _files(given: dict[str, Any]) -> dict[str, bytes]:
-    """Returns the files' contents. Raises ValueError for what is not base64, or would lie elsewhere."""
+def files_of_request(given: dict[str, Any]) -> dict[str, bytes]:
+    """Returns the contents of a request's files. Raises ValueError for what is not base64, or would lie
+    elsewhere.
+    """
     for name in given:
-        if not name or name.startswith("/") or ".." in name.split("/"):
-            raise ValueError(f"{name!r:.100}: a path inside the program's folder is wanted")
+        try:
+            check_inner(name)
+        except ValueError as error:
+            raise ValueError(f"one {error}") from error
     try:
         return {
             name: base64.b64decode(text, validate=True) for name, text in given.items() if text is not None

@@ -7,12 +7,20 @@ import urllib.request
 from http.client import HTTPException
 from urllib.parse import urlsplit
 
+from rondo.access import SEARCH_KEY, bearing
 from rondo.errors import ConfigError
 from rondo.masking import masked_urls
 from rondo.search.corpus import passage_of
 from rondo.search.index import Hit
 
 _SECONDS = 60.0  # of a request whose call the tool's own limit has ended
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """A redirect would take the key to another host; it is an answer like any other that is not 200."""
+
+    def redirect_request(self, *_: object) -> None:
+        """Returns no further request."""
 
 
 class RetrieverError(Exception):
@@ -31,11 +39,15 @@ def endpoint(url: str) -> str:
 
 
 def retrieve(url: str, query: str, k: int) -> list[Hit]:
-    """Returns what a retriever finds (POST {queries, topk, return_scores}). Raises RetrieverError."""
+    """Returns what a retriever finds (POST {queries, topk, return_scores}), asked with the key in
+    RONDO_SEARCH_TOKEN where that is set. Raises RetrieverError.
+    """
     body = json.dumps({"queries": [query], "topk": k, "return_scores": True}).encode()
-    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+    headers = {"Content-Type": "application/json", **bearing(SEARCH_KEY)}
+    request = urllib.request.Request(url, body, headers)
+    opener = urllib.request.build_opener(_NoRedirects)
     try:
-        with urllib.request.urlopen(request, timeout=_SECONDS) as answer:
+        with opener.open(request, timeout=_SECONDS) as answer:
             (found,) = json.load(answer)["result"]
         return [
             Hit(passage_of(each.get("document", each), ""), float(each.get("score", "nan")))

@@ -29,6 +29,7 @@ from rondo.search.words import Words, read
 from rondo.storage import cache_folder, storing
 
 MOST_RESULTS = 100  # of a query
+LONGEST_QUERY = 10_000  # characters
 _PASSAGES = "CREATE TABLE passages (row INTEGER PRIMARY KEY, id TEXT, title TEXT, text TEXT)"
 
 # By corpus, backend and encoder, as far as this process has looked.
@@ -87,7 +88,9 @@ class Index:
 
 
 def check_query(query: str) -> None:
-    """Raises ToolError, which the policy reads, for a query without a word."""
+    """Raises ToolError, which the policy reads, for a query without a word, or with too many characters."""
+    if len(query) > LONGEST_QUERY:
+        raise ToolError(f"the query has {len(query)} characters; it may have {LONGEST_QUERY}")
     if not re.search(r"\w", query):
         raise ToolError("the query has no word in it")
 

@@ -18,11 +18,13 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from rondo.access import Access, AccessError, check_json
 from rondo.errors import ConfigError, ToolError
 from rondo.search.index import MOST_RESULTS, Hit, Index
 
 _BODY_BYTES = 1 << 20
 _PASSED_OVER_BYTES = 1 << 26  # of a body that is too large
+_MOST_FAULTS = 10  # that a refusal lists
 _log = logging.getLogger(__name__)
 
 
@@ -39,11 +41,13 @@ _ASKED = TypeAdapter(Asked)
 
 
 class RetrieverServer:
-    """An index on a port, in threads. default_k: passages for a query where a request says nothing."""
+    """An index on a port, in threads. access: of every request but for /health. default_k: passages for a
+    query where a request says nothing.
+    """
 
-    def __init__(self, index: Index, host: str, port: int, *, default_k: int = 3) -> None:
+    def __init__(self, index: Index, host: str, port: int, access: Access, *, default_k: int = 3) -> None:
         """Listens. port 0: a free one. Raises ConfigError."""
-        handler = type("Handler", (_Handler,), {"index": index, "default_k": default_k})
+        handler = type("Handler", (_Handler,), {"index": index, "access": access, "default_k": default_k})
         try:
             self._server = _Server((host, port), handler)
         except (OSError, OverflowError) as error:
@@ -72,6 +76,7 @@ class _Handler(BaseHTTPRequestHandler):
     """One request. HTTP/1.0: its connection ends with the answer."""
 
     index: Index
+    access: Access
     default_k: int
     timeout = 10.0  # of a client that says nothing, or takes nothing
 
@@ -79,19 +84,34 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path == "/health":
             self._answer(200, {"status": "ok"})
         else:
-            self._answer(404, {"error": f"GET {self.path}: there are POST /retrieve and GET /health"})
+            self._unknown()
 
     def do_POST(self) -> None:
-        length = self.headers.get("Content-Length", "")
-        if self.path.rstrip("/") != "/retrieve":
-            self._answer(404, {"error": f"POST {self.path}: there are POST /retrieve and GET /health"})
-        elif not length.isdecimal():
+        said = self.headers.get("Content-Length", "")
+        if not said.isdecimal() or len(said) > 15:
             self._answer(411, {"error": "the length of the body is missing (Content-Length)"})
-        elif int(length) > _BODY_BYTES:
-            self._pass_over(int(length))
+            return
+        length = int(said)
+        try:
+            self.access.check_host(self.headers.get("Host", ""))
+            self.access.key_of(self.headers.get("Authorization", ""))
+            check_json(self.headers.get("Content-Type", ""))
+        except AccessError as error:
+            self._pass_over(length)
+            self._answer(error.status, {"error": str(error)})
+            return
+        if length > _BODY_BYTES:
+            self._pass_over(length)
             self._answer(413, {"error": f"the body has more than {_BODY_BYTES} bytes"})
+        elif self.path.rstrip("/") != "/retrieve":
+            self._pass_over(length)
+            self._unknown()
         else:
-            self._retrieve(self.rfile.read(int(length)))
+            self._retrieve(self.rfile.read(length))
+
+    def _unknown(self) -> None:
+        said = f"{self.command} {self.path:.100}: there are POST /retrieve and GET /health"
+        self._answer(404, {"error": said})
 
     def _pass_over(self, length: int) -> None:
         """Reads a body, as far as is decent: a client that cannot send all of it sees no answer."""
@@ -104,7 +124,7 @@ class _Handler(BaseHTTPRequestHandler):
             asked = _ASKED.validate_json(body)
         except ValidationError as error:
             wrong = error.errors(include_url=False, include_input=False, include_context=False)
-            self._answer(422, {"error": wrong})
+            self._answer(422, {"error": wrong[:_MOST_FAULTS]})
             return
         found = [self._search(query, asked.topk or self.default_k) for query in asked.queries]
         if asked.return_scores:
@@ -118,7 +138,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _search(self, query: str, k: int) -> list[Hit]:
         try:
             return self.index.search(query, k)
-        except ToolError:  # without a word, nothing can be found; the other queries are none of its business
+        except ToolError:  # nothing can be found; the other queries are none of its business
             return []
 
     def _answer(self, status: int, body: Any) -> None:

@@ -1,6 +1,7 @@
 """The endpoint's wire: HTTP, bearer tokens, server-sent events. The one module that knows aiohttp.
 
-The bearer is the server's token, or `<token>:<session>`; a session may also be named by X-Session-Id.
+The bearer is one of the server's keys, or `<key>:<session>`; a session may also be named by X-Session-Id.
+Each key has sessions of its own.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import hmac
 import json
 import logging
 import resource
@@ -18,12 +18,13 @@ import traceback
 from dataclasses import dataclass
 from typing import Any
 
+from rondo.access import Access, AccessError, bearer_of, check_keys
 from rondo.errors import ConfigError, RolloutError
 from rondo.serving.endpoint import Endpoint, Prepared
 from rondo.serving.metrics import CONTENT_TYPE
 from rondo.serving.problems import ApiError, unknown_model
 from rondo.serving.requests import Kind
-from rondo.serving.sessions import describe_call
+from rondo.serving.sessions import Sessions, describe_call
 
 try:
     from aiohttp import web
@@ -46,12 +47,6 @@ def check_installed() -> None:
         raise ConfigError('the OpenAI-compatible endpoint needs aiohttp: pip install "rondo-rl[serve]"')
 
 
-def check_token(token: str, source: str) -> None:
-    """Raises ConfigError for a token that a header cannot bear, or that is none. source: where it is from."""
-    if not token or not all("!" <= character <= "~" for character in token):
-        raise ConfigError(f"{source} must be printable ASCII without spaces, and not empty")
-
-
 @dataclass(frozen=True)
 class Limits:
     """What clients may take."""
@@ -68,16 +63,20 @@ class Limits:
 
 
 class HttpServer:
-    """An Endpoint on a port. token: what every request but that for /health must bear.
+    """An Endpoint on a port. keys: of which every request but that for /health must bear one; whoever has the
+    first has the endpoint's sessions, with another one its own.
 
     Raises ConfigError without aiohttp.
     """
 
-    def __init__(self, endpoint: Endpoint, token: str, limits: Limits | None = None) -> None:
+    def __init__(self, endpoint: Endpoint, *keys: str, limits: Limits | None = None) -> None:
         check_installed()
-        check_token(token, "the endpoint's token")
+        check_keys(keys, "the endpoint's key")
+        assert keys
         self._endpoint = endpoint
-        self._token = token
+        self._access = Access(keys)
+        self._sessions = {key: endpoint.sessions.another() for key in keys[1:]}
+        self._sessions[keys[0]] = endpoint.sessions
         self._limits = limits or Limits()
         self._max_connections = self._limits.connections or _most_connections()
         self._listening: asyncio.Server | None = None
@@ -143,7 +142,7 @@ class HttpServer:
 
     async def _complete(self, kind: Kind, request: web.Request) -> web.StreamResponse:
         body = await self._body(request)
-        session = self._endpoint.sessions.get(self._session_name(request))
+        session = self._sessions_of(request).get(self._session_name(request))
         prepared = await self._endpoint.prepare(kind, body, session)
         with self._endpoint.admitted(prepared):
             if prepared.asked.stream:
@@ -191,7 +190,7 @@ class HttpServer:
         return web.json_response(model)
 
     async def _session(self, request: web.Request) -> web.Response:
-        session = self._endpoint.sessions.peek(request.match_info["name"])
+        session = self._sessions_of(request).peek(request.match_info["name"])
         calls = list(session.calls)
 
         def write() -> str:
@@ -201,9 +200,10 @@ class HttpServer:
         return web.json_response(text=await self._endpoint.aside(size, write))
 
     async def _forget(self, request: web.Request) -> web.Response:
-        self._endpoint.sessions.peek(request.match_info["name"])
-        self._endpoint.sessions.close(request.match_info["name"])
-        return web.json_response({"id": request.match_info["name"], "deleted": True})
+        sessions, name = self._sessions_of(request), request.match_info["name"]
+        sessions.peek(name)
+        sessions.close(name)
+        return web.json_response({"id": name, "deleted": True})
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})
@@ -230,10 +230,10 @@ class HttpServer:
     async def _answered(self, request: web.Request, handler: Any) -> web.StreamResponse:
         try:
             if request.path != _HEALTH:
-                self._check_token(request)
+                self._key(request)
             response: web.StreamResponse = await handler(request)
             return response
-        except (ApiError, RolloutError) as error:
+        except (ApiError, RolloutError, AccessError) as error:
             problem = _problem(error)
         except web.HTTPRequestEntityTooLarge as error:
             problem = ApiError(f"the body is too large: {error.text}", code="body_too_large", status=413)
@@ -252,29 +252,28 @@ class HttpServer:
             answer.force_close()
         return answer
 
-    def _bearer(self, request: web.Request) -> str:
-        scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
-        return bearer.strip() if scheme.lower() == "bearer" else ""
+    def _key(self, request: web.Request) -> str:
+        key = self._access.key_of(request.headers.get("Authorization", ""))
+        assert key is not None
+        return key
 
-    def _check_token(self, request: web.Request) -> None:
-        bearer = self._bearer(request)
-        head, rest = bearer[: len(self._token)], bearer[len(self._token) :]
-        same = hmac.compare_digest(head.encode(errors="surrogateescape"), self._token.encode())
-        if not same or rest[:1] not in ("", ":"):
-            text = "a wrong or missing API key: send `Authorization: Bearer <token>`, or `<token>:<session>`"
-            raise ApiError(text, code="invalid_api_key", status=401)
+    def _sessions_of(self, request: web.Request) -> Sessions:
+        return self._sessions[self._key(request)]
 
     def _session_name(self, request: web.Request) -> str | None:
-        by_key = self._bearer(request)[len(self._token) + 1 :]
+        bearer = bearer_of(request.headers.get("Authorization", ""))
+        by_key = bearer[len(self._key(request)) + 1 :]
         by_header = request.headers.get("X-Session-Id", "")
         if by_key and by_header and by_key != by_header:
             raise ApiError("X-Session-Id and the API key name different sessions", code="invalid_session")
         return by_key or by_header or None
 
 
-def _problem(error: ApiError | RolloutError) -> ApiError:
+def _problem(error: ApiError | RolloutError | AccessError) -> ApiError:
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, AccessError):
+        return ApiError(str(error), code=error.code, status=error.status)
     return ApiError(str(error), code="engine_failed", status=500)
 
 

@@ -169,6 +169,10 @@ class Sessions:
         self._limit = limit
         self._sessions: OrderedDict[str, Session] = OrderedDict()
 
+    def another(self) -> Sessions:
+        """Returns sessions of the same kind, none yet: those of another key."""
+        return Sessions(self._limit)
+
     def open(self, name: str, rules: SessionRules) -> Session:
         """Opens a training run's session."""
         assert name not in self._sessions
@@ -193,7 +197,7 @@ class Sessions:
     def peek(self, name: str) -> Session:
         """Returns the session of this name. Raises ApiError (404)."""
         if name not in self._sessions:
-            raise ApiError(f"there is no session {name!r}", code="session_not_found", status=404)
+            raise ApiError(f"there is no session {name!r:.100}", code="session_not_found", status=404)
         return self._sessions[name]
 
     def close(self, name: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import os
 import secrets
 from collections.abc import Callable, Mapping
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from rondo.access import check_chosen
 from rondo.config import Config, LoadedConfig
 from rondo.config.functions import called_with
 from rondo.errors import ConfigError
@@ -21,7 +21,7 @@ from rondo.models import STRETCH, build_model, check_positions, load_model_confi
 from rondo.models.names import persistent_buffers
 from rondo.rollout import EngineSpec, check_engine
 from rondo.serving import Endpoint, Sessions
-from rondo.serving.http import HttpServer, check_installed, check_token
+from rondo.serving.http import HttpServer, check_installed
 from rondo.trainers.commands.check_machine import check_model, engine_device
 from rondo.trainers.commands.evaluate import check_answers
 from rondo.trainers.commands.event_loop import run_loop
@@ -70,10 +70,10 @@ class Asked:
     host: str
     port: int
     """0: a free one."""
-    key: str | None
-    """What every request must bear; None: a random one is made."""
-    key_from: str
-    """What the user gives it with."""
+    keys: tuple[str, ...]
+    """Of which every request must bear one; empty: a random one is made. Each has sessions of its own."""
+    keys_from: str
+    """What the user gives them with."""
     name: str | None
     """Of the model, for clients; None: that of its folder."""
     max_context: int | None
@@ -169,25 +169,12 @@ def _unread(loaded: LoadedConfig) -> list[str]:
 
 
 def _check(config: Config, asked: Asked) -> None:
-    if asked.key is not None:
-        check_token(asked.key, asked.key_from)
-    elif not _is_loopback(asked.host):
-        raise ConfigError(
-            f"{asked.spelled('host', asked.host)} can be reached from other machines: choose an API key "
-            f"({asked.key_from})"
-        )
+    check_chosen(asked.keys, asked.keys_from, asked.host, asked.spelled("host", asked.host))
     if config.trainer.warm_start is not None:
         raise ConfigError(
             "the recipe's model comes from trainer.warm_start and exists after training only: serve the "
             "folder that the run exports (runs/…/export), or set model.path and trainer.warm_start=null"
         )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _spec(config: Config, max_context: int) -> EngineSpec:
@@ -220,7 +207,7 @@ async def _serve(
     stopping: Stopping,
 ) -> None:
     rollout, tokenizer = config.rollout, open_tokenizer(config)
-    model, key = asked.name or _name(config), asked.key or secrets.token_urlsafe(24)
+    model, keys = asked.name or _name(config), asked.keys or (secrets.token_urlsafe(24),)
     replicas = Replicas(
         spec,
         count=rollout.replicas,
@@ -251,13 +238,13 @@ async def _serve(
         )
         for line in endpoint.continuation.notes():
             note(line)
-        server, stop = HttpServer(endpoint, key), asyncio.Event()
+        server, stop = HttpServer(endpoint, *keys), asyncio.Event()
         base_url = await server.start(asked.host, asked.port)
         try:
             with stopping(stop.set):
                 # An engine that died and was started again gets its weights.
                 async with Mender(replicas.restarted, reload) as mender:
-                    ready(Serving(base_url, model, key, replicas.describe()))
+                    ready(Serving(base_url, model, keys[0], replicas.describe()))
                     await mender.served(stop.wait())
         finally:
             await server.close()
