@@ -5,19 +5,19 @@ from __future__ import annotations
 import asyncio
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from rondo.cli import main as cli
 from rondo.errors import SandboxError
-from rondo.sandbox import open_sandbox, seccomp
+from rondo.sandbox import open_sandbox
 from rondo.sandbox.escapes import HARMLESS, Attempt, check
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = "/usr/bin/python3"
 NOBODY = 65534
+ATTEMPTS = 30
 
 
 async def attempts(backend: str, names: tuple[str, ...] | None = None) -> list[Attempt]:
@@ -28,7 +28,7 @@ async def attempts(backend: str, names: tuple[str, ...] | None = None) -> list[A
 @pytest.mark.slow
 def test_nothing_escapes(backend: str) -> None:
     found = asyncio.run(attempts(backend))
-    assert len(found) == 19
+    assert len(found) == ATTEMPTS
     assert [attempt for attempt in found if attempt.escaped] == []
 
 
@@ -66,7 +66,7 @@ def test_nothing_escapes_from_a_user_who_is_not_root(backend: str) -> None:
     if "no sandbox can hold" in done.stderr:  # this one needs more of a user than it does of root
         pytest.skip(done.stderr.splitlines()[-1])
     lines = done.stdout.splitlines()
-    assert len(lines) == 19, done.stderr
+    assert len(lines) == ATTEMPTS, done.stderr
     assert [line for line in lines if not line.startswith("held ")] == []
 
 
@@ -92,18 +92,3 @@ def test_the_command_prints_a_table_and_fails_where_one_escapes(
     assert lines[-3].split() == ["read", "files", "held", "finished"]
     assert lines[-2].split() == ["devices", "ESCAPED", "/dev/kvm"]
     assert lines[-1] == "1 of 2 escaped"
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
-def test_the_filter_is_a_program_that_jumps_within_itself() -> None:
-    for machine in seccomp.MACHINES:
-        program = seccomp.program(machine)
-        assert program is not None
-        steps = [program[i : i + 8] for i in range(0, len(program), 8)]
-        for place, step in enumerate(steps):
-            code, yes, no = int.from_bytes(step[:2], sys.byteorder), step[2], step[3]
-            if code != 0x06:
-                assert place + 1 + max(yes, no) < len(steps)
-        assert len(steps[-1]) == 8
-        assert int.from_bytes(steps[-1][4:], sys.byteorder) == 0x7FFF0000
-    assert seccomp.program("riscv64") is None

@@ -116,6 +116,49 @@ def test_a_program_that_does_not_end(backend: str) -> None:
     assert result.stderr.endswith("EOFError: EOF when reading a line\n")
 
 
+# Programs that hold on to something without a limit of its own until they are ended.
+SHARED = """
+import mmap, os, time
+held = mmap.mmap(-1, 100 << 20)
+for _ in range(100):
+    held.write(b"x" * (1 << 20))
+children = []
+for _ in range(5):
+    children.append(os.fork())
+    if children[-1] == 0:
+        sum(held[at] for at in range(0, 100 << 20, 4096))
+        time.sleep(0.2)
+        os._exit(0)
+for child in children:
+    os.waitpid(child, 0)
+print("done")
+"""
+EMPTY = "import time\nfor number in range({}): open(f'{{number}}', 'x').close()\ntime.sleep({})"
+SOCKETS = """
+import os, socket, time
+for _ in range(6):
+    if os.fork() == 0:
+        kept = [socket.socketpair() for _ in range({})]
+        time.sleep({})
+time.sleep({})
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        (SHARED, "finished"),  # 600 MiB by each process's own count
+        (EMPTY.format(3000, 0.2), "finished"),
+        (EMPTY.format(5000, 60), "disk_limit"),  # of 4 KiB each
+        (SOCKETS.format(20, 0.2, 0.4), "finished"),
+        (SOCKETS.format(120, 60, 60), "memory_limit"),
+    ],
+)
+def test_what_the_system_keeps_for_programs_counts(backend: str, code: str, status: str) -> None:
+    result = program(backend, code)
+    assert (result.status, result.stderr) == (status, "")
+
+
 def test_a_command_with_files_and_input(backend: str) -> None:
     script = "cat given folder/deep; pwd; printf '%s' \"$HOME\"; cat >&2; exit 3"
     files = {"given": "g\n", "folder/deep": b"d\n"}

@@ -76,7 +76,7 @@ def _check(args: argparse.Namespace) -> int:
     attempts = asyncio.run(tried())
     for attempt in attempts:
         said = attempt.said.removeprefix("escaped: ")
-        print(f"  {attempt.name:26} {'ESCAPED' if attempt.escaped else 'held':8} {said}")
+        print(f"  {attempt.name:32} {'ESCAPED' if attempt.escaped else 'held':8} {said}")
     escaped = sum(attempt.escaped for attempt in attempts)
     print(f"{escaped} of {len(attempts)} escaped")
     return 1 if escaped else 0

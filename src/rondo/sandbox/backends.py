@@ -76,6 +76,7 @@ class Backend:
             "processes": limits.processes,
             "output_bytes": limits.output_bytes,
             "disk_mb": limits.disk_mb,
+            "socket_bytes": _socket_bytes(),
         }
         settings: dict[str, Any] = {
             "limits": bounds,
@@ -94,14 +95,17 @@ class Backend:
         if self.name == "bubblewrap":
             # As root, bubblewrap and the change of user do what needs ctypes otherwise; it costs 5 ms.
             settings |= {"sweeping": "namespace", "folder": FOLDER, "made": False, "kernel": not self.as_root}
-            return Start([*self._bubblewrap(limits), *head], settings, seccomp.program())
+            if not self.as_root:  # a guest is the head's user: what is left to the head is not left to it
+                settings["filter"] = seccomp.program()
+            return Start([*self._bubblewrap(limits), *head], settings, seccomp.program(head=True))
         if not self.as_root:
             bounds["processes"] += _threads_of_user()  # the kernel counts them by user
         elif not self.confines:
             bounds["processes"] = None  # it does not count those of root
         if self.confines:
             readable = [*SYSTEM, *DEVICES[1:], prefix_of(self.python), *self.packages]
-            settings |= {"readable": readable, "writable": ["/dev/null"], "filter": seccomp.program()}
+            settings |= {"readable": readable, "writable": ["/dev/null"]}
+            settings["filter"] = seccomp.program(owners=self.as_root)
             settings["sweeping"] = "user" if self.as_root else "tree"
         return Start(head, settings)
 
@@ -124,8 +128,8 @@ class Backend:
             "{filter}",
         ]
         argv += ["--cap-drop", "ALL"]
-        if self.as_root:  # what the head needs to become the guest's user, and to end and clear away after it
-            for capability in ("SETUID", "SETGID", "KILL", "DAC_OVERRIDE", "FOWNER"):
+        if self.as_root:  # the head becomes the guest's user, looks at it, ends it and clears away after it
+            for capability in ("SETUID", "SETGID", "SYS_PTRACE", "KILL", "DAC_OVERRIDE", "FOWNER"):
                 argv += ["--cap-add", f"CAP_{capability}"]
         else:
             argv += ["--unshare-user", "--disable-userns"]
@@ -188,6 +192,15 @@ def _threads_of_user() -> int:
         except OSError:
             continue
     return tasks
+
+
+def _socket_bytes() -> int:
+    """Returns how much the system may buffer for one end of a pair, which no guest can raise."""
+    usual = 212_992
+    try:
+        return max(usual, int(Path("/proc/sys/net/core/wmem_default").read_text()))
+    except FileNotFoundError:  # in a container that has a network of its own nobody sees it
+        return usual
 
 
 def prefix_of(python: str) -> str:

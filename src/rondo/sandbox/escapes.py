@@ -1,14 +1,17 @@
 """The known ways out of a sandbox, each tried for real: `rondo sandbox check` prints what came of them.
 
 An attempt is a program that prints a line `escaped: …` for each success and, where success shows outside, a
-look from the host.
+look from the host. The programs are in `ways_out.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
+import resource
 import socket
+import stat
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -17,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rondo.errors import SandboxError
-from rondo.sandbox.inside.wire import ANSWER
+from rondo.sandbox import ways_out
 from rondo.sandbox.records import Limits, Result
 from rondo.sandbox.remote import Server
 from rondo.sandbox.runs import Sandbox
@@ -49,6 +52,11 @@ class Host:
     udp: socket.socket
     abstract: socket.socket
     named: socket.socket
+    datagrams: socket.socket
+    hidden_datagrams: socket.socket
+    """Its name is in no file system."""
+    shared: Shared
+    """Made by System V's calls."""
 
     def reached(self) -> list[str]:
         """Returns which of the sockets something came to."""
@@ -57,10 +65,27 @@ class Host:
             with suppress(BlockingIOError):
                 getattr(self, name).accept()[0].close()
                 found.append(name)
-        with suppress(BlockingIOError):
-            self.udp.recv(16)
-            found.append("udp")
+        for name in ("udp", "datagrams", "hidden_datagrams"):
+            with suppress(BlockingIOError):
+                getattr(self, name).recv(16)
+                found.append(name)
         return found
+
+    def scheduling(self) -> tuple[object, ...]:
+        """Returns what of the victim another process might set."""
+        bounds = {
+            name: resource.prlimit(self.victim, name)
+            for name in (resource.RLIMIT_CPU, resource.RLIMIT_NOFILE)
+        }
+        io_priority = ctypes.CDLL(None).syscall(_CALLS["ioprio_get"][_MACHINE], 1, self.victim)
+        policy, processors = os.sched_getscheduler(self.victim), os.sched_getaffinity(self.victim)
+        return bounds, os.getpriority(os.PRIO_PROCESS, self.victim), policy, processors, io_priority
+
+    def modes(self) -> tuple[object, ...]:
+        """Returns what of the canary might be changed without writing it."""
+        status = os.stat(self.folder / "canary")
+        names = os.listxattr(self.folder / "canary")
+        return stat.S_IMODE(status.st_mode), status.st_uid, status.st_gid, status.st_mtime, names
 
     def alive(self) -> bool:
         """Whether the victim lives."""
@@ -71,201 +96,78 @@ class Host:
         return state not in "ZX"
 
 
-PRELUDE = """\
-import os, socket, sys, time
-def attempt(name, function):
-    try:
-        result = function()
-    except BaseException as error:
-        print(name + ":", type(error).__name__, flush=True)
-    else:
-        print("escaped:", name, repr(result)[:80], flush=True)
-"""
+class Shared:
+    """A segment, a semaphore and a queue of the host, by System V's ids, which anybody may use."""
 
-READ = """\
-for path in ("/etc/passwd", "/etc/shadow", "/root/.bashrc", CANARY):
-    attempt("read " + path, lambda: open(path).read())
-attempt("list " + FOLDER, lambda: os.listdir(FOLDER))
-"""
-WRITE = """\
-for path in (FOLDER, "/usr", "/etc", "/var/tmp", "/dev", "/"):
-    attempt("write " + path, lambda: open(os.path.join(path, "rondo-escaped"), "w").write("x"))
-attempt("change", lambda: open(CANARY, "a").write("x"))
-attempt("remove", lambda: os.remove(CANARY))
-"""
-NETWORK = """\
-attempt("tcp", lambda: socket.create_connection(("127.0.0.1", TCP), 1))
-attempt("udp", lambda: socket.socket(type=socket.SOCK_DGRAM).sendto(b"x", ("127.0.0.1", UDP)))
-attempt("abstract", lambda: socket.socket(socket.AF_UNIX).connect(ABSTRACT))
-attempt("named", lambda: socket.socket(socket.AF_UNIX).connect(NAMED))
-attempt("raw", lambda: socket.socket(socket.AF_PACKET, socket.SOCK_RAW))
-attempt("netlink", lambda: socket.socket(socket.AF_NETLINK))
-"""
-FORKS = """\
-made = 0
-try:
-    while made < 400:
-        if os.fork() == 0:
-            time.sleep(60)
-            os._exit(0)
-        made += 1
-except OSError:
-    pass
-print("forks:", made)
-if made >= PROCESSES:
-    print("escaped:", made, "processes")
-"""
-MEMORY = """\
-attempt("allocate", lambda: len(bytearray(3 << 30)))
-import mmap
-attempt("share", lambda: mmap.mmap(-1, 3 << 30))
-attempt("hidden", lambda: os.memfd_create("x"))
-"""
-MEMORY_OF_MANY = """\
-for _ in range(8):
-    if os.fork() == 0:
-        held = bytearray(b"x") * (128 << 20)
-        time.sleep(60)
-time.sleep(2)
-print("escaped: 1 GiB in eight processes")
-"""
-PROCESSOR = """\
-import signal
-signal.signal(signal.SIGXCPU, signal.SIG_IGN)
-os.fork()
-while True:
-    pass
-"""
-DISK = """\
-written = 0
-try:
-    for number in range(64):
-        with open(f"part{number}", "wb") as file:
-            written += file.write(bytes(8 << 20))
-            os.fsync(file.fileno())
-except OSError as error:
-    print(error)
-else:
-    print("escaped: wrote", written, "bytes")
-"""
-SHARED_MEMORY = """\
-def fill():
-    written = 0
-    with open("/dev/shm/x", "wb") as file:
-        while written < 64 << 20:
-            written += file.write(bytes(1 << 20))
-attempt("fill /dev/shm", fill)
-"""
-OUTPUT = "while True: print('x' * 1000)"
-ENVIRONMENT = """\
-found = [name for name in os.environ if SECRET in name]
-for name in ("self", 1, os.getppid(), VICTIM):
-    try:
-        with open(f"/proc/{name}/environ", "rb") as file:
-            if SECRET.encode() in file.read():
-                found.append(name)
-    except OSError:
-        pass
-if found:
-    print("escaped: found the secret in", found)
-"""
-OTHERS = """\
-import ctypes
-libc = ctypes.CDLL(None, use_errno=True)
-for pid in (VICTIM, os.getppid(), 1):
-    if libc.ptrace(16, pid, 0, 0) == 0:
-        print("escaped: traces", pid)
-    data = ctypes.create_string_buffer(8)
-    vector = (ctypes.c_void_p * 2)(ctypes.addressof(data), 8)
-    if libc.process_vm_readv(pid, vector, 1, vector, 1, 0) > 0:
-        print("escaped: reads the memory of", pid)
-    attempt(f"memory of {pid}", lambda: open(f"/proc/{pid}/mem", "r+b"))
-    attempt(f"descriptors of {pid}", lambda: os.listdir(f"/proc/{pid}/fd"))
-"""
-SIGNALS = """\
-import signal
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-for pid in (VICTIM, os.getppid()):
-    for number in (signal.SIGTERM, signal.SIGSTOP, signal.SIGKILL):
-        try:
-            os.kill(pid, number)
-        except OSError:
-            pass
-"""
-DAEMON = """\
-import subprocess
-if os.fork() == 0:
-    os.setsid()
-    if os.fork() == 0:
-        quiet = subprocess.DEVNULL
-        subprocess.Popen(["/bin/sh", "-c", "while :; do sleep 1; done; : " + MARK], stdin=quiet, stdout=quiet,
-                         stderr=quiet, start_new_session=True)
-        os._exit(0)
-    os._exit(0)
-time.sleep(0.3)
-print("left a daemon")
-"""
-NAMESPACE = """\
-import ctypes
-libc = ctypes.CDLL(None, use_errno=True)
-for flag in (0x10000000, 0x00020000, 0x40000000):
-    if libc.unshare(flag) == 0:
-        print("escaped: unshare", hex(flag))
-def child(_):
-    return 0
-function = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(child)
-stack = ctypes.create_string_buffer(1 << 16)
-top = ctypes.c_void_p(ctypes.addressof(stack) + (1 << 16))
-if libc.clone(function, top, 0x10000000 | 17, None) >= 0:
-    print("escaped: clone")
-if libc.mount(b"none", b"/tmp", b"tmpfs", 0, None) == 0:
-    print("escaped: mount")
-attempt("chroot", lambda: os.chroot("."))
-"""
-PRIVILEGES = """\
-attempt("setuid", lambda: os.setuid(0))
-attempt("setgid", lambda: os.setgid(0))
-attempt("setgroups", lambda: os.setgroups([0]))
-attempt("chown", lambda: (open("mine", "w"), os.chown("mine", 12345, 12345)))
-attempt("nice", lambda: os.nice(-5))
-import ctypes
-if ctypes.CDLL(None).prctl(39, 0, 0, 0, 0) != 1:
-    print("escaped: programs with the setuid bit get their owner's rights")
-"""
-DEVICES = """\
-for name in ("kvm", "mem", "kmsg", "fuse", "net/tun", "vda", "sda", "nvidia0"):
-    path = "/dev/" + name
-    attempt(path, lambda: os.open(path, os.O_RDWR))
-attempt("mknod", lambda: os.mknod("device", 0o20666, os.makedev(1, 1)))
-"""
-ANSWERS = f"""\
-import struct
-forged = struct.pack({ANSWER!r}, 0, 0, 0.0, 6, 0) + b"forged"
-targets = list(range(3, 256))
-for pid in (os.getppid(), 1):
-    for number in range(64):
-        try:
-            targets.append(os.open(f"/proc/{{pid}}/fd/{{number}}", os.O_WRONLY))
-        except OSError:
-            pass
-for target in targets:
-    try:
-        os.write(target, forged)
-    except OSError:
-        pass
-print("my own")
-"""
-NEIGHBOUR = """\
-import glob
-if PROCESS not in (os.getpid(), os.getppid()):
-    attempt("kill", lambda: os.kill(PROCESS, 9))
-attempt("folder", lambda: os.listdir(PLACE) if PLACE != os.getcwd() else 1 / 0)
-attempt("file", lambda: open(os.path.join(PLACE, "answer-of-another")).read())
-attempt("overwrite", lambda: open(os.path.join(PLACE, "answer-of-another"), "r+").write("forged"))
-for folder in ("/tmp", "/var/tmp", "/dev/shm"):
-    for path in glob.glob(folder + "/**/*another*", recursive=True):
-        print("escaped: sees", path)
-"""
+    def __init__(self) -> None:
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._libc.shmat.restype = ctypes.c_void_p
+        self.segment = self._libc.shmget(0, 4096, 0o1666)
+        self.semaphore = self._libc.semget(0, 1, 0o1666)
+        self.queue = self._libc.msgget(0, 0o1666)
+        self._at = self._libc.shmat(self.segment, None, 0) if self.segment >= 0 else None
+        if self._at is not None:
+            ctypes.memmove(self._at, b"canary", 7)
+
+    def touched(self) -> list[str]:
+        """Returns what of it somebody has changed."""
+        found = []
+        if self._at is not None and ctypes.string_at(self._at) != b"canary":
+            found.append("segment")
+        if self.semaphore >= 0 and self._libc.semctl(self.semaphore, 0, 12) != 0:  # GETVAL
+            found.append("semaphore")
+        no_wait = 0o4000
+        if (
+            self.queue >= 0
+            and self._libc.msgrcv(self.queue, ctypes.create_string_buffer(64), 8, 0, no_wait) >= 0
+        ):
+            found.append("queue")
+        return found
+
+    def close(self) -> None:
+        """Removes them."""
+        if self._at is not None:
+            self._libc.shmdt(ctypes.c_void_p(self._at))
+        for remove, number in (
+            (lambda: self._libc.shmctl(self.segment, 0, None), self.segment),
+            (lambda: self._libc.semctl(self.semaphore, 0, 0), self.semaphore),
+            (lambda: self._libc.msgctl(self.queue, 0, None), self.queue),
+        ):
+            if number >= 0:
+                remove()
+
+
+# Numbers of calls that no library has, for x86-64 and ARM64.
+_CALLS = {
+    "ioprio_set": (251, 30),
+    "ioprio_get": (252, 31),
+    "io_uring_setup": (425, 425),
+    "io_setup": (206, 0),
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "userfaultfd": (323, 282),
+    "perf_event_open": (298, 241),
+    "add_key": (248, 217),
+    "keyctl": (250, 219),
+    "bpf": (321, 280),
+    "inotify_init1": (294, 26),
+    "fanotify_init": (300, 262),
+    "vmsplice": (278, 75),
+    "kcmp": (312, 272),
+    "get_robust_list": (274, 100),
+    "migrate_pages": (256, 238),
+    "move_pages": (279, 239),
+    "pidfd_open": (434, 434),
+    "pidfd_getfd": (438, 438),
+    "process_madvise": (440, 440),
+    "name_to_handle_at": (303, 264),
+    "open_by_handle_at": (304, 265),
+    "fsopen": (430, 430),
+    "open_tree": (428, 428),
+    "quotactl": (179, 60),
+    "syslog": (103, 116),
+}
+_MACHINE = int(os.uname().machine == "aarch64")
 
 
 class Attempts:
@@ -278,23 +180,34 @@ class Attempts:
     def all(self) -> dict[str, Callable[[], Awaitable[str]]]:
         """Name -> what tries it; it returns what was said, beginning with `escaped` where it got out."""
         return {
-            "read files": lambda: self.program(READ),
+            "read files": lambda: self.program(ways_out.READ),
             "write files": self.write,
             "network and sockets": self.network,
-            "fork bomb": lambda: self.program(FORKS),
-            "memory": lambda: self.program(MEMORY),
-            "memory of many processes": lambda: self.program(MEMORY_OF_MANY),
-            "processor time": lambda: self.ended(PROCESSOR, "time_limit", seconds=0.5),
-            "disk": lambda: self.program(DISK),
-            "shared memory": lambda: self.program(SHARED_MEMORY),
-            "endless output": lambda: self.ended(OUTPUT, "output_limit"),
-            "environment of the host": lambda: self.program(ENVIRONMENT),
-            "ptrace, memory of others": lambda: self.program(OTHERS),
+            "fork bomb": lambda: self.program(ways_out.FORKS),
+            "memory": lambda: self.program(ways_out.MEMORY),
+            "memory of many processes": lambda: self.program(ways_out.MEMORY_OF_MANY),
+            "memory shared by many": lambda: self.program(ways_out.SHARED_BY_MANY),
+            "memory of sockets": lambda: self.program(ways_out.SOCKETS + ways_out.BUFFERS),
+            "memory of pipes": lambda: self.program(ways_out.PIPES + ways_out.BUFFERS),
+            "handles that no limit counts": lambda: self.program(ways_out.HANDLES),
+            "processor time": lambda: self.ended(ways_out.PROCESSOR, "time_limit", seconds=0.5),
+            "disk": lambda: self.program(ways_out.DISK),
+            "number of files": lambda: self.program(ways_out.ENTRIES),
+            "files without a name": lambda: self.program(ways_out.NAMELESS, HELD="open"),
+            "files without a name, mapped": lambda: self.program(ways_out.NAMELESS, HELD="by a map"),
+            "files without a name, in flight": lambda: self.program(ways_out.NAMELESS, HELD="in flight"),
+            "shared memory": lambda: self.program(ways_out.SHARED_MEMORY),
+            "endless output": lambda: self.ended(ways_out.OUTPUT, "output_limit"),
+            "environment of the host": lambda: self.program(ways_out.ENVIRONMENT),
+            "ptrace, memory of others": lambda: self.program(ways_out.OTHERS),
+            "limits and priorities of others": self.scheduling,
+            "IPC of the host": self.ipc,
+            "modes, owners and times": self.modes,
             "signals": self.signals,
             "daemons": self.daemons,
-            "namespaces": lambda: self.program(NAMESPACE),
-            "privileges": lambda: self.program(PRIVILEGES),
-            "devices": lambda: self.program(DEVICES),
+            "namespaces": lambda: self.program(ways_out.NAMESPACE),
+            "privileges": lambda: self.program(ways_out.PRIVILEGES),
+            "devices": lambda: self.program(ways_out.DEVICES),
             "forged answers": self.answers,
             "another trajectory": self.neighbour,
         }
@@ -310,18 +223,27 @@ class Attempts:
             "UDP": self.host.udp.getsockname()[1],
             "ABSTRACT": self.host.abstract.getsockname(),
             "NAMED": self.host.named.getsockname(),
+            "DATAGRAMS": self.host.datagrams.getsockname(),
+            "HIDDEN_DATAGRAMS": self.host.hidden_datagrams.getsockname(),
+            "SEGMENT": self.host.shared.segment,
+            "SEMAPHORE": self.host.shared.semaphore,
+            "QUEUE": self.host.shared.queue,
+            "CALLS": _CALLS,
+            "MACHINE": _MACHINE,
             "PROCESSES": LIMITS.processes,
+            "MEMORY": LIMITS.memory_mb << 20,
+            "DISK": LIMITS.disk_mb << 20,
             **more,
         }
-        return "".join(f"{name} = {value!r}\n" for name, value in known.items()) + PRELUDE + program
+        return "".join(f"{name} = {value!r}\n" for name, value in known.items()) + ways_out.PRELUDE + program
 
     async def run(self, program: str, limits: Limits = LIMITS, **more: object) -> Result:
         """Runs it in a sandbox of its own."""
         return await self.sandbox.run(self.text(program, **more), limits=limits)
 
-    async def program(self, program: str) -> str:
+    async def program(self, program: str, **more: object) -> str:
         """An attempt that says by itself whether it got out."""
-        return _verdict(await self.run(program))
+        return _verdict(await self.run(program, LIMITS, **more))
 
     async def ended(self, program: str, status: str, seconds: float = LIMITS.seconds) -> str:
         """A program that never ends: it must be ended for the right reason."""
@@ -330,7 +252,7 @@ class Attempts:
 
     async def write(self) -> str:
         """Writes; what lies on the host counts, not what a file system of the sandbox's own took."""
-        result = await self.run(WRITE)
+        result = await self.run(ways_out.WRITE)
         places = (self.host.folder, *map(Path, ("/usr", "/etc", "/var/tmp", "/dev", "/")))
         found = [str(place) for place in places if (place / "rondo-escaped").exists()]
         for place in found:
@@ -343,14 +265,38 @@ class Attempts:
 
     async def network(self) -> str:
         """Connects; what the host's sockets saw counts, too."""
-        said = _verdict(await self.run(NETWORK))
+        said = _verdict(await self.run(ways_out.NETWORK))
         reached = self.host.reached()
         return f"escaped: reached {', '.join(reached)}" if reached else said
+
+    async def scheduling(self) -> str:
+        """Changes what the victim and the head may use; how the victim stands counts, too."""
+        before = self.host.scheduling()
+        try:
+            said = _verdict(await self.run(ways_out.SCHEDULING))
+        except SandboxError as error:
+            return f"escaped: ended the sandbox's head ({error})"
+        return said if self.host.scheduling() == before else "escaped: changed a process of the host"
+
+    async def ipc(self) -> str:
+        """Uses the host's by their ids; what they hold counts, too."""
+        said = _verdict(await self.run(ways_out.IPC))
+        touched = self.host.shared.touched()
+        return f"escaped: changed {', '.join(touched)}" if touched else said
+
+    async def modes(self) -> str:
+        """Changes the canary without writing it; how it is counts, too."""
+        before = self.host.modes()
+        said = _verdict(await self.run(ways_out.MODES))
+        try:
+            return said if self.host.modes() == before else "escaped: changed the canary"
+        finally:
+            (self.host.folder / "canary").chmod(0o666)
 
     async def signals(self) -> str:
         """Stops and kills the victim and its head."""
         try:
-            result = await self.run(SIGNALS)
+            result = await self.run(ways_out.SIGNALS)
         except SandboxError as error:
             return f"escaped: ended the sandbox's head ({error})"
         return _verdict(result) if self.host.alive() else "escaped: ended a process of the host"
@@ -359,7 +305,7 @@ class Attempts:
         """Leaves a process behind that has a session of its own; the host looks for it."""
         mark = f"rondo-daemon-{os.getpid()}-{os.urandom(4).hex()}"
         async with self.sandbox.warm(LIMITS) as warm:
-            result = await warm.run(self.text(DAEMON, MARK=mark))
+            result = await warm.run(self.text(ways_out.DAEMON, MARK=mark))
             left = processes_named(mark)
         left += processes_named(mark)
         return f"escaped: {len(left)} live on" if left else f"{result.status}, and no process left"
@@ -368,7 +314,7 @@ class Attempts:
         """Writes an answer in the head's place; the next program must get its own."""
         try:
             async with self.sandbox.warm(LIMITS) as warm:
-                first = await warm.run(self.text(ANSWERS))
+                first = await warm.run(self.text(ways_out.ANSWERS))
                 second = await warm.run("print('second')")
         except SandboxError as error:
             return f"escaped: the head's answers were disturbed ({error})"
@@ -380,7 +326,7 @@ class Attempts:
         write = "open('answer-of-another', 'w').write('42')\nimport os\nprint(os.getcwd(), os.getpid())"
         async with self.sandbox.session(LIMITS) as session:
             place, process = (await session.run(write)).stdout.splitlines()[-1].split()
-            said = _verdict(await self.run(NEIGHBOUR, PLACE=place, PROCESS=int(process)))
+            said = _verdict(await self.run(ways_out.NEIGHBOUR, PLACE=place, PROCESS=int(process)))
             after = await session.run("print(open('answer-of-another').read())")
         if after.status != "finished" or after.stdout != "42\n":
             return f"escaped: the other's file or process was changed ({after.status}, {after.stdout!r})"
@@ -422,18 +368,26 @@ async def _host() -> AsyncIterator[Host]:
             socket.socket(type=socket.SOCK_DGRAM),
             socket.socket(socket.AF_UNIX),
             socket.socket(socket.AF_UNIX),
+            socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM),
+            socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM),
         ]
+        shared = Shared()
         try:
             sockets[1].bind(("127.0.0.1", 0))
             sockets[2].bind(f"\0rondo-{os.urandom(8).hex()}")
             sockets[3].bind(str(folder / "socket"))
             (folder / "socket").chmod(0o777)
-            for server in sockets[2:]:
+            sockets[4].bind(str(folder / "datagrams"))
+            (folder / "datagrams").chmod(0o777)
+            sockets[5].bind(f"\0rondo-{os.urandom(8).hex()}")
+            for server in sockets[2:4]:
                 server.listen()
             for each in sockets:
                 each.setblocking(False)
-            yield Host(folder, victim.pid, *sockets)
+            tcp, udp, abstract, named, datagrams, hidden = sockets
+            yield Host(folder, victim.pid, tcp, udp, abstract, named, datagrams, hidden, shared)
         finally:
+            shared.close()
             for each in sockets:
                 each.close()
             with suppress(ProcessLookupError):

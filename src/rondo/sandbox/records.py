@@ -16,13 +16,14 @@ class Limits:
     seconds: float = 10.0
     """By the clock on the wall, for one program or one cell."""
     memory_mb: int = 1024
-    """Address space of each process, and memory in use by all of them together."""
+    """Address space of each process, and memory in use by all of them together, with what the system keeps
+    for their descriptors."""
     processes: int = 32
     """How many processes and threads may live at a time."""
     output_bytes: int = 1 << 20
     """Of standard output, and of standard error."""
     disk_mb: int = 64
-    """Size of the folder it may write, and of each file."""
+    """Size of the folder it may write, where an entry has 4 kB at least, and of each file."""
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -15,6 +15,12 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 MOST_PATH = 2000  # characters; the system takes 4,095
+DESCRIPTORS = 256
+"""Of each process."""
+ENTRY = 4096
+"""Bytes that a file or folder counts at least: an empty one takes memory of the system, too."""
+# Bytes that the system may keep for one: a pipe has 16 pages, a poll of 256 descriptors an entry for each.
+KEPT = {"pipe": 65_536, "anon_inode:[eventpoll]": 65_536}
 
 
 class Confinement:
@@ -27,7 +33,8 @@ class Confinement:
         self.folder = settings["folder"]
         self.filter = settings["filter"]
         self.ruleset = -1
-        if settings["kernel"]:
+        self.kernel = settings["kernel"]
+        if self.kernel:
             import ctypes
 
             self.libc = ctypes.CDLL(None, use_errno=True)
@@ -71,10 +78,13 @@ class Confinement:
         bounds = {
             resource.RLIMIT_AS: most,
             resource.RLIMIT_FSIZE: self.limits["disk_mb"] * MIB,
-            resource.RLIMIT_NOFILE: 256,
+            resource.RLIMIT_NOFILE: DESCRIPTORS,
             resource.RLIMIT_CORE: 0,
             resource.RLIMIT_MSGQUEUE: 0,
             resource.RLIMIT_MEMLOCK: 0,
+            resource.RLIMIT_SIGPENDING: 256,  # a user has them, and so may the host's processes
+            resource.RLIMIT_RTPRIO: 0,
+            resource.RLIMIT_NICE: 0,
         }
         if seconds is not None:
             bounds[resource.RLIMIT_CPU] = int(seconds) + 1
@@ -89,6 +99,8 @@ class Confinement:
             resource.setrlimit(name, (bound, bound))
         for number in (signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
+        if self.kernel and self.uid is None:  # the head, of the same user, looks at its descriptors
+            self.libc.prctl(4, 1, 0, 0, 0)
         if self.ruleset >= 0 or self.filter is not None:
             self.libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
             self._checked("no new privileges", self.libc.prctl(38, 1, 0, 0, 0))
@@ -163,19 +175,60 @@ class Confinement:
 
     def exceeded(self) -> str | None:
         """Returns the limit that the guests exceed together, which no limit of one process holds."""
-        pages = 0
-        for pid in self.processes():
-            try:
-                with open(f"/proc/{pid}/statm", "rb") as file:
-                    _, resident, shared = file.read().split()[:3]
-            except (OSError, ValueError):
-                continue
-            pages += int(resident) - int(shared)
-        if pages * resource.getpagesize() > self.limits["memory_mb"] * MIB:
+        most, processes = self.limits["memory_mb"] * MIB, self.processes()
+        kept, unlinked = self._descriptors(processes)
+        resident = sum(_resident(pid) for pid in processes)
+        if resident + kept > most and sum(map(_proportional, processes)) + kept > most:
             return "memory_limit"
-        if self.sweeping != "namespace" and self._used(self.folder) > self.limits["disk_mb"] * MIB:
-            return "disk_limit"
-        return None
+        if self.sweeping == "namespace":
+            own, shared = os.statvfs(self.folder), os.statvfs("/dev/shm")  # whose size is another
+            used = max((own.f_blocks - own.f_bfree) * own.f_frsize, _entries(own), _entries(shared))
+        else:
+            used = self._used(self.folder) + unlinked
+        return "disk_limit" if used > self.limits["disk_mb"] * MIB else None
+
+    def _descriptors(self, processes: list[int]) -> tuple[int, int]:
+        """Returns the bytes that the system keeps for what guests have open, and those of files that have no
+        name any more, open or mapped.
+        """
+        kept, sizes, mapped, of_socket = 0, {}, set(), self.limits["socket_bytes"]
+        seen: set[str] = set()
+        for pid in processes:
+            try:
+                numbers = os.listdir(f"/proc/{pid}/fd")
+            except PermissionError:  # it has hidden them
+                kept += DESCRIPTORS * of_socket
+                continue
+            except OSError:
+                continue
+            for number in numbers:
+                try:
+                    name = os.readlink(f"/proc/{pid}/fd/{number}")
+                    if name.endswith(" (deleted)") and self.sweeping != "namespace":
+                        status = os.stat(f"/proc/{pid}/fd/{number}")
+                        sizes[status.st_ino] = max(ENTRY, status.st_blocks * 512)
+                except OSError:
+                    continue
+                if name.startswith(("socket:", "pipe:")):
+                    if name in seen:  # of another process, too
+                        continue
+                    seen.add(name)
+                    name = name.partition(":")[0]
+                kept += of_socket if name == "socket" else KEPT.get(name, ENTRY)
+            if self.sweeping != "namespace":
+                mapped |= self._unlinked_maps(pid)
+        # What is only mapped cannot be measured: it may be as large as a file may be.
+        return kept, sum(sizes.values()) + len(mapped - set(sizes)) * self.limits["disk_mb"] * MIB
+
+    def _unlinked_maps(self, pid: int) -> set[int]:
+        """Returns the inodes of files in our folder that a process has mapped and that have no name."""
+        try:
+            with open(f"/proc/{pid}/maps", "rb") as file:
+                lines = [line.split(None, 5) for line in file if line.endswith(b" (deleted)\n")]
+        except OSError:
+            return set()
+        folder = os.fsencode(self.folder) + b"/"
+        return {int(line[4]) for line in lines if line[5].startswith(folder)}
 
     def _used(self, folder: str) -> int:
         total, ahead = 0, [folder]
@@ -191,7 +244,7 @@ class Confinement:
                     ]
             except OSError:
                 continue
-            total += sum(status.st_blocks * 512 for _, _, status in found)
+            total += sum(max(ENTRY, status.st_blocks * 512) for _, _, status in found)
             ahead += [path for path, deeper, _ in found if deeper]
         return total
 
@@ -200,6 +253,31 @@ class Confinement:
         if self.uid is None:
             os.chmod(self.folder, 0o700)  # a guest of our own user may have shut us out
         clear(self.folder)
+
+
+def _resident(pid: int) -> int:
+    """Returns all that a process has in memory, what it shares with others included: soon known."""
+    try:
+        with open(f"/proc/{pid}/statm", "rb") as file:
+            return int(file.read().split()[1]) * resource.getpagesize()
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def _proportional(pid: int) -> int:
+    """Returns what a process has in memory but for files, its part of what it shares: slow."""
+    try:
+        with open(f"/proc/{pid}/smaps_rollup", "rb") as file:
+            parts = dict(line.split()[:2] for line in file.readlines()[1:])
+    except ProcessLookupError:
+        return 0
+    except OSError:  # it has hidden itself
+        return _resident(pid)
+    return 1024 * (int(parts.get(b"Pss_Anon:", parts[b"Pss:"])) + int(parts.get(b"Pss_Shmem:", 0)))
+
+
+def _entries(system: os.statvfs_result) -> int:
+    return (system.f_files - system.f_ffree) * ENTRY
 
 
 def clear(folder: str) -> None:
