@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from typing import TypeVar
 from rondo.masking import masked_urls
 
 E = TypeVar("E", bound="RondoError")
+_LONG_WORD = re.compile(r"\S{1001,}")
 _STANDARD_LIBRARY = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 
 
@@ -18,6 +20,10 @@ class RondoError(Exception):
     """Base of every error that rondo raises on purpose. Its text has no passwords in URLs, whoever wrote
     it.
     """
+
+    def __init__(self, *arguments: object) -> None:
+        """Cuts words of more than 1,000 characters: a name that somebody wrote is not repeated whole."""
+        super().__init__(*(_cut(each) if isinstance(each, str) else each for each in arguments))
 
     is_outage = False
     """No code is at fault: a process died, hung, or lost its peers. The same may succeed in new ones."""
@@ -32,6 +38,10 @@ class RondoError(Exception):
         """
         own = without_libraries(users_frames(self))
         return "".join([*traceback.format_list(own), *traceback.format_exception_only(self)]).splitlines()
+
+
+def _cut(text: str) -> str:
+    return _LONG_WORD.sub(lambda word: f"{word[0][:200]}… ({len(word[0])} characters)", text)
 
 
 def outage(error: E) -> E:
