@@ -17,7 +17,7 @@ from rondo.sandbox.escapes import HARMLESS, Attempt, check
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = "/usr/bin/python3"
 NOBODY = 65534
-ATTEMPTS = 30
+ATTEMPTS = 31
 
 
 async def attempts(backend: str, names: tuple[str, ...] | None = None) -> list[Attempt]:

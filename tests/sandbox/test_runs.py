@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -157,6 +159,31 @@ time.sleep({})
 def test_what_the_system_keeps_for_programs_counts(backend: str, code: str, status: str) -> None:
     result = program(backend, code)
     assert (result.status, result.stderr) == (status, "")
+
+
+WITHOUT_RIGHTS = """
+import asyncio, json, sys
+from rondo.sandbox import Limits, open_sandbox
+from rondo.sandbox.backends import _may_look
+async def main():
+    assert not _may_look()
+    backend, *programs = json.loads(sys.argv[1])
+    async with await open_sandbox(backend, limits=Limits(seconds=20.0, memory_mb=256)) as sandbox:
+        print(json.dumps([(await sandbox.run(code)).status for code in programs]))
+asyncio.run(main())
+"""
+
+
+def test_root_that_may_not_look_at_other_users_sees_what_counts_all_the_same(backend: str) -> None:
+    """As in most containers, which have no CAP_SYS_PTRACE."""
+    if os.geteuid() != 0 or shutil.which("setpriv") is None:
+        pytest.skip("only root can give up a right, by setpriv")
+    asked = json.dumps([backend, SHARED, SOCKETS.format(20, 0.2, 0.4), SOCKETS.format(120, 60, 60)])
+    without = ["setpriv", "--bounding-set=-sys_ptrace", "--inh-caps=-sys_ptrace"]
+    done = subprocess.run(
+        [*without, sys.executable, "-c", WITHOUT_RIGHTS, asked], capture_output=True, text=True
+    )
+    assert (done.stdout, done.stderr) == ('["finished", "finished", "memory_limit"]\n', "")
 
 
 def test_a_command_with_files_and_input(backend: str) -> None:

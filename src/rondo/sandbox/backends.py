@@ -93,8 +93,9 @@ class Backend:
         }
         head = [self.python, "-I", "-S", "-X", "utf8", "-c", HEAD, HERE]
         if self.name == "bubblewrap":
-            # As root, bubblewrap and the change of user do what needs ctypes otherwise; it costs 5 ms.
-            settings |= {"sweeping": "namespace", "folder": FOLDER, "made": False, "kernel": not self.as_root}
+            # As root, bubblewrap, the change of user and CAP_SYS_PTRACE do what else needs ctypes, and 5 ms.
+            settings |= {"sweeping": "namespace", "folder": FOLDER, "made": False}
+            settings["kernel"] = not (self.as_root and _may_look())
             if not self.as_root:  # a guest is the head's user: what is left to the head is not left to it
                 settings["filter"] = seccomp.program()
             return Start([*self._bubblewrap(limits), *head], settings, seccomp.program(head=True))
@@ -129,7 +130,8 @@ class Backend:
         ]
         argv += ["--cap-drop", "ALL"]
         if self.as_root:  # the head becomes the guest's user, looks at it, ends it and clears away after it
-            for capability in ("SETUID", "SETGID", "SYS_PTRACE", "KILL", "DAC_OVERRIDE", "FOWNER"):
+            looking = ("SYS_PTRACE",) if _may_look() else ()
+            for capability in ("SETUID", "SETGID", "KILL", "DAC_OVERRIDE", "FOWNER", *looking):
                 argv += ["--cap-add", f"CAP_{capability}"]
         else:
             argv += ["--unshare-user", "--disable-userns"]
@@ -192,6 +194,13 @@ def _threads_of_user() -> int:
         except OSError:
             continue
     return tasks
+
+
+def _may_look() -> bool:
+    """Whether this process may look at those of any user (CAP_SYS_PTRACE)."""
+    status = Path("/proc/self/status").read_text()
+    effective = next(line.split()[1] for line in status.splitlines() if line.startswith("CapEff:"))
+    return bool(int(effective, 16) >> 19 & 1)
 
 
 def _socket_bytes() -> int:

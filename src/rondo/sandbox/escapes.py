@@ -193,6 +193,7 @@ class Attempts:
             "processor time": lambda: self.ended(ways_out.PROCESSOR, "time_limit", seconds=0.5),
             "disk": lambda: self.program(ways_out.DISK),
             "number of files": lambda: self.program(ways_out.ENTRIES),
+            "a folder that cannot be read": lambda: self.program(ways_out.HIDDEN),
             "files without a name": lambda: self.program(ways_out.NAMELESS, HELD="open"),
             "files without a name, mapped": lambda: self.program(ways_out.NAMELESS, HELD="by a map"),
             "files without a name, in flight": lambda: self.program(ways_out.NAMELESS, HELD="in flight"),

@@ -71,8 +71,12 @@ OF_OWNERS = _numbers("""
 chmod 90 -1, fchmod 91 52, fchmodat 268 53, fchmodat2 452 452, chown 92 -1, fchown 93 55, lchown 94 -1,
 fchownat 260 54, utime 132 -1, utimes 235 -1, futimesat 261 -1, utimensat 280 88
 """)
-# What bubblewrap's filter must leave to the head: it becomes the guest's user, and waits for guests.
-OF_THE_HEAD = _numbers("pidfd_open 434 434, setgroups 116 159, setresuid 117 147, setresgid 119 149")
+# What bubblewrap's filter must leave to the head: it becomes the guest's user, looks as that user, and waits
+# for guests.
+OF_THE_HEAD = _numbers("""
+pidfd_open 434 434, setgroups 116 159, setresuid 117 147, setresgid 119 149, setfsuid 122 151,
+setfsgid 123 152
+""")
 LAST_KNOWN = 462
 _CLONE, _CLONE3 = (56, 220), 435
 _NAMESPACES = 0x7E020000  # CLONE_NEW… of users, mounts, processes, network, IPC, host name, cgroups

@@ -147,6 +147,20 @@ except OSError as error:
 if made << 10 > DISK:
     print("escaped:", made, "empty files")
 """
+HIDDEN = """\
+os.mkdir("hidden", 0o300)  # to be written, and not to be read
+written = 0
+try:
+    for number in range(16):
+        with open(f"hidden/part{number}", "wb") as file:
+            written += file.write(bytes(8 << 20))
+            os.fsync(file.fileno())
+        time.sleep(0.05)
+except OSError as error:
+    print(error)
+else:
+    print("escaped: wrote", written, "bytes")
+"""
 # Files without a name that are open, only mapped, or only in a message that nobody takes.
 NAMELESS = """\
 kept, written, carrier = [], 0, socket.socketpair()

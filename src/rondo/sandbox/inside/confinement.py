@@ -99,7 +99,7 @@ class Confinement:
             resource.setrlimit(name, (bound, bound))
         for number in (signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
-        if self.kernel and self.uid is None:  # the head, of the same user, looks at its descriptors
+        if self.kernel:  # the head looks at its descriptors as the same user
             self.libc.prctl(4, 1, 0, 0, 0)
         if self.ruleset >= 0 or self.filter is not None:
             self.libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
@@ -175,10 +175,18 @@ class Confinement:
 
     def exceeded(self) -> str | None:
         """Returns the limit that the guests exceed together, which no limit of one process holds."""
-        most, processes = self.limits["memory_mb"] * MIB, self.processes()
-        kept, unlinked = self._descriptors(processes)
-        resident = sum(_resident(pid) for pid in processes)
-        if resident + kept > most and sum(map(_proportional, processes)) + kept > most:
+        if self.uid is None or not self.kernel:
+            memory, unlinked = self._held()
+        else:
+            # A process's own user may look at it; root may not everywhere (containers seldom let it).
+            self.libc.setfsgid(self.uid)
+            self.libc.setfsuid(self.uid)
+            try:
+                memory, unlinked = self._held()
+            finally:
+                self.libc.setfsuid(0)
+                self.libc.setfsgid(0)
+        if memory > self.limits["memory_mb"] * MIB:
             return "memory_limit"
         if self.sweeping == "namespace":
             own, shared = os.statvfs(self.folder), os.statvfs("/dev/shm")  # whose size is another
@@ -186,6 +194,15 @@ class Confinement:
         else:
             used = self._used(self.folder) + unlinked
         return "disk_limit" if used > self.limits["disk_mb"] * MIB else None
+
+    def _held(self) -> tuple[int, int]:
+        """Returns the bytes of memory that guests hold, and of files that have no name any more."""
+        processes = self.processes()
+        kept, unlinked = self._descriptors(processes)
+        memory = kept + sum(map(_resident, processes))
+        if memory > self.limits["memory_mb"] * MIB:  # by a count that is fast, and too high
+            memory = kept + sum(map(_proportional, processes))
+        return memory, unlinked
 
     def _descriptors(self, processes: list[int]) -> tuple[int, int]:
         """Returns the bytes that the system keeps for what guests have open, and those of files that have no
@@ -242,6 +259,8 @@ class Confinement:
                         (e.path, e.is_dir(follow_symlinks=False), e.stat(follow_symlinks=False))
                         for e in entries
                     ]
+            except PermissionError:  # nor where it has been shut to us
+                return sys.maxsize
             except OSError:
                 continue
             total += sum(max(ENTRY, status.st_blocks * 512) for _, _, status in found)
@@ -269,11 +288,12 @@ def _proportional(pid: int) -> int:
     try:
         with open(f"/proc/{pid}/smaps_rollup", "rb") as file:
             parts = dict(line.split()[:2] for line in file.readlines()[1:])
-    except ProcessLookupError:
+    except (FileNotFoundError, ProcessLookupError):
         return 0
-    except OSError:  # it has hidden itself
+    except PermissionError:  # it has hidden itself
         return _resident(pid)
-    return 1024 * (int(parts.get(b"Pss_Anon:", parts[b"Pss:"])) + int(parts.get(b"Pss_Shmem:", 0)))
+    # Older systems do not tell files from the rest.
+    return 1024 * (int(parts.get(b"Pss_Anon:", parts.get(b"Pss:", 0))) + int(parts.get(b"Pss_Shmem:", 0)))
 
 
 def _entries(system: os.statvfs_result) -> int:
