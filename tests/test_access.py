@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import socket
@@ -14,6 +15,7 @@ import pytest
 
 from rondo.access import Access, check_keys
 from rondo.cli import main as cli
+from rondo.cli.keys import access_of, add_access
 from rondo.errors import ConfigError
 from rondo.rollout import NativeEngine
 from rondo.sandbox import open_sandbox
@@ -247,3 +249,25 @@ def test_what_the_commands_refuse(
         monkeypatch.delenv(variable, raising=False)
     assert cli.main([*command, *arguments]) == 2
     assert words in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_key_is_made_and_said_where_none_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RONDO_SEARCH_TOKEN", raising=False)
+    parser = argparse.ArgumentParser()
+    add_access(parser, "RONDO_SEARCH_TOKEN")
+
+    def access(*arguments: str) -> tuple[Access, str]:
+        return access_of(parser.parse_args(arguments), "RONDO_SEARCH_TOKEN")
+
+    (made, said), (another, _) = access(), access()
+    (key,) = made.keys
+    assert said == f"RONDO_SEARCH_TOKEN={key}"
+    assert len(key) == 32
+    assert another.keys != (key,)
+    assert access("--no-key", "--allow-host", "a") == (Access((), ("127.0.0.1", "a")), "")
+    assert access("--token", "a", "--host", "0.0.0.0") == (Access(("a",), ("0.0.0.0",)), "")
+    monkeypatch.setenv("RONDO_SEARCH_TOKEN", "b")
+    assert access() == (Access(("b",), ("127.0.0.1",)), "")
+    monkeypatch.setenv("RONDO_SEARCH_TOKEN", "")
+    with pytest.raises(ConfigError, match="the environment variable RONDO_SEARCH_TOKEN must be printable"):
+        access()
