@@ -66,7 +66,7 @@ def server(url: str) -> Server:
             f"{url!r} is no address of a sandbox; write http://host:port (a key goes into {SANDBOX_KEY})",
             key="sandbox.backend",
         )
-    warn_of_open_way("sandbox", url, key=bool(os.environ.get(TOKEN_VARIABLE, "").strip()))
+    warn_of_open_way("sandbox", url, key=bool(bearing(SANDBOX_KEY)))
     return Server(url.rstrip("/").removesuffix("/run_code"))
 
 
