@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from rondo.access import SANDBOX_KEY
 from rondo.agents.external import load_agent
 from rondo.agents.mcp_servers import McpServer
 from rondo.agents.tools import end_tools, load_tools
@@ -34,7 +35,7 @@ from rondo.environments.choices import load_environments
 from rondo.errors import ConfigError, DataError
 from rondo.masking import digest
 from rondo.rewards.functions import load_functions
-from rondo.sandbox.remote import TOKEN_VARIABLE, server
+from rondo.sandbox.remote import server
 from rondo.search.client import RetrieverError
 from rondo.tracking.run_folder import RunFolder
 from rondo.tracking.trackers import TrackerContext, make_trackers
@@ -348,11 +349,11 @@ def test_a_url_is_used_as_it_is_written(tmp_path: Path) -> None:
 def test_keys_over_http_are_said_in_one_line(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(TOKEN_VARIABLE, "sk-1")
+    monkeypatch.setenv(SANDBOX_KEY, "sk-1")
     with caplog.at_level(logging.WARNING):
         for url in ("http://10.0.0.3:8080", "https://10.0.0.3:8080", "http://127.0.0.1:8080"):
             server(url)
-        monkeypatch.delenv(TOKEN_VARIABLE)
+        monkeypatch.delenv(SANDBOX_KEY)
         server("http://10.0.0.3:8080")
     assert [record.getMessage() for record in caplog.records] == [
         "sandbox: http://10.0.0.3:8080: the key goes there unencrypted, as all that is said: use https://"

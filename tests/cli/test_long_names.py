@@ -10,20 +10,20 @@ from rondo.cli import main as cli
 from rondo.errors import ConfigError
 
 NAME = "x" * 100_000
-SHOW = ("config", "show", "quickstart")
+CHECK = ("check", "quickstart")
 DOORS = [
-    (*SHOW, f"algorithm.advantage={NAME}"),
-    (*SHOW, f"algorithm.policy_loss={NAME}"),
-    (*SHOW, f"rollout.tools=[{{name: {NAME}}}]"),
-    (*SHOW, f"rollout.environments=[{{name: {NAME}}}]"),
-    (*SHOW, f"reward.functions=[{{name: {NAME}}}]"),
-    (*SHOW, f"reward.functions=[{{name: a.py:{NAME}}}]"),
-    (*SHOW, f"data.train=[{{type: jsonl, path: {NAME}}}]"),
-    (*SHOW, f"data.train=[{{type: {NAME}}}]"),
-    (*SHOW, f"rollout.engine={NAME}"),
-    (*SHOW, f"model.path={NAME}"),
-    (*SHOW, f"trainer.{NAME}=1"),
-    (*SHOW, f"{NAME}=1"),
+    (*CHECK, f"algorithm.advantage={NAME}"),
+    (*CHECK, f"algorithm.policy_loss={NAME}"),
+    (*CHECK, f"rollout.tools=[{{name: {NAME}}}]"),
+    (*CHECK, f"rollout.environments=[{{name: {NAME}}}]"),
+    (*CHECK, f"reward.functions=[{{name: {NAME}}}]"),
+    (*CHECK, f"reward.functions=[{{name: a.py:{NAME}}}]"),
+    (*CHECK, f"data.train=[{{type: jsonl, path: {NAME}}}]"),
+    (*CHECK, f"data.train=[{{type: {NAME}}}]"),
+    (*CHECK, f"rollout.engine={NAME}"),
+    (*CHECK, f"model.path={NAME}"),
+    (*CHECK, f"trainer.{NAME}=1"),
+    (*CHECK, f"{NAME}=1"),
     ("config", "show", NAME),
     ("list", NAME),
     ("show", NAME),

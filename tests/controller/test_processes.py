@@ -4,6 +4,7 @@ failures, bytes, and that nothing is left."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -64,6 +65,31 @@ def test_meshes_over_real_processes(four: Cluster, run: Run, role: str) -> None:
     assert out == [(4.0, ("dp", "tp"), False), (6.0, ("dp", "tp"), False)] * 2
     out = run(group.call(Calculator.reduce_over, ["tp"] * 4))
     assert [total for total, _, _ in out] == [3.0, 3.0, 7.0, 7.0]
+
+
+@pytest.mark.parametrize("cluster", ["process"], indirect=True)
+def test_a_world_of_one_machine_listens_to_nobody_else(four: Cluster, run: Run, role: str) -> None:
+    """Where ranks meet no other user comes in, and their connections are of this machine: torch's own store
+    listens on all of its addresses, and takes keys away from whoever asks.
+    """
+    group = run(four.create_group(role, Calculator, mesh=Mesh((("dp", 4),))))
+    run(group.call(Calculator.reduce_over, ["dp"] * 4))
+    found = [each for pid in run(group.call(Worker.process_id)) for each in listening(pid)]
+    assert found  # gloo's
+    assert set(found) == {"0100007F"}
+
+
+def listening(pid: int) -> Iterator[str]:
+    """Yields the addresses (as /proc has them) on which a process takes TCP connections."""
+    sockets = set()
+    for each in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            sockets.add(os.readlink(each))
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
+                yield fields[1].partition(":")[0]
 
 
 @many_hosts

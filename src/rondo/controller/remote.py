@@ -10,6 +10,7 @@ import logging
 import os
 import pickle
 import signal
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ import cloudpickle
 import torch.distributed as dist
 
 from rondo import activity
+from rondo.access import is_loopback
 from rondo.activity import Activity, Pulse
 from rondo.batch import ROW_ID, Batch, BatchRef, Block, Shard
 from rondo.config.schema import ClusterConfig
@@ -139,10 +141,10 @@ class RemoteCluster(Cluster):
 
     async def join_world(self, address: str) -> None:
         """Has all hosts join one torch.distributed world, which meets at this address of the first one."""
-        port = await asyncio.wait_for(
+        place = await asyncio.wait_for(
             self._handles[0].ask("open_store", address, self.num_devices), START_SECONDS
         )
-        world = self.num_devices, self.device, self.threads, self._timeout_seconds, address, port
+        world = self.num_devices, self.device, self.threads, self._timeout_seconds, place
         joining = (handle.ask("join", handle.device, *world) for handle in self._handles)
         try:
             await asyncio.wait_for(asyncio.gather(*joining), START_SECONDS)
@@ -151,7 +153,7 @@ class RemoteCluster(Cluster):
                 "hosts",
                 0,
                 "start",
-                f"the {self.num_devices} host processes did not reach each other at {address}:{port} within "
+                f"the {self.num_devices} host processes did not reach each other at {place} within "
                 f"{START_SECONDS:.0f} s: is there a firewall between their machines?",
             ) from error
 
@@ -270,12 +272,18 @@ class HostProgram:
 
     def __init__(self) -> None:
         self._host: Host | None = None
-        self._store: dist.TCPStore | None = None
+        self._store: dist.Store | None = None
 
-    async def open_store(self, address: str, world_size: int) -> int:
-        """Opens the meeting point of the world on a free port, on rank 0; returns the port."""
+    async def open_store(self, address: str, world_size: int) -> str:
+        """Opens the meeting point of the world, on rank 0; returns where the others find it: of one machine
+        (a loopback address) a file that only this user's processes can open, and that is gone with this one;
+        else a port on all of this machine's addresses, open to everybody there.
+        """
+        if is_loopback(address) and sys.platform == "linux":
+            memory = os.memfd_create("rondo-world")  # open until this process ends
+            return f"/proc/{os.getpid()}/fd/{memory}"
         self._store = dist.TCPStore(address, 0, world_size, is_master=True, wait_for_workers=False)
-        return self._store.port
+        return f"{address}:{self._store.port}"
 
     async def join(
         self,
@@ -284,12 +292,18 @@ class HostProgram:
         device: str,
         threads: int,
         timeout_seconds: float,
-        address: str,
-        port: int,
+        place: str,
     ) -> None:
-        """Starts torch.distributed; returns when all ranks have joined. device: "cpu" or "cuda"."""
+        """Starts torch.distributed; returns when all ranks have joined. device: "cpu" or "cuda". place: what
+        `open_store` has returned.
+        """
         with Activity("joining the world", in_turn=True, bound=True):
-            store = self._store or dist.TCPStore(address, port, world_size, is_master=False)
+            if place.startswith("/"):
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # of its sockets, which take anybody, too
+                store: dist.Store = dist.FileStore(place)
+            else:
+                address, _, port = place.rpartition(":")
+                store = self._store or dist.TCPStore(address, int(port), world_size, is_master=False)
             device = self.gpu() if device == "cuda" else device
             self._host = Host(rank, world_size, device, threads, timeout_seconds)
             await self._host.start(store)

@@ -34,6 +34,7 @@ from rondo.checkpoint.checked import (
 )
 from rondo.errors import CheckpointError, RondoError
 from rondo.storage import fault_in, refused
+from rondo.training.telling import told_by_first, told_failures, told_files
 from rondo.urls import Place, place_of
 
 State = dict[str, torch.Tensor]  # flat; sharded entries are DTensors
@@ -54,9 +55,7 @@ def save(state: State, path: str, group: dist.ProcessGroup) -> Files:
     except (CheckpointException, OSError, RuntimeError) as error:
         _raise_told(path, "written", error)
         raise CheckpointError(f"checkpoint {path} could not be written: {_cause(error)}") from error
-    files: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(files, writer.files, group=group)
-    return {name: pieces for ranks_own in files for name, pieces in ranks_own.items()}
+    return told_files(writer.files, group)
 
 
 def load(state: State, path: str, files: Files, group: dist.ProcessGroup) -> None:
@@ -178,17 +177,15 @@ class _Reader(StorageReader):
 
 def _read_metadata(folder: Place, files: Files, group: dist.ProcessGroup) -> Metadata:
     """Has one rank read it, which tells the others, also what is wrong. Collective."""
-    told: list[bytes | RondoError | None] = [None]
+    data, failure = b"", None
     if dist.get_rank(group) == 0:
         try:
-            told = [read_checked(folder / _METADATA, files[_METADATA])]
+            data = read_checked(folder / _METADATA, files[_METADATA])
         except RondoError as error:
-            told = [error]
-    dist.broadcast_object_list(told, group=group, group_src=0)
-    if isinstance(told[0], RondoError):
-        raise told[0]
-    assert told[0] is not None
-    return _metadata_of(told[0], folder / _METADATA)
+            failure = error
+    for first in told_failures(failure, group):
+        raise first
+    return _metadata_of(told_by_first(data, group), folder / _METADATA)
 
 
 class _MetadataReader(pickle.Unpickler):

@@ -15,7 +15,6 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
-from rondo.checkpoint import Files
 from rondo.checkpoint.checked import MANIFEST, CheckedFile, Pieces, write_manifest
 from rondo.errors import CheckpointError, RondoError
 from rondo.models.carried import carry
@@ -27,6 +26,7 @@ from rondo.models.value_head import PREFIX as VALUE_HEAD
 from rondo.models.value_head import replace_lm_head
 from rondo.storage import fault_in, refused
 from rondo.training.checkpoint import bytes_of
+from rondo.training.telling import told_failures, told_files
 from rondo.weights.checksum import checksum
 from rondo.weights.layout import Box, Parameter
 
@@ -80,10 +80,8 @@ def export_folder(
         for _ in arrived:  # whoever writes, and whatever fails: all ranks gather all tensors
             pass
     _raise_first(path, failure, group)
-    everyone: list[Files] = [{}] * world
-    dist.all_gather_object(everyone, files, group=group)
+    listed = told_files(files, group)
     if rank == 0:
-        listed = {name: pieces for files in everyone for name, pieces in files.items()}
         _, failure = _tried(write_manifest, folder, listed)
     _raise_first(path, failure, group)  # when any rank returns, the folder is whole
 
@@ -127,9 +125,7 @@ def _raise_first(path: str, failure: Exception | None, group: dist.ProcessGroup)
     """Raises the first of the ranks' failures on all of them; what a file system refused as a StorageError.
     Collective.
     """
-    failures: list[Exception | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(failures, failure, group=group)
-    first = next((one for one in failures if one is not None), None)
+    first = next(iter(told_failures(failure, group)), None)
     fault = fault_in(first) if isinstance(first, OSError) else None
     if fault is not None:
         raise refused(path, "written", fault) from first
