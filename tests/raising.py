@@ -139,6 +139,37 @@ class World:
     def close(self) -> None: ...
 
 
+def estimator(rewards: Any, *, kind: str) -> Any:
+    return fail(kind)
+
+
+def loss(log_probs: Any, *, kind: str) -> Any:
+    return fail(kind)
+
+
+class Tracker:
+    """Fails in one of its methods."""
+
+    where = ""
+
+    def __init__(self, context: Any, *, kind: str, fails_in: str) -> None:
+        self._kind, self._fails_in = kind, fails_in
+        self._do("init")
+
+    def _do(self, method: str) -> None:
+        if method == self._fails_in:
+            fail(self._kind)
+
+    def log(self, step: int, metrics: Any) -> None:
+        self._do("log")
+
+    def log_samples(self, step: int, samples: Any) -> None:
+        self._do("log_samples")
+
+    def finish(self, status: str) -> None:
+        self._do("finish")
+
+
 # Of functions that have no options.
 def _named(kind: str) -> Callable[[], Any]:
     def function() -> Any:

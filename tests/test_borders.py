@@ -6,16 +6,21 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import tempfile
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
+import torch
 
+from rondo.agents.places import Workers
 from rondo.agents.running import in_thread, on_agents_loop, said_by
 from rondo.agents.tools import Toolbox, ToolFailedError, load_tools, prepare_tools
+from rondo.algorithms import Kind, bind
 from rondo.border import users_code
 from rondo.config.schema import (
     EnvironmentConfig,
+    FunctionConfig,
     RewardConfig,
     RewardFunctionConfig,
     TaskSourceConfig,
@@ -24,12 +29,14 @@ from rondo.config.schema import (
 from rondo.data.sources import open_source
 from rondo.environments.choices import load_environments
 from rondo.environments.played import Played
-from rondo.errors import ConfigError, DataError, EnvironmentFailedError, RewardError, RondoError
+from rondo.errors import ConfigError, DataError, EnvironmentFailedError, RewardError, RondoError, TrainError
 from rondo.models.loading import load_tokenizer
 from rondo.models.source import TokenizerSource
 from rondo.rewards.functions import load_functions
 from rondo.rewards.scorer import Scorer
 from rondo.search.corpus import _rows
+from rondo.tracking.run_folder import RunFolder
+from rondo.tracking.trackers import TrackerContext, make_trackers
 from tests import raising
 from tests.raising import KINDS
 from tests.rewards.conftest import make_trajectory
@@ -106,6 +113,29 @@ def began(kind: str) -> None:
     bounded(asyncio.to_thread(Played(choice.make, keep_state=False).reset, 0, None))
 
 
+def began_elsewhere(kind: str) -> None:
+    choice = environment(kind)
+    workers = Workers(1, [choice])
+    try:
+        bounded(workers.open(choice, "an episode").reset(0, None))
+    finally:
+        workers.close()
+
+
+def computed(of: Kind, name: str, kind: str) -> None:
+    bind(of, FunctionConfig(f"{FILE}:{name}", {"kind": kind}))(torch.ones(1))
+
+
+def tracked(kind: str, fails_in: str) -> None:
+    with tempfile.TemporaryDirectory() as folder, RunFolder(folder) as run:
+        options = {"kind": kind, "fails_in": fails_in}
+        context = TrackerContext(run, "project", "run", {}, print)
+        (tracker,) = make_trackers([FunctionConfig(f"{FILE}:Tracker", options)], context)
+        tracker.log(1, {})
+        tracker.log_samples(1, ())
+        tracker.finish("finished")
+
+
 DOORS: dict[str, tuple[Callable[[str], Any], type[Exception]]] = {
     "reward": (functools.partial(scored, "reward"), RewardError),
     "reward in a process": (functools.partial(scored, "reward_elsewhere"), RewardError),
@@ -128,6 +158,13 @@ DOORS: dict[str, tuple[Callable[[str], Any], type[Exception]]] = {
     "what a tool prepares": (lambda kind: prepare_tools(tools("ToolChecked", kind=kind)), ConfigError),
     "environment": (began, EnvironmentFailedError),
     "an environment's check": (lambda kind: environment(kind).check(), ConfigError),
+    "environment in a process": (began_elsewhere, EnvironmentFailedError),
+    "estimator": (functools.partial(computed, "advantage", "estimator"), TrainError),
+    "loss": (functools.partial(computed, "policy_loss", "loss"), TrainError),
+    "a tracker's beginning": (functools.partial(tracked, fails_in="init"), ConfigError),
+    "tracker": (functools.partial(tracked, fails_in="log"), TrainError),
+    "a tracker's samples": (functools.partial(tracked, fails_in="log_samples"), TrainError),
+    "a tracker's end": (functools.partial(tracked, fails_in="finish"), TrainError),
     "rows": (
         lambda kind: open_source(
             TaskSourceConfig(type="function", task=f"{FILE}:rows", options={"kind": kind})

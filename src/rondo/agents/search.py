@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rondo.access import SEARCH_KEY, bearing
 from rondo.errors import ConfigError
 from rondo.masking import warn_of_open_way
 from rondo.search import MOST_RESULTS, Passage, check_query, index_of
@@ -53,7 +54,7 @@ class Search:
             if tool._corpus:
                 index_of(tool._corpus, backend=tool._index, encoder=tool._encoder, anew=True)
             else:
-                warn_of_open_way("rollout.tools: search", tool._url, key=False)
+                warn_of_open_way("rollout.tools: search", tool._url, key=bool(bearing(SEARCH_KEY)))
                 retrieve(tool._url, "a", 1)
         except (ConfigError, RetrieverError) as error:
             raise ConfigError(f"rollout.tools: search: {error}") from error
