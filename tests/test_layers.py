@@ -43,7 +43,7 @@ ALLOWED: dict[str, set[str]] = {
     "config": {"border", "errors", "masking", "roles"},
     "algorithms": BASE,
     "planning": BASE,
-    "hub": {"config", "errors", "storage", "urls"},
+    "hub": {"config", "errors", "storage", "streams", "urls"},
     "models": BASE | {"hub"} | {"weights"},
     "chat": BASE,
     "checkpoint": BASE,
@@ -53,11 +53,11 @@ ALLOWED: dict[str, set[str]] = {
     "rewards": BASE | {"arithmetic", "sandbox", "transport"},
     "serving": BASE | {"chat"},
     "agents": BASE | {"arithmetic", "chat", "environments", "sandbox", "search", "serving", "transport"},
-    "controller": BASE | {"planning", "transport", "usage"},
+    "controller": BASE | {"planning", "streams", "transport", "usage"},
     "recipes": BASE | {"environments", "data"},
-    "data": BASE | {"chat"},
+    "data": BASE | {"chat", "streams"},
     "training": BASE | {"checkpoint", "models", "planning", "usage", "weights"},
-    "rollout": BASE | {"chat", "hub", "models", "transport", "usage", "weights"},
+    "rollout": BASE | {"chat", "hub", "models", "streams", "transport", "usage", "weights"},
     "workers": BASE
     | {
         "agents",
@@ -81,7 +81,7 @@ ALLOWED |= {
     "environments": BASE | {"arithmetic", "search"},
     "sandbox": {"access", "errors", "masking", "urls"},
     "search": BASE,
-    "view": {"errors"},  # reads files only
+    "view": {"errors", "streams"},  # reads files only
 }
 ALLOWED["trainers"] = {*ALLOWED, "trainers"} - {"__init__"}
 ALLOWED["cli"] = {*ALLOWED, "cli"}

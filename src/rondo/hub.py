@@ -18,6 +18,7 @@ from typing import Literal
 from rondo.config.functions import did_you_mean
 from rondo.errors import ConfigError, DataError
 from rondo.storage import cache_folder, storing
+from rondo.streams import drawing
 from rondo.urls import Far, is_url
 
 Hub = Literal["huggingface", "modelscope", "local"]
@@ -120,13 +121,14 @@ def _huggingface(name: str, weights: bool) -> str:
     from huggingface_hub import constants, snapshot_download
 
     try:
-        found = snapshot_download(
-            name, allow_patterns=[*_TEXTS, *_WEIGHTS[:weights]], ignore_patterns=list(_TWICE)
-        )
-        if weights and next(Path(found).glob(_WEIGHTS[0]), None) is None:
+        with drawing():
             found = snapshot_download(
-                name, allow_patterns=[*_TEXTS, *_OLD_WEIGHTS], ignore_patterns=list(_TWICE)
+                name, allow_patterns=[*_TEXTS, *_WEIGHTS[:weights]], ignore_patterns=list(_TWICE)
             )
+            if weights and next(Path(found).glob(_WEIGHTS[0]), None) is None:
+                found = snapshot_download(
+                    name, allow_patterns=[*_TEXTS, *_OLD_WEIGHTS], ignore_patterns=list(_TWICE)
+                )
     except Exception as error:  # of HTTP libraries, which change with the version
         offline = " (HF_HUB_OFFLINE is set)" if constants.HF_HUB_OFFLINE else ""
         raise DataError(_not_found(name, f"Hugging Face{offline}", error)) from error
@@ -144,7 +146,8 @@ def _modelscope(name: str, weights: bool) -> str:
         ) from error
     patterns = [*_TEXTS, *_WEIGHTS, *_OLD_WEIGHTS] if weights else list(_TEXTS)
     try:
-        return str(download(name, allow_patterns=patterns, ignore_patterns=list(_TWICE)))
+        with drawing():
+            return str(download(name, allow_patterns=patterns, ignore_patterns=list(_TWICE)))
     except Exception as error:
         raise DataError(_not_found(name, "ModelScope", error)) from error
 

@@ -266,9 +266,11 @@ def _gib(number: float) -> str:
 
 
 def _print_tables(findings: list[Finding]) -> None:
-    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
+
+    from rondo.streams import drawn_on
+    from rondo.tracking.text import CleanConsole
 
     marks: dict[str, Any] = {"ok": "[green]yes[/green]", "no": "[yellow]no[/yellow]", "info": ""}
     table = Table(title="rondo doctor", show_edge=False, pad_edge=False, title_justify="left")
@@ -283,7 +285,7 @@ def _print_tables(findings: list[Finding]) -> None:
             section, finding.what, marks[finding.state], escape(finding.detail), escape(finding.remedy)
         )
     # As wide as the terminal, also where the output is piped on its way there; 120 where there is none.
-    console = Console() if _has_terminal() else Console(width=120)
+    console = CleanConsole(file=drawn_on(sys.stdout), width=None if _has_terminal() else 120)
     console.print(table)
 
 

@@ -5,17 +5,19 @@ manifests; no model is built.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from rondo.checkpoint.checked import faults_in, num_bytes, read_manifest
 from rondo.checkpoint.store import CheckpointStore
 from rondo.config import load
 from rondo.errors import CheckpointError
+from rondo.streams import drawn_on
+from rondo.tracking.text import CleanConsole
 from rondo.urls import Place
 
 
@@ -79,7 +81,7 @@ def _examined(store: CheckpointStore, folder: Place, step: int | None) -> Saved:
         return Saved(str(folder), faults=[str(error)])
     size = sum(map(num_bytes, files.values()))
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    console = Console(stderr=True)
+    console = CleanConsole(file=drawn_on(sys.stderr))
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(str(folder), total=size)
         faults = faults_in(folder, files, lambda count: bar.advance(task, count))

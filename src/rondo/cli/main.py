@@ -22,7 +22,7 @@ from rondo.border import EscapeError, contained, described
 from rondo.errors import RondoError, StorageError, TrainError, WorkerError
 from rondo.interrupts import exit_code, interrupting
 from rondo.storage import DISK_FULL, FAULTS, refused
-from rondo.streams import lasting_streams, silence
+from rondo.streams import command_streams, silence
 
 COMMANDS = {
     "train": "rondo.cli.training",
@@ -74,7 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     args.owns_process = argv is None
-    with lasting_streams(output=args.command in RUNS), interrupting(owns_process=args.owns_process):
+    owns = args.owns_process
+    with command_streams(output=args.command in RUNS, to_the_end=owns), interrupting(owns_process=owns):
         return _run(modules[COMMANDS[args.command]], args, show_traceback)
 
 

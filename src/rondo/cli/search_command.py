@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from rondo.access import SEARCH_KEY
 from rondo.cli.keys import access_of, add_access
 from rondo.errors import ConfigError
+from rondo.streams import clean_text
 
 if TYPE_CHECKING:
     from rondo.search import Index
@@ -48,7 +49,8 @@ def run(args: argparse.Namespace) -> int:
 def _query(args: argparse.Namespace, index: Index) -> int:
     """Prints ids, scores and passages."""
     for hit in index.search(args.words, args.k):
-        print(f"{hit.score:8.3f}  {hit.passage.id}  {hit.passage.title}\n          {hit.passage.text}")
+        passage = hit.passage  # text of others, and `| head` leads to the terminal, too
+        print(clean_text(f"{hit.score:8.3f}  {passage.id}  {passage.title}\n          {passage.text}"))
     return 0
 
 

@@ -29,6 +29,7 @@ from rondo.controller.calls import Answer, Call, Failure, HostHandle, Reply
 from rondo.controller.cluster import Cluster
 from rondo.controller.host import Host, failure_of
 from rondo.errors import WorkerError
+from rondo.streams import log_to_stderr
 from rondo.transport.link import PICKLE_ERRORS
 from rondo.transport.process import users_path
 from rondo.usage import children_cpu_seconds
@@ -260,7 +261,7 @@ def log_everything() -> None:
     """Has this process write what it logs, and what its engines and scorers print, to its standard error, and
     its stacks on SIGUSR1, even while somebody holds the interpreter.
     """
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    log_to_stderr("%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("rondo.transport.process").setLevel(logging.DEBUG)
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
 

@@ -30,6 +30,7 @@ from rondo.data.files import check_file, open_jsonl, open_parquet
 from rondo.data.plain import ArrowRows, Rows, is_media, kept_columns, plain
 from rondo.errors import ConfigError, DataError
 from rondo.masking import masked
+from rondo.streams import drawing
 from rondo.urls import is_url
 
 _WAY_OUT = {
@@ -243,7 +244,8 @@ def _open_huggingface(config: HuggingfaceSourceConfig) -> Rows:
 
     path = Path(config.path).expanduser()
     try:
-        data = _load_dataset(datasets, path, config)
+        with drawing():
+            data = _load_dataset(datasets, path, config)
     except (OSError, ValueError, RuntimeError, TypeError) as error:
         kind = "on this machine" if path.exists() else "on the hub (no local file or folder has that name)"
         shown = masked("options", config.options)

@@ -17,10 +17,10 @@ from rich.live import Live
 from rich.spinner import Spinner
 from rich.text import Text
 
-from rondo.streams import LastingStream, lasting
+from rondo.streams import LastingStream, clean_text, drawn_on, lasting
 from rondo.tracking.notebook import Notebook, in_notebook
 from rondo.tracking.shown import Header, Kind, Report, RunView, Sample, alarms, plain_line
-from rondo.tracking.text import clean_text, format_duration, format_number, shorten
+from rondo.tracking.text import CleanConsole, format_duration, format_number, shorten
 from rondo.tracking.view import render_report, render_run
 
 Mode = Literal["auto", "live", "plain", "off"]
@@ -47,7 +47,8 @@ class Console:
         out: RichConsole | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.out = out or RichConsole(highlight=False, file=lasting(sys.stdout, "standard output"))
+        stream = lasting(drawn_on(sys.stdout), "standard output")
+        self.out = out or CleanConsole(highlight=False, file=stream)
         self._notebook = Notebook() if out is None and mode in ("auto", "live") and in_notebook() else None
         if self._notebook is not None:
             mode = "live"
@@ -220,7 +221,7 @@ class Console:
 
     def _line(self, message: str, style: str = "") -> None:
         """Prints one line of any length; markup in it is text."""
-        self._print(Text(clean_text(message, self.out.encoding), style=style), soft_wrap=True)
+        self._print(Text(clean_text(message), style=style), soft_wrap=True)  # rich drops some controls
 
     def _print(self, what: RenderableType, **options: Any) -> None:
         if self._notebook is None:

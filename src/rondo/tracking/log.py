@@ -11,7 +11,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import cast
 
-from rondo.streams import lasting
+from rondo.streams import LogFormatter, lasting
 
 # Output of engines and scorers, which the processes that started them log.
 _PROCESSES = logging.getLogger("rondo.transport.process")
@@ -46,13 +46,16 @@ def logged_to(path: Path, attempt: int) -> Iterator[None]:
     root = logging.getLogger()
     levels = {logger: logger.level for logger in (_OURS, _PROCESSES)}
     file = _RunLog(path, attempt)
-    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    file.setFormatter(LogFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     handlers: list[logging.Handler] = [file]
+    shown = logging.lastResort  # Python's way to show warnings while nobody else does
+    layout = shown.formatter if shown is not None else None
     if not root.handlers:
         _OURS.setLevel(logging.INFO)
         _PROCESSES.setLevel(logging.DEBUG)
-        if logging.lastResort is not None:  # Python's way to show warnings while nobody else does
-            handlers.append(logging.lastResort)
+        if shown is not None:
+            shown.setFormatter(LogFormatter())
+            handlers.append(shown)
     for handler in handlers:
         root.addHandler(handler)
     try:
@@ -61,5 +64,7 @@ def logged_to(path: Path, attempt: int) -> Iterator[None]:
         for handler in handlers:
             root.removeHandler(handler)
         file.close()
+        if shown is not None:
+            shown.setFormatter(layout)
         for logger, level in levels.items():
             logger.setLevel(level)

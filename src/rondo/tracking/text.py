@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console as RichConsole
+from rich.console import ConsoleOptions, RenderableType
+from rich.segment import Segment
+
+from rondo.streams import clean_text
 
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -56,20 +62,21 @@ def sparkline(values: Sequence[float], width: int = 20) -> str:
     return "".join(_BARS[min(7, int(8 * (mean - low) / (high - low)))] for mean in means)
 
 
-def clean_text(text: str, encoding: str = "utf-8") -> str:
-    """Returns a model's text without terminal control: a tab becomes a blank, and what else is not printable
-    (but newline) an escape.
-    """
-    plain = text.replace("\t", " ")
-    shown = "".join(
-        c if c == "\n" or c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in plain
-    )
-    return shown.encode(encoding, errors="backslashreplace").decode(encoding, errors="replace")
-
-
 def shorten(text: str, limit: int, ellipsis: str = " … ") -> str:
     """Cuts a text to `limit` characters; what is too long loses its middle, for answers stand at the end."""
     if len(text) <= limit:
         return text
     keep = max(2, limit - len(ellipsis))
     return text[: keep - keep // 2] + ellipsis + text[len(text) - keep // 2 :]
+
+
+class CleanConsole(RichConsole):
+    """A rich Console whose escape sequences are its own: all other text is drawn as `clean_text`, that of
+    programs whose output it catches, too. (Text that must fit its frame is cleaned before it is laid out.)
+    """
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Yields what is drawn of `renderable`."""
+        for segment in super().render(renderable, options):
+            text, style, control = segment
+            yield segment if control else Segment(clean_text(text, self.encoding), style)

@@ -12,8 +12,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from rondo.streams import clean_text
 from rondo.tracking.shown import FIELDS, WHEN_NOT_ZERO, BeforeAfter, Report, RunView, Sample
-from rondo.tracking.text import clean_text, format_duration, format_number, shorten, sparkline
+from rondo.tracking.text import format_duration, format_number, shorten, sparkline
 
 _COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "red")
 
@@ -123,7 +124,7 @@ def render_report(report: Report, encoding: str = "utf-8") -> RenderableType:
         grid.add_column(style="dim", no_wrap=True)
         grid.add_column(overflow="fold")
         for name, value in report.facts.items():
-            grid.add_row(Text(clean_text(name, encoding)), Text(clean_text(value, encoding)))
+            grid.add_row(Text(clean_text(name)), Text(clean_text(value)))
         parts.append(grid)
     return Group(*parts)
 

@@ -25,7 +25,7 @@ from typing import IO, Protocol, TextIO
 
 from rondo.errors import ConfigError
 from rondo.storage import storing
-from rondo.streams import lasting
+from rondo.streams import clean_text, lasting
 from rondo.transport.forkserver import ForkServer
 
 TAIL_LINES = 30  # of what a process said, in the error that tells of its end: a traceback fits
@@ -111,7 +111,7 @@ class ChildProcess:
         started.set_result(guard)
         assert guard.stderr is not None
         for line in guard.stderr:  # to the end, whatever becomes of the log: a full pipe stops the process
-            text = line.rstrip()
+            text = clean_text(line.rstrip())
             self._tail.append(text)
             if self._log is None:
                 _log.debug("%s: %s", self.name, text)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rondo.errors import DataError
+from rondo.streams import clean_text
 
 Order = Literal["first", "best", "worst"]
 _FILE = re.compile(r"step-(\d+)\.parquet")
@@ -122,15 +123,14 @@ def written(shown: Shown, width: int = 100) -> str:
     else:
         head.append(f"{shown.outcome}: {shown.failure}" if shown.failure else shown.outcome)
     head.append(f"{shown.tokens} tokens" + (f" in {shown.rows} contexts" if shown.rows > 1 else ""))
-    text = " · ".join(head)
+    text = clean_text(" · ".join(head)).replace("\n", "\\n")  # it is one line
     lines = [f"── {text} ".ljust(width, "─"), *_indented(shown.prompt, width), ""]
     return "\n".join([*lines, *_indented(shown.said, width), ""])
 
 
 def _indented(text: str, width: int) -> list[str]:
-    """Wraps long lines, and keeps the others as they are. What would move a cursor is spelt out."""
+    """Wraps long lines, and keeps the others as they are."""
     lines: list[str] = []
-    plain = "".join(one if one.isprintable() or one in "\n\t" else ascii(one)[1:-1] for one in text)
-    for line in plain.split("\n"):
+    for line in clean_text(text).split("\n"):
         lines += textwrap.wrap(line, width - 2, drop_whitespace=False, replace_whitespace=False) or [""]
     return [f"  {line}".rstrip() for line in lines]

@@ -26,6 +26,7 @@ from rondo.errors import ReplicaLostError
 from rondo.rollout.build import build_engine
 from rondo.rollout.protocol import RolloutEngine
 from rondo.rollout.server.wire import Done, Ready, Tokens
+from rondo.streams import log_to_stderr
 from rondo.transport.frames import Frame, receive
 from rondo.transport.link import Call, Failure, Link, Reply, serve
 from rondo.types import Completion, GenerateRequest
@@ -133,7 +134,7 @@ class Server:
 def main(descriptor: int) -> None:
     """Builds the engine that the first call wants, before there is an event loop, and serves it."""
     os.dup2(2, 1)  # what engines print goes to the log
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    log_to_stderr("%(levelname)s %(name)s: %(message)s")
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)
     (build,) = receive(connection)
