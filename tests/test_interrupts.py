@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
+import time
+from collections.abc import AsyncIterator
 
 import pytest
 
+from rondo import interrupts
 from rondo.interrupts import STOPPING, caught, exit_code, exiting, interrupting
 
 
@@ -56,6 +60,55 @@ def test_before_training_they_are_ctrl_c_with_another_exit_code(number: signal.S
     assert ended.value.code == code
     with interrupting():
         assert exit_code() == 130  # of another command of this process
+
+
+def test_the_first_of_them_ends_a_task_that_computes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is open around it is closed, with awaits."""
+    monkeypatch.setattr(interrupts, "HELD_SECONDS", 0.01)
+    closed: list[str] = []
+
+    @contextlib.asynccontextmanager
+    async def engine() -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            await asyncio.sleep(0)
+            closed.append("engine")
+
+    async def compute() -> None:
+        async with engine():
+            send(signal.SIGTERM)
+            while True:
+                pass
+
+    with interrupting(), pytest.raises(KeyboardInterrupt):
+        asyncio.run(compute())
+    assert closed == ["engine"]
+    assert exit_code() == 143
+
+
+def test_a_task_that_notices_the_first_is_cancelled_and_not_disturbed_while_it_closes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However long that takes, and in one turn of the loop."""
+    monkeypatch.setattr(interrupts, "HELD_SECONDS", 0.01)
+    told: list[str] = []
+
+    async def work() -> None:
+        try:
+            send(signal.SIGTERM)
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            time.sleep(0.1)
+            told.append("closed")
+            raise
+
+    with interrupting(), pytest.raises(KeyboardInterrupt):
+        asyncio.run(work())
+    assert told == ["closed"]
+    assert exit_code() == 143
 
 
 def test_an_ignored_signal_stays_ignored() -> None:

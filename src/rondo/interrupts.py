@@ -1,6 +1,7 @@
 """Signals that end a command: Ctrl-C (SIGINT), what Slurm and Kubernetes send before they kill (SIGTERM), a
 terminal that was closed (SIGHUP). All of them arrive as Python's KeyboardInterrupt, so that what is open is
-closed and what was begun is removed; around training, the first one is a request to save and stop.
+closed and what was begun is removed, also where a task computes and keeps the event loop from turning; around
+training, the first one is a request to save and stop.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _CTRL_C, *_OTHERS = STOPPING
 END_SECONDS = 15.0  # more than a cluster takes to close its workers
+HELD_SECONDS = 2.0  # that a loop may take to turn once, before a task in it is ended from outside
 _elsewhere: list[Callable[[], None]] = []  # what asks the loops of other threads to stop
 _came: signal.Signals = _CTRL_C  # the last one; signals are the process's
 _owns_process = False
@@ -36,17 +38,44 @@ def exit_code() -> int:
 @contextmanager
 def interrupting(*, owns_process: bool = False) -> Iterator[None]:
     """Inside, the other signals do what Ctrl-C does at that moment. owns_process: the process ends with what
-    is inside, `END_SECONDS` after the second signal at the latest.
+    is inside, `END_SECONDS` after the second signal at the latest (the first, while a task computes).
     """
     global _came, _owns_process
     _came = _CTRL_C
     _owns_process = owns_process
+    waits = False
 
     def as_ctrl_c(number: int, frame: FrameType | None) -> None:
+        nonlocal waits
+        if waits:  # it is the second, or `again`, as the loop does not turn
+            waits = False
+            _end_in_time()
+            raise KeyboardInterrupt
         handler = signal.getsignal(_CTRL_C)
         if not callable(handler):  # a shell's background job ignores Ctrl-C
             raise KeyboardInterrupt
-        handler(_CTRL_C, frame)
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            handler(_CTRL_C, frame)
+            return
+        # asyncio's handler cancels the task that it runs. One that computes does not notice, and who sends
+        # these signals sends them once.
+        waits, turned = True, threading.Event()
+
+        def in_turn() -> None:
+            nonlocal waits
+            turned.set()
+            if waits:
+                waits = False
+                handler(_CTRL_C, None)
+
+        def again() -> None:
+            if not turned.wait(HELD_SECONDS) and loop.is_running():
+                os.kill(os.getpid(), number)
+
+        loop.call_soon_threadsafe(in_turn)
+        threading.Thread(target=again, name="rondo-signal-again", daemon=True).start()
 
     with _handled(_OTHERS, as_ctrl_c):
         yield
@@ -102,7 +131,7 @@ def _end_in_time() -> None:
     """
 
     def end() -> None:
-        sys.stderr.write(f"rondo: not ended {END_SECONDS:.0f} s after the second {_came.name}: now it is\n")
+        sys.stderr.write(f"rondo: not ended {END_SECONDS:.0f} s after the last {_came.name}: now it is\n")
         sys.stderr.flush()
         os._exit(exit_code())
 
