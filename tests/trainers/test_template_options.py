@@ -13,6 +13,7 @@ import pytest
 import yaml
 from transformers import AutoTokenizer
 
+from rondo.chat import encode, encode_prompt
 from rondo.config import Config, load
 from rondo.errors import ConfigError
 from rondo.models import load_tokenizer
@@ -26,6 +27,7 @@ from rondo.trainers.program import conversations, create_rollout, load_prompts, 
 from rondo.trainers.program.roles import tokenizer_source
 from rondo.trainers.supervised import PREFERENCE
 from tests.chat.test_options import TEMPLATE
+from tests.chat.test_trial import LOOPS, TIME
 from tests.trainers.conftest import RECIPE, inline
 
 PROMPT = "Tom has 3 apples, buys 4. How many?"
@@ -53,6 +55,25 @@ def theirs(folder: Path, **options: Any) -> list[int]:
     tok = AutoTokenizer.from_pretrained(folder / "tokenizer")
     messages = [{"role": "user", "content": PROMPT}]
     return list(tok.apply_chat_template(messages, add_generation_prompt=True, **options)["input_ids"])
+
+
+@pytest.mark.parametrize("what", ["prompts", "conversations", "generate"])
+def test_a_template_without_end_is_a_named_error(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """At the first row, and not in this process."""
+    monkeypatch.setattr(encode, "_tried", set())
+    monkeypatch.setattr(encode, "_TRIAL_SECONDS", 1)
+    (folder / "endless.jinja").write_text(LOOPS)
+    config = configured(folder, f"model.chat_template={folder / 'endless.jinja'}")
+    doors = {
+        "prompts": lambda: load_prompts(config),
+        "conversations": lambda: conversations(config, config.data.train, shuffle=False),
+        "generate": lambda: encode_prompt(open_tokenizer(config), PROMPT),
+    }
+    with pytest.raises(ConfigError, match=TIME) as caught:
+        doors[what]()
+    assert caught.value.key == "model.chat_template"
 
 
 def configured(folder: Path, *overrides: str) -> Config:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jinja2
+import markupsafe
 import numpy as np
 
 from rondo.border import users_code
+from rondo.chat import trial
 from rondo.chat.messages import Message, Messages, as_messages
 from rondo.chat.options import template_options
 from rondo.errors import ConfigError, DataError, half_of_a_pair
@@ -21,15 +29,23 @@ if TYPE_CHECKING:
 _SLICE = 16384
 _USUAL = 4
 _SEAM = 64
+# Of what a template writes: as many times the characters of messages and tools (escaped JSON has six), and as
+# many more.
+_MOST_TIMES, _MOST_MORE = 16, 2**20
+_TRIAL_SECONDS = 5  # of processor time
+_WAIT_SECONDS = 120.0  # for these, on a machine with other work
+_tried: set[tuple[str, str]] = set()
 
 
 def render(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, tools: Any = None, generation: bool
 ) -> str:
     """Returns the template's text for `messages`, under the tokenizer's `template_options`; `generation` adds
-    the header of the assistant's next turn.
+    the header of the assistant's next turn. Where the tokenizer's attribute `try_chat_template` says so,
+    what is rendered first is rendered in a process with limits before; see `trial`.
 
-    Raises ConfigError when the tokenizer has no template, DataError when the template refuses the messages.
+    Raises ConfigError when the tokenizer has no template, or one that is over these limits; DataError when
+    the template refuses the messages, or writes far more than they hold.
     """
     if tokenizer.chat_template is None:
         raise ConfigError(
@@ -38,6 +54,8 @@ def render(
             "use an instruction-tuned model's tokenizer, or give prompts as plain strings without a system "
             "prompt"
         )
+    if getattr(tokenizer, "try_chat_template", False):
+        _try(tokenizer, messages, tools, generation)
     try:
         text = tokenizer.apply_chat_template(
             list(messages),
@@ -49,7 +67,79 @@ def render(
     except Exception as error:  # a template is code, and may raise anything at what it does not expect
         roles = [message["role"] for message in messages]
         raise DataError(f"the chat template refuses messages with roles {roles}: {error}") from error
+    _check_length(len(text), messages, tools)
     return str(text)
+
+
+def _try(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Any, generation: bool
+) -> None:
+    """Renders in a process with limits, once for a template and its options in this process. Raises
+    ConfigError where it is over them.
+    """
+    template, options = tokenizer.get_chat_template(None, tools), template_options(tokenizer)
+    if (template, repr(options)) in _tried:
+        return
+    variables = {
+        **tokenizer.special_tokens_map,
+        **options,
+        "messages": [{key: value for key, value in m.items() if value is not None} for m in messages],
+        "tools": tools,
+        "documents": None,
+        "add_generation_prompt": generation,
+    }
+    length = _length_in_a_trial({"template": template, "variables": variables})
+    if length is not None:
+        _check_length(length, messages, tools)
+    _tried.add((template, repr(options)))
+
+
+def _length_in_a_trial(request: Mapping[str, Any]) -> int | None:
+    """Returns how long the text of a trial is; None where the template raises. Raises ConfigError where it is
+    over its limits.
+    """
+    folders = [str(Path(str(package.__file__)).parents[1]) for package in (jinja2, markupsafe)]
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-S", trial.__file__, str(_TRIAL_SECONDS)],
+            input=json.dumps(request, default=str),
+            capture_output=True,
+            text=True,
+            timeout=_WAIT_SECONDS,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(folders))},
+        )
+    except subprocess.TimeoutExpired as error:
+        raise _over(f"took more than {_WAIT_SECONDS:g} s") from error
+    if not done.stdout.startswith(trial.BEGUN):
+        raise ConfigError(
+            f"model.chat_template: it cannot be tried in a process of its own: {done.stderr[-400:]}",
+            key="model.chat_template",
+        )
+    if -done.returncode in (signal.SIGXCPU, signal.SIGKILL):
+        raise _over(f"took more than {_TRIAL_SECONDS} s of processor time")
+    if done.returncode == trial.OUT_OF_MEMORY or done.returncode < 0:
+        raise _over(f"took more than {trial.MEMORY_BYTES >> 20} MiB of memory, or ended its process")
+    return int(done.stdout.split()[1]) if done.returncode == 0 else None
+
+
+def _over(how: str) -> ConfigError:
+    return ConfigError(
+        f"model.chat_template: rendering a first row {how}, and was ended: a loop or text without end in the "
+        "template; take another one",
+        key="model.chat_template",
+    )
+
+
+def _check_length(length: int, messages: Sequence[Message], tools: Any) -> None:
+    """Raises DataError for a text that a template has blown up."""
+    if length <= _MOST_MORE:
+        return
+    given = len(json.dumps([list(messages), tools], default=str))
+    if length > _MOST_TIMES * given + _MOST_MORE:
+        raise DataError(
+            f"the chat template writes {length} characters where messages and tools hold {given}; take "
+            "another template (model.chat_template)"
+        )
 
 
 def opening_of(tokenizer: PreTrainedTokenizerBase) -> str:

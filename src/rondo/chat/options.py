@@ -6,34 +6,25 @@ a conversation uses the same ones.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jinja2
 import jinja2.ext
 import jinja2.meta
 import jinja2.nodes
-import jinja2.parser
 
+from rondo.chat.trial import Generation
 from rondo.config import did_you_mean
 from rondo.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+T = TypeVar("T")
+
 # What transformers puts into a template by itself, besides the conversation and the special tokens.
 _FUNCTIONS = ("raise_exception", "strftime_now")
-
-
-class _Generation(jinja2.ext.Extension):
-    """Parses transformers' `{% generation %} … {% endgeneration %}`."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        """Returns what stands inside."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 def template_options(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Any]:
@@ -67,25 +58,34 @@ def _variables(tokenizer: PreTrainedTokenizerBase) -> set[str]:
     given = {*inspect.signature(tokenizer.apply_chat_template).parameters, "messages"}
     given |= {*tokenizer.special_tokens_map, *tokenizer.SPECIAL_TOKENS_ATTRIBUTES}
     found: set[str] = set()
-    for template in parsed_templates(tokenizer):
-        found |= jinja2.meta.find_undeclared_variables(template)
+    for variables in in_templates(tokenizer, jinja2.meta.find_undeclared_variables):
+        found |= variables
     return found - given
 
 
-def parsed_templates(tokenizer: PreTrainedTokenizerBase) -> Iterator[jinja2.nodes.Template]:
-    """Yields the tokenizer's chat templates (none, one, or one for each use). Raises ConfigError for one that
-    cannot be parsed.
+def in_templates(
+    tokenizer: PreTrainedTokenizerBase, find: Callable[[jinja2.nodes.Template], T]
+) -> Iterator[T]:
+    """Yields what is found in each of the tokenizer's chat templates (none, one, or one for each use). Raises
+    ConfigError for one that cannot be parsed.
     """
-    environment = jinja2.Environment(extensions=[_Generation, jinja2.ext.loopcontrols])
+    environment = jinja2.Environment(extensions=[Generation, jinja2.ext.loopcontrols])
     environment.globals.update(dict.fromkeys(_FUNCTIONS))
     template = tokenizer.chat_template
     if template is None:
         return
     for text in template.values() if isinstance(template, dict) else [template]:
         try:
-            yield environment.parse(text)
+            found = find(environment.parse(text))
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(
                 f"model.chat_template: line {error.lineno} of the template cannot be parsed: {error.message}",
                 key="model.chat_template",
             ) from error
+        except RecursionError as error:
+            raise ConfigError(
+                "model.chat_template: the template cannot be parsed: its expressions or blocks are nested "
+                "too deep; take another one",
+                key="model.chat_template",
+            ) from error
+        yield found

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import jinja2.nodes as nodes
 
-from rondo.chat.options import parsed_templates
+from rondo.chat.options import in_templates
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,8 +48,7 @@ def template_keys(tokenizer: PreTrainedTokenizerBase) -> TemplateKeys:
     """
     names: set[str] = set()
     reads_all = False
-    for template in parsed_templates(tokenizer):
-        found = _Keys(template)
+    for found in in_templates(tokenizer, _Keys):
         names |= found.names
         reads_all |= found.reads_all
     return TemplateKeys(frozenset(names), reads_all)

@@ -43,6 +43,7 @@ def open_tokenizer(config: Config) -> Any:
     """
     tokenizer = load_tokenizer(tokenizer_source(config))
     check_template_options(tokenizer)
+    tokenizer.try_chat_template = True  # it may be a stranger's; `rondo.chat.trial`
     if config.cluster.backend.address is None:
         for section in _models(config):
             _check_vocabulary(tokenizer, config, section)
