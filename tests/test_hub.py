@@ -14,6 +14,8 @@ from rondo import hub
 from rondo.errors import ConfigError, DataError
 from rondo.hub import local_folder
 
+NO_ID = "no hub id looks like that"
+
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, list[str]]]:
@@ -31,7 +33,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, li
     monkeypatch.setitem(sys.modules, "modelscope", modelscope)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     monkeypatch.chdir(tmp_path)
-    for cached in (hub._huggingface, hub._modelscope):
+    for cached in (hub._huggingface, hub._modelscope, hub._say):
         cached.cache_clear()
     return calls
 
@@ -58,15 +60,35 @@ def test_a_hub_is_asked_once_and_for_a_tokenizer_without_weights(asked: list[Any
 
 
 @pytest.mark.parametrize(
-    "name", ["./model", "../model", "/model", "~/model", "a/b/c", "here/model", "a model", "model-"]
+    ("name", "why"),
+    [
+        *(
+            (name, NO_ID)
+            for name in ("./model", "../model", "/model", "~/model", "a/b/c", "a model", "model-")
+        ),
+        *((name, NO_ID) for name in ("models/x/", "models//x", "models/../x")),
+        ("here/model", "there is a folder here"),
+    ],
 )
 def test_what_only_a_folder_can_be_called_is_not_looked_up(
-    asked: list[Any], tmp_path: Path, name: str
+    asked: list[Any], tmp_path: Path, name: str, why: str
 ) -> None:
     (tmp_path / "here").mkdir()
-    with pytest.raises(DataError, match=rf"there is no folder {name}.*no hub id looks like that"):
+    with pytest.raises(DataError) as caught:
         local_folder(name)
+    where = "" if name[0] in "/~" else f" in {tmp_path}"
+    assert str(caught.value) == f"there is no folder {name}{where} ({why}, so it is not looked up on a hub)."
     assert asked == []
+
+
+@pytest.mark.parametrize(("where", "title"), [("huggingface", "Hugging Face"), ("modelscope", "ModelScope")])
+def test_that_a_name_is_looked_up_is_said_once(
+    asked: list[Any], tmp_path: Path, caplog: pytest.LogCaptureFixture, where: Any, title: str
+) -> None:
+    """`org` is no folder here: `models/x` may be meant, and be somebody else's there."""
+    for weights in (True, False, True):
+        local_folder("org/there", where, weights=weights)
+    assert caplog.messages == [f"there is no folder org/there in {tmp_path}: it is looked up on {title}"]
 
 
 def test_local_looks_nothing_up(asked: list[Any], tmp_path: Path) -> None:

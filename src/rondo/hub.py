@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import functools
 import hashlib
+import logging
 import os
 import shutil
 from collections.abc import Iterable, Sequence
@@ -21,7 +22,9 @@ from rondo.storage import cache_folder, storing
 from rondo.streams import drawing
 from rondo.urls import Far, is_url
 
+_log = logging.getLogger(__name__)
 Hub = Literal["huggingface", "modelscope", "local"]
+_TITLES = {"huggingface": "Hugging Face", "modelscope": "ModelScope"}
 _TEXTS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
 _WEIGHTS = ("*.safetensors",)
 _OLD_WEIGHTS = ("pytorch_model*.bin",)  # of repositories without the others
@@ -30,12 +33,12 @@ _TWICE = ("*/*.safetensors", "*/*.bin", "consolidated*")  # the same weights aga
 
 def local_folder(name: str, hub: Hub = "huggingface", *, weights: bool = True) -> str:
     """Returns the folder that `name` means: itself where it is one, else the hub's snapshot on this machine,
-    downloaded once per process, or a copy of what is at a URL, once per machine. weights: a tokenizer needs
-    none.
+    downloaded once per process, which is said, or a copy of what is at a URL, once per machine. weights: a
+    tokenizer needs none.
 
-    Raises DataError where there is no such folder (at once: a name that only a folder can have, or
-    model.hub=local, is not looked up) and no such model on the hub, ConfigError where modelscope, or a URL's
-    package, is not installed, StorageError where a URL cannot be read.
+    Raises DataError where there is no such folder (at once: a name that only a folder can have, one below a
+    folder that is there, or model.hub=local, is not looked up) and no such model on the hub, ConfigError
+    where modelscope, or a URL's package, is not installed, StorageError where a URL cannot be read.
     """
     if is_url(name):
         return _copy(name.rstrip("/"), weights)
@@ -44,9 +47,11 @@ def local_folder(name: str, hub: Hub = "huggingface", *, weights: bool = True) -
         return str(folder) if name.startswith("~") else name
     if folder.exists():
         raise DataError(f"{name} is a file, and a model is a folder (config.json, *.safetensors, …)")
-    if hub == "local" or _is_a_place(name, folder):
-        no_id = "model.hub=local: it is not looked up" if hub == "local" else "no hub id looks like that"
-        raise DataError(f"there is no folder {name}{_where(folder)} ({no_id}){_near(folder)}")
+    why = "model.hub=local" if hub == "local" else _why_a_place(name, folder)
+    if why:
+        said = f"{why}, so it is not looked up on a hub"
+        raise DataError(f"there is no folder {name}{_where(folder)} ({said}){_near(folder)}")
+    _say(name, hub, os.getcwd())
     return _modelscope(name, weights) if hub == "modelscope" else _huggingface(name, weights)
 
 
@@ -55,17 +60,28 @@ def copy_of(path: str) -> Path:
     return Path(_copy(path.rstrip("/"), True) if is_url(path) else path)
 
 
-def _is_a_place(name: str, folder: Path) -> bool:
-    """A hub id is `gpt2` or `Qwen/Qwen3-0.6B`."""
+def _why_a_place(name: str, folder: Path) -> str:
+    """Says why a name can only be that of a folder; empty: a hub id may be called so, as `gpt2` and
+    `Qwen/Qwen3-0.6B` are.
+    """
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
-    if name.startswith(("/", "./", "../", "~")) or (folder.parent.name and folder.parent.is_dir()):
-        return True
+    no_id = "no hub id looks like that"
+    if name.startswith(("/", "./", "../", "~")):
+        return no_id
+    if folder.parent.name and folder.parent.is_dir():
+        return f"there is a folder {folder.parent}"
     try:
         validate_repo_id(name)
     except HFValidationError:
-        return True
-    return False
+        return no_id
+    return ""
+
+
+@functools.cache
+def _say(name: str, hub: str, directory: str) -> None:
+    """A name that was meant as a folder's may be somebody else's model there."""
+    _log.warning("there is no folder %s in %s: it is looked up on %s", name, directory, _TITLES[hub])
 
 
 @functools.cache
@@ -131,7 +147,7 @@ def _huggingface(name: str, weights: bool) -> str:
                 )
     except Exception as error:  # of HTTP libraries, which change with the version
         offline = " (HF_HUB_OFFLINE is set)" if constants.HF_HUB_OFFLINE else ""
-        raise DataError(_not_found(name, f"Hugging Face{offline}", error)) from error
+        raise DataError(_not_found(name, f"{_TITLES['huggingface']}{offline}", error)) from error
     return str(found)
 
 
@@ -149,7 +165,7 @@ def _modelscope(name: str, weights: bool) -> str:
         with drawing():
             return str(download(name, allow_patterns=patterns, ignore_patterns=list(_TWICE)))
     except Exception as error:
-        raise DataError(_not_found(name, "ModelScope", error)) from error
+        raise DataError(_not_found(name, _TITLES["modelscope"], error)) from error
 
 
 def _not_found(name: str, hub: str, error: Exception) -> str:

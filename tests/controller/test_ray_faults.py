@@ -112,6 +112,41 @@ def test_ray_itself_answers(ray_instance: None, run: Run) -> None:
     run(ray_address.check_answers(ray.get_runtime_context().gcs_address, encrypted=False))
 
 
+ASKING = """
+import sys
+from ray._raylet import GcsClient
+
+print(len(GcsClient(address=sys.argv[1]).get_all_node_info(timeout=20)))
+"""
+STARTING = f"""
+import os, subprocess, sys
+from rondo.config.schema import ClusterConfig, RayBackendConfig
+from rondo.controller.ray_backend import start_ray
+
+connection = start_ray(ClusterConfig(backend=RayBackendConfig(), devices=1), threads=1)
+import ray
+
+command = [sys.executable, "-c", {ASKING!r}, ray.get_runtime_context().gcs_address]
+for others in ({{}}, {{"RAY_AUTH_TOKEN": "f" * 64}}, {{"RAY_AUTH_MODE": "disabled"}}):
+    asked = subprocess.run(command, env={{**os.environ, **others}}, capture_output=True, text=True)
+    print(asked.returncode, asked.stdout.strip() or asked.stderr.count("AuthenticationError") > 0)
+ray.shutdown()
+connection.watcher.end()
+"""
+
+
+@pytest.mark.slow
+def test_a_ray_that_is_started_here_wants_its_token(tmp_path: Path) -> None:
+    """The tests' own Ray has none (tests/conftest.py). It is asked by who has it, with another, without."""
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_AUTH_MODE"}
+    environment["HOME"] = str(tmp_path)  # Ray writes it there
+    done = subprocess.run(
+        [sys.executable, "-c", STARTING], env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.stdout.splitlines() == ["0 1", "1 True", "1 True"], done.stderr
+    assert len((tmp_path / ".ray" / "auth_token").read_text()) == 64
+
+
 def driver(text: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", text],
