@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from rondo import interrupts
 from rondo.trainers.loop.evaluation import evaluate
 from rondo.workers.models import ActorWorker
 from rondo.workers.rollout import RolloutWorker
@@ -131,3 +132,35 @@ def test_an_evaluation_that_is_ended_leaves_nothing(
     done = inline("eval", str(recipe), "--output", str(tmp_path / "answers.jsonl"), check=False)
     assert (done.returncode, done.stdout) == (code, "")
     assert [path.name for path in tmp_path.iterdir()] == ["tiny.yaml"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    ("arguments", "computing"),
+    [
+        (("eval", "RECIPE"), "rondo.trainers.commands.evaluate.load_prompts"),  # in an event loop
+        (("generate", "FOLDER", "a"), "rondo.trainers.commands.evaluate.generate"),
+        (("export", "FOLDER", "out"), "rondo.trainers.commands.export.export_checkpoint"),
+        (("show", "FOLDER"), "rondo.view.read_trajectories"),
+        (("doctor", "FOLDER"), "rondo.cli.doctor_run.examine"),
+    ],
+)
+def test_a_command_that_only_computes_ends_at_the_first(
+    recipe: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...],
+    computing: str,
+    number: signal.Signals,
+) -> None:
+    def compute(*args: Any, **options: Any) -> None:
+        os.kill(os.getpid(), number)
+        while True:
+            pass
+
+    monkeypatch.setattr(computing, compute)
+    monkeypatch.setattr(interrupts, "HELD_SECONDS", 0.01)
+    places = {"RECIPE": str(recipe), "FOLDER": str(tmp_path)}
+    done = inline(*(places.get(one, one) for one in arguments), check=False)
+    assert (done.returncode, done.stdout) == (128 + number, "")
+    assert done.stderr == f"rondo {arguments[0]}: interrupted\n"
