@@ -91,9 +91,15 @@ def test_a_trial_writes_what_transformers_writes(strange: Any, template: Any, to
 
 @pytest.mark.parametrize(
     "template",
-    ["{{ raise_exception('no system') }}", "{{ messages[7].content }}", "{{ nothing() }}", "{% nope %}"],
+    [
+        "{{ raise_exception('no system') }}",
+        {"rag": TEMPLATE},
+        "{{ messages[7].content }}",
+        "{{ nothing() }}",
+        "{% nope %}",
+    ],
 )
-def test_what_a_template_raises_is_told_by_who_renders_it(strange: Any, template: str) -> None:
+def test_what_a_template_raises_is_told_by_who_renders_it(strange: Any, template: Any) -> None:
     with pytest.raises(DataError, match="the chat template refuses messages with roles \\['user'\\]: "):
         render(strange(template), QUESTION, generation=True)
 

@@ -77,7 +77,11 @@ def _try(
     """Renders in a process with limits, once for a template and its options in this process. Raises
     ConfigError where it is over them.
     """
-    template, options = tokenizer.get_chat_template(None, tools), template_options(tokenizer)
+    options = template_options(tokenizer)
+    try:
+        template = tokenizer.get_chat_template(None, tools)
+    except ValueError:  # none of several is for this; whoever renders says so
+        return
     if (template, repr(options)) in _tried:
         return
     variables = {
