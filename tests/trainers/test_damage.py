@@ -116,9 +116,10 @@ def test_a_checkpoint_of_somebody_else_runs_no_code(finished: Path, run: Path, t
 
 
 @pytest.mark.parametrize("trusted", [False, True])
-def test_an_export_runs_no_code_of_a_run_that_is_not_trusted(
-    run: Path, tmp_path: Path, trusted: bool
+def test_only_a_trusted_run_has_code_of_its_own_run(
+    finished: Path, run: Path, tmp_path: Path, trusted: bool
 ) -> None:
+    """What looks at a run of somebody else's, or follows it, takes nothing of its config.yaml but values."""
     marker, config = tmp_path / "marker", run / "config.yaml"
     (tmp_path / "evil.py").write_text(
         f"from rondo.recipes.quickstart import tokenizer\nopen({str(marker)!r}, 'w')\n"
@@ -126,9 +127,19 @@ def test_an_export_runs_no_code_of_a_run_that_is_not_trusted(
     settings = yaml.safe_load(config.read_text())
     settings["model"]["tokenizer"] = f"{tmp_path}/evil.py:tokenizer"
     config.write_text(yaml.safe_dump(settings))
-    for looking in (("doctor", str(run)), ("show", str(run))):
-        inline(*looking)
-        assert not marker.exists()
+    theirs = {**RECIPE, "model": {**RECIPE["model"], "tokenizer": f"{tmp_path}/evil.py:tokenizer"}}
+    (run / "recipe.yaml").write_text(yaml.safe_dump(theirs))
+    follows = command(finished, tmp_path / "follows")
+    for looking in (
+        ["doctor", str(run)],
+        ["show", str(run)],
+        ["config", "show", str(config)],
+        ["config", "show", str(run / "recipe.yaml")],
+        [*follows, f"trainer.replay={run}"],
+        [*follows, f"rollout.recorded={run}"],
+    ):
+        inline(*looking, check=False)  # that another tokenizer was there may be refused
+        assert not marker.exists(), looking
     export = ["export", str(run), str(tmp_path / "out"), *(["--trust-code"] if trusted else [])]
     done = inline(*export, check=False)
     assert done.returncode == (0 if trusted else 2)
