@@ -230,7 +230,12 @@ SECRETS = (
 
 def test_a_configuration_is_kept_and_shown_without_its_secrets(tmp_path: Path) -> None:
     loaded = load(["quickstart"], SECRETS)
-    texts = (to_yaml(loaded.config), show(loaded), repr(leaves_of(loaded.config)), "\n".join(loaded.notes))
+    texts = (
+        to_yaml(loaded.config),
+        show(loaded.config, loaded.origins),
+        repr(leaves_of(loaded.config)),
+        "\n".join(loaded.notes),
+    )
     assert not any("sk-" in text for text in texts)
     leaves = leaves_of(loaded.config)
     assert leaves["reward.functions.0.api_key"] == digest("sk-1")

@@ -91,7 +91,9 @@ def test_a_default_says_that_it_is_one() -> None:
     assert origin(loaded, "rollout.n") == "verl's default of actor_rollout_ref.rollout.n"
     assert not loaded.origins["rollout.n"].written
     assert loaded.origins["rollout.temperature"].written
-    lines = [line for line in show(loaded).splitlines() if line.startswith("rollout.n:")]
+    lines = [
+        line for line in show(loaded.config, loaded.origins).splitlines() if line.startswith("rollout.n:")
+    ]
     assert [line.split("  # ")[1] for line in lines] == ["verl's default of actor_rollout_ref.rollout.n"]
     (note,) = loaded.notes
     listed = note.partition("nothing is written: ")[2].split(", ")

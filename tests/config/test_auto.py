@@ -36,7 +36,8 @@ def test_what_is_chosen_stays() -> None:
         [], [*ARGUMENTS, "actor.compute_dtype=float16", "actor.gradient_checkpointing=false"]
     ).config
     assert config_for(config, "cuda").actor == config.actor
-    assert "actor.compute_dtype: auto" in show(load([], ARGUMENTS))
+    loaded = load([], ARGUMENTS)
+    assert "actor.compute_dtype: auto" in show(loaded.config, loaded.origins)
 
 
 @pytest.mark.parametrize("value", ["1", "yes", "bfloat16"])

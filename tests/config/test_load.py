@@ -303,7 +303,7 @@ class TestPrinting:
 
     def test_show_has_every_leaf_with_its_origin(self, in_tmp_path: Path) -> None:
         loaded = load([recipe(in_tmp_path, self.RECIPE)], ["rollout.n=3"])
-        lines = {line.split(":")[0]: line for line in show(loaded).splitlines()}
+        lines = {line.split(":")[0]: line for line in show(loaded.config, loaded.origins).splitlines()}
         assert lines["rollout.n"].split() == ["rollout.n:", "3", "#", "argument", "'rollout.n=3'"]
         assert lines["rollout.top_p"].split() == ["rollout.top_p:", "1.0", "#", "default"]
         assert lines["algorithm.advantage.lam"].endswith("# recipe.yaml:5")
@@ -348,7 +348,8 @@ def test_loading_imports_nothing_heavy(tmp_path: Path) -> None:
     path = recipe(tmp_path, TestPrinting.RECIPE)
     code = (
         "import sys; from rondo.cli.arguments import load_arguments; from rondo.config import show, to_yaml; "
-        f"loaded = load_arguments([{str(tmp_path / path)!r}]); show(loaded); to_yaml(loaded.config); "
+        f"loaded = load_arguments([{str(tmp_path / path)!r}]); "
+        "show(loaded.config, loaded.origins); to_yaml(loaded.config); "
         "heavy = ('torch', 'ray', 'transformers', 'numpy', 'pyarrow', 'rich', 'rondo.compat'); "
         "print([m for m in heavy if m in sys.modules])"
     )

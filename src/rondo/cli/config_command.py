@@ -36,5 +36,8 @@ def run(args: argparse.Namespace) -> int:
     from rondo.config import show, to_yaml
 
     loaded = load_arguments(args.config)
-    print(to_yaml(loaded.config) if args.yaml else show(loaded), end="" if args.yaml else "\n")
+    if args.yaml:
+        print(to_yaml(loaded.config), end="")
+    else:
+        print(show(loaded.config, loaded.origins))
     return 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
@@ -12,10 +12,6 @@ from rondo.config.keys import FLATTENED
 from rondo.config.schema import Config
 from rondo.config.tree import FLOAT, INT, Origin
 from rondo.masking import digest, masked, masked_urls
-
-if TYPE_CHECKING:
-    from rondo.config.load import LoadedConfig
-
 
 # The fields below which names are not the schema's, and may be those of secrets.
 _OPEN = {"options", "env"}
@@ -34,12 +30,9 @@ def to_yaml(config: Config) -> str:
     return yaml.dump(plain(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
 
 
-def show(loaded: LoadedConfig) -> str:
+def show(config: Config, origins: Mapping[str, Origin]) -> str:
     """Writes every leaf as `key: value   # origin`; one that nothing has set has the origin `default`."""
-    rows = [
-        (f"{key}: {_flow(value)}", _origin(key, loaded.origins))
-        for key, value in leaves(plain(loaded.config))
-    ]
+    rows = [(f"{key}: {_flow(value)}", _origin(key, origins)) for key, value in leaves(plain(config))]
     width = min(60, max(len(text) for text, _ in rows))
     return "\n".join(f"{text:<{width}}  # {origin}" for text, origin in rows)
 
