@@ -129,6 +129,6 @@ def test_nothing_of_a_secret_is_in_what_a_run_leaves(
     assert again.returncode == 2
     assert f"reward.functions.0.api_key is {old}, which stands for a secret" in again.stderr
     assert "reward.functions.0.judge_token" not in again.stderr
-    shown = inline("config", "show", "--no-stages", str(path))
+    shown = inline("config", "show", str(path))
     assert MARK not in shown.stdout + shown.stderr
     assert "judge_token.env: PLANTED_TOKEN" in shown.stdout
