@@ -261,13 +261,12 @@ def test_a_secret_in_a_recipe_is_noted_once_with_its_place(tmp_path: Path) -> No
     )
     loaded = load([str(recipe)], ["data.train=[{type: jsonl, path: 'https://h/x.jsonl?sig=sk-2'}]"])
     data, reward = loaded.notes
-    assert reward.startswith(f"{recipe}:5: reward.functions.0.api_key holds a secret, or a URL that may: ")
-    assert reward.endswith(
-        "Write a secret as api_key: {env: NAME_OF_A_VARIABLE}, and a URL without user and query"
-    )
+    assert reward.startswith(f"{recipe}:5: reward.functions.0.api_key holds a secret: ")
+    assert reward.endswith("; write api_key: {env: NAME_OF_A_VARIABLE}")
     assert data.startswith(
         "argument 'data.train=[{type: jsonl, path: 'https://h/x.jsonl?***'}]': data.train.0.path "
     )
+    assert data.endswith("; name a variable there, or a URL without user and query")
     assert load([str(recipe)], ["reward.functions.0.api_key={env: JUDGE_KEY}"]).notes == ()
     with pytest.raises(ConfigError, match=r"argument 'reward\.functions\.0\.weight\.token=\*\*\*'") as caught:
         load([str(recipe)], ["reward.functions.0.weight.token=sk-3"])

@@ -108,7 +108,7 @@ def test_nothing_of_a_secret_is_in_what_a_run_leaves(
     assert stat.S_IMODE((run / "trackers").stat().st_mode) == 0o700
     # It is said at the start, once for each, where it stands.
     notes = [
-        line for line in done.stderr.splitlines() if line.startswith("note: ") and "holds a secret" in line
+        line for line in done.stderr.splitlines() if line.startswith("note: ") and "keeps a digest" in line
     ]
     assert sorted(note.split(": ")[2].split()[0] for note in notes) == [
         "cluster.env.OWN_API_KEY",

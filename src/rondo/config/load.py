@@ -20,7 +20,7 @@ from rondo.config.rules import violations
 from rondo.config.schema import Config
 from rondo.config.tree import BENEATH, RECIPES, Node, Origin, read_argument, read_file, read_value
 from rondo.errors import ConfigError
-from rondo.masking import masked_settings
+from rondo.masking import is_secret, masked_settings
 
 INCLUDE = "include"
 
@@ -104,11 +104,16 @@ def load(
 
 def _notes_on_secrets(built: Built) -> Iterator[str]:
     for key in literal_secrets(built.config):
-        origin = built.origins.get(key)
+        origin, name = built.origins.get(key), key.rpartition(".")[2]
+        if key.startswith("cluster.env."):
+            what, instead = "a secret", "set the variable where the hosts are started"
+        elif is_secret(name):
+            what, instead = "a secret", f"write {name}: {{env: NAME_OF_A_VARIABLE}}"
+        else:
+            what, instead = "what may be a secret", "name a variable there, or a URL without user and query"
         yield (
-            f"{origin.where if origin else 'the recipe'}: {key} holds a secret, or a URL that may: a run "
-            "keeps a digest of it, and cannot be repeated from its config.yaml alone. Write a secret as "
-            f"{key.rpartition('.')[2]}: {{env: NAME_OF_A_VARIABLE}}, and a URL without user and query"
+            f"{origin.where if origin else 'the recipe'}: {key} holds {what}: a run keeps a digest of it, "
+            f"and cannot be repeated from its config.yaml alone; {instead}"
         )
 
 
