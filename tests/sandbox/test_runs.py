@@ -168,7 +168,7 @@ from rondo.sandbox.backends import _may_look
 async def main():
     assert not _may_look()
     backend, *programs = json.loads(sys.argv[1])
-    async with await open_sandbox(backend, limits=Limits(seconds=20.0, memory_mb=256)) as sandbox:
+    async with await open_sandbox(backend, limits=Limits(seconds=100.0, memory_mb=256)) as sandbox:
         print(json.dumps([(await sandbox.run(code)).status for code in programs]))
 asyncio.run(main())
 """
