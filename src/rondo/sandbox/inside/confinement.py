@@ -201,7 +201,9 @@ class Confinement:
         kept, unlinked = self._descriptors(processes)
         memory = kept + sum(map(_resident, processes))
         if memory > self.limits["memory_mb"] * MIB:  # by a count that is fast, and too high
-            memory = kept + sum(map(_proportional, processes))
+            # Parts of what is shared grow while those end that shared it: who is counted behind them has
+            # their parts, too. That happens once.
+            memory = kept + min(sum(map(_proportional, processes)) for _ in range(2))
         return memory, unlinked
 
     def _descriptors(self, processes: list[int]) -> tuple[int, int]:
@@ -213,8 +215,8 @@ class Confinement:
         for pid in processes:
             try:
                 numbers = os.listdir(f"/proc/{pid}/fd")
-            except PermissionError:  # it has hidden them
-                kept += DESCRIPTORS * of_socket
+            except PermissionError:  # it has hidden them; or it is ending, and has no memory any more
+                kept += DESCRIPTORS * of_socket * bool(_resident(pid))
                 continue
             except OSError:
                 continue
