@@ -142,6 +142,7 @@ for _ in range(6):
     if os.fork() == 0:
         kept = [socket.socketpair() for _ in range({})]
         time.sleep({})
+        os._exit(0)
 time.sleep({})
 """
 
