@@ -111,7 +111,7 @@ def test_any_text_is_a_query(passages: Path) -> None:
     for text in ('"', "NEAR(", "AND OR NOT", "title:", "^*", "-{", "'; DROP TABLE", "\x00", "\ud800", "é"):
         assert [hit.passage.title for hit in index.search(f"{text} shine", 1)] == ["Sun"]
     assert (
-        len(index.search(" ".join(f"word{i}" for i in range(10_000)) + " sun", 4)) == 0
+        len(index.search(" ".join(f"word{i}" for i in range(1_000)) + " sun", 4)) == 0
     )  # the first 64 count
     for text in ("", " ", "?!", "\ud800"):
         with pytest.raises(ToolError, match="the query has no word in it"):

@@ -31,6 +31,7 @@ from rondo.errors import ConfigError, EnvironmentFailedError
 SECONDS = 60.0
 """That it may take to start, and a page to answer."""
 _ENDING_SECONDS = 5.0
+_GONE = "the browser is gone"
 _CRASHED = "the page crashed"
 _ARGUMENTS = (
     "--headless",
@@ -206,7 +207,7 @@ class _Browser:
                 self._handle(json.loads(message))
         self._in.close()
         with self._lock:
-            self.gone = self.gone or "the browser is gone"
+            self.gone = self.gone or _GONE
             waiting = [*self._answers.values(), *self._events.values()]
         for future in waiting:
             _failed(future, self.gone)
@@ -252,7 +253,8 @@ class _Browser:
             try:
                 self._out.write(json.dumps(message).encode() + b"\0")
             except OSError as error:
-                raise EnvironmentFailedError("the browser is gone") from error
+                self.gone = self.gone or _GONE  # whoever comes next takes another one
+                raise EnvironmentFailedError(_GONE) from error
         return self.wait(future, method)
 
     def wait(self, future: Future[Any], what: str) -> Any:
