@@ -9,11 +9,14 @@ import contextlib
 import io
 import re
 import unicodedata
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from email.message import Message
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from rondo.errors import ConfigError, RondoError, StorageError
 from rondo.masking import masked_urls, was_masked
@@ -372,3 +375,20 @@ def _file_system(url: str) -> tuple[Any, str]:
             raise
         raise ConfigError(f"{url} cannot be used: fsspec knows no {protocol}://") from error
     return files, path
+
+
+class _Staying(urllib.request.HTTPRedirectHandler):
+    """A key is sent to the host that was named, and to no other."""
+
+    def redirect_request(
+        self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: Message, newurl: str
+    ) -> None:
+        told = f"it says to ask {newurl} instead, where no key is sent; if it is right, name that one"
+        raise urllib.error.HTTPError(req.full_url, code, told, headers, fp)
+
+
+def open_there(request: urllib.request.Request, *, timeout: float) -> Any:
+    """Asks by HTTP, as `urllib.request.urlopen` does, but for redirects: these are an HTTPError that says
+    where to. timeout: seconds. Raises OSError, HTTPException.
+    """
+    return urllib.request.build_opener(_Staying).open(request, timeout=timeout)

@@ -211,9 +211,8 @@ def _checked_variable(name: str, value: Any, where: str) -> str | None:
             "into a variable of its own"
         )
     if problem is not None:
-        shown = (
-            variable if variable in os.environ or VARIABLE.fullmatch(variable) else "…"
-        )  # a secret, perhaps
+        is_name = variable in os.environ or VARIABLE.fullmatch(variable)  # else the secret itself, perhaps
+        shown = variable if is_name else "…"
         raise ConfigError(f"{where}: {{env: {shown}}}: {problem}", key=where)
     return variable
 

@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 import json
-import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
-from email.message import Message
 from http.client import HTTPException
-from typing import IO, Any
+from typing import Any
 
 from rondo.errors import EnvironmentFailedError
+from rondo.urls import open_there
 
-
-class _Staying(urllib.request.HTTPRedirectHandler):
-    """A key is sent to the host that was named, and to no other."""
-
-    def redirect_request(
-        self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: Message, newurl: str
-    ) -> None:
-        told = f"it says to ask {newurl} instead, where no key is sent; if it is right, name that one"
-        raise urllib.error.HTTPError(req.full_url, code, told, headers, fp)
-
-
-_WITH_KEY = urllib.request.build_opener(_Staying)
 _SECONDS = 300.0  # of a request whose step timeout_seconds has ended
 
 
@@ -64,7 +51,7 @@ def ask(base_url: str, path: str, key: str, body: Mapping[str, Any] | None = Non
         headers["Authorization"] = f"Bearer {key}"
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, headers)
-    opening = _WITH_KEY.open if key else urllib.request.urlopen
+    opening = open_there if key else urllib.request.urlopen
     try:
         with opening(request, timeout=_SECONDS) as answer:
             return json.load(answer)

@@ -12,15 +12,9 @@ from rondo.errors import ConfigError
 from rondo.masking import masked_urls
 from rondo.search.corpus import passage_of
 from rondo.search.index import Hit
+from rondo.urls import open_there
 
 _SECONDS = 60.0  # of a request whose call the tool's own limit has ended
-
-
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """A redirect would take the key to another host; it is an answer like any other that is not 200."""
-
-    def redirect_request(self, *_: object) -> None:
-        """Returns no further request."""
 
 
 class RetrieverError(Exception):
@@ -45,9 +39,8 @@ def retrieve(url: str, query: str, k: int) -> list[Hit]:
     body = json.dumps({"queries": [query], "topk": k, "return_scores": True}).encode()
     headers = {"Content-Type": "application/json", **bearing(SEARCH_KEY)}
     request = urllib.request.Request(url, body, headers)
-    opener = urllib.request.build_opener(_NoRedirects)
     try:
-        with opener.open(request, timeout=_SECONDS) as answer:
+        with open_there(request, timeout=_SECONDS) as answer:
             (found,) = json.load(answer)["result"]
         return [
             Hit(passage_of(each.get("document", each), ""), float(each.get("score", "nan")))

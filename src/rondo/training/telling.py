@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 
 from rondo import errors
 from rondo.checkpoint.checked import Files, Piece
-from rondo.errors import RondoError, StorageError
+from rondo.errors import RondoError
 
 
 def told_by_all(value: Any, group: dist.ProcessGroup) -> list[Any]:
@@ -53,16 +54,13 @@ def told_failures(failure: Exception | None, group: dist.ProcessGroup) -> list[E
     """Returns the failures of all ranks: errors of rondo's, and what a file system refused. Collective."""
     own: Any = None
     if isinstance(failure, OSError):
-        own = ["OSError", failure.errno, failure.strerror, str(failure.filename)]
+        own = "OSError", [failure.errno, failure.strerror, str(failure.filename)], {}
     elif failure is not None:
-        own = [
-            type(failure).__name__,
-            str(failure),
-            *([failure.fault] if isinstance(failure, StorageError) else []),
-        ]
+        beside = {name: getattr(failure, name) for name in ("key", "fault") if hasattr(failure, name)}
+        own = type(failure).__name__, [str(failure)], beside
     return [_failure(*told) for told in told_by_all(own, group) if told is not None]
 
 
-def _failure(kind: str, *arguments: Any) -> Exception:
+def _failure(kind: str, arguments: Sequence[Any], beside: Mapping[str, Any]) -> Exception:
     known = getattr(errors, kind, OSError if kind == "OSError" else RondoError)
-    return known(*arguments)  # type: ignore[no-any-return]
+    return known(*arguments, **beside)  # type: ignore[no-any-return]
