@@ -72,6 +72,7 @@ def assert_packed(batch: Batch) -> None:
         assert len(bounds) == len(batch) + 1
 
 
+@pytest.mark.slow
 @FAST
 @given(rows_of())
 def test_rows_come_back(rows: list[Row]) -> None:
@@ -549,6 +550,7 @@ def test_wide_columns_need_two_dimensions_and_alignment() -> None:
         batch.scalars("ids")
 
 
+@pytest.mark.slow
 def test_columns_are_made_read_and_taken_without_pandas() -> None:
     """Which pyarrow imports by itself, at half a second of every process's start."""
     program = """

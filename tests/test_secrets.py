@@ -307,6 +307,7 @@ def speaks_of_mcp(url: str) -> str:
     return str(McpServer("rollout.tools.0", url=url))
 
 
+@pytest.mark.slow
 def test_a_server_of_tools_gets_no_credentials_of_clouds(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mcp")
     for name in ("HF_TOKEN", "AWS_SESSION_TOKEN"):

@@ -213,6 +213,7 @@ def test_no_text_forges_a_line_of_a_log(tmp_path: Path, capsys: pytest.CaptureFi
     assert end == ""
 
 
+@pytest.mark.slow
 def test_warnings_that_nobody_else_shows_are_spelled_out(tmp_path: Path) -> None:
     program = (
         "import logging, sys; from pathlib import Path; from rondo.tracking import logged_to\n"

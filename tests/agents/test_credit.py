@@ -93,7 +93,8 @@ def of_hgpo(rows: Rows, depth: int, alpha: float, gamma: float) -> np.ndarray:
     return out
 
 
-@pytest.mark.parametrize("name", [pytest.param("frozen_lake", marks=pytest.mark.slow), "sokoban"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["frozen_lake", "sokoban"])
 def test_hgpo_on_steps_of_real_episodes(run: Any, seen: list[Rows], name: str) -> None:
     options = "{name: hgpo, depth: 2, alpha: 1.0, gamma: 0.9, normalize_std: false}"
     run("hgpo", *in_rooms(name, "steps"), f"algorithm.advantage={options}")
@@ -131,6 +132,7 @@ def of_bi_level_gae(
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", ["concatenated", "steps"])
 def test_bi_level_gae_on_turns_of_real_episodes(run: Any, seen: list[Rows], loop: str) -> None:
     """In one context, and in a row for each step. The episodes have turns with and without reward."""

@@ -64,6 +64,7 @@ def by_hand(rows: dict[str, list[Any]], gamma: float) -> np.ndarray:
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("similarity", [1.0, 0.6])
 def test_gigpo_on_steps_of_real_episodes(
     run: Any, monkeypatch: pytest.MonkeyPatch, similarity: float
@@ -141,6 +142,7 @@ def test_grpo_in_one_context(run: Any) -> None:
     assert [len(flags) for flags in rows["turn_flags"]] == [len(stops) for stops in rows["turn_stops"]]
 
 
+@pytest.mark.slow
 def test_two_environments_in_one_run(run: Any) -> None:
     """Prompts by the weights of their sources; metrics of each environment, and an evaluation of each set,
     one of sizes that no training has; the samples of a prompt begin alike.

@@ -288,6 +288,7 @@ def test_coroutines_share_the_loop_of_their_process() -> None:
     assert values["agent/reissued"] == 0
 
 
+@pytest.mark.slow
 def test_agents_of_a_worker_that_died_are_as_if_it_had_not() -> None:
     prompts = [prompt(number) for number in range(4)]
     agent = FunctionConfig(f"{WORLDS}:computes")
@@ -303,6 +304,7 @@ def test_agents_of_a_worker_that_died_are_as_if_it_had_not() -> None:
     assert values["agent/reissued"] >= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "why"),
     [
@@ -333,6 +335,7 @@ IN_WORKERS = (
 )
 
 
+@pytest.mark.slow
 def test_a_run_in_which_a_worker_was_killed_ends_with_the_same_bits(
     run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from tests.serving.conftest import TOKENIZER
 from tests.trainers.conftest import metrics, weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("module", "name"), [("agents", "agents_sdk"), ("langchain", "langgraph_agent")])
 def test_a_tool_of_another_library(module: str, name: str) -> None:
     """A call of its tool, the result, and the answer are one row; the prompt has the tool's schema."""
@@ -54,6 +55,7 @@ def test_the_recipe_of_the_agents_sdk_demonstrates_what_the_agent_asks() -> None
     assert f"system\n{system['content']}\nuser\n" in policy.asked[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["agents_sdk", "langgraph_agent"])
 def test_training_an_agent_of_another_library(run: Any, name: str) -> None:
     """The log-probs of what it was answered are the trainer's, and the run can be repeated."""

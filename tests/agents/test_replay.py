@@ -19,6 +19,7 @@ from tests.trainers.conftest import metrics, weights
 from tests.trainers.test_journal import assert_equal, broken_off
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("agent", EACH)
 def test_a_replay_of_episodes_held_between_two_turns(run: Any, watch: Watch, agent: str) -> None:
     """Interrupted, too, with such episodes in flight."""
@@ -33,6 +34,7 @@ def test_a_replay_of_episodes_held_between_two_turns(run: Any, watch: Watch, age
     assert_equal(first, run("again", *replay))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("agent", ["tools", "a prompt for each step"])
 def test_a_replay_of_episodes_that_were_aborted(run: Any, watch: Watch, agent: str) -> None:
     """What was cancelled between two turns is begun anew there, and not made here."""
@@ -45,6 +47,7 @@ def test_a_replay_of_episodes_that_were_aborted(run: Any, watch: Watch, agent: s
     assert len(watch.made) - made == sum(len(calls_in(row)) for row in rows_of(first)) < made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("agent", EACH)
 def test_a_run_that_was_broken_off_goes_on_to_the_same_bits(run: Any, agent: str) -> None:
     settings = (*SETTINGS, *AGENTS[agent], "trainer.total_steps=3", "checkpoint.every=1")
@@ -56,6 +59,7 @@ def test_a_run_that_was_broken_off_goes_on_to_the_same_bits(run: Any, agent: str
     assert repr(rows_of(parts)) == repr(rows_of(whole))
 
 
+@pytest.mark.slow
 def test_episodes_that_clocks_ended(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tool that took too long, and an episode that did, end as they did there, by the journal."""
     calls = itertools.count()

@@ -184,6 +184,7 @@ def test_training_with_tools(run: Any) -> None:
     assert weights(parts) == weights(folder)
 
 
+@pytest.mark.slow
 def test_training_without_episodes_whose_context_was_full(run: Any, tmp_path: Path) -> None:
     settings = (*SETTINGS, "rollout.max_tokens=160", "rollout.on_full=drop")
     folder = run("dropped", *settings, "reward.max_dropped_share=1")
@@ -205,6 +206,7 @@ def test_training_without_episodes_whose_context_was_full(run: Any, tmp_path: Pa
     assert {row["group_id"] for row in rows} == {row["group_id"] for row in full}
 
 
+@pytest.mark.slow
 def test_one_turn_in_process_is_training_without(run: Any) -> None:
     mine = run("mine", "rollout.agent={name: tools, max_turns: 1}")
     assert weights(mine) == weights(run("built_in"))

@@ -154,6 +154,7 @@ def held_in(rows: list[dict[str, Any]], agent: str) -> list[list[set[int]]]:
     return [versions for versions in turns if len(versions) > 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("agent", EACH)
 @pytest.mark.parametrize("mode", ["finish", "resume", "abort"])
 def test_a_trajectory_between_two_turns_when_weights_come(
@@ -198,6 +199,7 @@ def test_a_trajectory_between_two_turns_when_weights_come(
     assert calls == made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("agent", ["tools", "several contexts", "a prompt for each step"])
 @pytest.mark.parametrize("mode", ["finish", "resume"])
 def test_groups_that_a_filter_drops(run: Any, mode: str, agent: str) -> None:

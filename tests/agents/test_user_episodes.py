@@ -97,6 +97,7 @@ def test_a_served_model_tells_what_there_is_to_see(server: rondo.Server) -> None
         served.models(server.base_url, "guess")
 
 
+@pytest.mark.slow
 def test_a_run_with_it_is_replayed(run: Any, server: rondo.Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the same bits, where the user says the same again; where it does not, the run says so."""
     settings = talks_to(server, monkeypatch, "trainer.max_staleness=1", "trainer.on_update=resume")
@@ -112,6 +113,7 @@ def test_a_run_with_it_is_replayed(run: Any, server: rondo.Server, monkeypatch: 
         run("other", *settings, f"trainer.replay={first}")
 
 
+@pytest.mark.slow
 def test_a_user_who_is_not_there_is_no_reward_of_0(
     run: Any, server: rondo.Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

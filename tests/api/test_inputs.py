@@ -163,6 +163,7 @@ def test_nothing_stays_of_a_generator_that_fails_late(
     assert not inputs.folder.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("last", [1, 0.5], ids=["parquet", "jsonl"])
 def test_the_memory_of_a_generator_is_that_of_a_batch(
     last: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -18,6 +18,7 @@ from tests.api.run_of_9bbdfff.make import train
 OLDER = Path(__file__).parent / "run_of_9bbdfff" / "run"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="its reward was written down by Python 3.11")
 def test_a_run_of_9bbdfff_goes_on_as_one_that_was_not_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -56,6 +56,7 @@ def test_the_same_settings_give_the_bits_of_the_command(tmp_path: Path, recipe: 
     assert weights(run.path) == weights(tmp_path / "a")
 
 
+@pytest.mark.slow
 def test_the_recipe_in_the_folder_repeats_the_run(tmp_path: Path, run_dir: dict[str, Any]) -> None:
     """Rows from memory and a function of this file, in another process."""
     run = rondo.train(data=ROWS, reward=even, config=SETTINGS, **run_dir)
@@ -64,7 +65,8 @@ def test_the_recipe_in_the_folder_repeats_the_run(tmp_path: Path, run_dir: dict[
     assert weights(tmp_path / "again") == weights(run.path)
 
 
-@pytest.mark.parametrize("backend", ["process", pytest.param("ray", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["process", "ray"])
 def test_a_closure_scores_on_every_backend(backend: str, run_dir: dict[str, Any]) -> None:
     share = 0.25
 

@@ -158,6 +158,7 @@ def test_the_simulation_of_a_real_run_takes_as_long_as_that_run() -> None:
     assert at_once.train_rate * 16.0 == pytest.approx(beside.train_rate * 18.0)
 
 
+@pytest.mark.slow
 def test_the_program_prints_a_table_and_writes_json(tmp_path: Path) -> None:
     target = tmp_path / "async.json"
     small = "--devices 4 --staleness 0,2 --groups 4 --n 2 --steps 3 --mean 200 --longest 800".split()

@@ -35,6 +35,7 @@ def test_a_step_on_simulated_ranks_has_every_part(program: str) -> None:
     assert one["bytes"] > 32 * 8  # the row ids at least
 
 
+@pytest.mark.slow
 def test_what_the_ranks_compute_is_not_the_drivers(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that works for a tenth of a second in each of its calls costs the driver nothing."""
     plain, answer = measure("grpo", 16, 2, options()), Rows.answer

@@ -188,6 +188,7 @@ def test_an_edit_is_looked_for_where_its_line_is_now(checkout: Path) -> None:
         edited(checkout, replace(BROKEN, new="("))
 
 
+@pytest.mark.slow
 def test_outcomes(
     checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -215,6 +216,7 @@ def test_outcomes(
     assert subprocess.run(["git", "-C", checkout, "status", "-s"], capture_output=True).stdout == b""
 
 
+@pytest.mark.slow
 def test_an_edit_that_runs_into_the_limit(
     checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

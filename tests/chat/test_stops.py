@@ -52,6 +52,7 @@ def responses(draw: st.DrawFn, *makers: Any) -> tuple[Any, list[int]]:
     return made, draw(st.lists(st.integers(0, len(made) - 1), max_size=40))
 
 
+@pytest.mark.slow
 @given(responses(), STOPS)
 @settings(max_examples=400, deadline=None)
 def test_a_response_ends_with_the_first_token_that_brings_a_stop_string(
@@ -61,6 +62,7 @@ def test_a_response_ends_with_the_first_token_that_brings_a_stop_string(
     assert StopMatcher(made, stops).length_to_stop(ids) == ends_after(made, ids, stops)
 
 
+@pytest.mark.slow
 @given(responses(), STOPS, st.integers(0, 40))
 @settings(max_examples=200, deadline=None)
 def test_a_prefix_changes_nothing(response: tuple[Any, list[int]], stops: list[str], cut: int) -> None:
@@ -74,6 +76,7 @@ def test_a_prefix_changes_nothing(response: tuple[Any, list[int]], stops: list[s
     assert (None if length is None else len(ids[:cut]) + length) == end
 
 
+@pytest.mark.slow
 @given(responses(byte_tokenizer), st.lists(st.integers(0, 40), max_size=5))
 @settings(max_examples=200, deadline=None)
 def test_the_pieces_of_running_text_are_the_text(response: tuple[Any, list[int]], cuts: list[int]) -> None:

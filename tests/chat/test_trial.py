@@ -52,6 +52,7 @@ def strange(with_template: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     tok.chat_template_options = {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_a_template_without_end_is_ended_elsewhere(
     strange: Any, monkeypatch: pytest.MonkeyPatch, kind: str

@@ -45,6 +45,7 @@ def test_stages_follow_from_the_functions(
 TASKS = {"dpo": "preference", "reward_model": "reward-model"}
 
 
+@pytest.mark.slow
 def test_every_recipe_that_rondo_ships_passes_the_second_check(capsys: pytest.CaptureFixture[str]) -> None:
     """As it is, with the model that a warm start has yet to make; only a teacher is for the user to name.
     A recipe whose package is not here says so (where the package is, `make test-environments` checks it).

@@ -180,6 +180,7 @@ _print_tables([Finding("core", "python", "ok", "word " * 60)])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("columns", "width"), [(80, 80), (None, 120)])
 def test_a_piped_table_is_as_wide_as_the_terminal_that_it_ends_on(columns: int | None, width: int) -> None:
     """`rondo doctor | head` on a terminal of 80 columns; 120 where there is no terminal at all."""

@@ -225,6 +225,7 @@ def test_help_imports_nothing_heavy() -> None:
     assert out.stdout.splitlines()[-1] == "[]"
 
 
+@pytest.mark.slow
 def test_a_mistyped_folder_is_said_before_torch_is_imported() -> None:
     recipe = ["quickstart", "trainer.warm_start=null", "tracking.console=off", "model.path=nowhere"]
     commands = [["generate", "nowhere", "a"], ["serve", "nowhere"], ["train", *recipe], ["eval", *recipe]]

@@ -63,6 +63,7 @@ def notebook(cluster: Cluster) -> Iterator[Notebook]:
     cluster.call_watchers.remove(book)
 
 
+@pytest.mark.slow
 def test_spans_are_of_the_host_and_of_every_rank(
     cluster: Cluster, run: Run, role: str, notebook: Notebook
 ) -> None:

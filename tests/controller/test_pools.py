@@ -98,6 +98,7 @@ def test_devices_that_another_job_has_are_named_after_a_bounded_time(
     all_is_given_back(set(groups_of_ray()) - before, free)
 
 
+@pytest.mark.slow
 def test_a_workers_own_error_is_no_death(three: Cluster, run: Run) -> None:
     """A group over both pools: three processes."""
     group = run(three.create_group("errors", Calculator))

@@ -54,6 +54,7 @@ def pair(request: pytest.FixtureRequest, run: Run) -> Iterator[Cluster]:
     run(cluster.shutdown())
 
 
+@pytest.mark.slow
 def test_variables_reach_hosts_and_what_they_start(pair: Cluster, run: Run) -> None:
     group = run(pair.create_group("variables", Settings))
     assert run(group.call(Settings.variables)) == ("lo", "7", "1")
@@ -69,6 +70,7 @@ def test_roles_on_the_same_ranks_share_their_groups(pair: Cluster, run: Run) -> 
     assert (own != name, total) == (True, 1)
 
 
+@pytest.mark.slow
 def test_whoever_waits_too_long_for_the_others_fails(pair: Cluster, run: Run) -> None:
     group = run(pair.create_group("late", Settings))
     with pytest.raises(WorkerError, match=r"(?s)late.*meets.*[Tt]imed out waiting 3000ms"):

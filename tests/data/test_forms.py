@@ -168,6 +168,7 @@ def examples(source: SourceConfig, rows: int) -> list[tuple[str, str]]:
     ]
 
 
+@pytest.mark.slow
 @settings(
     deadline=None,
     max_examples=10,

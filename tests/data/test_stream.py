@@ -276,6 +276,7 @@ print(digest)
 """
 
 
+@pytest.mark.slow
 def test_same_stream_and_tokenizer_in_every_process():
     """Neither Python's hash seed nor the threads of the tokenizers library change a row or a token."""
     here: dict[str, str] = {}

@@ -68,6 +68,7 @@ class TestFrozenLake:
 
 
 class TestSokoban:
+    @pytest.mark.slow
     def test_every_level_is_solved_by_search_and_by_play(self) -> None:
         for seed in range(25):
             for options in ({}, {"size": 5, "boxes": 2, "walls": 0.15}):

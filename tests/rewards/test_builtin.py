@@ -319,6 +319,7 @@ def run_scorer(trajectories, *functions):
         scorer.close()
 
 
+@pytest.mark.slow
 def test_math_in_its_process(trajectory):
     pytest.importorskip("math_verify")
     trajectories = [trajectory(text, answer=answer) for text, answer, _ in MATH_CASES]
@@ -327,6 +328,7 @@ def test_math_in_its_process(trajectory):
         assert t.scores == {"math": reward, "math/timeout": 0.0}, (text, answer)
 
 
+@pytest.mark.slow
 def test_reasoning_gym_scores_its_own_entries():
     pytest.importorskip("reasoning_gym")
     from rondo.config.schema import TaskSourceConfig

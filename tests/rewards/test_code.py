@@ -216,6 +216,7 @@ def check(candidate):
     )
 
 
+@pytest.mark.slow
 def test_tests_and_programs_of_other_kinds() -> None:
     dataclass = "from dataclasses import dataclass\n@dataclass\nclass A:\n    x: int\ndef f(a): return A(a).x"
     assert scored(block(dataclass), rewarded=["assert f(3) == 3"]) == (1.0, "solved")
@@ -225,6 +226,7 @@ def test_tests_and_programs_of_other_kinds() -> None:
     assert scored(block("def f(a): return a.decode()"), rewarded=decode)[1] in ("solved", "crashed")
 
 
+@pytest.mark.slow
 def test_all_calls_of_a_case_have_the_time_of_one() -> None:
     program = block("import time\ndef f(i):\n    time.sleep(0.6)\n    return i")
     calls = ["for i in range(6): assert f(i) == i"]

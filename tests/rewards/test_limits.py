@@ -70,6 +70,7 @@ def responses(*texts, row="", **fields):
     return [make_trajectory(text, number, row=row, **fields) for number, text in enumerate(texts)]
 
 
+@pytest.mark.slow
 def test_what_a_response_spends_is_a_zero_with_a_name(score):
     """Processor time, memory, stack; and a new process serves what comes after."""
     found, counts, processes = score("limited", *responses("right", "burn", "right", "swell", "dive", "no"))
@@ -87,6 +88,7 @@ def test_the_clock_is_nobodys_doing(score):
     assert (counts["reward/timeouts"], processes) == (1.0, 0)
 
 
+@pytest.mark.slow
 def test_a_users_function_has_the_clock_alone(score):
     (spent, swollen), counts, _ = score("users", *responses("burn", "swell"), timeout_seconds=2.0)
     assert (spent.outcome, swollen.outcome) == ("reward_timeout", "reward_timeout")
@@ -120,13 +122,12 @@ def test_the_score_of_limits_judges_nothing(tmp_path):
 MATH = RewardFunctionConfig("math")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "busy",
     [
         ("9^{9^{9}}", "100000000!", r"\frac{1}{" * 60 + "2" + "}" * 60),
-        pytest.param(
-            (r"\sum_{n=1}^{10^9} n^{n}", "x^" * 100 + "x", r"e^{e^{e^{e^{e}}}}"), marks=pytest.mark.slow
-        ),
+        (r"\sum_{n=1}^{10^9} n^{n}", "x^" * 100 + "x", r"e^{e^{e^{e^{e}}}}"),
     ],
     ids=["numbers", "others"],
 )
@@ -140,6 +141,7 @@ def test_math_is_not_kept_busy_by_an_answer(score, busy):
     assert (counts, processes) == (NO_FAILURES, 1)
 
 
+@pytest.mark.slow
 def test_a_pattern_that_backtracks_without_end_is_not_matched(score):
     function = RewardFunctionConfig("regex", options={"pattern": "(a+)+b"})
     found, counts, _ = score(function, *responses("aab", "a" * 40, "c"))
@@ -148,6 +150,7 @@ def test_a_pattern_that_backtracks_without_end_is_not_matched(score):
     assert counts == NO_FAILURES
 
 
+@pytest.mark.slow
 def test_a_rows_answer_that_math_cannot_evaluate_names_the_row(score):
     """It is parsed in no time; compared with whatever else, it would be every response's timeout."""
     pytest.importorskip("math_verify")
@@ -155,6 +158,7 @@ def test_a_rows_answer_that_math_cannot_evaluate_names_the_row(score):
         score(MATH, *responses(r"\boxed{5}", answer="9^{9^{9}}"), cpu_seconds=2.0)
 
 
+@pytest.mark.slow
 def test_reasoning_gym_is_not_kept_busy_by_an_answer_nor_does_one_stop_the_run(score):
     gym = pytest.importorskip("reasoning_gym")
     given = []

@@ -363,6 +363,7 @@ def test_too_many_hanging_threads_are_an_error(scorer):
         run(s, *(make_trajectory("x", i) for i in range(40)))
 
 
+@pytest.mark.slow
 def test_hanging_function_does_not_keep_the_program(path):
     program = f"""
 import asyncio
@@ -416,6 +417,7 @@ BUILT_IN = (
 )
 
 
+@pytest.mark.slow
 def test_processes_score_as_threads_do(scorer, path):
     """Bit for bit: built-in and own, with named scores, seeds, options, coroutines and whole groups."""
     own = [named(path, name, 0.3) for name in ("slow_length", "parts", "seeded", "later", "shares")]
@@ -429,6 +431,7 @@ def test_processes_score_as_threads_do(scorer, path):
     assert {t.outcome for t in threads} == {"scored"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "outcome", "said"),
     [
@@ -461,10 +464,8 @@ def test_coroutines_wait_together_in_one_process(scorer):
     assert [t.reward for t in scored] == [0.0, 1 / 7, 2 / 7]
 
 
-@pytest.mark.parametrize(
-    ("text", "outcome"),
-    [("die", "reward_error"), pytest.param("block", "reward_timeout", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("text", "outcome"), [("die", "reward_error"), ("block", "reward_timeout")])
 def test_only_the_coroutine_that_ended_the_process_fails(scorer, text, outcome):
     s = scorer("falls", isolation="process", on_error="drop", timeout_seconds=1.0)
     scored = run(s, *(make_trajectory(each, i) for i, each in enumerate(("a", text, "abc"))))

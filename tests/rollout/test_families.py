@@ -80,6 +80,7 @@ def test_greedy_and_log_probs(family: str) -> None:
     engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "changes"),
     [

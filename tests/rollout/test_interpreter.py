@@ -97,6 +97,7 @@ def test_its_variables_are_those_of_its_environment(
     assert variables["PYTHONPATH"] == str(tmp_path)
 
 
+@pytest.mark.slow
 def test_its_process_runs_this_rondo(other: Path) -> None:
     """Under that environment's interpreter, although another rondo is installed there: the same bits."""
     model = build("qwen3")

@@ -66,6 +66,7 @@ def engines(decode: str) -> Iterator[tuple[list[NativeEngine], dict[str, Complet
         engine.close()
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_random_schedules(
@@ -119,6 +120,7 @@ def test_a_prefix_goes_on_as_if_uninterrupted(decode: str) -> None:
     engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
 def test_experts_do_not_show_who_else_they_had(family: str, threads: int) -> None:

@@ -57,6 +57,7 @@ def run_in_order(engine: NativeEngine, requests: Sequence[GenerateRequest]) -> l
     return asyncio.run(all_requests())
 
 
+@pytest.mark.slow
 def test_a_tiny_cache_gives_the_bits_of_a_large_one(model: torch.nn.Module, decode: str) -> None:
     large, tiny = with_blocks(model, decode, 30), with_blocks(model, decode, 4)
     whole = run_in_order(large, long_requests())
@@ -81,6 +82,7 @@ def test_two_threads_share_beginnings_that_one_of_them_fills(model: torch.nn.Mod
     two.close()
 
 
+@pytest.mark.slow
 def test_new_weights_cancels_and_sleep_while_some_wait_for_blocks(decode: str) -> None:
     """Before the update a request has the old weights' tokens, and goes on from them as a prefix would."""
     old, new = build("qwen3", 1), build("qwen3", 2)

@@ -88,6 +88,7 @@ def test_routes_of_more_experts_than_a_byte_can_name(kind: type[Any]) -> None:
     engine.close()
 
 
+@pytest.mark.slow
 def test_who_gives_its_blocks_back_keeps_its_routes(model: torch.nn.Module) -> None:
     engine = make(NativeEngine, model)
     block = engine._decoder.path.block_nbytes
@@ -141,6 +142,7 @@ def test_a_prefix_brings_its_routes(model: torch.nn.Module) -> None:
     engine.close()
 
 
+@pytest.mark.slow
 def test_routes_come_from_another_process(model: torch.nn.Module) -> None:
     source = ModelSource(config={"model_type": "qwen3_moe", **_BASE, **MIXTURE})
     spec = EngineSpec(

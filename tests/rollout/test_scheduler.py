@@ -224,6 +224,7 @@ def test_an_urgent_one_gets_the_next_free_slot() -> None:
     assert seen == ["runs", "urgent", "urgent too", "waits"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shares", [True, False])
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())

@@ -242,6 +242,7 @@ class TestOneProcess:
         (after,) = run_all(own, [request("after", prompt(5), 5)])
         assert len(after.token_ids) == 5
 
+    @pytest.mark.slow
     def test_a_thousand_requests_at_once(self, here: NativeEngine, own: EngineProcess) -> None:
         router = Router({"own": own}, limit=64)
         requests = mixed(996)

@@ -19,6 +19,7 @@ TOKENIZER = tokenizer_of_101()
 SOURCE = TokenizerSource("tests.byte_tokenizers.tokenizer_of_101")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("room", [None, 7])
 def test_the_same_bits_up_to_the_stop_string(decode: str, room: int | None) -> None:
     """room: blocks of the cache, so few that sequences lose theirs and are filled again."""

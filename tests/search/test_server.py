@@ -124,6 +124,7 @@ def test_the_client_bears_the_key_and_takes_it_nowhere_else(
     assert asked == ["Bearer a-key"]
 
 
+@pytest.mark.slow
 def test_many_at_a_time(url: str, corpus: str) -> None:
     queries = [("star", "earth", "milk", "air")[i % 4] for i in range(200)]
     with ThreadPoolExecutor(50) as threads:

@@ -368,6 +368,7 @@ def test_an_engines_error_is_a_500(stream: bool) -> None:
         with_client(generate, ask)
 
 
+@pytest.mark.slow
 def test_a_thousand_requests_at_once(engine: NativeEngine) -> None:
     """All answered, each with its own tokens."""
     prompts = [TOKENIZER(f"Tom has {i} apples")["input_ids"] for i in range(1000)]

@@ -267,6 +267,7 @@ def test_training_on_two_turns(run: Any) -> None:
     assert all(line["rollout/log_prob_gap"] < 1e-5 for line in metrics(folder)[1:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("advantage", ["grpo", "gigpo", "reinforce_pp"])
 def test_training_on_several_contexts(run: Any, advantage: str) -> None:
     """Planner and solver: rows of one trajectory share reward and, where it is of the whole, advantage; what
@@ -305,6 +306,7 @@ def test_training_on_several_contexts(run: Any, advantage: str) -> None:
     assert weights(run("again", *settings)) == weights(folder)
 
 
+@pytest.mark.slow
 def test_a_run_with_several_contexts_goes_on(run: Any) -> None:
     """From its checkpoint to the weights of one that was never stopped."""
     settings = (
@@ -325,6 +327,7 @@ def test_a_run_with_several_contexts_goes_on(run: Any) -> None:
     assert weights(parts) == weights(whole)
 
 
+@pytest.mark.slow
 def test_the_turns_of_an_agent_are_shown(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """Not only what it returned: in the rollouts, in the answers to an evaluation, and on the console."""
     folder = run(
@@ -349,6 +352,7 @@ def test_the_turns_of_an_agent_are_shown(run: Any, capsys: pytest.CaptureFixture
     assert "[user]" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_example_trains_and_a_run_can_be_repeated(run: Any) -> None:
     """Episodes of several turns: the order in which calls arrive does not matter."""
     agent = "rollout.agent={name: 'examples/openai_agent.py:solve', attempts: 2}"
@@ -358,6 +362,7 @@ def test_the_example_trains_and_a_run_can_be_repeated(run: Any) -> None:
     assert weights(first) == weights(second)
 
 
+@pytest.mark.slow
 def test_failed_episodes_are_dropped_with_their_reason(run: Any) -> None:
     folder = run("failing", f"rollout.agent={AGENTS}:fails_on_some_samples", "reward.max_dropped_share=0.9")
     for rows in rollouts(folder):

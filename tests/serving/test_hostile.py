@@ -128,6 +128,7 @@ BODIES += [
 ]
 
 
+@pytest.mark.slow
 def test_no_value_of_any_field_is_an_error_of_ours(
     engine: NativeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:

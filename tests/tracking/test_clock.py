@@ -275,6 +275,7 @@ def test_a_teams_clock_is_the_sum_of_its_threads_clocks_and_of_no_other() -> Non
     assert sum(counted.values()) <= reported <= sum(counted.values()) + 0.05
 
 
+@pytest.mark.slow
 def test_a_teams_clock_counts_the_threads_of_a_library() -> None:
     used: list[float] = []
     tasks = Path("/proc/self/task")

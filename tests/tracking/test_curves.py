@@ -83,6 +83,7 @@ def test_missing_matplotlib_and_nothing_to_draw(tmp_path: Path, monkeypatch: pyt
         plot_curves(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_importing_tracking_imports_no_tracker_and_no_matplotlib() -> None:
     code = "import sys, rondo.tracking; print(sorted({m.split('.')[0] for m in sys.modules}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

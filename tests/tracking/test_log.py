@@ -25,6 +25,7 @@ logging.getLogger("rondo.anything").warning("afterwards")
 """
 
 
+@pytest.mark.slow
 def test_everything_goes_to_the_file_and_warnings_where_they_went(tmp_path: Path) -> None:
     path = tmp_path / "logs" / "controller.log"
     done = [

@@ -73,6 +73,7 @@ def wandb_records(path: Path) -> Iterator[bytes]:
             whole = b""
 
 
+@pytest.mark.slow
 def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
     from wandb.proto import wandb_internal_pb2

@@ -145,6 +145,7 @@ ESTIMATORS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ESTIMATORS)
 def test_advantages_of_tokens_are_those_of_the_function_on_the_whole_batch(
     hosts: Mapping[int, Hosts], case: str
@@ -208,6 +209,7 @@ def test_a_kl_in_the_reward_of_whole_answers(hosts: Mapping[int, Hosts]) -> None
         assert metrics["actor/kl_reward"] == pytest.approx(found[1][1]["actor/kl_reward"], rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 @pytest.mark.parametrize("normalize", [False, True])
 def test_the_correction_is_the_same_on_any_number_of_ranks(

@@ -88,6 +88,7 @@ def test_a_spared_checkpoint_stays(tmp_path: Path) -> None:
         assert store.steps() == kept[step]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["max", "min"])
 def test_the_best_is_kept_and_exported(run: Callable[..., Path], tmp_path: Path, mode: str) -> None:
     made = run(mode, *EVERY_STEP, f"checkpoint.best={{metric: {NAME}, mode: {mode}}}")
@@ -112,6 +113,7 @@ def model(folder: Path) -> bytes:
     return b"".join(file.read_bytes() for file in sorted(folder.glob("*.safetensors")))
 
 
+@pytest.mark.slow
 def test_a_run_ends_by_patience_and_goes_on_with_more(run: Callable[..., Path]) -> None:
     end = (*EVERY_STEP, "trainer.total_steps=12")
 
@@ -148,6 +150,7 @@ def test_a_run_ends_by_patience_and_goes_on_with_more(run: Callable[..., Path]) 
     assert summary(made)["best"] == summary(undisturbed)["best"]
 
 
+@pytest.mark.slow
 def test_beside_episodes(run: Callable[..., Path]) -> None:
     """An evaluation that ends in the next step: its checkpoint is there when it is known to be the best."""
     ahead = ("trainer.max_staleness=1", "trainer.on_update=resume")
@@ -160,6 +163,7 @@ def test_beside_episodes(run: Callable[..., Path]) -> None:
         assert CheckpointStore(made / "checkpoints").steps() == sorted({best, 10})
 
 
+@pytest.mark.slow
 def test_of_a_program(recipe: Path, tmp_path: Path) -> None:
     """It ends by patience within its own loop, and again at once where it goes on."""
     run = tmp_path / "run"
@@ -188,6 +192,7 @@ def test_of_a_program(recipe: Path, tmp_path: Path) -> None:
     assert weights(run) == exported
 
 
+@pytest.mark.slow
 def test_of_held_out_conversations(tmp_path: Path) -> None:
     """A rate that is far too high: the loss rises after the first steps."""
     recipe = {**SFT_RECIPE, "data": {**SFT_RECIPE["data"], "eval": SFT_RECIPE["data"]["train"]}}

@@ -20,6 +20,7 @@ ENDS = [2, *range(17, 100)]
 SAID = {"eos_token_id": ENDS, "temperature": 0.6, "top_p": 0.95, "do_sample": True}
 
 
+@pytest.mark.slow
 def test_the_list_of_a_model_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     recipe = tmp_path / "tiny.yaml"
     recipe.write_text(yaml.safe_dump(RECIPE))
@@ -66,6 +67,7 @@ def test_the_list_of_a_model_folder(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert not any(set(row["response_ids"]) & set(ENDS) for row in rows if row["finish_reason"] == "length")
 
 
+@pytest.mark.slow
 def test_the_export_has_the_dtype_of_the_models_folder(tmp_path: Path) -> None:
     """It is said that the trained weights are rounded; a key, or an option of rondo export, keeps them."""
     recipe = tmp_path / "tiny.yaml"

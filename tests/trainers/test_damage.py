@@ -65,6 +65,7 @@ def test_a_damaged_file_of_a_finished_run_is_named(finished: Path, run: Path, na
 HARMLESS = {("config.yaml", "empty"), ("evaluations/step-000002.jsonl", "empty")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OF_THE_CHECKPOINT)
 def test_a_file_of_a_checkpoint_that_was_written_wrongly_is_named(
     finished: Path, run: Path, name: str
@@ -85,6 +86,7 @@ def test_a_file_of_a_checkpoint_that_was_written_wrongly_is_named(
         assert "No older checkpoint is valid" in done.stderr, what
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_somebody_else_runs_no_code(finished: Path, run: Path, tmp_path: Path) -> None:
     """Its manifest is right. What stands in the metadata would leave a marker, and be the true metadata."""
     step, marker = run / "checkpoints" / "step-00000002", tmp_path / "marker"

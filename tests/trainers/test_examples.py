@@ -73,6 +73,7 @@ def run_recipe(program: dict[str, Any], name: str, folder: Path, *overrides: str
     train(load([str(recipe) for recipe in program["RECIPES"]], settings))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ppo", "remax", "safe_rlhf", "agent"])
 def test_an_example_is_its_recipe_spelled_out(name: str, tmp_path: Path) -> None:
     program = run_example(name, tmp_path / "example")
@@ -91,6 +92,7 @@ def test_an_example_is_its_recipe_spelled_out(name: str, tmp_path: Path) -> None
         }
 
 
+@pytest.mark.slow
 def test_grpo_from_scratch_is_grpo(tmp_path: Path) -> None:
     program = run_example("grpo_from_scratch", tmp_path / "example")
     run_recipe(

@@ -61,6 +61,7 @@ def assert_equal(run: Path, other: Path) -> None:
     assert weights(run) == weights(other)
 
 
+@pytest.mark.slow
 def test_a_run_whose_machine_is_lost_goes_on_elsewhere_to_the_same_bits(
     far: str,  # noqa: F811
     recipe: Path,
@@ -103,6 +104,7 @@ def test_a_run_whose_machine_is_lost_goes_on_elsewhere_to_the_same_bits(
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.slow
 def test_kill_9_while_a_checkpoint_is_sent_leaves_the_earlier_one(
     shelf: str,  # noqa: F811
     fault: Fault,  # noqa: F811
@@ -125,6 +127,7 @@ def test_kill_9_while_a_checkpoint_is_sent_leaves_the_earlier_one(
     assert {name.partition("/")[0] for name in Far(shelf).files()} == {"step-00000003", "step-00000006"}
 
 
+@pytest.mark.slow
 def test_an_upload_that_fails_ends_the_run_and_says_how_it_goes_on(
     shelf: str,  # noqa: F811
     fault: Fault,  # noqa: F811
@@ -207,6 +210,7 @@ def test_a_rank_that_cannot_send_its_part_is_an_error_of_the_run(
     assert CheckpointStore(shelf).steps() == []
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_stays_where_it_is_sent(far: str, recipe: Path, tmp_path: Path) -> None:  # noqa: F811
     settings = ["trainer.total_steps=5", "trainer.evaluation={every: 1, samples: 0}", "checkpoint.keep=1"]
     settings += ["checkpoint.best={metric: eval/greedy/reward}"]
@@ -226,6 +230,7 @@ def test_the_best_checkpoint_stays_where_it_is_sent(far: str, recipe: Path, tmp_
     assert weights(tmp_path / "there") == weights(tmp_path / "here")
 
 
+@pytest.mark.slow
 def test_an_export_at_a_url_is_the_one_in_a_folder_and_can_be_a_model(
     far: str,  # noqa: F811
     recipe: Path,
@@ -267,6 +272,7 @@ def test_an_export_at_a_url_is_the_one_in_a_folder_and_can_be_a_model(
     assert len(list((tmp_path / "cache" / "rondo" / "models").glob("model-*[!k]"))) == 1  # without the lock
 
 
+@pytest.mark.slow
 def test_an_export_that_cannot_be_sent_leaves_nothing(
     shelf: str,  # noqa: F811
     fault: Fault,  # noqa: F811

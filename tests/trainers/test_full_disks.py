@@ -30,6 +30,7 @@ FOLDERS = (
 FILES = ("timeline", "evaluations", "checkpoints", "rollouts")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*FOLDERS, *FILES])
 def test_what_cannot_be_written_is_one_error_that_names_it(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -56,6 +57,7 @@ def test_what_cannot_be_written_is_one_error_that_names_it(
     assert ("goes on from there" in done.stderr) == bool(saved)
 
 
+@pytest.mark.slow
 def test_a_run_that_a_file_system_ended_goes_on_to_the_same_bits(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,6 +116,7 @@ def test_an_output_that_fails_at_the_end_leaves_the_result_on_the_screen(
     assert not [*tmp_path.glob(".*.tmp")]
 
 
+@pytest.mark.slow
 def test_an_export_is_whole_or_absent(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a run, broken off in its last write, and then of its checkpoint."""
     run = tmp_path / "run"

@@ -76,6 +76,7 @@ def test_ctrl_c_at_any_moment_saves_and_goes_on(
     assert [line["step"] for line in lines if "actor/loss" in line] == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 @pytest.mark.parametrize("stage", ["sft", "warm start", "rl"])
 def test_what_a_scheduler_sends_saves_too(

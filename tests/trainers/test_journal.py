@@ -115,6 +115,7 @@ def assert_equal(a: Path, b: Path) -> None:
     assert lines[0] == lines[1]
 
 
+@pytest.mark.slow
 def test_a_replay_equals_its_run_even_if_both_were_interrupted(recipe: Path, tmp_path: Path) -> None:
     run, again = tmp_path / "run", tmp_path / "again"
     record(run, recipe, "trainer.order=completion", breaks=True)
@@ -134,6 +135,7 @@ def test_a_replay_equals_its_run_even_if_both_were_interrupted(recipe: Path, tmp
     assert_equal(run, again)
 
 
+@pytest.mark.slow
 def test_a_run_with_aborts_is_replayed_without_any(recipe: Path, tmp_path: Path) -> None:
     run, again = tmp_path / "run", tmp_path / "again"
     record(run, recipe, "trainer.on_update=abort")

@@ -55,6 +55,7 @@ def _of(base: Path) -> tuple[str, ...]:
     return "model.config=null", f"model.path={base}", f"model.tokenizer={base}"
 
 
+@pytest.mark.slow
 def test_grpo_with_a_reference_that_is_the_actor(run: Run, base: Path) -> None:
     settings = (*_of(base), LORA, KL, "trainer.total_steps=3", "actor.optimizer.lr=0.02", NO_EVALUATION)
     settings += ("actor.mini_batch_size=4",)
@@ -89,6 +90,7 @@ def test_grpo_with_a_reference_that_is_the_actor(run: Run, base: Path) -> None:
     assert (written["r"], written["lora_alpha"], written["base_model_name_or_path"]) == (4, 8, str(base))
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_as_if_it_had_not_stopped_and_exports_its_checkpoints(run: Run, tmp_path: Path) -> None:
     settings = (LORA, KL, "checkpoint.every=2", NO_EVALUATION)
     whole = run("whole", *settings, "trainer.total_steps=4")
@@ -135,6 +137,7 @@ TWO_POOLS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "way",
     [
@@ -142,8 +145,8 @@ TWO_POOLS = (
         ("rollout.weight_transport=disk", "rollout.bucket_bytes=20000"),
         ("rollout.engine=transformers",),
         ("trainer.max_staleness=1",),
-        pytest.param(TWO_POOLS, marks=pytest.mark.slow),
-        pytest.param(("cluster.backend=process", "cluster.devices=2"), marks=pytest.mark.slow),
+        TWO_POOLS,
+        ("cluster.backend=process", "cluster.devices=2"),
     ],
 )
 def test_every_route_brings_the_adapters(run: Run, way: tuple[str, ...]) -> None:
@@ -163,6 +166,7 @@ ALONE = "actor.lora={rank: 4, alpha: 8, send: adapters}"
 FACTOR_BYTES = 4 * 2 * 4 * ((32 + 32) + 2 * (32 + 16) + (32 + 32) + 3 * (32 + 64))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["native", "transformers"])
 def test_adapters_alone_give_the_same_run_as_merged_weights(run: Run, engine: str) -> None:
     """One rank, float32: they are merged in the engine as the trainer does it, bit for bit."""
@@ -244,6 +248,7 @@ def test_a_run_with_adapters_never_shares_its_storage() -> None:
     assert config.actor.lora is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("send", ["merged", "adapters"])
 def test_a_base_in_four_bits_gives_the_run_on_the_weights_that_it_stands_for(
     run: Run, base: Path, send: str
@@ -403,6 +408,7 @@ def test_a_base_in_half_precision_trains(run: Run) -> None:
     assert all(np.isfinite(line["actor/grad_norm"]) for line in lines[1:])
 
 
+@pytest.mark.slow
 def test_a_starting_adapter_and_a_reference(base: Path, run: Run, recipe: Path) -> None:
     """A reference would be the model without the adapter: only where somebody says so."""
     first = run("first", *_of(base), LORA, "actor.optimizer.lr=0.02", "trainer.total_steps=2", NO_EVALUATION)

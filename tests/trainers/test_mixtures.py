@@ -35,6 +35,7 @@ def numbers(run: Path, key: str) -> list[float]:
     return [line[key] for line in metrics(run) if key in line]
 
 
+@pytest.mark.slow
 def test_with_one_update_per_batch_own_routes_change_nothing(run: Run) -> None:
     """Nothing has moved between the pass that keeps the routes and the update; and the sampler is exact."""
     plain = run("plain", *MIXTURE, *QUIET, *ONE_STEP)
@@ -51,6 +52,7 @@ def test_with_one_update_per_batch_own_routes_change_nothing(run: Run) -> None:
         assert not set(ROUTES) & set(pq.read_schema(file).names)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replay", [TRAINER, SAMPLER])
 def test_routes_hold_through_all_updates_of_a_batch(
     run: Run, replay: str, monkeypatch: pytest.MonkeyPatch
@@ -105,6 +107,7 @@ def test_routes_travel_between_processes(run: Run) -> None:
         np.testing.assert_allclose(numbers(spread, key), numbers(alone, key), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_an_asynchronous_run_with_the_samplers_routes_is_replayed(recipe: Path, tmp_path: Path) -> None:
     run, again, mixture = tmp_path / "run", tmp_path / "again", (*MIXTURE, SAMPLER)
     record(run, recipe, *mixture)
@@ -121,6 +124,7 @@ def test_an_asynchronous_run_with_the_samplers_routes_is_replayed(recipe: Path, 
     assert len(numbers(run, "actor/rerouted")) == 5
 
 
+@pytest.mark.slow
 def test_a_balanced_run_balances_all_rows(run: Run) -> None:
     """A row whose advantage is 0 has no part in the policy's loss, and is left out of it; not here."""
     plain = run("plain", *MIXTURE, *QUIET, *ONE_STEP, "trainer.total_steps=8")
@@ -133,6 +137,7 @@ def test_a_balanced_run_balances_all_rows(run: Run) -> None:
     assert not plan_program(config).actor_loss.zero_where_advantage_is_zero
 
 
+@pytest.mark.slow
 def test_biases_go_where_the_weights_go(recipe: Path, tmp_path: Path) -> None:
     """To the engine, the checkpoint and the export: a run that goes on has them."""
     model = {key: value for key, value in MODEL.items() if key != "head_dim"}

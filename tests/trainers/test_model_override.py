@@ -35,6 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_run_beyond_the_old_positions(folder: Path) -> None:
     recipe, run = str(folder / "tiny.yaml"), folder / "run"
     where = (f"trainer.run_dir={run}", "checkpoint.every=1", "data.eval=[]")

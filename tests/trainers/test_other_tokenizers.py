@@ -45,6 +45,7 @@ def other(policy: Path, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("section", USES)
 def test_other_words_are_refused(section: str, policy: Path, tmp_path: Path) -> None:
     model = other(policy, tmp_path / "other")
@@ -65,6 +66,7 @@ def test_other_words_are_refused(section: str, policy: Path, tmp_path: Path) -> 
     inline(*run, f"{section}.path={model}", f"{section}.tokenizer=trust")
 
 
+@pytest.mark.slow
 def test_the_same_words_are_taken_and_a_folder_without_a_tokenizer(policy: Path, tmp_path: Path) -> None:
     model = tmp_path / "same"
     shutil.copytree(policy / "run" / "export", model)

@@ -50,6 +50,7 @@ def log_probs_of(
     return logits.log_softmax(-1)[torch.arange(len(response)), torch.tensor(response)].numpy()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("begun_at_first_update")
 def test_a_trajectory_begins_under_old_weights_and_ends_under_new_ones(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -89,6 +90,7 @@ def test_a_trajectory_begins_under_old_weights_and_ends_under_new_ones(
     assert lines[-1]["rollout_correction/kl"] != 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("begun_at_first_update")
 @pytest.mark.parametrize("how", ["abort", "completion"])
 def test_the_other_ways_train_every_prompt_once_too(recipe: Path, tmp_path: Path, how: str) -> None:

@@ -268,6 +268,7 @@ STATEFUL = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(STATEFUL))
 def test_resume_equals_undisturbed(name: str, tmp_path: Path) -> None:
     recipe = tmp_path / "tiny.yaml"
@@ -287,6 +288,7 @@ def test_resume_equals_undisturbed(name: str, tmp_path: Path) -> None:
     assert weights(cut) == weights(whole)
 
 
+@pytest.mark.slow
 def test_a_step_without_signal_leaves_the_policy_where_it_is(tmp_path: Path) -> None:
     """Constant rewards: no optimizer step, so that neither weight decay nor momentum moves the weights."""
     recipe = tmp_path / "tiny.yaml"

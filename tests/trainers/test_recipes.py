@@ -150,6 +150,7 @@ def test_recipe_takes_two_steps(name: str, start: Path, tmp_path: Path) -> None:
     assert not missing
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("advantage", ["grpo", "gigpo"])
 def test_a_recipe_in_an_environment_from_the_command_line(
     advantage: str, start: Path, tmp_path: Path

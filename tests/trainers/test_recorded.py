@@ -83,6 +83,7 @@ def rollouts(run: Path) -> list[list[Mapping[str, Any]]]:
     return [[repr(row) for row in pq.read_table(file).to_pylist()] for file in files]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_engine")
 def test_the_same_bits_as_the_run_that_was_recorded(live: Path, tiny: Path, tmp_path: Path) -> None:
     """Prompts and scorers are not needed; neither is the number of steps."""
@@ -101,6 +102,7 @@ def test_the_same_bits_as_the_run_that_was_recorded(live: Path, tiny: Path, tmp_
     assert not [name for line in metrics(tmp_path / "run") for name in line if name.startswith("eval/")]
 
 
+@pytest.mark.slow
 def test_the_same_bits_as_an_asynchronous_run(tiny: Path, tmp_path: Path) -> None:
     inline("train", str(tiny), *ASYNC, f"trainer.run_dir={tmp_path / 'live'}")
     rest = (f"rollout.recorded={tmp_path / 'live' / 'rollouts'}", f"trainer.run_dir={tmp_path / 'run'}")

@@ -58,6 +58,7 @@ def test_everything_is_in_metrics_jsonl_and_finite_numbers_go_to_trackers(
         assert told.read_text() == "q 3 ['a', 'b', 'c']\nstopped"
 
 
+@pytest.mark.slow
 def test_trained_tokens_are_counted_over_the_update_and_generated_ones_over_the_step(tmp_path: Path) -> None:
     with RunFolder(tmp_path / "run") as folder:
         reporter = reporter_of(folder)

@@ -98,6 +98,7 @@ def test_interrupt_saves_at_once_and_resume_equals_undisturbed(
     assert weights(run) == weights(undisturbed)
 
 
+@pytest.mark.slow
 def test_interrupt_while_groups_wait_in_the_buffer_loses_none_of_them(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,6 +141,7 @@ def test_interrupt_while_groups_wait_in_the_buffer_loses_none_of_them(
     assert {key for key in whole if last[key] != whole[key]} == {"reward/score/held"}  # of one group in four
 
 
+@pytest.mark.slow
 def test_two_runs_with_one_seed_are_equal_and_another_seed_is_not(recipe: Path, tmp_path: Path) -> None:
     """Also in another process, with other hashes of strings."""
     for start_run, name, seed in ((cli, "a", 0), (inline, "b", 0), (inline, "c", 1)):
@@ -212,6 +214,7 @@ def test_a_finished_run_with_another_algorithm_is_refused(undisturbed: Path, rec
     assert (undisturbed / "config.yaml").read_text() == before
 
 
+@pytest.mark.slow
 def test_a_finished_run_without_a_checkpoint_is_shown_and_kept(recipe: Path, tmp_path: Path) -> None:
     """The default. Nothing of it moves, whatever is asked for."""
     run = tmp_path / "run"
@@ -234,6 +237,7 @@ def test_a_finished_run_without_a_checkpoint_is_shown_and_kept(recipe: Path, tmp
         assert files() == before
 
 
+@pytest.mark.slow
 def test_a_run_that_is_made_longer_and_killed_is_not_finished(recipe: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     arguments = ("train", str(recipe), *SIX_STEPS, "checkpoint.every=1", f"trainer.run_dir={run}")

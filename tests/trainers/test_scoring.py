@@ -35,6 +35,7 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"reward.models=[{{path: {folder / 'run' / 'export'}, name: judge, weight: 2, token_budget: 512}}]"
 
 
+@pytest.mark.slow
 def test_rollouts_have_the_reward_that_is_trained_on(judge: str, recipe: Path, tmp_path: Path) -> None:
     """Sample 1 of each prompt fails: it is in the file, and the model does not score it."""
     run, failing = tmp_path / "run", "reward.functions=[tests/trainers/scorers.py:raises]"

@@ -59,6 +59,7 @@ def everything(path: Path) -> str:
     return path.read_bytes().decode("latin-1")
 
 
+@pytest.mark.slow
 def test_nothing_of_a_secret_is_in_what_a_run_leaves(
     tmp_path: Path, rows: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

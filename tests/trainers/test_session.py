@@ -358,6 +358,7 @@ POWERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("power", POWERS)
 def test_a_program_has_the_powers_of_the_loop(run: Any, recipe: Path, tmp_path: Path, power: str) -> None:
     """Filters, adaptive coefficients, staleness: the same bits as `rondo train` with the same settings."""
@@ -439,6 +440,7 @@ class BrokenError(Exception):
     """In the program, at a step of the test's choice."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("power", ["adaptive", "stale"])
 @pytest.mark.parametrize("at", [1, 2, 3])
 def test_a_program_that_breaks_off_goes_on_where_it_was(

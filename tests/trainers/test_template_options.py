@@ -156,6 +156,7 @@ def test_unknown_ones_are_found_before_anything_starts(folder: Path) -> None:
         check_rl(load([str(folder / "tiny.yaml")], model))
 
 
+@pytest.mark.slow
 def test_a_run_and_generate_take_them(folder: Path) -> None:
     run = folder / "run"
     inline("train", str(folder / "tiny.yaml"), OFF, f"trainer.run_dir={run}", "trainer.total_steps=1")

@@ -41,6 +41,7 @@ def logged(run: Path) -> dict[int, dict[str, Any]]:
     return {line["step"]: line for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())}
 
 
+@pytest.mark.slow
 def test_a_run_and_what_it_goes_on_with(recipe: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     inline("train", str(recipe), *SETTINGS, f"trainer.run_dir={run}")

@@ -33,6 +33,7 @@ def train(folder: Path, family: str, *overrides: str, check: bool = True) -> Fin
     return inline(*arguments, *overrides, check=check)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_next", "gpt_oss", "lfm2"])
 def test_the_sampler_is_the_trained_policy(family: str, tmp_path: Path) -> None:
     """In the trainer's own storage."""
@@ -45,6 +46,7 @@ def test_the_sampler_is_the_trained_policy(family: str, tmp_path: Path) -> None:
     assert "rollout_correction/importance_mean" not in lines[0]  # nothing to correct
 
 
+@pytest.mark.slow
 def test_weights_that_are_sent_give_the_same_run(tmp_path: Path) -> None:
     """To an engine in a process of its own, checked by the canary, against one storage for both."""
     train(tmp_path / "shared", "qwen3_next")
@@ -52,6 +54,7 @@ def test_weights_that_are_sent_give_the_same_run(tmp_path: Path) -> None:
     assert weights(tmp_path / "shared") == weights(tmp_path / "sent")
 
 
+@pytest.mark.slow
 def test_an_asynchronous_run_is_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers go on under new weights: what their caches held is computed anew, there and here."""
     asynchronous = ("trainer.max_staleness=2", "rollout.max_tokens=16", "rollout.max_concurrent=3")
@@ -74,6 +77,7 @@ def test_the_native_engine_names_it(tmp_path: Path) -> None:
     assert "set rollout.engine=transformers" in done.stderr
 
 
+@pytest.mark.slow
 def test_generate_and_eval_take_it(tmp_path: Path) -> None:
     train(tmp_path / "run", "qwen3_next")
     model = str(tmp_path / "run" / "export")

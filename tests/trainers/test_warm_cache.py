@@ -36,6 +36,7 @@ def warm(tmp_path: Path) -> Path:
     return write(tmp_path / "warm.yaml", {**RECIPE, "model": model, "trainer": trainer})
 
 
+@pytest.mark.slow
 def test_the_second_run_begins_with_the_first_ones(warm: Path, tmp_path: Path, cache: Path) -> None:
     for name in ("a", "b"):
         inline("train", str(warm), f"trainer.run_dir={tmp_path / name}")
@@ -54,6 +55,7 @@ def test_the_second_run_begins_with_the_first_ones(warm: Path, tmp_path: Path, c
     assert len(list(cache.iterdir())) == 2
 
 
+@pytest.mark.slow
 def test_an_entry_that_was_removed_is_made_again(warm: Path, tmp_path: Path, cache: Path) -> None:
     inline("train", str(warm), f"trainer.run_dir={tmp_path / 'a'}")
     (entry,) = cache.iterdir()

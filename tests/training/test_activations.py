@@ -141,6 +141,7 @@ def _on_ranks(rank: int, world: int) -> dict[str, dict[str, torch.Tensor]]:
     return out
 
 
+@pytest.mark.slow
 def test_on_two_ranks_under_fsdp() -> None:
     """Also on a rank that has none of the long rows; and along the axes tensor and context."""
     alone, two = run_ranks(1, _on_ranks)[0], run_ranks(2, _on_ranks)[0]

@@ -270,7 +270,8 @@ def _resumed(rank: int, world: int, path: str, files: Files, name: str) -> list[
     return [loaded, _everything(engine), _everything(other)]
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
 def test_ranks_and_checkpoints(tmp_path: Path, name: str) -> None:
     """Moments do not depend on the number of ranks (two share out 61 rows of 96 numbers unevenly), load into
     any other one exactly, and a resumed run has the bits of an undisturbed one.

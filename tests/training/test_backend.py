@@ -162,6 +162,7 @@ def close(found: Tensors, expected: Tensors) -> None:
         torch.testing.assert_close(found[name], one, rtol=0, atol=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3", "llama"])
 def test_an_engine_over_another_framework(mesh: DeviceMesh, tmp_path: Path, name: str) -> None:
     model, batch, columns = source(name), make_batch(), {"log_probs": "a", "entropy": "b"}

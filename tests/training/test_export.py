@@ -121,6 +121,7 @@ def _rounded(rank: int, world: int, path: str, model: ModelSource) -> dict[str, 
     return {name: one.full_tensor() for name, one in engine.backend.shards.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 def test_exported_weights_are_rounded_but_for_the_precise_ones(tmp_path: Path, world: int) -> None:
     trained = run_ranks(world, _rounded, str(tmp_path), ModelSource(config=DEEPSEEK, seed=3))[0]
@@ -172,6 +173,7 @@ def _checksums(rank: int, world: int, path: str) -> tuple[bool, dict[str, int]]:
     ).parameters().checksums()
 
 
+@pytest.mark.slow
 def test_files_of_another_form_are_read_whole_by_every_rank(folder: Path) -> None:
     """Each converted as transformers does: a base model's names, tied tensors that are there twice."""
     file = folder / "model.safetensors"

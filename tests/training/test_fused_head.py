@@ -260,6 +260,7 @@ def test_an_engine_computes_the_same_columns_and_gradients(
     assert max(found.values()) <= 1e-5, found
 
 
+@pytest.mark.slow
 def test_what_the_kernels_cannot_do_is_refused(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="this model is on cpu") as caught:
         tiny_engine(mesh, config={"logits_bytes": None})

@@ -154,6 +154,7 @@ def _train(rank: int, world: int) -> dict[str, torch.Tensor]:
     return out | {f"critic {key}": tensor for key, tensor in _everything(critic).items()}
 
 
+@pytest.mark.slow
 def test_two_ranks_learn_what_one_does() -> None:
     alone = run_ranks(1, _train)[0]
     for both in run_ranks(2, _train):
@@ -179,6 +180,7 @@ def _resume(rank: int, world: int, path: str, files: Files) -> tuple[dict[str, t
     return _everything(engine), _steps(engine, range(3, 5), rank, world)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("saving", "loading"), [(1, 1), (2, 2), (1, 2), (2, 1)])
 def test_a_checkpoint_holds_the_adapters_and_goes_on_exactly(
     tmp_path: Path, saving: int, loading: int
@@ -262,6 +264,7 @@ def _reference_on_ranks(rank: int, world: int) -> tuple[torch.Tensor, torch.Tens
     return base, _log_probs(reference, batch)
 
 
+@pytest.mark.slow
 def test_the_reference_on_two_ranks() -> None:
     for base, expected in run_ranks(2, _reference_on_ranks):
         assert torch.equal(base, expected)
@@ -278,6 +281,7 @@ def _half(rank: int, world: int) -> tuple[dict[str, torch.Tensor], list[float], 
     return out, norms, _base(engine)["model.layers.0.mlp.up_proj.weight"]
 
 
+@pytest.mark.slow
 def test_the_base_may_rest_in_half_precision() -> None:
     alone, norms, weight = run_ranks(1, _half)[0]
     both, norms_of_both, _ = run_ranks(2, _half)[0]

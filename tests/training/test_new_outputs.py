@@ -282,6 +282,7 @@ def _pair_gradients(rank: int, world: int) -> dict[int, tuple[float, dict[str, t
     return out
 
 
+@pytest.mark.slow
 def test_pairs_give_one_gradient_on_any_number_of_ranks_and_micro_batches() -> None:
     results = {world: run_ranks(world, _pair_gradients) for world in (1, 2)}
     loss, expected = results[1][0][10_000]

@@ -213,6 +213,7 @@ def _two(rank: int, world: int) -> str:
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_two_ranks_are_refused() -> None:
     assert all("on one rank, and this engine has 2" in message for message in run_ranks(2, _two))
 

@@ -128,7 +128,7 @@ def _step(
 @pytest.mark.parametrize(
     ("world", "layouts", "cases"),
     [
-        (2, DENSE[2], CASES),
+        pytest.param(2, DENSE[2], CASES, marks=pytest.mark.slow),
         (2, MIXTURE[2], MIXTURE_CASES),
         pytest.param(4, DENSE[4], CASES, marks=pytest.mark.slow),
         pytest.param(4, MIXTURE[4], MIXTURE_CASES, marks=pytest.mark.slow),

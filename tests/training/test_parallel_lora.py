@@ -228,6 +228,7 @@ def _half(rank: int, world: int, sizes: Sizes) -> tuple[list[float], set[str]]:
     return norms, {str(one.dtype) for one in engine.backend.factors.values()}
 
 
+@pytest.mark.slow
 def test_a_base_in_half_precision_keeps_adapters_in_float32() -> None:
     norms, _ = run_ranks(1, _half, {})[0]
     for found, dtypes in run_ranks(2, _half, {"tensor": 2}):

@@ -150,6 +150,7 @@ def _load(rank: int, world: int, path: str, files: Files) -> dict[str, torch.Ten
     return _everything(engine)
 
 
+@pytest.mark.slow
 def test_saved_on_two_ranks_loads_exactly_on_one_two_and_four(tmp_path: Path) -> None:
     (saved, files), (_, files_of_other) = run_ranks(2, _train_and_save, str(tmp_path / "state"))
     assert float(saved["optimizer.steps"][0]) == 3
@@ -181,6 +182,7 @@ def _interrupted(rank: int, world: int, path: str) -> tuple[dict[str, torch.Tens
     return _everything(straight), resumed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 def test_going_on_from_a_checkpoint_is_bit_for_bit(world: int, tmp_path: Path) -> None:
     for straight, resumed in run_ranks(world, _interrupted, str(tmp_path / "state")):
@@ -254,6 +256,7 @@ def _load_damaged(rank: int, world: int, path: str, files: Files) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_damage_is_named_on_every_rank_whichever_reads_it(tmp_path: Path) -> None:
     folder = tmp_path / "state"
     _, files = run_ranks(2, _train_and_save, str(folder))[0]

@@ -410,6 +410,7 @@ def _replayed(rank: int, world: int, layouts: list[dict[str, int]]) -> dict[str,
     return out
 
 
+@pytest.mark.slow
 def test_every_layout_replays_as_one_process_does() -> None:
     expected = run_ranks(1, _replayed, [{}])[0]["{}"]
     layouts = [{}, {"tensor": 2}, {"context": 2}, {"expert": 2}, {"context": 2, "expert": 2}]

@@ -40,6 +40,7 @@ def test_records_arrive(pair: Pair) -> None:
     assert receive(there) == []
 
 
+@pytest.mark.slow
 def test_shared_objects_lie_anywhere_in_the_records(pair: Pair) -> None:
     here, there = pair
     before = descriptors()

@@ -100,6 +100,7 @@ def open_buckets() -> int:
     return found
 
 
+@pytest.mark.slow
 def test_nothing_is_left_when_the_receiver_is_killed() -> None:
     process, pipe = started(receiver)
     gc.collect()
@@ -158,6 +159,7 @@ def test_a_bucket_that_was_given_up_is_known() -> None:
         os.close(number)
 
 
+@pytest.mark.slow
 def test_a_writer_that_an_error_leaves_open_leaves_nothing() -> None:
     """Nobody closes it: the exception goes up through the sync that owns it."""
     gc.collect()

@@ -113,6 +113,7 @@ def _layouts(rank: int, world: int) -> tuple[Layout, dict[str, int], dict[str, i
     return layout, engine.parameters().checksums(), engine.parameters().checksums("bfloat16")
 
 
+@pytest.mark.slow
 def test_layout_and_checksums_say_the_same_on_any_number_of_ranks() -> None:
     model = dict(build_model(source(), torch.float32).named_parameters())
     whole = {name: checksum(tensor) for name, tensor in model.items()}
@@ -237,6 +238,7 @@ def _hung(rank: int, world: int) -> Any:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_receiver_that_hangs_is_named_by_the_senders_first(seen: dict[int, Any]) -> None:
     """The sync ends for all: gloo closes all connections of a process in which a wait timed out."""
     run_ranks(4, _hung)

@@ -139,6 +139,7 @@ def _told(rank: int, world: int) -> Any:
     return str(report.lost), -1, time.monotonic() - started
 
 
+@pytest.mark.slow
 def test_a_rank_that_nobody_hears_of_is_not_waited_for_once_somebody_says_so(
     seen: dict[int, Any],  # noqa: F811
 ) -> None:
@@ -166,6 +167,7 @@ def _absent(rank: int, world: int) -> str:
     return found
 
 
+@pytest.mark.slow
 def test_a_member_that_does_not_come_is_named() -> None:
     sender, _, receiver = run_ranks(3, _absent)
     assert "the start of a sync: ranks [1] did not come within 1.5 s" in sender

@@ -155,6 +155,7 @@ def _places(parameter: Parameter, box: Box) -> np.ndarray:
     return mask
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(transfers())
 def test_every_element_arrives_once_from_a_holder_within_the_bound(case: tuple[Layout, Layout, int]) -> None:

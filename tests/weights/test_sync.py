@@ -138,6 +138,7 @@ def _accounts(rank: int, world: int) -> list[tuple[int, int, int]]:
     return out
 
 
+@pytest.mark.slow
 def test_what_ranks_hold_already_is_neither_moved_nor_needed() -> None:
     """All sizes divide. Along `tensor` norms are whole on both ranks, along `replicate` all is."""
     model = dict(build_model(source(vocab_size=64), torch.float32).named_parameters())
