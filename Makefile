@@ -1,4 +1,4 @@
-# make quickstart | test | test-all | test-engines | test-environments | test-chance | lint | benchmarks | clean
+# make quickstart | test | test-all | test-engines | test-environments | test-long | test-chance | lint | benchmarks | clean
 #
 # Everything runs in .venv, which is made once and brought up to date when pyproject.toml or the constraints change.
 # Variables:
@@ -40,9 +40,10 @@ export PYTHONDONTWRITEBYTECODE :=
 help:
 	@echo "make quickstart   a small language model learns by reinforcement learning, on the CPU (SEED=0)"
 	@echo "make test         the tests, without those marked slow"
-	@echo "make test-all     all tests"
+	@echo "make test-all     the slow ones, too"
 	@echo "make test-engines the same conformance suite on real vLLM and SGLang, in an environment of their own"
 	@echo "make test-environments   tests of environments of other packages (TextWorld, ALFWorld, …), beside .venv"
+	@echo "make test-long    what all of these leave out: the tests of tests/long.txt, with their reasons (an hour)"
 	@echo "make test-chance  the tests of tests/chance.txt (TESTS=) twenty times (TIMES=), in random order, on a busy machine"
 	@echo "make lint         ruff, mypy, import rules"
 	@echo "make benchmarks   decode against transformers and the roofline; a GRPO step against TRL"
@@ -70,6 +71,8 @@ quickstart: $(VENV)/.stamp-quickstart
 BY_FILE = -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(LOG)
 LOG = $(if $(CHECKS_LOG),--report-log=$(CHECKS_LOG))
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(BY_FILE)
+# Which of the slow ones: make test-long sets it.
+WHICH = not long
 
 .PHONY: test
 test: $(VENV)/.stamp-dev
@@ -77,7 +80,11 @@ test: $(VENV)/.stamp-dev
 
 .PHONY: test-all
 test-all: $(VENV)/.stamp-dev
-	$(PYTEST) $(PYTEST_ARGS)
+	$(PYTEST) -m "$(WHICH)" $(PYTEST_ARGS)
+
+.PHONY: test-long
+test-long:
+	@$(MAKE) --no-print-directory --keep-going test-all test-engines test-environments WHICH=long
 
 # vLLM and SGLang for CPUs: all that is in their constraints and nothing else, so that pip has nothing to work out, and
 # uncompiled: few of the modules are ever imported, and compiled then. Of what vLLM asks for, torchaudio and torchcodec
@@ -104,8 +111,8 @@ $(VENV_ENGINES)/.stamp-engines: $(VENV_ENGINES)/.stamp-packages pyproject.toml
 test-engines: $(VENV_ENGINES)/.stamp-engines $(VENV)/.stamp-dev
 	@echo "$(CURDIR)/tests/engines/cpu" > \
 	  "$$($(VENV_ENGINES)/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/rondo_engines.pth"
-	OMP_NUM_THREADS=1 $(VENV_ENGINES)/bin/python -m pytest tests/engines $(BY_FILE) -p no:hypothesispytest --maxfail 4 $(PYTEST_ARGS)
-	RONDO_ENGINE_PYTHON=$(VENV_ENGINES)/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) $(LOG:.jsonl=-elsewhere.jsonl) tests/engines/test_elsewhere.py
+	OMP_NUM_THREADS=1 $(VENV_ENGINES)/bin/python -m pytest tests/engines -m "$(WHICH)" $(BY_FILE) -p no:hypothesispytest --maxfail 4 $(PYTEST_ARGS)
+	RONDO_ENGINE_PYTHON=$(VENV_ENGINES)/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) $(LOG:.jsonl=-elsewhere.jsonl) -m "$(WHICH)" tests/engines/test_elsewhere.py
 
 # Environments of other packages. Some pin what rondo's tests have in another version (mcp, openai), so that they get an
 # environment of their own; rondo_environments.pth puts the packages of .venv on its path after its own, so that torch
@@ -125,7 +132,7 @@ $(VENV_ENVIRONMENTS)/.stamp-environments: constraints/environments.txt pyproject
 .PHONY: test-environments
 test-environments: $(VENV_ENVIRONMENTS)/.stamp-environments
 	OMP_NUM_THREADS=1 $(VENV_ENVIRONMENTS)/bin/python -m pytest $(BY_FILE) \
-	  tests/environments/packages $(PYTEST_ARGS)
+	  tests/environments/packages -m "$(WHICH)" $(PYTEST_ARGS)
 
 # A test that fails once in many runs is found here: make test-chance TESTS="tests/x.py::test_y tests/z.py"
 TESTS ?= $(shell grep -v '^\#' tests/chance.txt)

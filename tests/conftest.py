@@ -104,10 +104,26 @@ def _seconds(fast: bool) -> dict[str, float]:
     return dict(scopes)
 
 
+# Tests that `.ci/run` leaves to `make test-long`: patterns of ids, with their reasons.
+LONG = Path(__file__).resolve().parent / "long.txt"
+
+
+def long_tests() -> list[re.Pattern[str]]:
+    """Returns the patterns of LONG; a test is long whose id begins with one."""
+    lines = LONG.read_text(encoding="utf-8").splitlines()
+    return [re.compile(line) for line in lines if line and not line.startswith("#")]
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest's own, which chooses by markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are skipped where there is no CUDA device. Workers of xdist begin with what takes
-    longest, and with what was never measured, so that none is idle at the end.
+    """Marks what LONG lists. Tests marked `gpu` are skipped where there is no CUDA device. Workers of xdist
+    begin with what takes longest, and with what was never measured, so that none is idle at the end.
     """
+    patterns = long_tests()
+    for item in items:
+        if any(pattern.match(item.nodeid) for pattern in patterns):
+            item.add_marker("long")
+            item.add_marker("slow")
     if "PYTEST_XDIST_WORKER" in os.environ:
         seconds = _seconds(fast="not slow" in config.getoption("markexpr"))
         items.sort(key=lambda item: -seconds.get(_scope(item.nodeid), math.inf))
