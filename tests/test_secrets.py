@@ -17,7 +17,7 @@ from rondo.agents.external import load_agent
 from rondo.agents.mcp_servers import McpServer
 from rondo.agents.tools import end_tools, load_tools
 from rondo.algorithms.registry import bind
-from rondo.api.training import _write_recipe
+from rondo.api.run import _write_recipe
 from rondo.checkpoint.durable import AppendedFile, write_atomic
 from rondo.config import Config, SourceConfig, changes, leaves_of, load, show, to_yaml
 from rondo.config.functions import NEVER_HANDED_OVER, called_with

@@ -5,7 +5,5 @@ way to train. Data and functions that have no name go into files beside the reci
 """
 
 # ruff: noqa: F401
-from rondo.api.models import evaluate, generate
-from rondo.api.run import Run, load
+from rondo.api.run import Run, evaluate, generate, load, preference, reward_model, sft, train
 from rondo.api.serving import Server, serve
-from rondo.api.training import preference, reward_model, sft, train

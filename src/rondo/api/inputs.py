@@ -22,6 +22,20 @@ from rondo.config.functions import know, written_down
 from rondo.config.schema.data import SOURCE_TYPES
 from rondo.errors import ConfigError
 
+Recipes = str | Path | Sequence[str | Path]
+"""The name of a recipe that rondo ships, a YAML file, or several, merged in order."""
+
+
+def files_of(recipe: Recipes) -> list[str]:
+    """Returns the names of one recipe or several."""
+    return [str(one) for one in ([recipe] if isinstance(recipe, str | Path) else recipe)]
+
+
+def functions_of(reward: Any) -> list[Any]:
+    """Returns `reward.functions` from one function or several, each with options or without."""
+    functions = reward if isinstance(reward, list | tuple) else [reward]
+    return [one if isinstance(one, Mapping) else {"name": one} for one in functions]
+
 
 class Inputs:
     """Writes into a folder, which is made when there is something to write."""

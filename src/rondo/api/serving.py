@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from rondo.api.training import Recipes, files_of
+from rondo.api.inputs import Recipes, files_of
 from rondo.config import load
 
 if TYPE_CHECKING:

@@ -1,10 +1,11 @@
 """The controller: resource pools, worker groups, dispatch. Two backends, one behaviour. Knows nothing of
 models."""
 
-from rondo.controller.cluster import Cluster, planned_device, start_cluster
+from rondo.controller.cluster import Cluster, planned_device
 from rondo.controller.dispatch import dispatch
 from rondo.controller.group import WorkerGroup, together
 from rondo.controller.mesh import Mesh
+from rondo.controller.start import start_cluster
 from rondo.controller.worker import Worker, WorkerContext
 
 __all__ = [

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from rondo.controller import WorkerGroup
 from rondo.data import firsts, is_scored
 from rondo.errors import ConfigError, DataError, TrainError
 from rondo.rewards import check_dropped_share
-from rondo.trainers.loop import failures
+from rondo.trainers.loop import RLRun, failures
 from rondo.trainers.program import (
     ActorWeights,
     Learner,
@@ -27,18 +27,42 @@ from rondo.trainers.program import (
     MiniBatches,
     PreparationStage,
     Pretraining,
+    Prompts,
     RewardModelScores,
+    Step,
     model_scores,
     update_actor,
 )
 from rondo.types import Prompt, StepStats
 from rondo.workers import ActorWorker, CriticWorker, ModelWorker, ReferenceWorker, RolloutWorker
 
-if TYPE_CHECKING:
-    from rondo.trainers.sessions.session import Session
-
 Function = str | Callable[..., Any]
 POLICY, ON_POLICY = "policy", "on_policy"
+
+
+class SessionState(Protocol):
+    """What handles ask of the session that made them: see `Session`, where each is explained."""
+
+    config: Config
+    data: Prompts
+    corrected: bool
+
+    @property
+    def run(self) -> RLRun: ...
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def step_state(self) -> Step: ...
+
+    def generated(self, prompts: Sequence[Prompt]) -> BatchRef | None: ...
+
+    def check_asked_once(self, prompts: Sequence[Prompt]) -> None: ...
+
+    def check_published(self, verb: str) -> None: ...
+
+    async def updated(self) -> None: ...
 
 
 def actor_losses(config: Config) -> dict[str, ActorLoss]:
@@ -53,7 +77,9 @@ def actor_losses(config: Config) -> dict[str, ActorLoss]:
 class Actor:
     """The policy: a training engine and the generation engines that serve its weights."""
 
-    def __init__(self, session: Session, config: Config, model: WorkerGroup, rollout: WorkerGroup) -> None:
+    def __init__(
+        self, session: SessionState, config: Config, model: WorkerGroup, rollout: WorkerGroup
+    ) -> None:
         """config: that of the run, with the program's policy loss and what rollout_correction became."""
         self.model = model
         self.rollout = rollout
@@ -194,7 +220,7 @@ class Actor:
 class Critic:
     """A value function, of the reward (role critic) or of the cost (cost_critic)."""
 
-    session: Session
+    session: SessionState
     learner: Learner
     model: WorkerGroup
 
@@ -219,7 +245,7 @@ class Critic:
 class Reference:
     """The frozen policy that a KL term measures against."""
 
-    session: Session
+    session: SessionState
     model: WorkerGroup
 
     async def compute_log_prob(self, batch: BatchRef) -> BatchRef:
@@ -236,7 +262,7 @@ class Reference:
 class Reward:
     """What is trained for: reward functions, which score where rows are generated, and reward models."""
 
-    session: Session
+    session: SessionState
     models: Sequence[RewardModelConfig]
 
     async def compute_reward(self, batch: BatchRef) -> BatchRef:
@@ -253,7 +279,7 @@ class Reward:
 class Cost:
     """What a constraint bounds: the score of a reward function, or of a reward model."""
 
-    session: Session
+    session: SessionState
     name: str
     judge: WorkerGroup | None
     """That reward model; None: the score is a reward function's, there from the start."""

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from rondo.activity import Activity
 from rondo.config.schema import EngineConfig, FrozenEngineConfig, OptimizerConfig, TorchBackendConfig
@@ -21,16 +22,17 @@ from rondo.models.source import ModelSource
 from rondo.models.value_head import PREFIX as VALUE_HEAD
 from rondo.training.backend import OptimizerStats, Use
 from rondo.training.checkpoint import State
-from rondo.training.gathering import boxes_here
+from rondo.training.gathering import boxes_here, checksums_of, gather_buckets
 from rondo.training.packed import PackedRows
 from rondo.training.passes import Passes, Recorded
 from rondo.training.shards import as_shard, local_of
 from rondo.training.torch_backend.adapters import BASE, Adapters
 from rondo.training.torch_backend.build import build_sharded
 from rondo.training.torch_backend.optimizer import ShardedAdamW
-from rondo.training.torch_backend.parameters import LocalRows, TorchParameters
+from rondo.training.torch_backend.parameters import LocalRows, layout_of, wire_dtypes
 from rondo.training.torch_backend.routing import Routing
 from rondo.training.views import Views
+from rondo.weights.layout import Layout
 from rondo.weights.sync import Sent, WeightSource
 
 
@@ -258,3 +260,53 @@ class TorchBackend:
             self._bind()
             if self.optimizer is not None:  # its tensors share the storage that has just moved
                 self.optimizer.rebind()
+
+
+class TorchParameters:
+    """A `weights.sync.WeightSource`: of a model with adapters the weights with these merged, or A and B as
+    they are, in their own dtype, after the model's own weights or alone.
+    """
+
+    def __init__(self, backend: TorchBackend, what: Sent) -> None:
+        """Raises TrainError for A and B of a model without adapters."""
+        if what != "merged" and backend.adapters is None:
+            raise TrainError(f"there are no adapters to send ({what}): the model has none")
+        self._backend = backend
+        self._what = what
+
+    def layout(self, dtype: str | None = None) -> Layout:
+        """See `WeightSource.layout`."""
+        lm, shards = self._backend.model.lm, self._shards()
+        wire = wire_dtypes(lm, shards, dtype)
+        if self._what != "merged":
+            wire |= wire_dtypes(lm, self._backend.factors, None)
+        return layout_of(shards, self._backend.views, wire)
+
+    @contextlib.contextmanager
+    def local(self) -> Iterator[Mapping[str, torch.Tensor]]:
+        """See `WeightSource.local`."""
+        adapters, views = self._backend.adapters, self._backend.views
+        with self._backend.on_device():
+            shards = self._shards()
+            if adapters is None:
+                yield LocalRows(shards)
+            elif self._what == "merged":
+                yield adapters.merged(shards, self._backend.factors, views)
+            else:
+                yield adapters.rows(shards)
+
+    def gathered(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `WeightSource.gathered`."""
+        with self.local() as rows:
+            yield from gather_buckets(self.layout(dtype), rows, self._backend.views.everyone, bucket_bytes)
+        self._backend.release_memory()
+
+    def checksums(self, dtype: str | None = None) -> dict[str, int]:
+        """See `WeightSource.checksums`."""
+        with self.local() as rows:
+            return checksums_of(self.layout(dtype), rows, self._backend.views.everyone)
+
+    def _shards(self) -> dict[str, DTensor]:
+        """Returns what is read, as it lies now."""
+        own = {} if self._what == "adapters" else self._backend.shards
+        return own if self._what == "merged" else own | self._backend.factors

@@ -1,76 +1,18 @@
-"""What syncs and exports read of a model of the torch backend, under a checkpoint's names."""
+"""What this rank holds of a model of the torch backend, under a checkpoint's names, and how it is sent."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from rondo.errors import TrainError
 from rondo.models.names import persistent_buffers
 from rondo.models.precision import kept_in_float32
 from rondo.models.value_head import PREFIX as VALUE_HEAD
-from rondo.training.gathering import checksums_of, gather_buckets
 from rondo.training.views import Views
 from rondo.weights.layout import Layout, Parameter
-from rondo.weights.sync import Sent
-
-if TYPE_CHECKING:
-    from rondo.training.torch_backend.backend import TorchBackend
-
-
-class TorchParameters:
-    """A `weights.sync.WeightSource`: of a model with adapters the weights with these merged, or A and B as
-    they are, in their own dtype, after the model's own weights or alone.
-    """
-
-    def __init__(self, backend: TorchBackend, what: Sent) -> None:
-        """Raises TrainError for A and B of a model without adapters."""
-        if what != "merged" and backend.adapters is None:
-            raise TrainError(f"there are no adapters to send ({what}): the model has none")
-        self._backend = backend
-        self._what = what
-
-    def layout(self, dtype: str | None = None) -> Layout:
-        """See `WeightSource.layout`."""
-        lm, shards = self._backend.model.lm, self._shards()
-        wire = wire_dtypes(lm, shards, dtype)
-        if self._what != "merged":
-            wire |= wire_dtypes(lm, self._backend.factors, None)
-        return layout_of(shards, self._backend.views, wire)
-
-    @contextmanager
-    def local(self) -> Iterator[Mapping[str, torch.Tensor]]:
-        """See `WeightSource.local`."""
-        adapters, views = self._backend.adapters, self._backend.views
-        with self._backend.on_device():
-            shards = self._shards()
-            if adapters is None:
-                yield LocalRows(shards)
-            elif self._what == "merged":
-                yield adapters.merged(shards, self._backend.factors, views)
-            else:
-                yield adapters.rows(shards)
-
-    def gathered(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `WeightSource.gathered`."""
-        with self.local() as rows:
-            yield from gather_buckets(self.layout(dtype), rows, self._backend.views.everyone, bucket_bytes)
-        self._backend.release_memory()
-
-    def checksums(self, dtype: str | None = None) -> dict[str, int]:
-        """See `WeightSource.checksums`."""
-        with self.local() as rows:
-            return checksums_of(self.layout(dtype), rows, self._backend.views.everyone)
-
-    def _shards(self) -> dict[str, DTensor]:
-        """Returns what is read, as it lies now."""
-        own = {} if self._what == "adapters" else self._backend.shards
-        return own if self._what == "merged" else own | self._backend.factors
 
 
 def wire_dtypes(model: PreTrainedModel, shards: Mapping[str, DTensor], dtype: str | None) -> dict[str, str]:
