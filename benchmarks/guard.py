@@ -1,12 +1,13 @@
-"""Whether a change of the house left the numbers alone: eight small runs, recorded once and compared later.
+"""Whether a change of the house left the numbers alone: fourteen small runs, recorded, and compared later.
 
     python benchmarks/guard.py record FOLDER     at the commit that is trusted
     python benchmarks/guard.py compare FOLDER    at any later one: exit 1 where a bit differs
 
 Runs `rondo` of this checkout (the folder above this file, or RONDO_SOURCE) on its own tiny task, which is
-written into FOLDER, so that nothing but the library changes between the two. Compared are metrics.jsonl
-without clocks, every rollout table, and the exported weights. Asynchronous runs are compared by replaying
-the recorded run's journal. FOLDER is no part of the repository.
+written into FOLDER, so that nothing but the library changes between the two; for tools, environments and
+search on recipes that rondo ships, whose names go where their modules go. Compared are metrics.jsonl without
+clocks, every rollout table, and the exported weights, those of a warm start too. Asynchronous runs are
+compared by replaying the recorded run's journal. FOLDER is no part of the repository.
 """
 
 from __future__ import annotations
@@ -74,6 +75,40 @@ def pairs(size=64, seed=2):
 
 def even_share(prompt, trajectory):
     return float((trajectory.response_ids % 2 == 0).mean())
+
+
+def programs(size=64, seed=3):
+    cases = '{"inputs": ["2 3", "5 5"], "outputs": ["5", "10"]}'
+    return [{"prompt": row["prompt"], "cases": cases} for row in rows(size, seed)]
+
+
+PROGRAMS = ["print(sum(map(int, input().split())))", "print(5)", "1 / 0", "print(input())"]
+
+
+async def writes(messages, policy):
+    answer = await policy.chat(messages)
+    return f"```python\\n{PROGRAMS[int(answer.token_ids[0]) % 4]}\\n```"
+"""
+# The verbs of a user's own loop, as examples/ has them.
+PROGRAM = """
+import asyncio
+import sys
+
+from rondo.trainers.sessions import open_session
+
+
+async def main():
+    async with open_session(sys.argv[1:2], sys.argv[2:]) as session:
+        actor, reference = await session.actor(), await session.reference()
+        async for prompts in session.prompts():
+            batch = await actor.generate_sequences(prompts)
+            batch = await actor.compute_log_prob(batch)
+            batch = await reference.compute_log_prob(batch)
+            batch = await session.compute_advantages(batch, "grpo")
+            await session.log(batch, await actor.update_actor(batch))
+
+
+asyncio.run(main())
 """
 
 MODEL = {
@@ -115,6 +150,23 @@ RL = {
     "trainer": {"total_steps": 4, "evaluation": {"every": 2, "samples": 2}},
 }
 KL = {"kl": {"name": "k3", "where": "loss", "coef": 0.05}}
+# Of recipes that rondo ships: as long as it takes until tools are called and boxes pushed.
+SHORT = {
+    "data": {"batch_size": 4},
+    "rollout": {"n": 4},
+    "trainer": {"total_steps": 2, "evaluation": {"every": 2, "samples": 1}},
+    "tracking": {"console": "off", "plot": False, "trackers": []},
+    "checkpoint": {"every": None, "export": True},
+}
+SHIPPED = {"tools": "python_tool", "boxes": "sokoban", "corpus": "search_r1"}
+WARM_STARTS = {
+    f"{name}_warm": {
+        "include": f"{recipe}_sft.yaml",
+        "trainer": {"total_steps": 60},
+        "tracking": SHORT["tracking"],
+    }
+    for name, recipe in SHIPPED.items()
+}
 PPO = {"advantage": {"name": "gae", "gamma": 1.0, "lam": 0.95}, **KL}
 RECIPES: dict[str, Any] = {
     "grpo": {**RL, "algorithm": KL},
@@ -138,6 +190,26 @@ RECIPES: dict[str, Any] = {
         },
         "algorithm": {"preference_loss": {"name": "dpo", "beta": 0.1}},
         "trainer": {"total_steps": 4, "evaluation": {"every": 2}},
+    },
+    "lora": {
+        **RL,
+        "algorithm": KL,
+        "actor": {**RL["actor"], "lora": {"rank": 4, "alpha": 8}},
+    },
+    "code": {
+        **RL,
+        "data": {**RL["data"], "train": [_source("programs", 64)], "eval": [_source("programs", 4)]},
+        "rollout": {**RL["rollout"], "agent": "task.py:writes"},
+        "reward": {"functions": [{"name": "code", "cases_key": "cases"}], "accuracy": "code/solved"},
+    },
+    "session": {**RL, "algorithm": KL, "trainer": {"total_steps": 4}},
+    **{
+        name: {
+            "include": f"{recipe}.yaml",
+            **SHORT,
+            "trainer": SHORT["trainer"] | {"warm_start": f"{name}_warm.yaml"},
+        }
+        for name, recipe in SHIPPED.items()
     },
 }
 ASYNC = ("trainer.max_staleness=2", "checkpoint.every=2")
@@ -170,7 +242,8 @@ def run(name: str, folder: Path, out: Path, replay: Path | None) -> None:
         settings.append(f"rollout.recorded={respelled('grpo', folder, out) if replay else recorded}")
     if replay is not None and name in ("resume", "abort"):
         settings.append(f"trainer.replay={respelled(name, folder, out)}")
-    python(name, folder, "-m", "rondo.cli.main", command, str(folder / f"{name}.yaml"), *settings)
+    program = ["session.py"] if name == "session" else ["-m", "rondo.cli.main", command]
+    python(name, folder, *program, str(folder / f"{name}.yaml"), *settings)
 
 
 def respelled(name: str, folder: Path, out: Path) -> Path:
@@ -192,7 +265,8 @@ def python(name: str, folder: Path, *arguments: str) -> str:
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        env=os.environ
+        | {"PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "RONDO_CACHE": ""},
         capture_output=True,
         text=True,
     )
@@ -202,7 +276,9 @@ def python(name: str, folder: Path, *arguments: str) -> str:
 
 
 def facts(run_folder: Path) -> Iterator[tuple[str, Any]]:
-    """(what, value) of everything that must stay the same."""
+    """(what, value) of everything that must stay the same, in the run and in its warm start."""
+    if (run_folder / "warm_start").is_dir():
+        yield from ((f"warm_start/{what}", value) for what, value in facts(run_folder / "warm_start"))
     for number, line in enumerate((run_folder / "metrics.jsonl").read_text().splitlines()):
         for key, value in json.loads(line).items():
             if not key.startswith(CLOCKS) and "seconds" not in key and key != "time":
@@ -226,7 +302,8 @@ def main() -> None:
     if arguments.what == "record":
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "task.py").write_text(TASK)
-        for name, recipe in RECIPES.items():
+        (folder / "session.py").write_text(PROGRAM)
+        for name, recipe in (RECIPES | WARM_STARTS).items():
             (folder / f"{name}.yaml").write_text(yaml.safe_dump(recipe))
     out = base if arguments.what == "record" else here
     shutil.rmtree(out, ignore_errors=True)
