@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import traceback
@@ -180,6 +181,14 @@ class WorkerError(RondoError):
 
     def __reduce__(self) -> tuple[type, tuple[str, int, str, str, str]]:
         return type(self), (self.role, self.rank, self.method, self.message, self.worker_traceback)
+
+
+def did_you_mean(name: str, candidates: Iterable[str]) -> str:
+    """Writes the middle of a message: `; did you mean 'x'?` for the nearest candidate, `.` when none is
+    near.
+    """
+    near = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.6)
+    return f"; did you mean '{near[0]}'?" if near else "."
 
 
 def half_of_a_pair(text: str) -> int | None:

@@ -16,8 +16,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Literal
 
-from rondo.config.functions import did_you_mean
-from rondo.errors import ConfigError, DataError
+from rondo.errors import ConfigError, DataError, did_you_mean
 from rondo.storage import cache_folder, storing
 from rondo.streams import drawing
 from rondo.urls import Far, is_url

@@ -38,9 +38,9 @@ from rondo.agents.tool_loop import use_tools
 from rondo.agents.tools import Tool, Toolbox, ToolStats, end_tools
 from rondo.agents.worlds import World, Worlds
 from rondo.chat import decode
-from rondo.config.functions import called_with, check_options, did_you_mean, resolve_function
+from rondo.config.functions import called_with, check_options, resolve_function
 from rondo.config.schema import FunctionConfig, RolloutConfig
-from rondo.errors import ConfigError, EpisodeLostError
+from rondo.errors import ConfigError, EpisodeLostError, did_you_mean
 from rondo.serving import Endpoint, Session, SessionRules, Sessions, prompt_key
 from rondo.types import (
     MAX_ROWS,

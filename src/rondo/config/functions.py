@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -21,7 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from rondo.border import contained, described
-from rondo.errors import ConfigError, about
+from rondo.errors import ConfigError, about, did_you_mean
 from rondo.masking import VARIABLE, is_secret, masked, variable_of, was_masked
 
 _SIMPLE_TYPES: Mapping[str, tuple[type, ...]] = {
@@ -215,14 +214,6 @@ def _checked_variable(name: str, value: Any, where: str) -> str | None:
         shown = variable if is_name else "…"
         raise ConfigError(f"{where}: {{env: {shown}}}: {problem}", key=where)
     return variable
-
-
-def did_you_mean(name: str, candidates: Iterable[str]) -> str:
-    """Writes the middle of a message: `; did you mean 'x'?` for the nearest candidate, `.` when none is
-    near.
-    """
-    near = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.6)
-    return f"; did you mean '{near[0]}'?" if near else "."
 
 
 def _refuse_older_form(key: str, known: Collection[str], where: str) -> None:

@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from rondo.config.functions import did_you_mean
 from rondo.config.schema import FileSourceConfig
 from rondo.data.plain import ArrowRows, Row, Rows, check_schema, kept_columns
-from rondo.errors import ConfigError, DataError, half_of_a_pair
+from rondo.errors import ConfigError, DataError, did_you_mean, half_of_a_pair
 from rondo.urls import check_url, fetched, is_url
 
 MOST_LEVELS = 100  # of lists and mappings in a row; what pickles and prints them has a limit of its own

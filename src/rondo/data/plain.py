@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from rondo.config.functions import did_you_mean
 from rondo.config.schema import SourceConfig
-from rondo.errors import ConfigError, DataError
+from rondo.errors import ConfigError, DataError, did_you_mean
 
 _log = logging.getLogger(__name__)
 

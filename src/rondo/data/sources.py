@@ -19,7 +19,7 @@ from typing import Any
 
 from rondo.border import users_code
 from rondo.chat import Conversation, MessageError, MessageReader, TemplateKeys, as_messages
-from rondo.config.functions import called_with, check_options, did_you_mean, resolve_function
+from rondo.config.functions import called_with, check_options, resolve_function
 from rondo.config.schema import (
     FileSourceConfig,
     HuggingfaceSourceConfig,
@@ -28,7 +28,7 @@ from rondo.config.schema import (
 )
 from rondo.data.files import check_file, open_jsonl, open_parquet
 from rondo.data.plain import ArrowRows, Rows, is_media, kept_columns, plain
-from rondo.errors import ConfigError, DataError
+from rondo.errors import ConfigError, DataError, did_you_mean
 from rondo.masking import masked
 from rondo.streams import drawing
 from rondo.urls import is_url

@@ -25,8 +25,8 @@ from transformers import (
 from transformers.utils import logging as hf_logging
 
 from rondo.border import users_code
-from rondo.config.functions import did_you_mean, resolve_function
-from rondo.errors import ConfigError, DataError, about
+from rondo.config.functions import resolve_function
+from rondo.errors import ConfigError, DataError, about, did_you_mean
 from rondo.hub import local_folder
 from rondo.models.attention import IMPLEMENTATION, register_varlen
 from rondo.models.carried import end_token_ids

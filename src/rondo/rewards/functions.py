@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rondo.columns import judges
-from rondo.config.functions import called_with, check_options, did_you_mean, resolve_function
+from rondo.config.functions import called_with, check_options, resolve_function
 from rondo.config.schema import RewardConfig, RewardFunctionConfig
-from rondo.errors import ConfigError, about
+from rondo.errors import ConfigError, about, did_you_mean
 from rondo.masking import masked
 from rondo.readonly import read_only
 from rondo.rewards.builtin import BUILTINS

@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from rondo.config.functions import did_you_mean
-from rondo.errors import ConfigError, StorageError, ToolError
+from rondo.errors import ConfigError, StorageError, ToolError, did_you_mean
 from rondo.search.corpus import Passage, digest_of, passages_of
 from rondo.search.dense import Dense
 from rondo.search.tantivy_index import Tantivy

@@ -21,8 +21,7 @@ from vllm.model_executor.models import ModelRegistry
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from rondo.config.functions import did_you_mean
-from rondo.errors import ConfigError
+from rondo.errors import ConfigError, did_you_mean
 from rondo.models.loading import load_model_config
 from rondo.models.names import Parts
 from rondo.rollout.adapters import Served

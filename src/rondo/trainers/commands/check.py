@@ -13,9 +13,9 @@ from rondo.agents.worlds import check_reads
 from rondo.algorithms import Kind, check_algorithm, columns_read, lookup
 from rondo.border import users_code
 from rondo.columns import GREEDY_REWARD, TOPK_IDS
-from rondo.config import Config, FunctionConfig, LoadedConfig, did_you_mean
+from rondo.config import Config, FunctionConfig, LoadedConfig
 from rondo.environments.choices import load_environments
-from rondo.errors import ConfigError, about
+from rondo.errors import ConfigError, about, did_you_mean
 from rondo.rewards import load_functions
 from rondo.roles import ROLES, ROLLOUT
 from rondo.tracking import check_trackers
