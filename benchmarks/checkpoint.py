@@ -32,9 +32,9 @@ from rondo.config.schema import (
 )
 from rondo.controller import WorkerGroup, dispatch, start_cluster
 from rondo.models.source import ModelSource
+from rondo.system.usage import process_usage
 from rondo.tracking import RunFolder
 from rondo.trainers.loop.checkpoints import Checkpoints
-from rondo.usage import process_usage
 from rondo.workers import ActorWorker
 
 MB = 10**6

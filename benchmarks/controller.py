@@ -32,21 +32,21 @@ from typing import Any, cast
 
 import numpy as np
 
-from rondo.batch import ROW_ID, Batch, BatchRef, ragged_array
-from rondo.columns import column
 from rondo.config import Config, load
 from rondo.controller import Mesh, WorkerGroup
 from rondo.controller.calls import Reply
 from rondo.controller.host import _ended
 from rondo.controller.remote import RemoteCluster, RemoteHandle, _pack_reply, unpack_call
+from rondo.core.batch import ROW_ID, Batch, BatchRef, ragged_array
+from rondo.core.columns import column
+from rondo.core.roles import ROLES
+from rondo.core.types import SCORED, Prompt, SamplingParams, StepStats
 from rondo.data import index_columns, is_scored
 from rondo.data.rows import row_ids
-from rondo.roles import ROLES
 from rondo.tracking import Clock, Console, RunFolder, Timeline
 from rondo.trainers.loop.report import Reporter, describe_rows
 from rondo.trainers.program import Program, Roles, Step, plan_program, update_actor
 from rondo.trainers.program.roles import worker_class
-from rondo.types import SCORED, Prompt, SamplingParams, StepStats
 from rondo.workers import RolloutWorker
 from rondo.workers.estimating import EstimatingWorker
 from rondo.workers.rows import WritesRows

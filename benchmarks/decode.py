@@ -37,9 +37,9 @@ import transformers
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Qwen3Config
 
+from rondo.core.types import GenerateRequest, SamplingParams
 from rondo.rollout import NativeEngine
 from rondo.rollout.native.kernels import library
-from rondo.types import GenerateRequest, SamplingParams
 
 PROMPT, NEW, GROUP = 16, 48, 8
 LONG_CONTEXT, LONG_REQUESTS, LONG_MEAN = 16384, 64, 1024

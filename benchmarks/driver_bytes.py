@@ -16,10 +16,10 @@ import time
 
 import numpy as np
 
-from rondo.batch import ROW_ID, Batch, BatchRef, ragged_rows
 from rondo.config.schema import ClusterConfig, RayBackendConfig
 from rondo.controller import Cluster, Worker, WorkerGroup, dispatch, start_cluster
-from rondo.types import StepStats
+from rondo.core.batch import ROW_ID, Batch, BatchRef, ragged_rows
+from rondo.core.types import StepStats
 
 GROUP = 8
 PROMPT_TOKENS = 64

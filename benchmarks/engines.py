@@ -24,10 +24,10 @@ import psutil
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from rondo.core.types import GenerateRequest, SamplingParams
 from rondo.models.source import ModelSource
 from rondo.rollout.build import start_engine
 from rondo.rollout.protocol import EngineSpec
-from rondo.types import GenerateRequest, SamplingParams
 
 PROMPT, NEW, GROUP, VOCAB = 16, 112, 8, 442
 TURN = 64  # requests of a turn, at least: the clock of CPU time ticks every 10 ms

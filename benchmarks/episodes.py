@@ -25,12 +25,12 @@ from rondo.agents.runner import EpisodeRunner
 from rondo.agents.worlds import Worlds
 from rondo.chat import decode, encode_prompt, stop_token_ids
 from rondo.config.schema import EnvironmentConfig, FunctionConfig
+from rondo.core.types import Completion, GenerateRequest, Prompt, SamplingParams
 from rondo.environments import Observation, StepResult
 from rondo.environments.choices import load_environments
 from rondo.recipes.quickstart import tokenizer
 from rondo.serving import Endpoint, Sessions
 from rondo.serving.http import HttpServer
-from rondo.types import Completion, GenerateRequest, Prompt, SamplingParams
 from rondo.workers.rollout import Unscored
 
 TOKENS = 32  # of an answer

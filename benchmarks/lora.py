@@ -43,12 +43,12 @@ def measure(arguments: argparse.Namespace, case: dict[str, Any]) -> dict[str, fl
     import peft  # noqa: F401 (before memory is measured)
     import torch
 
-    from rondo.batch import Batch, ragged_rows
     from rondo.config.schema import EngineConfig, LoraConfig, OptimizerConfig
+    from rondo.core.batch import Batch, ragged_rows
     from rondo.models import ModelSource
+    from rondo.system.usage import process_usage
     from rondo.training import make_engine
     from rondo.training.shards import local_of
-    from rondo.usage import process_usage
     from tests.training.helpers import PolicyLoss, one_rank_mesh
 
     settings = dict(case)

@@ -73,8 +73,8 @@ class Policy:
 def train(folder: str, options: argparse.Namespace, store: str, answers: Any) -> None:
     import numpy as np
 
-    from rondo.batch import Batch, ragged_rows
     from rondo.config.schema import EngineConfig, OptimizerConfig, TorchBackendConfig
+    from rondo.core.batch import Batch, ragged_rows
     from rondo.models import ModelSource
     from rondo.planning.memory import model_bytes
     from rondo.training import make_engine

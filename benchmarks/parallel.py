@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 REPOSITORY = Path(__file__).parents[1]
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "src")]
 
-from rondo.batch import Batch, ragged_rows  # noqa: E402
 from rondo.config.schema import EngineConfig, OptimizerConfig  # noqa: E402
+from rondo.core.batch import Batch, ragged_rows  # noqa: E402
 from rondo.models import ModelSource  # noqa: E402
 from rondo.training import make_engine  # noqa: E402
 from tests.ranks import run_ranks  # noqa: E402

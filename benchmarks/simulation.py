@@ -17,13 +17,13 @@ from typing import Any, TypeVar
 import numpy as np
 
 from rondo.agents.ended import Entry, length_at, spans_in, spans_of
-from rondo.batch import ROW_ID, Batch, BatchRef, ragged_rows
+from rondo.core.batch import ROW_ID, Batch, BatchRef, ragged_rows
+from rondo.core.errors import TrainError
+from rondo.core.types import SCORED, Ended, StepStats
 from rondo.data.rows import row_ids
-from rondo.errors import TrainError
 from rondo.trainers.loop.buffer import Buffer, Group
 from rondo.trainers.loop.feeder import EpisodeFeeder
 from rondo.trainers.loop.publish import WeightPublisher
-from rondo.types import SCORED, Ended, StepStats
 from rondo.weights.sync import SyncReport
 
 T = TypeVar("T")

@@ -17,11 +17,11 @@ from typing import cast
 
 import numpy as np
 
-from rondo.batch import BatchRef
+from rondo.core.batch import BatchRef
+from rondo.core.types import SCORED, Ended
 from rondo.planning.admission import OnUpdate
 from rondo.trainers.loop.buffer import Buffer, Group
 from rondo.trainers.loop.feeder import EpisodeFeeder
-from rondo.types import SCORED, Ended
 from rondo.weights.sync import SyncReport
 from simulation import SimulatedEngines, run_virtual, simulate
 

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import torch
 
-from rondo.transport import forkserver
+from rondo.system import forkserver
 from tests.ranks import run_ranks as _run_ranks
 
 torch.set_num_threads(1)

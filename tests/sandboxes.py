@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from rondo.errors import SandboxError
+from rondo.core.errors import SandboxError
 from rondo.sandbox import check_sandbox
 
 

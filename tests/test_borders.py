@@ -17,7 +17,6 @@ from rondo.agents.places import Workers
 from rondo.agents.running import in_thread, on_agents_loop, said_by
 from rondo.agents.tools import Toolbox, ToolFailedError, load_tools, prepare_tools
 from rondo.algorithms import Kind, bind
-from rondo.border import users_code
 from rondo.config.schema import (
     EnvironmentConfig,
     FunctionConfig,
@@ -26,15 +25,23 @@ from rondo.config.schema import (
     TaskSourceConfig,
     ToolConfig,
 )
+from rondo.core.errors import (
+    ConfigError,
+    DataError,
+    EnvironmentFailedError,
+    RewardError,
+    RondoError,
+    TrainError,
+)
 from rondo.data.sources import open_source
 from rondo.environments.choices import load_environments
 from rondo.environments.played import Played
-from rondo.errors import ConfigError, DataError, EnvironmentFailedError, RewardError, RondoError, TrainError
 from rondo.models.loading import load_tokenizer
 from rondo.models.source import TokenizerSource
 from rondo.rewards.functions import load_functions
 from rondo.rewards.scorer import Scorer
 from rondo.search.corpus import _rows
+from rondo.system.border import users_code
 from rondo.tracking.run_folder import RunFolder
 from rondo.tracking.trackers import TrackerContext, make_trackers
 from tests import raising

@@ -13,14 +13,14 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from rondo import hub
 from rondo.checkpoint.checked import read_manifest, write_checked, write_manifest
-from rondo.errors import CheckpointError, DataError, RondoError, StorageError
-from rondo.hub import local_folder
+from rondo.core.errors import CheckpointError, DataError, RondoError, StorageError
 from rondo.models.files import check_weights
 from rondo.sandbox import open_sandbox
 from rondo.sandbox.server import files_of_request
-from rondo.urls import Far, check_inner
+from rondo.system import hub
+from rondo.system.hub import local_folder
+from rondo.system.urls import Far, check_inner
 
 GOOD = ("a.json", "actor/rank-0.bin", "..a", "a..b/c", "ä/日本", "a" * 255, "with space.json")
 BAD = {

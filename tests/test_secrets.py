@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 import pytest
 
-from rondo.access import SANDBOX_KEY
 from rondo.agents.external import load_agent
 from rondo.agents.mcp_servers import McpServer
 from rondo.agents.tools import end_tools, load_tools
@@ -29,18 +28,19 @@ from rondo.config.schema import (
     ToolConfig,
 )
 from rondo.config.schema.data import FileSourceConfig, HuggingfaceSourceConfig, TaskSourceConfig
+from rondo.core.errors import ConfigError, DataError
+from rondo.core.masking import digest
 from rondo.data.sources import open_sources, source_name
 from rondo.environments import Observation, StepResult
 from rondo.environments.choices import load_environments
-from rondo.errors import ConfigError, DataError
-from rondo.masking import digest
 from rondo.rewards.functions import load_functions
 from rondo.sandbox.remote import server
 from rondo.search.client import RetrieverError
+from rondo.system.access import SANDBOX_KEY
+from rondo.system.urls import Far, place_of, spelled
 from rondo.tracking.run_folder import RunFolder
 from rondo.tracking.trackers import TrackerContext, make_trackers
 from rondo.trainers.commands.export import export_checkpoint
-from rondo.urls import Far, place_of, spelled
 
 HERE = "tests/test_secrets.py"
 

@@ -23,9 +23,9 @@ import torch
 import transformers
 
 from rondo.config import load
+from rondo.core.types import Prompt, Trajectory
 from rondo.trainers.commands.recipe import run_dir
 from rondo.trainers.commands.train import train
-from rondo.types import Prompt, Trajectory
 
 RECIPE = Path(__file__).with_name("qwen3_0.6b.yaml")
 PHASES = ("generate", "prepare", "advantages", "update_actor", "publish")

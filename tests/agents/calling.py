@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from rondo.agents.policy import Policy
 from rondo.agents.tools import Toolbox
+from rondo.core.types import Prompt, Trajectory
 from rondo.recipes.quickstart import CHAT_TEMPLATE
-from rondo.types import Prompt, Trajectory
 from tests.agents.scripted import call
 from tests.byte_tokenizers import byte_tokenizer
 from tests.serving.agents import client

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from rondo.agents.policy import Policy
 from rondo.agents.tools import Toolbox
-from rondo.errors import ToolError
+from rondo.core.errors import ToolError
 
 CLOSED: list[int] = []
 

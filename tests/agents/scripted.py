@@ -13,7 +13,7 @@ from rondo.agents.external import ExternalAgent
 from rondo.agents.tools import load_tools
 from rondo.chat import decode, encode_prompt
 from rondo.config.schema import FunctionConfig, ToolConfig
-from rondo.types import Completion, GenerateRequest, Prompt, SamplingParams, Trajectory
+from rondo.core.types import Completion, GenerateRequest, Prompt, SamplingParams, Trajectory
 from tests.serving.conftest import STOPS, TOKENIZER
 
 ASK = ({"role": "user", "content": "Tom has 3 apples, buys 4. How many?"},)

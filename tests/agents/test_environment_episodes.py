@@ -20,13 +20,13 @@ from rondo.agents.memory import Acted
 from rondo.agents.worlds import Worlds, check_reads
 from rondo.chat import decode, encode_prompt
 from rondo.config.schema import EnvironmentConfig, FunctionConfig, RolloutConfig, ToolConfig
+from rondo.core.errors import ConfigError, DataError
+from rondo.core.types import Prompt, SamplingParams, Trajectory
 from rondo.data.rows import rows_from_trajectories
 from rondo.environments import Observation
 from rondo.environments.choices import load_environments
 from rondo.environments.frozen_lake import way_to_goal
-from rondo.errors import ConfigError, DataError
 from rondo.rewards.builtin import environment, success
-from rondo.types import Prompt, SamplingParams, Trajectory
 from tests.agents.own_worlds import ROOMS, Counted, Meets, takes_both
 from tests.agents.scripted import episode, saying
 from tests.serving.conftest import STOPS, TOKENIZER

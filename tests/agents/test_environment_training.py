@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rondo.algorithms.anchors import alike
-from rondo.errors import DataError, RewardError, WorkerError
+from rondo.core.errors import DataError, RewardError, WorkerError
 from rondo.trainers.program.advantages import AdvantageStage
 from rondo.view import read_trajectories
 from rondo.view.trajectories import written

@@ -21,10 +21,10 @@ from rondo.agents.runner import EpisodeRunner
 from rondo.agents.worlds import World, Worlds
 from rondo.chat import decode, encode_prompt
 from rondo.config.schema import EnvironmentConfig, FunctionConfig
+from rondo.core.errors import ConfigError, RolloutError
+from rondo.core.types import Completion, GenerateRequest, Prompt, SamplingParams, Trajectory
 from rondo.environments.choices import load_environments
-from rondo.errors import ConfigError, RolloutError
-from rondo.transport import forkserver
-from rondo.types import Completion, GenerateRequest, Prompt, SamplingParams, Trajectory
+from rondo.system import forkserver
 from rondo.workers.rollout import Unscored
 from tests.agents.scripted import saying
 from tests.serving.conftest import STOPS, TOKENIZER
@@ -42,7 +42,7 @@ def workers(pid: int | None = None) -> list[int]:
         try:
             guard = child.parent()
             commands = [each.cmdline()[3:4] for each in (child, guard, guard.parent())]
-            if commands == [["rondo.transport.forkserver"]] * 3:
+            if commands == [["rondo.system.forkserver"]] * 3:
                 found.append(child.pid)
         except (psutil.NoSuchProcess, AttributeError):
             continue

@@ -22,7 +22,7 @@ from rondo.agents import mcp_servers
 from rondo.agents.tools import Tool, Toolbox, ToolFailedError, _lean, end_tools, load_tools
 from rondo.chat import decode
 from rondo.config.schema import FunctionConfig, ToolConfig
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 from tests.agents.scripted import call, episode, saying
 from tests.serving.conftest import TOKENIZER
 from tests.trainers.conftest import PYTHONPATH, REPOSITORY, inline

@@ -15,11 +15,11 @@ import torch
 from rondo.agents.environment_loops import Steps
 from rondo.agents.memory import Acted, Memory, Recent, Retrieval, Summary, View, similarities
 from rondo.algorithms.advantages.agentic import gigpo
+from rondo.core.errors import ConfigError
+from rondo.core.types import Trajectory
 from rondo.data.rows import rows_from_trajectories
 from rondo.environments import Observation
-from rondo.errors import ConfigError
 from rondo.rewards.builtin import environment
-from rondo.types import Trajectory
 from tests.agents.own_worlds import ROOMS
 from tests.agents.test_environment_episodes import IN_ROOMS, WORLDS, act, play
 

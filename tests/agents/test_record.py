@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rondo.agents.record import rows_of
-from rondo.types import Call, Completion, Row, Turn
+from rondo.core.types import Call, Completion, Row, Turn
 
 
 def call(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rondo.errors import TrainError, WorkerError
+from rondo.core.errors import TrainError, WorkerError
 from rondo.workers.rollout import RolloutWorker
 from tests.agents import calling
 from tests.agents.test_updates import AGENTS, BATCH, EACH, SETTINGS, Watch, calls_in, held_in, rows_of

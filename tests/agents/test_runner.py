@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from rondo.agents.runner import EpisodeRunner
+from rondo.core.errors import DeadlyRequestError, RolloutError
+from rondo.core.types import Completion, GenerateRequest, Prompt, SamplingParams
 from rondo.data.rows import rows_from_trajectories
-from rondo.errors import DeadlyRequestError, RolloutError
-from rondo.types import Completion, GenerateRequest, Prompt, SamplingParams
 from rondo.workers.rollout import Unscored
 
 PROMPT = Prompt(0, "words/0/0", "words", np.array([1, 2], np.int32))

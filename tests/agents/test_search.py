@@ -18,7 +18,7 @@ import pytest
 from rondo.agents.search import Search
 from rondo.agents.tools import Toolbox, ToolFailedError, load_tools
 from rondo.config.schema import FunctionConfig, ToolConfig
-from rondo.errors import ConfigError, DataError, StorageError, ToolError
+from rondo.core.errors import ConfigError, DataError, StorageError, ToolError
 from rondo.search import index_of, words
 from tests.agents.scripted import call, episode, saying
 from tests.serving.conftest import TOKENIZER

@@ -15,10 +15,10 @@ from rondo.agents.external import agent_of
 from rondo.agents.tools import load_tools
 from rondo.chat import decode
 from rondo.config.schema import FunctionConfig, RolloutConfig, ToolConfig
-from rondo.errors import ConfigError, RewardError
+from rondo.core.errors import ConfigError, RewardError
+from rondo.core.types import Completion, GenerateRequest
 from rondo.recipes.quickstart import tokenizer
 from rondo.rollout import NativeEngine
-from rondo.types import Completion, GenerateRequest
 from tests.agents.scripted import call, episode, prompt_with, saying
 from tests.agents.test_updates import SETTINGS, rows_of
 from tests.serving.conftest import TOKENIZER

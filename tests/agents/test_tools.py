@@ -11,7 +11,7 @@ import pytest
 
 from rondo.agents.tools import Toolbox, ToolFailedError, load_tools
 from rondo.config.schema import ToolConfig
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 from tests.agents import own_tools
 from tests.serving.conftest import TOKENIZER
 

@@ -14,9 +14,9 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from rondo.core.types import Completion, GenerateRequest
 from rondo.rollout import NativeEngine
 from rondo.trainers.loop.feeder import EpisodeFeeder
-from rondo.types import Completion, GenerateRequest
 from rondo.workers.rollout import RolloutWorker
 from tests.agents import calling
 from tests.trainers.conftest import metrics, weights

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 import rondo
+from rondo.core.errors import ConfigError, EnvironmentFailedError, TrainError
 from rondo.environments import served
 from rondo.environments.observed import Observed
 from rondo.environments.user import User
-from rondo.errors import ConfigError, EnvironmentFailedError, TrainError
 from tests.agents.test_updates import rows_of
 from tests.trainers.conftest import RECIPE, metrics
 from tests.trainers.test_journal import assert_equal

@@ -12,8 +12,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from rondo.core.types import Prompt, Trajectory
 from rondo.environments import Observation, StepResult
-from rondo.types import Prompt, Trajectory
 
 GO = ("go",)
 

@@ -14,7 +14,7 @@ from rondo.algorithms.advantages.agentic import gigpo, hgpo
 from rondo.algorithms.advantages.group import grpo
 from rondo.algorithms.anchors import alike
 from rondo.config.schema import AlgorithmConfig, FunctionConfig
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 
 T = torch.tensor
 

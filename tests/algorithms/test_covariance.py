@@ -14,7 +14,7 @@ from rondo.algorithms import check_algorithm, lookup
 from rondo.algorithms.policy_losses.covariance import covariances, select_between, select_largest
 from rondo.algorithms.registry import bind_preparation
 from rondo.config.schema import AlgorithmConfig, FunctionConfig
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 
 NAN = math.nan
 # Trained: A = 3, -1, 1, -3 (mean 0), ℓ = -1, -2, -4, -5 (mean -3): covariances 6, -1, -1, 6.

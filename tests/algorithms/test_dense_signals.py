@@ -11,7 +11,7 @@ import torch
 from rondo.algorithms.advantages.dense import prime, teacher_gap
 from rondo.algorithms.advantages.group import rloo
 from rondo.algorithms.objective import PrmLoss
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 
 T = torch.tensor
 NAN, INF = float("nan"), float("inf")

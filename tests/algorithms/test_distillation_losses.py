@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rondo.algorithms import ActorLoss, check_algorithm, lookup
 from rondo.config.schema import AlgorithmConfig, FunctionConfig
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 
 forward = lookup("policy_loss", "forward_kl_topk")
 reverse = lookup("policy_loss", "reverse_kl_topk")

@@ -8,7 +8,7 @@ import pytest
 from rondo.algorithms import check_algorithm, lookup
 from rondo.algorithms.filters import accuracy_range, mixed_accuracy
 from rondo.config.schema import AlgorithmConfig, FilterConfig, FunctionConfig
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 
 from rondo.algorithms import kl_reward, lookup, names, update_kl_coef
 from rondo.algorithms.kl import k1, k1_plus, k2, k3, k3_plus, k3_unbiased
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 
 T = torch.tensor
 D = T([-2.0, -0.1, 0.0, 0.3, 4.0], dtype=torch.float64)

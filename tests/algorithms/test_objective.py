@@ -21,7 +21,7 @@ from rondo.config.schema import (
     KlConfig,
     RatioRejectionConfig,
 )
-from rondo.errors import ConfigError, TrainError
+from rondo.core.errors import ConfigError, TrainError
 
 T = torch.tensor
 LENGTHS = [3, 1, 4, 2, 5, 3]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rondo.algorithms.advantages.returns import otb, otb_is, returns_to_go
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 
 T = torch.tensor
 NAN = float("nan")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rondo.algorithms import columns_read, lookup, names
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 
 D = functools.partial(torch.tensor, dtype=torch.float64)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rondo.algorithms.pair_objective import PreferenceLoss, RewardModelLoss
 from rondo.config.schema import AlgorithmConfig, FunctionConfig
-from rondo.errors import ConfigError, TrainError
+from rondo.core.errors import ConfigError, TrainError
 
 LENGTHS = [3, 2, 1, 4, 2, 2]  # three pairs
 CUTS = ([[0, 1, 2]], [[0], [1], [2]], [[2, 0], [1]])

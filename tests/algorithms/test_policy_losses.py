@@ -13,7 +13,7 @@ from rondo.algorithms import lookup, names
 from rondo.algorithms.policy_losses.clipped import cispo, gmpo, gspo, ppo_clip, sapo
 from rondo.algorithms.policy_losses.unclipped import dro, reinforce, sppo
 from rondo.algorithms.registry import is_zero_at_zero_advantage
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 from tests.algorithms.policy_losses import D, bound, call, random_columns, value_and_gradient
 
 T = torch.tensor

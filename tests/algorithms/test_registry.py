@@ -22,7 +22,7 @@ from rondo.algorithms.advantages.group import grpo
 from rondo.algorithms.arguments import require
 from rondo.algorithms.registry import advantage, is_zero_at_zero_advantage
 from rondo.config.schema import AdaptiveKlConfig, AlgorithmConfig, FunctionConfig, KlConfig
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 
 CUSTOM = '''
 import torch

@@ -8,7 +8,7 @@ import torch
 from rondo.algorithms import lookup
 from rondo.algorithms.advantages.gae import gae
 from rondo.algorithms.resampling import draw, pf_ppo
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 
 T = torch.tensor
 

@@ -27,8 +27,8 @@ from rondo.algorithms.registry import (
     lookup,
 )
 from rondo.algorithms.trial import example_columns
-from rondo.columns import TABLE
 from rondo.config.schema import AlgorithmConfig, FunctionConfig, KlConfig
+from rondo.core.columns import TABLE
 
 # Options that a function needs and has no default for.
 OPTIONS: Mapping[str, Mapping[str, Any]] = {

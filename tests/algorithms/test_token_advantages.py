@@ -13,7 +13,7 @@ from rondo.algorithms import kl_reward
 from rondo.algorithms.advantages.gae import gae
 from rondo.algorithms.advantages.returns import reinforce_pp, remax, returns_to_go
 from rondo.algorithms.statistics import Whitening, moments, whiten
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 
 T = torch.tensor
 NAN = float("nan")

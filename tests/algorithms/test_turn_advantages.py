@@ -7,7 +7,7 @@ import torch
 
 from rondo.algorithms.advantages.gae import gae
 from rondo.algorithms.advantages.turns import bi_level_gae
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 
 T = torch.tensor
 NAN = float("nan")

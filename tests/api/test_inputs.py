@@ -20,8 +20,8 @@ from rondo.api.inputs import Inputs
 from rondo.config.build import build
 from rondo.config.functions import _KNOWN, resolve_function
 from rondo.config.tree import Node, Origin, read_value
+from rondo.core.errors import ConfigError, DataError
 from rondo.data.sources import open_source
-from rondo.errors import ConfigError, DataError
 from rondo.rewards.builtin import gsm8k
 from tests.trainers import scorers
 

@@ -19,9 +19,9 @@ import pytest
 import yaml
 
 import rondo
-from rondo.errors import ConfigError, RolloutError, WeightSyncError
-from rondo.interrupts import ask_elsewhere
+from rondo.core.errors import ConfigError, RolloutError, WeightSyncError
 from rondo.rollout.native import choose, generic
+from rondo.system.signals import ask_elsewhere
 from rondo.trainers.commands import serve as command
 from rondo.workers import replicas
 from tests.cli.test_serve import ASK, folder  # noqa: F401

@@ -15,8 +15,8 @@ import yaml
 
 import rondo
 from rondo.config import load
+from rondo.core.errors import ConfigError, DataError, RewardError
 from rondo.data.sources import open_source
-from rondo.errors import ConfigError, DataError, RewardError
 from tests.trainers import scorers
 from tests.trainers.conftest import MODEL, RECIPE, cli, metrics, weights
 

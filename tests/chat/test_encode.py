@@ -17,7 +17,7 @@ from rondo.chat import (
     template_keys,
     tokenise_up_to,
 )
-from rondo.errors import ConfigError, DataError
+from rondo.core.errors import ConfigError, DataError
 
 # As Qwen3 does: only the last assistant turn keeps (or gets) a thinking block; earlier ones lose theirs.
 THINKING_TEMPLATE = """\

@@ -14,7 +14,7 @@ from rondo.chat import (
     encode_conversations,
     encode_prompt,
 )
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 
 # As Qwen3's: thinking is on unless it is turned off, and then every turn has an empty block.
 TEMPLATE = """\

@@ -21,7 +21,7 @@ from rondo.chat import (
     split_stops,
     stop_token_ids,
 )
-from rondo.errors import DataError
+from rondo.core.errors import DataError
 from rondo.recipes.quickstart import tokenizer
 from tests.byte_tokenizers import SPECIAL, byte_tokenizer, ends_after
 

@@ -25,7 +25,7 @@ from rondo.chat import (
 )
 from rondo.chat.tools.formats import FORMATS
 from rondo.config.schema.models import ModelConfig
-from rondo.errors import ConfigError, DataError
+from rondo.core.errors import ConfigError, DataError
 from rondo.recipes.quickstart import tokenizer
 from rondo.serving.text import TextStream, answer_text
 

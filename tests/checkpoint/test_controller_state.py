@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rondo.batch import Batch, ragged_rows
 from rondo.checkpoint import (
     READER,
     Checkpoint,
@@ -23,7 +22,8 @@ from rondo.checkpoint import (
     save_controller_state,
 )
 from rondo.config.schema import Config, DataConfig, FileSourceConfig, ModelConfig, RolloutConfig
-from rondo.errors import CheckpointError
+from rondo.core.batch import Batch, ragged_rows
+from rondo.core.errors import CheckpointError
 
 
 def group(seq: int) -> Batch:

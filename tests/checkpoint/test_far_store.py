@@ -13,8 +13,8 @@ import pytest
 from rondo.checkpoint import CheckpointStore
 from rondo.checkpoint import store as store_module
 from rondo.checkpoint.checked import CheckedFile, faults_in, placed, read_piece, sizes_in
-from rondo.errors import CheckpointError, ConfigError, StorageError
-from rondo.urls import Far
+from rondo.core.errors import CheckpointError, ConfigError, StorageError
+from rondo.system.urls import Far
 from tests.far import Fault, far, fault, shelf  # noqa: F401
 from tests.tracking.processes import running
 

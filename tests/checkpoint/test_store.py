@@ -18,7 +18,7 @@ import rondo
 from rondo.checkpoint import CheckpointStore
 from rondo.checkpoint import store as store_module
 from rondo.checkpoint.checked import CheckedFile, placed, read_piece
-from rondo.errors import CheckpointError, ConfigError, StorageError, WorkerError
+from rondo.core.errors import CheckpointError, ConfigError, StorageError, WorkerError
 from tests.tracking.processes import running
 
 GIB = 2**30

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rondo.cli import main as cli
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 
 NAME = "x" * 100_000
 CHECK = ("check", "quickstart")

@@ -19,7 +19,7 @@ from rondo.cli import main as cli
 from rondo.cli.arguments import COMMON_KEYS, load_arguments
 from rondo.config import load
 from rondo.config.load import RECIPES
-from rondo.errors import ConfigError, WorkerError
+from rondo.core.errors import ConfigError, WorkerError
 
 ROOT = Path(__file__).resolve().parents[2]
 

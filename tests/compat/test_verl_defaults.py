@@ -15,7 +15,7 @@ from rondo.compat.verl.modules import TRANSLATED
 from rondo.compat.verl.table import TABLE, Ignored, Only
 from rondo.config import Config, LoadedConfig, show
 from rondo.config.schema import CriticConfig, FunctionConfig, KlConfig, ReferenceConfig
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 from rondo.trainers.commands.recipe import changed_keys
 from tests.compat.translated import BASE, GAE, A, C, F, R, load, message
 

@@ -10,7 +10,7 @@ from rondo.compat.verl import FOREIGN_SECTIONS, TABLE, To
 from rondo.config import Origin
 from rondo.config.keys import schema_keys
 from rondo.config.schema import FunctionConfig, KlConfig
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 from tests.compat.translated import BASE, GAE, A, R, load, message, settings
 
 # The keys of verl's GSM8K GRPO example, with its values.

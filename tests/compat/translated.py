@@ -10,7 +10,7 @@ from rondo.compat.verl import translate
 from rondo.config import LoadedConfig
 from rondo.config import load as load_ours
 from rondo.config.schema import FunctionConfig
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 
 BASE = ("model.path=model", "trainer.total_steps=10", "algorithm.adv_estimator=grpo")
 GAE = ("algorithm.adv_estimator=gae", "critic.model.path=critic")

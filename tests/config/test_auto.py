@@ -10,7 +10,7 @@ from rondo.config import LoadedConfig, load, show, to_yaml
 from rondo.config.auto import config_for
 from rondo.config.schema import Config, CriticConfig, RewardModelConfig
 from rondo.controller import cluster
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 from rondo.trainers.commands.recipe import changed_keys
 from rondo.trainers.loop.resume import differences
 from rondo.trainers.program.inputs import settled

@@ -13,7 +13,7 @@ import pytest
 from rondo.config import load
 from rondo.config.json_schema import json_schema
 from rondo.config.tree import MOST_BYTES, MOST_DIGITS, MOST_LEVELS, MOST_NODES
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 
 BASE = ("model.path=model", "trainer.total_steps=10")
 LOWER, UPPER = {"minimum", "exclusiveMinimum"}, {"maximum", "exclusiveMaximum"}

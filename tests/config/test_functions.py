@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rondo.config.functions import check_options, resolve_function
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 
 SOURCE = """
 from dataclasses import dataclass

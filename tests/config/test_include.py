@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rondo.config import load
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 
 
 def write(folder: Path, **files: str) -> None:

@@ -16,7 +16,7 @@ from rondo.config.keys import schema_keys
 from rondo.config.load import RECIPES
 from rondo.config.schema import Config, FileSourceConfig, FunctionConfig, KlConfig, RewardFunctionConfig
 from rondo.config.tree import parse_scalar
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE = ("model.path=model", "trainer.total_steps=10")  # what every configuration needs

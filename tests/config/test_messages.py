@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rondo.config import load
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 
 MESSAGES = Path(__file__).with_name("messages.txt")
 BASE = {"model.path": "model", "trainer.total_steps": "10"}  # what every configuration needs

@@ -27,7 +27,7 @@ from rondo.config.schema import (
     TransformersEngineConfig,
     VllmEngineConfig,
 )
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 
 MODEL, LENGTH = "model.path=model", "trainer.total_steps=10"
 

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rondo.batch import ROW_ID, Batch, ragged_rows
 from rondo.controller import Worker, WorkerContext, dispatch
-from rondo.errors import DataError
-from rondo.types import StepStats
+from rondo.core.batch import ROW_ID, Batch, ragged_rows
+from rondo.core.errors import DataError
+from rondo.core.types import StepStats
 
 
 class UnwritableError(Exception):

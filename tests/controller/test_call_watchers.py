@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rondo.controller import Cluster, Worker, dispatch
-from rondo.errors import WorkerError
+from rondo.core.errors import WorkerError
 
 Run = Callable[[Any], Any]
 

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rondo.batch import ROW_ID, Batch, BatchRef, ragged_rows
 from rondo.config import load
 from rondo.config.schema import AttentionBalanceConfig, TokenBalanceConfig
 from rondo.controller import Mesh, WorkerContext, WorkerGroup, start_cluster
@@ -20,7 +19,8 @@ from rondo.controller.calls import Answer, Call, Failure
 from rondo.controller.dispatch import Placer, cut
 from rondo.controller.host import Host
 from rondo.controller.local import LocalHandle
-from rondo.errors import WorkerError
+from rondo.core.batch import ROW_ID, Batch, BatchRef, ragged_rows
+from rondo.core.errors import WorkerError
 from tests.controller.sample_workers import Calculator
 
 MESHES = [

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rondo.batch import ROW_ID, Batch, BatchRef, ragged_rows
 from rondo.controller import Cluster, Mesh, WorkerGroup, together
-from rondo.errors import ConfigError, DataError, WorkerError
-from rondo.types import StepStats
+from rondo.core.batch import ROW_ID, Batch, BatchRef, ragged_rows
+from rondo.core.errors import ConfigError, DataError, WorkerError
+from rondo.core.types import StepStats
 from tests.controller.conftest import Run
 from tests.controller.sample_workers import Calculator, Neighbour
 

@@ -22,13 +22,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from rondo.activity import Activity, Deed, Pulse, progress, pulse
 from rondo.config import load
 from rondo.config.schema import ClusterConfig
 from rondo.controller import Cluster, Worker, WorkerContext, WorkerGroup, dispatch, distributed, start_cluster
 from rondo.controller.hangs import Seen, SentCall, describe, is_hopeless, waiting_for
 from rondo.controller.watch import _Host
-from rondo.errors import ConfigError, WorkerError
+from rondo.core.errors import ConfigError, WorkerError
+from rondo.system.activity import Activity, Deed, Pulse, progress, pulse
 from tests.controller.conftest import BACKENDS, Run
 from tests.waiting import wait_for
 

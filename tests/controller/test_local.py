@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from rondo.config.schema import ClusterConfig
 from rondo.controller import Worker, dispatch, start_cluster
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 from tests.controller.sample_workers import Calculator
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rondo.controller import Mesh
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 
 
 def test_eight_ranks_of_pipeline_data_and_tensor_parallel() -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from rondo.config.schema import ClusterConfig, RayBackendConfig
 from rondo.controller import Cluster, Mesh, Worker, WorkerGroup, start_cluster
-from rondo.errors import ConfigError, DataError, WorkerError
+from rondo.core.errors import ConfigError, DataError, WorkerError
 from tests.controller.conftest import Run
 from tests.controller.sample_workers import Calculator
 from tests.waiting import wait_for

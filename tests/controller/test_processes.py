@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rondo.batch import ROW_ID, Batch, ragged_rows
 from rondo.config.schema import ClusterConfig, RayBackendConfig
 from rondo.controller import Cluster, Mesh, Worker, WorkerGroup, start_cluster
-from rondo.errors import ConfigError, DataError, WorkerError
+from rondo.core.batch import ROW_ID, Batch, ragged_rows
+from rondo.core.errors import ConfigError, DataError, WorkerError
 from tests.controller.conftest import BACKENDS, SPARE_DEVICES, Run
 from tests.controller.sample_workers import Calculator
 from tests.waiting import wait_until_gone

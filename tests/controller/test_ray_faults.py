@@ -17,7 +17,7 @@ import pytest
 
 from rondo.controller import ray_address
 from rondo.controller.ray_leftovers import of_ray
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 from tests.controller.conftest import Run
 from tests.waiting import wait_for, wait_until_gone
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from rondo.config.schema import ClusterConfig
 from rondo.controller import Cluster, Worker, dispatch, start_cluster
-from rondo.errors import WorkerError
+from rondo.core.errors import WorkerError
 from tests.controller.conftest import BACKENDS, Run
 
 SETTINGS = {"GLOO_SOCKET_IFNAME": "lo", "RONDO_TEST_NUMBER": 7}

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rondo.batch import Batch, BatchRef
-from rondo.errors import RewardError, TrainError
+from rondo.core.batch import Batch, BatchRef
+from rondo.core.errors import RewardError, TrainError
 from rondo.trainers.loop.buffer import Buffer, Group, Ledger
 
 

@@ -24,9 +24,9 @@ from rondo.api.inputs import Inputs
 from rondo.config.build import build
 from rondo.config.schema import FileSourceConfig, HuggingfaceSourceConfig, SourceConfig, TaskSourceConfig
 from rondo.config.tree import Node, Origin, read_value
+from rondo.core.errors import ConfigError, DataError
 from rondo.data import ConversationStream, PairStream, PromptStream
 from rondo.data.sources import open_source
-from rondo.errors import ConfigError, DataError
 from rondo.recipes import quickstart
 
 TEMPLATE = (

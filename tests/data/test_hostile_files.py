@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from rondo.config.schema.data import FileSourceConfig
+from rondo.core.errors import ConfigError, DataError
 from rondo.data.sources import open_source
-from rondo.errors import ConfigError, DataError
 from rondo.search import index_of
 from tests.raising import Calls
 

@@ -9,8 +9,8 @@ import pytest
 
 from rondo.chat import encode_prompt
 from rondo.config.schema import FileSourceConfig
+from rondo.core.errors import ConfigError, DataError
 from rondo.data import PairStream
-from rondo.errors import ConfigError, DataError
 from rondo.recipes.quickstart import eval_rows, pairs, tokenizer, train_rows
 
 GOOD = {"prompt": "3+4?", "chosen": "7", "rejected": "3"}

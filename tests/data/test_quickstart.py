@@ -8,7 +8,7 @@ import time
 import pytest
 
 from rondo.chat import encode_prompts
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 from rondo.recipes.quickstart import (
     HELD_OUT_TRIPLES,
     NAMES,

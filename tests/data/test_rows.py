@@ -7,9 +7,9 @@ import dataclasses
 import numpy as np
 import pytest
 
+from rondo.core.errors import DataError
+from rondo.core.types import Prompt, Row, Trajectory, Turn, request_seed
 from rondo.data.rows import is_scored, row_ids, rows_from_trajectories
-from rondo.errors import DataError
-from rondo.types import Prompt, Row, Trajectory, Turn, request_seed
 
 ROW = Row(
     prompt_ids=np.array([5, 6], np.int32),

@@ -12,8 +12,8 @@ from rondo.agents.tools import Toolbox, load_tools
 from rondo.chat import MessageReader, encode_conversations, encode_prompt
 from rondo.config import load
 from rondo.config.schema import ToolConfig
+from rondo.core.errors import ConfigError
 from rondo.environments.search_qa import CORPUS, FIRST, LAST, PLACES, RIVERS, THINGS, corpus, questions
-from rondo.errors import ConfigError
 from rondo.recipes.search_r1 import demonstrations, rows, tokenizer
 
 

@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from rondo.config.schema import FileSourceConfig, HuggingfaceSourceConfig, TaskSourceConfig
+from rondo.core.errors import ConfigError, DataError
 from rondo.data.sources import open_source, open_sources, source_name
-from rondo.errors import ConfigError, DataError
 
 ROWS = [{"prompt": f"question {i}", "answer": str(i)} for i in range(20)]
 

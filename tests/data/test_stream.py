@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from rondo.chat import encode_prompt
 from rondo.config.schema import FileSourceConfig, TaskSourceConfig
+from rondo.core.errors import DataError
 from rondo.data import ConversationStream, PairStream, PromptStream, eval_prompts
 from rondo.data.mixture import Mixture
-from rondo.errors import DataError
 from rondo.recipes.quickstart import tokenizer
 
 

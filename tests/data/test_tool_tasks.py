@@ -14,7 +14,7 @@ from rondo.agents.builtin_tools import calculator
 from rondo.agents.tools import Toolbox, load_tools
 from rondo.chat import MessageReader, encode_conversations, encode_prompt
 from rondo.config.schema import ToolConfig
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 from rondo.recipes.tool_tasks import TASKS, demonstrations, eval_rows, tokenizer, train_rows
 
 

@@ -15,8 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from rondo.config.schema import FileSourceConfig
+from rondo.core.errors import ConfigError, DataError
 from rondo.data.sources import check_source, open_source
-from rondo.errors import ConfigError, DataError
 
 ROWS = [{"prompt": f"{i} + 1 =", "answer": str(i + 1)} for i in range(5)]
 

@@ -20,13 +20,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rondo.errors import RolloutError
+from rondo.core.errors import RolloutError
+from rondo.core.types import Completion, GenerateRequest, SamplingParams
 from rondo.models.loading import load_model_config
 from rondo.models.names import persistent_buffers
 from rondo.models.source import ModelSource, TokenizerSource
 from rondo.rollout.build import build_engine, start_engine
 from rondo.rollout.protocol import EngineSpec, RolloutEngine
-from rondo.types import Completion, GenerateRequest, SamplingParams
 from rondo.weights.checksum import checksum
 from tests.waiting import is_program
 
@@ -263,7 +263,7 @@ def greedy(model: torch.nn.Module, token_ids: np.ndarray, max_tokens: int) -> np
 def children_since(before: set[int]) -> list[psutil.Process]:
     """Children of this process that came after `before`; no fork servers, which are kept."""
     me = psutil.Process()
-    kept = {child.pid for child in me.children() if is_program(child, "rondo.transport.forkserver")}
+    kept = {child.pid for child in me.children() if is_program(child, "rondo.system.forkserver")}
     return [child for child in me.children(recursive=True) if child.pid not in before | kept]
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from rondo.errors import ConfigError, WeightSyncError
+from rondo.core.errors import ConfigError, WeightSyncError
 from rondo.models.loading import load_model_config
 from rondo.models.lora import Adapter, AdapterSet
 from rondo.models.source import ModelSource

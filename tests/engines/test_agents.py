@@ -20,11 +20,19 @@ from rondo.agents.worlds import Worlds
 from rondo.chat import decode, encode_prompt
 from rondo.config import load
 from rondo.config.schema import EnvironmentConfig, FunctionConfig, ToolConfig
+from rondo.core.types import (
+    Completion,
+    GenerateRequest,
+    Prompt,
+    Row,
+    SamplingParams,
+    Trajectory,
+    request_seed,
+)
 from rondo.environments import StepResult
 from rondo.environments.choices import load_environments
 from rondo.environments.frozen_lake import FrozenLake
 from rondo.trainers.commands.train import train
-from rondo.types import Completion, GenerateRequest, Prompt, Row, SamplingParams, Trajectory, request_seed
 from tests.agents import calling
 from tests.agents.own_worlds import Held
 from tests.byte_tokenizers import ends_after, late_stop, tokenizer_of_200

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from rondo.errors import RolloutError, WeightSyncError
-from rondo.types import Completion, GenerateRequest
+from rondo.core.errors import RolloutError, WeightSyncError
+from rondo.core.types import Completion, GenerateRequest
 from rondo.weights.checksum import checksum
 from tests.engines.conftest import (
     IN_PROCESS,

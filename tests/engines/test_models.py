@@ -10,12 +10,12 @@ import psutil
 import pytest
 import torch
 
-from rondo.errors import ConfigError, WeightSyncError
+from rondo.core.errors import ConfigError, WeightSyncError
+from rondo.core.types import Completion
 from rondo.models.loading import load_model_config
 from rondo.models.routers import RouteRecorder
 from rondo.models.source import ModelSource
 from rondo.rollout import check_engine_model
-from rondo.types import Completion
 from rondo.weights.checksum import checksum
 from tests.engines.conftest import (
     IN_PROCESS,

@@ -14,11 +14,11 @@ import numpy as np
 import psutil
 import pytest
 
-from rondo.errors import ConfigError, ReplicaLostError
+from rondo.core.errors import ConfigError, ReplicaLostError
+from rondo.core.types import Completion
 from rondo.models.source import ModelSource
 from rondo.rollout.build import check_engine, start_engine
 from rondo.rollout.sglang.options import ENGINE, model_module
-from rondo.types import Completion
 from tests.engines.conftest import (
     LONG,
     QWEN3,

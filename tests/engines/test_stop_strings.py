@@ -8,8 +8,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from rondo.errors import RefusedRequestError
-from rondo.types import Completion, GenerateRequest
+from rondo.core.errors import RefusedRequestError
+from rondo.core.types import Completion, GenerateRequest
 from tests.byte_tokenizers import ends_after, late_stop, tokenizer_of_200
 from tests.engines.conftest import IN_PROCESS, LONG, Bench, Collected, paused_in_flight, prompt, request
 

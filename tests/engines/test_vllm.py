@@ -21,14 +21,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rondo.errors import ConfigError, ReplicaLostError, RolloutError, WeightSyncError
+from rondo.core.errors import ConfigError, ReplicaLostError, RolloutError, WeightSyncError
+from rondo.core.types import Completion, GenerateRequest, SamplingParams
 from rondo.models.loading import load_model_config
 from rondo.models.source import ModelSource
 from rondo.rollout.build import check_engine, start_engine
 from rondo.rollout.protocol import EngineSpec
 from rondo.rollout.vllm.arguments import engine_arguments
 from rondo.rollout.vllm.options import ENGINE
-from rondo.types import Completion, GenerateRequest, SamplingParams
 from rondo.weights.checksum import checksum
 from tests.engines.conftest import paused_in_flight
 

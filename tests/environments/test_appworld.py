@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from rondo.core.errors import ConfigError, EnvironmentFailedError
 from rondo.environments import Observation, check_environment
 from rondo.environments.appworld_adapter import AppWorld
-from rondo.errors import ConfigError, EnvironmentFailedError
 from tests.environments.appworld_stand_in import stand_in
 
 DONE = "apis.supervisor.complete_task(answer={})"

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from rondo.core.errors import ConfigError, EnvironmentFailedError
 from rondo.environments import Observation, check_environment
 from rondo.environments.registry import BUILTINS, environment_class
-from rondo.errors import ConfigError, EnvironmentFailedError
 from tests.environments.shipped import ELSEWHERE, SHIPPED, Shipped
 from tests.environments.worlds import Honest, Side
 

@@ -6,9 +6,9 @@ import zlib
 
 import pytest
 
+from rondo.core.errors import ConfigError
 from rondo.environments import Observation
 from rondo.environments.sokoban import MOVES, Level, Sokoban, shortest_solution
-from rondo.errors import ConfigError
 from rondo.recipes.sokoban import demonstrations, move, prompt
 
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from rondo.core.errors import ConfigError, EnvironmentFailedError
 from rondo.environments import Observation, episodes
 from rondo.environments.bandit import Bandit
 from rondo.environments.frozen_lake import FrozenLake, way_to_goal
 from rondo.environments.gymnasium_adapter import Gymnasium
 from rondo.environments.registry import check_protocol, environment_class
 from rondo.environments.sokoban import MOVES, Level, Sokoban, shortest_solution
-from rondo.errors import ConfigError, EnvironmentFailedError
 from rondo.recipes.frozen_lake import demonstrations, move, prompt
 from tests.environments.shipped import LAKE
 from tests.environments.worlds import Honest

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rondo.core.errors import ConfigError
 from rondo.environments.packages import borrowed_globals
 from rondo.environments.registry import environment_class
-from rondo.errors import ConfigError
 
 
 @pytest.mark.parametrize(

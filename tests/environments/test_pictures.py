@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from rondo.config.schema import EnvironmentConfig
+from rondo.core.errors import ConfigError
 from rondo.environments import check_environment, frozen_lake, sokoban
 from rondo.environments.choices import load_environments
 from rondo.environments.frozen_lake import FrozenLake
 from rondo.environments.sokoban import Sokoban
 from rondo.environments.tiles import TILE, draw
-from rondo.errors import ConfigError
 
 FLOOR, RED, WOOD, ICE, GOLD = (
     (232, 224, 200),

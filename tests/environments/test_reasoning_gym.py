@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from rondo.arithmetic import reads_literals
+from rondo.core.arithmetic import reads_literals
+from rondo.core.errors import ConfigError
 from rondo.environments.reasoning_gym_adapter import ReasoningGym
-from rondo.errors import ConfigError
 
 
 def test_the_right_answer_ends_it() -> None:

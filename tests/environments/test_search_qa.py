@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from rondo.core.errors import ConfigError, EnvironmentFailedError
 from rondo.environments.search_qa import CORPUS, SearchQA, corpus, questions
-from rondo.errors import ConfigError, EnvironmentFailedError
 from rondo.search import index_of
 
 

@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
+from rondo.core.errors import ConfigError
 from rondo.environments.catalogue import CATEGORIES, Goal, Product, catalogue_of, purchase_reward, type_reward
 from rondo.environments.shop import Shop
-from rondo.errors import ConfigError
 
 HOODIE = Product(
     "B1",

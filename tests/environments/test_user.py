@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from rondo.config.schema import EnvironmentConfig
+from rondo.core.errors import ConfigError, EnvironmentFailedError
 from rondo.environments import Observation, check_environment, served
 from rondo.environments.choices import load_environments
 from rondo.environments.frozen_lake import FrozenLake, way_to_goal
 from rondo.environments.observed import Observed
 from rondo.environments.user import User
-from rondo.errors import ConfigError, EnvironmentFailedError
 
 WANTS = {"wants": "a refund", "opening": "My kettle is broken."}
 

@@ -12,9 +12,9 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rondo.config import load
+from rondo.core.types import GenerateRequest, SamplingParams
 from rondo.rollout import NativeEngine
 from rondo.trainers.commands.train import train
-from rondo.types import GenerateRequest, SamplingParams
 from tests.trainers.conftest import MODEL, RECIPE, metrics
 
 pytestmark = pytest.mark.gpu

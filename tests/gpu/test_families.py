@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 from rondo.training import Engine
 from tests.gpu.test_training import cuda_mesh
 from tests.models.families import FAMILIES, source_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rondo.errors import RondoError
+from rondo.core.errors import RondoError
 from rondo.models import family_of, load_model_config
 from rondo.rollout import NativeEngine
 from rondo.rollout.sglang.options import ENGINE as SGLANG

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rondo.errors import ConfigError, TrainError
+from rondo.core.errors import ConfigError, TrainError
 from rondo.models import kernels
 from rondo.models.attention import SHORT, choose_kernel, fitting, varlen_attention
 from rondo.models.documents import Documents, Kernel, plan_documents

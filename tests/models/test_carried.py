@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rondo.errors import DataError
+from rondo.core.errors import DataError
 from rondo.models.carried import carry, end_token_ids, sampling_defaults
 from rondo.models.source import ModelSource
 

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, Mxfp4Config, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Transpose, revert_weight_conversion
 
-from rondo.batch import Batch, ragged_rows
 from rondo.config.schema import EngineConfig, OptimizerConfig
-from rondo.errors import CheckpointError, ConfigError, DataError
+from rondo.core.batch import Batch, ragged_rows
+from rondo.core.errors import CheckpointError, ConfigError, DataError
 from rondo.models import ModelSource, build_model
 from rondo.models.loading import build_empty
 from rondo.models.names import parts_of, persistent_buffers, separate, weights_of

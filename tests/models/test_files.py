@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rondo.chat import check_template_options
-from rondo.errors import ConfigError, DataError
+from rondo.core.errors import ConfigError, DataError
 from rondo.models import ModelSource, TokenizerSource, build_model, load_model_config, load_tokenizer
 from rondo.models.files import check_model_folder
 from tests.models.test_loading import TINY, make_tokenizer

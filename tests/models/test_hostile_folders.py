@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rondo.chat import encode_prompt
-from rondo.errors import ConfigError, DataError, RondoError
+from rondo.core.errors import ConfigError, DataError, RondoError
 from rondo.models import ModelSource, build_model, load_tokenizer
 from rondo.models.source import TokenizerSource
 from rondo.recipes.quickstart import tokenizer

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 from rondo.models import liger
 from rondo.models.loading import build_model
 from tests.models.families import source_of

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rondo.errors import ConfigError, DataError
+from rondo.core.errors import ConfigError, DataError
 from rondo.models import (
     ModelSource,
     TokenizerSource,

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rondo.config.schema import FrozenEngineConfig
-from rondo.errors import ConfigError, DataError
+from rondo.core.errors import ConfigError, DataError
 from rondo.models import ModelSource, build_model, load_model_config, longest_context
 from rondo.models.override import overridden
 from rondo.rollout import EngineSpec

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 from rondo.models import ModelSource, check_positions, load_model_config, longest_context
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 from rondo.planning.memory import Need, check_fits, model_bytes
 
 GIB = 1 << 30

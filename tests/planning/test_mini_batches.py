@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rondo.algorithms.aggregation import loss_weights, token_mean
 from rondo.algorithms.registry import bind, lookup
 from rondo.config.schema import FunctionConfig
-from rondo.errors import TrainError
+from rondo.core.errors import TrainError
 from rondo.planning.batches import mini_batch_orders, plan_mini_batches
 
 

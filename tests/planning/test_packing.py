@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rondo.errors import TrainError
+from rondo.core.errors import TrainError
 from rondo.planning.batches import attention_work, balance, micro_batches, rows_of_units
 
 LENGTHS = st.lists(st.integers(0, 60), max_size=40)

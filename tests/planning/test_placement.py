@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rondo.config.schema import ClusterConfig, RayBackendConfig
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 from rondo.planning.placement import SameDevices, plan_placement
 
 ROLES = ("actor", "critic", "reference", "rollout")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rondo.types import Prompt, Row, Trajectory
+from rondo.core.types import Prompt, Row, Trajectory
 
 
 def make_trajectory(text, sample_index=0, source="s", **fields):

@@ -10,9 +10,9 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from rondo.arithmetic import evaluate_expression
 from rondo.config.schema import RewardConfig, RewardFunctionConfig
-from rondo.errors import ConfigError, DataError
+from rondo.core.arithmetic import evaluate_expression
+from rondo.core.errors import ConfigError, DataError
 from rondo.rewards import Scorer
 from rondo.rewards.answers import (
     comparable,

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from rondo.config.schema import RewardConfig, RewardFunctionConfig
-from rondo.errors import ConfigError, DataError, RewardError, SandboxError
+from rondo.core.errors import ConfigError, DataError, RewardError, SandboxError
 from rondo.rewards import Scorer
 from rondo.rewards.code import code
 from rondo.rewards.code.cases import (

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from rondo.config.schema import RewardConfig, RewardFunctionConfig
-from rondo.errors import RewardError
+from rondo.core.errors import RewardError
 from rondo.rewards import Scorer, accuracy_score, execution
 from tests.rewards.conftest import make_trajectory
 

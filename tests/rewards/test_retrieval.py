@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from rondo.config.schema import RewardFunctionConfig
-from rondo.errors import ConfigError, DataError
+from rondo.core.errors import ConfigError, DataError
+from rondo.core.types import ToolResult, Trajectory
 from rondo.rewards.functions import load_functions
 from rondo.rewards.retrieval import ndcg, ndcg_of, recall, recall_of
-from rondo.types import ToolResult, Trajectory
 from tests.rewards.conftest import make_trajectory
 
 

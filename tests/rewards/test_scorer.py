@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from rondo.config.schema import RewardConfig, RewardFunctionConfig, RewardModelConfig
-from rondo.errors import ConfigError, RewardError
+from rondo.core.errors import ConfigError, RewardError
 from rondo.rewards import Scorer, accuracy_score, check_dropped_share, execution, score_names
 from tests.rewards.conftest import make_trajectory
 

@@ -23,9 +23,9 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from rondo.core.types import Completion, GenerateRequest, SamplingParams
 from rondo.models.names import persistent_buffers
 from rondo.rollout import NativeEngine
-from rondo.types import Completion, GenerateRequest, SamplingParams
 
 VOCAB = 101
 _BASE = {

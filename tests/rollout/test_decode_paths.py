@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 from rondo.rollout import NativeEngine, cache_bytes
 from rondo.rollout.native import kernels
 from tests.rollout.conftest import (

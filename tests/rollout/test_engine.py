@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from rondo.errors import RolloutError, WeightSyncError
+from rondo.core.errors import RolloutError, WeightSyncError
+from rondo.core.types import Completion
 from rondo.rollout import NativeEngine
 from rondo.rollout import decoder as decoder_module
 from rondo.rollout import requests as requests_module
 from rondo.rollout.in_process import as_torch
 from rondo.rollout.native.compiled import CompiledPath
-from rondo.types import Completion
 from tests.rollout.conftest import (
     CONFIGS,
     Hold,

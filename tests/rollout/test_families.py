@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DiffLlamaConfig, PreTrainedModel
 
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
+from rondo.core.types import GenerateRequest
 from rondo.rollout import NativeEngine
 from rondo.rollout.native import generic
 from rondo.rollout.native.cache import block_bytes, layer_shapes
 from rondo.rollout.native.generic import Rule, grouped_attention
-from rondo.types import GenerateRequest
 from tests.models.families import VOCAB, WINDOW, every_family, make
 from tests.rollout.conftest import make_engine, request, run, true_log_probs
 from tests.rollout.test_decode_paths import greedy_by_transformers

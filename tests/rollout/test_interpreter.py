@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rondo.cli import main as cli
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 from rondo.models.source import ModelSource
 from rondo.rollout import EngineSpec, start_engine
 from rondo.rollout.build import check_engine

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rondo.core.types import Completion, GenerateRequest
 from rondo.rollout import NativeEngine
-from rondo.types import Completion, GenerateRequest
 from tests.models import families
 from tests.rollout.conftest import build, make_engine, prompt, request, run
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from rondo.errors import ConfigError, RolloutError
+from rondo.core.errors import ConfigError, RolloutError
+from rondo.core.types import Completion, GenerateRequest
 from rondo.rollout import NativeEngine
 from rondo.rollout.native import cache
 from rondo.rollout.native.blocks import BLOCK
 from rondo.rollout.native.cache import block_bytes, count_blocks, layer_shapes
-from rondo.types import Completion, GenerateRequest
 from tests.rollout.conftest import CONFIGS, Hold, build, make_engine, prompt, request, run
 from tests.rollout.test_engine import load
 from tests.rollout.test_invariance import same

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rondo.errors import DeadlyRequestError, ReplicaLostError, RolloutError
+from rondo.core.errors import DeadlyRequestError, ReplicaLostError, RolloutError
+from rondo.core.types import Completion, GenerateRequest, StepStats
 from rondo.rollout.members import Affinity
 from rondo.rollout.quarantine import Suspects
 from rondo.rollout.requests import so_far
 from rondo.rollout.router import Router, choose
-from rondo.types import Completion, GenerateRequest, StepStats
 from tests.rollout.conftest import request
 
 

@@ -15,14 +15,14 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from rondo.agents.record import rows_of
-from rondo.columns import PROMPT_ROUTED, ROUTED
+from rondo.core.columns import PROMPT_ROUTED, ROUTED
+from rondo.core.errors import ConfigError
+from rondo.core.types import Call, Completion, Prompt, RouteShape, Trajectory
 from rondo.data.rows import rows_from_trajectories
-from rondo.errors import ConfigError
 from rondo.models.routers import RouteRecorder
 from rondo.models.source import ModelSource
 from rondo.rollout import EngineSpec, NativeEngine, start_engine
 from rondo.rollout.transformers.engine import TransformersEngine
-from rondo.types import Call, Completion, Prompt, RouteShape, Trajectory
 from tests.rollout.conftest import _BASE, Hold, build, prompt, request, run, weights
 from tests.rollout.test_paging import long_requests, run_in_order
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rondo.core.types import GenerateRequest, SamplingParams
 from rondo.rollout.native.blocks import BLOCK, BlockPool, content_keys
 from rondo.rollout.native.scheduler import Copy, Plan, Scheduler, Sequence
-from rondo.types import GenerateRequest, SamplingParams
 
 
 def tokens(length: int, seed: int = 0) -> list[int]:

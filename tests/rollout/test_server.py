@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 import torch
 
-from rondo.activity import pulse
-from rondo.errors import ConfigError, ReplicaLostError, RolloutError, WeightSyncError
+from rondo.core.errors import ConfigError, ReplicaLostError, RolloutError, WeightSyncError
+from rondo.core.types import Completion, GenerateRequest
 from rondo.models.source import ModelSource
 from rondo.rollout import EngineSpec, NativeEngine, RolloutEngine, start_engine
 from rondo.rollout.build import check_engine, visible_devices
 from rondo.rollout.router import Router
 from rondo.rollout.server import EngineProcess, client
 from rondo.rollout.server.wire import Tokens
-from rondo.transport import forkserver
-from rondo.types import Completion, GenerateRequest
+from rondo.system import forkserver
+from rondo.system.activity import pulse
 from tests.rollout.conftest import _BASE, VOCAB, build, make_engine, prompt, request, run, weights
 
 QWEN3 = {

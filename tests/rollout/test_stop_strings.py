@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rondo.errors import RefusedRequestError
+from rondo.core.errors import RefusedRequestError
 from rondo.models.source import TokenizerSource
 from rondo.rollout.native.blocks import BLOCK
 from rondo.rollout.native.cache import block_bytes, layer_shapes

@@ -14,11 +14,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from rondo.errors import ConfigError, RolloutError
+from rondo.core.errors import ConfigError, RolloutError
+from rondo.core.types import Completion, GenerateRequest
 from rondo.rollout import NativeEngine
 from rondo.rollout.transformers.engine import TransformersEngine
 from rondo.rollout.transformers.forward import nbytes
-from rondo.types import Completion, GenerateRequest
 from tests.engines.conftest import Collected, gaps, greedy, paused_in_flight, request
 from tests.models.families import FAMILIES, MAX_POSITIONS, VOCAB, make, persistent
 

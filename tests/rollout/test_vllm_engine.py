@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from rondo.errors import WeightSyncError
+from rondo.core.errors import WeightSyncError
+from rondo.core.types import GenerateRequest, SamplingParams
 from rondo.models.source import ModelSource
 from rondo.rollout.protocol import Capabilities, EngineSpec
 from rondo.rollout.vllm.engine import VllmEngine
 from rondo.rollout.vllm.options import ENGINE
-from rondo.types import GenerateRequest, SamplingParams
 from rondo.weights.bucket import BucketWriter, Confirmation, SharedBucket
 
 MODEL = ModelSource(

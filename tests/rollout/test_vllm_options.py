@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 from rondo.models.lora import Adapter, AdapterSet
 from rondo.models.source import ModelSource
 from rondo.rollout.build import check_engine, check_engine_adapters

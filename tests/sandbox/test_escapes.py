@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rondo.cli import main as cli
-from rondo.errors import SandboxError
+from rondo.core.errors import SandboxError
 from rondo.sandbox import open_sandbox
 from rondo.sandbox.escapes import HARMLESS, Attempt, check
 

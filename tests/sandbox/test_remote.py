@@ -17,14 +17,14 @@ from typing import Any
 
 import pytest
 
-from rondo.access import SANDBOX_KEY, Access
 from rondo.agents.tools import Toolbox, load_tools
 from rondo.config.schema import ToolConfig
-from rondo.errors import ConfigError, SandboxError
+from rondo.core.errors import ConfigError, SandboxError
 from rondo.rewards.code import code
 from rondo.sandbox import Limits, Sandbox, open_sandbox
 from rondo.sandbox.escapes import check, processes_named
 from rondo.sandbox.server import BODY_BYTES, SandboxServer
+from rondo.system.access import SANDBOX_KEY, Access
 from tests.rewards.conftest import make_trajectory
 from tests.sandboxes import need_sandbox
 from tests.serving.conftest import TOKENIZER

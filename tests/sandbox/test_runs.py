@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from rondo.errors import ConfigError, SandboxError
+from rondo.core.errors import ConfigError, SandboxError
 from rondo.sandbox import Limits, Result, Sandbox, open_sandbox
 from rondo.sandbox.escapes import processes_named
 from tests.waiting import wait_for

@@ -14,7 +14,7 @@ import torch
 
 from rondo.agents.tools import Toolbox, load_tools, prepare_tools
 from rondo.config.schema import ToolConfig
-from rondo.errors import ConfigError, DataError
+from rondo.core.errors import ConfigError, DataError
 from rondo.search import Passage, index_of
 from rondo.search import index as index_module
 from rondo.search.corpus import passage_of, passages_of

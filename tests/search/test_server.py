@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from rondo.access import Access
 from rondo.agents.search import Search
 from rondo.cli import main as cli
-from rondo.errors import ToolError
+from rondo.core.errors import ToolError
 from rondo.search import Hit, Index, Passage, index_of
 from rondo.search.client import RetrieverError, retrieve
 from rondo.search.server import RetrieverServer
+from rondo.system.access import Access
 from tests.waiting import served_by
 
 MOON = {"id": "7", "contents": '"Moon"\nIt goes around the earth, and has no air.'}

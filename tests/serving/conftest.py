@@ -15,12 +15,12 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from rondo.chat import stop_token_ids
+from rondo.core.types import Completion, GenerateRequest, SamplingParams
 from rondo.models.source import TokenizerSource
 from rondo.recipes.quickstart import tokenizer
 from rondo.rollout import NativeEngine
 from rondo.serving import Endpoint, Sessions
 from rondo.serving.http import HttpServer, Limits
-from rondo.types import Completion, GenerateRequest, SamplingParams
 
 TOKEN = "correct-horse"
 MODEL = "tiny"

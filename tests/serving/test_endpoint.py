@@ -13,10 +13,10 @@ import openai
 import pytest
 
 from rondo.chat import encode_prompt
-from rondo.errors import RolloutError
+from rondo.core.errors import RolloutError
+from rondo.core.types import Completion, GenerateRequest, request_seed
 from rondo.rollout import NativeEngine
 from rondo.serving.http import Limits
-from rondo.types import Completion, GenerateRequest, request_seed
 from tests.serving.conftest import MODEL, TOKEN, TOKENIZER, direct, post, served, with_client
 
 ASK: list[Any] = [{"role": "user", "content": "Tom has 3 apples, buys 4, finds 5. How many?"}]

@@ -18,10 +18,10 @@ from rondo.agents.runner import single_turn
 from rondo.chat import decode, encode_piece, encode_prompt
 from rondo.config import load
 from rondo.config.schema import FunctionConfig
-from rondo.errors import ConfigError, RolloutError, RondoError
+from rondo.core.errors import ConfigError, RolloutError, RondoError
+from rondo.core.types import Completion, GenerateRequest, Prompt, Row, SamplingParams, Trajectory, Turn
 from rondo.rollout import NativeEngine
 from rondo.trainers.commands.train import train
-from rondo.types import Completion, GenerateRequest, Prompt, Row, SamplingParams, Trajectory, Turn
 from tests.serving.conftest import CONTEXT, STOPS, TOKENIZER
 from tests.trainers.conftest import metrics, recipe, weights  # noqa: F401
 

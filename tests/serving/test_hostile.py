@@ -15,9 +15,9 @@ import aiohttp
 import pytest
 
 from rondo.chat import decode
+from rondo.core.types import Completion, GenerateRequest
 from rondo.rollout import NativeEngine
 from rondo.serving.text import TextStream, answer_text
-from rondo.types import Completion, GenerateRequest
 from tests.serving.conftest import MODEL, STOPS, TOKEN, TOKENIZER, post, served
 
 CHAT, TEXT = "/chat/completions", "/completions"

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 from rondo import __version__
+from rondo.core.types import Completion, GenerateRequest
 from rondo.rollout import NativeEngine
 from rondo.serving.http import Limits
-from rondo.types import Completion, GenerateRequest
 from tests.serving.conftest import CONTEXT, MODEL, TOKEN, post, served
 
 CHAT, TEXT = "/chat/completions", "/completions"

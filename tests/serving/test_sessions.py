@@ -12,9 +12,9 @@ import openai
 import pytest
 
 from rondo.chat import encode_piece, encode_prompt
+from rondo.core.types import Completion, GenerateRequest, Prompt, SamplingParams, request_seed
 from rondo.rollout import NativeEngine
 from rondo.serving import ApiError, Session, SessionRules, Sessions, prompt_key
-from rondo.types import Completion, GenerateRequest, Prompt, SamplingParams, request_seed
 from tests.serving.conftest import MODEL, STOPS, TOKEN, TOKENIZER, direct, post, served, with_client
 
 ASK: list[Any] = [{"role": "user", "content": "Tom has 3 apples. How many?"}]

@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 
 from rondo.agents.record import rows_of
 from rondo.chat import encode_piece, render, stop_token_ids
-from rondo.errors import DataError
+from rondo.core.errors import DataError
+from rondo.core.types import Call, Completion, GenerateRequest, SamplingParams
 from rondo.recipes.quickstart import CHAT_TEMPLATE, tokenizer
 from rondo.serving import ApiError, Endpoint, Session, SessionRules, Sessions
-from rondo.types import Call, Completion, GenerateRequest, SamplingParams
 from tests.chat.test_continuation import CALLS_ONLY_TEMPLATE, PLAIN_TEMPLATE
 
 MODEL = "stub"

@@ -10,8 +10,8 @@ import openai
 import pytest
 
 from rondo.chat import encode_piece, encode_prompt
+from rondo.core.types import Completion, GenerateRequest
 from rondo.recipes.quickstart import tokenizer
-from rondo.types import Completion, GenerateRequest
 from tests.serving.conftest import STOPS, TOKEN, TOKENIZER, served, with_client
 from tests.serving.test_sessions import ASK, END, TOOLS, ask, says
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from rondo.system.usage import TeamClock, children_cpu_seconds, process_usage, state_of
 from rondo.tracking import Clock, Timeline
-from rondo.usage import TeamClock, children_cpu_seconds, process_usage, state_of
 
 
 class Hand:

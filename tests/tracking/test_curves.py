@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import rondo
-from rondo.errors import ConfigError, DataError
+from rondo.core.errors import ConfigError, DataError
 from rondo.tracking import Clock, RunFolder, Timeline, build_summary, curves, plot_curves
 from rondo.tracking.curves import PANELS, _series, _smoothed
 from rondo.tracking.summary import git_commit

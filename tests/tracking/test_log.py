@@ -19,7 +19,7 @@ from rondo.tracking import logged_to
 with logged_to(Path(sys.argv[1]), 2):
     logging.getLogger("rondo.anything").info("a note")
     logging.getLogger("rondo.anything").warning("a warning")
-    logging.getLogger("rondo.transport.process").debug("an engine's line")
+    logging.getLogger("rondo.system.process").debug("an engine's line")
     logging.getLogger("theirs").info("somebody else's note")
 logging.getLogger("rondo.anything").warning("afterwards")
 """

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rondo.batch import Batch, ragged_rows
-from rondo.errors import CheckpointError, ConfigError, DataError
+from rondo.core.batch import Batch, ragged_rows
+from rondo.core.errors import CheckpointError, ConfigError, DataError
 from rondo.tracking import RunFolder, read_metrics
 from rondo.tracking.lock import RunLock
 from tests.tracking.processes import running

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rondo.errors import DataError
+from rondo.core.errors import DataError
 from rondo.tracking import Clock, RunFolder, Timeline
 from rondo.tracking.timeline import Span, read_timeline
 

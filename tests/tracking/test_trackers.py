@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rondo.config.schema import FunctionConfig
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 from rondo.tracking import RunFolder, Sample, TrackerContext, check_trackers, make_trackers
 from tests.waiting import wait_for
 

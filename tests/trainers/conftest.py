@@ -23,7 +23,8 @@ from rondo.algorithms import registry
 from rondo.cli.main import main
 from rondo.config import LoadedConfig, load
 from rondo.controller import Cluster, Mesh, WorkerGroup
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
+from rondo.core.types import GenerateRequest
 from rondo.rollout import NativeEngine, in_process
 from rondo.rollout.decoder import Decoder
 from rondo.rollout.in_process import InProcessEngine
@@ -31,7 +32,6 @@ from rondo.rollout.native.decoder import PagedDecoder
 from rondo.rollout.requests import News
 from rondo.trainers.commands.train import train
 from rondo.trainers.program.step import Roles
-from rondo.types import GenerateRequest
 from rondo.workers.estimating import EstimatingWorker
 
 REPOSITORY = Path(__file__).parents[2]

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rondo.core.types import Prompt, Trajectory
 from rondo.tracking.trackers import TrackerContext
-from rondo.types import Prompt, Trajectory
 
 MARK = "planted-"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 
-from rondo.types import Prompt, Trajectory
+from rondo.core.types import Prompt, Trajectory
 
 
 def even_share(prompt: Prompt, trajectory: Trajectory) -> float:

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rondo.batch import BatchRef
-from rondo.errors import RewardError, TrainError, WorkerError
+from rondo.core.batch import BatchRef
+from rondo.core.errors import RewardError, TrainError, WorkerError
+from rondo.core.types import Ended
 from rondo.planning.admission import OnUpdate, Order, effective_on_update
 from rondo.trainers.loop.buffer import Buffer, Group, Ledger
 from rondo.trainers.loop.feeder import EpisodeFeeder
 from rondo.trainers.loop.publish import WeightPublisher
-from rondo.types import Ended
 from simulation import Lengths, SimulatedEngines, Simulation, run_virtual, simulate
 
 BATCH, STEPS = 4, 8

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from rondo.algorithms import kl_reward, lookup
-from rondo.batch import ROW_ID, Batch, BatchRef, ragged_rows
 from rondo.config.schema import (
     AlgorithmConfig,
     ClusterConfig,
@@ -26,10 +25,11 @@ from rondo.config.schema import (
     RolloutCorrectionConfig,
 )
 from rondo.controller import Cluster, start_cluster
+from rondo.core.batch import ROW_ID, Batch, BatchRef, ragged_rows
+from rondo.core.types import StepStats
 from rondo.trainers.program.advantages import AdvantageStage
 from rondo.trainers.program.stages import CorrectionStage
 from rondo.trainers.program.step import Roles, Step
-from rondo.types import StepStats
 from rondo.workers.estimating import EstimatingWorker
 
 N = 40

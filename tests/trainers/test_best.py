@@ -14,7 +14,7 @@ import yaml
 
 from rondo.checkpoint import CheckpointStore
 from rondo.config import BestConfig, load
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 from rondo.trainers.commands.train import train
 from rondo.trainers.loop.best import Best
 from rondo.trainers.sessions import open_session

@@ -17,7 +17,8 @@ import torch
 from rondo.config import load
 from rondo.config.schema import Config
 from rondo.controller import WorkerGroup, start_cluster
-from rondo.errors import WeightSyncError, WorkerError
+from rondo.core.errors import WeightSyncError, WorkerError
+from rondo.core.types import Completion, GenerateRequest, SamplingParams
 from rondo.rollout.native.engine import NativeEngine
 from rondo.rollout.protocol import Capabilities
 from rondo.rollout.router import Router
@@ -27,7 +28,6 @@ from rondo.trainers.loop.routes import SharedRoute, make_route
 from rondo.trainers.program.inputs import Prompts, complete_model, load_prompts, settled
 from rondo.trainers.program.roles import create_model, create_rollout
 from rondo.trainers.program.step import Roles
-from rondo.types import Completion, GenerateRequest, SamplingParams
 from rondo.weights.checksum import checksum
 from rondo.workers.rollout import RolloutWorker
 from rondo.workers.transfer import ReceivesWeights, probed

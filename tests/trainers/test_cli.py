@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rondo.algorithms import registry
 from rondo.config import load
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 from rondo.trainers.commands.check import check_rl
 from rondo.trainers.commands.evaluate import generate
 from tests.trainers.conftest import RECIPE, SFT_RECIPE, inline

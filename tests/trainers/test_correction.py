@@ -13,7 +13,6 @@ from torch import Tensor
 
 from rondo.algorithms import ActorLoss
 from rondo.algorithms.registry import bind, bind_preparation
-from rondo.batch import ROW_ID, Batch, BatchRef, ragged_rows
 from rondo.config import load
 from rondo.config.schema import (
     AlgorithmConfig,
@@ -28,12 +27,13 @@ from rondo.config.schema import (
     RolloutCorrectionConfig,
 )
 from rondo.controller import Cluster, start_cluster
-from rondo.errors import ConfigError, DataError, TrainError
+from rondo.core.batch import ROW_ID, Batch, BatchRef, ragged_rows
+from rondo.core.errors import ConfigError, DataError, TrainError
+from rondo.core.types import StepStats
 from rondo.trainers.program.advantages import AdvantageStage
 from rondo.trainers.program.plan import describe_correction, effective_correction
 from rondo.trainers.program.stages import CorrectionStage, PreparationStage
 from rondo.trainers.program.step import Stage, Step, attach, numbers, padded_columns
-from rondo.types import StepStats
 from tests.trainers.conftest import registered_for_now, roles_without_models
 
 # Four responses of lengths 2, 3, 1, 2; row 1 has a hole, row 3 no trained token.

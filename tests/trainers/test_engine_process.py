@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from rondo.core.types import GenerateRequest
 from rondo.rollout.server import EngineProcess
-from rondo.types import GenerateRequest
 from tests.trainers.conftest import REPOSITORY, inline, metrics, weights
 from tests.waiting import engine_processes, wait_for, wait_until_gone
 

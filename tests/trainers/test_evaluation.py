@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from rondo.config.schema import EvaluationConfig
-from rondo.errors import WorkerError
+from rondo.core.errors import WorkerError
+from rondo.core.types import Prompt, SamplingParams
 from rondo.trainers.loop.evaluation import evaluate, summarise
-from rondo.types import Prompt, SamplingParams
 from rondo.workers.rollout import EvaluationRecord
 
 

@@ -18,10 +18,10 @@ import yaml
 from rondo.checkpoint import CheckpointStore
 from rondo.cli.doctor_run import examine
 from rondo.config import load
-from rondo.errors import ConfigError, StorageError
+from rondo.core.errors import ConfigError, StorageError
+from rondo.system.urls import Far
 from rondo.trainers.commands.export import export_checkpoint
 from rondo.trainers.commands.train import train
-from rondo.urls import Far
 from tests.far import PLUGIN, Fault, far, fault, shelf  # noqa: F401
 from tests.trainers.conftest import PYTHONPATH, RECIPE, REPOSITORY, cli, inline, metrics, weights
 from tests.trainers.scorers import HOLD

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rondo.columns import GREEDY_REWARD
 from rondo.config import load
 from rondo.config.schema import Config, FunctionConfig
 from rondo.controller import start_cluster
-from rondo.errors import ConfigError, RewardError
+from rondo.core.columns import GREEDY_REWARD
+from rondo.core.errors import ConfigError, RewardError
+from rondo.core.types import SamplingParams, StepStats
 from rondo.rewards import check_dropped_share
 from rondo.trainers.commands.check import check_rl
 from rondo.trainers.loop.buffer import Buffer
@@ -25,7 +26,6 @@ from rondo.trainers.loop.publish import WeightPublisher
 from rondo.trainers.program.inputs import Prompts, complete_model, load_prompts, settled
 from rondo.trainers.program.roles import create_model, create_rollout
 from rondo.trainers.program.step import Roles
-from rondo.types import SamplingParams, StepStats
 from rondo.workers.rollout import RolloutWorker
 
 SCORERS = """

@@ -11,7 +11,6 @@ import torch
 
 from rondo.algorithms import ActorLoss, bind, lookup, loss_weights, names
 from rondo.algorithms.registry import is_zero_at_zero_advantage
-from rondo.batch import ROW_ID, Batch, ragged_rows
 from rondo.config.schema import (
     AlgorithmConfig,
     ClusterConfig,
@@ -23,12 +22,13 @@ from rondo.config.schema import (
     RolloutCorrectionConfig,
 )
 from rondo.controller import start_cluster
+from rondo.core.batch import ROW_ID, Batch, ragged_rows
+from rondo.core.types import StepStats
 from rondo.planning import plan_mini_batches
 from rondo.trainers.program.stages import PreparationStage
 from rondo.trainers.program.step import Roles, Step
 from rondo.trainers.program.update import update_actor
 from rondo.training import Engine
-from rondo.types import StepStats
 from rondo.workers import ActorWorker
 from tests.trainers.conftest import registered_for_now
 from tests.training.helpers import VOCAB, source

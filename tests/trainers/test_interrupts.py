@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rondo import interrupts
+from rondo.system import signals
 from rondo.trainers.loop.evaluation import evaluate
 from rondo.workers.models import ActorWorker
 from rondo.workers.rollout import RolloutWorker
@@ -160,7 +160,7 @@ def test_a_command_that_only_computes_ends_at_the_first(
             pass
 
     monkeypatch.setattr(computing, compute)
-    monkeypatch.setattr(interrupts, "HELD_SECONDS", 0.01)
+    monkeypatch.setattr(signals, "HELD_SECONDS", 0.01)
     places = {"RECIPE": str(recipe), "FOLDER": str(tmp_path)}
     done = inline(*(places.get(one, one) for one in arguments), check=False)
     assert (done.returncode, done.stdout) == (128 + number, "")

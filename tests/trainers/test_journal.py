@@ -16,9 +16,10 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from rondo.batch import BatchRef
 from rondo.config import load
-from rondo.errors import ConfigError, TrainError, WorkerError
+from rondo.core.batch import BatchRef
+from rondo.core.errors import ConfigError, TrainError, WorkerError
+from rondo.core.types import Completion, Ended, GenerateRequest, Trajectory
 from rondo.planning.admission import OnUpdate, Order
 from rondo.rewards import Scorer
 from rondo.rollout import NativeEngine
@@ -28,7 +29,6 @@ from rondo.trainers.loop.feeder import EpisodeFeeder
 from rondo.trainers.loop.journal import RunJournal
 from rondo.trainers.replay.journal import FollowedJournal, JournalFile, check_replay, followed_journal
 from rondo.trainers.replay.replay import ReplayedBuffer, ReplayedFeeder
-from rondo.types import Completion, Ended, GenerateRequest, Trajectory
 from rondo.workers.models import ActorWorker
 from simulation import Lengths, SimulatedEngines, Simulation, run_virtual, simulate
 from tests.trainers.conftest import hold_an_answer, inline, metrics, weights

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from rondo.config import load
 from rondo.config.schema import ActorLoraConfig
-from rondo.errors import CheckpointError, ConfigError, WeightSyncError
+from rondo.core.errors import CheckpointError, ConfigError, WeightSyncError
 from rondo.models.lora import Adapter
 from rondo.trainers.commands.check import check_rl
 from rondo.trainers.commands.check_supervised import check_supervised

@@ -11,13 +11,13 @@ import torch
 import yaml
 
 from rondo.config import Config, load
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 from rondo.models import ModelSource, build_model, count_parameters
 from rondo.rollout.native.cache import check_tables
+from rondo.system.usage import memory_bytes
 from rondo.trainers.commands import check_memory as checked
 from rondo.trainers.commands.check_memory import check_memory
 from rondo.trainers.program import settled
-from rondo.usage import memory_bytes
 from tests.models.test_loading import TINY
 from tests.trainers.conftest import RECIPE, inline
 

@@ -11,10 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from rondo.batch import Batch
-from rondo.columns import ROUTED, ROUTES
 from rondo.config import load
-from rondo.errors import ConfigError
+from rondo.core.batch import Batch
+from rondo.core.columns import ROUTED, ROUTES
+from rondo.core.errors import ConfigError
 from rondo.trainers.commands.check import check_rl
 from rondo.trainers.commands.check_supervised import check_supervised
 from rondo.trainers.program import plan_program

@@ -11,7 +11,7 @@ import yaml
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from rondo.config import load
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 from rondo.recipes.quickstart import tokenizer
 from rondo.trainers.commands.check import check_rl
 from rondo.trainers.program import source_of

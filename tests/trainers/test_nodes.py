@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rondo.controller import Worker
-from rondo.errors import ConfigError, RolloutError, WeightSyncError, WorkerError
+from rondo.core.errors import ConfigError, RolloutError, WeightSyncError, WorkerError
 from rondo.trainers.commands import train as runner
 from rondo.trainers.program.step import Roles
 from tests.trainers.conftest import weights

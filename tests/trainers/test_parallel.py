@@ -13,7 +13,7 @@ import pytest
 import safetensors.numpy
 
 from rondo.config import load
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 from rondo.trainers.commands.check import check_rl
 from rondo.trainers.program import check_parallel, settled
 from tests.trainers.conftest import inline, metrics, weights

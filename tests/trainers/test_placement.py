@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rondo.config import load
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 from rondo.rollout.native.engine import NativeEngine
 from rondo.trainers.commands import train as runner
 from rondo.trainers.commands.check import check_rl

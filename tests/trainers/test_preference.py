@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from rondo.algorithms import RewardModelLoss
 from rondo.config import load
 from rondo.config.schema import AlgorithmConfig, Config, FunctionConfig
-from rondo.errors import CheckpointError, ConfigError
+from rondo.core.errors import CheckpointError, ConfigError
 from rondo.models.source import ModelSource
 from rondo.recipes.quickstart import train_rows
 from rondo.trainers.commands.check_supervised import check_supervised

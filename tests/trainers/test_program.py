@@ -15,8 +15,6 @@ import yaml
 from safetensors.torch import save_file
 
 from rondo.algorithms import ActorLoss
-from rondo.batch import ROW_ID, Batch, BatchRef
-from rondo.columns import column
 from rondo.config import load
 from rondo.config.auto import config_for
 from rondo.config.schema import (
@@ -37,7 +35,9 @@ from rondo.config.schema import (
     TrainerConfig,
 )
 from rondo.controller import Cluster
-from rondo.errors import ConfigError
+from rondo.core.batch import ROW_ID, Batch, BatchRef
+from rondo.core.columns import column
+from rondo.core.errors import ConfigError
 from rondo.trainers.commands.check import check_rl
 from rondo.trainers.program.plan import plan_program, plan_schedule
 from rondo.trainers.program.pretraining import lm_weights

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rondo.errors import WeightSyncError
+from rondo.core.errors import WeightSyncError
 from rondo.trainers.loop.buffer import Buffer
 from rondo.trainers.loop.feeder import EpisodeFeeder, cancel
 from rondo.trainers.loop.publish import WeightPublisher

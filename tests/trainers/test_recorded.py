@@ -13,11 +13,11 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from rondo.columns import column
 from rondo.config import load
+from rondo.core.columns import column
+from rondo.core.errors import ConfigError, DataError
 from rondo.data.rollout_files import NEEDED, Limits, Recording, open_recording
 from rondo.data.rows import rows_from_trajectories
-from rondo.errors import ConfigError, DataError
 from rondo.trainers.loop.rl import RLTrainer
 from rondo.trainers.program.inputs import Recorded, settled
 from rondo.trainers.program.plan import plan_program

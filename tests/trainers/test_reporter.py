@@ -11,10 +11,10 @@ import pytest
 
 from rondo.config.schema import Config, FunctionConfig, TrackingConfig
 from rondo.controller import Cluster
+from rondo.core.types import StepStats
 from rondo.tracking import Console, RunFolder, read_metrics
 from rondo.trainers.loop.evaluation import EvaluationResult
 from rondo.trainers.loop.report import Reporter
-from rondo.types import StepStats
 
 MINE = """
 class Mine:

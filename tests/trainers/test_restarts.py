@@ -19,13 +19,13 @@ import yaml
 
 from rondo.config import load
 from rondo.controller import Worker, WorkerGroup
-from rondo.errors import ConfigError, DataError, RolloutError, WorkerError, outage
+from rondo.core.errors import ConfigError, DataError, RolloutError, WorkerError, outage
+from rondo.system import forkserver
 from rondo.tracking import Console
 from rondo.trainers.commands.restarts import Restarts
 from rondo.trainers.commands.supervised import sft
 from rondo.trainers.commands.train import train
 from rondo.trainers.sessions.check import check_session
-from rondo.transport import forkserver
 from tests.trainers.conftest import RECIPE, SFT_RECIPE, inline, metrics, weights
 from tests.waiting import wait_until_gone
 

@@ -13,7 +13,7 @@ import pytest
 import safetensors.numpy
 
 from rondo.config import load
-from rondo.errors import ConfigError, RewardError, TrainError, WorkerError
+from rondo.core.errors import ConfigError, RewardError, TrainError, WorkerError
 from rondo.trainers.commands.train import train
 from tests.trainers.conftest import metrics, weights
 

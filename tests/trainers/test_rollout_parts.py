@@ -13,10 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from rondo.api.run import Run
-from rondo.batch import Batch, BatchRef
 from rondo.controller.dispatch import dispatch
+from rondo.core.batch import Batch, BatchRef
+from rondo.core.errors import DataError, StorageError
 from rondo.data.rollout_files import open_recording
-from rondo.errors import DataError, StorageError
 from rondo.trainers.loop import report
 from rondo.view.trajectories import read_trajectories
 from rondo.workers import ActorWorker

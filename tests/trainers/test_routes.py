@@ -11,7 +11,7 @@ import pytest
 
 from rondo.config import load
 from rondo.config.schema import Config
-from rondo.errors import ConfigError, WeightSyncError, WorkerError, outage
+from rondo.core.errors import ConfigError, WeightSyncError, WorkerError, outage
 from rondo.trainers.commands.train import train
 from rondo.trainers.loop.moving_routes import CollectiveRoute, DiskRoute, GatheredRoute
 from rondo.trainers.loop.routes import SharedRoute, make_route

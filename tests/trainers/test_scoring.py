@@ -11,12 +11,12 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from rondo.batch import ROW_ID, Batch, BatchRef
 from rondo.config import load
-from rondo.errors import TrainError
+from rondo.core.batch import ROW_ID, Batch, BatchRef
+from rondo.core.errors import TrainError
+from rondo.core.types import Prompt, Row, Trajectory
 from rondo.trainers.commands.supervised import reward_model
 from rondo.trainers.program.stages import model_scores
-from rondo.types import Prompt, Row, Trajectory
 from rondo.workers.rollout import Unscored
 from tests.trainers.conftest import RECIPE, inline, metrics, weights
 

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from rondo.masking import digest
+from rondo.core.masking import digest
 from tests.trainers.conftest import RECIPE, cli, inline
 from tests.trainers.planted import MARK
 

@@ -12,7 +12,6 @@ import torch
 
 from rondo.agents.record import rows_of
 from rondo.algorithms import bind
-from rondo.batch import ROW_ID, Batch, BatchRef, ragged_rows
 from rondo.config import Config
 from rondo.config.schema import (
     AlgorithmConfig,
@@ -23,9 +22,11 @@ from rondo.config.schema import (
     RewardModelConfig,
 )
 from rondo.controller import Cluster, start_cluster
+from rondo.core.batch import ROW_ID, Batch, BatchRef, ragged_rows
+from rondo.core.errors import DataError, TrainError
+from rondo.core.types import Call, Completion, Prompt, StepStats, Trajectory
 from rondo.data import firsts, is_cut_off, lasts, trajectory_of_rows
 from rondo.data.rows import rows_from_trajectories
-from rondo.errors import DataError, TrainError
 from rondo.trainers.loop.buffer import Group, failures
 from rondo.trainers.loop.filter import group_filter
 from rondo.trainers.loop.report import describe_rows
@@ -33,7 +34,6 @@ from rondo.trainers.program.advantages import AdvantageStage
 from rondo.trainers.program.stages import PreparationStage, Resampling, RewardModelScores
 from rondo.trainers.program.step import Roles, Step
 from rondo.trainers.program.update import ActorWeights
-from rondo.types import Call, Completion, Prompt, StepStats, Trajectory
 from tests.trainers.conftest import roles_without_models
 
 # Two groups of two trajectories: of two, one, three and one rows. Rewards, and tokens of each row.

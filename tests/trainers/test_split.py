@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from rondo.batch import BatchRef
 from rondo.config import load
 from rondo.controller import Worker, WorkerGroup, process_backend
+from rondo.core.batch import BatchRef
+from rondo.core.types import StepStats
 from rondo.trainers.commands.train import train
 from rondo.trainers.loop.report import Reporter
 from rondo.trainers.loop.rl import RLTrainer
 from rondo.trainers.sessions import open_session
-from rondo.types import StepStats
 from rondo.workers import RolloutWorker
 from tests.trainers.conftest import metrics, weights
 from tests.trainers.test_placement import PPO, SPLIT, learned

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from rondo.cli import main as cli
-from rondo.streams import LastingStream
+from rondo.system.streams import LastingStream
 from tests.trainers.conftest import PYTHONPATH, REPOSITORY, inline, metrics
 
 TRAIN = f"{sys.executable} -m rondo train {{recipe}} trainer.total_steps=2 tracking.console=plain"

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from rondo.chat import encode, encode_prompt
 from rondo.config import Config, load
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 from rondo.models import load_tokenizer
 from rondo.recipes.quickstart import tokenizer
 from rondo.serving import Endpoint, Sessions

@@ -13,7 +13,7 @@ import pytest
 import safetensors.numpy
 
 from rondo.config import load
-from rondo.errors import WorkerError
+from rondo.core.errors import WorkerError
 from rondo.trainers.commands.train import train
 from rondo.trainers.loop.rl import RLTrainer
 from rondo.workers.models import ActorWorker

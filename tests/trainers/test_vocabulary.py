@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rondo.config import Config, load
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 from rondo.models import ModelSource, build_model
 from rondo.trainers.program import open_tokenizer
 from tests.models.test_loading import TINY, make_tokenizer

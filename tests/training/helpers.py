@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from rondo.batch import Batch, ragged_rows
 from rondo.config.schema import EngineConfig, OptimizerConfig
+from rondo.core.batch import Batch, ragged_rows
 from rondo.models import ModelSource
 from rondo.training import Engine, make_engine
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from rondo.config.schema import LoraConfig, TorchBackendConfig
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 from rondo.planning.batches import balance
 from rondo.training import Engine
 from rondo.training.gathering import gather_buckets

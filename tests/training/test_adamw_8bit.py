@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rondo.checkpoint import Files
 from rondo.config.schema import LoraConfig, OptimizerConfig
-from rondo.errors import CheckpointError
+from rondo.core.errors import CheckpointError
 from rondo.planning.batches import balance
 from rondo.training import Engine
 from rondo.training.shards import local_of

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM
 
 from rondo.config.schema import EngineConfig, OptimizerConfig, TorchBackendConfig
-from rondo.errors import TrainError
+from rondo.core.errors import TrainError
 from rondo.models import ModelSource
 from rondo.models.family import family_of
 from rondo.models.loading import load_model_config

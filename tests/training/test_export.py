@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import AutoModelForCausalLM
 
 from rondo.checkpoint.checked import faults_in, read_manifest
-from rondo.errors import StorageError
+from rondo.core.errors import StorageError
 from rondo.models import ModelSource
 from rondo.models.loading import build_empty, build_model
 from rondo.training import export, make_engine

@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from rondo.batch import Batch
-from rondo.columns import UNIT
-from rondo.errors import ConfigError, TrainError
+from rondo.core.batch import Batch
+from rondo.core.columns import UNIT
+from rondo.core.errors import ConfigError, TrainError
 from rondo.models import ModelSource, build_model, family_of
 from rondo.models import documents as models_documents
 from rondo.models.documents import Heads

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from rondo.errors import ConfigError, TrainError
+from rondo.core.errors import ConfigError, TrainError
 from rondo.models.family import AS_THEY_ARE, LogitTransform
 from rondo.training.torch_backend import build, head
 from rondo.training.torch_backend.head import token_log_probs

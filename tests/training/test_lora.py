@@ -14,10 +14,10 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from rondo.batch import Batch
 from rondo.checkpoint import Files
 from rondo.config.schema import LoraConfig, TorchBackendConfig
-from rondo.errors import CheckpointError, ConfigError, DataError, TrainError
+from rondo.core.batch import Batch
+from rondo.core.errors import CheckpointError, ConfigError, DataError, TrainError
 from rondo.models import ModelSource
 from rondo.models.loading import build_model
 from rondo.models.lora import adapter_set, add_adapters, check_for_peft, config_for_peft

@@ -12,9 +12,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
-from rondo.batch import Batch, wide_array
 from rondo.controller.dispatch import cut
-from rondo.errors import DataError, TrainError
+from rondo.core.batch import Batch, wide_array
+from rondo.core.errors import DataError, TrainError
 from rondo.training import Engine
 from rondo.training.packed import dummy
 from rondo.training.torch_backend.head import token_log_probs

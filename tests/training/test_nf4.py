@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rondo.config.schema import LoraConfig
-from rondo.errors import CheckpointError, ConfigError, DataError, TrainError
+from rondo.core.errors import CheckpointError, ConfigError, DataError, TrainError
 from rondo.models import ModelSource
 from rondo.models.nf4 import QuantisedLinear
 from rondo.training import Engine

@@ -13,7 +13,6 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from rondo.batch import Batch
 from rondo.config.schema import (
     ConstantScheduleConfig,
     FallingScheduleConfig,
@@ -21,12 +20,13 @@ from rondo.config.schema import (
     ScheduleConfig,
     WsdScheduleConfig,
 )
-from rondo.errors import ConfigError, TrainError
+from rondo.core.batch import Batch
+from rondo.core.errors import ConfigError, TrainError
+from rondo.core.types import StepStats
 from rondo.models import ModelSource
 from rondo.training.shards import as_shard, local_of
 from rondo.training.torch_backend import optimizer as optimizer_module
 from rondo.training.torch_backend.optimizer import lr_ratio
-from rondo.types import StepStats
 from rondo.workers import ActorWorker, CriticWorker
 from tests.training.helpers import VOCAB, PolicyLoss, ValueLoss, full_gradients, make_batch, tiny_engine
 

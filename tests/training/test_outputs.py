@@ -13,8 +13,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM
 
-from rondo.batch import Batch, ragged_rows
-from rondo.errors import DataError, TrainError
+from rondo.core.batch import Batch, ragged_rows
+from rondo.core.errors import DataError, TrainError
 from rondo.models import load_model_config
 from rondo.models.family import AS_THEY_ARE, LogitTransform
 from rondo.training.torch_backend import head

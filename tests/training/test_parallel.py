@@ -14,22 +14,22 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig
 
-from rondo.batch import ROW_ID
 from rondo.checkpoint import Files
-from rondo.columns import TOPK_IDS
 from rondo.config.schema import OptimizerConfig, ParallelConfig
 from rondo.controller import Mesh
-from rondo.errors import ConfigError, TrainError
+from rondo.core.batch import ROW_ID
+from rondo.core.columns import TOPK_IDS
+from rondo.core.errors import ConfigError, TrainError
 from rondo.models import ModelSource
 from rondo.models.context import Context
 from rondo.models.loading import build_model, load_model_config
+from rondo.system.usage import process_usage
 from rondo.training import Engine
 from rondo.training.gathering import gather_buckets
 from rondo.training.shards import local_of
 from rondo.training.torch_backend.axes import check_axes
 from rondo.training.torch_backend.head import token_log_probs
 from rondo.training.vocabulary import Vocabulary
-from rondo.usage import process_usage
 from rondo.weights.checksum import checksum
 from tests.models.families import source_of
 from tests.ranks import run_ranks

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 from rondo.training.gathering import gather_buckets
 from rondo.training.shards import local_of
 from tests.models.families import FAMILIES, source_of

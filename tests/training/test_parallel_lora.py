@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from rondo.checkpoint import Files
 from rondo.config.schema import LoraConfig, OptimizerConfig
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 from rondo.models import ModelSource
 from rondo.training import Engine
 from rondo.training.gathering import gather_buckets

@@ -17,7 +17,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from rondo.checkpoint import Files
 from rondo.checkpoint.checked import Piece, faults_in, num_bytes, placed, read_piece
 from rondo.config.schema import FallingScheduleConfig, OptimizerConfig, TorchBackendConfig
-from rondo.errors import CheckpointError
+from rondo.core.errors import CheckpointError
 from rondo.planning.batches import balance
 from rondo.training import Engine, checkpoint
 from tests.models.families import source_of

@@ -12,8 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rondo.batch import Batch, ragged_array, ragged_rows
-from rondo.columns import PROMPT_ROUTED, ROUTED
 from rondo.config.schema import (
     ActorRouterConfig,
     ExpertBalanceConfig,
@@ -22,7 +20,9 @@ from rondo.config.schema import (
     RouterConfig,
     TorchBackendConfig,
 )
-from rondo.errors import ConfigError, DataError
+from rondo.core.batch import Batch, ragged_array, ragged_rows
+from rondo.core.columns import PROMPT_ROUTED, ROUTED
+from rondo.core.errors import ConfigError, DataError
 from rondo.models import ModelSource
 from rondo.models.loading import build_model
 from rondo.training import Engine

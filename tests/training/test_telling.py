@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from rondo.checkpoint.checked import Piece
-from rondo.errors import CheckpointError, ConfigError, StorageError
+from rondo.core.errors import CheckpointError, ConfigError, StorageError
 from rondo.training.telling import told_by_all, told_by_first, told_failures, told_files
 from tests.training.helpers import one_rank_mesh
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from rondo.agents.record import rows_of
+from rondo.core.errors import DataError
+from rondo.core.types import Call, Completion, Prompt, Trajectory
 from rondo.data.rows import rows_from_trajectories
-from rondo.errors import DataError
-from rondo.types import Call, Completion, Prompt, Trajectory
 from rondo.view import read_trajectories, written
 from tests.trainers.conftest import inline
 

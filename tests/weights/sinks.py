@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from rondo.errors import WeightSyncError
+from rondo.core.errors import WeightSyncError
 from rondo.weights.checksum import checksum
 
 

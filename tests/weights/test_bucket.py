@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from rondo.errors import WeightSyncError
+from rondo.core.errors import WeightSyncError
 from rondo.weights.bucket import BucketWriter, SharedBucket
 from rondo.weights.checksum import checksum
 from tests.ranks import fork_server

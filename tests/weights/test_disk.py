@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rondo.errors import WeightSyncError
+from rondo.core.errors import WeightSyncError
 from rondo.training import Engine
 from rondo.weights.disk import read_weights, remove_weights, version_folder, write_weights
 from rondo.weights.sync import SyncReport

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from rondo.errors import WeightSyncError
+from rondo.core.errors import WeightSyncError
 from rondo.models.loading import build_model
 from rondo.training import Engine
 from rondo.weights.checksum import checksum

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rondo.errors import WeightSyncError
+from rondo.core.errors import WeightSyncError
 from rondo.rollout.third_party_engine import expected_weights
 from rondo.weights.intake import Intake
 

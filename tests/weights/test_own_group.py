@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rondo.errors import WeightSyncError
+from rondo.core.errors import WeightSyncError
 from rondo.weights.exchange import SendReport, Transfer, piece_of, receive, send
 from rondo.weights.layout import Layout, Parameter
 from rondo.weights.own_group import OwnGroup

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rondo.errors import WeightSyncError
+from rondo.core.errors import WeightSyncError
 from rondo.weights.layout import Box, Layout, Parameter, Spec
 from rondo.weights.plan import Move, TransferPlan, plan_transfer
 

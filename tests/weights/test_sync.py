@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from rondo.errors import WeightSyncError
+from rondo.core.errors import WeightSyncError
 from rondo.models import load_model_config
 from rondo.models.loading import build_model
 from rondo.rollout.weights import WeightStore, build_module

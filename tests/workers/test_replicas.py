@@ -13,12 +13,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from rondo.errors import DeadlyRequestError, ReplicaLostError, RolloutError, WeightSyncError
+from rondo.core.errors import DeadlyRequestError, ReplicaLostError, RolloutError, WeightSyncError
+from rondo.core.types import Completion, GenerateRequest, SamplingParams, StepStats
 from rondo.models.source import ModelSource
 from rondo.rollout import EngineSpec
 from rondo.rollout.requests import so_far
 from rondo.rollout.server import EngineProcess
-from rondo.types import Completion, GenerateRequest, SamplingParams, StepStats
 from rondo.workers import replicas as module
 from rondo.workers.replicas import Replicas
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from rondo.batch import ROW_ID, Batch, BatchRef
 from rondo.config.schema import ClusterConfig, EngineConfig, OptimizerConfig
 from rondo.controller import Cluster, WorkerGroup, start_cluster
-from rondo.errors import WorkerError
+from rondo.core.batch import ROW_ID, Batch, BatchRef
+from rondo.core.errors import WorkerError
 from rondo.workers.models import ActorWorker, CriticWorker, ModelWorker, ReferenceWorker
 from rondo.workers.scoring import PrmWorker, RewardModelWorker, TeacherWorker
 from tests.training.helpers import PolicyLoss, ValueLoss, make_batch, source

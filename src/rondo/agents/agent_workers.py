@@ -12,9 +12,9 @@ from typing import Any
 
 from rondo.agents.worker_pool import MAX_REISSUES, EpisodeWorker, EpisodeWorkers
 from rondo.config.schema import FunctionConfig
-from rondo.errors import DataError, EpisodeLostError
-from rondo.transport.child import ProcessLostError
-from rondo.transport.link import PICKLE_ERRORS
+from rondo.core.errors import DataError, EpisodeLostError
+from rondo.system.child import ProcessLostError
+from rondo.system.link import PICKLE_ERRORS
 
 _THREADS = 64  # plain functions that run at one time in a process
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from rondo.agents.mcp_servers import McpServer
 from rondo.agents.search import Search
-from rondo.arithmetic import evaluate_expression
-from rondo.errors import ConfigError, ToolError
+from rondo.core.arithmetic import evaluate_expression
+from rondo.core.errors import ConfigError, ToolError
 from rondo.sandbox import Limits, Result, Session, check_sandbox, shared_sandbox
 
 _SAID = {

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rondo.types import Ended, Trajectory
+from rondo.core.types import Ended, Trajectory
 
 GREEDY = "greedy"
 

@@ -15,10 +15,10 @@ from rondo.agents.memory import NO_ACTION, Acted, load_memory, told
 from rondo.agents.policy import Answer, Policy
 from rondo.agents.worlds import World
 from rondo.config.functions import resolve_function
+from rondo.core.errors import ConfigError
+from rondo.core.types import MAX_ROWS
 from rondo.environments import Observation, StepResult
-from rondo.errors import ConfigError
 from rondo.serving.problems import ApiError
-from rondo.types import MAX_ROWS
 
 _OPEN, _CLOSE = "<action>", "</action>"
 

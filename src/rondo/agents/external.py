@@ -40,9 +40,8 @@ from rondo.agents.worlds import World, Worlds
 from rondo.chat import decode
 from rondo.config.functions import called_with, check_options, resolve_function
 from rondo.config.schema import FunctionConfig, RolloutConfig
-from rondo.errors import ConfigError, EpisodeLostError, did_you_mean
-from rondo.serving import Endpoint, Session, SessionRules, Sessions, prompt_key
-from rondo.types import (
+from rondo.core.errors import ConfigError, EpisodeLostError, did_you_mean
+from rondo.core.types import (
     MAX_ROWS,
     Call,
     Completion,
@@ -55,6 +54,7 @@ from rondo.types import (
     Trajectory,
     request_seed,
 )
+from rondo.serving import Endpoint, Session, SessionRules, Sessions, prompt_key
 
 if TYPE_CHECKING:
     from rondo.serving.http import HttpServer

@@ -6,7 +6,7 @@
 
 One server serves all episodes of a process, which ask it at the same time. All connections live on one event
 loop in a thread of its own: what opens one (and its process) closes it, and the loop is never the user's. The
-command runs under a guard (transport/guard.py): it ends with this process, whatever it thinks of SIGTERM.
+command runs under a guard (system/guard.py): it ends with this process, whatever it thinks of SIGTERM.
 
 `mcp` is imported here only, when there is a server.
 """
@@ -28,11 +28,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
-from rondo.border import described
 from rondo.config.functions import NEVER_HANDED_OVER
-from rondo.errors import ConfigError, ToolError
-from rondo.masking import masked_urls, warn_of_open_way
-from rondo.transport.process import TAIL_LINES, guarded
+from rondo.core.errors import ConfigError, ToolError
+from rondo.core.masking import masked_urls, warn_of_open_way
+from rondo.system.border import described
+from rondo.system.process import TAIL_LINES, guarded
 
 if TYPE_CHECKING:
     from mcp import ClientSession

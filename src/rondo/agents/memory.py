@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rondo.config.functions import check_options, resolve_function
+from rondo.core.errors import ConfigError
 from rondo.environments import Observation
-from rondo.errors import ConfigError
 
 NO_ACTION = "That was no action."
 _WORD = re.compile(r"\w+|[^\w\s]+")

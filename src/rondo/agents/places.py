@@ -20,12 +20,12 @@ from typing import Any, Protocol
 
 from rondo.agents.running import in_thread
 from rondo.agents.worker_pool import MAX_REISSUES, EpisodeWorker, EpisodeWorkers
+from rondo.core.errors import EnvironmentFailedError, EpisodeLostError
 from rondo.environments.choices import EnvironmentChoice
 from rondo.environments.played import Played, Shown
-from rondo.errors import EnvironmentFailedError, EpisodeLostError
-from rondo.transport.child import CallFailedError, ProcessLostError
-from rondo.transport.forkserver import ForkServer
-from rondo.transport.link import PICKLE_ERRORS
+from rondo.system.child import CallFailedError, ProcessLostError
+from rondo.system.forkserver import ForkServer
+from rondo.system.link import PICKLE_ERRORS
 
 _THREADS = 32  # that step at one time; what hangs holds none
 

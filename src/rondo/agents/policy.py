@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rondo.errors import RolloutError
+from rondo.core.errors import RolloutError
 from rondo.serving import ApiError, Endpoint, Session
 from rondo.serving.requests import Kind
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rondo.types import Call, FinishReason, Row, Turn, longer_routes
+from rondo.core.types import Call, FinishReason, Row, Turn, longer_routes
 
 
 def rows_of(calls: Iterable[Call]) -> list[Row]:

@@ -24,10 +24,10 @@ import numpy as np
 from rondo.agents.ended import Entry, calls_of, length_at, prompt_digest
 from rondo.agents.record import rows_of
 from rondo.agents.runner import AgentLoop, Generate, TrajectoryScorer
-from rondo.batch import Batch
-from rondo.columns import PROMPT_ROUTED, ROUTED, declared
-from rondo.errors import RefusedRequestError
-from rondo.types import Call, Completion, GenerateRequest, Prompt, Row, Trajectory
+from rondo.core.batch import Batch
+from rondo.core.columns import PROMPT_ROUTED, ROUTED, declared
+from rondo.core.errors import RefusedRequestError
+from rondo.core.types import Call, Completion, GenerateRequest, Prompt, Row, Trajectory
 
 # What time may decide, or the death of a process: a deadline, a timeout of a scorer, tool or environment.
 IMPOSED = ("reward_timeout", "rollout_error", "tool_error", "environment_error")

@@ -13,8 +13,8 @@ from typing import Protocol
 import numpy as np
 
 from rondo.agents.record import rows_of
-from rondo.errors import DeadlyRequestError, EpisodeLostError, RolloutError
-from rondo.types import (
+from rondo.core.errors import DeadlyRequestError, EpisodeLostError, RolloutError
+from rondo.core.types import (
     Call,
     Completion,
     GenerateRequest,

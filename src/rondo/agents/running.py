@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from rondo.border import EscapeError, awaited, contained, described
+from rondo.system.border import EscapeError, awaited, contained, described
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)

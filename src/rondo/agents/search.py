@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from rondo.access import SEARCH_KEY, bearing
-from rondo.errors import ConfigError
-from rondo.masking import warn_of_open_way
+from rondo.core.errors import ConfigError
+from rondo.core.masking import warn_of_open_way
+from rondo.core.types import ToolResult
 from rondo.search import MOST_RESULTS, Passage, check_query, index_of
 from rondo.search.client import RetrieverError, endpoint, retrieve
-from rondo.types import ToolResult
+from rondo.system.access import SEARCH_KEY, bearing
 
 
 class Search:

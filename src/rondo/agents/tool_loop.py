@@ -7,7 +7,7 @@ from typing import Any
 
 from rondo.agents.policy import Policy
 from rondo.agents.tools import Toolbox
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 
 
 async def use_tools(

@@ -35,12 +35,12 @@ from rondo.agents.builtin_tools import BUILTINS
 from rondo.agents.mcp_servers import McpServer
 from rondo.agents.policy import Answer
 from rondo.agents.running import in_thread
-from rondo.border import awaited, contained, described, inside
 from rondo.chat import decode, tokenise_up_to
 from rondo.config.functions import called_with, check_options, resolve_function
 from rondo.config.schema import ToolConfig
-from rondo.errors import ConfigError, ToolError, about
-from rondo.types import ToolResult
+from rondo.core.errors import ConfigError, ToolError, about
+from rondo.core.types import ToolResult
+from rondo.system.border import awaited, contained, described, inside
 
 T = TypeVar("T")
 # What the policy reads of a call that could not be read, by the parser's reason.

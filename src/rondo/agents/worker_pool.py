@@ -17,10 +17,10 @@ from collections.abc import Callable
 from typing import Any, Generic, Literal, TypeVar
 
 from rondo.agents.running import in_thread
-from rondo.errors import ConfigError, EpisodeLostError, RolloutError
-from rondo.transport.child import Answer, CallFailedError, Child, ProcessLostError
-from rondo.transport.forkserver import ForkServer, fork_server
-from rondo.transport.process import import_path
+from rondo.core.errors import ConfigError, EpisodeLostError, RolloutError
+from rondo.system.child import Answer, CallFailedError, Child, ProcessLostError
+from rondo.system.forkserver import ForkServer, fork_server
+from rondo.system.process import import_path
 
 START_SECONDS = 120.0  # for a process to import what it is to run
 # What every worker's program imports. Not the program itself, which each runs as its own.

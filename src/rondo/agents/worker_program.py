@@ -18,12 +18,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rondo.agents.running import in_thread, said_by
-from rondo.border import awaited
 from rondo.config.functions import resolve_function
 from rondo.config.schema import EnvironmentConfig
 from rondo.environments.choices import EnvironmentChoice, load_environments
 from rondo.environments.played import Played, Shown
-from rondo.transport.link import Call, Link, serve, serve_in_turn
+from rondo.system.border import awaited
+from rondo.system.link import Call, Link, serve, serve_in_turn
 
 
 class _Environments:

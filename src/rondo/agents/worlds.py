@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn, TypeVar
 
 from rondo.agents.places import Place, Threads, Workers
+from rondo.core.errors import ConfigError, EnvironmentFailedError, EpisodeLostError, RondoError
+from rondo.core.types import Call, Prompt, StepStats, TurnFlag, request_seed
 from rondo.environments import Observation, StepResult
 from rondo.environments.choices import EnvironmentChoice
 from rondo.environments.played import Shown
 from rondo.environments.rows import start_of
-from rondo.errors import ConfigError, EnvironmentFailedError, EpisodeLostError, RondoError
 from rondo.serving.sessions import ModelCall
-from rondo.types import Call, Prompt, StepStats, TurnFlag, request_seed
 
 T = TypeVar("T")
 _STARTS = 10_000  # first observations that are kept for comparison

@@ -15,8 +15,8 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar, cast
 
-from rondo.columns import TABLE
-from rondo.errors import ConfigError
+from rondo.core.columns import TABLE
+from rondo.core.errors import ConfigError
 
 # pairs: every column is [P]. any: flat where the first column is, else rows.
 Layout = Literal["rows", "flat", "pairs", "any"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from rondo.algorithms.registry import group_filter
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 
 
 @group_filter("mixed_accuracy")

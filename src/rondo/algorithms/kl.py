@@ -13,8 +13,8 @@ from torch import Tensor
 from rondo.algorithms.arguments import ranked
 from rondo.algorithms.registry import columns_read, kl_estimator, lookup
 from rondo.algorithms.statistics import masked_mean
-from rondo.errors import DataError
-from rondo.types import StepStats
+from rondo.core.errors import DataError
+from rondo.core.types import StepStats
 
 EXPONENT_LIMIT = 20.0  # of a log-ratio before exp: e^20 is far beyond any use, and finite when squared
 K3_LIMIT = 10.0  # of one token's estimate: a single token must not make the gradient of a whole batch

@@ -25,10 +25,10 @@ from rondo.algorithms.policy_losses.ratio import LOG_RATIO_LIMIT
 from rondo.algorithms.registry import bind, columns_read, is_zero_at_zero_advantage, lookup
 from rondo.algorithms.rollout_correction import accepted
 from rondo.algorithms.statistics import Metrics, row_index
-from rondo.columns import LOSS_WEIGHT
 from rondo.config.schema import AlgorithmConfig, BypassConfig, FunctionConfig, KlConfig, RejectionConfig
-from rondo.errors import ConfigError, TrainError
-from rondo.roles import ROLES
+from rondo.core.columns import LOSS_WEIGHT
+from rondo.core.errors import ConfigError, TrainError
+from rondo.core.roles import ROLES
 
 Columns = Mapping[str, Tensor]
 

@@ -18,7 +18,7 @@ from rondo.algorithms.objective import Columns, clean
 from rondo.algorithms.registry import bind, columns_read, names
 from rondo.algorithms.statistics import Metrics, row_index
 from rondo.config.schema import FunctionConfig
-from rondo.errors import ConfigError, TrainError, about
+from rondo.core.errors import ConfigError, TrainError, about
 
 # What a pair loss may read (of each side, except margin) -> the batch columns that it is made of.
 _OF_ALL = {"length": (), "margin": ("margin",), "safe": ("safe",)}

@@ -14,11 +14,11 @@ from typing import Any, Literal, cast
 from torch import Tensor
 
 from rondo.algorithms.arguments import AnyFunction, Layout, ranked
-from rondo.border import users_code
 from rondo.config import functions
 from rondo.config.schema import FunctionConfig
-from rondo.errors import ConfigError, TrainError
-from rondo.readonly import read_only
+from rondo.core.errors import ConfigError, TrainError
+from rondo.core.readonly import read_only
+from rondo.system.border import users_code
 
 Kind = Literal[
     "advantage", "policy_loss", "value_loss", "kl", "aggregation", "filter", "resample", "pair_loss"

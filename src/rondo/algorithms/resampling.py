@@ -9,8 +9,8 @@ from torch import Tensor
 from rondo.algorithms.arguments import ranked, require
 from rondo.algorithms.registry import resampler
 from rondo.algorithms.statistics import Groups
-from rondo.errors import ConfigError
-from rondo.types import request_seed
+from rondo.core.errors import ConfigError
+from rondo.core.types import request_seed
 
 _STRATEGIES = ("best", "best_random", "best_worst", "power")
 

@@ -20,7 +20,7 @@ from rondo.algorithms.arguments import ranked
 from rondo.algorithms.policy_losses.ratio import LOG_RATIO_LIMIT
 from rondo.algorithms.statistics import row_index, row_means
 from rondo.config.schema import ImportanceConfig, RejectionConfig, RolloutCorrectionConfig
-from rondo.types import StepStats
+from rondo.core.types import StepStats
 
 # Σ w², on the way to the effective sample size.
 _SQUARES = "rollout_correction/squares"

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from rondo.algorithms.kl import kl_reward
 from rondo.config.schema import KlConfig
-from rondo.errors import DataError, TrainError
-from rondo.types import StepStats
+from rondo.core.errors import DataError, TrainError
+from rondo.core.types import StepStats
 
 
 @dataclass(frozen=True)

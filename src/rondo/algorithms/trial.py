@@ -11,9 +11,9 @@ from torch import Tensor
 
 from rondo.algorithms.objective import ActorLoss, CriticLoss
 from rondo.algorithms.registry import Kind, bind, bind_preparation, columns_read, lookup, names
-from rondo.columns import TABLE, UPDATE_PLAN, Family
 from rondo.config.schema import AlgorithmConfig, FunctionConfig
-from rondo.errors import about
+from rondo.core.columns import TABLE, UPDATE_PLAN, Family
+from rondo.core.errors import about
 
 
 def example_columns(

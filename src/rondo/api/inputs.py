@@ -20,7 +20,7 @@ from rondo.api.rows import plain_rows, write_rows
 from rondo.checkpoint.durable import write_atomic
 from rondo.config.functions import know, written_down
 from rondo.config.schema.data import SOURCE_TYPES
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 
 Recipes = str | Path | Sequence[str | Path]
 """The name of a recipe that rondo ships, a YAML file, or several, merged in order."""

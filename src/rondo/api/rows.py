@@ -19,9 +19,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rondo.checkpoint.durable import make_folder, replacing, sync_path
+from rondo.core.errors import ConfigError, DataError
 from rondo.data.plain import AddedNulls, check_names, check_schema, plain, without_added_nulls
-from rondo.errors import ConfigError, DataError
-from rondo.storage import storing
+from rondo.system.storage import storing
 
 MOST_ROWS = 10_000_000  # of a generator: more is one that never ends
 BATCH = 10_000  # rows in memory at one time

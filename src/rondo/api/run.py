@@ -23,7 +23,7 @@ from rondo.checkpoint.durable import free_name, make_folder, write_atomic
 from rondo.config import LoadedConfig, to_yaml
 from rondo.config import load as load_recipe
 from rondo.config.tree import RECIPES
-from rondo.errors import ConfigError, DataError, RondoError, WorkerError
+from rondo.core.errors import ConfigError, DataError, RondoError, WorkerError
 
 if TYPE_CHECKING:
     from rondo.trainers.commands.open_run import OnStep

@@ -18,7 +18,7 @@ import numpy as np
 
 from rondo.chat.encode import encode_piece, render, tokenise
 from rondo.chat.messages import Message
-from rondo.errors import DataError
+from rondo.core.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rondo.chat.continuation import SAMPLE_TOOLS, AnswerKind, Continuation, find_ends, kind_of
 from rondo.chat.encode import render
 from rondo.chat.messages import Message
-from rondo.errors import DataError
+from rondo.core.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

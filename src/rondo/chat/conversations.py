@@ -15,7 +15,7 @@ import numpy as np
 from rondo.chat.encode import render, tokenise
 from rondo.chat.messages import Conversation, Messages
 from rondo.chat.stops import stop_token_ids
-from rondo.errors import ConfigError, DataError
+from rondo.core.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

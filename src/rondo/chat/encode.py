@@ -15,11 +15,11 @@ import jinja2
 import markupsafe
 import numpy as np
 
-from rondo.border import users_code
 from rondo.chat import trial
 from rondo.chat.messages import Message, Messages, as_messages
 from rondo.chat.options import template_options
-from rondo.errors import ConfigError, DataError, half_of_a_pair
+from rondo.core.errors import ConfigError, DataError, half_of_a_pair
+from rondo.system.border import users_code
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from rondo.chat.strict_json import JsonError, read_json
 from rondo.chat.template_keys import TemplateKeys
-from rondo.errors import DataError
+from rondo.core.errors import DataError
 
 Message = Mapping[str, Any]
 Messages = tuple[Message, ...]

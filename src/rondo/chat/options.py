@@ -15,7 +15,7 @@ import jinja2.meta
 import jinja2.nodes
 
 from rondo.chat.trial import Generation
-from rondo.errors import ConfigError, did_you_mean
+from rondo.core.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -11,7 +11,7 @@ import numpy as np
 from rondo.chat.encode import decode, render, tokenise
 from rondo.chat.running import RunningText
 from rondo.chat.tools.formats import call_end_ids
-from rondo.errors import DataError
+from rondo.core.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

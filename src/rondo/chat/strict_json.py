@@ -6,7 +6,7 @@ import json
 import math
 from typing import Any
 
-from rondo.errors import half_of_a_pair
+from rondo.core.errors import half_of_a_pair
 
 MAX_DEPTH = 64
 _LONGEST_NUMBER = 400  # characters; no double needs more, and int() is quadratic in them

@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, BinaryIO, NamedTuple
 
 from rondo import __version__
-from rondo.errors import CheckpointError
-from rondo.urls import Far, Place, Writing, check_inner
+from rondo.core.errors import CheckpointError
+from rondo.system.urls import Far, Place, Writing, check_inner
 
 Bytes = bytes | bytearray | memoryview  # a memoryview of single bytes
 

@@ -17,12 +17,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from rondo.batch import Batch
 from rondo.checkpoint.store import Checkpoint, Draft
 from rondo.config.compare import changes, leaves_of
 from rondo.config.schema import Config
-from rondo.errors import CheckpointError, RondoError
-from rondo.storage import DAMAGE
+from rondo.core.batch import Batch
+from rondo.core.errors import CheckpointError, RondoError
+from rondo.system.storage import DAMAGE
 
 _STATE = "controller.json"
 _COMPATIBILITY = "compatibility.json"
@@ -58,7 +58,8 @@ _READER = "reader"
 class ControllerState:
     """What the controller of a run goes on from. Everything but `groups` is JSON.
 
-    No generator has a state to save: every draw is seeded by what it is for (`rondo.types.request_seed`).
+    No generator has a state to save: every draw is seeded by what it is for
+    (`rondo.core.types.request_seed`).
     """
 
     step: int

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from rondo.storage import storing
+from rondo.system.storage import storing
 
 # How the names of what is under way begin; a kill leaves it, and who holds the folder's lock removes it.
 WRITING, REMOVING = ".writing-", ".removing-"

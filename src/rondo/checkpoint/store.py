@@ -40,9 +40,9 @@ from rondo.checkpoint.durable import (
     remove_leftovers,
     sync_path,
 )
-from rondo.errors import CheckpointError, ConfigError, RondoError, StorageError, WorkerError
-from rondo.storage import DISK_FULL, fault_in, refused, storing
-from rondo.urls import Far, Place, place_of
+from rondo.core.errors import CheckpointError, ConfigError, RondoError, StorageError, WorkerError
+from rondo.system.storage import DISK_FULL, fault_in, refused, storing
+from rondo.system.urls import Far, Place, place_of
 
 _NAME = re.compile(r"step-(\d{8})")
 # Libraries that hide the errno (torch.save) are believed when less than this is free.

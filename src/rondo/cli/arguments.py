@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rondo import recipes
-from rondo.errors import ConfigError, DataError
+from rondo.core.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from rondo.config import LoadedConfig
     from rondo.config.load import Translation
     from rondo.config.tree import Node
-    from rondo.hub import Hub
+    from rondo.system.hub import Hub
 
 
 RECIPES = Path(recipes.__path__[0])
@@ -102,7 +102,7 @@ def find_policy(loaded: LoadedConfig) -> None:
 
 def find_model(path: str, hub: Hub = "huggingface", where: str = "") -> None:
     """Raises ConfigError for a model that is not there. where: it was named."""
-    from rondo.hub import local_folder
+    from rondo.system.hub import local_folder
 
     try:
         local_folder(path, hub)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rondo.usage import memory_bytes
+from rondo.system.usage import memory_bytes
 
 HELP = "what is usable on this machine, and why not; with RUN: whether what a run has saved is whole"
 State = Literal["ok", "no", "info"]
@@ -188,7 +188,7 @@ def _unusable(engine: str) -> str:
     """Says why an installed engine cannot be used; "" if it can."""
     import torch
 
-    from rondo.errors import ConfigError
+    from rondo.core.errors import ConfigError
     from rondo.rollout.build import check_engine
 
     try:
@@ -269,7 +269,7 @@ def _print_tables(findings: list[Finding]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from rondo.streams import drawn_on
+    from rondo.system.streams import drawn_on
     from rondo.tracking.text import CleanConsole
 
     marks: dict[str, Any] = {"ok": "[green]yes[/green]", "no": "[yellow]no[/yellow]", "info": ""}

@@ -15,10 +15,10 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rondo.checkpoint.checked import faults_in, num_bytes, read_manifest
 from rondo.checkpoint.store import CheckpointStore
 from rondo.config import load
-from rondo.errors import CheckpointError
-from rondo.streams import drawn_on
+from rondo.core.errors import CheckpointError
+from rondo.system.streams import drawn_on
+from rondo.system.urls import Place
 from rondo.tracking.text import CleanConsole
-from rondo.urls import Place
 
 
 @dataclass

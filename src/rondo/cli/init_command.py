@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 from rondo.cli.arguments import RECIPES
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 
 HELP = "make a folder with recipe, reward, data and README that trains, to start one's own from"
 ROWS = {"train": 512, "eval": 64}

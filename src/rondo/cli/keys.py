@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rondo.access import Access
+    from rondo.system.access import Access
 
 
 def add_keys(parser: argparse.ArgumentParser, variable: str) -> None:
@@ -60,7 +60,7 @@ def keys_of(args: argparse.Namespace, variable: str) -> tuple[tuple[str, ...], s
 
 def access_of(args: argparse.Namespace, variable: str) -> tuple[Access, str]:
     """Returns who may ask, and the line that says a key which was made here. Raises ConfigError."""
-    from rondo.access import Access, check_chosen, is_loopback
+    from rondo.system.access import Access, check_chosen, is_loopback
 
     hosts = (args.host, *args.allow_host)
     if args.no_key:

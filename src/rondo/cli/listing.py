@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rondo.cli.arguments import RECIPES
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from rondo.algorithms import Kind
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _recipe(name: str) -> str:
     """Returns the text of a recipe."""
-    from rondo.errors import did_you_mean
+    from rondo.core.errors import did_you_mean
 
     path = RECIPES / f"{name}.yaml"
     if not path.is_file():
@@ -91,7 +91,7 @@ def _functions(kind: str) -> Iterable[tuple[str, str]]:
         for name in names(ALGORITHMS[kind][0]):
             yield name, _described(lookup(ALGORITHMS[kind][0], name))
     else:
-        from rondo.errors import did_you_mean
+        from rondo.core.errors import did_you_mean
 
         raise ConfigError(f"there is no list {kind!r}{did_you_mean(kind, KINDS)} Lists: {', '.join(KINDS)}")
 

@@ -18,11 +18,11 @@ from collections.abc import Iterable, Sequence
 from types import ModuleType
 
 from rondo import __version__
-from rondo.border import EscapeError, contained, described
-from rondo.errors import RondoError, StorageError, TrainError, WorkerError
-from rondo.interrupts import exit_code, interrupting
-from rondo.storage import DISK_FULL, FAULTS, refused
-from rondo.streams import command_streams, silence
+from rondo.core.errors import RondoError, StorageError, TrainError, WorkerError
+from rondo.system.border import EscapeError, contained, described
+from rondo.system.signals import exit_code, interrupting
+from rondo.system.storage import DISK_FULL, FAULTS, refused
+from rondo.system.streams import command_streams, silence
 
 COMMANDS = {
     "train": "rondo.cli.training",

@@ -10,7 +10,7 @@ from typing import Any
 
 from rondo.cli.arguments import find_model, find_policy, load_arguments, recipe_parser
 from rondo.cli.output import output_file
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 
 HELP = {
     "eval": "evaluate a model on a recipe's evaluation prompts",

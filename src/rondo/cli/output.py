@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rondo.storage import storing
+from rondo.system.storage import storing
 
 
 @contextmanager

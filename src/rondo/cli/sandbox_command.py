@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from rondo.access import SANDBOX_KEY
 from rondo.cli.keys import access_of, add_access
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
+from rondo.system.access import SANDBOX_KEY
 
 HELP = "hold programs that nobody has read: try every known way out of this machine's sandbox"
 CHECK = "try every known way out of the sandbox; exit code 1 if one works"

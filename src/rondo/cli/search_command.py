@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from rondo.access import SEARCH_KEY
 from rondo.cli.keys import access_of, add_access
-from rondo.errors import ConfigError
-from rondo.streams import clean_text
+from rondo.core.errors import ConfigError
+from rondo.system.access import SEARCH_KEY
+from rondo.system.streams import clean_text
 
 if TYPE_CHECKING:
     from rondo.search import Index

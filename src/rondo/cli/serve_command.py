@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rondo.access import ENDPOINT_KEY
 from rondo.cli.arguments import find_policy, load_arguments, recipe_parser
 from rondo.cli.keys import add_keys, keys_of
+from rondo.system.access import ENDPOINT_KEY
 
 if TYPE_CHECKING:
     from rondo.config import LoadedConfig

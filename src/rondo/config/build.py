@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from rondo.config.keys import DEFAULTS, FLATTENED, ROOT, Place, choices_of, meaning, unknown
 from rondo.config.schema import Config
 from rondo.config.tree import Node, Origin, describe, shown
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 
 Origins = dict[str, Origin]
 

@@ -13,7 +13,7 @@ from typing import Any
 from rondo.config.keys import within
 from rondo.config.printing import leaves, plain
 from rondo.config.schema import Config
-from rondo.masking import is_secret, masked
+from rondo.core.masking import is_secret, masked
 
 Settings = Mapping[str, Any]
 

@@ -19,9 +19,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rondo.border import contained, described
-from rondo.errors import ConfigError, about, did_you_mean
-from rondo.masking import VARIABLE, is_secret, masked, variable_of, was_masked
+from rondo.core.errors import ConfigError, about, did_you_mean
+from rondo.core.masking import VARIABLE, is_secret, masked, variable_of, was_masked
+from rondo.system.border import contained, described
 
 _SIMPLE_TYPES: Mapping[str, tuple[type, ...]] = {
     "int": (int,),

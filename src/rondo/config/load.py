@@ -19,8 +19,8 @@ from rondo.config.printing import literal_secrets
 from rondo.config.rules import violations
 from rondo.config.schema import Config
 from rondo.config.tree import BENEATH, RECIPES, Node, Origin, read_argument, read_file, read_value
-from rondo.errors import ConfigError
-from rondo.masking import is_secret, masked_settings
+from rondo.core.errors import ConfigError
+from rondo.core.masking import is_secret, masked_settings
 
 INCLUDE = "include"
 

@@ -11,7 +11,7 @@ import yaml
 from rondo.config.keys import FLATTENED
 from rondo.config.schema import Config
 from rondo.config.tree import FLOAT, INT, Origin
-from rondo.masking import digest, masked, masked_urls
+from rondo.core.masking import digest, masked, masked_urls
 
 # The fields below which names are not the schema's, and may be those of secrets.
 _OPEN = {"options", "env"}
@@ -41,8 +41,8 @@ def plain(value: Any, *, secrets: bool = False) -> Any:
     """Makes a configuration or a part of it mappings and lists, spelt as in a recipe: the options of a
     function stand beside its name.
 
-    This is the form in which it is kept, shown and sent: `secrets` are masked (`rondo.masking`), unless they
-    are asked for.
+    This is the form in which it is kept, shown and sent: `secrets` are masked (`rondo.core.masking`), unless
+    they are asked for.
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: plain(getattr(value, f.name), secrets=secrets) for f in dataclasses.fields(value)}

@@ -12,9 +12,9 @@ from rondo.config.build import Built
 from rondo.config.keys import within
 from rondo.config.schema import BestConfig, DataConfig
 from rondo.config.tree import shown
-from rondo.errors import ConfigError
-from rondo.masking import masked
-from rondo.roles import ROLES, TRAINED_SECTIONS
+from rondo.core.errors import ConfigError
+from rondo.core.masking import masked
+from rondo.core.roles import ROLES, TRAINED_SECTIONS
 
 
 def violations(built: Built) -> list[ConfigError]:

@@ -16,8 +16,8 @@ from typing import Any
 
 import yaml
 
-from rondo.errors import ConfigError, half_of_a_pair
-from rondo.masking import masked_settings
+from rondo.core.errors import ConfigError, half_of_a_pair
+from rondo.core.masking import masked_settings
 
 INT = re.compile(r"[-+]?[0-9]+$|0x[0-9a-fA-F]+$|0o[0-7]+$")
 FLOAT = re.compile(

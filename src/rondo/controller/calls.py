@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from rondo.activity import Pulse
-from rondo.batch import Batch, Shard
-from rondo.errors import RondoError, WorkerError
+from rondo.core.batch import Batch, Shard
+from rondo.core.errors import RondoError, WorkerError
+from rondo.system.activity import Pulse
 
 # After a first failure: how long peers may take to report theirs (the earliest is the cause), and how long to
 # wait for the cause when all that arrived are echoes ("connection closed by peer").

@@ -11,7 +11,6 @@ from typing import Any, Self
 
 import torch
 
-from rondo.batch import Batch, BatchRef
 from rondo.config.schema import ClusterConfig
 from rondo.controller.calls import Call, CallWatcher, HostHandle, invoke
 from rondo.controller.dispatch import Placer
@@ -20,7 +19,8 @@ from rondo.controller.host import CREATE, JOIN, NewMesh, NewWorker
 from rondo.controller.mesh import Mesh
 from rondo.controller.watch import HangWatch
 from rondo.controller.worker import Worker
-from rondo.errors import ConfigError
+from rondo.core.batch import Batch, BatchRef
+from rondo.core.errors import ConfigError
 
 
 class Cluster:

@@ -9,9 +9,9 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from rondo.batch import ROW_ID, Batch
-from rondo.columns import UNIT, column, declared
 from rondo.config.schema import BalanceConfig, TokenBalanceConfig
+from rondo.core.batch import ROW_ID, Batch
+from rondo.core.columns import UNIT, column, declared
 from rondo.planning.batches import attention_work, balance
 
 How = Literal["broadcast", "split", "per_rank"]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from rondo.controller.mesh import Axes
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 
 # Where torch keeps it: of all backends but NCCL, and, in builds for CUDA, of NCCL. Each holds the last
 # TORCH_FR_BUFFER_SIZE (2000) collectives.

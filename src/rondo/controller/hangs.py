@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rondo.activity import Deed
+from rondo.system.activity import Deed
 
 _STATES = {
     "T": "it is stopped (SIGSTOP, or a debugger)",

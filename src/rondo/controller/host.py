@@ -30,13 +30,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rondo import activity
-from rondo.activity import Activity, Pulse
-from rondo.batch import Batch
 from rondo.controller.calls import Call, Failure, Kept, Reply
 from rondo.controller.distributed import Groups, axis_groups, flight_record, init_distributed, is_echo
 from rondo.controller.mesh import Mesh
 from rondo.controller.worker import Worker, WorkerContext
+from rondo.core.batch import Batch
+from rondo.system import activity
+from rondo.system.activity import Activity, Pulse
 
 JOIN, CREATE = "join a mesh", "__init__"
 _log = logging.getLogger(__name__)

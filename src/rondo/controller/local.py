@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from rondo.activity import Pulse
-from rondo.batch import Batch, BatchRef
 from rondo.config.schema import ClusterConfig
 from rondo.controller.calls import Answer, Call, HostHandle
 from rondo.controller.cluster import Cluster, planned_device
 from rondo.controller.host import Host
-from rondo.errors import ConfigError
-from rondo.usage import children_cpu_seconds
+from rondo.core.batch import Batch, BatchRef
+from rondo.core.errors import ConfigError
+from rondo.system.activity import Pulse
+from rondo.system.usage import children_cpu_seconds
 
 
 class LocalHandle(HostHandle):

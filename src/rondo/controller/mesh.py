@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from rondo.config.schema import ParallelConfig
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 
 AXES = ("pp", "dp", "cp", "tp")
 Axes = tuple[tuple[str, int], ...]

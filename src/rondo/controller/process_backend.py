@@ -20,17 +20,17 @@ from typing import Any
 
 import torch
 
-from rondo.activity import Pulse
-from rondo.batch import Batch
 from rondo.config.schema import ClusterConfig
 from rondo.controller.calls import Failure
 from rondo.controller.cluster import planned_device
 from rondo.controller.remote import RemoteCluster, RemoteHandle, worker_environment
-from rondo.errors import ConfigError, WorkerError, outage
-from rondo.roles import WORKER_MODULES
-from rondo.transport.child import Child, ProcessLostError
-from rondo.transport.forkserver import fork_server
-from rondo.transport.frames import SharedObject
+from rondo.core.batch import Batch
+from rondo.core.errors import ConfigError, WorkerError, outage
+from rondo.core.roles import WORKER_MODULES
+from rondo.system.activity import Pulse
+from rondo.system.child import Child, ProcessLostError
+from rondo.system.forkserver import fork_server
+from rondo.system.frames import SharedObject
 
 
 class ProcessHandle(RemoteHandle):

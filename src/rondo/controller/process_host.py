@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from rondo.controller.remote import HostProgram, log_everything
-from rondo.transport.frames import SharedObject
-from rondo.transport.link import Call, Link, serve
+from rondo.system.frames import SharedObject
+from rondo.system.link import Call, Link, serve
 
 
 async def _main(connection: socket.socket) -> None:

@@ -25,8 +25,6 @@ from typing import Any, Literal
 
 import torch
 
-from rondo.activity import Pulse
-from rondo.batch import Batch
 from rondo.config.schema import ClusterConfig
 from rondo.controller.calls import Failure
 from rondo.controller.ray_address import check_answers
@@ -39,8 +37,10 @@ from rondo.controller.remote import (
     log_everything,
     worker_environment,
 )
-from rondo.errors import ConfigError, WorkerError, outage
-from rondo.transport.process import TAIL_LINES, header
+from rondo.core.batch import Batch
+from rondo.core.errors import ConfigError, WorkerError, outage
+from rondo.system.activity import Pulse
+from rondo.system.process import TAIL_LINES, header
 
 _ENVIRONMENT = dict(os.environ)  # importing Ray writes into it
 try:

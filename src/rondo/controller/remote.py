@@ -20,19 +20,19 @@ from typing import Any, ClassVar
 import cloudpickle
 import torch.distributed as dist
 
-from rondo import activity
-from rondo.access import is_loopback
-from rondo.activity import Activity, Pulse
-from rondo.batch import ROW_ID, Batch, BatchRef, Block, Shard
 from rondo.config.schema import ClusterConfig
 from rondo.controller.calls import Answer, Call, Failure, HostHandle, Reply
 from rondo.controller.cluster import Cluster
 from rondo.controller.host import Host, failure_of
-from rondo.errors import WorkerError
-from rondo.streams import log_to_stderr
-from rondo.transport.link import PICKLE_ERRORS
-from rondo.transport.process import users_path
-from rondo.usage import children_cpu_seconds
+from rondo.core.batch import ROW_ID, Batch, BatchRef, Block, Shard
+from rondo.core.errors import WorkerError
+from rondo.system import activity
+from rondo.system.access import is_loopback
+from rondo.system.activity import Activity, Pulse
+from rondo.system.link import PICKLE_ERRORS
+from rondo.system.process import users_path
+from rondo.system.streams import log_to_stderr
+from rondo.system.usage import children_cpu_seconds
 
 START_SECONDS = 300.0  # for hosts to come up and join: imports and a cold disk take minutes
 COUNT_SECONDS = 2.0  # for a host to say what it has used
@@ -262,7 +262,7 @@ def log_everything() -> None:
     its stacks on SIGUSR1, even while somebody holds the interpreter.
     """
     log_to_stderr("%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("rondo.transport.process").setLevel(logging.DEBUG)
+    logging.getLogger("rondo.system.process").setLevel(logging.DEBUG)
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
 
 

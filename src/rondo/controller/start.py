@@ -10,7 +10,7 @@ from rondo.controller.cluster import Cluster
 from rondo.controller.dispatch import Placer
 from rondo.controller.local import start_local
 from rondo.controller.process_backend import start_process_cluster
-from rondo.storage import storing
+from rondo.system.storage import storing
 
 
 async def start_cluster(config: ClusterConfig, logs: Path | None = None) -> Cluster:

@@ -22,12 +22,12 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from pathlib import Path
 
-from rondo import activity
-from rondo.activity import Deed, Pulse
 from rondo.controller.calls import Failure, HostHandle
 from rondo.controller.hangs import Seen, SentCall, describe, is_hopeless, waiting_for
-from rondo.errors import RondoError
-from rondo.usage import state_of
+from rondo.core.errors import RondoError
+from rondo.system import activity
+from rondo.system.activity import Deed, Pulse
+from rondo.system.usage import state_of
 
 CALLS = "calls"
 BESIDE, IN_TURN = 0, 1  # the places in Pulse.moves

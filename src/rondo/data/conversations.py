@@ -8,11 +8,11 @@ from typing import TypeVar
 
 import numpy as np
 
-from rondo.batch import ROW_ID, Batch, ragged_rows
 from rondo.chat import Conversation, encode_conversations
+from rondo.core.batch import ROW_ID, Batch, ragged_rows
+from rondo.core.errors import DataError
 from rondo.data.sources import Source
 from rondo.data.stream import Encoder, SourceStream, encode_together
-from rondo.errors import DataError
 
 T = TypeVar("T")
 # Prompt, response, and the mask of what is learnt of it.

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from rondo.config.schema import FileSourceConfig
+from rondo.core.errors import ConfigError, DataError, did_you_mean, half_of_a_pair
 from rondo.data.plain import ArrowRows, Row, Rows, check_schema, kept_columns
-from rondo.errors import ConfigError, DataError, did_you_mean, half_of_a_pair
-from rondo.urls import check_url, fetched, is_url
+from rondo.system.urls import check_url, fetched, is_url
 
 MOST_LEVELS = 100  # of lists and mappings in a row; what pickles and prints them has a limit of its own
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]")

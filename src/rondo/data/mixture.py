@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rondo.types import request_seed
+from rondo.core.types import request_seed
 
 # Shares are whole parts of this many; a source with less gets one part.
 _PARTS = 10_000

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from rondo.batch import Batch
 from rondo.chat import Conversation, Messages
+from rondo.core.batch import Batch
 from rondo.data.conversations import ConversationEncoder, Example, token_rows
 from rondo.data.plain import plain
 from rondo.data.sources import Source

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from rondo.config.schema import SourceConfig
-from rondo.errors import ConfigError, DataError, did_you_mean
+from rondo.core.errors import ConfigError, DataError, did_you_mean
 
 _log = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ import numpy as np
 
 from rondo.chat import Messages, as_messages, encode_prompt, encode_prompts, opening_of, template_keys
 from rondo.config.schema import SourceConfig
+from rondo.core.types import Prompt
 from rondo.data.mixture import Place
 from rondo.data.sources import Source, open_sources
 from rondo.data.stream import Encoder, Kept, Overlong, SourceStream, encode_source, encode_together
-from rondo.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -15,8 +15,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rondo.batch import Batch, parquet_parts
-from rondo.columns import (
+from rondo.core.batch import Batch, parquet_parts
+from rondo.core.columns import (
     EPISODE,
     GREEDY_REWARD,
     SCORE,
@@ -27,8 +27,8 @@ from rondo.columns import (
     judges,
     made_by,
 )
+from rondo.core.errors import ConfigError, DataError
 from rondo.data.rows import is_scored, trajectory_of_rows
-from rondo.errors import ConfigError, DataError
 
 KEY = "rollout.recorded"
 _STEP = re.compile(r"step-(\d{6,})\.parquet")

@@ -7,10 +7,10 @@ from types import MappingProxyType
 
 import numpy as np
 
-from rondo.batch import ROW_ID, Batch, ragged_rows
-from rondo.columns import EPISODE, GREEDY_ANSWER, PROMPT_ROUTED, ROUTED, SCORE, TRANSCRIPT, made_by
-from rondo.errors import DataError
-from rondo.types import (
+from rondo.core.batch import ROW_ID, Batch, ragged_rows
+from rondo.core.columns import EPISODE, GREEDY_ANSWER, PROMPT_ROUTED, ROUTED, SCORE, TRANSCRIPT, made_by
+from rondo.core.errors import DataError
+from rondo.core.types import (
     MAX_ROWS,
     SCORED,
     TURN_FLAGS,

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rondo.border import users_code
 from rondo.chat import Conversation, MessageError, MessageReader, TemplateKeys, as_messages
 from rondo.config.functions import called_with, check_options, resolve_function
 from rondo.config.schema import (
@@ -26,12 +25,13 @@ from rondo.config.schema import (
     SourceConfig,
     TaskSourceConfig,
 )
+from rondo.core.errors import ConfigError, DataError, did_you_mean
+from rondo.core.masking import masked
 from rondo.data.files import check_file, open_jsonl, open_parquet
 from rondo.data.plain import ArrowRows, Rows, is_media, kept_columns, plain
-from rondo.errors import ConfigError, DataError, did_you_mean
-from rondo.masking import masked
-from rondo.streams import drawing
-from rondo.urls import is_url
+from rondo.system.border import users_code
+from rondo.system.streams import drawing
+from rondo.system.urls import is_url
 
 _WAY_OUT = {
     "unknown_parameter": ". Take it out, or leave it out here: ignore_message_keys of the source",

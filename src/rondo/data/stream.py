@@ -17,9 +17,9 @@ import numpy as np
 
 from rondo.chat import template_keys
 from rondo.config.schema import SourceConfig
+from rondo.core.errors import DataError
 from rondo.data.mixture import Mixture
 from rondo.data.sources import Source, open_sources
-from rondo.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -18,11 +18,11 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
+from rondo.core.errors import ConfigError, EnvironmentFailedError
 from rondo.environments.alfworld_rooms import CHANGES, TASKS, Room, Rules, draw_room, problem_of
 from rondo.environments.levels import level_of
 from rondo.environments.packages import borrowed_globals, require_package
 from rondo.environments.protocol import Observation, StepResult
-from rondo.errors import ConfigError, EnvironmentFailedError
 
 _CHANGING = {"atlocation", "holds", "inreceptacle", "iscool", "isclean", "ishot", "istoggled", "opened"}
 

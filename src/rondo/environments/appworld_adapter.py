@@ -11,8 +11,8 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rondo.core.errors import ConfigError, EnvironmentFailedError
 from rondo.environments.protocol import Observation, StepResult
-from rondo.errors import ConfigError, EnvironmentFailedError
 
 _SECONDS = 150.0  # the server's own limit for one piece of code is 100
 _taken: set[str] = set()

@@ -6,8 +6,8 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
+from rondo.core.errors import ConfigError, EnvironmentFailedError
 from rondo.environments.protocol import Observation, StepResult
-from rondo.errors import ConfigError, EnvironmentFailedError
 
 
 class Bandit:

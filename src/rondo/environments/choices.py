@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rondo.border import inside
 from rondo.config.functions import called_with, check_options
 from rondo.config.schema import EnvironmentConfig
+from rondo.core.errors import ConfigError
 from rondo.environments.protocol import Environment
 from rondo.environments.registry import check_protocol, environment_class, row_name
-from rondo.errors import ConfigError
+from rondo.system.border import inside
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from rondo.errors import ConfigError, EnvironmentFailedError
+from rondo.core.errors import ConfigError, EnvironmentFailedError
 
 SECONDS = 60.0
 """That it may take to start, and a page to answer."""

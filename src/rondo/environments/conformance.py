@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from rondo.core.errors import EnvironmentFailedError
 from rondo.environments.protocol import Environment, Observation, StepResult
 from rondo.environments.registry import check_protocol
-from rondo.errors import EnvironmentFailedError
 
 Act = Callable[[Observation, random.Random], str]
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from rondo.config.functions import resolve_function
+from rondo.core.errors import ConfigError, EnvironmentFailedError
 from rondo.environments.packages import require_package
 from rondo.environments.protocol import Observation, StepResult
-from rondo.errors import ConfigError, EnvironmentFailedError
 
 
 class Gymnasium:

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable
 from typing import TypeVar
 
-from rondo.errors import EnvironmentFailedError
+from rondo.core.errors import EnvironmentFailedError
 
 T = TypeVar("T")
 _TRIES = 2000

@@ -8,9 +8,9 @@ import random
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from rondo.core.errors import ConfigError
 from rondo.environments.levels import level_of
 from rondo.environments.protocol import Observation, StepResult
-from rondo.errors import ConfigError
 
 ACTIONS = ("turn left", "turn right", "go forward", "pick up", "drop", "toggle", "done")
 """In the library's order. toggle: opens and closes what is in front."""

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from rondo.core.errors import ConfigError, did_you_mean
 from rondo.environments.chromium import Page, find_chromium
 from rondo.environments.levels import level_of
 from rondo.environments.protocol import Observation, StepResult
-from rondo.errors import ConfigError, did_you_mean
 
 _ACTION = re.compile(r"(click|type|select)\[(\d{1,9})\](?: (.*))?", re.DOTALL)
 _WIDTH, _HEIGHT = 160, 210

@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 from rondo.config.functions import check_options, resolve_function
+from rondo.core.errors import ConfigError, EnvironmentFailedError
 from rondo.environments.protocol import Environment, Observation, StepResult
 from rondo.environments.registry import environment_class
-from rondo.errors import ConfigError, EnvironmentFailedError
 
 
 class Observed:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rondo.config.functions import resolve_function
+from rondo.core.errors import ConfigError, EnvironmentFailedError
 from rondo.environments.protocol import Observation, StepResult
-from rondo.errors import ConfigError, EnvironmentFailedError
 
 
 class OpenEnv:

@@ -11,7 +11,7 @@ from contextlib import contextmanager, redirect_stdout
 
 import numpy as np
 
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 
 _BORROWED = threading.RLock()
 

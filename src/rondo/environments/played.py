@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from rondo.border import contained, described
+from rondo.core.errors import EnvironmentFailedError
 from rondo.environments.conformance import check_observation, check_result, check_results
 from rondo.environments.protocol import Environment, StepResult
-from rondo.errors import EnvironmentFailedError
+from rondo.system.border import contained, described
 
 
 @dataclass(frozen=True)

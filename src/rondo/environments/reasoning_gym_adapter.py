@@ -8,11 +8,11 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from rondo.arithmetic import reads_literals
+from rondo.core.arithmetic import reads_literals
+from rondo.core.errors import ConfigError, did_you_mean
 from rondo.environments.levels import level_of
 from rondo.environments.packages import borrowed_globals, require_package
 from rondo.environments.protocol import Observation, StepResult
-from rondo.errors import ConfigError, did_you_mean
 
 
 class ReasoningGym:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rondo.config.functions import resolve_function
-from rondo.errors import ConfigError, did_you_mean
+from rondo.core.errors import ConfigError, did_you_mean
 
 # Where each class lives, so that only what a run names is imported.
 BUILTINS: Mapping[str, str] = {

@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rondo.core.errors import ConfigError, DataError
 from rondo.environments.registry import environment_class, row_name
-from rondo.errors import ConfigError, DataError
 
 
 def episodes(

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+from rondo.core.errors import ConfigError, EnvironmentFailedError, ToolError
 from rondo.environments.protocol import Observation, StepResult
-from rondo.errors import ConfigError, EnvironmentFailedError, ToolError
 from rondo.search import MOST_RESULTS, index_of
 
 CORPUS = "rondo.environments.search_qa:corpus"

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from http.client import HTTPException
 from typing import Any
 
-from rondo.errors import EnvironmentFailedError
-from rondo.urls import open_there
+from rondo.core.errors import EnvironmentFailedError
+from rondo.system.urls import open_there
 
 _SECONDS = 300.0  # of a request whose step timeout_seconds has ended
 

@@ -6,10 +6,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from rondo.core.errors import ConfigError
 from rondo.environments.catalogue import Goal, Product, catalogue_of, draw_goal, purchase_reward, words_of
 from rondo.environments.levels import level_of
 from rondo.environments.protocol import Observation, StepResult
-from rondo.errors import ConfigError
 
 _SEARCH = re.compile(r"search\[(.*)\]", re.DOTALL)
 BACK, PREVIOUS, NEXT, BUY = "Back to Search", "< Prev", "Next >", "Buy Now"

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rondo.core.errors import ConfigError
 from rondo.environments.levels import level_of
 from rondo.environments.protocol import Observation, StepResult
 from rondo.environments.tiles import draw
-from rondo.errors import ConfigError
 
 Cell = tuple[int, int]
 MOVES: Mapping[str, Cell] = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}

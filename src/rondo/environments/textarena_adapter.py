@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from rondo.core.errors import ConfigError, did_you_mean
 from rondo.environments.levels import level_of
 from rondo.environments.packages import borrowed_globals, require_package
 from rondo.environments.protocol import Observation, StepResult
-from rondo.errors import ConfigError, did_you_mean
 
 
 class TextArena:

@@ -16,11 +16,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from rondo.core.errors import ConfigError
 from rondo.environments.levels import level_of
 from rondo.environments.packages import borrowed_globals, require_package
 from rondo.environments.protocol import Observation, StepResult
-from rondo.errors import ConfigError
-from rondo.storage import cache_folder
+from rondo.system.storage import cache_folder
 
 
 class TextWorld:

@@ -11,10 +11,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rondo.config.functions import resolve_function
+from rondo.core.errors import ConfigError, EnvironmentFailedError
+from rondo.core.masking import warn_of_open_way
 from rondo.environments.protocol import Observation, StepResult
 from rondo.environments.served import models, say
-from rondo.errors import ConfigError, EnvironmentFailedError
-from rondo.masking import warn_of_open_way
 
 PERSONA = (
     "You play a user who talks to an assistant. Say what that user would say, one message at a time, and "

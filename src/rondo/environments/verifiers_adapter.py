@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rondo.config.functions import resolve_function
+from rondo.core.errors import ConfigError, EnvironmentFailedError
 from rondo.environments.protocol import Observation, StepResult
-from rondo.errors import ConfigError, EnvironmentFailedError
 
 
 class Verifiers:

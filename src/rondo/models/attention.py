@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 from rondo.models import masks
 from rondo.models.documents import Documents, Kernel
 from rondo.models.family import head_widths

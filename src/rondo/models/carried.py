@@ -8,10 +8,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from rondo.errors import DataError
-from rondo.hub import local_folder
+from rondo.core.errors import DataError
 from rondo.models.files import BESIDE_TOKENIZER, TOKENIZER_FILES, json_object
 from rondo.models.source import ModelSource
+from rondo.system.hub import local_folder
 
 GENERATION = "generation_config.json"
 MOST_BYTES = 1 << 20

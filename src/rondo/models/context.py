@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 
 
 @dataclass(frozen=True)

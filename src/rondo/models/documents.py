@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 
-from rondo.errors import TrainError
+from rondo.core.errors import TrainError
 from rondo.models.context import Context
 
 _CACHE_ELEMENTS = 1 << 17  # scores per bucket on a CPU: what stays in a core's own cache

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from rondo.errors import DataError
-from rondo.urls import check_inner
+from rondo.core.errors import DataError
+from rondo.system.urls import check_inner
 
 CONFIG_FILES = ("config.json", "generation_config.json")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json", "vocab.txt")

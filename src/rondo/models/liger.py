@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 from rondo.models.fused import close, rms_norm_eps, tried
 
 KEY = "actor.backend.kernels"

@@ -24,10 +24,8 @@ from transformers import (
 )
 from transformers.utils import logging as hf_logging
 
-from rondo.border import users_code
 from rondo.config.functions import resolve_function
-from rondo.errors import ConfigError, DataError, about, did_you_mean
-from rondo.hub import local_folder
+from rondo.core.errors import ConfigError, DataError, about, did_you_mean
 from rondo.models.attention import IMPLEMENTATION, register_varlen
 from rondo.models.carried import end_token_ids
 from rondo.models.family import Family, family_of, record_of
@@ -48,7 +46,9 @@ from rondo.models.precision import cast_model
 from rondo.models.quantised import plain_tensors, quantisation_of
 from rondo.models.source import ModelSource, TokenizerSource
 from rondo.models.stored import StoredModel, parameters_on_meta
-from rondo.urls import is_url
+from rondo.system.border import users_code
+from rondo.system.hub import local_folder
+from rondo.system.urls import is_url
 
 Kernels = Literal["auto", "norms", "liger", "transformers"]
 # Keys that every config takes although its class does not declare them.

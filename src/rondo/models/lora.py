@@ -27,13 +27,13 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rondo.config.schema import LoraConfig
-from rondo.errors import CheckpointError, ConfigError, DataError
-from rondo.hub import copy_of
+from rondo.core.errors import CheckpointError, ConfigError, DataError
 from rondo.models.files import json_object
 from rondo.models.loading import model_on_meta
 from rondo.models.nf4 import QuantisedLinear, quantise_linears
 from rondo.models.precision import kept_in_float32
 from rondo.models.source import ModelSource
+from rondo.system.hub import copy_of
 
 ALL_LINEAR = "all-linear"
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

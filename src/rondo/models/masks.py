@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 
 
 @dataclass(frozen=True)

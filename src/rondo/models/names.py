@@ -23,7 +23,7 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 from rondo.weights.layout import Box
 
 

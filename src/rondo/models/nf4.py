@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
-from rondo.errors import ConfigError, DataError
+from rondo.core.errors import ConfigError, DataError
 
 _BLOCK = 64  # weights of one scale
 _INSTALL = 'lora.base_dtype: nf4 needs the package bitsandbytes: pip install "rondo-rl[qlora]"'

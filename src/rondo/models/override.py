@@ -10,7 +10,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
-from rondo.errors import ConfigError, did_you_mean
+from rondo.core.errors import ConfigError, did_you_mean
 
 # What says it instead, or why it is said nowhere.
 _GOVERNED: Mapping[str, str] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 
 # Rotary embeddings whose `factor` says how far beyond the trained length they reach. With llama3 and longrope
 # max_position_embeddings is the length that they reach; dynamic, beyond it, turns with the longest sequence

@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 
 METHODS = ("fp8", "mxfp4")
 _SCALE, _BLOCKS, _SCALES = "_scale_inv", "_blocks", "_scales"

@@ -14,8 +14,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from rondo.errors import ConfigError
-from rondo.types import RouteShape
+from rondo.core.errors import ConfigError
+from rondo.core.types import RouteShape
 
 BIAS = "e_score_correction_bias"
 # Whose affinities are sigmoids of the logits, each expert's by itself; all others' are a softmax.

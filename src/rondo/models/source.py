@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rondo.errors import ConfigError
-from rondo.hub import Hub
+from rondo.core.errors import ConfigError
+from rondo.system.hub import Hub
 
 Attention = Literal["auto", "flash", "sdpa"]
 

@@ -6,8 +6,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from rondo.errors import DataError
-from rondo.hub import copy_of
+from rondo.core.errors import DataError
+from rondo.system.hub import copy_of
 
 PREFIX = "value_head."  # what the names of a critic's own parameters begin with
 FILE = "value_head.safetensors"  # beside the trunk's weights in an exported critic

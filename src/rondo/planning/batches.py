@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from rondo.errors import TrainError
-from rondo.types import request_seed
+from rondo.core.errors import TrainError
+from rondo.core.types import request_seed
 
 
 def plan_mini_batches(group_ids: np.ndarray, mini_batch_size: int, *, seed: int, step: int) -> np.ndarray:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 
 # Of the least that a process with torch, and a row on the controller, take.
 PROCESS_BYTES = 32 << 20

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from rondo.config.schema import ClusterConfig
-from rondo.errors import ConfigError
-from rondo.roles import ROLLOUT
+from rondo.core.errors import ConfigError
+from rondo.core.roles import ROLLOUT
 
 ALL = "all"  # the name of the one pool where cluster.pools names none
 

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rondo.core.errors import ConfigError
 from rondo.environments import Observation
 from rondo.environments.alfworld_adapter import known_rules, made_room
 from rondo.environments.alfworld_rooms import CHANGES, ROOMS, TOOLS, Room
-from rondo.errors import ConfigError
 from rondo.recipes.quickstart import fast_tokenizer, train_bpe
 
 if TYPE_CHECKING:

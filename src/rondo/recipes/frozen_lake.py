@@ -10,9 +10,9 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+from rondo.core.errors import ConfigError
 from rondo.environments import Observation
 from rondo.environments.frozen_lake import MOVES, FrozenLake, way_to_goal
-from rondo.errors import ConfigError
 
 TASK = "Go"
 

@@ -12,9 +12,9 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from rondo.core.errors import ConfigError
 from rondo.environments import Observation
 from rondo.environments.miniwob_adapter import html
-from rondo.errors import ConfigError
 from rondo.recipes.quickstart import fast_tokenizer, train_bpe
 
 if TYPE_CHECKING:

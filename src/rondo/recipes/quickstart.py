@@ -19,13 +19,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rondo.core.errors import ConfigError
 from rondo.data.sources import import_reasoning_gym
-from rondo.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from rondo.types import Prompt, Trajectory
+    from rondo.core.types import Prompt, Trajectory
 
 Triple = tuple[int, int, int]
 

@@ -14,8 +14,8 @@ import random
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from rondo.core.errors import ConfigError
 from rondo.environments.search_qa import Question, corpus, questions
-from rondo.errors import ConfigError
 from rondo.recipes.quickstart import train_bpe
 from rondo.recipes.tool_tasks import tool_tokenizer
 

@@ -10,9 +10,9 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+from rondo.core.errors import ConfigError
 from rondo.environments import Observation
 from rondo.environments.sokoban import MOVES, Sokoban, shortest_solution
-from rondo.errors import ConfigError
 
 TASK = "Push"
 LETTERS = {move[0]: move for move in MOVES}  # as solutions are written: l, u, r, d

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 from rondo.recipes.quickstart import CHAT_TEMPLATE, fast_tokenizer, train_bpe
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ import re
 from fractions import Fraction
 from typing import Any, Literal
 
-from rondo.errors import DataError
-from rondo.types import Prompt
+from rondo.core.errors import DataError
+from rondo.core.types import Prompt
 
 Extract = Literal["text", "tag", "hash", "last_line"]
 

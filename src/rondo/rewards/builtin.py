@@ -16,8 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, Literal
 
-from rondo.arithmetic import evaluate_expression, reads_literals
-from rondo.errors import ConfigError, DataError
+from rondo.core.arithmetic import evaluate_expression, reads_literals
+from rondo.core.errors import ConfigError, DataError
+from rondo.core.types import Prompt, Trajectory, Turn
 from rondo.rewards.answers import (
     Extract,
     comparable,
@@ -31,7 +32,6 @@ from rondo.rewards.answers import (
 from rondo.rewards.code import code
 from rondo.rewards.marks import reward_function
 from rondo.rewards.retrieval import ndcg, recall
-from rondo.types import Prompt, Trajectory, Turn
 
 
 def _matched(text: str, *, extract: Extract = "text", ignore_case: bool = False, **_: Any) -> str | None:

@@ -13,11 +13,11 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Literal
 
-from rondo.border import contained
-from rondo.errors import ConfigError, DataError, RewardError
+from rondo.core.errors import ConfigError, DataError, RewardError
 from rondo.rewards.marks import SPENT
-from rondo.transport.child import CallFailedError, Child, ProcessLostError
-from rondo.transport.process import import_path
+from rondo.system.border import contained
+from rondo.system.child import CallFailedError, Child, ProcessLostError
+from rondo.system.process import import_path
 
 _START_SECONDS = 120.0  # for a process to import the user's reward function
 _GRACE_SECONDS = 2.0  # a process ends itself at the time limit; after this much more it is killed

@@ -7,10 +7,10 @@ import traceback
 from collections.abc import Sequence
 
 from rondo.config.schema import RewardConfig
-from rondo.errors import RewardError, users_frames
+from rondo.core.errors import RewardError, users_frames
+from rondo.core.types import Outcome, Trajectory
 from rondo.rewards.execution import ScorerCrashError
 from rondo.rewards.functions import RewardFunction
-from rondo.types import Outcome, Trajectory
 
 logger = logging.getLogger(__name__)
 

@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rondo.columns import judges
 from rondo.config.functions import called_with, check_options, resolve_function
 from rondo.config.schema import RewardConfig, RewardFunctionConfig
-from rondo.errors import ConfigError, about, did_you_mean
-from rondo.masking import masked
-from rondo.readonly import read_only
+from rondo.core.columns import judges
+from rondo.core.errors import ConfigError, about, did_you_mean
+from rondo.core.masking import masked
+from rondo.core.readonly import read_only
 from rondo.rewards.builtin import BUILTINS
 from rondo.rewards.marks import Marks, RunIn, marks_of
 

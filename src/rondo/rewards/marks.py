@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from rondo.columns import TIMEOUT
+from rondo.core.columns import TIMEOUT
 
 RunIn = Literal["loop", "thread", "process", "sandbox"]
 F = TypeVar("F", bound=Callable[..., Any])

@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from rondo.errors import ConfigError, DataError
+from rondo.core.errors import ConfigError, DataError
+from rondo.core.types import Prompt, Trajectory
 from rondo.rewards.answers import required_field
 from rondo.rewards.marks import reward_function
-from rondo.types import Prompt, Trajectory
 
 
 def recall_of(found: Sequence[str], gold: Sequence[str]) -> float:

@@ -22,15 +22,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rondo.activity import Activity
-from rondo.border import awaited, contained
 from rondo.config.schema import RewardConfig
-from rondo.errors import ConfigError, DataError, RewardError
+from rondo.core.errors import ConfigError, DataError, RewardError
+from rondo.core.types import SCORED, StepStats, Trajectory, request_seed
 from rondo.rewards.answers import final_answer
 from rondo.rewards.execution import DaemonThreads, ProcessPool
 from rondo.rewards.failures import FailurePolicy, ScoringError
 from rondo.rewards.functions import RewardFunction, accuracy_among, load_functions
-from rondo.types import SCORED, StepStats, Trajectory, request_seed
+from rondo.system.activity import Activity
+from rondo.system.border import awaited, contained
 
 _THREADS = 8
 _COROUTINES = 256  # calls of a coroutine function that are in its process at one time

@@ -23,13 +23,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from rondo.border import awaited, contained
-from rondo.columns import TIMEOUT
 from rondo.config.functions import resolve_function
-from rondo.errors import DataError
+from rondo.core.columns import TIMEOUT
+from rondo.core.errors import DataError
 from rondo.rewards.builtin import BUILTINS
 from rondo.rewards.marks import SPENT, Marks, marks_of
-from rondo.transport.link import Call, Link, serve, serve_in_turn
+from rondo.system.border import awaited, contained
+from rondo.system.link import Call, Link, serve, serve_in_turn
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 from rondo.models import STRETCH, check_positions, load_model_config
 from rondo.models.lora import AdapterSet
 from rondo.rollout.interpreter import environment_of, interpreter
@@ -18,8 +18,8 @@ from rondo.rollout.native.engine import NativeEngine
 from rondo.rollout.protocol import EngineSpec, RolloutEngine
 from rondo.rollout.third_party import ThirdParty
 from rondo.rollout.transformers.engine import TransformersEngine
-from rondo.transport.forkserver import are_kept
-from rondo.transport.process import import_path
+from rondo.system.forkserver import are_kept
+from rondo.system.process import import_path
 
 if TYPE_CHECKING:
     from rondo.rollout.server.client import EngineProcess

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from rondo.chat import StopMatcher
+from rondo.core.types import FinishReason, GenerateRequest, StepStats
 from rondo.rollout.protocol import WASTED_TOKENS, OnTokens
 from rondo.rollout.requests import News, Pending
-from rondo.types import FinishReason, GenerateRequest, StepStats
 
 PendingT = TypeVar("PendingT", bound=Pending)
 

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from rondo.errors import ReplicaLostError, RolloutError, WeightSyncError
+from rondo.core.errors import ReplicaLostError, RolloutError, WeightSyncError
 from rondo.rollout.protocol import RolloutEngine
 from rondo.rollout.server.client import EngineProcess
 from rondo.weights.bucket import BucketWriter, Confirmation, SharedBucket

@@ -23,16 +23,16 @@ from typing import Generic
 
 import torch
 
-from rondo.activity import progress
-from rondo.errors import ConfigError, RolloutError, WeightSyncError
+from rondo.core.errors import ConfigError, RolloutError, WeightSyncError
+from rondo.core.types import Completion, GenerateRequest, StepStats
 from rondo.models.source import TokenizerSource
 from rondo.rollout.decoder import Decoder, PendingT
 from rondo.rollout.protocol import Capabilities, OnTokens
 from rondo.rollout.requests import check_ready, check_request, complete_as_it_is, deliver
 from rondo.rollout.stopping import StopText
 from rondo.rollout.weights import WeightStore
-from rondo.types import Completion, GenerateRequest, StepStats
-from rondo.usage import TeamClock
+from rondo.system.activity import progress
+from rondo.system.usage import TeamClock
 
 # on_tokens is called after both, so that it costs little: a callback crosses threads.
 TOKENS_SECONDS, TOKENS_STEPS = 0.02, 8

@@ -1,6 +1,6 @@
 """The Python of another environment, in which an engine is installed (`rollout.engine.python`).
 
-The engine's process runs this rondo, not one of that environment (`transport.process`), and finds the user's
+The engine's process runs this rondo, not one of that environment (`system.process`), and finds the user's
 modules, but no other package of this environment. What rondo imports beside the engine has to be there.
 """
 
@@ -13,8 +13,8 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rondo.errors import ConfigError
-from rondo.transport.process import users_path
+from rondo.core.errors import ConfigError
+from rondo.system.process import users_path
 
 _OLDEST = (3, 11)
 _SECONDS = 120.0  # a cold file system

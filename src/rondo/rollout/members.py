@@ -12,10 +12,10 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from rondo.errors import RolloutError
+from rondo.core.errors import RolloutError
+from rondo.core.types import GenerateRequest
 from rondo.rollout.protocol import RolloutEngine
 from rondo.rollout.quarantine import Suspects
-from rondo.types import GenerateRequest
 
 _log = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 import torch
 
+from rondo.core.types import Completion, GenerateRequest, StepStats
 from rondo.models.lora import AdapterSet
 from rondo.models.source import ModelSource, TokenizerSource
-from rondo.types import Completion, GenerateRequest, StepStats
 
 WASTED_TOKENS = "rollout/wasted_tokens"  # in an engine's statistics: of generate calls that were cancelled
 

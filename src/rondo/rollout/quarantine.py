@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from rondo.errors import DeadlyRequestError, ReplicaLostError
-from rondo.types import GenerateRequest
+from rondo.core.errors import DeadlyRequestError, ReplicaLostError
+from rondo.core.types import GenerateRequest
 
 SUSPECT_DEATHS = 2  # of replicas that were running a request: now it is a suspect
 SUSPECTS_TOGETHER = 8  # on one replica; after another death each runs alone

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from rondo.chat import StopMatcher
-from rondo.errors import RefusedRequestError, RolloutError
+from rondo.core.errors import RefusedRequestError, RolloutError
+from rondo.core.types import Completion, FinishReason, GenerateRequest, longer_routes
 from rondo.rollout.adapters import Served
 from rondo.rollout.protocol import OnTokens
-from rondo.types import Completion, FinishReason, GenerateRequest, longer_routes
 
 
 def so_far(request: GenerateRequest, reason: FinishReason) -> Completion:

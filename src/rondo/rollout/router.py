@@ -22,12 +22,12 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rondo.errors import ReplicaLostError, RolloutError
+from rondo.core.errors import ReplicaLostError, RolloutError
+from rondo.core.types import Completion, GenerateRequest, StepStats
 from rondo.rollout.members import Entry, Members, OnLost, Replica
 from rondo.rollout.protocol import OnTokens, RolloutEngine
 from rondo.rollout.quarantine import deadly_error
 from rondo.rollout.requests import complete_as_it_is, so_far
-from rondo.types import Completion, GenerateRequest, StepStats
 
 REMEMBER = 4096  # affinity keys, and requests that were running when a replica died
 _log = logging.getLogger(__name__)

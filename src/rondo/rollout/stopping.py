@@ -6,10 +6,10 @@ from functools import cached_property
 from typing import Any
 
 from rondo.chat import StopMatcher
-from rondo.errors import RefusedRequestError
+from rondo.core.errors import RefusedRequestError
+from rondo.core.types import GenerateRequest
 from rondo.models.loading import load_tokenizer
 from rondo.models.source import TokenizerSource
-from rondo.types import GenerateRequest
 
 
 class StopText:

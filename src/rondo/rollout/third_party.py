@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rondo.errors import ConfigError, did_you_mean
+from rondo.core.errors import ConfigError, did_you_mean
 from rondo.rollout.interpreter import interpreter
 from rondo.rollout.protocol import Capabilities, EngineSpec
 

@@ -16,8 +16,8 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from rondo.errors import ConfigError, RolloutError, WeightSyncError
-from rondo.hub import local_folder
+from rondo.core.errors import ConfigError, RolloutError, WeightSyncError
+from rondo.core.types import GenerateRequest
 from rondo.models.loading import load_model_config, model_on_meta
 from rondo.models.lora import AdapterSet
 from rondo.models.names import Parts, parts_of, weights_of
@@ -27,7 +27,7 @@ from rondo.rollout.protocol import Capabilities, EngineSpec
 from rondo.rollout.requests import Pending, check_ready, check_request
 from rondo.rollout.stopping import StopText
 from rondo.rollout.third_party import ThirdParty
-from rondo.types import GenerateRequest
+from rondo.system.hub import local_folder
 from rondo.weights.bucket import SharedBucket
 from rondo.weights.checksum import checksum
 from rondo.weights.intake import Intake

@@ -10,7 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from rondo.errors import ConfigError, WeightSyncError
+from rondo.core.errors import ConfigError, WeightSyncError
 from rondo.models.lora import AdapterSet
 from rondo.models.names import persistent_buffers, weights_of
 from rondo.models.precision import kept_in_float32

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from rondo.errors import SandboxError
+from rondo.core.errors import SandboxError
 from rondo.sandbox import seccomp
 from rondo.sandbox.records import Limits
 

@@ -19,7 +19,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rondo.errors import SandboxError
+from rondo.core.errors import SandboxError
 from rondo.sandbox import ways_out
 from rondo.sandbox.records import Limits, Result
 from rondo.sandbox.remote import Server

@@ -10,7 +10,7 @@ import signal
 import struct
 from typing import Any, cast
 
-from rondo.errors import SandboxError
+from rondo.core.errors import SandboxError
 from rondo.sandbox.backends import Backend, Start
 from rondo.sandbox.inside.head import STATUSES
 from rondo.sandbox.inside.wire import ANSWER

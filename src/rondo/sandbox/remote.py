@@ -22,10 +22,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from rondo.access import SANDBOX_KEY, bearing
-from rondo.errors import ConfigError, SandboxError
-from rondo.masking import warn_of_open_way
+from rondo.core.errors import ConfigError, SandboxError
+from rondo.core.masking import warn_of_open_way
 from rondo.sandbox.records import Limits, Result, Status
+from rondo.system.access import SANDBOX_KEY, bearing
 
 WAITING_SECONDS = 120.0
 """How much longer than a program's limit its answer may take: others may be before it."""

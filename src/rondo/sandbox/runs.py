@@ -18,12 +18,12 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from rondo.errors import ConfigError, SandboxError
+from rondo.core.errors import ConfigError, SandboxError
 from rondo.sandbox.backends import NAMES, Backend, backend
 from rondo.sandbox.head import Head
 from rondo.sandbox.records import Files, Limits, Result
 from rondo.sandbox.remote import RemoteHead, Server, server
-from rondo.urls import check_inner
+from rondo.system.urls import check_inner
 
 _log = logging.getLogger(__name__)
 

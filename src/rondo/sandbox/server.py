@@ -20,11 +20,11 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from rondo.access import Access, AccessError, check_json
-from rondo.errors import ConfigError, SandboxError
+from rondo.core.errors import ConfigError, SandboxError
 from rondo.sandbox.records import Limits, Result
 from rondo.sandbox.runs import Sandbox
-from rondo.urls import check_inner
+from rondo.system.access import Access, AccessError, check_json
+from rondo.system.urls import check_inner
 
 try:
     from aiohttp import web

@@ -7,12 +7,12 @@ import urllib.request
 from http.client import HTTPException
 from urllib.parse import urlsplit
 
-from rondo.access import SEARCH_KEY, bearing
-from rondo.errors import ConfigError
-from rondo.masking import masked_urls
+from rondo.core.errors import ConfigError
+from rondo.core.masking import masked_urls
 from rondo.search.corpus import passage_of
 from rondo.search.index import Hit
-from rondo.urls import open_there
+from rondo.system.access import SEARCH_KEY, bearing
+from rondo.system.urls import open_there
 
 _SECONDS = 60.0  # of a request whose call the tool's own limit has ended
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rondo.border import users_code
 from rondo.config.functions import resolve_function
-from rondo.errors import ConfigError, DataError
-from rondo.storage import storing
+from rondo.core.errors import ConfigError, DataError
+from rondo.system.border import users_code
+from rondo.system.storage import storing
 
 _SUFFIXES = (".txt", ".md")
 _PIECE = 1000  # characters of a file's paragraphs that are a passage together

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 from rondo.search.corpus import Passage, add_files
 
 _FILE = "vectors.faiss"

@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from rondo.errors import ConfigError, StorageError, ToolError, did_you_mean
+from rondo.core.errors import ConfigError, StorageError, ToolError, did_you_mean
 from rondo.search.corpus import Passage, digest_of, passages_of
 from rondo.search.dense import Dense
 from rondo.search.tantivy_index import Tantivy
 from rondo.search.words import Words, read
-from rondo.storage import cache_folder, storing
+from rondo.system.storage import cache_folder, storing
 
 MOST_RESULTS = 100  # of a query
 LONGEST_QUERY = 10_000  # characters

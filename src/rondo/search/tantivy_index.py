@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 from rondo.search.corpus import Passage
 from rondo.search.words import words_of
 

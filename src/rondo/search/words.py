@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 from rondo.search.corpus import Passage
 
 _TABLE = (

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from rondo.chat import MalformedCall, ToolCall
+from rondo.core.types import Completion
 from rondo.serving.requests import Kind
 from rondo.serving.sessions import exact_tokens
-from rondo.types import Completion
 
 _OBJECTS = {
     ("chat", False): "chat.completion",

@@ -31,7 +31,8 @@ from rondo.chat import (
     stop_token_ids,
     template_options,
 )
-from rondo.errors import ConfigError, DataError, RefusedRequestError, RolloutError
+from rondo.core.errors import ConfigError, DataError, RefusedRequestError, RolloutError
+from rondo.core.types import Completion, GenerateRequest, SamplingParams, request_seed
 from rondo.serving.answers import Frame, Piece, tool_calls
 from rondo.serving.bodies import SMALL, read_body
 from rondo.serving.messages import message_key
@@ -41,7 +42,6 @@ from rondo.serving.prompts import Place, conversation_key, find_place
 from rondo.serving.requests import ApiRequest, ChatRequest, Kind, TextRequest, read_request
 from rondo.serving.sessions import Key, ModelCall, Session, Sessions, ended
 from rondo.serving.text import TextStream, answer_text
-from rondo.types import Completion, GenerateRequest, SamplingParams, request_seed
 
 # A RolloutEngine's or a router's `generate`; the second argument (new tokens as they come) only for streams.
 Generate = Callable[..., Awaitable[Completion]]

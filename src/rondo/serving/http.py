@@ -18,13 +18,13 @@ import traceback
 from dataclasses import dataclass
 from typing import Any
 
-from rondo.access import Access, AccessError, bearer_of, check_keys
-from rondo.errors import ConfigError, RolloutError
+from rondo.core.errors import ConfigError, RolloutError
 from rondo.serving.endpoint import Endpoint, Prepared
 from rondo.serving.metrics import CONTENT_TYPE
 from rondo.serving.problems import ApiError, unknown_model
 from rondo.serving.requests import Kind
 from rondo.serving.sessions import Sessions, describe_call
+from rondo.system.access import Access, AccessError, bearer_of, check_keys
 
 try:
     from aiohttp import web

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from rondo.errors import RondoError
+from rondo.core.errors import RondoError
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 # pydantic's kinds of errors in OpenAI's codes; what is not here is a wrong type.

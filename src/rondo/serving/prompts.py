@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from rondo.chat import Continuation, encode_piece, render, tokenise_up_to
+from rondo.core.types import InsertedKind, Prompt
 from rondo.serving.messages import message_key, message_keys
 from rondo.serving.requests import ApiRequest, ChatRequest, TextRequest
 from rondo.serving.sessions import Key, ModelCall, Session
-from rondo.types import InsertedKind, Prompt
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from rondo.errors import did_you_mean
+from rondo.core.errors import did_you_mean
 from rondo.serving.messages import ClientMessages
 from rondo.serving.problems import ApiError, checked, refuse, unknown_model
 

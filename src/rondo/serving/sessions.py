@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from rondo.core.types import Completion, InsertedKind, SamplingParams, request_seed
 from rondo.serving.problems import ApiError
-from rondo.types import Completion, InsertedKind, SamplingParams, request_seed
 
 Key = tuple[str, ...]
 

@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.spinner import Spinner
 from rich.text import Text
 
-from rondo.streams import LastingStream, clean_text, drawn_on, lasting
+from rondo.system.streams import LastingStream, clean_text, drawn_on, lasting
 from rondo.tracking.notebook import Notebook, in_notebook
 from rondo.tracking.shown import Header, Kind, Report, RunView, Sample, alarms, plain_line
 from rondo.tracking.text import CleanConsole, format_duration, format_number, shorten

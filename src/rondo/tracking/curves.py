@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rondo.checkpoint.durable import replacing
-from rondo.errors import ConfigError, DataError
+from rondo.core.errors import ConfigError, DataError
 from rondo.tracking import shown
 from rondo.tracking.metrics import read_metrics
 

@@ -11,8 +11,8 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from rondo.errors import ConfigError
-from rondo.storage import storing
+from rondo.core.errors import ConfigError
+from rondo.system.storage import storing
 
 
 def read_holder(path: Path) -> dict[str, Any]:

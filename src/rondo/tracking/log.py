@@ -11,10 +11,10 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import cast
 
-from rondo.streams import LogFormatter, lasting
+from rondo.system.streams import LogFormatter, lasting
 
 # Output of engines and scorers, which the processes that started them log.
-_PROCESSES = logging.getLogger("rondo.transport.process")
+_PROCESSES = logging.getLogger("rondo.system.process")
 _OURS = logging.getLogger("rondo")
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rondo.errors import DataError
+from rondo.core.errors import DataError
 
 # Key of a metrics line: {metric: "nan" | "inf" | "-inf"} for values that are null in it.
 NOT_FINITE = "not_finite"

@@ -43,11 +43,11 @@ from rondo.checkpoint.durable import (
     sync_path,
     write_atomic,
 )
-from rondo.errors import CheckpointError, ConfigError, DataError, StorageError
-from rondo.storage import storing
+from rondo.core.errors import CheckpointError, ConfigError, DataError, StorageError
+from rondo.system.storage import storing
+from rondo.system.urls import Place, place_of
 from rondo.tracking.lock import RunLock
 from rondo.tracking.metrics import metrics_line, parse_metrics, read_metrics
-from rondo.urls import Place, place_of
 
 Resume = Literal["auto", "never", "must"]
 

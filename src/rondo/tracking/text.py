@@ -9,7 +9,7 @@ from rich.console import Console as RichConsole
 from rich.console import ConsoleOptions, RenderableType
 from rich.segment import Segment
 
-from rondo.streams import clean_text
+from rondo.system.streams import clean_text
 
 _BARS = "▁▂▃▄▅▆▇█"
 

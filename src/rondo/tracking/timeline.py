@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rondo.checkpoint.durable import AppendedFile, make_folder
-from rondo.errors import DataError
+from rondo.core.errors import DataError
 
 # A line of the file.
 Event = dict[str, Any]

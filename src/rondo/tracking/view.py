@@ -12,7 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rondo.streams import clean_text
+from rondo.system.streams import clean_text
 from rondo.tracking.shown import FIELDS, WHEN_NOT_ZERO, BeforeAfter, Report, RunView, Sample
 from rondo.tracking.text import format_duration, format_number, shorten, sparkline
 

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedConfig
 
+from rondo.core.types import RouteShape, StepStats
 from rondo.models.names import Parts
 from rondo.training.checkpoint import State
 from rondo.training.packed import PackedLayout, PackedRows
 from rondo.training.passes import Passes, Recorded
-from rondo.types import RouteShape, StepStats
 from rondo.weights.sync import Sent, WeightSource
 
 # Is handed each micro-batch, dummies too, with its outputs, [M] or wide [M, K], in at least float32. Returns

@@ -22,7 +22,6 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from rondo.activity import Activity, progress
 from rondo.checkpoint.checked import (
     CheckedFile,
     Files,
@@ -32,10 +31,11 @@ from rondo.checkpoint.checked import (
     read_piece,
     write_checked,
 )
-from rondo.errors import CheckpointError, RondoError
-from rondo.storage import fault_in, refused
+from rondo.core.errors import CheckpointError, RondoError
+from rondo.system.activity import Activity, progress
+from rondo.system.storage import fault_in, refused
+from rondo.system.urls import Place, place_of
 from rondo.training.telling import told_by_first, told_failures, told_files
-from rondo.urls import Place, place_of
 
 State = dict[str, torch.Tensor]  # flat; sharded entries are DTensors
 

@@ -18,15 +18,17 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedConfig
 
-from rondo.activity import Activity
-from rondo.batch import ROW_ID, Batch, ragged_rows
 from rondo.checkpoint import Files
-from rondo.columns import TOPK_IDS
 from rondo.config.schema import FrozenEngineConfig
-from rondo.errors import TrainError
+from rondo.core.batch import ROW_ID, Batch, ragged_rows
+from rondo.core.columns import TOPK_IDS
+from rondo.core.errors import TrainError
+from rondo.core.types import StepStats
 from rondo.models.names import separate
 from rondo.models.precision import LARGEST_GAP
 from rondo.models.source import ModelSource
+from rondo.system.activity import Activity
+from rondo.system.usage import process_usage
 from rondo.training import checkpoint
 from rondo.training.backend import Backend, OptimizerStats
 from rondo.training.export import check_export, export_folder
@@ -35,8 +37,6 @@ from rondo.training.loss import Loss, Numbers, numbers_of, step_stats
 from rondo.training.packed import PackedRows, expand_columns, in_row_order
 from rondo.training.passes import Passes, Recorded
 from rondo.training.shards import copied
-from rondo.types import StepStats
-from rondo.usage import process_usage
 from rondo.weights.sync import Sent, WeightSource
 
 _CAUSAL = 16  # tokens of a prompt and of an answer

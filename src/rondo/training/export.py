@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from rondo.checkpoint.checked import MANIFEST, CheckedFile, Pieces, write_manifest
-from rondo.errors import CheckpointError, RondoError
+from rondo.core.errors import CheckpointError, RondoError
 from rondo.models.carried import carry
 from rondo.models.loading import build_empty, build_model, load_model_config
 from rondo.models.names import Parts, parts_of, weights_of, whole_part
@@ -24,7 +24,7 @@ from rondo.models.source import ModelSource
 from rondo.models.value_head import FILE as VALUE_HEAD_FILE
 from rondo.models.value_head import PREFIX as VALUE_HEAD
 from rondo.models.value_head import replace_lm_head
-from rondo.storage import fault_in, refused
+from rondo.system.storage import fault_in, refused
 from rondo.training.checkpoint import bytes_of
 from rondo.training.telling import told_failures, told_files
 from rondo.weights.checksum import checksum

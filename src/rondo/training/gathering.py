@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 import torch
 import torch.distributed as dist
 
-from rondo.errors import TrainError
+from rondo.core.errors import TrainError
 from rondo.weights.checksum import box_sum, combine
 from rondo.weights.layout import Box, Layout, Parameter
 

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from rondo.types import StepStats
+from rondo.core.types import StepStats
 
 Metrics = Mapping[str, tuple[torch.Tensor, torch.Tensor] | torch.Tensor]
 

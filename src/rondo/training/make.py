@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rondo.config.auto import engine_for
 from rondo.config.schema import FrozenEngineConfig, OptimizerConfig, TorchBackendConfig
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 from rondo.models.source import ModelSource
 from rondo.training.engine import Engine
 from rondo.training.torch_backend.backend import TorchBackend

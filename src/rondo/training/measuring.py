@@ -7,10 +7,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from rondo.batch import Batch
+from rondo.core.batch import Batch
+from rondo.core.types import StepStats
 from rondo.training.loss import Loss, numbers_of, step_stats
 from rondo.training.packed import response_columns
-from rondo.types import StepStats
 
 
 def equal_rows(batch: Batch) -> tuple[np.ndarray, np.ndarray]:

@@ -16,9 +16,9 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from rondo.batch import Batch, ragged_array
-from rondo.columns import PROMPT_ROUTED, ROUTED, UNIT
-from rondo.errors import DataError, TrainError
+from rondo.core.batch import Batch, ragged_array
+from rondo.core.columns import PROMPT_ROUTED, ROUTED, UNIT
+from rondo.core.errors import DataError, TrainError
 from rondo.models.attention import choose_kernel
 from rondo.models.context import Context
 from rondo.models.documents import Documents, plan_documents

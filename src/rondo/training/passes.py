@@ -12,9 +12,10 @@ import pyarrow as pa
 import torch
 import torch.distributed as dist
 
-from rondo.activity import progress
-from rondo.batch import Batch, ragged_rows
-from rondo.columns import PROMPT_ROUTED, ROUTED, TOPK_IDS
+from rondo.core.batch import Batch, ragged_rows
+from rondo.core.columns import PROMPT_ROUTED, ROUTED, TOPK_IDS
+from rondo.core.types import RouteShape
+from rondo.system.activity import progress
 from rondo.training.packed import (
     PackedLayout,
     PackedRows,
@@ -24,7 +25,6 @@ from rondo.training.packed import (
     plan_passes,
     sequences_of,
 )
-from rondo.types import RouteShape
 
 
 class Passes:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rondo import errors
 from rondo.checkpoint.checked import Files, Piece
-from rondo.errors import RondoError
+from rondo.core import errors
+from rondo.core.errors import RondoError
 
 
 def told_by_all(value: Any, group: dist.ProcessGroup) -> list[Any]:

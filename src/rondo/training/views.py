@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from rondo.config.schema import ParallelConfig
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 from rondo.models.context import Context
 from rondo.training.vocabulary import Vocabulary
 from rondo.weights.layout import Spec

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rondo.errors import DataError
-from rondo.streams import clean_text
+from rondo.core.errors import DataError
+from rondo.system.streams import clean_text
 
 Order = Literal["first", "best", "worst"]
 _FILE = re.compile(r"step-(\d+)\.parquet")

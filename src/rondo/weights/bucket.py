@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rondo.errors import WeightSyncError
+from rondo.core.errors import WeightSyncError
 
 ALIGNMENT = 64  # bytes
 Confirmation = Callable[[], None]

@@ -21,8 +21,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from rondo.activity import Activity, progress
-from rondo.errors import WeightSyncError
+from rondo.core.errors import WeightSyncError
+from rondo.system.activity import Activity, progress
 from rondo.weights.gather import gathering_bytes
 from rondo.weights.sync import SyncReport, WeightSink, WeightSource
 

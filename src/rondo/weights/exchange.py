@@ -27,8 +27,8 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from rondo.activity import Activity, progress
-from rondo.errors import RondoError, WeightSyncError, outage
+from rondo.core.errors import RondoError, WeightSyncError, outage
+from rondo.system.activity import Activity, progress
 from rondo.weights.checksum import box_checksum, combine, signed
 from rondo.weights.layout import Box, Layout
 from rondo.weights.own_group import OwnGroup

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rondo.activity import Activity, progress
+from rondo.system.activity import Activity, progress
 from rondo.weights.layout import Layout
 from rondo.weights.sync import SyncReport, WeightSink, WeightSource
 

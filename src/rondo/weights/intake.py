@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
-from rondo.errors import WeightSyncError
+from rondo.core.errors import WeightSyncError
 
 _NOTHING = "; the engine serves nothing until a complete set is committed"
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from rondo.errors import WeightSyncError
+from rondo.core.errors import WeightSyncError
 from rondo.weights.layout import Box, Layout, Parameter, Spec
 
 

@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from rondo.errors import WeightSyncError
+from rondo.core.errors import WeightSyncError
 from rondo.weights.layout import Layout
 
 # What of a model with adapters is sent: the weights with the adapters merged into them (of a model without

@@ -24,11 +24,11 @@ from rondo.algorithms import (
     moments,
     weight_sums,
 )
-from rondo.batch import ROW_ID, Batch, ragged_array
-from rondo.columns import declared
 from rondo.config.schema import RolloutCorrectionConfig
 from rondo.controller import Worker, dispatch
-from rondo.types import StepStats
+from rondo.core.batch import ROW_ID, Batch, ragged_array
+from rondo.core.columns import declared
+from rondo.core.types import StepStats
 
 CORRECTED = declared("old_log_probs", "rollout_log_probs", "response_mask")
 # How often a row counts in the means of the correction; read where the batch has it.

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rondo.chat import decode
+from rondo.core.types import Trajectory
 from rondo.data.rows import prompt_text
-from rondo.types import Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -11,21 +11,21 @@ import numpy as np
 import torch
 
 from rondo.algorithms import GAP
-from rondo.batch import ROW_ID, Batch
 from rondo.checkpoint import Files
-from rondo.columns import MINI_BATCH, ROUTED, ROUTES, declared
 from rondo.config.schema import ActorConfig, FrozenEngineConfig, OptimizerConfig, TorchBackendConfig
 from rondo.controller import Worker, WorkerContext, dispatch
 from rondo.controller.mesh import DATA
-from rondo.errors import TrainError
+from rondo.core.batch import ROW_ID, Batch
+from rondo.core.columns import MINI_BATCH, ROUTED, ROUTES, declared
+from rondo.core.errors import TrainError
+from rondo.core.roles import ROLES
+from rondo.core.types import StepStats
 from rondo.models.context import Context
 from rondo.models.loading import dtype_of
 from rondo.models.source import ModelSource
-from rondo.roles import ROLES
 from rondo.training import Loss, make_engine
 from rondo.training.measuring import equal_rows, metrics_of
 from rondo.training.views import Views
-from rondo.types import StepStats
 from rondo.workers.estimating import EstimatingWorker
 from rondo.workers.rows import WritesRows
 from rondo.workers.transfer import SendsWeights

@@ -11,12 +11,12 @@ from contextlib import suppress
 
 import torch
 
-from rondo.activity import Activity
-from rondo.errors import RondoError
+from rondo.core.errors import RondoError
 from rondo.rollout import EngineSpec, RolloutEngine, build_engine, start_engine
 from rondo.rollout.fanout import WeightFanout
 from rondo.rollout.router import Router
 from rondo.rollout.server import EngineProcess
+from rondo.system.activity import Activity
 from rondo.weights import Sent
 
 MAX_RESTARTS = 3  # of a worker's engines, in a run, but for deaths that a request is to blame for

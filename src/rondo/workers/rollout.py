@@ -17,12 +17,22 @@ from rondo.agents.external import ExternalAgent, agent_of
 from rondo.agents.runner import AgentLoop, EpisodeRunner, TrajectoryScorer, single_turn
 from rondo.agents.tools import load_tools, prepare_tools
 from rondo.agents.worlds import Worlds
-from rondo.batch import ROW_ID, Batch
 from rondo.chat import decode
-from rondo.columns import GREEDY_REWARD, ROUTES, SCORE
 from rondo.config.functions import called_with
 from rondo.config.schema import LoraConfig, RewardConfig, RolloutConfig
 from rondo.controller import Worker, WorkerContext, dispatch
+from rondo.core.batch import ROW_ID, Batch
+from rondo.core.columns import GREEDY_REWARD, ROUTES, SCORE
+from rondo.core.types import (
+    SCORED,
+    Completion,
+    Ended,
+    GenerateRequest,
+    Prompt,
+    SamplingParams,
+    StepStats,
+    Trajectory,
+)
 from rondo.data.rows import rows_from_trajectories
 from rondo.environments.choices import load_environments
 from rondo.models import load_tokenizer
@@ -36,16 +46,6 @@ from rondo.rewards.answers import final_answer
 from rondo.rollout import EngineSpec
 from rondo.rollout.in_process import InProcessEngine
 from rondo.rollout.protocol import OnTokens
-from rondo.types import (
-    SCORED,
-    Completion,
-    Ended,
-    GenerateRequest,
-    Prompt,
-    SamplingParams,
-    StepStats,
-    Trajectory,
-)
 from rondo.weights.gather import gather_into
 from rondo.weights.sync import Sent, SyncReport, assert_shared
 from rondo.workers.evaluation import EvaluationRecord, record_of

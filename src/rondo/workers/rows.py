@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rondo.batch import Batch
 from rondo.controller.dispatch import dispatch
-from rondo.storage import storing
+from rondo.core.batch import Batch
+from rondo.system.storage import storing
 
 
 class WritesRows:

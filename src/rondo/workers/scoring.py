@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rondo.batch import Batch, ragged_array
-from rondo.columns import MINI_BATCH, SCORE
 from rondo.controller import WorkerContext, dispatch
-from rondo.types import StepStats
+from rondo.core.batch import Batch, ragged_array
+from rondo.core.columns import MINI_BATCH, SCORE
+from rondo.core.types import StepStats
 from rondo.workers.models import TOKENS, ModelWorker
 
 

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rondo.activity import Activity, progress
-from rondo.batch import ROW_ID, Batch, ragged_rows
 from rondo.controller import WorkerContext, dispatch
-from rondo.errors import ReplicaLostError, RolloutError, WeightSyncError
+from rondo.core.batch import ROW_ID, Batch, ragged_rows
+from rondo.core.errors import ReplicaLostError, RolloutError, WeightSyncError
+from rondo.core.types import GenerateRequest, SamplingParams
+from rondo.system.activity import Activity, progress
 from rondo.training import Engine
-from rondo.types import GenerateRequest, SamplingParams
 from rondo.weights.checksum import checksum
 from rondo.weights.disk import read_weights, remove_weights, write_weights
 from rondo.weights.exchange import SendReport, Transfer, piece_of, receive, send

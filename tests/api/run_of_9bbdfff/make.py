@@ -3,7 +3,7 @@ reward has no file, so it is pickled by value, and names rondo.types.
 """
 
 import rondo
-from rondo.types import Prompt, Trajectory
+from rondo.core.types import Prompt, Trajectory
 
 MODEL = {
     "model_type": "qwen3",

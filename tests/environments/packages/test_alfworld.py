@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from rondo.core.errors import ConfigError, EnvironmentFailedError
 from rondo.environments import alfworld_adapter
 from rondo.environments.alfworld_adapter import AlfWorld, _rules
 from rondo.environments.alfworld_rooms import TASKS, draw_room
 from rondo.environments.levels import level_of
-from rondo.errors import ConfigError, EnvironmentFailedError
 from tests.environments.packages.installed import needs
 
 needs("alfworld", "textworld")

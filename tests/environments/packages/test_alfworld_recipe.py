@@ -8,9 +8,9 @@ import pytest
 
 from rondo.agents.memory import Acted
 from rondo.cli.main import main
+from rondo.core.errors import ConfigError
 from rondo.environments import Observation
 from rondo.environments.alfworld_adapter import AlfWorld, made_room
-from rondo.errors import ConfigError
 from rondo.recipes.alfworld import (
     Sight,
     Walk,

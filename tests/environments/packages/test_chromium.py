@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from rondo.config.schema import EnvironmentConfig
+from rondo.core.errors import EnvironmentFailedError
 from rondo.environments import StepResult, chromium
 from rondo.environments.chromium import Page, find_chromium
 from rondo.environments.miniwob_adapter import MiniWob
-from rondo.errors import EnvironmentFailedError
 from tests.environments.packages.browsing import browsers, none_left
 from tests.environments.packages.installed import needs, needs_programs
 

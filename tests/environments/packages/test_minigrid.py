@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rondo.core.errors import ConfigError, EnvironmentFailedError
 from rondo.environments import episodes
 from rondo.environments import minigrid_adapter as adapter
 from rondo.environments.minigrid_adapter import ACTIONS, MiniGrid
-from rondo.errors import ConfigError, EnvironmentFailedError
 from tests.environments.packages.installed import needs
 
 needs("minigrid")

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from rondo.config.schema import EnvironmentConfig
+from rondo.core.errors import ConfigError
 from rondo.environments import check_environment
 from rondo.environments.chromium import Page, find_chromium
 from rondo.environments.miniwob_adapter import SOLVED, MiniWob, next_action
-from rondo.errors import ConfigError
 from tests.environments.packages.browsing import any_act, browsers, mains
 from tests.environments.packages.installed import needs, needs_programs
 

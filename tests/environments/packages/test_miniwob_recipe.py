@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from rondo.cli.main import main
+from rondo.core.errors import ConfigError
 from rondo.environments import Observation
 from rondo.environments.miniwob_adapter import MiniWob
-from rondo.errors import ConfigError
 from rondo.recipes.miniwob import click, demonstrations, prompt, tokenizer
 from tests.environments.packages.installed import needs, needs_programs
 

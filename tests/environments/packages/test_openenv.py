@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from rondo.core.errors import ConfigError, EnvironmentFailedError
 from rondo.environments import check_environment
 from rondo.environments.openenv_adapter import OpenEnv
-from rondo.errors import ConfigError, EnvironmentFailedError
 from tests.environments.packages.installed import needs
 
 needs("openenv")

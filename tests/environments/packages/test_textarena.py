@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from rondo.core.errors import ConfigError
 from rondo.environments.textarena_adapter import TextArena
-from rondo.errors import ConfigError
 from tests.environments.packages.installed import needs
 
 needs("textarena")

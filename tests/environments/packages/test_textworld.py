@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from rondo.core.errors import ConfigError
 from rondo.environments.textworld_adapter import TextWorld
-from rondo.errors import ConfigError
 from tests.environments.packages.installed import needs
 
 needs("textworld")

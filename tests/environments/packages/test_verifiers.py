@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from rondo.core.errors import ConfigError, EnvironmentFailedError
 from rondo.environments.verifiers_adapter import Verifiers
-from rondo.errors import ConfigError, EnvironmentFailedError
 from tests.environments.packages.installed import needs
 
 needs("verifiers")

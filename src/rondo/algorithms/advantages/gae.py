@@ -10,7 +10,7 @@ from torch import Tensor
 from rondo.algorithms import statistics
 from rondo.algorithms.arguments import require
 from rondo.algorithms.registry import advantage
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 
 
 def gae_of_rows(

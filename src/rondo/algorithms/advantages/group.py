@@ -17,7 +17,7 @@ from torch import Tensor
 from rondo.algorithms.arguments import require
 from rondo.algorithms.registry import advantage
 from rondo.algorithms.statistics import Groups, whiten
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 
 
 @advantage("grpo")

@@ -12,7 +12,7 @@ from rondo.algorithms.advantages.agentic import Steps
 from rondo.algorithms.advantages.gae import accumulate
 from rondo.algorithms.arguments import require
 from rondo.algorithms.registry import advantage
-from rondo.types import TURN_KINDS
+from rondo.core.types import TURN_KINDS
 
 _POLICY = TURN_KINDS.index("policy")
 

@@ -18,7 +18,7 @@ from rondo.algorithms.policy_losses.clipped import ppo_clip
 from rondo.algorithms.policy_losses.ratio import clip_range, log_ratio, ratio_metrics
 from rondo.algorithms.registry import policy_loss
 from rondo.algorithms.statistics import Metrics, share
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 
 
 @ranked("rows")

@@ -12,7 +12,7 @@ from torch import Tensor
 from rondo.algorithms.arguments import require
 from rondo.algorithms.registry import policy_loss
 from rondo.algorithms.statistics import Metrics
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 
 
 @policy_loss("forward_kl_topk")

@@ -13,7 +13,7 @@ from rondo.algorithms.arguments import ranked, require
 from rondo.algorithms.policy_losses.ratio import LOG_RATIO_LIMIT, log_ratio, ratio_metrics
 from rondo.algorithms.registry import policy_loss
 from rondo.algorithms.statistics import Groups, Metrics, row_index, row_means, share
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 
 LEVELS = ("token", "sequence", "geometric")
 

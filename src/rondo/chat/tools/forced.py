@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rondo.chat.encode import encode_piece, render
 from rondo.chat.tools import ToolParser
-from rondo.errors import DataError
+from rondo.core.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -17,7 +17,7 @@ from rondo.compat.verl.values import Note, Setting, Values
 from rondo.config.load import Translation, collected, with_settings
 from rondo.config.schema import Config
 from rondo.config.tree import Node, shown
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 
 
 def translate(tree: Node) -> Translation:

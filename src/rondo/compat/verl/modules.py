@@ -4,7 +4,7 @@ the place of a recipe. Most are other algorithms or other ways to run, which the
 
 from __future__ import annotations
 
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 
 # Whose keys mean what the table says.
 TRANSLATED = ("verl.trainer.main_ppo", "recipe.dapo.main_dapo")

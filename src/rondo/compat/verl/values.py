@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rondo.config.tree import Node, describe
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """What is rewarded."""
 
-from rondo.types import Prompt, Trajectory
+from rondo.core.types import Prompt, Trajectory
 
 
 def score(prompt: Prompt, trajectory: Trajectory) -> float:

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rondo.errors import DataError
-from rondo.types import Prompt
+from rondo.core.errors import DataError
+from rondo.core.types import Prompt
 
 _FENCE = "```"
 _PYTHON = ("python", "python3", "py")

@@ -17,7 +17,8 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
-from rondo.errors import ConfigError, DataError
+from rondo.core.errors import ConfigError, DataError
+from rondo.core.types import Prompt, Trajectory
 from rondo.rewards.code.cases import (
     AssertCase,
     Case,
@@ -29,7 +30,6 @@ from rondo.rewards.code.cases import (
 )
 from rondo.rewards.marks import reward_function
 from rondo.sandbox import Limits, Result, Sandbox, Warm, check_sandbox, shared_sandbox
-from rondo.types import Prompt, Trajectory
 
 Verdict = Literal["passed", "wrong_answer", "crashed", "time_limit", "memory_limit"]
 PARTS = ("solved", "no_code", "wrong_answer", "crashed", "time_limit", "memory_limit")

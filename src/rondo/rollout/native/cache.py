@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 from rondo.models.family import head_widths, layer_configs
 from rondo.models.routers import RouteRecorder
 from rondo.rollout.native.blocks import BLOCK, blocks_of
-from rondo.usage import memory_bytes
+from rondo.system.usage import memory_bytes
 
 TABLE_BYTES = 12  # of a token in `SlotTable`: id, log-prob, version
 FREE_SHARE = 0.4  # of the free memory; training's activations and other engines need the rest

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import torch
 
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 from rondo.models.family import layers_beside_attention, rope_changes_at
 from rondo.models.routers import RouteRecorder
 from rondo.rollout.native.compiled import CompiledPath, why_not_compiled

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rondo.errors import RolloutError
+from rondo.core.errors import RolloutError
 from rondo.rollout.native import kernels
 from rondo.rollout.native.blocks import BLOCK, blocks_of
 from rondo.rollout.native.cache import LayerShape, block_bytes, layer_shapes

@@ -9,13 +9,13 @@ import numpy as np
 import torch
 
 from rondo.chat import StopMatcher
-from rondo.errors import RolloutError
+from rondo.core.errors import RolloutError
+from rondo.core.types import FinishReason, GenerateRequest, StepStats
 from rondo.rollout.decoder import PREFILLS, Decoder
 from rondo.rollout.native.choose import DecodePath
 from rondo.rollout.native.scheduler import Scheduler, Sequence
 from rondo.rollout.protocol import OnTokens
 from rondo.rollout.requests import News
-from rondo.types import FinishReason, GenerateRequest, StepStats
 
 
 class PagedDecoder(Decoder[Sequence]):

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedConfig
 
-from rondo.errors import ConfigError, RolloutError
+from rondo.core.errors import ConfigError, RolloutError
 from rondo.models import masks
 from rondo.models.masks import Window
 from rondo.models.routers import RouteRecorder

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import torch
 
-from rondo.errors import RolloutError
-from rondo.storage import cache_folder, is_ours
+from rondo.core.errors import RolloutError
+from rondo.system.storage import cache_folder, is_ours
 
 SOURCE = Path(__file__).with_name("kernels.c")
 # No -ffast-math: it would drop the C code's test for logits that are not finite.

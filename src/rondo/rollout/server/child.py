@@ -21,15 +21,15 @@ from typing import Any
 
 import torch
 
-from rondo.activity import pulse
-from rondo.errors import ReplicaLostError
+from rondo.core.errors import ReplicaLostError
+from rondo.core.types import Completion, GenerateRequest
 from rondo.rollout.build import build_engine
 from rondo.rollout.protocol import RolloutEngine
 from rondo.rollout.server.wire import Done, Ready, Tokens
-from rondo.streams import log_to_stderr
-from rondo.transport.frames import Frame, receive
-from rondo.transport.link import Call, Failure, Link, Reply, serve
-from rondo.types import Completion, GenerateRequest
+from rondo.system.activity import pulse
+from rondo.system.frames import Frame, receive
+from rondo.system.link import Call, Failure, Link, Reply, serve
+from rondo.system.streams import log_to_stderr
 from rondo.weights.bucket import SharedBucket
 
 TOKENS_SECONDS = 0.02  # new tokens wait at most this long for company

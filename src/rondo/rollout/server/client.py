@@ -22,14 +22,14 @@ from typing import Any
 
 import torch
 
-from rondo.activity import Activity, progress
-from rondo.errors import ReplicaLostError, RolloutError, RondoError, WeightSyncError
+from rondo.core.errors import ReplicaLostError, RolloutError, RondoError, WeightSyncError
+from rondo.core.types import Completion, GenerateRequest, StepStats
 from rondo.rollout.protocol import WASTED_TOKENS, Capabilities, EngineSpec, OnTokens
 from rondo.rollout.requests import Pending, deliver
 from rondo.rollout.server.wire import Done, Ready, Tokens
-from rondo.transport.child import Answer, CallFailedError, Child, ProcessLostError
-from rondo.transport.forkserver import fork_server
-from rondo.types import Completion, GenerateRequest, StepStats
+from rondo.system.activity import Activity, progress
+from rondo.system.child import Answer, CallFailedError, Child, ProcessLostError
+from rondo.system.forkserver import fork_server
 from rondo.weights.bucket import BucketWriter, Confirmation, SharedBucket
 
 START_SECONDS = 900.0  # an engine may have to compile

@@ -1,4 +1,4 @@
-"""What travels between an engine's process and its host, besides calls and replies (`transport.link`).
+"""What travels between an engine's process and its host, besides calls and replies (`system.link`).
 
 host → engine   Call: build, generate and the rest (`child.Server`)
 engine → host   Reply (of build, a Ready; of generate, a Done) | Tokens (of many generate calls)
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rondo.core.types import Completion, FinishReason
 from rondo.rollout.protocol import Capabilities
-from rondo.types import Completion, FinishReason
 
 
 @dataclass(frozen=True)

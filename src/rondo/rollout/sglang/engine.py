@@ -21,14 +21,14 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from rondo.errors import RolloutError, WeightSyncError
+from rondo.core.errors import RolloutError, WeightSyncError
+from rondo.core.types import Completion, FinishReason, GenerateRequest, StepStats
 from rondo.rollout.adapters import Served, Shelf
 from rondo.rollout.protocol import EngineSpec, OnTokens
 from rondo.rollout.requests import Pending, complete_as_it_is, deliver
 from rondo.rollout.sglang.launch import Core, Step
 from rondo.rollout.sglang.options import ENGINE
 from rondo.rollout.third_party_engine import ThirdPartyEngine
-from rondo.types import Completion, FinishReason, GenerateRequest, StepStats
 from rondo.weights.bucket import SharedBucket
 
 _COLDEST = 1e-6  # SGLang takes smaller temperatures for 0

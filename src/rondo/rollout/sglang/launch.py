@@ -39,7 +39,8 @@ from sglang.srt.managers.load_snapshot import shm_path_for
 from sglang.srt.utils import MultiprocessingSerializer
 from sglang.srt.utils.hf_transformers_utils import get_context_length
 
-from rondo.errors import ConfigError, WeightSyncError
+from rondo.core.errors import ConfigError, WeightSyncError
+from rondo.core.types import GenerateRequest
 from rondo.models.loading import load_model_config
 from rondo.models.names import Parts
 from rondo.rollout.adapters import Served
@@ -48,7 +49,6 @@ from rondo.rollout.protocol import EngineSpec
 from rondo.rollout.sglang.worker import LOADER, SAMPLER, Delivery, Task, register_model, run
 from rondo.rollout.third_party import MERGE
 from rondo.rollout.third_party_engine import model_folder
-from rondo.types import GenerateRequest
 from rondo.weights.bucket import SharedBucket
 
 ROOM = 8  # tokens: SGLang admits a few less than its context length

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 from rondo.rollout.protocol import EngineSpec
 from rondo.rollout.third_party import ThirdParty
 

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from rondo.chat import StopMatcher
-from rondo.errors import RolloutError
+from rondo.core.errors import RolloutError
+from rondo.core.types import FinishReason, GenerateRequest, StepStats
 from rondo.models.routers import RouteRecorder
 from rondo.rollout.decoder import Decoder
 from rondo.rollout.native.noise import uniforms
@@ -21,7 +22,6 @@ from rondo.rollout.native.sampling import sample
 from rondo.rollout.protocol import OnTokens
 from rondo.rollout.requests import News, Pending
 from rondo.rollout.transformers.forward import CachedForward, nbytes
-from rondo.types import FinishReason, GenerateRequest, StepStats
 
 
 @dataclass(eq=False)

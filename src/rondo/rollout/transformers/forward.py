@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 
 # What models call the cache that they return, and take again: attention's keys and values, a state-space
 # model's states, RWKV's.

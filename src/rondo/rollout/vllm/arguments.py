@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 from rondo.models.loading import load_model_config
 from rondo.rollout.native.cache import layer_shapes
 from rondo.rollout.protocol import EngineSpec

@@ -21,7 +21,8 @@ from vllm.model_executor.models import ModelRegistry
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from rondo.errors import ConfigError, did_you_mean
+from rondo.core.errors import ConfigError, did_you_mean
+from rondo.core.types import GenerateRequest
 from rondo.models.loading import load_model_config
 from rondo.models.names import Parts
 from rondo.rollout.adapters import Served
@@ -31,7 +32,6 @@ from rondo.rollout.third_party_engine import model_folder
 from rondo.rollout.vllm.arguments import check_head_size, engine_arguments
 from rondo.rollout.vllm.options import ENGINE
 from rondo.rollout.vllm.worker import FIRST, SEED
-from rondo.types import GenerateRequest
 from rondo.weights.bucket import SharedBucket
 
 _URGENT = -1  # vLLM takes small numbers first, and of equal ones those that came first

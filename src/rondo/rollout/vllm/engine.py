@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rondo.errors import ReplicaLostError, RolloutError, RondoError, WeightSyncError
+from rondo.core.errors import ReplicaLostError, RolloutError, RondoError, WeightSyncError
+from rondo.core.types import Completion, FinishReason, GenerateRequest, StepStats
 from rondo.rollout.adapters import Shelf
 from rondo.rollout.protocol import EngineSpec, OnTokens
 from rondo.rollout.requests import News, Pending, complete_as_it_is, deliver
 from rondo.rollout.third_party_engine import ThirdPartyEngine
 from rondo.rollout.vllm.options import ENGINE
-from rondo.types import Completion, FinishReason, GenerateRequest, StepStats
 from rondo.weights.bucket import SharedBucket
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import ClassVar
 
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 from rondo.rollout.protocol import EngineSpec
 from rondo.rollout.third_party import ThirdParty
 

@@ -11,13 +11,13 @@ from rondo.agents.external import agent_of, asks_over_http, load_agent
 from rondo.agents.tools import loaded_tools
 from rondo.agents.worlds import check_reads
 from rondo.algorithms import Kind, check_algorithm, columns_read, lookup
-from rondo.border import users_code
-from rondo.columns import GREEDY_REWARD, TOPK_IDS
 from rondo.config import Config, FunctionConfig, LoadedConfig
+from rondo.core.columns import GREEDY_REWARD, TOPK_IDS
+from rondo.core.errors import ConfigError, about, did_you_mean
+from rondo.core.roles import ROLES, ROLLOUT
 from rondo.environments.choices import load_environments
-from rondo.errors import ConfigError, about, did_you_mean
 from rondo.rewards import load_functions
-from rondo.roles import ROLES, ROLLOUT
+from rondo.system.border import users_code
 from rondo.tracking import check_trackers
 from rondo.trainers.commands.check_machine import (
     check_backend,

@@ -29,8 +29,8 @@ from rondo.config import (
 from rondo.config.auto import engine_for
 from rondo.config.schema import ActorLoraConfig, EngineConfig
 from rondo.controller import planned_device
+from rondo.core.errors import ConfigError, DataError, about
 from rondo.data import check_source
-from rondo.errors import ConfigError, DataError, about
 from rondo.models import STRETCH, check_model_folder, check_positions, load_model_config
 from rondo.models.loading import model_on_meta
 from rondo.models.lora import adapter_set, config_for_peft, quantise_base

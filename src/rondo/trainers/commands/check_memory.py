@@ -11,6 +11,7 @@ from rondo.controller import planned_device
 from rondo.models import count_parameters
 from rondo.planning.memory import PROCESS_BYTES, ROW_BYTES, Need, check_fits, model_bytes
 from rondo.rollout.build import OWN
+from rondo.system.usage import reachable_bytes
 from rondo.trainers.program import (
     engine_of,
     parallel_of,
@@ -20,7 +21,6 @@ from rondo.trainers.program import (
     shares_weights,
     source_of,
 )
-from rondo.usage import reachable_bytes
 from rondo.workers import runs_in_own_process
 
 

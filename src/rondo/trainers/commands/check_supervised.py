@@ -8,7 +8,7 @@ import functools
 from collections.abc import Iterator, Mapping
 
 from rondo.config import Config, LoadedConfig
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 from rondo.tracking import check_trackers
 from rondo.trainers.commands.check import unread_of_reference, without_data
 from rondo.trainers.commands.check_machine import check_backend, check_files, check_run_dir

@@ -15,8 +15,9 @@ from rondo.chat import encode_prompt, stop_token_ids
 from rondo.config import Config, DataConfig, LoadedConfig, load
 from rondo.config.schema import ENGINES
 from rondo.controller import WorkerGroup, start_cluster
+from rondo.core.errors import ConfigError
+from rondo.core.types import Prompt, SamplingParams
 from rondo.data import index_columns
-from rondo.errors import ConfigError
 from rondo.models import check_positions, load_model_config
 from rondo.trainers.commands.check import check_rl
 from rondo.trainers.commands.check_machine import check_model
@@ -35,7 +36,6 @@ from rondo.trainers.program import (
     settled,
     shares_base,
 )
-from rondo.types import Prompt, SamplingParams
 from rondo.workers import RolloutWorker
 
 

@@ -14,9 +14,9 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
-from rondo.border import EscapeError, contained, described, place
-from rondo.errors import TrainError, without_libraries, without_rondo
-from rondo.interrupts import ask_elsewhere
+from rondo.core.errors import TrainError, without_libraries, without_rondo
+from rondo.system.border import EscapeError, contained, described, place
+from rondo.system.signals import ask_elsewhere
 
 T = TypeVar("T")
 

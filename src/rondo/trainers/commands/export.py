@@ -15,13 +15,13 @@ from rondo.checkpoint.durable import replacing_folder
 from rondo.config import Config, LocalBackendConfig
 from rondo.config.schema.types import Dtype
 from rondo.controller import WorkerGroup, start_cluster
-from rondo.errors import CheckpointError, ConfigError
+from rondo.core.errors import CheckpointError, ConfigError
 from rondo.models import is_function
-from rondo.storage import cache_folder, storing
+from rondo.system.storage import cache_folder, storing
+from rondo.system.urls import Far, Place, place_of, spelled
 from rondo.trainers.commands.event_loop import run_loop
 from rondo.trainers.loop import config_of
 from rondo.trainers.program import complete_model, create_model, on_one_pool, open_tokenizer
-from rondo.urls import Far, Place, place_of, spelled
 from rondo.workers import ActorWorker
 
 _log = logging.getLogger(__name__)

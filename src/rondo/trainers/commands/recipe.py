@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rondo.config import DEVICES, Config, LoadedConfig, collected, config_for, shipped_recipe
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 from rondo.trainers.program import settled
 
 T = TypeVar("T")

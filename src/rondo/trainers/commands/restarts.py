@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from rondo.config import Config
-from rondo.errors import RondoError, WorkerError
+from rondo.core.errors import RondoError, WorkerError
+from rondo.system.forkserver import kept
 from rondo.tracking import Console
 from rondo.trainers.commands.event_loop import run_loop
-from rondo.transport.forkserver import kept
 
 T = TypeVar("T")
 

@@ -12,16 +12,16 @@ from pathlib import Path
 
 import torch
 
-from rondo.access import check_chosen
 from rondo.config import Config, LoadedConfig
 from rondo.config.functions import called_with
-from rondo.errors import ConfigError
-from rondo.interrupts import caught
+from rondo.core.errors import ConfigError
 from rondo.models import STRETCH, build_model, check_positions, load_model_config, longest_context
 from rondo.models.names import persistent_buffers
 from rondo.rollout import EngineSpec, check_engine
 from rondo.serving import Endpoint, Sessions
 from rondo.serving.http import HttpServer, check_installed
+from rondo.system.access import check_chosen
+from rondo.system.signals import caught
 from rondo.trainers.commands.check_machine import check_model, engine_device
 from rondo.trainers.commands.evaluate import check_answers
 from rondo.trainers.commands.event_loop import run_loop

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rondo.checkpoint.durable import make_folder
 from rondo.config import Config, LoadedConfig, changes, leaves_of, load
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 from rondo.tracking import Console
 from rondo.trainers.commands.check_memory import check_memory
 from rondo.trainers.commands.check_supervised import check_supervised

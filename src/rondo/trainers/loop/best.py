@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rondo.config import BestConfig
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 from rondo.trainers.loop.evaluation import OF_SCORED, numbers_of
 
 

@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rondo.batch import BatchRef
+from rondo.core.batch import BatchRef
+from rondo.core.errors import TrainError
 from rondo.data import firsts, is_scored, trajectory_of_rows
-from rondo.errors import TrainError
 from rondo.planning import Order, may_admit, select
 from rondo.trainers.loop.journal import RunJournal
 

@@ -7,13 +7,13 @@ import itertools
 
 import numpy as np
 
-from rondo.batch import Batch, BatchRef
 from rondo.config import Config
 from rondo.controller import WorkerGroup
-from rondo.errors import WeightSyncError
+from rondo.core.batch import Batch, BatchRef
+from rondo.core.errors import WeightSyncError
+from rondo.core.types import Prompt, SamplingParams, request_seed
 from rondo.models.precision import LARGEST_GAP
 from rondo.trainers.program import rollout_dtype
-from rondo.types import Prompt, SamplingParams, request_seed
 from rondo.weights import Sent
 from rondo.workers import ActorWorker, RolloutWorker
 from rondo.workers.transfer import probed

@@ -26,11 +26,11 @@ from rondo.checkpoint import (
 )
 from rondo.config import Config, changes, leaves_of
 from rondo.controller import WorkerGroup
-from rondo.errors import StorageError
+from rondo.core.errors import StorageError
+from rondo.system.urls import spelled
 from rondo.tracking import Clock, RunFolder
 from rondo.trainers.loop.best import Best
 from rondo.trainers.loop.resume import FREE
-from rondo.urls import spelled
 from rondo.workers import ModelWorker
 
 T = TypeVar("T")

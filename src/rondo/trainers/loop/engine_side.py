@@ -9,11 +9,12 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from rondo.batch import BatchRef
 from rondo.config import Config
 from rondo.controller import WorkerGroup
+from rondo.core.batch import BatchRef
+from rondo.core.errors import WorkerError
+from rondo.core.types import Ended, Prompt, StepStats
 from rondo.data import index_columns
-from rondo.errors import WorkerError
 from rondo.planning import OnUpdate, Phase, effective_on_update
 from rondo.rollout import WASTED_TOKENS
 from rondo.trainers.loop.buffer import Buffer
@@ -22,7 +23,6 @@ from rondo.trainers.loop.evaluation import EvaluationResult, evaluate
 from rondo.trainers.loop.feeder import EpisodeFeeder, Episodes, cancel
 from rondo.trainers.loop.routes import Route, make_route
 from rondo.trainers.program import Prompts, Roles
-from rondo.types import Ended, Prompt, StepStats
 from rondo.workers import RolloutWorker, runs_in_own_process
 
 

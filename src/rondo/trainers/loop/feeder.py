@@ -14,13 +14,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rondo.batch import BatchRef
-from rondo.columns import GREEDY_REWARD
+from rondo.core.batch import BatchRef
+from rondo.core.columns import GREEDY_REWARD
+from rondo.core.errors import RolloutError, WorkerError, outage
+from rondo.core.types import Ended
 from rondo.data import firsts, is_scored
-from rondo.errors import RolloutError, WorkerError, outage
 from rondo.planning import OnUpdate
 from rondo.trainers.loop.buffer import Buffer, Group, failures
-from rondo.types import Ended
 
 
 async def cancel(*tasks: asyncio.Future[Any]) -> None:

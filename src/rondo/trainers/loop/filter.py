@@ -8,8 +8,8 @@ import numpy as np
 
 from rondo.algorithms import bind, columns_read
 from rondo.config import FunctionConfig
+from rondo.core.errors import ConfigError, TrainError
 from rondo.data import firsts, is_scored
-from rondo.errors import ConfigError, TrainError
 from rondo.trainers.loop.buffer import Group
 
 

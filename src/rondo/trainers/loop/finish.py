@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rondo.config import Config
+from rondo.system.usage import process_usage
 from rondo.tracking import (
     BeforeAfter,
     Console,
@@ -19,7 +20,6 @@ from rondo.tracking import (
 )
 from rondo.trainers.loop.evaluation import numbers_of, read_evaluation, table_of
 from rondo.trainers.loop.report import Reporter
-from rondo.usage import process_usage
 from rondo.workers import EvaluationRecord
 
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rondo.checkpoint.durable import AppendedFile
-from rondo.errors import CheckpointError
-from rondo.storage import DAMAGE, storing
+from rondo.core.errors import CheckpointError
+from rondo.system.storage import DAMAGE, storing
 from rondo.tracking import RunFolder
 
 JOURNAL_FILE = "journal.jsonl"

@@ -12,7 +12,7 @@ from typing import Any
 
 from rondo.config import Config
 from rondo.controller import WorkerGroup
-from rondo.errors import RondoError, WeightSyncError, WorkerError, outage
+from rondo.core.errors import RondoError, WeightSyncError, WorkerError, outage
 from rondo.trainers.loop.feeder import cancel
 from rondo.trainers.program import rollout_dtype
 from rondo.weights import Layout, SendReport, Sent, SyncReport, Transfer

@@ -15,11 +15,11 @@ from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from rondo.core.types import StepStats
 from rondo.planning import Phase
 from rondo.trainers.loop.buffer import Buffer
 from rondo.trainers.loop.feeder import EpisodeFeeder, Episodes, cancel
 from rondo.trainers.loop.routes import Route
-from rondo.types import StepStats
 from rondo.weights import SyncReport
 
 T = TypeVar("T")

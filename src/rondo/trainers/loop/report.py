@@ -15,15 +15,16 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rondo.batch import BatchRef
-from rondo.columns import GREEDY_REWARD, ROUTES, SCORE_PREFIX, TRANSCRIPT
 from rondo.config import Config
 from rondo.config.printing import plain
 from rondo.controller import Cluster, WorkerGroup
+from rondo.core.batch import BatchRef
+from rondo.core.columns import GREEDY_REWARD, ROUTES, SCORE_PREFIX, TRANSCRIPT
+from rondo.core.errors import StorageError
+from rondo.core.masking import masked_urls
+from rondo.core.types import StepStats
 from rondo.data import firsts, trajectory_of_rows
-from rondo.errors import StorageError
-from rondo.masking import masked_urls
-from rondo.storage import storing
+from rondo.system.storage import storing
 from rondo.tracking import (
     Clock,
     Console,
@@ -43,7 +44,6 @@ from rondo.trainers.loop.evaluation import (
     table_of,
     write_evaluation,
 )
-from rondo.types import StepStats
 from rondo.workers import ActorWorker
 
 PART_ROWS = 1024  # of a step, for each rank that writes: a call to more of them costs more than it saves

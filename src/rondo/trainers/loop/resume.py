@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from rondo.config import Config, changes, leaves_of, load
-from rondo.errors import CheckpointError, ConfigError
-from rondo.storage import DAMAGE, storing
+from rondo.core.errors import CheckpointError, ConfigError
+from rondo.system.storage import DAMAGE, storing
 from rondo.tracking import Console, RunFolder
 
 LENGTH = ("trainer.total_steps", "trainer.epochs", "checkpoint.best")

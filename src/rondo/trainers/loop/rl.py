@@ -25,13 +25,14 @@ import numpy as np
 
 from rondo.agents.replay import PIECE_INDEX
 from rondo.algorithms import explained_variance
-from rondo.batch import BatchRef
 from rondo.checkpoint import ControllerState
-from rondo.columns import SCORE
 from rondo.config import Config
 from rondo.controller import Cluster, WorkerGroup
+from rondo.core.batch import BatchRef
+from rondo.core.columns import SCORE
+from rondo.core.errors import RewardError, TrainError
+from rondo.core.types import StepStats
 from rondo.data import firsts, is_scored
-from rondo.errors import RewardError, TrainError
 from rondo.rewards import check_dropped_share
 from rondo.trainers.loop.buffer import Group, Ledger
 from rondo.trainers.loop.checkpoints import Checkpoints
@@ -53,7 +54,6 @@ from rondo.trainers.program import (
     update_actor,
     with_scores_of,
 )
-from rondo.types import StepStats
 from rondo.workers import ActorWorker, ModelWorker
 
 

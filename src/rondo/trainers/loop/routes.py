@@ -15,7 +15,7 @@ from typing import Protocol
 
 from rondo.config import Config
 from rondo.controller import WorkerGroup
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 from rondo.trainers.loop.moving_routes import CollectiveRoute, DiskRoute, GatheredRoute
 from rondo.trainers.program import Roles, shares_weights
 from rondo.weights import SyncReport, remove_weights

@@ -23,12 +23,12 @@ from rondo.algorithms import (
     made_columns,
 )
 from rondo.algorithms.anchors import alike
-from rondo.batch import ROW_ID, BatchRef
-from rondo.columns import SCORE, SCORE_PREFIX, TABLE, declared, judges
 from rondo.config import AlgorithmConfig
+from rondo.core.batch import ROW_ID, BatchRef
+from rondo.core.columns import SCORE, SCORE_PREFIX, TABLE, declared, judges
+from rondo.core.errors import ConfigError, TrainError
+from rondo.core.roles import of_section
 from rondo.data import firsts, lasts, trajectory_of_rows
-from rondo.errors import ConfigError, TrainError
-from rondo.roles import of_section
 from rondo.trainers.program.step import Step, attach, check_one_row_each, numbers, padded_columns
 from rondo.workers import ActorWorker
 from rondo.workers.estimating import Estimation, RowNumbers

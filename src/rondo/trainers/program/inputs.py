@@ -13,17 +13,17 @@ from rondo.agents.tools import loaded_tools
 from rondo.chat import check_template_options, checked_continuation, split_stops, stop_token_ids
 from rondo.config import Config, SourceConfig, config_for
 from rondo.controller import planned_device
+from rondo.core.errors import ConfigError, DataError
+from rondo.core.types import Prompt, SamplingParams
 from rondo.data import ConversationStream, PromptStream, eval_prompts
 from rondo.data.rollout_files import Recording
 from rondo.environments.choices import load_environments
 from rondo.environments.rows import start_of
-from rondo.errors import ConfigError, DataError
 from rondo.models import load_model_config, load_tokenizer
 from rondo.models.carried import sampling_defaults
 from rondo.models.files import has_tokenizer
 from rondo.models.source import ModelSource, TokenizerSource
 from rondo.trainers.program.roles import model_source, positions_of, section_at, tokenizer_source
-from rondo.types import Prompt, SamplingParams
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from rondo.algorithms import (
     lookup,
     seq_mean_token_mean,
 )
-from rondo.columns import AGENT, GREEDY_REWARD, made_by
 from rondo.config import (
     BypassConfig,
     Config,
@@ -27,11 +26,12 @@ from rondo.config import (
     RewardModelConfig,
     RolloutCorrectionConfig,
 )
+from rondo.core.columns import AGENT, GREEDY_REWARD, made_by
+from rondo.core.errors import ConfigError
+from rondo.core.roles import ROLLOUT, of_section
 from rondo.data import index_columns
-from rondo.errors import ConfigError
 from rondo.planning import effective_on_update
 from rondo.rewards import accuracy_score
-from rondo.roles import ROLLOUT, of_section
 from rondo.trainers.program.advantages import AdvantageStage
 from rondo.trainers.program.inputs import Recorded
 from rondo.trainers.program.producers import Producer, stages

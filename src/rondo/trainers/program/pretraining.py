@@ -7,10 +7,10 @@ from __future__ import annotations
 import numpy as np
 import pyarrow as pa
 
-from rondo.batch import ROW_ID, BatchRef, ragged_array, wide_array
-from rondo.columns import per_row
 from rondo.config import Config
 from rondo.controller import Cluster
+from rondo.core.batch import ROW_ID, BatchRef, ragged_array, wide_array
+from rondo.core.columns import per_row
 from rondo.trainers.program.inputs import conversations
 
 

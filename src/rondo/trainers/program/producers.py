@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rondo.columns import (
+from rondo.core.columns import (
     ADVANTAGE_STAGE,
     CORRECTION,
     EPISODE,
@@ -19,7 +19,7 @@ from rondo.columns import (
     UPDATE_PLAN,
     made_by,
 )
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 from rondo.workers import ActorWorker, CriticWorker, PrmWorker, ReferenceWorker, TeacherWorker
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from rondo.config import Config, FrozenEngineConfig, OptimizerConfig, ParallelConfig, RewardModelConfig
 from rondo.controller import Cluster, Mesh, Worker, WorkerGroup
-from rondo.errors import ConfigError, DataError
-from rondo.hub import copy_of, local_folder
+from rondo.core.errors import ConfigError, DataError
+from rondo.core.roles import REWARD_MODEL, ROLES, ROLLOUT, Role
 from rondo.models import (
     ModelSource,
     TokenizerSource,
@@ -23,7 +23,7 @@ from rondo.models import (
 )
 from rondo.models.value_head import FILE as VALUE_HEAD_FILE
 from rondo.planning import Placement, SameDevices, plan_placement
-from rondo.roles import REWARD_MODEL, ROLES, ROLLOUT, Role
+from rondo.system.hub import copy_of, local_folder
 from rondo.training import Loss
 from rondo.training.torch_backend.axes import check_axes, exchanges_tokens
 from rondo.workers import ModelWorker, runs_in_own_process

@@ -18,15 +18,15 @@ import numpy as np
 import torch
 
 from rondo.algorithms import bind, bind_preparation, columns_read, draw, mean_weight, with_sample_size
-from rondo.batch import ROW_ID, BatchRef
-from rondo.columns import SCORE, UPDATE, declared, made_by
 from rondo.config import AlgorithmConfig, FunctionConfig, RewardModelConfig, RolloutCorrectionConfig
 from rondo.controller import WorkerGroup
+from rondo.core.batch import ROW_ID, BatchRef
+from rondo.core.columns import SCORE, UPDATE, declared, made_by
+from rondo.core.errors import TrainError
+from rondo.core.types import StepStats, request_seed
 from rondo.data import is_cut_off, lasts, trajectory_of_rows
-from rondo.errors import TrainError
 from rondo.trainers.program.producers import PRODUCERS, Producer, is_given
 from rondo.trainers.program.step import Step, attach, check_one_row_each, numbers, padded_columns
-from rondo.types import StepStats, request_seed
 from rondo.workers import ActorWorker, RewardModelWorker
 from rondo.workers.estimating import CORRECTED, TIMES, RowNumbers
 

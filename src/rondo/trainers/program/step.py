@@ -12,13 +12,13 @@ import numpy as np
 import torch
 
 from rondo.algorithms import smooth_cost, update_kl_coef, update_multiplier
-from rondo.batch import ROW_ID, Batch, BatchRef, ragged_rows
-from rondo.columns import SCORE, SCORE_PREFIX
 from rondo.config import AlgorithmConfig, ConstraintConfig
 from rondo.controller import Cluster, WorkerGroup
+from rondo.core.batch import ROW_ID, Batch, BatchRef, ragged_rows
+from rondo.core.columns import SCORE, SCORE_PREFIX
+from rondo.core.errors import TrainError
+from rondo.core.types import StepStats
 from rondo.data import firsts
-from rondo.errors import TrainError
-from rondo.types import StepStats
 
 
 @dataclass

@@ -13,17 +13,17 @@ from typing import Any
 import numpy as np
 
 from rondo.algorithms import ActorLoss, Aggregate, bind, loss_weights
-from rondo.batch import BatchRef
-from rondo.columns import LOSS_WEIGHT, MINI_BATCH, declared
 from rondo.config import ActorConfig, Config, CriticConfig
 from rondo.controller import WorkerGroup
+from rondo.core.batch import BatchRef
+from rondo.core.columns import LOSS_WEIGHT, MINI_BATCH, declared
+from rondo.core.types import StepStats
 from rondo.data import is_cut_off, trajectory_of_rows
 from rondo.planning import mini_batch_orders, plan_mini_batches
 from rondo.trainers.program.pretraining import Pretraining, lm_weights
 from rondo.trainers.program.stages import PreparationStage
 from rondo.trainers.program.step import Step
 from rondo.training import Loss
-from rondo.types import StepStats
 from rondo.workers import ActorWorker, update_columns
 
 

@@ -32,7 +32,7 @@ from typing import Any
 
 from rondo.agents.ended import entries_of, length_at, spans_in
 from rondo.config import Config, changes, leaves_of
-from rondo.errors import CheckpointError, ConfigError, TrainError
+from rondo.core.errors import CheckpointError, ConfigError, TrainError
 from rondo.tracking import RunFolder
 from rondo.trainers.loop import JOURNAL_FILE, JOURNAL_FORMAT, RunJournal
 

@@ -14,17 +14,17 @@ from typing import Any
 
 import numpy as np
 
-from rondo.batch import Batch, BatchRef
 from rondo.config import Config, load
 from rondo.controller import Cluster
+from rondo.core.batch import Batch, BatchRef
+from rondo.core.errors import ConfigError
+from rondo.core.types import Ended, Prompt, StepStats
 from rondo.data import index_columns
 from rondo.data.rollout_files import KEY, Limits, Recording, open_recording
-from rondo.errors import ConfigError
 from rondo.models import load_model_config
 from rondo.planning import OnUpdate, Phase
 from rondo.trainers.loop import Buffer, EpisodeFeeder, EvaluationResult, Group, Ledger, Route, differences
 from rondo.trainers.program import Program, Recorded, engine_of, model_source, positions_of
-from rondo.types import Ended, Prompt, StepStats
 from rondo.weights import SyncReport
 
 # Settings of what is not done again: they change no number.

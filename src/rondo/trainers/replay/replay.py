@@ -10,12 +10,12 @@ from typing import Any
 
 from rondo.agents.ended import Entry, calls_of, entries_of, length_at, spans_in, versions_of
 from rondo.agents.replay import PIECE, PIECE_INDEX
-from rondo.batch import BatchRef
-from rondo.columns import ROUTES
-from rondo.errors import TrainError
+from rondo.core.batch import BatchRef
+from rondo.core.columns import ROUTES
+from rondo.core.errors import TrainError
+from rondo.core.types import Ended
 from rondo.trainers.loop import Buffer, EngineSide, EpisodeFeeder
 from rondo.trainers.replay.journal import FollowedJournal
-from rondo.types import Ended
 from rondo.workers import RolloutWorker
 
 

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterator, Mapping
 
 from rondo.config import Config, LoadedConfig
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 from rondo.trainers.commands.check import without_data
 from rondo.trainers.commands.check_machine import check_backend, check_files, check_reward_models
 from rondo.trainers.commands.recipe import changed_keys, second_pass

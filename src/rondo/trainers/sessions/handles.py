@@ -12,12 +12,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from rondo.algorithms import ActorLoss
-from rondo.batch import BatchRef
-from rondo.columns import SCORE
 from rondo.config import Config, FunctionConfig, RewardModelConfig
 from rondo.controller import WorkerGroup
+from rondo.core.batch import BatchRef
+from rondo.core.columns import SCORE
+from rondo.core.errors import ConfigError, DataError, TrainError
+from rondo.core.types import Prompt, StepStats
 from rondo.data import firsts, is_scored
-from rondo.errors import ConfigError, DataError, TrainError
 from rondo.rewards import check_dropped_share
 from rondo.trainers.loop import RLRun, failures
 from rondo.trainers.program import (
@@ -33,7 +34,6 @@ from rondo.trainers.program import (
     model_scores,
     update_actor,
 )
-from rondo.types import Prompt, StepStats
 from rondo.workers import ActorWorker, CriticWorker, ModelWorker, ReferenceWorker, RolloutWorker
 
 Function = str | Callable[..., Any]

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from rondo.compat.verl import translate
 from rondo.config import RewardConfig, RewardFunctionConfig, load
-from rondo.interrupts import exiting
+from rondo.system.signals import exiting
 from rondo.trainers.commands.event_loop import LoopWatch
 from rondo.trainers.commands.open_run import open_console, open_run
 from rondo.trainers.commands.recipe import settled_recipe

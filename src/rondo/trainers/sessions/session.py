@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from rondo.batch import BatchRef
 from rondo.config import Config, RolloutCorrectionConfig
 from rondo.controller import Cluster, WorkerGroup
-from rondo.errors import ConfigError, TrainError
+from rondo.core.batch import BatchRef
+from rondo.core.errors import ConfigError, TrainError
+from rondo.core.roles import of_section
+from rondo.core.types import Prompt, StepStats
 from rondo.rewards import load_functions, score_names
-from rondo.roles import of_section
 from rondo.trainers.commands.check import check_token_budget
 from rondo.trainers.commands.check_machine import check_names
 from rondo.trainers.loop import Checkpoints, EngineSide, Reporter, RLRun
@@ -47,7 +48,6 @@ from rondo.trainers.sessions.handles import (
     actor_losses,
     chosen_function,
 )
-from rondo.types import Prompt, StepStats
 
 
 class Session:

@@ -15,10 +15,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from rondo.algorithms import PreferenceLoss, RewardModelLoss, SftLoss, loss_weights, token_mean
-from rondo.batch import Batch
 from rondo.config import Config
+from rondo.core.batch import Batch
+from rondo.core.errors import ConfigError, DataError
 from rondo.data import ConversationStream, PairStream
-from rondo.errors import ConfigError, DataError
 from rondo.tracking import Kind
 from rondo.trainers.program import conversations, longest_row, open_tokenizer, reference_in_actor
 from rondo.training import Loss

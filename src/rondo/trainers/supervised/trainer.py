@@ -11,15 +11,15 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from rondo.batch import Batch, BatchRef
 from rondo.checkpoint import ControllerState
-from rondo.columns import per_row
 from rondo.config import Config
 from rondo.controller import Cluster, WorkerGroup
+from rondo.core.batch import Batch, BatchRef
+from rondo.core.columns import per_row
+from rondo.core.types import StepStats
 from rondo.trainers.loop import Checkpoints, Reporter
 from rondo.trainers.program import Roles, create_model, mesh_of, notes_on_tokenizers, placement_of, role_spec
 from rondo.trainers.supervised.tasks import RowStream, Task, total_steps
-from rondo.types import StepStats
 from rondo.workers import ActorWorker, ReferenceWorker, update_columns
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 
 # The place of an MLP's first token in the pass; None: what it computes is no part of one.
 TILE_START: ContextVar[int | None] = ContextVar("rondo_tile_start", default=0)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from rondo.config.schema import LoraConfig
-from rondo.errors import CheckpointError, ConfigError
+from rondo.core.errors import CheckpointError, ConfigError
 from rondo.models.lora import (
     Adapter,
     adapter_name,

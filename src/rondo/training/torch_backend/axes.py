@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from transformers import __version__ as installed
 
 from rondo.config.schema import ParallelConfig
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 from rondo.models.family import family_of, layer_configs, rope_changes_at
 
 LEAST_TRANSFORMERS = "5.23"  # 5.17 has no expert parallel, 5.19 another signature

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from rondo.activity import Activity
 from rondo.config.schema import EngineConfig, FrozenEngineConfig, OptimizerConfig, TorchBackendConfig
-from rondo.errors import TrainError
+from rondo.core.errors import TrainError
 from rondo.models.names import persistent_buffers
 from rondo.models.routers import shape_of_routes
 from rondo.models.source import ModelSource
 from rondo.models.value_head import PREFIX as VALUE_HEAD
+from rondo.system.activity import Activity
 from rondo.training.backend import OptimizerStats, Use
 from rondo.training.checkpoint import State
 from rondo.training.gathering import boxes_here, checksums_of, gather_buckets

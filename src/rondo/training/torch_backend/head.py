@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from rondo.errors import ConfigError, TrainError
+from rondo.core.errors import ConfigError, TrainError
 from rondo.models.attention import watched
 from rondo.models.context import Context
 from rondo.models.family import AS_THEY_ARE, LogitTransform

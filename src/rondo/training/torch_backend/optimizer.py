@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from rondo.config.schema import OptimizerConfig, ScheduleConfig
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 from rondo.training.backend import OptimizerStats
 from rondo.training.shards import as_shard, local_of, moved
 from rondo.training.torch_backend.adamw_8bit import AdamW8bit, moments_8bit, shape_of

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from rondo.config.schema import ActorRouterConfig, RouterConfig
-from rondo.errors import ConfigError
+from rondo.core.errors import ConfigError
 from rondo.models.context import Context
 from rondo.models.routers import Router, Told, affinities, routers_of, why_not_replayed
 from rondo.training.backend import ExpertLoad

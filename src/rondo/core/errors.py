@@ -1,0 +1,225 @@
+"""The one small hierarchy of errors. Each message names the thing, the place and the remedy."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+from rondo.core.masking import masked_urls
+
+E = TypeVar("E", bound="RondoError")
+_LONG_WORD = re.compile(r"\S{1001,}")
+_STANDARD_LIBRARY = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
+
+
+class RondoError(Exception):
+    """Base of every error that rondo raises on purpose. Its text has no passwords in URLs, whoever wrote
+    it.
+    """
+
+    def __init__(self, *arguments: object) -> None:
+        """Cuts words of more than 1,000 characters: a name that somebody wrote is not repeated whole."""
+        super().__init__(*(_cut(each) if isinstance(each, str) else each for each in arguments))
+
+    is_outage = False
+    """No code is at fault: a process died, hung, or lost its peers. The same may succeed in new ones."""
+
+    def __str__(self) -> str:
+        return masked_urls(super().__str__())
+
+    def _render_traceback_(self) -> list[str]:
+        """Returns what a notebook shows of it (IPython asks for this): the lines of the user's own that led
+        here, and the message. The hundred frames of event loops between them say nothing to a user;
+        `__traceback__` still has them.
+        """
+        own = without_libraries(users_frames(self))
+        return "".join([*traceback.format_list(own), *traceback.format_exception_only(self)]).splitlines()
+
+
+def _cut(text: str) -> str:
+    return _LONG_WORD.sub(lambda word: f"{word[0][:200]}… ({len(word[0])} characters)", text)
+
+
+def outage(error: E) -> E:
+    """Returns the error, marked as one that no code is at fault for."""
+    error.is_outage = True
+    return error
+
+
+class ConfigError(RondoError, ValueError):
+    """A key, value or combination in the configuration cannot work; names key and file:line or argument."""
+
+    def __init__(self, message: str = "", *, key: str | None = None) -> None:
+        super().__init__(message)
+        self.key = key
+        """Which one, also where whoever raises it does not know the place; `commands/recipe.py` adds that."""
+        self._several: tuple[ConfigError, ...] = ()
+
+    @property
+    def problems(self) -> tuple[ConfigError, ...]:
+        """All that is wrong, each by itself."""
+        return self._several or (self,)
+
+    @classmethod
+    def of(cls, problems: Sequence[ConfigError]) -> ConfigError:
+        """Returns one error that says all of `problems`, each once, in a line of its own."""
+        problems = list({str(problem): problem for problem in problems}.values())
+        if len(problems) == 1:
+            return problems[0]
+        error = cls("\n".join(map(str, problems)), key=problems[0].key)
+        error._several = tuple(problems)
+        return error
+
+
+@contextmanager
+def about(key: str) -> Iterator[None]:
+    """A ConfigError raised inside is about this key, unless it says so of one below it."""
+    try:
+        yield
+    except ConfigError as error:
+        if error.key is None or not error.key.startswith(key + "."):
+            error.key = key
+        raise
+
+
+class DataError(RondoError, ValueError):
+    """A prompt file, row, column or batch is not what was declared; names file, row and column."""
+
+
+class RolloutError(RondoError):
+    """A rollout engine could not do what a request asked for."""
+
+
+class RefusedRequestError(RolloutError):
+    """A request that this kind of engine cannot serve with this model. The engine itself is well."""
+
+
+class ReplicaLostError(RolloutError):
+    """A replica died or cannot be reached. partial: what it had made of the request (a `types.Completion`),
+    for whoever goes on with it elsewhere; None: nothing. last_lines: what its process wrote last.
+    """
+
+    def __init__(self, message: str, partial: object = None, last_lines: str = "") -> None:
+        self.partial = partial
+        self.last_lines = last_lines
+        super().__init__(message)
+
+
+class DeadlyRequestError(RolloutError):
+    """Replica after replica died while it ran this request, the last one while it ran nothing else: no other
+    one gets it. One failed trajectory, not the end of a run.
+    """
+
+
+class ToolError(RondoError):
+    """What a tool says to the policy in place of a result ("no such city"): an observation like any other.
+
+    Raise it in a tool of yours. Whatever else a tool raises is the tool's own failure, and ends the episode.
+    """
+
+
+class EnvironmentFailedError(RondoError):
+    """An environment did not start, died, or broke its protocol: infrastructure, never what a policy did."""
+
+
+class EpisodeLostError(RondoError):
+    """The process that an episode lived in has died or was ended: the episode is begun again."""
+
+
+class RewardError(RondoError):
+    """A scorer raised, hung, or returned something that is no score, and the policy says stop."""
+
+
+class SandboxError(RondoError):
+    """A sandbox did not start or was lost from outside: infrastructure, never what a program in it did."""
+
+
+class TrainError(RondoError):
+    """A training engine cannot go on (a unit over the token budget, shapes that do not fit)."""
+
+
+class WeightSyncError(RondoError):
+    """The weights that the sampler holds are not those of the trainer."""
+
+
+class CheckpointError(RondoError):
+    """A checkpoint is incomplete, damaged, or was made by an incompatible run."""
+
+
+class StorageError(RondoError):
+    """A file or folder of a run, or an output, cannot be written or read: the disk is full, read-only, …"""
+
+    def __init__(self, message: str, fault: int | None = None) -> None:
+        super().__init__(message)
+        self.fault = fault
+        """The errno."""
+
+    def __reduce__(self) -> tuple[type, tuple[str, int | None]]:
+        return type(self), (str(self), self.fault)
+
+
+class WorkerError(RondoError):
+    """A worker raised or died; names role, rank and method, and carries the worker's own traceback."""
+
+    def __init__(self, role: str, rank: int, method: str, message: str, worker_traceback: str = "") -> None:
+        self.role = role
+        self.rank = rank
+        self.method = method
+        self.worker_traceback = worker_traceback
+        self.message = message
+        self.cause_error: BaseException | None = None  # the worker's own exception, where it could travel
+        self.died = False  # the rank's process is gone or was given up: no later call can reach it
+        text = f"{role}[{rank}].{method} failed: {message}"
+        if worker_traceback:
+            text += f"\n--- traceback in {role}[{rank}] ---\n{worker_traceback.rstrip()}"
+        super().__init__(text)
+
+    def __reduce__(self) -> tuple[type, tuple[str, int, str, str, str]]:
+        return type(self), (self.role, self.rank, self.method, self.message, self.worker_traceback)
+
+
+def did_you_mean(name: str, candidates: Iterable[str]) -> str:
+    """Writes the middle of a message: `; did you mean 'x'?` for the nearest candidate, `.` when none is
+    near.
+    """
+    near = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.6)
+    return f"; did you mean '{near[0]}'?" if near else "."
+
+
+def half_of_a_pair(text: str) -> int | None:
+    """Returns where a text has half of a surrogate pair, which JSON and Python can hold and no file,
+    tokenizer or other process takes; None: nowhere.
+    """
+    if text.isascii():
+        return None
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return error.start
+    return None
+
+
+def users_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """Returns the frames of an error's traceback that are not in rondo's own files."""
+    return without_rondo(traceback.extract_tb(error.__traceback__))
+
+
+def without_rondo(frames: Iterable[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
+    """Returns the frames that are not in rondo's own files, wherever the package lies."""
+    ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+    return [frame for frame in frames if not os.path.abspath(frame.filename).startswith(ours)]
+
+
+def without_libraries(frames: Iterable[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
+    """Returns the frames that are neither Python's nor an installed package's."""
+    return [
+        frame
+        for frame in frames
+        if "site-packages" not in frame.filename
+        and not frame.filename.startswith(("<frozen", _STANDARD_LIBRARY))
+    ]

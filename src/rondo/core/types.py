@@ -1,0 +1,404 @@
+"""Rows with names: what travels between data, episodes, rollout engines, buffer and trainer.
+
+Arrays are numpy, never lists of ints. Nothing here does work; a missing field fails where the row is made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from rondo.core.readonly import read_only
+
+FinishReason = Literal["stop", "length", "cancelled", "deadline"]
+MAX_ROWS = 1 << 12  # of a trajectory
+# Who wrote what stands in an agent's prompt between two answers of the policy, and who writes at all.
+InsertedKind = Literal["tool", "environment", "user"]
+TurnKind = Literal["policy", InsertedKind]
+TURN_KINDS: tuple[TurnKind, ...] = get_args(TurnKind)
+# What an environment says of what the policy did in a turn.
+TurnFlag = Literal["invalid", "success", "truncated"]
+TURN_FLAGS: tuple[TurnFlag, ...] = get_args(TurnFlag)
+
+# How the trajectories of a prompt group ended, as a run's journal keeps it (`agents/ended.py`).
+Ended = Mapping[str, Any]
+
+# The outcome of a trajectory: a score, or a typed failure. Failures are in no baseline and are never a zero
+# reward.
+SCORED = "scored"
+Outcome = Literal[
+    "scored",
+    "reward_error",
+    "reward_timeout",
+    "rollout_error",
+    "tool_error",
+    "environment_error",
+    "context_full",
+]
+
+
+def _hold(row: Prompt | ToolResult | Row | Trajectory, state: Mapping[str, Any]) -> None:
+    """Sets fields of a frozen row, read-only: user code gets these rows, and others hold the same values."""
+    vars(row).update({name: read_only(value) for name, value in state.items()})
+
+
+def request_seed(run_seed: int, *key: object) -> int:
+    """Returns a 63-bit seed that is a function of what a request *is* (run seed, prompt, sample, turn), never
+    of when it ran.
+    """
+    digest = hashlib.blake2b(repr((run_seed, *key)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt of the stream, tokenised.
+
+    seq: position in the (infinite) prompt stream; the sampler's only state.
+    prompt_id: "source/epoch/row", unique in a run. token_ids: int32 [P]. fields: the row's other columns
+    (answer, …) as handed to rewards. messages: the chat messages behind token_ids (empty for a raw text
+    prompt). opening: what the chat template writes in front of every answer, the end of the prompt: a header,
+    and perhaps `<think>`. All of it is read-only.
+    """
+
+    seq: int
+    prompt_id: str
+    source: str
+    token_ids: np.ndarray
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    messages: tuple[Mapping[str, Any], ...] = ()
+    opening: str = ""
+
+    def __post_init__(self) -> None:
+        _hold(self, vars(self))
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        _hold(self, state)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to sample. temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 are off.
+
+    Reported log-probs are those after temperature and *before* truncation (top-p/top-k/min-p), the only
+    choice that matches the trainer's; greedy requests report log-probs at temperature 1.
+
+    A response ends with the first token that is one of stop_token_ids, or after which its text (without
+    special tokens) has one of the strings `stop`; that token is part of it.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """One sequence to generate. `n` samples are n requests with one `affinity` key; the engine finds the
+    shared prefix.
+
+    token_ids: int32 [P]. seed: with the token index, the only source of randomness. prefix: response tokens
+    already generated (a partial rollout to go on with); they are part of the completion that comes back.
+    urgent: goes before all that wait and are not (something else waits for its answer); what runs goes on.
+    """
+
+    request_id: str
+    token_ids: np.ndarray
+    sampling: SamplingParams
+    seed: int = 0
+    affinity: str = ""
+    deadline_seconds: float | None = None
+    prefix: Completion | None = None
+    urgent: bool = False
+
+
+@dataclass(frozen=True)
+class RouteShape:
+    """A mixture's routes at one token: which k experts each layer chose, W numbers, layer after layer."""
+
+    width: int
+    num_experts: int
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Returns the type of the numbers, whose largest one says that a route is not known."""
+        return np.dtype(np.uint8 if self.num_experts <= np.iinfo(np.uint8).max else np.uint16)
+
+    def padded(self, routes: np.ndarray | None, length: int) -> np.ndarray:
+        """Returns routes [length, W], unknown behind those that there are."""
+        out = np.full((length, self.width), np.iinfo(self.dtype).max, self.dtype)
+        if routes is not None:
+            out[: len(routes)] = routes[:length]
+        return out
+
+
+def longer_routes(known: np.ndarray | None, new: np.ndarray, start: int = 0) -> np.ndarray:
+    """Returns what is known of a sequence's routes [n, W], and behind it the rest of `new`, which are of its
+    tokens from `start` on: what was said first, of the weights that sampled the tokens, stays.
+    """
+    return new if known is None else np.concatenate([known, new[max(0, len(known) - start) :]])
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What came back: token_ids int32 [T], log_probs float32 [T], policy_versions int32 [T] (one per token).
+
+    prompt_ids are the engine's own; the caller compares them with what it sent. routes: of a mixture whose
+    engine keeps them (`EngineSpec.routes`), those of prompt and response, [P + T - 1, W] or fewer: nothing
+    came of the last token.
+    """
+
+    request_id: str
+    prompt_ids: np.ndarray
+    token_ids: np.ndarray
+    log_probs: np.ndarray
+    policy_versions: np.ndarray
+    finish_reason: FinishReason
+    routes: np.ndarray | None = None
+
+    @staticmethod
+    def empty(request: GenerateRequest, finish_reason: FinishReason) -> Completion:
+        """Returns the completion of a request for which nothing was made; its prefix is not in it."""
+        ids = np.empty(0, np.int32)
+        prompt_ids = np.array(request.token_ids, np.int32)
+        return Completion(request.request_id, prompt_ids, ids, np.empty(0, np.float32), ids, finish_reason)
+
+    def part(self, start: int, stop: int | None = None) -> Completion:
+        """Returns the tokens [start, stop) alone, without a copy, and without routes."""
+        cut = slice(start, stop)
+        return replace(
+            self,
+            token_ids=self.token_ids[cut],
+            log_probs=self.log_probs[cut],
+            policy_versions=self.policy_versions[cut],
+            routes=None,
+        )
+
+    def after(self, *earlier: Completion | None) -> Completion:
+        """Returns the whole response of which this is the end: the tokens of `earlier`, then its own.
+
+        Everything else is this one's; routes are the latest that some part has.
+        """
+        parts = [part for part in (*earlier, self) if part is not None and len(part.token_ids)]
+        if not parts:
+            return self
+        return replace(
+            self,
+            token_ids=np.concatenate([part.token_ids for part in parts], dtype=np.int32),
+            log_probs=np.concatenate([part.log_probs for part in parts], dtype=np.float32),
+            policy_versions=np.concatenate([part.policy_versions for part in parts], dtype=np.int32),
+            routes=next((part.routes for part in reversed(parts) if part.routes is not None), self.routes),
+        )
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the policy by an agent: what the engine got and what it made of that.
+
+    inserted: who wrote what stands in the prompt behind the context so far. reward, anchor, flags, note,
+    states: of its turn.
+    """
+
+    completion: Completion
+    inserted: InsertedKind = "environment"
+    reward: float | None = None
+    anchor: str = ""
+    flags: tuple[TurnFlag, ...] = ()
+    note: str = ""
+    states: tuple[Mapping[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One stretch of a row's response: positions [start, stop) and who wrote it. reward: what the agent loop
+    gave for it. anchor: a name of what the policy saw before it, equal for equal observations. flags: what
+    came of it: an invalid action, the task done, an end by a limit. note: lines that say so in a transcript.
+    states: the true one that the policy's turn began in, and the one after each of its steps, where the
+    environment has keep_state; else none.
+    """
+
+    kind: TurnKind
+    start: int
+    stop: int
+    reward: float | None = None
+    anchor: str = ""
+    flags: tuple[TurnFlag, ...] = ()
+    note: str = ""
+    states: tuple[Mapping[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class ToolResult:
+    """What a tool said in one call: `text`, which the policy read, and `data`, which it did not, for rewards
+    (`ids` of passages that were found). tool: its name. All of it is read-only.
+    """
+
+    text: str
+    data: Mapping[str, Any] = field(default_factory=dict)
+    tool: str = ""
+
+    def __post_init__(self) -> None:
+        _hold(self, vars(self))
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        _hold(self, state)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A context of a trajectory that only grew, with what the policy wrote in it: what is trained on as one
+    sequence. All per-token arrays have the response's length T.
+
+    prompt_ids: int32 [P], of the context's first call. response_ids: int32 [T], what followed.
+    response_mask: uint8 [T], 1 on tokens of the policy; where it is 0, rollout_log_probs is 0 and
+    policy_versions -1. finish_reason: of its last call. routes: see `Completion`. All of it is read-only.
+    """
+
+    prompt_ids: np.ndarray
+    response_ids: np.ndarray
+    response_mask: np.ndarray
+    rollout_log_probs: np.ndarray
+    policy_versions: np.ndarray
+    turns: tuple[Turn, ...]
+    finish_reason: FinishReason
+    routes: np.ndarray | None = None
+
+    @classmethod
+    def empty(cls, prompt_ids: np.ndarray, finish_reason: FinishReason = "cancelled") -> Row:
+        """Returns a row in which the policy has written nothing."""
+        ids, floats = np.empty(0, np.int32), np.empty(0, np.float32)
+        return cls(prompt_ids, ids, np.empty(0, np.uint8), floats, ids, (), finish_reason)
+
+    def __post_init__(self) -> None:
+        _hold(self, vars(self))
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        _hold(self, state)
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """One episode: one row, or several where an agent wrote its context anew (at least one; of a failure one
+    without a token, perhaps).
+
+    reward is the number that is trained on and is NaN unless outcome == "scored"; scores are the named parts.
+    All of it is read-only. What is said of a response (`response_ids` and so on) is of the last row: the one
+    with the last call.
+    """
+
+    prompt: Prompt
+    trajectory_id: str
+    sample_index: int
+    rows: tuple[Row, ...]
+    outcome: Outcome = "scored"
+    reward: float = float("nan")
+    scores: Mapping[str, float] = field(default_factory=dict)
+    text: str = ""
+    """The response as scorers read it; of an agent, what it returned."""
+    transcripts: tuple[str, ...] = ()
+    """Of an agent's episode, for each row: the text of its turns, behind who wrote it."""
+    calls: tuple[Call, ...] = ()
+    """Of an agent: what its rows were made of, in the order in which they ended."""
+    tool_results: tuple[ToolResult, ...] = ()
+    """Of `rollout.tools`, in the order of the calls; without calls that came to nothing."""
+    failure: str = ""
+
+    def __post_init__(self) -> None:
+        assert self.rows, "a trajectory has a row"
+        _hold(self, vars(self))
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        _hold(self, state)
+
+    @property
+    def transcript(self) -> str:
+        """The text of all turns of an agent's episode, row by row."""
+        return "\n".join(self.transcripts)
+
+    @property
+    def response_ids(self) -> np.ndarray:
+        return self.rows[-1].response_ids
+
+    @property
+    def response_mask(self) -> np.ndarray:
+        return self.rows[-1].response_mask
+
+    @property
+    def rollout_log_probs(self) -> np.ndarray:
+        return self.rows[-1].rollout_log_probs
+
+    @property
+    def policy_versions(self) -> np.ndarray:
+        return self.rows[-1].policy_versions
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        return self.rows[-1].turns
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        return self.rows[-1].finish_reason
+
+    @property
+    def num_tokens(self) -> int:
+        """Counts the response tokens of all its rows."""
+        return sum(len(row.response_ids) for row in self.rows)
+
+
+@dataclass
+class StepStats:
+    """Metrics in the only forms that reduce the same over any sharding: (numerator, denominator), max, min.
+
+    A sum (bytes, tokens, counts) is a mean whose denominator is never added to: use `add_sum`.
+    """
+
+    means: dict[str, tuple[float, float]] = field(default_factory=dict)
+    sums: dict[str, float] = field(default_factory=dict)
+    maxima: dict[str, float] = field(default_factory=dict)
+    minima: dict[str, float] = field(default_factory=dict)
+
+    def add_mean(self, name: str, numerator: float, denominator: float = 1.0) -> None:
+        old_numerator, old_denominator = self.means.get(name, (0.0, 0.0))
+        self.means[name] = (old_numerator + numerator, old_denominator + denominator)
+
+    def add_sum(self, name: str, value: float) -> None:
+        self.sums[name] = self.sums.get(name, 0.0) + value
+
+    def add_max(self, name: str, value: float) -> None:
+        self.maxima[name] = max(self.maxima.get(name, value), value)
+
+    def add_min(self, name: str, value: float) -> None:
+        self.minima[name] = min(self.minima.get(name, value), value)
+
+    def merge(self, *others: StepStats) -> StepStats:
+        """Folds `others` into this one (associative and commutative up to float rounding); returns self."""
+        for other in others:
+            for name, (numerator, denominator) in other.means.items():
+                self.add_mean(name, numerator, denominator)
+            for name, value in other.sums.items():
+                self.add_sum(name, value)
+            for name, value in other.maxima.items():
+                self.add_max(name, value)
+            for name, value in other.minima.items():
+                self.add_min(name, value)
+        return self
+
+    def without(self, names: Iterable[str]) -> StepStats:
+        """Returns these metrics but for some."""
+        left_out = set(names)
+        kinds = (self.means, self.sums, self.maxima, self.minima)
+        kept = [{name: value for name, value in kind.items() if name not in left_out} for kind in kinds]
+        return StepStats(*kept)  # type: ignore[arg-type]
+
+    def values(self) -> dict[str, float]:
+        """Returns plain numbers; a mean over nothing is left out."""
+        out = {name: n / d for name, (n, d) in self.means.items() if d}
+        return out | self.sums | self.maxima | self.minima

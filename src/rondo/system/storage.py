@@ -1,0 +1,173 @@
+"""What a file system refuses, as one error: where, why, what is free where the disk is full, and what helps.
+Standard library only.
+
+Whoever writes or reads does so inside `with storing(path):`. Damage (a file that can be read, and holds
+something else than it should) is the business of whoever knows what it should hold.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from rondo.core.errors import RondoError, StorageError, WorkerError
+
+_log = logging.getLogger(__name__)
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+_OTHER_THING = "Something else has that name: move it away, or choose another folder"
+FAULTS: Mapping[int, str] = {
+    errno.ENOSPC: "Free some space there, or choose another folder",
+    errno.EDQUOT: "Your quota is used up: free some space there, or choose another folder",
+    errno.EFBIG: "Files may not grow so large here: see `ulimit -f`",
+    errno.EROFS: "The file system is mounted read-only: choose another folder, or mount it for writing",
+    errno.EACCES: "This user may not do that there: change the permissions, or choose another folder",
+    errno.EPERM: "The file system does not allow it (an attribute, see `lsattr`?): choose another folder",
+    errno.EIO: "The device or its connection fails: see `dmesg`; `rondo doctor RUN` says what is whole",
+    errno.ESTALE: "The network file system has lost it: mount it again",
+    errno.EEXIST: _OTHER_THING,
+    errno.ENOTDIR: _OTHER_THING,
+    errno.EISDIR: _OTHER_THING,
+    errno.ENOTEMPTY: _OTHER_THING,
+    errno.ENOENT: "It, or a folder above it, is not there: was it removed?",
+    errno.ENAMETOOLONG: "Choose a shorter name",
+    errno.ELOOP: "Links there go in a circle: choose another folder",
+    errno.EMFILE: "Too many files are open: raise `ulimit -n`",
+    errno.ENFILE: "Too many files are open on this machine",
+}
+"""What helps, by errno."""
+
+DAMAGE = (ValueError, LookupError, TypeError, AttributeError)
+"""What the reading of a file raises that holds something else than was written: whoever knows what should be
+in it makes an error of that, with a way out.
+"""
+
+
+@contextmanager
+def storing(
+    path: str | os.PathLike[str], what: str = "written", *, needs: Callable[[], int] = lambda: 0
+) -> Iterator[None]:
+    """What a file system refuses inside is a StorageError: `path` cannot be `what`. Libraries that hide an
+    OSError, and workers that tell of one, are understood by its words.
+
+    needs: the bytes that are to be written, asked for where the disk is full.
+    """
+    try:
+        yield
+    except Exception as error:
+        told = error.cause_error if isinstance(error, WorkerError) else error
+        if isinstance(told, RondoError):
+            raise
+        fault = fault_in(error)
+        if fault is None:
+            raise
+        raise refused(path, what, fault, needs()) from error
+
+
+def refused(path: str | os.PathLike[str], what: str, fault: int, needed: int = 0) -> StorageError:
+    """Returns the error that says so. fault: an errno. needed: bytes, 0 where that is not known."""
+    room = ""
+    if fault in DISK_FULL:
+        free = size_text(shutil.disk_usage(_there(Path(path))).free)
+        room = (
+            f" (it needs at least {size_text(needed)}, {free} are free)" if needed else f" ({free} are free)"
+        )
+    helps = FAULTS.get(fault, "Choose another folder")
+    return StorageError(f"{path}: cannot be {what}: {os.strerror(fault)}{room}. {helps}", fault)
+
+
+# Whose own errors tell of faults of a file system in words only.
+_LIBRARIES = ("torch", "pyarrow", "safetensors", "safetensors_rust", "tokenizers")
+
+
+def fault_in(error: BaseException | None) -> int | None:
+    """Returns the errno of what a file system refused, in an error or in what it came from; None where that
+    is something else.
+    """
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, OSError) and not isinstance(error, ConnectionError | TimeoutError):
+            return error.errno if error.errno is not None else _said(error)
+        said = _said(error)
+        if said is not None:
+            return said
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _said(error: BaseException) -> int | None:
+    """Returns what a library's error says in words, which has lost the number on its way; a user's may say
+    the same of something else.
+    """
+    is_ours = isinstance(error, WorkerError | RuntimeError | OSError)
+    if not is_ours and type(error).__module__.partition(".")[0] not in _LIBRARIES:
+        return None
+    text = str(error)
+    return next((fault for fault in FAULTS if os.strerror(fault) in text), None)
+
+
+def size_text(count: int) -> str:
+    """Returns a number of bytes for people."""
+    value = float(count)
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "bytes" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def is_ours(path: Path) -> bool:
+    """Says whether a file or folder, and the link to it where it is one, is this user's, and nobody else may
+    write to it. False where there is none.
+    """
+    try:
+        link, found = path.lstat(), path.stat()
+    except OSError:
+        return False
+    return {link.st_uid, found.st_uid} == {os.getuid()} and not found.st_mode & 0o022
+
+
+def cache_folder() -> Path:
+    """Returns where things are kept that can be made again: $XDG_CACHE_HOME/rondo, ~/.cache/rondo, or, where
+    that cannot be written or others may write there, a folder of this user's in the temporary one. Compiled
+    code is among them. Raises StorageError.
+    """
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rondo"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        mode = folder.stat().st_mode
+        if mode & 0o022 and folder.stat().st_uid == os.getuid():  # made under a lenient umask
+            folder.chmod(mode & ~0o022)
+        if is_ours(folder) and os.access(folder, os.W_OK):
+            return folder
+    except OSError:
+        pass
+    private = Path(tempfile.gettempdir()) / f"rondo-{os.getuid()}"
+    with storing(private):
+        private.mkdir(mode=0o700, exist_ok=True)
+    if private.is_symlink() or not is_ours(private):
+        raise StorageError(
+            f"{private} belongs to somebody else, or others may write there; set XDG_CACHE_HOME to a folder "
+            "of yours"
+        )
+    if folder.is_dir():
+        _say_elsewhere(folder, private)
+    return private
+
+
+@functools.cache
+def _say_elsewhere(folder: Path, private: Path) -> None:
+    _log.warning("%s cannot be written, or others may write there: the cache is %s", folder, private)
+
+
+def _there(path: Path) -> Path:
+    """Returns the nearest folder above that exists."""
+    return next((folder for folder in (path, *path.absolute().parents) if folder.is_dir()), Path("/"))
