@@ -18,46 +18,31 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "rondo"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
-# Who may import whom. Every part above them may import these.
-BASE = {"activity", "border", "errors", "readonly", "storage", "types", "columns", "roles", "batch", "config"}
-BASE |= {"access", "masking", "urls"}
+# Who may import whom: a room, or one file of it. Every part above them may import these.
+BASE = {"core", "system", "config"}
 ALLOWED: dict[str, set[str]] = {
     "__init__": {"api"},  # when something of it is asked for
-    "masking": set(),
-    "errors": {"masking"},
-    "access": {"errors"},
-    "border": {"errors", "masking"},
-    "interrupts": set(),
-    "streams": set(),
-    "storage": {"errors"},
-    "urls": {"errors", "masking"},
-    "readonly": set(),
-    "arithmetic": set(),
-    "types": {"errors", "readonly"},
-    "usage": set(),
-    "activity": {"usage"},
-    "columns": {"errors"},
-    "arrays": {"errors"},
-    "batch": {"arrays", "columns", "errors"},
-    "roles": set(),
-    "config": {"border", "errors", "masking", "roles"},
+    "core": {"core"},
+    "core/masking": set(),
+    "core/errors": {"core/masking"},
+    "core/roles": set(),
+    "system": {"core/errors", "core/masking", "system"},
+    "config": {"core/errors", "core/masking", "core/roles", "system/border"},
     "algorithms": BASE,
     "planning": BASE,
-    "hub": {"config", "errors", "storage", "streams", "urls"},
-    "models": BASE | {"hub"} | {"weights"},
+    "models": BASE | {"weights"},
     "chat": BASE,
     "checkpoint": BASE,
-    "tracking": BASE | {"checkpoint", "streams", "usage"},  # durable files
+    "tracking": BASE | {"checkpoint"},  # durable files
     "weights": BASE,
-    "transport": {"border", "errors", "storage", "streams"},
-    "rewards": BASE | {"arithmetic", "sandbox", "transport"},
+    "rewards": BASE | {"sandbox"},
     "serving": BASE | {"chat"},
-    "agents": BASE | {"arithmetic", "chat", "environments", "sandbox", "search", "serving", "transport"},
-    "controller": BASE | {"planning", "streams", "transport", "usage"},
+    "agents": BASE | {"chat", "environments", "sandbox", "search", "serving"},
+    "controller": BASE | {"planning"},
     "recipes": BASE | {"environments", "data"},
-    "data": BASE | {"chat", "streams"},
-    "training": BASE | {"checkpoint", "models", "planning", "usage", "weights"},
-    "rollout": BASE | {"chat", "hub", "models", "streams", "transport", "usage", "weights"},
+    "data": BASE | {"chat"},
+    "training": BASE | {"checkpoint", "models", "planning", "weights"},
+    "rollout": BASE | {"chat", "models", "weights"},
     "workers": BASE
     | {
         "agents",
@@ -77,15 +62,15 @@ ALLOWED: dict[str, set[str]] = {
 }
 # Rooms to come (docs/architecture.md has the map): what they may import is fixed before their first file.
 ALLOWED |= {
-    "compat": {"config", "errors"},
-    "environments": BASE | {"arithmetic", "search"},
-    "sandbox": {"access", "errors", "masking", "urls"},
+    "compat": {"config", "core/errors"},
+    "environments": BASE | {"search"},
+    "sandbox": {"core/errors", "core/masking", "system/access", "system/urls"},
     "search": BASE,
-    "view": {"errors", "streams"},  # reads files only
+    "view": {"core/errors", "system/streams"},  # reads files only
 }
 ALLOWED["trainers"] = {*ALLOWED, "trainers"} - {"__init__"}
 ALLOWED["cli"] = {*ALLOWED, "cli"}
-ALLOWED["api"] = {"api", "checkpoint", "config", "data", "errors", "storage", "tracking", "trainers"}
+ALLOWED["api"] = {"checkpoint", "config", "core", "data", "system", "tracking", "trainers"}
 ALLOWED["__main__"] = {"cli"}
 
 # The rooms of `trainers`, each on its floor; who is on the same floor does not know the others.
@@ -99,15 +84,16 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 
 # Third-party packages that a part must not touch.
 ENGINES = {"vllm", "sglang", "megatron"}
+HEAVY = {"torch", "numpy", "pyarrow", "ray", "transformers", *ENGINES}
 FORBIDDEN: dict[str, set[str]] = {
-    "errors": {"torch", "numpy", "pyarrow", "ray", "transformers", *ENGINES},
-    "config": {"torch", "numpy", "pyarrow", "ray", "transformers", *ENGINES},
-    "roles": {"torch", "numpy", "pyarrow", "ray", "transformers", *ENGINES},
-    "hub": {"torch", "numpy", "pyarrow", "ray", "transformers", *ENGINES},
-    "types": {"ray", "transformers", "torch.distributed", *ENGINES},
-    "arrays": {"ray", "transformers", "torch.distributed", *ENGINES},
-    "batch": {"ray", "transformers", "torch.distributed", *ENGINES},
-    "columns": {"numpy", "torch", "ray", "transformers", *ENGINES},
+    "core": {"ray", "transformers", "torch.distributed", *ENGINES},
+    "core/errors": HEAVY,
+    "core/masking": HEAVY,
+    "core/roles": HEAVY,
+    "core/readonly": HEAVY - {"numpy"},
+    "core/columns": HEAVY - {"pyarrow"},
+    "system": HEAVY,
+    "config": HEAVY,
     "algorithms": {"ray", "torch.distributed", "transformers", *ENGINES},
     "planning": {"ray", "torch", "transformers", *ENGINES},
     "controller": {"transformers", *ENGINES},
@@ -143,7 +129,7 @@ HIDDEN = (
 # Boundaries between threads, tasks and processes, and around the user's code: what is raised is carried on
 # to whoever waits for the answer. Everywhere else `except Exception` must end in `raise`.
 BOUNDARIES = {
-    "rondo/border.py": "where an exception has no text, because writing it raises, that is said instead",
+    "rondo/system/border.py": "where an exception has no text, as writing it raises, that is said instead",
     "rondo/agents/mcp_servers.py": "why a server did not start travels to whoever waits for it",
     "rondo/agents/places.py": "why a call of an episode worker failed travels to all who wait for it",
     "rondo/agents/running.py": "what a user's agent raises is a failed trajectory",
@@ -158,9 +144,9 @@ BOUNDARIES = {
     "rondo/rollout/requests.py": "what a caller's on_tokens raises travels to that caller",
     "rondo/rollout/in_process.py": "a decoder's exception travels from its thread to all who wait",
     "rondo/rollout/sglang/worker.py": "what loading weights raises travels to the engine as text",
-    "rondo/transport/link.py": "what an operation raises travels to the host as a Failure",
-    "rondo/transport/process.py": "why a process did not start travels to whoever wants it",
-    "rondo/transport/forkserver.py": "what a forked program raises is printed, and is its exit status",
+    "rondo/system/link.py": "what an operation raises travels to the host as a Failure",
+    "rondo/system/process.py": "why a process did not start travels to whoever wants it",
+    "rondo/system/forkserver.py": "what a forked program raises is printed, and is its exit status",
     "rondo/rollout/server/child.py": "an engine's exception travels to its host as a record",
     "rondo/sandbox/inside/programs.py": "what a guest's program raises is what it prints, as in any Python",
     "rondo/serving/http.py": "whatever a request's handler raises is answered as a 500, and logged",
@@ -175,9 +161,15 @@ def tree(path: Path) -> ast.Module:
 
 
 def part(path: Path) -> str:
-    """`rondo/data/stream.py` -> data; `rondo/types.py` -> types."""
+    """`rondo/data/stream.py` -> data; `rondo/__main__.py` -> __main__."""
     relative = path.relative_to(PACKAGE)
     return relative.parts[0] if len(relative.parts) > 1 else relative.stem
+
+
+def rule_of(path: Path, rules: dict[str, set[str]]) -> set[str]:
+    """The rule of the file itself, else that of its room."""
+    own = path.relative_to(PACKAGE).with_suffix("").as_posix()
+    return rules.get(own, rules.get(part(path), set()))
 
 
 def name_of(path: Path) -> str:
@@ -203,26 +195,32 @@ def imports(path: Path) -> tuple[tuple[str, int], ...]:
     return tuple(found)
 
 
-def rondo_imports(path: Path) -> Iterator[tuple[str, int]]:
-    """(part of rondo, line) of every import of another part."""
+def rondo_imports(path: Path) -> Iterator[tuple[str, str, int]]:
+    """(part of rondo, the file in it that is named, or the part again, line) of every import of ours."""
     for module, line in imports(path):
         pieces = module.split(".")
         if pieces[0] == "rondo":
-            target = pieces[1] if len(pieces) > 1 else "__init__"
-            known = (PACKAGE / target).is_dir() or (PACKAGE / f"{target}.py").is_file()
-            yield (target if known else "__init__"), line
+            target = pieces[1] if len(pieces) > 1 and (PACKAGE / pieces[1]).is_dir() else "__init__"
+            file = "/".join(pieces[1:3])
+            yield target, (file if (PACKAGE / f"{file}.py").is_file() else target), line
 
 
 def test_every_part_has_a_layer() -> None:
     assert {part(path) for path in SOURCES} <= set(ALLOWED)
 
 
+def allowed(path: Path) -> set[str]:
+    """What a file may import: its room, too, unless it has a rule of its own."""
+    rule = rule_of(path, ALLOWED)
+    return rule if rule is not ALLOWED[part(path)] else {part(path), *rule}
+
+
 def test_who_may_import_whom() -> None:
     wrong = [
-        f"{name_of(path)}:{line} imports rondo.{target}"
+        f"{name_of(path)}:{line} imports {file}"
         for path in SOURCES
-        for target, line in rondo_imports(path)
-        if target not in (part(path), "__init__") and target not in ALLOWED[part(path)]
+        for target, file, line in rondo_imports(path)
+        if target != "__init__" and not {target, file} & allowed(path)
     ]
     assert not wrong, "\n".join(wrong)
 
@@ -230,7 +228,7 @@ def test_who_may_import_whom() -> None:
 def test_no_cycles_between_folders() -> None:
     edges: dict[str, set[str]] = {}
     for path in SOURCES:
-        edges.setdefault(part(path), set()).update(target for target, _ in rondo_imports(path))
+        edges.setdefault(part(path), set()).update(target for target, _, _ in rondo_imports(path))
     done: set[str] = set()
 
     def visit(node: str, path: tuple[str, ...]) -> None:
@@ -286,7 +284,7 @@ def test_third_party_packages_stay_where_they_belong() -> None:
         f"{name_of(path)}:{line} imports {module}"
         for path in SOURCES
         for module, line in imports(path)
-        for forbidden in FORBIDDEN.get(part(path), ())
+        for forbidden in rule_of(path, FORBIDDEN)
         if module == forbidden or module.startswith(forbidden + ".")
     ]
     assert not wrong, "\n".join(wrong)
