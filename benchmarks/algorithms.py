@@ -32,7 +32,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 from rondo.config import load
 from rondo.config.load import RECIPES
 from rondo.tracking import read_metrics
-from rondo.tracking.summary import versions
+from rondo.tracking.metrics import versions
 from rondo.trainers.commands import supervised
 from rondo.trainers.commands import train as runs
 from rondo.trainers.commands.evaluate import evaluate_model

@@ -49,7 +49,7 @@ from rondo.trainers.program import Program, Roles, Step, plan_program, update_ac
 from rondo.trainers.program.roles import worker_class
 from rondo.workers import RolloutWorker
 from rondo.workers.estimating import EstimatingWorker
-from rondo.workers.rows import WritesRows
+from rondo.workers.models import WritesRows
 
 PROMPT_TOKENS = 64
 COMMON = ["model.path=none", "trainer.total_steps=1", "trainer.max_staleness=2", "tracking.samples=0"]

@@ -106,7 +106,7 @@ def _sent(engine: Any, source: Any, lora: Any) -> dict[str, float]:
     from rondo.models.lora import adapter_set
     from rondo.rollout import EngineSpec, start_engine
     from rondo.weights import Sent
-    from rondo.weights.gather import gather_into
+    from rondo.weights.sync import gather_into
 
     found: dict[str, float] = {}
     for adapters in (None, lora) if lora is not None else (None,):

@@ -158,7 +158,7 @@ def side(
 
     from rondo.weights.disk import read_weights, write_weights
     from rondo.weights.exchange import Transfer, piece_of, receive, send
-    from rondo.weights.gather import gather_along, gather_into
+    from rondo.weights.sync import gather_along, gather_into
 
     ranks, bucket, route = case["ranks"], case["bucket"], case["route"]
     engine = trainer(rank, case)

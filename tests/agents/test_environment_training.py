@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from rondo.algorithms.anchors import alike
+from rondo.algorithms.advantages.agentic import alike
 from rondo.core.errors import DataError, RewardError, WorkerError
 from rondo.trainers.program.advantages import AdvantageStage
 from rondo.view import read_trajectories

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from rondo.algorithms import check_algorithm, names
-from rondo.algorithms.advantages.agentic import gigpo, hgpo
+from rondo.algorithms.advantages.agentic import alike, gigpo, hgpo
 from rondo.algorithms.advantages.group import grpo
-from rondo.algorithms.anchors import alike
 from rondo.config.schema import AlgorithmConfig, FunctionConfig
 from rondo.core.errors import ConfigError
 

@@ -7,7 +7,7 @@ import torch
 
 from rondo.algorithms import lookup
 from rondo.algorithms.advantages.gae import gae
-from rondo.algorithms.resampling import draw, pf_ppo
+from rondo.algorithms.filters import draw, pf_ppo
 from rondo.core.errors import ConfigError
 
 T = torch.tensor

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rondo.rollout.native.noise import uniforms, uniforms_on_device
+from rondo.rollout.native.sampling import uniforms, uniforms_on_device
 from tests.rollout.conftest import build, make_engine, prompt, request, run, true_log_probs
 
 pytestmark = pytest.mark.gpu

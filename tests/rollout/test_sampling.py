@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rondo.rollout.native.noise import seed_ahead, uniforms, uniforms_on_device
-from rondo.rollout.native.sampling import sample, truncate
+from rondo.rollout.native.sampling import sample, seed_ahead, truncate, uniforms, uniforms_on_device
 from tests.rollout.conftest import build, make_engine, prompt, request, run
 
 _MASK = (1 << 64) - 1

@@ -14,7 +14,7 @@ import rondo
 from rondo.core.errors import ConfigError, DataError
 from rondo.tracking import Clock, RunFolder, Timeline, build_summary, curves, plot_curves
 from rondo.tracking.curves import PANELS, _series, _smoothed
-from rondo.tracking.summary import git_commit
+from rondo.tracking.metrics import git_commit
 
 
 def test_a_picture_with_every_panel_that_has_data(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from rondo.tracking import Console
 from rondo.trainers.commands.restarts import Restarts
 from rondo.trainers.commands.supervised import sft
 from rondo.trainers.commands.train import train
-from rondo.trainers.sessions.check import check_session
+from rondo.trainers.sessions.opening import check_session
 from tests.trainers.conftest import RECIPE, SFT_RECIPE, inline, metrics, weights
 from tests.waiting import wait_until_gone
 

@@ -20,7 +20,7 @@ from rondo.data.rollout_files import open_recording
 from rondo.trainers.loop import report
 from rondo.view.trajectories import read_trajectories
 from rondo.workers import ActorWorker
-from rondo.workers.rows import WritesRows
+from rondo.workers.models import WritesRows
 
 STEPS = (
     "trainer.total_steps=2",

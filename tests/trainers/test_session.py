@@ -21,7 +21,7 @@ from rondo.core.errors import ConfigError, DataError, TrainError, WorkerError
 from rondo.core.types import Prompt, Trajectory
 from rondo.trainers.loop.report import Reporter
 from rondo.trainers.sessions import Session, open_session, per_group
-from rondo.trainers.sessions.check import check_session
+from rondo.trainers.sessions.opening import check_session
 from rondo.workers.models import ActorWorker
 from tests.trainers.conftest import inline, metrics, said_at_once, weights
 from tests.waiting import engine_processes

@@ -25,9 +25,8 @@ from rondo.training.checkpoint import State
 from rondo.training.packed import PackedLayout
 from rondo.training.passes import Passes, Recorded
 from rondo.weights.checksum import checksum
-from rondo.weights.gather import gather_into
 from rondo.weights.layout import Layout, Parameter
-from rondo.weights.sync import Sent, WeightSource
+from rondo.weights.sync import Sent, WeightSource, gather_into
 from tests.training.helpers import FLOAT64, PolicyLoss, full_gradients, make_batch, source, tiny_engine
 from tests.weights.sinks import Keeping
 

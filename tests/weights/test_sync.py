@@ -14,8 +14,7 @@ from rondo.models.loading import build_model
 from rondo.rollout.weights import WeightStore, build_module
 from rondo.training import Engine
 from rondo.weights.checksum import checksum
-from rondo.weights.gather import gather_along, gather_into
-from rondo.weights.sync import SyncReport
+from rondo.weights.sync import SyncReport, gather_along, gather_into
 from tests.ranks import run_ranks
 from tests.training.helpers import one_rank_mesh, source, tiny_engine
 from tests.training.layouts import layout

@@ -15,8 +15,15 @@ from rondo.config.schema import ClusterConfig, EngineConfig, OptimizerConfig
 from rondo.controller import Cluster, WorkerGroup, start_cluster
 from rondo.core.batch import ROW_ID, Batch, BatchRef
 from rondo.core.errors import WorkerError
-from rondo.workers.models import ActorWorker, CriticWorker, ModelWorker, ReferenceWorker
-from rondo.workers.scoring import PrmWorker, RewardModelWorker, TeacherWorker
+from rondo.workers.models import (
+    ActorWorker,
+    CriticWorker,
+    ModelWorker,
+    PrmWorker,
+    ReferenceWorker,
+    RewardModelWorker,
+    TeacherWorker,
+)
 from tests.training.helpers import PolicyLoss, ValueLoss, make_batch, source
 
 TRAINED = {"optimizer": OptimizerConfig(lr=1e-2)}

@@ -6,18 +6,10 @@ function with a decorator. Importing the package registers the built-in ones; a 
 """
 
 # ruff: noqa: F401
-from rondo.algorithms import (
-    advantages,
-    aggregation,
-    filters,
-    kl,
-    pair_losses,
-    policy_losses,
-    resampling,
-    value_loss,
-)
+from rondo.algorithms import advantages, aggregation, filters, kl, pair_losses, policy_losses, value_loss
 from rondo.algorithms.aggregation import Aggregate, loss_weights, seq_mean_token_mean, token_mean
 from rondo.algorithms.constraint import smooth_cost, update_multiplier
+from rondo.algorithms.filters import draw
 from rondo.algorithms.kl import kl_reward, update_kl_coef
 from rondo.algorithms.objective import GAP, ActorLoss, CriticLoss, PrmLoss, SftLoss
 from rondo.algorithms.pair_objective import PreferenceLoss, RewardModelLoss
@@ -31,7 +23,6 @@ from rondo.algorithms.registry import (
     names,
     registered_by_user,
 )
-from rondo.algorithms.resampling import draw
 from rondo.algorithms.rollout_correction import correct, mean_weight, weight_sums, with_sample_size
 from rondo.algorithms.statistics import Whitening, moments
 from rondo.algorithms.token_rewards import TokenRewards, advantage_stats, check_finite, made_columns

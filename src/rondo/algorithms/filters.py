@@ -1,4 +1,5 @@
-"""Which prompt groups are worth training on (dynamic sampling). Numpy only.
+"""Which prompt groups are worth training on (dynamic sampling), and how often each sample of a prompt is
+trained on (PF-PPO).
 
 A filter reads per-row columns of ONE group and returns why the group is dropped, or None to keep it. It reads
 the raw accuracy, never the shaped reward: a length penalty would make every group look mixed.
@@ -7,9 +8,14 @@ the raw accuracy, never the shaped reward: a length penalty would make every gro
 from __future__ import annotations
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from rondo.algorithms.registry import group_filter
+from rondo.algorithms.arguments import ranked, require
+from rondo.algorithms.registry import group_filter, resampler
+from rondo.algorithms.statistics import Groups
 from rondo.core.errors import ConfigError
+from rondo.core.types import request_seed
 
 
 @group_filter("mixed_accuracy")
@@ -36,3 +42,75 @@ def accuracy_range(accuracy: np.ndarray, *, low: float = 0.2, high: float = 0.8)
     if not low <= share <= high:
         return f"the share of right answers is not in {low} to {high}"
     return None
+
+
+# ---- resampling: probabilities in a group, and draws of them ----
+
+
+_STRATEGIES = ("best", "best_random", "best_worst", "power")
+
+
+@resampler("pf_ppo")
+def pf_ppo(
+    reward: Tensor, group_id: Tensor, *, strategy: str = "best_random", power: float | None = None
+) -> Tensor:
+    """Gives each row its probability in its group, [B] -> float64 [B]; a group sums to 1 (PF-PPO,
+    2409.06957).
+
+    best: all on the best sample. best_random: ½ on the best, ½ over the others. best_worst: ½ and ½. power:
+    ∝ |R|^power (uniform if all R are 0). Samples that share the best (or worst) reward share its part; equal
+    rewards give the uniform distribution. Ranks are those inside one prompt's samples, and the draw comes
+    before advantages are whitened; the reference ranks over the whole batch and draws afterwards (D5).
+    """
+    if strategy not in _STRATEGIES:
+        raise ConfigError(
+            f"algorithm.resample: pf_ppo has no strategy {strategy!r}; choose one of {', '.join(_STRATEGIES)}"
+        )
+    if (power is not None) != (strategy == "power"):
+        raise ConfigError(
+            "algorithm.resample: pf_ppo takes `power` with strategy=power, where it is required, and only "
+            "there"
+        )
+    require("algorithm.resample: pf_ppo", above=0, power=power)
+    groups = Groups.of(group_id)
+    if power is not None:
+        return _share(groups, _relative_size(groups, reward) ** power)
+    best = groups.above_minimum(-reward) == 0
+    if strategy == "best":
+        return _share(groups, best)
+    if strategy == "best_worst":
+        return (_share(groups, best) + _share(groups, groups.above_minimum(reward) == 0)) / 2
+    others = ~best | groups.is_constant(reward)[groups.index]
+    return (_share(groups, best) + _share(groups, others)) / 2
+
+
+def _share(groups: Groups, weights: Tensor) -> Tensor:
+    """Divides weights [B] by their group's sum, which is positive: float64 [B]."""
+    return weights.to(torch.float64) / groups.sums(weights)[groups.index]
+
+
+def _relative_size(groups: Groups, reward: Tensor) -> Tensor:
+    """Divides |R| by the largest of its group, so that no power overflows: float64 [B]; 1 where all are 0."""
+    size = reward.to(torch.float64).abs()
+    largest = size.new_zeros(len(groups.size)).scatter_reduce(0, groups.index, size, "amax")[groups.index]
+    return torch.where(largest > 0, size / largest, 1.0)
+
+
+@ranked("rows", probabilities="row")
+def draw(probabilities: Tensor, group_id: Tensor, *, seed: int) -> Tensor:
+    """Draws how often each row counts: int64 [B]; with replacement, as often per group as the group has rows.
+
+    probabilities: [B], summing to 1 in each group. The draws are a function of the seed, the group's id and
+    the group's probabilities alone: neither other groups nor the order of rows matter (rows of one group that
+    are equally likely are told apart by their order).
+    """
+    groups = Groups.of(group_id)
+    counts = torch.zeros(len(probabilities), dtype=torch.int64)
+    by_group = torch.argsort(groups.index, stable=True).cpu()
+    ids, given = group_id.cpu(), probabilities.detach().to(torch.float64).cpu()
+    for members in by_group.split(groups.size.long().tolist()):
+        rows = members[torch.argsort(given[members], stable=True)]  # the impossible ones first
+        generator = np.random.default_rng(request_seed(seed, "resample", int(ids[rows[0]])))
+        shares = given[rows].numpy()
+        counts[rows] = torch.from_numpy(generator.multinomial(len(rows), shares / shares.sum()))
+    return counts.to(probabilities.device)

@@ -38,7 +38,7 @@ class Role:
     """What a configuration must read, for an error where its section is set and nothing does."""
 
 
-_MODELS, _SCORING = "rondo.workers.models", "rondo.workers.scoring"
+_MODELS = "rondo.workers.models"
 _VALUES = "values (algorithm.advantage: gae)"
 _ALL = (
     Role(
@@ -82,7 +82,7 @@ _ALL = (
     ),
     Role(
         "prm",
-        f"{_SCORING}:PrmWorker",
+        f"{_MODELS}:PrmWorker",
         section="prm",
         makes="process_rewards",
         learns_from="accuracy",
@@ -93,7 +93,7 @@ _ALL = (
     ),
     Role(
         "teacher",
-        f"{_SCORING}:TeacherWorker",
+        f"{_MODELS}:TeacherWorker",
         section="teacher",
         makes="teacher_log_probs",
         engine="teacher",
@@ -107,7 +107,7 @@ _ALL = (
 ROLES: Mapping[str, Role] = {role.name: role for role in _ALL}
 REWARD_MODEL = Role(
     "<reward.models.name>",
-    f"{_SCORING}:RewardModelWorker",
+    f"{_MODELS}:RewardModelWorker",
     section="reward.models",
     makes="score/<name>",
     engine="reward.models",

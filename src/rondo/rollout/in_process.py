@@ -28,8 +28,7 @@ from rondo.core.types import Completion, GenerateRequest, StepStats
 from rondo.models.source import TokenizerSource
 from rondo.rollout.decoder import Decoder, PendingT
 from rondo.rollout.protocol import Capabilities, OnTokens
-from rondo.rollout.requests import check_ready, check_request, complete_as_it_is, deliver
-from rondo.rollout.stopping import StopText
+from rondo.rollout.requests import StopText, check_ready, check_request, complete_as_it_is, deliver
 from rondo.rollout.weights import WeightStore
 from rondo.system.activity import progress
 from rondo.system.usage import TeamClock

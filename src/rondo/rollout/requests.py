@@ -1,5 +1,5 @@
-"""A generate call in an engine: whether it can be served, what has been made for it, and the caller who waits
-for it on an event loop.
+"""A generate call in an engine: whether it can be served, what has been made for it, the stop strings that
+end it, and the caller who waits for it on an event loop.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import asyncio
 import time
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ import numpy as np
 from rondo.chat import StopMatcher
 from rondo.core.errors import RefusedRequestError, RolloutError
 from rondo.core.types import Completion, FinishReason, GenerateRequest, longer_routes
+from rondo.models.loading import load_tokenizer
+from rondo.models.source import TokenizerSource
 from rondo.rollout.adapters import Served
 from rondo.rollout.protocol import OnTokens
 
@@ -245,3 +248,33 @@ def _hand_over(news: list[News]) -> None:
             pending.report(part)
         if result is not None:
             pending.settle(result)
+
+
+class StopText:
+    """Of one engine. source: None: no request can have stop strings."""
+
+    def __init__(self, source: TokenizerSource | None) -> None:
+        self._source = source
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        """The engine's own, loaded when a request first wants it: other threads use the host's."""
+        assert self._source is not None
+        return load_tokenizer(self._source)
+
+    def matcher(self, request: GenerateRequest) -> StopMatcher | None:
+        """Returns what finds the request's stop strings behind its prefix; None: it has no stop strings.
+        Raises RefusedRequestError.
+        """
+        stops = request.sampling.stop
+        if not stops:
+            return None
+        who = f"request {request.request_id!r}"
+        if self._source is None:
+            raise RefusedRequestError(
+                f"{who} has stop strings, and this engine no tokenizer to find them with; make it with "
+                "`tokenizer`, or use stop_token_ids"
+            )
+        if not all(isinstance(stop, str) and stop for stop in stops):
+            raise RefusedRequestError(f"{who} has stop strings {stops!r}; each must be text, and not empty")
+        return StopMatcher(self._tokenizer, stops)

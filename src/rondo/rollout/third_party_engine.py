@@ -24,8 +24,7 @@ from rondo.models.names import Parts, parts_of, weights_of
 from rondo.models.routers import routers_of, shape_of_routes
 from rondo.rollout.adapters import Shelf
 from rondo.rollout.protocol import Capabilities, EngineSpec
-from rondo.rollout.requests import Pending, check_ready, check_request
-from rondo.rollout.stopping import StopText
+from rondo.rollout.requests import Pending, StopText, check_ready, check_request
 from rondo.rollout.third_party import ThirdParty
 from rondo.system.hub import local_folder
 from rondo.weights.bucket import SharedBucket

@@ -34,12 +34,19 @@ from rondo.chat import (
 from rondo.core.errors import ConfigError, DataError, RefusedRequestError, RolloutError
 from rondo.core.types import Completion, GenerateRequest, SamplingParams, request_seed
 from rondo.serving.answers import Frame, Piece, tool_calls
-from rondo.serving.bodies import SMALL, read_body
-from rondo.serving.messages import message_key
 from rondo.serving.metrics import Metrics
 from rondo.serving.problems import ApiError, refuse
 from rondo.serving.prompts import Place, conversation_key, find_place
-from rondo.serving.requests import ApiRequest, ChatRequest, Kind, TextRequest, read_request
+from rondo.serving.requests import (
+    SMALL,
+    ApiRequest,
+    ChatRequest,
+    Kind,
+    TextRequest,
+    message_key,
+    read_body,
+    read_request,
+)
 from rondo.serving.sessions import Key, ModelCall, Session, Sessions, ended
 from rondo.serving.text import TextStream, answer_text
 

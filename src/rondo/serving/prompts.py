@@ -12,8 +12,7 @@ import numpy as np
 
 from rondo.chat import Continuation, encode_piece, render, tokenise_up_to
 from rondo.core.types import InsertedKind, Prompt
-from rondo.serving.messages import message_key, message_keys
-from rondo.serving.requests import ApiRequest, ChatRequest, TextRequest
+from rondo.serving.requests import ApiRequest, ChatRequest, TextRequest, message_key, message_keys
 from rondo.serving.sessions import Key, ModelCall, Session
 
 

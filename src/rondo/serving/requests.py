@@ -1,12 +1,16 @@
-"""Bodies of requests: every parameter is honoured or refused by name."""
+"""Bodies of requests: from bytes to JSON, from JSON to parameters that are honoured or refused by name, and
+chat messages as OpenAI's clients send them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -17,8 +21,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from rondo.chat import JsonError, Message, MessageError, MessageReader, TemplateKeys, read_json
 from rondo.core.errors import did_you_mean
-from rondo.serving.messages import ClientMessages
 from rondo.serving.problems import ApiError, checked, refuse, unknown_model
 
 Kind = Literal["chat", "text"]
@@ -207,3 +211,74 @@ def _check_unread(name: str, value: Any, names: set[str]) -> None:
         value == neutral and type(value) in (type(neutral), float) for neutral in _NEUTRAL.get(name, ())
     ):
         raise refuse(name, "is not supported; remove it", "unsupported_parameter")
+
+
+_CLIENTS = MessageReader(takes_broken_arguments=True)
+_PROMPTS = MessageReader(TemplateKeys(reads_all=True), takes_broken_arguments=True)
+
+
+def _read(messages: list[Any]) -> list[Message]:
+    try:
+        return list(_CLIENTS.read(messages).messages)
+    except MessageError as error:
+        raise refuse(".".join(map(str, ("messages", *error.path))), error.problem, error.code) from error
+
+
+ClientMessages = Annotated[list[Any], Field(min_length=1), AfterValidator(_read)]
+# `json.dumps` with arguments makes an encoder for each of its calls.
+_written = json.JSONEncoder(sort_keys=True, ensure_ascii=False).encode
+
+
+def message_keys(messages: Sequence[Message]) -> list[str]:
+    """Returns one text for each message of a prompt, equal where the messages say the same. Raises DataError
+    for what is no message.
+    """
+    return list(map(message_key, _PROMPTS.read(messages).messages))
+
+
+def message_key(message: Mapping[str, Any]) -> str:
+    """Returns the key of a checked message. Ids of an assistant's tool calls are no part of it, nor is the
+    white space in their arguments.
+    """
+    said = repr((message["role"], message["content"], message.get("name"), message.get("tool_call_id")))
+    if "tool_calls" not in message:  # most; JSON takes ten times as long
+        return said
+    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]]
+    return said + _written(calls)
+
+
+# Bytes up to which a body is worked on where it arrives: some milliseconds with tokenising. Agents' requests
+# are mostly such, and a thread's turn costs them more.
+SMALL = 4096
+_FREE_VALUES = 20_000  # tools, options, names
+
+
+def read_body(data: bytes, max_context: int) -> Any:
+    """Returns the value. max_context: tokens that a request can have; a body of so many parts that these
+    cannot be meant for so few tokens is refused. Raises ApiError (400) naming the field.
+    """
+    most = 4 * max_context + _FREE_VALUES  # a message has seven and five tokens or more, an id one
+    if len(data) > SMALL and _parts_above(data, most):
+        text = f"the body has more than {most} texts, numbers and brackets, and {max_context} tokens fit"
+        raise ApiError(text, code="too_many_values")
+    try:
+        return read_json(data.decode())
+    except UnicodeDecodeError as error:
+        text = f"the body is no UTF-8: byte {error.start} ({error.reason})"
+        raise ApiError(text, code="invalid_json") from error
+    except JsonError as error:
+        if not error.path:
+            raise ApiError(f"the body is no JSON: {error}", code="invalid_json") from error
+        raise ApiError(str(error), param=error.path, code="invalid_value") from error
+
+
+def _parts_above(data: bytes, most: int) -> bool:
+    """Says whether a JSON text has more than `most` texts, commas and brackets, in the time of a few
+    searches.
+    """
+    plain = data.replace(b"\\\\", b"").replace(b'\\"', b"")  # every quote left begins or ends a text
+    parts = plain.count(b'"') // 2
+    if parts <= most:
+        outside = b"".join(plain.split(b'"')[::2])
+        parts += sum(map(outside.count, (b",", b"[", b"{")))
+    return parts > most

@@ -1,5 +1,5 @@
-"""What the engine asks of a loss, and what it makes of its metrics. Losses themselves live elsewhere and are
-handed in.
+"""What the engine asks of a loss, what it makes of its metrics, and what a loss says of rows that nothing is
+learned from. Losses themselves live elsewhere and are handed in.
 """
 
 from __future__ import annotations
@@ -7,9 +7,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
+import numpy as np
 import torch
 
+from rondo.core.batch import Batch
 from rondo.core.types import StepStats
+from rondo.training.packed import response_columns
 
 Metrics = Mapping[str, tuple[torch.Tensor, torch.Tensor] | torch.Tensor]
 
@@ -69,3 +72,34 @@ def step_stats(seen: Numbers) -> StepStats:
         else:
             stats.add_max(name, next(numbers))
     return stats
+
+
+# ---- of outputs that stand in the batch already: no model, no gradient, no collective ----
+
+
+def equal_rows(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+    """Returns one row of each pair of prompt and response that there is, ascending, and which of these each
+    row equals: what a model computes of two such rows is the same.
+    """
+    number: dict[tuple[bytes, bytes], int] = {}
+    pairs = zip(batch.rows("prompt_ids"), batch.rows("response_ids"), strict=True)
+    same = [
+        number.setdefault((prompt.tobytes(), response.tobytes()), len(number)) for prompt, response in pairs
+    ]
+    _, first = np.unique(np.array(same, np.int64), return_index=True)
+    return first, np.array(same, np.int64)
+
+
+def metrics_of(batch: Batch, loss: Loss) -> StepStats:
+    """Returns the loss's metrics. `batch` has the loss's columns, and its outputs under their own names."""
+    values, cu_seqlens = batch.ragged(loss.outputs[0])
+    if not len(values):
+        return StepStats()
+    rows = np.arange(len(batch))
+    outputs, columns = (
+        response_columns(batch, names, rows, values.dtype, values.device)
+        for names in (loss.outputs, loss.columns)
+    )
+    with torch.no_grad():
+        metrics = loss(outputs, columns, cu_seqlens)[1]
+        return step_stats(numbers_of(metrics, values.device))

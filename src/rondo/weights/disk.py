@@ -23,8 +23,7 @@ from safetensors.torch import save_file
 
 from rondo.core.errors import WeightSyncError
 from rondo.system.activity import Activity, progress
-from rondo.weights.gather import gathering_bytes
-from rondo.weights.sync import SyncReport, WeightSink, WeightSource
+from rondo.weights.sync import SyncReport, WeightSink, WeightSource, gathering_bytes
 
 INDEX = "index.json"
 

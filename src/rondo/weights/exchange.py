@@ -55,7 +55,7 @@ class Transfer:
     def __post_init__(self) -> None:
         both = sorted(set(self.source.ranks) & set(self.target_ranks))
         if both:
-            raise ValueError(f"ranks {both} would send to themselves: gather instead (weights/gather.py)")
+            raise ValueError(f"ranks {both} would send to themselves: gather instead (weights/sync.py)")
 
     @cached_property
     def target(self) -> Layout:

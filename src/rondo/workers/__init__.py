@@ -3,8 +3,15 @@ workers.
 """
 
 # ruff: noqa: F401
-from rondo.workers.evaluation import EvaluationRecord
-from rondo.workers.models import ActorWorker, CriticWorker, ModelWorker, ReferenceWorker, update_columns
+from rondo.workers.models import (
+    ActorWorker,
+    CriticWorker,
+    ModelWorker,
+    PrmWorker,
+    ReferenceWorker,
+    RewardModelWorker,
+    TeacherWorker,
+    update_columns,
+)
 from rondo.workers.replicas import Replicas
-from rondo.workers.rollout import RolloutWorker, runs_in_own_process
-from rondo.workers.scoring import PrmWorker, RewardModelWorker, TeacherWorker
+from rondo.workers.rollout import EvaluationRecord, RolloutWorker, runs_in_own_process

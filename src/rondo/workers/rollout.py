@@ -1,5 +1,5 @@
 """The rollout worker: generation engines behind a router, and the episodes that run next to them. Token data
-is born here and stays.
+is born here and stays; what an evaluation keeps of a trajectory leaves.
 """
 
 from __future__ import annotations
@@ -7,7 +7,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -33,7 +34,7 @@ from rondo.core.types import (
     StepStats,
     Trajectory,
 )
-from rondo.data.rows import rows_from_trajectories
+from rondo.data.rows import prompt_text, rows_from_trajectories
 from rondo.environments.choices import load_environments
 from rondo.models import load_tokenizer
 from rondo.models.loading import model_on_meta
@@ -46,11 +47,12 @@ from rondo.rewards.answers import final_answer
 from rondo.rollout import EngineSpec
 from rondo.rollout.in_process import InProcessEngine
 from rondo.rollout.protocol import OnTokens
-from rondo.weights.gather import gather_into
-from rondo.weights.sync import Sent, SyncReport, assert_shared
-from rondo.workers.evaluation import EvaluationRecord, record_of
+from rondo.weights.sync import Sent, SyncReport, assert_shared, gather_into
 from rondo.workers.replicas import Replicas
 from rondo.workers.transfer import ReceivesWeights
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def runs_in_own_process(rollout: RolloutConfig) -> bool:
@@ -368,3 +370,41 @@ class Unscored:
 
     async def score_group(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         return list(trajectories)
+
+
+@dataclass(frozen=True)
+class EvaluationRecord:
+    """One evaluated trajectory, small enough to travel."""
+
+    prompt_id: str
+    source: str
+    sample_index: int
+    reward: float
+    response_length: int
+    finish_reason: str
+    outcome: str
+    prompt: str
+    text: str
+    transcript: str = ""
+    answer: str | None = None
+    scores: dict[str, float] = field(default_factory=dict)
+
+
+def record_of(t: Trajectory, answer: str | None, tokenizer: PreTrainedTokenizerBase) -> EvaluationRecord:
+    """Returns the record of a trajectory that is scored. answer: what it votes for. tokenizer: reads a prompt
+    that is token ids only.
+    """
+    return EvaluationRecord(
+        prompt_id=t.prompt.prompt_id,
+        source=t.prompt.source,
+        sample_index=t.sample_index,
+        reward=float(t.reward),
+        response_length=t.num_tokens,
+        finish_reason=t.finish_reason,
+        outcome=t.outcome,
+        prompt=prompt_text(t.prompt) or decode(tokenizer, t.prompt.token_ids),
+        text=t.text,
+        transcript=t.transcript,
+        answer=answer,
+        scores=dict(t.scores),
+    )

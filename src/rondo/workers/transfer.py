@@ -21,10 +21,9 @@ from rondo.training import Engine
 from rondo.weights.checksum import checksum
 from rondo.weights.disk import read_weights, remove_weights, write_weights
 from rondo.weights.exchange import SendReport, Transfer, piece_of, receive, send
-from rondo.weights.gather import gather_along
 from rondo.weights.layout import Layout
 from rondo.weights.own_group import OwnGroup
-from rondo.weights.sync import Sent, SyncReport
+from rondo.weights.sync import Sent, SyncReport, gather_along
 
 if TYPE_CHECKING:
     from rondo.workers.replicas import Replicas

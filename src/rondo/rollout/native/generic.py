@@ -24,8 +24,7 @@ from rondo.models.masks import Window
 from rondo.models.routers import RouteRecorder
 from rondo.rollout.native.blocks import BLOCK, blocks_of
 from rondo.rollout.native.cache import BlockCache, LayerShape, block_bytes, round_up
-from rondo.rollout.native.noise import uniforms
-from rondo.rollout.native.sampling import sample
+from rondo.rollout.native.sampling import sample, uniforms
 from rondo.rollout.native.scheduler import Prefill, SlotTable
 
 ATTENTION = "rondo_decode"

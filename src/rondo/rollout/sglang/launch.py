@@ -44,7 +44,7 @@ from rondo.core.types import GenerateRequest
 from rondo.models.loading import load_model_config
 from rondo.models.names import Parts
 from rondo.rollout.adapters import Served
-from rondo.rollout.native.noise import seed_ahead
+from rondo.rollout.native.sampling import seed_ahead
 from rondo.rollout.protocol import EngineSpec
 from rondo.rollout.sglang.worker import LOADER, SAMPLER, Delivery, Task, register_model, run
 from rondo.rollout.third_party import MERGE

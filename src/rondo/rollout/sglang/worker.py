@@ -27,8 +27,7 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 from rondo.models.lora import WEIGHTS
 from rondo.models.names import Parts, separate
-from rondo.rollout.native.noise import uniforms_on_device
-from rondo.rollout.native.sampling import draw, truncate
+from rondo.rollout.native.sampling import draw, truncate, uniforms_on_device
 from rondo.rollout.sglang.options import model_module
 from rondo.weights.bucket import SharedBucket
 from rondo.weights.checksum import checksum

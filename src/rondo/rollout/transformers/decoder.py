@@ -17,8 +17,7 @@ from rondo.core.errors import RolloutError
 from rondo.core.types import FinishReason, GenerateRequest, StepStats
 from rondo.models.routers import RouteRecorder
 from rondo.rollout.decoder import Decoder
-from rondo.rollout.native.noise import uniforms
-from rondo.rollout.native.sampling import sample
+from rondo.rollout.native.sampling import sample, uniforms
 from rondo.rollout.protocol import OnTokens
 from rondo.rollout.requests import News, Pending
 from rondo.rollout.transformers.forward import CachedForward, nbytes

@@ -21,8 +21,7 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.v1.sample.sampler import Sampler
 
 from rondo.models.names import Parts, separate
-from rondo.rollout.native.noise import seed_ahead, uniforms_on_device
-from rondo.rollout.native.sampling import draw, truncate
+from rondo.rollout.native.sampling import draw, seed_ahead, truncate, uniforms_on_device
 from rondo.weights.bucket import SharedBucket
 from rondo.weights.checksum import checksum
 

@@ -22,7 +22,7 @@ from rondo.core.errors import StorageError
 from rondo.data.sources import open_sources
 from rondo.system.hub import copy_of
 from rondo.system.storage import cache_folder
-from rondo.tracking.summary import versions
+from rondo.tracking.metrics import versions
 from rondo.trainers.program import open_tokenizer
 
 # What a warm start's export depends on; where it ran, and what it told, makes no difference.

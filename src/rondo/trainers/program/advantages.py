@@ -22,7 +22,7 @@ from rondo.algorithms import (
     columns_read,
     made_columns,
 )
-from rondo.algorithms.anchors import alike
+from rondo.algorithms.advantages.agentic import alike
 from rondo.config import AlgorithmConfig
 from rondo.core.batch import ROW_ID, BatchRef
 from rondo.core.columns import SCORE, SCORE_PREFIX, TABLE, declared, judges
