@@ -45,7 +45,7 @@ help:
 	@echo "make test-environments   tests of environments of other packages (TextWorld, ALFWorld, …), beside .venv"
 	@echo "make test-long    what all of these leave out: the tests of tests/long.txt, with their reasons (an hour)"
 	@echo "make test-chance  the tests of tests/chance.txt (TESTS=) twenty times (TIMES=), in random order, on a busy machine"
-	@echo "make lint         ruff, mypy, import rules"
+	@echo "make lint         ruff, mypy, import rules, the measure of the house"
 	@echo "make benchmarks   decode against transformers and the roofline; a GRPO step against TRL"
 	@echo "make clean        remove .venv, .venv-engines, .venv-environments, caches and build products (runs/ stays)"
 	@echo "The first of them makes $(VENV) and installs into it (a few minutes). Variables: see the head of this file."
@@ -149,7 +149,7 @@ lint: $(VENV)/.stamp-dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/test_layers.py
+	$(BIN)/python -m pytest -q tests/test_layers.py tests/test_house.py
 
 .PHONY: benchmarks
 benchmarks: $(VENV)/.stamp-dev
