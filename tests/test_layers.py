@@ -1,6 +1,7 @@
 """The house rules of docs and design, held by reading the source: who imports whom, and what does not occur.
 
-Lazy imports (inside functions) and imports for annotations count like all others.
+Lazy imports (inside functions) and imports for annotations count like all others. Circles and sizes are
+tests/test_house.py's.
 """
 
 from __future__ import annotations
@@ -225,24 +226,6 @@ def test_who_may_import_whom() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_no_cycles_between_folders() -> None:
-    edges: dict[str, set[str]] = {}
-    for path in SOURCES:
-        edges.setdefault(part(path), set()).update(target for target, _, _ in rondo_imports(path))
-    done: set[str] = set()
-
-    def visit(node: str, path: tuple[str, ...]) -> None:
-        assert node not in path, "cycle: " + " -> ".join([*path[path.index(node) :], node])
-        if node in done:
-            return
-        for target in sorted(edges.get(node, set()) - {node, "__init__"}):
-            visit(target, (*path, node))
-        done.add(node)
-
-    for node in sorted(edges):
-        visit(node, ())
-
-
 def test_who_names_a_framework_that_trains() -> None:
     """What computes is behind `training.backend.Backend`: whoever makes an engine knows who that is, and the
     checks before a run, of what a model and a device can do.
@@ -438,22 +421,6 @@ def _is_annotated(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     spec = function.args
     named = [*spec.posonlyargs, *spec.args, *spec.kwonlyargs, *filter(None, (spec.vararg, spec.kwarg))]
     return function.returns is not None and all(a.annotation or a.arg in ("self", "cls") for a in named)
-
-
-def test_sizes() -> None:
-    """Files of at most 500 lines, functions of at most 100."""
-    wrong = [
-        f"{name_of(path)} has {count} lines"
-        for path in SOURCES
-        if (count := len(path.read_text(encoding="utf-8").splitlines())) > 500
-    ]
-    for path in SOURCES:
-        for node in ast.walk(tree(path)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                length = (node.end_lineno or node.lineno) - node.lineno + 1
-                if length > 100:
-                    wrong.append(f"{name_of(path)}:{node.lineno} {node.name} has {length} lines")
-    assert not wrong, "\n".join(wrong)
 
 
 def test_importing_rondo_is_light() -> None:
