@@ -35,7 +35,7 @@ SMALL = 80  # raw lines; of files with fewer, one has to open too many to follow
 class Bounds:
     """The most that the house may have. Lower a number when a change makes it smaller."""
 
-    folders: int = 27  # of src/rondo; the aim is 24
+    folders: int = 26  # of src/rondo; the aim is 24
     modules: int = 0  # of src/rondo, beside __init__ and __main__
     file: int = 600  # raw lines of a file
     function: int = 100  # raw lines of a function

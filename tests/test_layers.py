@@ -35,6 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "chat": BASE,
     "checkpoint": BASE,
     "tracking": BASE | {"checkpoint"},  # durable files
+    "tracking/trajectories": {"core/errors", "system/streams"},  # reads files only
     "weights": BASE,
     "rewards": BASE | {"sandbox"},
     "serving": BASE | {"chat"},
@@ -67,7 +68,6 @@ ALLOWED |= {
     "environments": BASE | {"search"},
     "sandbox": {"core/errors", "core/masking", "system/access", "system/urls"},
     "search": BASE,
-    "view": {"core/errors", "system/streams"},  # reads files only
 }
 ALLOWED["trainers"] = {*ALLOWED, "trainers"} - {"__init__"}
 ALLOWED["cli"] = {*ALLOWED, "cli"}

@@ -13,9 +13,8 @@ import pytest
 
 from rondo.algorithms.advantages.agentic import alike
 from rondo.core.errors import DataError, RewardError, WorkerError
+from rondo.tracking.trajectories import read_trajectories, written
 from rondo.trainers.program.advantages import AdvantageStage
-from rondo.view import read_trajectories
-from rondo.view.trajectories import written
 from tests.agents.test_environment_episodes import WORLDS
 from tests.trainers.conftest import metrics, weights
 from tests.trainers.test_journal import assert_equal, broken_off

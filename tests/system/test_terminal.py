@@ -25,7 +25,7 @@ from rondo.system.streams import CleanStream, LogFormatter, clean_text, command_
 from rondo.tracking import Console, Header, logged_to
 from rondo.tracking.console import CleanConsole
 from rondo.trainers.commands import evaluate
-from tests.view.test_trajectories import rows_from_trajectories, trajectory
+from tests.tracking.test_trajectories import rows_from_trajectories, trajectory
 
 # What a terminal would make of it, and how it is spelled out.
 CONTROLS = {
@@ -163,9 +163,10 @@ def test_an_error_at_the_end_is_spelled_out_wherever_it_goes(
 
 def test_a_traceback_of_a_bug_is_spelled_out() -> None:
     program = (
-        "import sys, rondo.view; from rondo.cli.main import main\n"
+        "import sys, rondo.tracking.trajectories; from rondo.cli.main import main\n"
         f"def read(*args, **options): raise ValueError({EVIL!r})\n"
-        "rondo.view.read_trajectories = read\nsys.argv = ['rondo', 'show', 'runs/x']\nsys.exit(main())\n"
+        "rondo.tracking.trajectories.read_trajectories = read\n"
+        "sys.argv = ['rondo', 'show', 'runs/x']\nsys.exit(main())\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 1

@@ -142,7 +142,7 @@ def test_an_evaluation_that_is_ended_leaves_nothing(
         (("eval", "RECIPE"), "rondo.trainers.commands.evaluate.load_prompts"),  # in an event loop
         (("generate", "FOLDER", "a"), "rondo.trainers.commands.evaluate.generate"),
         (("export", "FOLDER", "out"), "rondo.trainers.commands.export.export_checkpoint"),
-        (("show", "FOLDER"), "rondo.view.read_trajectories"),
+        (("show", "FOLDER"), "rondo.tracking.trajectories.read_trajectories"),
         (("doctor", "FOLDER"), "rondo.cli.doctor_run.examine"),
     ],
 )

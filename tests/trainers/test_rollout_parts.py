@@ -17,8 +17,8 @@ from rondo.controller.dispatch import dispatch
 from rondo.core.batch import Batch, BatchRef
 from rondo.core.errors import DataError, StorageError
 from rondo.data.rollout_files import open_recording
+from rondo.tracking.trajectories import read_trajectories
 from rondo.trainers.loop import report
-from rondo.view.trajectories import read_trajectories
 from rondo.workers import ActorWorker
 from rondo.workers.models import WritesRows
 

@@ -23,7 +23,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Prints them."""
-    from rondo.view import read_trajectories, written
+    from rondo.tracking.trajectories import read_trajectories, written
 
     order = "best" if args.best else "worst" if args.worst else "first"
     found = read_trajectories(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rondo.view import read_trajectories
+from rondo.tracking.trajectories import read_trajectories
 from tests.agents.conftest import run as run
 from tests.agents.test_environment_episodes import WORLDS
 from tests.environments.packages.installed import needs

@@ -12,7 +12,7 @@ from rondo.agents.record import rows_of
 from rondo.core.errors import DataError
 from rondo.core.types import Call, Completion, Prompt, Trajectory
 from rondo.data.rows import rows_from_trajectories
-from rondo.view import read_trajectories, written
+from rondo.tracking.trajectories import read_trajectories, written
 from tests.trainers.conftest import inline
 
 
