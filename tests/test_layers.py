@@ -34,7 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "models": BASE | {"weights"},
     "chat": BASE,
     "checkpoint": BASE,
-    "tracking": BASE | {"checkpoint"},  # durable files
+    "tracking": BASE | {"checkpoint"},
     "tracking/trajectories": {"core/errors", "system/streams"},  # reads files only
     "weights": BASE,
     "rewards": BASE | {"sandbox"},
@@ -71,7 +71,7 @@ ALLOWED |= {
 }
 ALLOWED["trainers"] = {*ALLOWED, "trainers"} - {"__init__"}
 ALLOWED["cli"] = {*ALLOWED, "cli"}
-ALLOWED["api"] = {"checkpoint", "config", "core", "data", "system", "tracking", "trainers"}
+ALLOWED["api"] = {"config", "core", "data", "system", "tracking", "trainers"}
 ALLOWED["__main__"] = {"cli"}
 
 # The rooms of `trainers`, each on its floor; who is on the same floor does not know the others.

@@ -17,7 +17,6 @@ from rondo.agents.mcp_servers import McpServer
 from rondo.agents.tools import end_tools, load_tools
 from rondo.algorithms.registry import bind
 from rondo.api.run import _write_recipe
-from rondo.checkpoint.durable import AppendedFile, write_atomic
 from rondo.config import Config, SourceConfig, changes, leaves_of, load, show, to_yaml
 from rondo.config.functions import NEVER_HANDED_OVER, called_with
 from rondo.config.schema import (
@@ -37,6 +36,7 @@ from rondo.rewards.functions import load_functions
 from rondo.sandbox.remote import server
 from rondo.search.client import RetrieverError
 from rondo.system.access import SANDBOX_KEY
+from rondo.system.storage import AppendedFile, write_atomic
 from rondo.system.urls import Far, place_of, spelled
 from rondo.tracking.run_folder import RunFolder
 from rondo.tracking.trackers import TrackerContext, make_trackers

@@ -13,10 +13,20 @@ from typing import Any
 
 import pytest
 
-from rondo.checkpoint.durable import AppendedFile, make_folder, replacing, replacing_folder, write_atomic
 from rondo.core.batch import Batch
 from rondo.core.errors import CheckpointError, StorageError, WorkerError
-from rondo.system.storage import DISK_FULL, cache_folder, fault_in, is_ours, storing
+from rondo.system.storage import (
+    DISK_FULL,
+    AppendedFile,
+    cache_folder,
+    fault_in,
+    is_ours,
+    make_folder,
+    replacing,
+    replacing_folder,
+    storing,
+    write_atomic,
+)
 from rondo.tracking import RunFolder
 
 

@@ -17,10 +17,10 @@ from typing import Any
 import cloudpickle
 
 from rondo.api.rows import plain_rows, write_rows
-from rondo.checkpoint.durable import write_atomic
 from rondo.config.functions import know, written_down
 from rondo.config.schema.data import SOURCE_TYPES
 from rondo.core.errors import ConfigError
+from rondo.system.storage import write_atomic
 
 Recipes = str | Path | Sequence[str | Path]
 """The name of a recipe that rondo ships, a YAML file, or several, merged in order."""

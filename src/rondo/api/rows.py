@@ -18,10 +18,9 @@ from typing import IO, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rondo.checkpoint.durable import make_folder, replacing, sync_path
 from rondo.core.errors import ConfigError, DataError
 from rondo.data.plain import AddedNulls, check_names, check_schema, plain, without_added_nulls
-from rondo.system.storage import storing
+from rondo.system.storage import make_folder, replacing, storing, sync_path
 
 MOST_ROWS = 10_000_000  # of a generator: more is one that never ends
 BATCH = 10_000  # rows in memory at one time

@@ -19,11 +19,11 @@ import yaml
 
 from rondo.api.inputs import Inputs, Recipes, files_of, functions_of
 from rondo.api.serving import Server, serve
-from rondo.checkpoint.durable import free_name, make_folder, write_atomic
 from rondo.config import LoadedConfig, to_yaml
 from rondo.config import load as load_recipe
 from rondo.config.tree import RECIPES
 from rondo.core.errors import ConfigError, DataError, RondoError, WorkerError
+from rondo.system.storage import free_name, make_folder, write_atomic
 
 if TYPE_CHECKING:
     from rondo.trainers.commands.open_run import OnStep

@@ -30,18 +30,21 @@ from rondo.checkpoint.checked import (
     write_checked,
     write_manifest,
 )
-from rondo.checkpoint.durable import (
+from rondo.core.errors import CheckpointError, ConfigError, RondoError, StorageError, WorkerError
+from rondo.system.storage import (
+    DISK_FULL,
     REMOVING,
     WRITING,
     entries_of,
+    fault_in,
     make_folder,
     make_private,
     move,
+    refused,
     remove_leftovers,
+    storing,
     sync_path,
 )
-from rondo.core.errors import CheckpointError, ConfigError, RondoError, StorageError, WorkerError
-from rondo.system.storage import DISK_FULL, fault_in, refused, storing
 from rondo.system.urls import Far, Place, place_of
 
 _NAME = re.compile(r"step-(\d{8})")

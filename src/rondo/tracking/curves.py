@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rondo.checkpoint.durable import replacing
 from rondo.core.errors import ConfigError, DataError
+from rondo.system.storage import replacing
 from rondo.tracking import shown
 from rondo.tracking.metrics import read_metrics
 

@@ -30,7 +30,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rondo.checkpoint import CheckpointStore
-from rondo.checkpoint.durable import (
+from rondo.core.errors import CheckpointError, ConfigError, DataError, StorageError
+from rondo.system.storage import (
     AppendedFile,
     entries_of,
     free_name,
@@ -40,11 +41,10 @@ from rondo.checkpoint.durable import (
     remove_leftovers,
     replacing,
     replacing_folder,
+    storing,
     sync_path,
     write_atomic,
 )
-from rondo.core.errors import CheckpointError, ConfigError, DataError, StorageError
-from rondo.system.storage import storing
 from rondo.system.urls import Place, place_of
 from rondo.tracking.lock import RunLock
 from rondo.tracking.metrics import metrics_line, parse_metrics, read_metrics

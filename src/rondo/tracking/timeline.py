@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rondo.checkpoint.durable import AppendedFile, make_folder
 from rondo.core.errors import DataError
+from rondo.system.storage import AppendedFile, make_folder
 
 # A line of the file.
 Event = dict[str, Any]

@@ -17,13 +17,12 @@ from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from typing import Any, Literal, Protocol
 
-from rondo.checkpoint.durable import write_atomic
 from rondo.config.functions import called_with, check_options, resolve_function
 from rondo.config.schema import FunctionConfig
 from rondo.core.errors import ConfigError, TrainError, about
 from rondo.core.masking import masked_urls
 from rondo.system.border import users_code
-from rondo.system.storage import storing
+from rondo.system.storage import storing, write_atomic
 from rondo.tracking.run_folder import RunFolder
 from rondo.tracking.shown import Sample
 

@@ -11,13 +11,12 @@ from tempfile import TemporaryDirectory
 from typing import cast, get_args
 
 from rondo.checkpoint import Checkpoint, CheckpointStore
-from rondo.checkpoint.durable import replacing_folder
 from rondo.config import Config, LocalBackendConfig
 from rondo.config.schema.types import Dtype
 from rondo.controller import WorkerGroup, start_cluster
 from rondo.core.errors import CheckpointError, ConfigError
 from rondo.models import is_function
-from rondo.system.storage import cache_folder, storing
+from rondo.system.storage import cache_folder, replacing_folder, storing
 from rondo.system.urls import Far, Place, place_of, spelled
 from rondo.trainers.commands.event_loop import run_loop
 from rondo.trainers.loop import config_of

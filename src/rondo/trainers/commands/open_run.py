@@ -17,10 +17,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rondo.checkpoint.durable import replacing_folder
 from rondo.config import Config, LoadedConfig, to_yaml
 from rondo.controller import Cluster, start_cluster
 from rondo.system.signals import came, caught
+from rondo.system.storage import replacing_folder
 from rondo.tracking import Console, Kind, RunFolder, logged_to
 from rondo.trainers.commands.export import export_model
 from rondo.trainers.commands.read_before import read_otherwise

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from rondo.checkpoint.durable import make_folder
 from rondo.config import Config, LoadedConfig, changes, leaves_of, load
 from rondo.core.errors import ConfigError
+from rondo.system.storage import make_folder
 from rondo.tracking import Console
 from rondo.trainers.commands.check_memory import check_memory
 from rondo.trainers.commands.check_supervised import check_supervised

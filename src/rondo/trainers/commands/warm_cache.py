@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import rondo
-from rondo.checkpoint.durable import make_folder, sync_path
 from rondo.config import Config, leaves_of
 from rondo.core.errors import StorageError
 from rondo.data.sources import open_sources
 from rondo.system.hub import copy_of
-from rondo.system.storage import cache_folder
+from rondo.system.storage import cache_folder, make_folder, sync_path
 from rondo.tracking.metrics import versions
 from rondo.trainers.program import open_tokenizer
 

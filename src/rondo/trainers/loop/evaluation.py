@@ -16,12 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from rondo.checkpoint.durable import make_folder, write_atomic
 from rondo.config import EvaluationConfig
 from rondo.controller import WorkerGroup
 from rondo.core.errors import CheckpointError, WorkerError
 from rondo.core.types import SCORED, Prompt, SamplingParams
-from rondo.system.storage import DAMAGE, storing
+from rondo.system.storage import DAMAGE, make_folder, storing, write_atomic
 from rondo.workers import EvaluationRecord, RolloutWorker
 
 # Metrics that an evaluation may lack and the next one have: nothing could be scored, or named an answer.

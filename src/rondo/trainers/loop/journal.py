@@ -12,9 +12,8 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rondo.checkpoint.durable import AppendedFile
 from rondo.core.errors import CheckpointError
-from rondo.system.storage import DAMAGE, storing
+from rondo.system.storage import DAMAGE, AppendedFile, storing
 from rondo.tracking import RunFolder
 
 JOURNAL_FILE = "journal.jsonl"
