@@ -22,7 +22,7 @@ from rondo.core.errors import ConfigError, DataError, StorageError, ToolError
 from rondo.search import index_of, words
 from tests.agents.scripted import call, episode, saying
 from tests.serving.conftest import TOKENIZER
-from tests.test_storage import files_no_larger_than
+from tests.system.test_storage import files_no_larger_than
 from tests.trainers.conftest import inline, metrics
 
 ROWS = [
