@@ -312,7 +312,8 @@ def main() -> None:
         run(name, folder, out, None if arguments.what == "record" else base)
         if arguments.what == "compare":
             ours, theirs = dict(facts(here / name)), dict(facts(base / name))
-            wrong = sorted(k for k in ours.keys() | theirs.keys() if ours.get(k) != theirs.get(k))
+            keys = sorted(ours.keys() | theirs.keys())
+            wrong = [k for k in keys if repr(ours.get(k)) != repr(theirs.get(k))]  # NaN is NaN
             print(f"{name}: {len(theirs)} facts, {len(wrong)} differ", flush=True)
             for key in wrong[:10]:
                 print(f"  {key}: {str(theirs.get(key))[:100]} -> {str(ours.get(key))[:100]}")
