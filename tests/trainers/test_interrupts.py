@@ -144,6 +144,7 @@ def test_an_evaluation_that_is_ended_leaves_nothing(
         (("export", "FOLDER", "out"), "rondo.trainers.commands.export.export_checkpoint"),
         (("show", "FOLDER"), "rondo.tracking.trajectories.read_trajectories"),
         (("doctor", "FOLDER"), "rondo.cli.doctor_run.examine"),
+        (("migrate", "FOLDER"), "rondo.cli.migrate_command._files"),
     ],
 )
 def test_a_command_that_only_computes_ends_at_the_first(

@@ -34,6 +34,7 @@ COMMANDS = {
     "export": "rondo.cli.model_command",
     "serve": "rondo.cli.serve_command",
     "show": "rondo.cli.show_command",
+    "migrate": "rondo.cli.migrate_command",
     "init": "rondo.cli.init_command",
     "recipes": "rondo.cli.listing",
     "list": "rondo.cli.listing",

@@ -11,6 +11,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import io
 import os
 import pickle
 import sys
@@ -248,12 +249,23 @@ def _importable(folder: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _importing(what: str) -> Iterator[None]:
-    """What the code of a module raises inside is a ConfigError."""
+    """What the code of a module raises inside is a ConfigError, which says where a name is that has moved."""
     try:
         with contained():
             yield
     except Exception as error:
-        raise ConfigError(f"{what} could not be imported: {described(error)}") from error
+        from rondo.core.moved import advice
+
+        raise ConfigError(f"{what} could not be imported: {described(error)}{advice(error)}") from error
+
+
+def _refuse_moved(name: str) -> None:
+    """Raises ConfigError for a name of an older rondo, in place of what is said of one that is not there."""
+    from rondo.core.moved import successor
+
+    new = successor(name)
+    if new is not None:
+        raise ConfigError(f"'{name}' is '{new}' now: write that (`rondo migrate FILE` does it in a file)")
 
 
 def _module_from_file(path: str, name: str) -> ModuleType:
@@ -292,9 +304,38 @@ def _unpickled(path: str, name: str) -> Callable[..., Any]:
                 "Python, or put the function into a file of its own"
             )
     with _importing(f"'{name}': {file}"):
-        function = pickle.loads(data)
+        function = _Unpickler(io.BytesIO(data)).load()
     know(name, function)
     return function  # type: ignore[no-any-return]
+
+
+class _Unpickler(pickle.Unpickler):
+    """Finds what an older rondo's pickle names and has moved since, so that a run of that one goes on."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module.startswith("cloudpickle.") and name == "subimport":  # how a pickle names a module
+            return _imported
+        try:
+            return super().find_class(module, name)
+        except (ImportError, AttributeError):
+            from rondo.core.moved import successor
+
+            new = successor(f"{module}:{name}")
+            if new is None:
+                raise
+            return super().find_class(*new.split(":"))
+
+
+def _imported(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError:
+        from rondo.core.moved import successor
+
+        new = successor(name)
+        if new is None:
+            raise
+        return importlib.import_module(new)
 
 
 def _module_by_name(module_name: str, name: str) -> ModuleType:
@@ -305,6 +346,7 @@ def _module_by_name(module_name: str, name: str) -> ModuleType:
             if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
                 raise
             missing = error.name
+    _refuse_moved(name)
     raise ConfigError(f"'{name}': there is no module {missing}; install it, or run where it can be imported")
 
 
@@ -330,6 +372,7 @@ def _attribute(module: ModuleType, attribute: str, name: str) -> Callable[..., A
     found: Any = module
     for part in attribute.split("."):
         if not hasattr(found, part):
+            _refuse_moved(name)
             public = [key for key in vars(found) if not key.startswith("_")]
             place = getattr(module, "__file__", None) or module.__name__
             raise ConfigError(f"'{name}': {place} has no '{part}'{did_you_mean(part, public)}")
