@@ -116,10 +116,10 @@ def loss(log_probs, advantages):
 # The command, with a shorter time until it ends what does not end.
 PROGRAM = """
 import sys
-from rondo import interrupts
+from rondo.system import signals
 from rondo.cli.main import main
 
-interrupts.END_SECONDS = 3.0
+signals.END_SECONDS = 3.0
 sys.exit(main())
 """
 
