@@ -175,7 +175,9 @@ def test_ctrl_c_ends_a_run_that_users_code_holds(
     try:
         reader = threading.Thread(target=said.extend, args=(process.stderr,))
         reader.start()
-        wait_for("a call of the code", (tmp_path / "held").exists)
+        held = tmp_path / "held"
+        wait_for("a call of the code", lambda: held.exists() or process.poll() is not None)
+        assert held.exists(), "".join(said)
         if named:
             wait_for("the warning", lambda: any("has kept the event loop" in line for line in said))
         started = descendants(process.pid)
