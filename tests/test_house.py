@@ -38,6 +38,7 @@ def house() -> House:
     return read(SRC)
 
 
+@pytest.mark.slow
 def test_no_circles(house: House) -> None:
     circles = circles_of_files(house) + circles_of_folders(house)
     assert not circles, "These import each other:\n" + "\n\n".join(circles)

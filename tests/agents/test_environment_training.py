@@ -128,6 +128,7 @@ def test_a_run_that_was_broken_off_begins_its_episodes_anew(run: Any, memory: st
     assert_equal(first, run("again", *moving, f"trainer.replay={first}"))
 
 
+@pytest.mark.slow
 def test_grpo_in_one_context(run: Any) -> None:
     """All rows are what the engine got: the trainer's log-probs are its own."""
     loop = "rollout.agent={name: concatenated, max_steps: 3}"

@@ -149,6 +149,7 @@ def told(made: Sequence[Trajectory]) -> list[Any]:
 # ---- environments
 
 
+@pytest.mark.slow
 def test_episodes_are_what_they_are_in_threads() -> None:
     prompts = [prompt(number) for number in range(6)]
     lake = EnvironmentConfig("frozen_lake", options={"size": 3, "slippery": True})
@@ -163,6 +164,7 @@ def test_episodes_are_what_they_are_in_threads() -> None:
         assert values[f"environment/seconds/{name}"] > 0
 
 
+@pytest.mark.slow
 def test_one_call_at_a_time_in_few_processes_that_see_no_device() -> None:
     """200 episodes at once; no thread waits for one."""
     most = 0
@@ -251,6 +253,7 @@ def test_what_cannot_travel_is_named() -> None:
 # ---- vectorised
 
 
+@pytest.mark.slow
 def test_steps_that_wait_are_one_call() -> None:
     prompts = [prompt(number) for number in range(16)]
     one_by_one, _ = play(prompts, counts())
@@ -262,6 +265,7 @@ def test_steps_that_wait_are_one_call() -> None:
     assert 3 <= calls < 16 * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("what", "why"), [("raises", "step raised OSError"), ("exits", "step: its process")])
 def test_one_that_fails_in_a_call_of_several_fails_alone(what: str, why: str) -> None:
     prompts = [prompt(number, **({"2": what} if number == 3 else {})) for number in range(6)]
@@ -276,6 +280,7 @@ def test_one_that_fails_in_a_call_of_several_fails_alone(what: str, why: str) ->
 # ---- agents over HTTP
 
 
+@pytest.mark.slow
 def test_coroutines_share_the_loop_of_their_process() -> None:
     made, values = play(
         [prompt(number) for number in range(60)], None, count=2, agent=FunctionConfig(f"{WORLDS}:asks")

@@ -149,6 +149,7 @@ def test_a_server_that_dies_is_started_again(tools: Sequence[Tool], tmp_path: Pa
     assert "died" in box.failure
 
 
+@pytest.mark.slow
 def test_an_episode_ends_with_a_server_that_is_down() -> None:
     """As outcome tool_error, without a reward."""
     policy = saying(call("add", a=3, b=4), call("die"))

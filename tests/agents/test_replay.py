@@ -77,6 +77,7 @@ def test_episodes_that_clocks_ended(run: Any, monkeypatch: pytest.MonkeyPatch) -
     assert_equal(first, run("again", *settings, f"trainer.replay={first}"))
 
 
+@pytest.mark.slow
 def test_a_tool_that_says_something_else_is_noticed(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = (*SETTINGS, "trainer.on_update=resume")
     first = run("run", *settings)

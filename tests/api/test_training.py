@@ -116,6 +116,7 @@ def test_a_callback_hears_every_step_and_ends_the_run(run_dir: dict[str, Any]) -
     assert (run.model / "config.json").is_file()
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_where_it_was(run_dir: dict[str, Any], tmp_path: Path) -> None:
     """Longer by two steps, it is the run that was that long from the start."""
     whole = rondo.train(
@@ -205,6 +206,7 @@ def test_arguments_of_an_evaluation_stand_over_its_config(run_dir: dict[str, Any
     assert [sample.prompt for sample in result.samples] == [ROWS[0]["prompt"]]
 
 
+@pytest.mark.slow
 def test_evaluate_and_generate_with_a_runs_model(run_dir: dict[str, Any]) -> None:
     run = rondo.train(data=ROWS, reward=even, config=SETTINGS, steps=1, **run_dir)
     before, step = run.metrics["eval/greedy/reward"].dropna().tolist(), run.evaluate().metrics
@@ -235,6 +237,7 @@ def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
         rondo.load(tmp_path)
 
 
+@pytest.mark.slow
 def test_import_rondo_is_light_and_lists_what_it_offers() -> None:
     code = (
         "import sys, rondo; heavy = ('torch', 'numpy', 'pydantic', 'pyarrow'); "

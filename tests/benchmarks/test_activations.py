@@ -10,6 +10,7 @@ from tests.ranks import run_ranks
 TOKENS = 1024
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape",
     [

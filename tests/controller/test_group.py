@@ -39,6 +39,7 @@ def put(cluster: Cluster, batch: Batch) -> BatchRef:
     return cluster.put(batch, ("response_length", "weight"))
 
 
+@pytest.mark.slow
 def test_split_returns_every_row_once_with_new_columns(cluster: Cluster, run: Run, role: str) -> None:
     group = make_group(run, cluster, role, kwargs={"factor": 3})
     batch = make_batch()

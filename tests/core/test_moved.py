@@ -50,6 +50,7 @@ def test_a_new_name_is_no_old_one() -> None:
     assert [new for new in rows().values() if successor(new) is not None] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("old", NAMES.read_text(encoding="utf-8").splitlines()[1:])
 def test_what_9bbdfff_had_is_there_or_in_the_table(old: str) -> None:
     assert leads_somewhere(successor(old) or old)

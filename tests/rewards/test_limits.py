@@ -95,6 +95,7 @@ def test_a_users_function_has_the_clock_alone(score):
     assert counts["reward/timeouts"] == 2.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("row", "said"),
     [
@@ -171,6 +172,7 @@ def test_reasoning_gym_is_not_kept_busy_by_an_answer_nor_does_one_stop_the_run(s
     assert counts == NO_FAILURES
 
 
+@pytest.mark.slow
 def test_a_task_that_raises_at_its_own_answer_is_an_error(score):
     gym = pytest.importorskip("reasoning_gym")
     entry = gym.create_dataset("prime_factorization", size=1, seed=1)[0] | {"answer": "abc"}

@@ -499,6 +499,7 @@ def test_a_module_that_its_process_does_not_import_is_no_time_limit(tmp_path, mo
     assert "was not imported within 2 s" in scored.failure
 
 
+@pytest.mark.slow
 def test_a_process_that_died_between_two_calls_is_no_failure(scorer):
     s = scorer("crashes", isolation="process")
 

@@ -129,6 +129,7 @@ def test_no_bit_depends_on_batch_mates(model: PreTrainedModel, monkeypatch: pyte
     row_by_row.close()
 
 
+@pytest.mark.slow
 def test_a_tiny_cache_gives_the_bits_of_a_large_one(model: PreTrainedModel) -> None:
     block = block_bytes(layer_shapes(model.config), torch.float32)
     large, small = (engine_of(model, cache_bytes=n * block) for n in (31, 4))

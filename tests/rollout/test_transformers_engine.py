@@ -117,6 +117,7 @@ def same(one: Completion, other: Completion, start: int = 0) -> None:
     np.testing.assert_array_equal(one.log_probs[start:], other.log_probs[start:])
 
 
+@pytest.mark.slow
 def test_a_requests_bits_are_its_own(model: PreTrainedModel) -> None:
     """Alone; among others, with which it takes turns and shares a prompt; and in an engine where it waits."""
     engine, narrow = engine_of(model), engine_of(model, max_concurrent=1)

@@ -231,6 +231,7 @@ def rollouts(folder: Path) -> list[dict[str, Any]]:
     return tables
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_training_an_agent_of_one_call_is_training_without(run: Any, staleness: int) -> None:
     """The same tokens, the same rewards, the same weights, bit for bit."""

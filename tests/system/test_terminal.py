@@ -161,6 +161,7 @@ def test_an_error_at_the_end_is_spelled_out_wherever_it_goes(
         assert in_one_word(text()) == said
 
 
+@pytest.mark.slow
 def test_a_traceback_of_a_bug_is_spelled_out() -> None:
     program = (
         "import sys, rondo.tracking.trajectories; from rondo.cli.main import main\n"

@@ -170,6 +170,7 @@ def test_resume_with_other_settings_is_refused_with_the_keys(recipe: Path, undis
     assert "rollout.n: 4 in the checkpoint, 2 now" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_named_with_the_way_out(recipe: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     arguments = ("train", str(recipe), "checkpoint.every=1", f"trainer.run_dir={run}")
@@ -259,6 +260,7 @@ def test_a_longer_run_with_another_setting_goes_on_and_says_so(recipe: Path, tmp
     assert [line["step"] for line in metrics(tmp_path / "run")] == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_failures_in_flight_survive_a_resume(recipe: Path, tmp_path: Path) -> None:
     """One step off-policy, with trajectories and whole groups that fail: a run that goes on from its second
     checkpoint counts for each step what the undisturbed one counts.

@@ -408,6 +408,7 @@ def test_a_coefficient_that_adapts_asks_for_what_it_follows(run: Any) -> None:
         run(program, *KL, ADAPTIVE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "ended"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
 )

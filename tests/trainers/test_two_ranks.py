@@ -51,6 +51,7 @@ def test_two_ranks_equal_one_process(run: Any, two_devices: tuple[str, ...]) -> 
     assert [line["step"] for line in metrics(again)] == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_an_error_that_names_it(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, two_devices: tuple[str, ...]
 ) -> None:

@@ -182,6 +182,7 @@ def test_it_is_torchaos_where_blocks_are_alike() -> None:
     assert int((codes[0] != codes[1]).sum()) <= 3
 
 
+@pytest.mark.slow
 def test_moments_that_rest_elsewhere_are_those_of_one_update(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -87,6 +87,7 @@ def test_teacher_prm_and_reward_model_write_their_columns() -> None:
     assert (scores[~empty] == 0).all()  # a new head
 
 
+@pytest.mark.slow
 def test_two_critics_and_a_prm_learn_under_their_own_names() -> None:
     """One class for both critics; columns, mini-batches and metrics follow the role."""
 
