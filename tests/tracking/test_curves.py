@@ -84,11 +84,12 @@ def test_missing_matplotlib_and_nothing_to_draw(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.slow
-def test_importing_tracking_imports_no_tracker_and_no_matplotlib() -> None:
+def test_importing_tracking_imports_no_tracker_no_matplotlib_and_no_torch() -> None:
     code = "import sys, rondo.tracking; print(sorted({m.split('.')[0] for m in sys.modules}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = set(re.findall(r"'(\w+)'", done.stdout))
     assert not loaded & {"matplotlib", "wandb", "tensorboard", "mlflow", "swanlab", "ray", "transformers"}
+    assert not loaded & {"torch", "numpy", "pyarrow"}  # `rondo show` begins with it
 
 
 def test_series_takes_the_last_line_of_a_step_and_the_first_name_that_is_there() -> None:

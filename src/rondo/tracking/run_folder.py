@@ -29,7 +29,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from rondo.checkpoint import CheckpointStore
 from rondo.core.errors import CheckpointError, ConfigError, DataError, StorageError
 from rondo.system.storage import (
     AppendedFile,
@@ -128,6 +127,8 @@ class RunFolder:
 
     def _prepare(self, resume: Resume) -> int | None:
         present = [name for name in OURS if _has_content(self.path / name)]
+        from rondo.checkpoint import CheckpointStore  # with torch; `rondo show` reads a run without
+
         checkpoints = CheckpointStore(self.checkpoints_dir).steps()
         if checkpoints and resume != "never":
             return checkpoints[-1]
