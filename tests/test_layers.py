@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-PACKAGE = ROOT / "src" / "rondo"
+from tests.house import ROOT, SRC, read
+
+PACKAGE = SRC / "rondo"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 # Who may import whom: a room, or one file of it. Every part above them may import these.
@@ -179,23 +180,10 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(PACKAGE.parent))
 
 
-@cache
-def imports(path: Path) -> tuple[tuple[str, int], ...]:
+def imports(path: Path) -> list[tuple[str, int]]:
     """(dotted module or module.name, line) of every import in the file, relative ones resolved."""
-    found: list[tuple[str, int]] = []
-    package = ["rondo", *path.relative_to(PACKAGE).parts[:-1]]
-    for node in ast.walk(tree(path)):
-        if isinstance(node, ast.Import):
-            found += [(alias.name, node.lineno) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            module = ".".join([*base, *([node.module] if node.module else [])])
-            found += [(f"{module}.{alias.name}", node.lineno) for alias in node.names]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module") and node.args:
-            target = node.args[0]
-            if isinstance(target, ast.Constant) and isinstance(target.value, str):
-                found.append((target.value, node.lineno))
-    return tuple(found)
+    found = read(SRC).files[path.relative_to(SRC).as_posix()].imports
+    return [(f"{module}.{name}" if name else module, line) for module, name, line in found]
 
 
 def rondo_imports(path: Path) -> Iterator[tuple[str, str, int]]:

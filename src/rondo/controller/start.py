@@ -10,7 +10,7 @@ from rondo.controller.cluster import Cluster
 from rondo.controller.dispatch import Placer
 from rondo.controller.local import start_local
 from rondo.controller.process_backend import start_process_cluster
-from rondo.system.storage import storing
+from rondo.system.storage import make_folder
 
 
 async def start_cluster(config: ClusterConfig, logs: Path | None = None) -> Cluster:
@@ -31,8 +31,7 @@ async def _start(config: ClusterConfig, threads: int, logs: Path | None) -> Clus
     if config.backend.name == "local":
         return await start_local(config, threads)
     if logs is not None:
-        with storing(logs, "made"):
-            logs.mkdir(parents=True, exist_ok=True)
+        make_folder(logs)
     if config.backend.name == "process":
         return await start_process_cluster(config, threads, logs)
     from rondo.controller.ray_backend import start_ray_cluster  # Ray takes a second to import
