@@ -20,6 +20,7 @@ from tests.controller.conftest import Run
 from tests.controller.sample_workers import Calculator
 from tests.waiting import wait_for
 
+pytestmark = pytest.mark.random_order(disabled=True)  # the last tests kill the hosts that all of them share
 ray = pytest.importorskip("ray")
 ray_backend = pytest.importorskip("rondo.controller.ray_backend")
 placement_group = ray_backend.placement_group

@@ -111,10 +111,10 @@ def test_a_traceback_shows_the_programs_own_lines_only(backend: str) -> None:
 
 
 def test_a_program_that_does_not_end(backend: str) -> None:
-    for code in ("while True: pass", "import time; time.sleep(600)", "import sys; sys.stdin.read(); input()"):
-        result = program(backend, code, Limits(seconds=0.3), stdin="x" * 300_000)
-        expected = "error" if "input" in code else "time_limit"
-        assert result.status == expected
+    for code in ("while True: pass", "import time; time.sleep(600)"):
+        assert program(backend, code, Limits(seconds=0.3), stdin="x" * 300_000).status == "time_limit"
+    result = program(backend, "import sys; sys.stdin.read(); input()", stdin="x" * 300_000)
+    assert result.status == "error"
     assert result.stderr.endswith("EOFError: EOF when reading a line\n")
 
 
