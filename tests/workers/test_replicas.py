@@ -118,6 +118,7 @@ def test_killed_while_idle(
     assert two.describe().startswith("2 × native rollout engine: ")
 
     async def main() -> None:
+        await two.router.statistics()  # of the tests before, which share the engines
         assert_same(await generate(two), undisturbed, 1)
         news = asyncio.create_task(two.restarted())
         kill(two, "0")
