@@ -30,7 +30,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from rondo.config import load
-from rondo.config.load import RECIPES
+from rondo.system.names import offered
 from rondo.tracking import read_metrics
 from rondo.tracking.metrics import versions
 from rondo.trainers.commands import supervised
@@ -78,7 +78,7 @@ class Task:
 
 def recipe_names() -> list[str]:
     """The recipes of algorithms, DPO and those with a teacher last."""
-    names = [path.stem for path in RECIPES.glob("*.yaml")]
+    names = list(offered("recipes"))
     names = [name for name in names if not name.startswith(NO_ALGORITHM)]
     return sorted(names, key=lambda name: (name in FROM_PAIRS, name.startswith("distill"), name))
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from rondo.system.names import KINDS, OURS, read_groups
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -62,6 +64,16 @@ def test_every_file_of_the_package_is_in_the_wheel(installed: Path) -> None:
         return {str(path.relative_to(folder)) for path in found}
 
     assert files(installed / "rondo") == files(ROOT / "src" / "rondo")
+
+
+@pytest.mark.slow
+def test_the_wheel_offers_what_the_file_says(installed: Path) -> None:
+    """Where `rondo` itself reads the file, other programs read the metadata."""
+    (text,) = installed.glob("rondo_rl-*.dist-info/entry_points.txt")
+    groups = dict(read_groups(text.read_text(encoding="utf-8")))
+    assert groups.pop("console_scripts") == {"rondo": "rondo.cli.main:main"}
+    assert groups == read_groups(OURS.read_text(encoding="utf-8"))
+    assert set(groups) == {f"rondo.{kind}" for kind in KINDS}
 
 
 @pytest.mark.slow

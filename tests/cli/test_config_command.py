@@ -10,7 +10,7 @@ import pytest
 
 from rondo.cli.main import main
 from rondo.config import load
-from rondo.config.load import RECIPES
+from rondo.system.names import offered
 
 ROOT = Path(__file__).resolve().parents[2]
 ARGUMENTS = ["model.path=m", "trainer.total_steps=1", "rollout.n=4"]
@@ -34,7 +34,7 @@ def test_stages_follow_from_the_functions(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
-    recipe = str(RECIPES / "quickstart.yaml")
+    recipe = str(offered("recipes")["quickstart"])
     assert main(["check", recipe, "algorithm.kl={name: k3, where: loss, coef: 0.1}"]) == 0
     stages = capsys.readouterr().out.split("One step:\n")[1]
     assert (
@@ -51,7 +51,7 @@ def test_every_recipe_that_rondo_ships_passes_the_second_check(capsys: pytest.Ca
     A recipe whose package is not here says so (where the package is, `make test-environments` checks it).
     """
     missing = [name for name in ("alfworld", "miniwob") if importlib.util.find_spec(name) is None]
-    for path in sorted(RECIPES.glob("*.yaml")):
+    for path in sorted(offered("recipes").values()):
         teacher = ["teacher.path=."] if path.stem.startswith("distill") else []
         command = "sft" if path.stem.endswith("_sft") else TASKS.get(path.stem, "train")
         code = main(["check", path.stem, "--for", command, *teacher])

@@ -5,12 +5,10 @@ from __future__ import annotations
 import pytest
 
 from rondo import algorithms
-from rondo.agents.builtin_tools import BUILTINS as TOOLS
 from rondo.cli import main as cli
-from rondo.cli.listing import ALGORITHMS, KINDS
+from rondo.cli.listing import ALGORITHMS, BY_NAME, KINDS
 from rondo.config import Config
-from rondo.config.load import RECIPES
-from rondo.rewards import BUILTINS
+from rondo.system.names import offered
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
@@ -22,7 +20,7 @@ def test_every_recipe_has_a_line_that_its_own_comment_begins_with(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     lines = dict(line.split(None, 1) for line in printed(capsys, "recipes"))
-    assert set(lines) == {path.stem for path in RECIPES.glob("*.yaml")}
+    assert set(lines) == set(offered("recipes"))
     assert lines["sapo"] == (
         "SAPO (2511.20347): a smooth gate around ratio 1 instead of a clip, steeper for negative advantages"
     )
@@ -30,13 +28,12 @@ def test_every_recipe_has_a_line_that_its_own_comment_begins_with(
 
 def test_a_recipe_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["recipes", "grpo"]) == 0
-    assert capsys.readouterr().out == (RECIPES / "grpo.yaml").read_text(encoding="utf-8")
+    assert capsys.readouterr().out == offered("recipes")["grpo"].read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_function_of_a_kind_has_a_line(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
-    built_in = {"rewards": BUILTINS, "tools": TOOLS}
-    names = built_in[kind] if kind in built_in else algorithms.names(ALGORITHMS[kind][0])
+    names = offered(kind) if kind in BY_NAME else algorithms.names(ALGORITHMS[kind][0])
     assert [line.split()[0] for line in printed(capsys, "list", kind)] == list(names)
 
 

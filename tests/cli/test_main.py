@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,19 +18,18 @@ from rondo import __version__
 from rondo.cli import main as cli
 from rondo.cli.arguments import COMMON_KEYS, load_arguments
 from rondo.config import load
-from rondo.config.load import RECIPES
 from rondo.core.errors import ConfigError, WorkerError
+from rondo.system.names import offered
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def fake_command(monkeypatch: pytest.MonkeyPatch, action: Any) -> None:
     """Make `rondo train` call `action(args)`."""
-    module = SimpleNamespace(
-        add_parser=lambda subparsers: subparsers.add_parser("train").add_argument("config", nargs="*"),
-        run=action,
-    )
-    monkeypatch.setattr(cli.importlib, "import_module", lambda name: module)
+    module: Any = ModuleType("fake")
+    module.add_parser = lambda subparsers: subparsers.add_parser("train").add_argument("config", nargs="*")
+    module.run = action
+    monkeypatch.setattr(cli, "offered", lambda kind: {"train": module})
 
 
 def raising(error: BaseException) -> Any:
@@ -43,7 +42,7 @@ def raising(error: BaseException) -> Any:
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 0
     text = capsys.readouterr().out
-    for command in cli.COMMANDS:
+    for command in offered("commands"):
         assert f"\n    {command}" in text
 
 
@@ -55,8 +54,8 @@ def test_help_of_a_command_says_what_it_does_and_names_the_recipes(
         cli.main([command, "-h"])
     text = " ".join(capsys.readouterr().out.split())
     assert text.startswith(f"usage: rondo {command} [-h]")
-    assert "a YAML file, or the name of a recipe that rondo ships" in text
-    shipped = {path.stem for path in RECIPES.glob("*.yaml")}
+    assert "a YAML file, or the name of a recipe; several" in text
+    shipped = set(offered("recipes"))
     assert set(text.partition("says what they are): ")[2].split(", ")) == shipped
 
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import pytest
 
-from rondo.compat.verl import translate
 from rondo.config import LoadedConfig
 from rondo.config import load as load_ours
 from rondo.config.schema import FunctionConfig
@@ -19,7 +18,7 @@ C = "algorithm.rollout_correction"
 
 
 def load(files: list[str], overrides: Sequence[str]) -> LoadedConfig:
-    return load_ours(files, overrides, translate=translate)
+    return load_ours(files, overrides)
 
 
 def settings(*overrides: str) -> dict[str, object]:

@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 
+from rondo import recipes
 from rondo.cli import main as cli
 from rondo.config import load, schema, to_yaml
 from rondo.config.json_schema import json_schema
 from rondo.config.keys import fields_of, meaning
-from rondo.config.load import RECIPES
 from rondo.config.tree import read_argument, read_file
+from rondo.system.names import offered
 
 jsonschema = pytest.importorskip("jsonschema")
-SHIPPED = RECIPES / "schema.json"
+SHIPPED = Path(recipes.__path__[0]) / "schema.json"
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,7 @@ def test_the_command_writes_what_is_shipped(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().out == SHIPPED.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(offered("recipes").values()), ids=lambda path: path.stem)
 def test_every_recipe_names_it_and_fits(path: Path, check: Any) -> None:
     first = path.read_text(encoding="utf-8").splitlines()[0]
     assert first == f"# yaml-language-server: $schema={SHIPPED.name}"

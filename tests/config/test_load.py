@@ -13,10 +13,10 @@ import pytest
 
 from rondo.config import Origin, load, show, to_yaml
 from rondo.config.keys import schema_keys
-from rondo.config.load import RECIPES
 from rondo.config.schema import Config, FileSourceConfig, FunctionConfig, KlConfig, RewardFunctionConfig
 from rondo.config.tree import parse_scalar
 from rondo.core.errors import ConfigError
+from rondo.system.names import offered
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE = ("model.path=model", "trainer.total_steps=10")  # what every configuration needs
@@ -239,22 +239,22 @@ class TestBadFiles:
         assert message(["recipes/quick.yaml"]) == expected
         assert message(["recipes"]) == "configuration file recipes is a folder; recipes/ has: quickstart.yaml"
         assert message(["rollout.n"]) == (
-            "configuration file rollout.n does not exist; rondo ships no such recipe. A setting is written "
-            "key.sub=value"
+            "configuration file rollout.n does not exist; there is no recipe of that name. A setting is "
+            "written key.sub=value"
         )
         assert message(["quikstart"]) == (
-            "configuration file quikstart does not exist; did you mean the recipe quickstart, which rondo "
-            "ships? A setting is written key.sub=value"
+            "configuration file quikstart does not exist; did you mean the recipe quickstart? A setting is "
+            "written key.sub=value"
         )
 
-    @pytest.mark.parametrize("name", sorted(path.stem for path in RECIPES.glob("*.yaml")))
+    @pytest.mark.parametrize("name", sorted(offered("recipes")))
     def test_a_recipe_printed_into_a_file_is_that_recipe(self, in_tmp_path: Path, name: str) -> None:
         (in_tmp_path / "quickstart").mkdir()  # a folder of its name is in nobody's way
-        own = recipe(in_tmp_path, (RECIPES / f"{name}.yaml").read_text())
-        assert load([own]).config == load([str(RECIPES / f"{name}.yaml")]).config
+        own = recipe(in_tmp_path, offered("recipes")[name].read_text())
+        assert load([own]).config == load([str(offered("recipes")[name])]).config
 
     def test_recipes_that_rondo_ships_have_names(self, in_tmp_path: Path) -> None:
-        assert load(["quickstart"]).files == (str(RECIPES / "quickstart.yaml"),)
+        assert load(["quickstart"]).files == (str(offered("recipes")["quickstart"]),)
         own = recipe(in_tmp_path, "include: quickstart\ntrainer: {total_steps: 7}\n")
         assert load([own]).config.data == load(["quickstart"]).config.data
         recipe(in_tmp_path, "rollout: {n: 3}\n", "quickstart")  # a file here goes before
@@ -328,11 +328,11 @@ class TestPrinting:
 
 
 class TestRecipes:
-    @pytest.mark.parametrize("name", sorted(path.name for path in RECIPES.glob("*.yaml")))
+    @pytest.mark.parametrize("name", sorted(offered("recipes")))
     def test_every_recipe_loads(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(ROOT)
-        text = (RECIPES / name).read_text(encoding="utf-8")
-        files = [str(RECIPES / name)]
+        text = offered("recipes")[name].read_text(encoding="utf-8")
+        files = [str(offered("recipes")[name])]
         if "rondo train quickstart " in text:  # says that it goes over the quickstart
             files.insert(0, "quickstart")
         assert load(files).config.data.train

@@ -11,7 +11,8 @@ import pytest
 
 from rondo.core.errors import ConfigError, EnvironmentFailedError
 from rondo.environments import Observation, check_environment
-from rondo.environments.registry import BUILTINS, environment_class
+from rondo.environments.registry import environment_class
+from rondo.system.names import offered
 from tests.environments.shipped import ELSEWHERE, SHIPPED, Shipped
 from tests.environments.worlds import Honest, Side
 
@@ -28,7 +29,7 @@ def test_an_environment_of_a_user_keeps_them() -> None:
 
 def test_every_environment_that_ships_is_tested() -> None:
     """Those with packages in tests/environments/packages."""
-    assert {name for name, _ in SHIPPED} | set(ELSEWHERE) == set(BUILTINS)
+    assert {name for name, _ in SHIPPED} | set(ELSEWHERE) == set(offered("environments"))
     for path in ELSEWHERE.values():
         assert "check_environment(" in (Path(__file__).parent / path).read_text()
 

@@ -10,7 +10,7 @@ import yaml
 
 from rondo.algorithms import names
 from rondo.config import load
-from rondo.config.load import RECIPES
+from rondo.system.names import offered
 from tests.trainers.conftest import RECIPE, inline, metrics
 
 FIRST_IS_EVEN = "tests/trainers/scorers.py:first_is_even"
@@ -27,7 +27,7 @@ CORRECTIONS = {
 
 def used_by_recipes(kind: str) -> set[str]:
     """The names of a kind that some recipe chooses; those run in test_recipes.py."""
-    configs = [load([str(path)]).config for path in RECIPES.glob("*.yaml")]
+    configs = [load([str(path)]).config for path in offered("recipes").values()]
     return {getattr(config.algorithm, kind).name for config in configs}
 
 

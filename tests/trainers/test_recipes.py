@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from rondo.config import load
-from rondo.config.load import RECIPES
 from rondo.config.schema import Config
+from rondo.system.names import offered
 from tests.environments.packages.installed import needs, needs_programs
 from tests.sandboxes import need_sandbox
 from tests.trainers.conftest import MODEL, inline, weights
@@ -29,7 +29,7 @@ OTHER_COMMANDS = {
     "dpo": "preference",
     "reward_model": "reward-model",
 }
-COMMANDS = {path.stem: OTHER_COMMANDS.get(path.stem, "train") for path in sorted(RECIPES.glob("*.yaml"))}
+COMMANDS = {path.stem: OTHER_COMMANDS.get(path.stem, "train") for path in sorted(offered("recipes").values())}
 TINY = (
     f"model={json.dumps({'config': MODEL, 'tokenizer': 'rondo.recipes.quickstart.tokenizer'})}",
     "cluster.threads=1",
@@ -86,7 +86,7 @@ def run(command: str, name: str, folder: Path, *overrides: str) -> list[dict[str
     if name.startswith("miniwob"):
         needs("miniwob")
         needs_programs("chromium")
-    inline(command, str(RECIPES / f"{name}.yaml"), *overrides, f"trainer.run_dir={folder}")
+    inline(command, str(offered("recipes")[name]), *overrides, f"trainer.run_dir={folder}")
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -131,7 +131,7 @@ def smaller(config: Config) -> list[str]:
 
 @pytest.mark.parametrize("name", of("train"))
 def test_recipe_takes_two_steps(name: str, start: Path, tmp_path: Path) -> None:
-    loaded = load([str(RECIPES / f"{name}.yaml")])
+    loaded = load([str(offered("recipes")[name])])
     overrides = [*TINY, *smaller(loaded.config), *of_model(start)]
     if name == "python_tool":
         need_sandbox()
@@ -156,7 +156,7 @@ def test_a_recipe_in_an_environment_from_the_command_line(
     advantage: str, start: Path, tmp_path: Path
 ) -> None:
     """With what the environment gives as the reward, and the step's reward in each row."""
-    loaded = load([str(RECIPES / "frozen_lake.yaml")])
+    loaded = load([str(offered("recipes")["frozen_lake"])])
     settings = [*TINY, *smaller(loaded.config), *of_model(start), "reward.functions=[environment]"]
     lines = run("train", "frozen_lake", tmp_path / "run", *settings, f"algorithm.advantage={advantage}")
     for line in lines[-2:]:

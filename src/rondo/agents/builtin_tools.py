@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from typing import Any
 
-from rondo.agents.mcp_servers import McpServer
-from rondo.agents.search import Search
 from rondo.core.arithmetic import evaluate_expression
 from rondo.core.errors import ConfigError, ToolError
 from rondo.sandbox import Limits, Result, Session, check_sandbox, shared_sandbox
@@ -76,11 +73,3 @@ class Python:
     async def close(self) -> None:
         """Ends the session."""
         await self._open.aclose()
-
-
-BUILTINS: Mapping[str, Callable[..., Any]] = {
-    "calculator": calculator,
-    "mcp": McpServer,
-    "python": Python,
-    "search": Search,
-}

@@ -31,7 +31,6 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create_model
 
-from rondo.agents.builtin_tools import BUILTINS
 from rondo.agents.mcp_servers import McpServer
 from rondo.agents.policy import Answer
 from rondo.agents.running import in_thread
@@ -41,6 +40,7 @@ from rondo.config.schema import ToolConfig
 from rondo.core.errors import ConfigError, ToolError, about
 from rondo.core.types import ToolResult
 from rondo.system.border import awaited, contained, described, inside
+from rondo.system.names import offered
 
 T = TypeVar("T")
 # What the policy reads of a call that could not be read, by the parser's reason.
@@ -211,7 +211,7 @@ def load_tools(configs: Sequence[ToolConfig]) -> tuple[Tool, ...]:
         for place, config in enumerate(configs):
             where = f"rollout.tools.{place}"
             with about(where):
-                function = resolve_function(config.name, BUILTINS)
+                function = resolve_function(config.name, offered("tools"))
                 served = function is McpServer
                 tools += _load_server(config, where) if served else [_load(function, config, where)]
                 _check_different(tools, where)

@@ -21,8 +21,8 @@ from rondo.api.inputs import Inputs, Recipes, files_of, functions_of
 from rondo.api.serving import Server, serve
 from rondo.config import LoadedConfig, to_yaml
 from rondo.config import load as load_recipe
-from rondo.config.tree import RECIPES
 from rondo.core.errors import ConfigError, DataError, RondoError, WorkerError
+from rondo.system.names import offered
 from rondo.system.storage import free_name, make_folder, write_atomic
 
 if TYPE_CHECKING:
@@ -303,8 +303,9 @@ def _algorithm(algorithm: Any) -> Any:
     """Returns the `algorithm` section that is meant."""
     if not isinstance(algorithm, str):
         return algorithm
-    path = RECIPES / f"{algorithm}.yaml"
-    section = yaml.safe_load(path.read_text(encoding="utf-8")).get("algorithm") if path.is_file() else None
+    named = algorithm in offered("recipes")
+    text = offered("recipes")[algorithm].read_text(encoding="utf-8") if named else "{}"
+    section = yaml.safe_load(text).get("algorithm")
     if section is None:
         raise ConfigError(
             f"algorithm={algorithm!r}: no recipe of that name has an `algorithm` section; see rondo recipes, "

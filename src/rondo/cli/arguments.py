@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 import textwrap
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rondo import recipes
 from rondo.core.errors import ConfigError, DataError
+from rondo.system.names import offered
 
 if TYPE_CHECKING:
     from rondo.config import LoadedConfig
-    from rondo.config.load import Translation
-    from rondo.config.tree import Node
     from rondo.system.hub import Hub
 
 
-RECIPES = Path(recipes.__path__[0])
 # What a first recipe of one's own sets, for the help.
 COMMON_KEYS = """\
 model.path=Qwen/Qwen3-0.6B                  a folder or a hub id
@@ -41,7 +36,6 @@ trainer.evaluation.every=10                 steps
 checkpoint.every=10                         steps
 cluster.backend=process                     several devices of this machine; ray: of many
 cluster.devices=2"""
-_VERL_PROGRAM = re.compile(r"(?!.*\.ya?ml$)(verl|recipe)(\.\w+)+|main_\w+(\.py)?|\w+\.main_\w+")
 
 
 def recipe_parser(
@@ -54,39 +48,31 @@ def recipe_parser(
 
 
 def add_recipes(parser: argparse.ArgumentParser, *, nargs: str) -> None:
-    """Lets a parser take recipes and overrides, and lists the recipes that rondo ships below its help."""
+    """Lets a parser take recipes and overrides, and lists the recipes by name below its help."""
     parser.add_argument(
         "config",
         nargs=nargs,
         metavar="RECIPE",
-        help="a YAML file, or the name of a recipe that rondo ships; several are merged in order, then "
+        help="a YAML file, or the name of a recipe; several are merged in order, then "
         "key.sub=value overrides",
     )
     keys = textwrap.indent(COMMON_KEYS, "  ")
-    names = textwrap.fill(", ".join(sorted(path.stem for path in RECIPES.glob("*.yaml"))), 80)
+    names = textwrap.fill(", ".join(sorted(offered("recipes"))), 80)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = (
         f"The keys most used (`rondo config show RECIPE` shows all, with their values):\n{keys}\n\n"
-        f"Recipes that rondo ships (`rondo recipes` says what they are):\n{textwrap.indent(names, '  ')}"
+        f"Recipes by name (`rondo recipes` says what they are):\n{textwrap.indent(names, '  ')}"
     )
 
 
 def load_arguments(arguments: Sequence[str], extra: Sequence[str] = ()) -> LoadedConfig:
-    """Loads recipes and overrides: arguments with `=` before any `/`. Raises ConfigError.
-
-    The name of the program in verl's command line may stand in the place of a recipe.
-    """
+    """Loads recipes and overrides: arguments with `=` before any `/`. Raises ConfigError."""
     from rondo.config import load  # not for --help: pydantic takes longer than all else there
 
     overrides = [a for a in arguments if "=" in a and "/" not in a.split("=", 1)[0]]
     files = [a for a in arguments if a not in overrides]
-    for program in filter(_VERL_PROGRAM.fullmatch, tuple(files)):
-        from rondo.compat.verl.modules import check_program
-
-        check_program(program)
-        files.remove(program)
-    loaded = load(files, [*overrides, *extra], translate=_translated)
-    for note in loaded.notes:  # keys in verl's spelling that mean nothing here, and verl's defaults
+    loaded = load(files, [*overrides, *extra])
+    for note in loaded.notes:  # keys in another spelling that mean nothing here, and secrets
         print(f"note: {note}", file=sys.stderr)
     return loaded
 
@@ -108,9 +94,3 @@ def find_model(path: str, hub: Hub = "huggingface", where: str = "") -> None:
         local_folder(path, hub)
     except DataError as error:
         raise ConfigError(f"{where}model.path: {error}", key="model.path") from error
-
-
-def _translated(tree: Node) -> Translation:
-    from rondo.compat.verl import translate  # only where keys are not ours
-
-    return translate(tree)

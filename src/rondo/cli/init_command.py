@@ -8,7 +8,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from rondo.cli.arguments import RECIPES
+from rondo import recipes
 from rondo.core.errors import ConfigError
 
 HELP = "make a folder with recipe, reward, data and README that trains, to start one's own from"
@@ -31,7 +31,8 @@ def run(args: argparse.Namespace) -> int:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".rondo-init-") as made:  # whole, or not there
         new = Path(made) / "new"
-        shutil.copytree(RECIPES / "project", new, ignore=shutil.ignore_patterns("__pycache__"))
+        project = Path(recipes.__path__[0]) / "project"
+        shutil.copytree(project, new, ignore=shutil.ignore_patterns("__pycache__"))
         (new / "data").mkdir()
         for name, rows in (("train", train_rows(size=ROWS["train"])), ("eval", eval_rows(size=ROWS["eval"]))):
             lines = (json.dumps({"prompt": row["prompt"], "answer": row["answer"]}) for row in rows)

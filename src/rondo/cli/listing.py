@@ -5,18 +5,19 @@ from __future__ import annotations
 import argparse
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from rondo.cli.arguments import RECIPES
-from rondo.core.errors import ConfigError
+from rondo.core.errors import ConfigError, did_you_mean
+from rondo.system.names import offered
 
 if TYPE_CHECKING:
     from rondo.algorithms import Kind
 
 HELP = {
-    "recipes": "list the recipes that rondo ships, or print one",
-    "list": "list the functions that a recipe may name",
+    "recipes": "list the recipes that have a name, or print one",
+    "list": "list what a recipe may name: functions, tools, environments",
 }
 # By what `rondo list` calls them: the kind of function, and the key that names one.
 ALGORITHMS: Mapping[str, tuple[Kind, str]] = {
@@ -29,7 +30,8 @@ ALGORITHMS: Mapping[str, tuple[Kind, str]] = {
     "resamplers": ("resample", "algorithm.resample"),
     "preference-losses": ("pair_loss", "algorithm.preference_loss"),
 }
-KINDS = ("rewards", "tools", *ALGORITHMS)
+BY_NAME = ("environments", "rewards", "tools")
+KINDS = (*BY_NAME, *ALGORITHMS)
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -53,37 +55,41 @@ def run(args: argparse.Namespace) -> int:
 
 def _recipe(name: str) -> str:
     """Returns the text of a recipe."""
-    from rondo.core.errors import did_you_mean
-
-    path = RECIPES / f"{name}.yaml"
-    if not path.is_file():
-        near = did_you_mean(name, [path.stem for path in RECIPES.glob("*.yaml")])
-        raise ConfigError(f"there is no recipe {name!r}{near} `rondo recipes` lists them")
-    return path.read_text(encoding="utf-8").rstrip("\n")
+    recipes = offered("recipes")
+    if name not in recipes:
+        raise ConfigError(
+            f"there is no recipe {name!r}{did_you_mean(name, recipes)} `rondo recipes` lists them"
+        )
+    text: str = recipes[name].read_text(encoding="utf-8")
+    return text.rstrip("\n")
 
 
 def _recipes() -> Iterable[tuple[str, str]]:
-    """Yields name and first sentence of every recipe: of the comment that it begins with."""
-    for path in sorted(RECIPES.glob("*.yaml")):
+    """Yields name and first sentence of every recipe: of the comment at its head."""
+    for name, path in _looked_up("recipes"):
         comment: list[str] = []
-        for line in path.read_text(encoding="utf-8").splitlines()[1:]:  # behind the one for editors
+        for line in path.read_text(encoding="utf-8").splitlines():
             if not line.startswith("#"):
                 break
-            comment.append(line.lstrip("# "))
-        yield path.stem, _first_sentence(" ".join(comment))
+            if not line.startswith("# yaml-language-server"):  # for editors
+                comment.append(line.lstrip("# "))
+        yield name, _first_sentence(" ".join(comment))
+
+
+def _looked_up(kind: str) -> Iterable[tuple[str, Any]]:
+    """Yields the names of a kind with what they stand for; on standard error those that cannot be used."""
+    names = offered(kind)
+    for name in names:
+        try:
+            yield name, names[name]
+        except ConfigError as error:
+            print(f"note: {error}", file=sys.stderr)
 
 
 def _functions(kind: str) -> Iterable[tuple[str, str]]:
-    """Yields name, and first sentence and options, of every built-in function of a kind."""
-    if kind == "rewards":
-        from rondo.rewards import BUILTINS
-
-        for name, function in BUILTINS.items():
-            yield name, _described(function)
-    elif kind == "tools":
-        from rondo.agents.builtin_tools import BUILTINS as TOOLS
-
-        for name, function in TOOLS.items():
+    """Yields name, and first sentence and options, of every function of a kind."""
+    if kind in BY_NAME:
+        for name, function in _looked_up(kind):
             yield name, _described(function)
     elif kind in ALGORITHMS:
         from rondo.algorithms import lookup, names  # imports torch
@@ -91,8 +97,6 @@ def _functions(kind: str) -> Iterable[tuple[str, str]]:
         for name in names(ALGORITHMS[kind][0]):
             yield name, _described(lookup(ALGORITHMS[kind][0], name))
     else:
-        from rondo.core.errors import did_you_mean
-
         raise ConfigError(f"there is no list {kind!r}{did_you_mean(kind, KINDS)} Lists: {', '.join(KINDS)}")
 
 

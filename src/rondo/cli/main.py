@@ -1,7 +1,8 @@
 """The console command `rondo`: finds the subcommand, runs it, turns errors into one clear block.
 
-The module of a subcommand has `add_parser(subparsers)` and `run(args) -> exit code`, and imports what is
-heavy in `run` only, so that `rondo --help` and errors in a recipe are instant.
+The module of a subcommand (`rondo.system.names` finds it) has `add_parser(subparsers)` and
+`run(args) -> exit code`, and imports what is heavy in `run` only, so that `rondo --help` and errors in a
+recipe are instant.
 Exit codes: 0 done, 2 a problem that the message explains, 1 a bug (with its traceback); 130 ended by Ctrl-C,
 143 by SIGTERM, 129 by SIGHUP.
 """
@@ -10,40 +11,20 @@ from __future__ import annotations
 
 import argparse
 import errno
-import importlib
 import os
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import ModuleType
 
 from rondo import __version__
-from rondo.core.errors import RondoError, StorageError, TrainError, WorkerError
+from rondo.core.errors import ConfigError, RondoError, StorageError, TrainError, WorkerError
 from rondo.system.border import EscapeError, contained, described
+from rondo.system.names import offered
 from rondo.system.signals import exit_code, interrupting
 from rondo.system.storage import DISK_FULL, FAULTS, refused
 from rondo.system.streams import command_streams, silence
 
-COMMANDS = {
-    "train": "rondo.cli.training",
-    "sft": "rondo.cli.training",
-    "preference": "rondo.cli.training",
-    "reward-model": "rondo.cli.training",
-    "eval": "rondo.cli.model_command",
-    "generate": "rondo.cli.model_command",
-    "export": "rondo.cli.model_command",
-    "serve": "rondo.cli.serve_command",
-    "show": "rondo.cli.show_command",
-    "migrate": "rondo.cli.migrate_command",
-    "init": "rondo.cli.init_command",
-    "recipes": "rondo.cli.listing",
-    "list": "rondo.cli.listing",
-    "config": "rondo.cli.config_command",
-    "check": "rondo.cli.check_command",
-    "sandbox": "rondo.cli.sandbox_command",
-    "search": "rondo.cli.search_command",
-    "doctor": "rondo.cli.doctor",
-}
 RUNS = ("train", "sft", "preference", "reward-model", "serve")
 """Whose work is not what they print: they go on where nobody can read that any more."""
 # What a write to standard output raises; it has no name of a file, as sockets and pipes have none.
@@ -66,10 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     show_traceback = "--traceback" in arguments or os.environ.get("RONDO_TRACEBACK", "0") not in ("", "0")
     arguments = [argument for argument in arguments if argument != "--traceback"]
     command = next((argument for argument in arguments if not argument.startswith("-")), None)
-    # Only what is asked for; a module may have several subcommands.
-    needed = {COMMANDS[command]} if command in COMMANDS else dict.fromkeys(COMMANDS.values())
-    modules = {name: importlib.import_module(name) for name in needed}
-    parser = _parser(modules.values())
+    try:
+        modules = _modules(command)
+    except ConfigError as error:  # a command of another package's
+        return _told(str(command), error)
+    parser = _parser(dict.fromkeys(modules.values()))
     args = _parse(parser, arguments)
     if args.command is None:
         parser.print_help()
@@ -77,7 +59,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.owns_process = argv is None
     owns = args.owns_process
     with command_streams(output=args.command in RUNS, to_the_end=owns), interrupting(owns_process=owns):
-        return _run(modules[COMMANDS[args.command]], args, show_traceback)
+        return _run(modules[args.command], args, show_traceback)
+
+
+def _modules(command: str | None) -> Mapping[str, ModuleType]:
+    """Returns the module of a command; where there is none of that name those of all that can be imported,
+    for the help. Raises ConfigError.
+    """
+    commands = offered("commands")
+    if command is not None and command in commands:
+        return {command: commands[command]}
+    modules = {}
+    for name in commands:
+        try:
+            modules[name] = commands[name]
+        except ConfigError as error:
+            print(f"note: {error}", file=sys.stderr)
+    return modules
 
 
 def _run(module: ModuleType, args: argparse.Namespace, show_traceback: bool) -> int:

@@ -5,7 +5,6 @@ Standard library only. What the function means (columns, scores, rows) is the ca
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import importlib
@@ -15,14 +14,14 @@ import io
 import os
 import pickle
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from rondo.core.errors import ConfigError, about, did_you_mean
 from rondo.core.masking import VARIABLE, is_secret, masked, variable_of, was_masked
-from rondo.system.border import contained, described
+from rondo.system.names import attribute_of, importable, importing, module_by_name
 
 _SIMPLE_TYPES: Mapping[str, tuple[type, ...]] = {
     "int": (int,),
@@ -67,7 +66,7 @@ def resolve_function(
     if colon and (module_name.endswith(".py") or "/" in module_name):
         module = _module_from_file(module_name, name)
     elif colon:
-        module = _module_by_name(module_name, name)
+        module = module_by_name(module_name, name)
     elif name.endswith(".py"):
         raise ConfigError(f"'{name}' names a file but no function in it; write {name}:function_name")
     elif "." in name:
@@ -78,7 +77,7 @@ def resolve_function(
             f"unknown name '{name}'{did_you_mean(name, builtins)} Built in: {known}. "
             "Your own: path/to/file.py:name or package.module.name"
         )
-    return _attribute(module, attribute, name)
+    return attribute_of(module, attribute, name)
 
 
 def written_down(data: bytes) -> bytes:
@@ -237,37 +236,6 @@ def _check_plain_type(parameter: inspect.Parameter, value: Any, where: str) -> N
         raise ConfigError(f"{where} must be {' or '.join(names)}, got {type(value).__name__} {shown!r}")
 
 
-@contextlib.contextmanager
-def _importable(folder: str) -> Iterator[None]:
-    """Modules in `folder` can be imported meanwhile (a console script's path lacks the working directory)."""
-    sys.path.insert(0, folder)
-    try:
-        yield
-    finally:
-        sys.path.remove(folder)
-
-
-@contextlib.contextmanager
-def _importing(what: str) -> Iterator[None]:
-    """What the code of a module raises inside is a ConfigError, which says where a name is that has moved."""
-    try:
-        with contained():
-            yield
-    except Exception as error:
-        from rondo.core.moved import advice
-
-        raise ConfigError(f"{what} could not be imported: {described(error)}{advice(error)}") from error
-
-
-def _refuse_moved(name: str) -> None:
-    """Raises ConfigError for a name of an older rondo, in place of what is said of one that is not there."""
-    from rondo.core.moved import successor
-
-    new = successor(name)
-    if new is not None:
-        raise ConfigError(f"'{name}' is '{new}' now: write that (`rondo migrate FILE` does it in a file)")
-
-
 def _module_from_file(path: str, name: str) -> ModuleType:
     file = Path(path).expanduser().resolve()
     module_name = f"rondo_file_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
@@ -281,7 +249,7 @@ def _module_from_file(path: str, name: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module  # dataclasses and pickle look their module up
     try:
-        with _importing(f"'{name}': {file}"), _importable(str(file.parent)):
+        with importing(f"'{name}': {file}"), importable(str(file.parent)):
             spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[module_name]
@@ -303,7 +271,7 @@ def _unpickled(path: str, name: str) -> Callable[..., Any]:
                 f"Python {_python().decode()}, which would take it for something else; go on with that "
                 "Python, or put the function into a file of its own"
             )
-    with _importing(f"'{name}': {file}"):
+    with importing(f"'{name}': {file}"):
         function = _Unpickler(io.BytesIO(data)).load()
     know(name, function)
     return function  # type: ignore[no-any-return]
@@ -338,51 +306,19 @@ def _imported(name: str) -> ModuleType:
         return importlib.import_module(new)
 
 
-def _module_by_name(module_name: str, name: str) -> ModuleType:
-    with _importing(f"'{name}': module {module_name}"), _importable(os.getcwd()):
-        try:
-            return importlib.import_module(module_name)
-        except ModuleNotFoundError as error:
-            if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-                raise
-            missing = error.name
-    _refuse_moved(name)
-    raise ConfigError(f"'{name}': there is no module {missing}; install it, or run where it can be imported")
-
-
 def _module_and_attribute(name: str) -> tuple[ModuleType, str]:
     """Splits `a.b.c.d` into the longest importable module and the rest (`a.b.Class.method` is legal)."""
     parts = name.split(".")
     for stop in range(len(parts) - 1, 0, -1):
         module_name = ".".join(parts[:stop])
-        with _importing(f"'{name}': module {module_name}"), _importable(os.getcwd()):
+        with importing(f"'{name}': module {module_name}"), importable(os.getcwd()):
             try:
                 found = importlib.util.find_spec(module_name) is not None
             except (ImportError, ValueError):  # the parent is missing, or is no package
                 found = False
         if found:
-            return _module_by_name(module_name, name), ".".join(parts[stop:])
+            return module_by_name(module_name, name), ".".join(parts[stop:])
     raise ConfigError(
         f"'{name}': there is no module {parts[0]}; install it, or run where it can be imported, "
         "or name a file: path/to/file.py:name"
     )
-
-
-def _attribute(module: ModuleType, attribute: str, name: str) -> Callable[..., Any]:
-    found: Any = module
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            _refuse_moved(name)
-            public = [key for key in vars(found) if not key.startswith("_")]
-            place = getattr(module, "__file__", None) or module.__name__
-            raise ConfigError(f"'{name}': {place} has no '{part}'{did_you_mean(part, public)}")
-        found = getattr(found, part)
-    if not callable(found):
-        raise ConfigError(f"'{name}' is {type(found).__name__}, not a function")
-    try:
-        inspect.signature(found)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"'{name}' does not say which parameters it takes; name a function around it"
-        ) from error
-    return found  # type: ignore[no-any-return]

@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rondo.config.build import Built, build
 from rondo.config.keys import ROOT, Place, has_unknown_keys
 from rondo.config.printing import literal_secrets
 from rondo.config.rules import violations
 from rondo.config.schema import Config
-from rondo.config.tree import BENEATH, RECIPES, Node, Origin, read_argument, read_file, read_value
+from rondo.config.tree import BENEATH, Node, Origin, read_argument, read_file, read_value
 from rondo.core.errors import ConfigError
 from rondo.core.masking import is_secret, masked_settings
+from rondo.system.names import offered
 
 INCLUDE = "include"
 
@@ -52,7 +53,20 @@ class Translation:
     """Those that have no counterpart."""
 
 
-Translator = Callable[[Node], Translation]
+class Spelling(Protocol):
+    """What a module has to have that makes recipes in another program's spelling mean something here. It is
+    found by its entry point (system/names.py).
+    """
+
+    def translate(self, tree: Node) -> Translation:
+        """Says in keys of ours what others say; leaves alone what it does not know. Asked only where there
+        are keys that the schema does not know.
+        """
+
+    def is_program(self, name: str) -> bool:
+        """Says whether `name`, in the place of a recipe, is the program whose keys follow. Raises ConfigError
+        for one whose keys mean something else.
+        """
 
 
 def load(
@@ -60,22 +74,22 @@ def load(
     overrides: Sequence[str] = (),
     *,
     settings: Mapping[str, Any] = {},
-    translate: Translator | None = None,
 ) -> LoadedConfig:
     """Merges `files` in order, then `overrides`, into one validated configuration.
 
-    A file is a path, or the name of a recipe that rondo ships (`quickstart`). Its top-level
+    A file is a path, or the name of a package's recipe (`quickstart`: rondo's own). Its top-level
     `include: other.yaml` (or a list; relative to the file, or shipped) is merged before the file itself.
     Mappings merge deeply, lists and scalars replace; `key.0.sub=value` reaches into a list. The options of a
     function belong to its name: another name replaces them all. Values of overrides are YAML (`lr=1e-4`,
-    `stop=[a, b]`). settings: what a program sets after them, by dotted key, in its own values. translate:
-    what makes keys of ours of keys that the schema does not know; asked only if there are any.
+    `stop=[a, b]`). settings: what a program sets after them, by dotted key, in its own values. Keys that
+    the schema does not know may be those of another program (`Spelling`), whose name may stand in the place
+    of a file.
 
     Raises ConfigError, which says all that is wrong: each problem names key, file and line or argument, and
     the nearest valid key or the remedy.
     """
     tree = Node({}, Origin("defaults"), BENEATH)
-    files = [recipe_path(file) for file in files]
+    files = [recipe_path(file) for file in files if not _is_program(file)]
     layers = [path for file in files for path in _with_includes(file, ())]
     for layer, path in enumerate(layers):
         tree = _merge(ROOT, tree, _without_include(read_file(path, layer)))
@@ -89,17 +103,44 @@ def load(
             shown = masked_settings(f"{key}={given!r}")[: len(key) + 61]
             parts, value = read_value(key, given, layer, Origin(f"setting {shown}"))
             tree = _override(ROOT, tree, parts, value, "")
-    notes: tuple[str, ...] = ()
-    if translate is not None and has_unknown_keys(tree):
-        translation = translate(tree)
-        tree, notes = translation.tree, translation.notes
-        problems += translation.problems
+    translation = _translated(tree)
+    tree, notes = translation.tree, translation.notes
+    problems += translation.problems
     built = build(tree)
     problems += [*built.problems, *violations(built)]
     if problems:
         raise ConfigError.of(problems)
     notes = (*notes, *_notes_on_secrets(built))
     return LoadedConfig(_with_warm_start(built), built.origins, tuple(files), notes)
+
+
+def _is_program(file: str) -> bool:
+    if file.endswith((".yaml", ".yml")) or file in offered("recipes"):
+        return False
+    return any(spelling.is_program(file) for _, spelling in _spellings() if spelling is not None)
+
+
+def _spellings() -> Iterator[tuple[str, Spelling | None]]:
+    """Yields every translator with an empty text; None and what is wrong for one that cannot be used."""
+    for name in offered("keys"):
+        try:
+            yield "", offered("keys")[name]
+        except ConfigError as error:  # that package's fault, and no reason not to ask the others
+            yield str(error), None
+
+
+def _translated(tree: Node) -> Translation:
+    notes: list[str] = []
+    problems: list[ConfigError] = []
+    for fault, spelling in _spellings() if has_unknown_keys(tree) else ():
+        if spelling is None:
+            notes.append(fault)
+        elif has_unknown_keys(tree):
+            one = spelling.translate(tree)
+            tree = one.tree
+            notes += one.notes
+            problems += one.problems
+    return Translation(tree, tuple(notes), tuple(problems))
 
 
 def _notes_on_secrets(built: Built) -> Iterator[str]:
@@ -147,19 +188,20 @@ def collected(problems: list[ConfigError]) -> Iterator[None]:
 
 
 def shipped_recipe(name: str) -> str:
-    """Returns the file of the recipe that rondo ships, for what a recipe says of another (`grpo`, or
-    `grpo.yaml` where it lay beside it); `name` itself where there is none.
+    """Returns the file of the recipe of a package, for what a recipe says of another (`grpo`, or `grpo.yaml`
+    where it lay beside it); `name` itself where there is none.
     """
-    shipped = RECIPES / f"{name.removesuffix('.yaml')}.yaml"
-    return str(shipped) if Path(name).name == name and os.path.isfile(shipped) else name
+    shipped, stem = offered("recipes"), name.removesuffix(".yaml")
+    return str(shipped[stem]) if stem in shipped else name
 
 
 def recipe_path(name: str) -> str:
-    """Returns the file of the recipe that rondo ships; `name` itself where there is none, or a file here."""
-    shipped = RECIPES / f"{name}.yaml"
+    """Returns the file of a package's recipe (`rondo recipes`); `name` itself where there is none, or a file
+    here.
+    """
     # os.path, and not pathlib, says of a name that no file can have that there is none.
-    is_shipped = Path(name).name == name and os.path.isfile(shipped) and not os.path.exists(name)
-    return str(shipped) if is_shipped else name
+    is_shipped = name in offered("recipes") and not os.path.exists(name)
+    return str(offered("recipes")[name]) if is_shipped else name
 
 
 def _with_includes(path: str, including: tuple[str, ...]) -> list[str]:

@@ -18,6 +18,7 @@ import yaml
 
 from rondo.core.errors import ConfigError, half_of_a_pair
 from rondo.core.masking import masked_settings
+from rondo.system.names import offered
 
 INT = re.compile(r"[-+]?[0-9]+$|0x[0-9a-fA-F]+$|0o[0-7]+$")
 FLOAT = re.compile(
@@ -82,9 +83,6 @@ class Node:
                 yield from node.leaves(f"{prefix}.{key}" if prefix else str(key))
         else:
             yield prefix, self
-
-
-RECIPES = Path(__file__).parent.parent / "recipes"  # that rondo ships
 
 
 def read_file(path: str, layer: int) -> Node:
@@ -334,9 +332,9 @@ def _near_files(file: Path) -> str:
     """Says what may have been meant instead of a file that is not there."""
     folder = file if file.is_dir() else file.parent
     if folder == Path() and file.suffix not in (".yaml", ".yml"):
-        shipped = difflib.get_close_matches(file.name, [path.stem for path in RECIPES.glob("*.yaml")], n=1)
-        meant = f"; did you mean the recipe {shipped[0]}, which rondo ships?" if shipped else ""
-        return f"{meant or '; rondo ships no such recipe.'} A setting is written key.sub=value"
+        shipped = difflib.get_close_matches(file.name, offered("recipes"), n=1)
+        meant = f"; did you mean the recipe {shipped[0]}?" if shipped else ""
+        return f"{meant or '; there is no recipe of that name.'} A setting is written key.sub=value"
     names = sorted(p.name for p in folder.glob("*.yaml")) if folder.is_dir() else []
     near = difflib.get_close_matches(file.name, names, n=3)
     if near:

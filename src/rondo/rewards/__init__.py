@@ -5,7 +5,6 @@ zero.
 # ruff: noqa: F401
 from __future__ import annotations
 
-from rondo.rewards.builtin import BUILTINS
 from rondo.rewards.failures import check_dropped_share
 from rondo.rewards.functions import RewardFunction, accuracy_score, load_functions, score_names
 from rondo.rewards.marks import reward_function

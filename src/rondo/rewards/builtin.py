@@ -12,7 +12,7 @@ import functools
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, Literal
 
@@ -29,9 +29,7 @@ from rondo.rewards.answers import (
     parse_number,
     required_field,
 )
-from rondo.rewards.code import code
 from rondo.rewards.marks import reward_function
-from rondo.rewards.retrieval import ndcg, recall
 
 
 def _matched(text: str, *, extract: Extract = "text", ignore_case: bool = False, **_: Any) -> str | None:
@@ -295,20 +293,3 @@ def _reasoning_gym_task(task: str, options: str) -> Any:
     import reasoning_gym as gym
 
     return reads_literals(gym.create_dataset(task, **json.loads(options)))
-
-
-BUILTINS: Mapping[str, Callable[..., Any]] = {
-    "code": code,
-    "countdown": countdown,
-    "environment": environment,
-    "exact_match": exact_match,
-    "format": format_tags,
-    "gsm8k": gsm8k,
-    "math": math,
-    "ndcg": ndcg,
-    "overlong": overlong,
-    "reasoning_gym": reasoning_gym,
-    "recall": recall,
-    "regex": regex,
-    "success": success,
-}

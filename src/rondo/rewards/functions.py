@@ -17,8 +17,8 @@ from rondo.core.columns import judges
 from rondo.core.errors import ConfigError, about, did_you_mean
 from rondo.core.masking import masked
 from rondo.core.readonly import read_only
-from rondo.rewards.builtin import BUILTINS
 from rondo.rewards.marks import Marks, RunIn, marks_of
+from rondo.system.names import offered
 
 # A parameter by which a function of another library is known, that library, and a call from here.
 _ELSEWHERE = {
@@ -90,7 +90,7 @@ def load_functions(configs: Sequence[RewardFunctionConfig]) -> tuple[RewardFunct
 
 
 def _load(config: RewardFunctionConfig, where: str, taken: Sequence[str]) -> RewardFunction:
-    function = resolve_function(config.name, BUILTINS)
+    function = resolve_function(config.name, offered("rewards"))
     spec = _spec(config.name)
     marks = marks_of(function)
     if marks.requires and importlib.util.find_spec(marks.requires[0]) is None:

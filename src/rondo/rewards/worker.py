@@ -26,10 +26,10 @@ from typing import Any
 from rondo.config.functions import resolve_function
 from rondo.core.columns import TIMEOUT
 from rondo.core.errors import DataError
-from rondo.rewards.builtin import BUILTINS
 from rondo.rewards.marks import SPENT, Marks, marks_of
 from rondo.system.border import awaited, contained
 from rondo.system.link import Call, Link, serve, serve_in_turn
+from rondo.system.names import offered
 
 
 @contextmanager
@@ -84,7 +84,7 @@ class _Function:
         return await asyncio.wait_for(awaited(self._function(*args, **options)), timeout)
 
     def _load(self, spec: str) -> None:
-        self._function = resolve_function(spec, BUILTINS)
+        self._function = resolve_function(spec, offered("rewards"))
         self._marks = marks_of(self._function)
         if self._marks.requires is not None:
             importlib.import_module(self._marks.requires[0])  # its seconds are no call's

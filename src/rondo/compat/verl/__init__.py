@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rondo.compat.verl.defaults import defaults_beside
+from rondo.compat.verl.modules import is_program
 from rondo.compat.verl.run import idle
 from rondo.compat.verl.table import FOREIGN_SECTIONS, TABLE, Ignored, Joint, Late, Only, To
 from rondo.compat.verl.values import Note, Setting, Values
@@ -18,6 +19,8 @@ from rondo.config.load import Translation, collected, with_settings
 from rondo.config.schema import Config
 from rondo.config.tree import Node, shown
 from rondo.core.errors import ConfigError
+
+__all__ = ["is_program", "translate"]
 
 
 def translate(tree: Node) -> Translation:

@@ -4,10 +4,13 @@ the place of a recipe. Most are other algorithms or other ways to run, which the
 
 from __future__ import annotations
 
+import re
+
 from rondo.core.errors import ConfigError
 
 # Whose keys mean what the table says.
 TRANSLATED = ("verl.trainer.main_ppo", "recipe.dapo.main_dapo")
+_PROGRAM = re.compile(r"(?!.*\.ya?ml$)(verl|recipe)(\.\w+)+|main_\w+(\.py)?|\w+\.main_\w+")
 _AHEAD = (
     "its rollout runs ahead of the training: give the keys alone, with async_training.staleness_threshold or "
     "trainer.max_staleness"
@@ -42,10 +45,14 @@ _OTHERS = {
 }
 
 
-def check_program(name: str) -> None:
-    """Raises ConfigError for a program whose keys would mean something else here."""
+def is_program(name: str) -> bool:
+    """Says whether `name` is one of verl's programs. Raises ConfigError for one whose keys would mean
+    something else here.
+    """
     if name in TRANSLATED:
-        return
+        return True
+    if not _PROGRAM.fullmatch(name):
+        return False
     parts = name.removesuffix(".py").split(".")
     reason = next(
         (_OTHERS[part] for part in reversed(parts) if part in _OTHERS), "it is a program of its own"

@@ -19,7 +19,6 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from rondo.compat.verl import translate
 from rondo.config import Config, LoadedConfig, RewardConfig, RewardFunctionConfig, load
 from rondo.core.errors import ConfigError
 from rondo.system.signals import exiting
@@ -49,7 +48,7 @@ async def open_session(
     the program ends without an error, curves, summary and (checkpoint.export) the model are written. Raises
     ConfigError for what cannot work.
     """
-    loaded = settled_recipe(load([str(recipe) for recipe in recipes], overrides, translate=translate))
+    loaded = settled_recipe(load([str(recipe) for recipe in recipes], overrides))
     check_session(loaded)
     config = loaded.config
     folder = Path(config.trainer.run_dir or "runs/session")
