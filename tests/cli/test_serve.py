@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
 from rondo.chat import encode_prompt
 from rondo.cli import serve_command
-from rondo.cli.keys import add_keys, keys_of
 from rondo.recipes.quickstart import tokenizer
+from rondo.system.access import add_keys, keys_of
 from rondo.trainers.commands.serve import Serving
 from tests.trainers.conftest import MODEL, PYTHONPATH, inline
 from tests.waiting import engine_processes
@@ -215,7 +215,7 @@ def test_a_token_file_that_others_can_read_is_noted(
     arguments = ("--token-file", str(file), "--port", "99999", "rollout.engine.decode=lean")
     done = inline("serve", str(folder), "cluster.threads=1", *arguments, check=False)
     assert "choose another port" in " ".join(done.stderr.split())
-    assert (f"note: other users can read --token-file {file}" in done.stderr) == noted
+    assert (f"other users can read --token-file {file}" in done.stderr) == noted
     assert "correct-horse" not in done.stdout + done.stderr
 
 

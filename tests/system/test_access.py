@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from rondo.cli import main as cli
-from rondo.cli.keys import access_of, add_access
 from rondo.core.errors import ConfigError
 from rondo.rollout import NativeEngine
 from rondo.sandbox import open_sandbox
@@ -23,7 +22,7 @@ from rondo.search import index_of
 from rondo.search.server import RetrieverServer
 from rondo.serving import Endpoint, Sessions
 from rondo.serving.http import HttpServer
-from rondo.system.access import Access, check_keys
+from rondo.system.access import Access, access_of, add_access, check_keys
 from tests.serving import conftest
 from tests.serving.conftest import CONTEXT, MODEL, TOKENIZER
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from rondo.cli.keys import access_of, add_access
 from rondo.core.errors import ConfigError
-from rondo.system.access import SANDBOX_KEY
+from rondo.system.access import SANDBOX_KEY, access_of, add_access
 
 HELP = "hold programs that nobody has read: try every known way out of this machine's sandbox"
 CHECK = "try every known way out of the sandbox; exit code 1 if one works"

@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from rondo.cli.keys import access_of, add_access
 from rondo.core.errors import ConfigError
-from rondo.system.access import SEARCH_KEY
+from rondo.system.access import SEARCH_KEY, access_of, add_access
 from rondo.system.streams import clean_text
 
 if TYPE_CHECKING:

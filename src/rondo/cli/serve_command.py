@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rondo.cli.arguments import find_policy, load_arguments, recipe_parser
-from rondo.cli.keys import add_keys, keys_of
-from rondo.system.access import ENDPOINT_KEY
+from rondo.system.access import ENDPOINT_KEY, add_keys, keys_of
 
 if TYPE_CHECKING:
     from rondo.config import LoadedConfig

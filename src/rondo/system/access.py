@@ -1,15 +1,20 @@
-"""Who may ask a server of rondo's: its keys, the name that it is asked by, and JSON only. `rondo serve`,
-`rondo sandbox serve` and `rondo search serve` ask here, and check nothing of this themselves.
+"""Who may ask a server of rondo's: its keys, the name that it is asked by, and JSON only; and the flags of a
+command that say so. `rondo serve`, `rondo sandbox serve` and `rondo search serve` ask here, and check nothing
+of this themselves.
 """
 
 from __future__ import annotations
 
+import argparse
 import hmac
 import ipaddress
+import logging
 import os
+import secrets
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from rondo.core.errors import ConfigError, RondoError
@@ -18,6 +23,7 @@ from rondo.core.errors import ConfigError, RondoError
 ENDPOINT_KEY = "RONDO_TOKEN"
 SANDBOX_KEY = "RONDO_SANDBOX_TOKEN"
 SEARCH_KEY = "RONDO_SEARCH_TOKEN"
+_log = logging.getLogger(__name__)
 
 
 class AccessError(RondoError):
@@ -125,3 +131,76 @@ def _is_address(name: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+# --- the flags of a command that serves ---
+
+
+def add_keys(parser: argparse.ArgumentParser, variable: str) -> None:
+    """Registers the host, and the flags that give keys. variable: of the environment, which gives one."""
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default: this machine only)"
+    )
+    parser.add_argument(
+        "--token", help="API key (other users of this machine can read it in the process list)"
+    )
+    parser.add_argument(
+        "--token-file", help=f"file with a key in each line (default: ${variable}, or a random one)"
+    )
+
+
+def add_access(parser: argparse.ArgumentParser, variable: str) -> None:
+    """Registers `add_keys`, and what servers need that clients without a key ask."""
+    add_keys(parser, variable)
+    parser.add_argument(
+        "--no-key", action="store_true", help="answer clients that send no key; on loopback only"
+    )
+    parser.add_argument(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a name in URLs of this server, beside addresses, localhost and this machine's own",
+    )
+
+
+def keys_of(args: argparse.Namespace, variable: str) -> tuple[tuple[str, ...], str]:
+    """Returns the keys (none: there shall be a random one), and what the user gives them with. Raises
+    ConfigError.
+    """
+    if args.token is not None and args.token_file is not None:
+        raise ConfigError("--token and --token-file are both given; give one of them")
+    if args.token is not None:
+        return (args.token,), "--token"
+    if args.token_file is not None:
+        return _read_keys(Path(args.token_file)), f"the token in --token-file {args.token_file}"
+    if variable in os.environ:
+        return (os.environ[variable],), f"the environment variable {variable}"
+    return (), f"--token-file, or {variable}"
+
+
+def access_of(args: argparse.Namespace, variable: str) -> tuple[Access, str]:
+    """Returns who may ask, and the line that says a key which was made here. Raises ConfigError."""
+    hosts = (args.host, *args.allow_host)
+    if args.no_key:
+        if args.token is not None or args.token_file is not None:
+            raise ConfigError("--no-key and a key are both given; give one of them")
+        if not is_loopback(args.host):
+            raise ConfigError(f"--no-key --host {args.host}: other machines reach it; listen on 127.0.0.1")
+        return Access((), hosts), ""
+    keys, source = keys_of(args, variable)
+    check_chosen(keys, source, args.host, f"--host {args.host}")
+    if keys:
+        return Access(keys, hosts), ""
+    made = secrets.token_urlsafe(24)
+    return Access((made,), hosts), f"{variable}={made}"
+
+
+def _read_keys(path: Path) -> tuple[str, ...]:
+    try:
+        if path.stat().st_mode & 0o077:
+            _log.warning("other users can read --token-file %s; chmod 600 %s", path, path)
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--token-file {path} cannot be read: {error}") from error
+    return tuple(line.strip() for line in lines if line.strip()) or ("",)
