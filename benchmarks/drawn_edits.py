@@ -1,4 +1,4 @@
-"""Small edits of src/rondo, drawn at random, for `planted_edits.py`: what a line of a function is changed to.
+"""Small edits of src, drawn at random, for `planted_edits.py`: what a line of a function is changed to.
 
 An edit changes something inside one line of a function: an operator, a number, True or False, min or max, a
 condition, what is returned, or a whole statement. Annotations, messages of errors and logs stay as they are.
@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
-SOURCE = "src/rondo"
+SOURCE = "src"
 PAIRS = {
     "comparison": (("<", "<="), (">", ">="), ("==", "!="), ("is", "is not"), ("in", "not in")),
     "arithmetic": (("+", "-"), ("*", "/")),
@@ -124,7 +124,8 @@ def offered(checkout: Path, path: Path) -> tuple[list[Edit], int]:
     """Returns every edit that could be drawn in a file, and the number of lines on which code begins."""
     source = path.read_bytes()
     lines, tree = source.split(b"\n"), ast.parse(source)
-    room = path.relative_to(checkout / SOURCE).parts[0].removesuffix(".py")
+    package, inner = path.relative_to(checkout / SOURCE).parts[:2]
+    room = inner.removesuffix(".py") if package == "rondo" else package
     edits = []
     for node in nodes(tree):
         for kind, begin, end, new in changes(node, lines):

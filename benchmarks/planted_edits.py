@@ -1,11 +1,11 @@
-"""Which of fifty planted edits of src/rondo the tests catch: a change of the tests must catch the same ones.
+"""Which of fifty planted edits of src the tests catch: a change of the tests must catch the same ones.
 
     python benchmarks/planted_edits.py list [CHECKOUT] [--seed 0] [--count 50]
     python benchmarks/planted_edits.py draw [CHECKOUT] --sample SAMPLE.json
     python benchmarks/planted_edits.py run CHECKOUT --sample SAMPLE.json --out RESULTS.json [--seconds 60]
     python benchmarks/planted_edits.py compare BEFORE.json AFTER.json     exit 1 where fewer were caught after
 
-The sample depends on src/rondo and the seed only, and fits another commit where the edited lines are the
+The sample depends on src and the seed only, and fits another commit where the edited lines are the
 same there. Each edit (`drawn_edits.py`) is made in a copy of the checkout. There the tests of its room
 (tests/<room> without those marked slow) run until one fails, all have passed, or the time is over. The test
 that fails is run without the edit, too: one that fails anyway has caught nothing. An interrupted `run` goes

@@ -40,10 +40,10 @@ from rondo.models.loading import load_tokenizer
 from rondo.models.source import TokenizerSource
 from rondo.rewards.functions import load_functions
 from rondo.rewards.scorer import Scorer
-from rondo.search.corpus import _rows
 from rondo.system.border import users_code
 from rondo.tracking.run_folder import RunFolder
 from rondo.tracking.trackers import TrackerContext, make_trackers
+from rondo_search.corpus import _rows
 from tests import raising
 from tests.raising import KINDS
 from tests.rewards.conftest import make_trajectory

@@ -12,11 +12,18 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ("docs/architecture.md", "CONTRIBUTING.md")
 # Where a path on these pages begins; a bare file name, beside one that was named before, is found anywhere.
-STARTS = (ROOT, ROOT / "src/rondo", ROOT / "src/rondo/trainers", ROOT / "tests", ROOT / "tests/algorithms")
+STARTS = (
+    ROOT,
+    ROOT / "src",
+    ROOT / "src/rondo",
+    ROOT / "src/rondo/trainers",
+    ROOT / "tests",
+    ROOT / "tests/algorithms",
+)
 
 
 def _found(name: str) -> list[Path]:
-    beside = (ROOT / "src/rondo").rglob(name) if "/" not in name.rstrip("/") else ()
+    beside = (ROOT / "src").rglob(name) if "/" not in name.rstrip("/") else ()
     return [*(start / name for start in STARTS if (start / name).exists()), *beside]
 
 

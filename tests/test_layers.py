@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -18,7 +19,8 @@ import pytest
 from tests.house import ROOT, SRC, read
 
 PACKAGE = SRC / "rondo"
-SOURCES = sorted(PACKAGE.rglob("*.py"))
+WINGS = sorted(path.name for path in SRC.glob("rondo_*") if (path / "__init__.py").is_file())
+SOURCES = [path for package in ("rondo", *WINGS) for path in sorted((SRC / package).rglob("*.py"))]
 
 # Who may import whom: a room, or one file of it. Every part above them may import these.
 BASE = {"core", "system", "config"}
@@ -41,7 +43,7 @@ ALLOWED: dict[str, set[str]] = {
     "weights": BASE,
     "rewards": BASE | {"sandbox"},
     "serving": BASE | {"chat"},
-    "agents": BASE | {"chat", "environments", "sandbox", "search", "serving"},
+    "agents": BASE | {"chat", "environments", "sandbox", "serving"},
     "controller": BASE | {"planning"},
     "recipes": BASE | {"environments", "data"},
     "data": BASE | {"chat"},
@@ -67,14 +69,15 @@ ALLOWED: dict[str, set[str]] = {
 # Rooms to come (docs/architecture.md has the map): what they may import is fixed before their first file.
 ALLOWED |= {
     "compat": {"config", "core/errors"},
-    "environments": BASE | {"search"},
+    "environments": BASE | {"rondo_search"},
     "sandbox": {"core/errors", "core/masking", "system/access", "system/urls"},
-    "search": BASE,
 }
 ALLOWED["trainers"] = {*ALLOWED, "trainers"} - {"__init__"}
 ALLOWED["cli"] = {*ALLOWED, "cli"}
 ALLOWED["api"] = {"config", "core", "data", "system", "tracking", "trainers"}
 ALLOWED["__main__"] = {"cli"}
+# Packages beside rondo. None of rondo's files may name one: they are found by entry points.
+ALLOWED["rondo_search"] = BASE
 
 # The rooms of `trainers`, each on its floor; who is on the same floor does not know the others.
 FLOORS: tuple[tuple[str, ...], ...] = (
@@ -108,7 +111,7 @@ FORBIDDEN: dict[str, set[str]] = {
     "agents": {"ray", *ENGINES},
     "rewards": {"ray", *ENGINES},
     "sandbox": {"ray", "torch", "numpy", "pyarrow", "transformers", *ENGINES},
-    "search": {"ray", *ENGINES},
+    "rondo_search": {"ray", *ENGINES},
     "serving": {"ray", "torch", *ENGINES},
     "data": {"ray", *ENGINES},
     "tracking": {"ray", "torch", "transformers", *ENGINES},
@@ -165,19 +168,21 @@ def tree(path: Path) -> ast.Module:
 
 
 def part(path: Path) -> str:
-    """`rondo/data/stream.py` -> data; `rondo/__main__.py` -> __main__."""
-    relative = path.relative_to(PACKAGE)
-    return relative.parts[0] if len(relative.parts) > 1 else relative.stem
+    """rondo/data/stream.py -> data; rondo/__main__.py -> __main__; rondo_search/x.py -> rondo_search."""
+    package, *inner = path.relative_to(SRC).parts
+    if package != "rondo":
+        return package
+    return inner[0] if len(inner) > 1 else path.stem
 
 
 def rule_of(path: Path, rules: dict[str, set[str]]) -> set[str]:
     """The rule of the file itself, else that of its room."""
-    own = path.relative_to(PACKAGE).with_suffix("").as_posix()
+    own = path.relative_to(SRC).with_suffix("").as_posix().removeprefix("rondo/")
     return rules.get(own, rules.get(part(path), set()))
 
 
 def name_of(path: Path) -> str:
-    return str(path.relative_to(PACKAGE.parent))
+    return str(path.relative_to(SRC))
 
 
 def imports(path: Path) -> list[tuple[str, int]]:
@@ -190,7 +195,9 @@ def rondo_imports(path: Path) -> Iterator[tuple[str, str, int]]:
     """(part of rondo, the file in it that is named, or the part again, line) of every import of ours."""
     for module, line in imports(path):
         pieces = module.split(".")
-        if pieces[0] == "rondo":
+        if pieces[0] in WINGS:
+            yield pieces[0], "/".join(pieces[:2]), line
+        elif pieces[0] == "rondo":
             target = pieces[1] if len(pieces) > 1 and (PACKAGE / pieces[1]).is_dir() else "__init__"
             file = "/".join(pieces[1:3])
             yield target, (file if (PACKAGE / f"{file}.py").is_file() else target), line
@@ -296,7 +303,10 @@ def test_controller_knows_no_models() -> None:
 
 def test_no_folder_of_helpers() -> None:
     assert not [
-        name_of(p) for p in PACKAGE.rglob("*") if p.stem in ("utils", "util", "helpers", "misc", "common")
+        name_of(p)
+        for package in ("rondo", *WINGS)
+        for p in (SRC / package).rglob("*")
+        if p.stem in ("utils", "util", "helpers", "misc", "common")
     ]
 
 
@@ -351,15 +361,48 @@ def _root(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def test_only_the_command_line_prints() -> None:
-    wrong = [
-        f"{name_of(path)}:{node.lineno}"
-        for path in SOURCES
-        if part(path) != "cli"
+def printing(src: Path) -> list[str]:
+    """Where a file prints that is neither of `rondo/cli` nor the command of a package beside rondo."""
+    return [
+        f"{path.relative_to(src)}:{node.lineno}"
+        for path in sorted(src.glob("rondo*/**/*.py"))
+        if path.parent != src / "rondo" / "cli"
+        if not (path.name == "command.py" and path.parent.parent == src)
         for node in ast.walk(tree(path))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
     ]
-    assert not wrong, "\n".join(wrong)
+
+
+def test_only_commands_print() -> None:
+    assert printing(SRC) == []
+
+
+def test_a_print_in_a_package_beside_rondo_is_found(tmp_path: Path) -> None:
+    for name in (
+        "rondo/cli/show.py",
+        "rondo_games/command.py",
+        "rondo_games/maze.py",
+        "rondo/core/command.py",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("def f():\n    print(1)\n")
+    assert printing(tmp_path) == ["rondo/core/command.py:2", "rondo_games/maze.py:2"]
+
+
+def test_every_check_reads_the_packages_beside_rondo() -> None:
+    assert {part(path) for path in SOURCES} >= set(WINGS)
+    assert {file.split("/")[0] for file in read(SRC).files} == {"rondo", *WINGS}
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]
+    assert settings["mypy"]["files"] == ["src"]
+    ours = next(each for each in settings["mypy"]["overrides"] if each.get("ignore_missing_imports") is False)
+    assert set(ours["module"]) == {f"{package}.*" for package in ("rondo", *WINGS)}
+
+
+@pytest.mark.parametrize("wing", WINGS)
+def test_a_package_beside_rondo_says_its_contract_on_one_screen(wing: str) -> None:
+    lines = (SRC / wing / "README.md").read_text(encoding="utf-8").splitlines()
+    assert lines[0] == f"# {wing}"
+    assert len(lines) <= 50
 
 
 def test_no_swallowed_exceptions() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.house import ROOT, SRC, read
 
-DOTTED = re.compile(r"(?<![\w./@-])rondo(?:\.[A-Za-z_]\w*)+")
+DOTTED = re.compile(r"(?<![\w./@-])rondo(?:_search)?(?:\.[A-Za-z_]\w*)+")
 PLACES = ("src", "docs", "examples", "benchmarks")
 FILES = sorted(
     path

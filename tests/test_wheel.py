@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rondo.system.names import KINDS, OURS, read_groups
+from rondo.system.names import KINDS, OURS, our_packages, read_groups
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -63,7 +63,10 @@ def test_every_file_of_the_package_is_in_the_wheel(installed: Path) -> None:
         found = (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
         return {str(path.relative_to(folder)) for path in found}
 
-    assert files(installed / "rondo") == files(ROOT / "src" / "rondo")
+    packages = {path.name for path in (ROOT / "src").iterdir() if (path / "__init__.py").is_file()}
+    assert packages == set(our_packages())
+    for package in packages:
+        assert files(installed / package) == files(ROOT / "src" / package)
 
 
 @pytest.mark.slow

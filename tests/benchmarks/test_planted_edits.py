@@ -268,7 +268,7 @@ def test_what_is_missing_is_named(checkout: Path, tmp_path: Path) -> None:
         (["run", str(checkout), "--sample", __file__, "--out", out], "was not written by this program"),
         (["run", str(checkout), "--sample", made, "--out", out, "--only", "7"], r"no edits \[7\]"),
         (["run", str(tmp_path), "--sample", made, "--out", out], "name a checkout of rondo"),
-        (["list", str(tmp_path)], f"{tmp_path} has no Python files in src/rondo"),
+        (["list", str(tmp_path)], f"{tmp_path} has no Python files in src"),
         (["compare", "none.json", "none.json"], "none.json: No such file"),
     ):
         with pytest.raises(SystemExit, match=said):
@@ -276,7 +276,7 @@ def test_what_is_missing_is_named(checkout: Path, tmp_path: Path) -> None:
 
 
 def test_every_room_has_tests() -> None:
-    for path in (ROOT / "src/rondo").iterdir():
+    for path in [*(ROOT / "src/rondo").iterdir(), *(ROOT / "src").glob("rondo_*/")]:
         if path.suffix == ".py" or list(path.glob("*.py")):
             assert places_of(ROOT, path.stem)
     with pytest.raises(SystemExit, match="no tests of nothing: say in ROOMS"):

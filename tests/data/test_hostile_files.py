@@ -16,7 +16,7 @@ import pytest
 from rondo.config.schema.data import FileSourceConfig
 from rondo.core.errors import ConfigError, DataError
 from rondo.data.sources import open_source
-from rondo.search import index_of
+from rondo_search import index_of
 from tests.raising import Calls
 
 

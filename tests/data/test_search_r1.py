@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rondo.agents.search import Search
 from rondo.agents.tools import Toolbox, load_tools
 from rondo.chat import MessageReader, encode_conversations, encode_prompt
 from rondo.config import load
@@ -15,6 +14,7 @@ from rondo.config.schema import ToolConfig
 from rondo.core.errors import ConfigError
 from rondo.environments.search_qa import CORPUS, FIRST, LAST, PLACES, RIVERS, THINGS, corpus, questions
 from rondo.recipes.search_r1 import demonstrations, rows, tokenizer
+from rondo_search.tool import Search
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import pytest
 
 from rondo.core.errors import ConfigError, EnvironmentFailedError
 from rondo.environments.search_qa import CORPUS, SearchQA, corpus, questions
-from rondo.search import index_of
+from rondo_search import index_of
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -18,6 +18,7 @@ from rondo.models.source import ModelSource
 from rondo.rollout import EngineSpec, start_engine
 from rondo.rollout.build import check_engine
 from rondo.rollout.interpreter import environment_of, interpreter
+from rondo.system.names import our_packages
 from tests.rollout.conftest import _BASE, build, make_engine, prompt, request, run, weights
 from tests.rollout.test_vllm_options import ARGUMENTS
 
@@ -118,7 +119,8 @@ def test_its_process_runs_this_rondo(other: Path) -> None:
             assert theirs.token_ids.tolist() == ours.token_ids.tolist()
             assert theirs.log_probs.tolist() == ours.log_probs.tolist()
         folder = there._child.process.folder
-        assert os.readlink(folder / "packages" / "rondo") == str(Path(cli.__file__).parents[1])
+        links = {path.name: os.readlink(path) for path in (folder / "packages").iterdir()}
+        assert links == {name: str(Path(cli.__file__).parents[2] / name) for name in our_packages()}
     finally:
         there.close()
         here.close()

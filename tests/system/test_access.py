@@ -18,11 +18,11 @@ from rondo.core.errors import ConfigError
 from rondo.rollout import NativeEngine
 from rondo.sandbox import open_sandbox
 from rondo.sandbox.server import SandboxServer
-from rondo.search import index_of
-from rondo.search.server import RetrieverServer
 from rondo.serving import Endpoint, Sessions
 from rondo.serving.http import HttpServer
 from rondo.system.access import Access, access_of, add_access, check_keys
+from rondo_search import index_of
+from rondo_search.server import RetrieverServer
 from tests.serving import conftest
 from tests.serving.conftest import CONTEXT, MODEL, TOKENIZER
 

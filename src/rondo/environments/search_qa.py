@@ -22,7 +22,7 @@ from typing import Any
 
 from rondo.core.errors import ConfigError, EnvironmentFailedError, ToolError
 from rondo.environments.protocol import Observation, StepResult
-from rondo.search import MOST_RESULTS, index_of
+from rondo_search import MOST_RESULTS, index_of
 
 CORPUS = "rondo.environments.search_qa:corpus"
 FIRST = (

@@ -144,6 +144,12 @@ def _ours(kind: str) -> Iterator[Entry]:
         yield from _spread(Entry(kind, name, target))
 
 
+def our_packages() -> list[str]:
+    """Returns the packages that rondo's wheel has, as far as they offer something."""
+    groups = read_groups(OURS.read_text(encoding="utf-8")).values()
+    return sorted({target.split(".")[0] for group in groups for target in group.values()})
+
+
 def _of_others(kind: str) -> Iterator[Entry]:
     """Yields what other distributions offer: of two with one name the first on the path, as Python does."""
     seen = {_DISTRIBUTION}

@@ -25,6 +25,7 @@ from typing import IO, Protocol, TextIO
 
 from rondo.core.errors import ConfigError
 from rondo.system.forkserver import ForkServer
+from rondo.system.names import our_packages
 from rondo.system.storage import storing
 from rondo.system.streams import clean_text, lasting
 
@@ -91,7 +92,7 @@ class ChildProcess:
         self._ended = threading.Event()
         self.folder = Path(tempfile.mkdtemp(prefix="rondo-process-"))
         if python is not None:
-            environment = _with_this_package(environment, self.folder / "packages")
+            environment = _with_these_packages(environment, self.folder / "packages")
         start = partial(_executed, python) if forkserver is None else partial(_forked, forkserver)
         begin = partial(start, command, descriptor, environment, self.folder)
         started: Future[_Started] = Future()
@@ -191,13 +192,14 @@ def _opened(path: Path, name: str) -> TextIO:
     return log
 
 
-def _with_this_package(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """Returns variables with which another environment's Python imports this package, whatever is installed
-    there, and nothing that lies beside it here. folder: is made, and has a link to the package.
+def _with_these_packages(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
+    """Returns variables with which another environment's Python imports rondo's packages, whatever is
+    installed there, and nothing else that lies beside them here. folder: is made, and has links to them.
     """
-    package = Path(__file__).resolve().parents[1]
+    source = Path(__file__).resolve().parents[2]
     folder.mkdir()
-    (folder / package.name).symlink_to(package)
+    for package in our_packages():
+        (folder / package).symlink_to(source / package)
     path = [str(folder), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     return {**environment, "PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1"}
 
@@ -210,7 +212,7 @@ def _executed(
     folder: Path,
 ) -> subprocess.Popen[str]:
     # -P: not from the working directory, whose `random.py` would be imported before Python's own.
-    runs = [sys.executable, "-P", "-m"] if python is None else [python, "-m"]  # told by `_with_this_package`
+    runs = [sys.executable, "-P", "-m"] if python is None else [python, "-m"]  # says `_with_these_packages`
     return subprocess.Popen(
         guarded([*runs, *command, str(descriptor)], descriptor, str(folder)),
         stdin=subprocess.DEVNULL,

@@ -15,13 +15,12 @@ from typing import Any
 
 import pytest
 
-from rondo.agents.search import Search
 from rondo.cli import main as cli
 from rondo.core.errors import ToolError
-from rondo.search import Hit, Index, Passage, index_of
-from rondo.search.client import RetrieverError, retrieve
-from rondo.search.server import RetrieverServer
 from rondo.system.access import Access
+from rondo_search import Hit, Index, Passage, index_of
+from rondo_search.server import RetrieverServer
+from rondo_search.tool import RetrieverError, Search, retrieve
 from tests.waiting import served_by
 
 MOON = {"id": "7", "contents": '"Moon"\nIt goes around the earth, and has no air.'}

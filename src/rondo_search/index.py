@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Protocol
 
 from rondo.core.errors import ConfigError, StorageError, ToolError, did_you_mean
-from rondo.search.corpus import Passage, digest_of, passages_of
-from rondo.search.dense import Dense
-from rondo.search.tantivy_index import Tantivy
-from rondo.search.words import Words, read
 from rondo.system.storage import cache_folder, storing
+from rondo_search.corpus import Passage, digest_of, passages_of
+from rondo_search.dense import Dense
+from rondo_search.tantivy_index import Tantivy
+from rondo_search.words import Words, read
 
 MOST_RESULTS = 100  # of a query
 LONGEST_QUERY = 10_000  # characters

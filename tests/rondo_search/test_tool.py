@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from rondo.agents.search import Search
 from rondo.agents.tools import Toolbox, ToolFailedError, load_tools
 from rondo.config.schema import FunctionConfig, ToolConfig
 from rondo.core.errors import ConfigError, DataError, StorageError, ToolError
-from rondo.search import index_of, words
+from rondo_search import index_of, words
+from rondo_search.tool import Search
 from tests.agents.scripted import call, episode, saying
 from tests.serving.conftest import TOKENIZER
 from tests.system.test_storage import files_no_larger_than

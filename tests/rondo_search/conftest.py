@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.agents.conftest import run as run
+from tests.trainers.conftest import recipe as recipe
+
 ROWS = [
     {"id": 7, "title": "Moon", "text": "It goes around the earth, and has no air."},
     {"title": "Sun", "text": "The sun is a star. Stars shine."},

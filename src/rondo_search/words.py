@@ -11,7 +11,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from rondo.core.errors import ConfigError
-from rondo.search.corpus import Passage
+from rondo_search.corpus import Passage
 
 _TABLE = (
     "CREATE VIRTUAL TABLE words USING "

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from rondo.core.errors import ConfigError
-from rondo.search.corpus import Passage
-from rondo.search.words import words_of
+from rondo_search.corpus import Passage
+from rondo_search.words import words_of
 
 _FOLDER = "tantivy"
 _WRITER_BYTES = 128_000_000

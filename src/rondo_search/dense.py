@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from rondo.core.errors import ConfigError
-from rondo.search.corpus import Passage, add_files
+from rondo_search.corpus import Passage, add_files
 
 _FILE = "vectors.faiss"
 _BATCH = 32  # passages that are encoded at a time

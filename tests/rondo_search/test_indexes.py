@@ -15,9 +15,9 @@ import torch
 from rondo.agents.tools import Toolbox, load_tools, prepare_tools
 from rondo.config.schema import ToolConfig
 from rondo.core.errors import ConfigError, DataError
-from rondo.search import Passage, index_of
-from rondo.search import index as index_module
-from rondo.search.corpus import passage_of, passages_of
+from rondo_search import Passage, index_of
+from rondo_search import index as index_module
+from rondo_search.corpus import passage_of, passages_of
 from tests.serving.conftest import TOKENIZER
 
 WORDS = "[PAD] [UNK] query passage : the a cat feline sat on mat rug moon satellite shines".split()

@@ -10,7 +10,7 @@ from rondo.system.access import SEARCH_KEY, access_of, add_access
 from rondo.system.streams import clean_text
 
 if TYPE_CHECKING:
-    from rondo.search import Index
+    from rondo_search import Index
 
 HELP = "search a corpus, or serve it to other machines"
 QUERY = "print the passages that fit a query best"
@@ -37,7 +37,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Does what the action says."""
-    from rondo.search import MOST_RESULTS, index_of
+    from rondo_search import MOST_RESULTS, index_of
 
     if not 1 <= args.k <= MOST_RESULTS:
         raise ConfigError(f"-k {args.k}: it must be 1 to {MOST_RESULTS}")
@@ -57,7 +57,7 @@ def _serve(args: argparse.Namespace, index: Index) -> int:
     """Prints the URL, then serves until Ctrl-C."""
     import threading
 
-    from rondo.search.server import RetrieverServer
+    from rondo_search.server import RetrieverServer
 
     access, made = access_of(args, SEARCH_KEY)
     server = RetrieverServer(index, args.host, args.port, access, default_k=args.k)

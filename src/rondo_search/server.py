@@ -19,8 +19,8 @@ from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from rondo.core.errors import ConfigError, ToolError
-from rondo.search.index import MOST_RESULTS, Hit, Index
 from rondo.system.access import Access, AccessError, check_json
+from rondo_search.index import MOST_RESULTS, Hit, Index
 
 _BODY_BYTES = 1 << 20
 _PASSED_OVER_BYTES = 1 << 26  # of a body that is too large
