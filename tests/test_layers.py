@@ -68,7 +68,6 @@ ALLOWED: dict[str, set[str]] = {
 }
 # Rooms to come (docs/architecture.md has the map): what they may import is fixed before their first file.
 ALLOWED |= {
-    "compat": {"config", "core/errors"},
     "environments": BASE | {"rondo_search"},
     "sandbox": {"core/errors", "core/masking", "system/access", "system/urls"},
 }
@@ -78,6 +77,7 @@ ALLOWED["api"] = {"config", "core", "data", "system", "tracking", "trainers"}
 ALLOWED["__main__"] = {"cli"}
 # Packages beside rondo. None of rondo's files may name one: they are found by entry points.
 ALLOWED["rondo_search"] = BASE
+ALLOWED["rondo_verl"] = {"config", "core/errors"}
 
 # The rooms of `trainers`, each on its floor; who is on the same floor does not know the others.
 FLOORS: tuple[tuple[str, ...], ...] = (
@@ -112,6 +112,7 @@ FORBIDDEN: dict[str, set[str]] = {
     "rewards": {"ray", *ENGINES},
     "sandbox": {"ray", "torch", "numpy", "pyarrow", "transformers", *ENGINES},
     "rondo_search": {"ray", *ENGINES},
+    "rondo_verl": HEAVY,
     "serving": {"ray", "torch", *ENGINES},
     "data": {"ray", *ENGINES},
     "tracking": {"ray", "torch", "transformers", *ENGINES},

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rondo.compat.verl import algorithm, run
-from rondo.compat.verl.values import NoCounterpartError, Setting, Values, choice
 from rondo.config.tree import Node
+from rondo_verl import algorithm, run
+from rondo_verl.values import NoCounterpartError, Setting, Values, choice
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from rondo.algorithms.registry import bind
-from rondo.compat.verl.algorithm import ESTIMATORS
 from rondo.config.schema import (
     AdaptiveKlConfig,
     BypassConfig,
@@ -17,7 +16,8 @@ from rondo.config.schema import (
     RatioRejectionConfig,
     RolloutCorrectionConfig,
 )
-from tests.compat.translated import BASE, GAE, A, C, load, message
+from rondo_verl.algorithm import ESTIMATORS
+from tests.rondo_verl.translated import BASE, GAE, A, C, load, message
 
 FILTER = "algorithm.filter_groups"
 

@@ -10,14 +10,14 @@ import pytest
 
 from rondo.cli import main as cli
 from rondo.cli.arguments import load_arguments
-from rondo.compat.verl.defaults import ASYNC_DEFAULTS, DEFAULTS, WITHOUT_DEFAULT
-from rondo.compat.verl.modules import TRANSLATED
-from rondo.compat.verl.table import TABLE, Ignored, Only
 from rondo.config import Config, LoadedConfig, show
 from rondo.config.schema import CriticConfig, FunctionConfig, KlConfig, ReferenceConfig
 from rondo.core.errors import ConfigError
 from rondo.trainers.commands.recipe import changed_keys
-from tests.compat.translated import BASE, GAE, A, C, F, R, load, message
+from rondo_verl.defaults import ASYNC_DEFAULTS, DEFAULTS, WITHOUT_DEFAULT
+from rondo_verl.programs import TRANSLATED
+from rondo_verl.table import TABLE, Ignored, Only
+from tests.rondo_verl.translated import BASE, GAE, A, C, F, R, load, message
 
 MODEL = "actor_rollout_ref.model.path=model"
 

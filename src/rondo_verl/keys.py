@@ -10,17 +10,14 @@ import difflib
 from collections.abc import Iterator
 from typing import Any
 
-from rondo.compat.verl.defaults import defaults_beside
-from rondo.compat.verl.modules import is_program
-from rondo.compat.verl.run import idle
-from rondo.compat.verl.table import FOREIGN_SECTIONS, TABLE, Ignored, Joint, Late, Only, To
-from rondo.compat.verl.values import Note, Setting, Values
 from rondo.config.load import Translation, collected, with_settings
 from rondo.config.schema import Config
 from rondo.config.tree import Node, shown
 from rondo.core.errors import ConfigError
-
-__all__ = ["is_program", "translate"]
+from rondo_verl.defaults import defaults_beside
+from rondo_verl.run import idle
+from rondo_verl.table import FOREIGN_SECTIONS, TABLE, Ignored, Joint, Late, Only, To
+from rondo_verl.values import Note, Setting, Values
 
 
 def translate(tree: Node) -> Translation:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from rondo.compat.verl.values import like
 from rondo.config.tree import BENEATH, Node, Origin
+from rondo_verl.values import like
 
 _A, _R, _F = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from rondo.compat.verl import FOREIGN_SECTIONS, TABLE, To
 from rondo.config import Origin
 from rondo.config.keys import schema_keys
 from rondo.config.schema import FunctionConfig, KlConfig
 from rondo.core.errors import ConfigError
-from tests.compat.translated import BASE, GAE, A, R, load, message, settings
+from rondo_verl.keys import FOREIGN_SECTIONS, TABLE, To
+from tests.rondo_verl.translated import BASE, GAE, A, R, load, message, settings
 
 # The keys of verl's GSM8K GRPO example, with its values.
 GRPO_EXAMPLE = [

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rondo.compat.verl.defaults import default
-from rondo.compat.verl.values import NoCounterpartError, Note, Setting, Values, choice
 from rondo.config.tree import Node
+from rondo_verl.defaults import default
+from rondo_verl.values import NoCounterpartError, Note, Setting, Values, choice
 
 KL_ESTIMATORS = {
     **{"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2"},

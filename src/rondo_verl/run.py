@@ -10,10 +10,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from rondo.compat.verl.algorithm import ESTIMATORS, POLICY_LOSSES
-from rondo.compat.verl.defaults import default
-from rondo.compat.verl.values import NoCounterpartError, Note, Setting, Values, choice
 from rondo.config.tree import Node
+from rondo_verl.algorithm import ESTIMATORS, POLICY_LOSSES
+from rondo_verl.defaults import default
+from rondo_verl.values import NoCounterpartError, Note, Setting, Values, choice
 
 _ACTOR, _ROLLOUT, _REFERENCE = (
     "actor_rollout_ref.actor.",

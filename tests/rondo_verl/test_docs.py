@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rondo.compat.verl import TABLE
-from rondo.compat.verl.defaults import ASYNC_DEFAULTS, DEFAULTS
 from rondo.config.tree import shown
+from rondo_verl.defaults import ASYNC_DEFAULTS, DEFAULTS
+from rondo_verl.keys import TABLE
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "verl.md"
 
