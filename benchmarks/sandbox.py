@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 
-from rondo.sandbox import Sandbox, open_sandbox
+from rondo_sandbox import Sandbox, open_sandbox
 
 
 def processor() -> float:

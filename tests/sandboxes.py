@@ -7,7 +7,7 @@ import os
 import pytest
 
 from rondo.core.errors import SandboxError
-from rondo.sandbox import check_sandbox
+from rondo_sandbox import check_sandbox
 
 
 def need_sandbox(backend: str = "auto") -> None:

@@ -16,11 +16,11 @@ import pytest
 from rondo.checkpoint.checked import read_manifest, write_checked, write_manifest
 from rondo.core.errors import CheckpointError, DataError, RondoError, StorageError
 from rondo.models.files import check_weights
-from rondo.sandbox import open_sandbox
-from rondo.sandbox.server import files_of_request
 from rondo.system import hub
 from rondo.system.hub import local_folder
 from rondo.system.urls import Far, check_inner
+from rondo_sandbox import open_sandbox
+from rondo_sandbox.server import files_of_request
 
 GOOD = ("a.json", "actor/rank-0.bin", "..a", "a..b/c", "ä/日本", "a" * 255, "with space.json")
 BAD = {
@@ -110,7 +110,7 @@ def of_an_index(name: str, folder: Path) -> None:
 
 
 def of_a_program(name: str, folder: Path) -> None:
-    """Files that `rondo.sandbox` writes for a program."""
+    """Files that `rondo_sandbox` writes for a program."""
 
     async def run() -> None:
         async with await open_sandbox("none") as sandbox:

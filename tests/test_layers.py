@@ -41,9 +41,9 @@ ALLOWED: dict[str, set[str]] = {
     "tracking": BASE | {"checkpoint"},
     "tracking/trajectories": {"core/errors", "system/streams"},  # reads files only
     "weights": BASE,
-    "rewards": BASE | {"sandbox"},
+    "rewards": BASE,
     "serving": BASE | {"chat"},
-    "agents": BASE | {"chat", "environments", "sandbox", "serving"},
+    "agents": BASE | {"chat", "environments", "serving"},
     "controller": BASE | {"planning"},
     "recipes": BASE | {"environments", "data"},
     "data": BASE | {"chat"},
@@ -69,13 +69,15 @@ ALLOWED: dict[str, set[str]] = {
 # Rooms to come (docs/architecture.md has the map): what they may import is fixed before their first file.
 ALLOWED |= {
     "environments": BASE | {"rondo_search"},
-    "sandbox": {"core/errors", "core/masking", "system/access", "system/urls"},
 }
 ALLOWED["trainers"] = {*ALLOWED, "trainers"} - {"__init__"}
 ALLOWED["cli"] = {*ALLOWED, "cli"}
 ALLOWED["api"] = {"config", "core", "data", "system", "tracking", "trainers"}
 ALLOWED["__main__"] = {"cli"}
 # Packages beside rondo. None of rondo's files may name one: they are found by entry points.
+ALLOWED["rondo_sandbox"] = {"core/errors", "core/masking", "system/access", "system/streams", "system/urls"}
+ALLOWED["rondo_sandbox/cases"] = {"core/errors", "core/types"}
+ALLOWED["rondo_sandbox/code_rewards"] = {"core/errors", "core/types", "rewards/marks", "rondo_sandbox"}
 ALLOWED["rondo_search"] = BASE
 ALLOWED["rondo_verl"] = {"config", "core/errors"}
 
@@ -110,7 +112,7 @@ FORBIDDEN: dict[str, set[str]] = {
     "weights": {"ray", *ENGINES},
     "agents": {"ray", *ENGINES},
     "rewards": {"ray", *ENGINES},
-    "sandbox": {"ray", "torch", "numpy", "pyarrow", "transformers", *ENGINES},
+    "rondo_sandbox": HEAVY,
     "rondo_search": {"ray", *ENGINES},
     "rondo_verl": HEAVY,
     "serving": {"ray", "torch", *ENGINES},
@@ -144,8 +146,8 @@ BOUNDARIES = {
     "rondo/agents/tools.py": "what a tool raises ends its episode, typed and told",
     "rondo/controller/host.py": "a worker's exception travels to the controller as a Failure",
     "rondo/models/fused.py": "a module that raises when it is tried keeps its own code",
-    "rondo/rewards/code/caller.py": "what a program on trial raises is its answer",
-    "rondo/rewards/code/tester.py": "what tests raise is their verdict",
+    "rondo_sandbox/inside/caller.py": "what a program on trial raises is its answer",
+    "rondo_sandbox/inside/tester.py": "what tests raise is their verdict",
     "rondo/rewards/execution.py": "a scorer's exception travels from its thread to the future",
     "rondo/rewards/scorer.py": "a scorer's exception is judged by reward.on_error",
     "rondo/rollout/vllm/engine.py": "vLLM's exceptions travel from the step thread to all who wait",
@@ -156,7 +158,7 @@ BOUNDARIES = {
     "rondo/system/process.py": "why a process did not start travels to whoever wants it",
     "rondo/system/forkserver.py": "what a forked program raises is printed, and is its exit status",
     "rondo/rollout/server/child.py": "an engine's exception travels to its host as a record",
-    "rondo/sandbox/inside/programs.py": "what a guest's program raises is what it prints, as in any Python",
+    "rondo_sandbox/inside/programs.py": "what a guest's program raises is what it prints, as in any Python",
     "rondo/serving/http.py": "whatever a request's handler raises is answered as a 500, and logged",
     "rondo/trainers/commands/event_loop.py": "what a run raises travels from its thread to the caller",
     "rondo/trainers/loop/feeder.py": "an episode's exception travels to the trainer, which waits in take()",

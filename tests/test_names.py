@@ -11,7 +11,7 @@ import pytest
 from rondo.system.names import KINDS
 from tests.house import ROOT, SRC, read
 
-DOTTED = re.compile(r"(?<![\w./@-])rondo(?:_search|_verl)?(?:\.[A-Za-z_]\w*)+")
+DOTTED = re.compile(r"(?<![\w./@-])rondo(?:_sandbox|_search|_verl)?(?:\.[A-Za-z_]\w*)+")
 PLACES = ("src", "docs", "examples", "benchmarks")
 FILES = sorted(
     path

@@ -17,7 +17,7 @@ READS = {
     "rondo/config/functions.py": "the program that the recipe belongs to, which names the file",
     "rondo/controller/remote.py": OURS,
     "rondo/rollout/sglang/worker.py": "its own engine's process, which started it",
-    "rondo/sandbox/inside/wire.py": "the host, over a pipe; read in the sandbox (marshal: no code runs)",
+    "rondo_sandbox/inside/wire.py": "the host, over a pipe; read in the sandbox (marshal: no code runs)",
     "rondo/training/checkpoint.py": "anybody: by a reader that knows ten classes",
     "rondo/system/forkserver.py": OURS,
     "rondo/system/frames.py": OURS,

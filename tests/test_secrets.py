@@ -33,13 +33,13 @@ from rondo.data.sources import open_sources, source_name
 from rondo.environments import Observation, StepResult
 from rondo.environments.choices import load_environments
 from rondo.rewards.functions import load_functions
-from rondo.sandbox.remote import server
 from rondo.system.access import SANDBOX_KEY
 from rondo.system.storage import AppendedFile, write_atomic
 from rondo.system.urls import Far, place_of, spelled
 from rondo.tracking.run_folder import RunFolder
 from rondo.tracking.trackers import TrackerContext, make_trackers
 from rondo.trainers.commands.export import export_checkpoint
+from rondo_sandbox.remote import server
 from rondo_search.tool import RetrieverError
 
 HERE = "tests/test_secrets.py"

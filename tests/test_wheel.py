@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from rondo.system.names import KINDS, OURS, our_packages, read_groups
+from rondo.core.errors import our_folders
+from rondo.system.names import KINDS, OURS, read_groups
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -64,7 +65,7 @@ def test_every_file_of_the_package_is_in_the_wheel(installed: Path) -> None:
         return {str(path.relative_to(folder)) for path in found}
 
     packages = {path.name for path in (ROOT / "src").iterdir() if (path / "__init__.py").is_file()}
-    assert packages == set(our_packages())
+    assert packages == {Path(folder).name for folder in our_folders()}
     for package in packages:
         assert files(installed / package) == files(ROOT / "src" / package)
 

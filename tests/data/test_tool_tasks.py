@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rondo.agents.builtin_tools import calculator
+from rondo.agents.calculator import calculator
 from rondo.agents.tools import Toolbox, load_tools
 from rondo.chat import MessageReader, encode_conversations, encode_prompt
 from rondo.config.schema import ToolConfig

@@ -13,12 +13,11 @@ import pytest
 import torch
 
 from rondo.cli import main as cli
-from rondo.core.errors import ConfigError
+from rondo.core.errors import ConfigError, our_folders
 from rondo.models.source import ModelSource
 from rondo.rollout import EngineSpec, start_engine
 from rondo.rollout.build import check_engine
 from rondo.rollout.interpreter import environment_of, interpreter
-from rondo.system.names import our_packages
 from tests.rollout.conftest import _BASE, build, make_engine, prompt, request, run, weights
 from tests.rollout.test_vllm_options import ARGUMENTS
 
@@ -120,7 +119,7 @@ def test_its_process_runs_this_rondo(other: Path) -> None:
             assert theirs.log_probs.tolist() == ours.log_probs.tolist()
         folder = there._child.process.folder
         links = {path.name: os.readlink(path) for path in (folder / "packages").iterdir()}
-        assert links == {name: str(Path(cli.__file__).parents[2] / name) for name in our_packages()}
+        assert links == {Path(folder).name: folder for folder in our_folders()}
     finally:
         there.close()
         here.close()

@@ -16,11 +16,11 @@ import pytest
 from rondo.cli import main as cli
 from rondo.core.errors import ConfigError
 from rondo.rollout import NativeEngine
-from rondo.sandbox import open_sandbox
-from rondo.sandbox.server import SandboxServer
 from rondo.serving import Endpoint, Sessions
 from rondo.serving.http import HttpServer
 from rondo.system.access import Access, access_of, add_access, check_keys
+from rondo_sandbox import open_sandbox
+from rondo_sandbox.server import SandboxServer
 from rondo_search import index_of
 from rondo_search.server import RetrieverServer
 from tests.serving import conftest

@@ -19,7 +19,7 @@ import cloudpickle
 from rondo.api.rows import plain_rows, write_rows
 from rondo.config.functions import know, written_down
 from rondo.config.schema.data import SOURCE_TYPES
-from rondo.core.errors import ConfigError
+from rondo.core.errors import ConfigError, our_folders
 from rondo.system.storage import write_atomic
 
 Recipes = str | Path | Sequence[str | Path]
@@ -134,5 +134,5 @@ def _found_in(module: Any, name: str) -> Any:
 def _is_installed(file: Path) -> bool:
     """Says whether any process of this environment imports a module of this file by its name."""
     places = {Path(sysconfig.get_path(kind)).resolve() for kind in ("purelib", "platlib", "stdlib")}
-    places.add(Path(__file__).resolve().parents[1])  # rondo, wherever it is
+    places.update(Path(folder).resolve() for folder in our_folders())
     return any(place in file.resolve().parents for place in places)

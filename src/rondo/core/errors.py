@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import os
 import re
 import traceback
@@ -204,14 +205,25 @@ def half_of_a_pair(text: str) -> int | None:
     return None
 
 
+@functools.cache
+def our_folders() -> tuple[str, ...]:
+    """Returns the folders of rondo's packages: of those that are named in its entry points, which lie beside
+    each other.
+    """
+    rondo = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    with open(os.path.join(rondo, "entry_points.txt"), encoding="utf-8") as file:
+        names = {name for line in file for name in re.findall(r"^[\w-]+ = (\w+)", line)}
+    return tuple(os.path.join(os.path.dirname(rondo), name) for name in sorted(names))
+
+
 def users_frames(error: BaseException) -> list[traceback.FrameSummary]:
     """Returns the frames of an error's traceback that are not in rondo's own files."""
     return without_rondo(traceback.extract_tb(error.__traceback__))
 
 
 def without_rondo(frames: Iterable[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
-    """Returns the frames that are not in rondo's own files, wherever the package lies."""
-    ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+    """Returns the frames that are not in rondo's own files, wherever its packages lie."""
+    ours = tuple(folder + os.sep for folder in our_folders())
     return [frame for frame in frames if not os.path.abspath(frame.filename).startswith(ours)]
 
 

@@ -23,9 +23,8 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Protocol, TextIO
 
-from rondo.core.errors import ConfigError
+from rondo.core.errors import ConfigError, our_folders
 from rondo.system.forkserver import ForkServer
-from rondo.system.names import our_packages
 from rondo.system.storage import storing
 from rondo.system.streams import clean_text, lasting
 
@@ -196,10 +195,9 @@ def _with_these_packages(environment: Mapping[str, str], folder: Path) -> dict[s
     """Returns variables with which another environment's Python imports rondo's packages, whatever is
     installed there, and nothing else that lies beside them here. folder: is made, and has links to them.
     """
-    source = Path(__file__).resolve().parents[2]
     folder.mkdir()
-    for package in our_packages():
-        (folder / package).symlink_to(source / package)
+    for package in our_folders():
+        (folder / os.path.basename(package)).symlink_to(os.path.realpath(package))
     path = [str(folder), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     return {**environment, "PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1"}
 

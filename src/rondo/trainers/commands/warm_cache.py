@@ -15,9 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import rondo
 from rondo.config import Config, leaves_of
-from rondo.core.errors import StorageError
+from rondo.core.errors import StorageError, our_folders
 from rondo.data.sources import open_sources
 from rondo.system.hub import copy_of
 from rondo.system.storage import cache_folder, make_folder, sync_path
@@ -78,8 +77,8 @@ def _depends_on(config: Config) -> Iterator[bytes]:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     yield (_json(tokenizer.get_vocab()) if backend is None else backend.to_str().encode())
     yield _json([tokenizer.chat_template, tokenizer.special_tokens_map])
-    folders = [Path(rondo.__file__).parent] + ([copy_of(config.model.path)] if config.model.path else [])
-    for folder in folders:
+    ours = [Path(folder) for folder in our_folders()]
+    for folder in [*ours, *([copy_of(config.model.path)] if config.model.path else [])]:
         for file in sorted(folder.rglob("*")):
             if file.is_file() and "__pycache__" not in file.parts:
                 with file.open("rb") as content:

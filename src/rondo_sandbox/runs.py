@@ -15,15 +15,16 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
 
 from rondo.core.errors import ConfigError, SandboxError
-from rondo.sandbox.backends import NAMES, Backend, backend
-from rondo.sandbox.head import Head
-from rondo.sandbox.records import Files, Limits, Result
-from rondo.sandbox.remote import RemoteHead, Server, server
 from rondo.system.urls import check_inner
+from rondo_sandbox.backends import NAMES, Backend, backend
+from rondo_sandbox.head import Head
+from rondo_sandbox.records import Files, Limits, Result
+from rondo_sandbox.remote import RemoteHead, Server, server
 
 _log = logging.getLogger(__name__)
 
@@ -226,3 +227,37 @@ def _checked(name: str) -> str:
     except ValueError as error:
         raise ValueError(f"a program's file {error}") from error
     return name
+
+
+# ---- what tools and rewards of a process share ----
+
+
+_OPENED: dict[asyncio.AbstractEventLoop, dict[str, asyncio.Task[Sandbox]]] = {}
+
+
+def check_sandbox(backend: str) -> None:
+    """Raises SandboxError where programs cannot be held, ConfigError for a back end that there is not."""
+
+    async def opened() -> None:
+        async with await open_sandbox(backend):
+            pass
+
+    with ThreadPoolExecutor(1) as elsewhere:  # a loop may run here
+        elsewhere.submit(asyncio.run, opened()).result()
+
+
+async def shared_sandbox(backend: str) -> Sandbox:
+    """Returns this event loop's sandbox of a back end, opened when it is first asked for. Raises
+    SandboxError; the next call tries anew.
+    """
+    for over in [loop for loop in _OPENED if loop.is_closed()]:
+        del _OPENED[over]
+    opened = _OPENED.setdefault(asyncio.get_running_loop(), {})
+    if backend not in opened:
+        opened[backend] = asyncio.ensure_future(open_sandbox(backend))
+    task = opened[backend]
+    try:
+        return await asyncio.shield(task)
+    finally:
+        if task.done() and (task.cancelled() or task.exception()):
+            opened.pop(backend, None)

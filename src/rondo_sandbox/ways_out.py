@@ -4,7 +4,7 @@ knows nothing of what holds it. One prints a line `escaped: …` for each succes
 
 from __future__ import annotations
 
-from rondo.sandbox.inside.wire import ANSWER
+from rondo_sandbox.inside.wire import ANSWER
 
 PRELUDE = """\
 import ctypes, os, socket, sys, time

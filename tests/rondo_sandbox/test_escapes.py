@@ -11,8 +11,8 @@ import pytest
 
 from rondo.cli import main as cli
 from rondo.core.errors import SandboxError
-from rondo.sandbox import open_sandbox
-from rondo.sandbox.escapes import HARMLESS, Attempt, check
+from rondo_sandbox import open_sandbox
+from rondo_sandbox.escapes import HARMLESS, Attempt, check
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = "/usr/bin/python3"
@@ -34,8 +34,8 @@ def test_nothing_escapes(backend: str) -> None:
 
 AS_USER = """
 import asyncio, sys
-from rondo.sandbox import open_sandbox
-from rondo.sandbox.escapes import check
+from rondo_sandbox import open_sandbox
+from rondo_sandbox.escapes import check
 async def main():
     async with await open_sandbox(sys.argv[1]) as sandbox:
         assert not sandbox.backend.as_root
@@ -86,7 +86,7 @@ def test_the_command_prints_a_table_and_fails_where_one_escapes(
         async def tried(sandbox: object, found: list[Attempt] = found) -> list[Attempt]:
             return found
 
-        monkeypatch.setattr("rondo.sandbox.escapes.check", tried)
+        monkeypatch.setattr("rondo_sandbox.escapes.check", tried)
         assert cli.main(["sandbox", "check", "--backend", backend]) == code
     lines = capsys.readouterr().out.splitlines()
     assert lines[-3].split() == ["read", "files", "held", "finished"]

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from rondo.core.errors import ConfigError, SandboxError
-from rondo.sandbox import Limits, Result, Sandbox, open_sandbox
-from rondo.sandbox.escapes import processes_named
+from rondo_sandbox import Limits, Result, Sandbox, open_sandbox
+from rondo_sandbox.escapes import processes_named
 from tests.waiting import wait_for
 
 LIMITS = Limits(seconds=20.0, memory_mb=256, output_bytes=1000, disk_mb=16)
@@ -58,7 +58,7 @@ def test_folders_deeper_than_a_path_can_say(
 ) -> None:
     """What a program leaves is removed; the next one finds an empty folder."""
     opened_to_all(tmp_path)
-    monkeypatch.setattr("rondo.sandbox.backends.tempfile.gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr("rondo_sandbox.backends.tempfile.gettempdir", lambda: str(tmp_path))
     deep = f"import os\nfor _ in range({depth}): os.mkdir({name!r}); os.chdir({name!r})\nprint('deep')"
 
     async def work(sandbox: Sandbox) -> None:
@@ -164,8 +164,8 @@ def test_what_the_system_keeps_for_programs_counts(backend: str, code: str, stat
 
 WITHOUT_RIGHTS = """
 import asyncio, json, sys
-from rondo.sandbox import Limits, open_sandbox
-from rondo.sandbox.backends import _may_look
+from rondo_sandbox import Limits, open_sandbox
+from rondo_sandbox.backends import _may_look
 async def main():
     assert not _may_look()
     backend, *programs = json.loads(sys.argv[1])
@@ -257,7 +257,7 @@ def test_a_sandbox_that_is_ended_from_outside_is_no_result(
     mark = f"rondo-test-{os.urandom(6).hex()}"
     daemon = f"setsid sh -c 'while :; do sleep 1; done; : {mark}' & wait"
     opened_to_all(tmp_path)
-    monkeypatch.setattr("rondo.sandbox.backends.tempfile.gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr("rondo_sandbox.backends.tempfile.gettempdir", lambda: str(tmp_path))
 
     async def work(sandbox: Sandbox) -> None:
         async with sandbox.warm() as warm:
@@ -292,7 +292,7 @@ def test_whoever_does_not_wait_ends_what_runs(backend: str) -> None:
 
 HOST = """
 import asyncio, sys
-from rondo.sandbox import open_sandbox
+from rondo_sandbox import open_sandbox
 PROGRAM = '''
 import os, subprocess, time
 if os.fork() == 0:
@@ -335,8 +335,8 @@ def test_packages_that_programs_may_import(backend: str, tmp_path: Path) -> None
 
 
 def test_the_strongest_that_works_is_chosen_and_none_only_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rondo.sandbox.backends.shutil.which", lambda name: None)
-    monkeypatch.setattr("rondo.sandbox.backends.landlock_version", lambda: 0)
+    monkeypatch.setattr("rondo_sandbox.backends.shutil.which", lambda name: None)
+    monkeypatch.setattr("rondo_sandbox.backends.landlock_version", lambda: 0)
 
     async def refused(name: str) -> str:
         with pytest.raises(SandboxError) as error:

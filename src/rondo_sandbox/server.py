@@ -21,10 +21,10 @@ from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from rondo.core.errors import ConfigError, SandboxError
-from rondo.sandbox.records import Limits, Result
-from rondo.sandbox.runs import Sandbox
 from rondo.system.access import Access, AccessError, check_json
 from rondo.system.urls import check_inner
+from rondo_sandbox.records import Limits, Result
+from rondo_sandbox.runs import Sandbox
 
 try:
     from aiohttp import web

@@ -1,13 +1,12 @@
-"""The tools that rondo ships, by their names in `rollout.tools`."""
+"""The tool `python`: programs of one trajectory, in one sandbox whose variables stay."""
 
 from __future__ import annotations
 
 from contextlib import AsyncExitStack
 from typing import Any
 
-from rondo.core.arithmetic import evaluate_expression
-from rondo.core.errors import ConfigError, ToolError
-from rondo.sandbox import Limits, Result, Session, check_sandbox, shared_sandbox
+from rondo.core.errors import ConfigError
+from rondo_sandbox import Limits, Result, Session, check_sandbox, shared_sandbox
 
 _SAID = {
     "time_limit": "it took longer than {seconds:g} s and was ended",
@@ -16,21 +15,6 @@ _SAID = {
     "disk_limit": "it wrote too much and was ended",
     "lost": "it ended its own process; variables are gone",
 }
-
-
-def calculator(expression: str) -> str:
-    """Computes + - * / with parentheses, exactly.
-
-    expression: such as (12 + 3) * 4 / 5
-    """
-    computed = evaluate_expression(expression, decimals=True)
-    if computed is None:
-        raise ToolError("not an expression of numbers with + - * / and parentheses, or it divides by zero")
-    value = computed[0]
-    try:
-        return str(value.numerator) if value.denominator == 1 else repr(float(value))
-    except (OverflowError, ValueError):  # beyond a double; more digits than Python writes
-        raise ToolError("the value is too large to be written down") from None
 
 
 class Python:

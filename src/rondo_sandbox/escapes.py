@@ -20,10 +20,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rondo.core.errors import SandboxError
-from rondo.sandbox import ways_out
-from rondo.sandbox.records import Limits, Result
-from rondo.sandbox.remote import Server
-from rondo.sandbox.runs import Sandbox
+from rondo_sandbox import ways_out
+from rondo_sandbox.records import Limits, Result
+from rondo_sandbox.remote import Server
+from rondo_sandbox.runs import Sandbox
 
 LIMITS = Limits(seconds=5.0, memory_mb=256, processes=24, output_bytes=1 << 16, disk_mb=16)
 HARMLESS = ("read files", "network and sockets", "environment of the host", "another trajectory")

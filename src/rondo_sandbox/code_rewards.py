@@ -19,7 +19,9 @@ from typing import Literal
 
 from rondo.core.errors import ConfigError, DataError
 from rondo.core.types import Prompt, Trajectory
-from rondo.rewards.code.cases import (
+from rondo.rewards.marks import reward_function
+from rondo_sandbox import Limits, Result, Sandbox, Warm, check_sandbox, shared_sandbox
+from rondo_sandbox.cases import (
     AssertCase,
     Case,
     StdinCase,
@@ -28,8 +30,6 @@ from rondo.rewards.code.cases import (
     same_output,
     same_result,
 )
-from rondo.rewards.marks import reward_function
-from rondo.sandbox import Limits, Result, Sandbox, Warm, check_sandbox, shared_sandbox
 
 Verdict = Literal["passed", "wrong_answer", "crashed", "time_limit", "memory_limit"]
 PARTS = ("solved", "no_code", "wrong_answer", "crashed", "time_limit", "memory_limit")
@@ -187,4 +187,4 @@ def _judged(result: Result, right: bool) -> Verdict:
 @cache
 def _script(name: str) -> str:
     """Returns the text of a script that runs in the sandbox."""
-    return (Path(__file__).parent / f"{name}.py").read_text(encoding="utf-8")
+    return (Path(__file__).parent / "inside" / f"{name}.py").read_text(encoding="utf-8")

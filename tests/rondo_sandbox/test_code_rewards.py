@@ -15,8 +15,8 @@ import yaml
 from rondo.config.schema import RewardConfig, RewardFunctionConfig
 from rondo.core.errors import ConfigError, DataError, RewardError, SandboxError
 from rondo.rewards import Scorer
-from rondo.rewards.code import code
-from rondo.rewards.code.cases import (
+from rondo_sandbox import runs
+from rondo_sandbox.cases import (
     AssertCase,
     CallCase,
     StdinCase,
@@ -25,7 +25,7 @@ from rondo.rewards.code.cases import (
     same_output,
     same_result,
 )
-from rondo.sandbox import runs
+from rondo_sandbox.code_rewards import code
 from tests.rewards.conftest import make_trajectory
 from tests.sandboxes import need_sandbox
 from tests.trainers.conftest import RECIPE, cli, metrics

@@ -34,8 +34,8 @@ def _serve(args: argparse.Namespace) -> int:
     """Prints the URL, then serves until Ctrl-C."""
     import asyncio
 
-    from rondo.sandbox import open_sandbox
-    from rondo.sandbox.server import SandboxServer
+    from rondo_sandbox import open_sandbox
+    from rondo_sandbox.server import SandboxServer
 
     if args.at_once is not None and args.at_once < 1:
         raise ConfigError(f"--at-once {args.at_once}: it must be at least 1")
@@ -62,8 +62,8 @@ def _check(args: argparse.Namespace) -> int:
     """Prints which back end was chosen and why no stronger one, then a line for each attempt."""
     import asyncio
 
-    from rondo.sandbox import open_sandbox
-    from rondo.sandbox.escapes import Attempt, check
+    from rondo_sandbox import open_sandbox
+    from rondo_sandbox.escapes import Attempt, check
 
     async def tried() -> list[Attempt]:
         async with await open_sandbox(args.backend) as sandbox:

@@ -24,8 +24,8 @@ from typing import Any
 
 from rondo.core.errors import ConfigError, SandboxError
 from rondo.core.masking import warn_of_open_way
-from rondo.sandbox.records import Limits, Result, Status
 from rondo.system.access import SANDBOX_KEY, bearing
+from rondo_sandbox.records import Limits, Result, Status
 
 WAITING_SECONDS = 120.0
 """How much longer than a program's limit its answer may take: others may be before it."""

@@ -20,11 +20,11 @@ import pytest
 from rondo.agents.tools import Toolbox, load_tools
 from rondo.config.schema import ToolConfig
 from rondo.core.errors import ConfigError, SandboxError
-from rondo.rewards.code import code
-from rondo.sandbox import Limits, Sandbox, open_sandbox
-from rondo.sandbox.escapes import check, processes_named
-from rondo.sandbox.server import BODY_BYTES, SandboxServer
 from rondo.system.access import SANDBOX_KEY, Access
+from rondo_sandbox import Limits, Sandbox, open_sandbox
+from rondo_sandbox.code_rewards import code
+from rondo_sandbox.escapes import check, processes_named
+from rondo_sandbox.server import BODY_BYTES, SandboxServer
 from tests.rewards.conftest import make_trajectory
 from tests.sandboxes import need_sandbox
 from tests.serving.conftest import TOKENIZER

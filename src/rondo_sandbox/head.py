@@ -11,10 +11,10 @@ import struct
 from typing import Any, cast
 
 from rondo.core.errors import SandboxError
-from rondo.sandbox.backends import Backend, Start
-from rondo.sandbox.inside.head import STATUSES
-from rondo.sandbox.inside.wire import ANSWER
-from rondo.sandbox.records import Limits, Result, Status
+from rondo_sandbox.backends import Backend, Start
+from rondo_sandbox.inside.head import STATUSES
+from rondo_sandbox.inside.wire import ANSWER
+from rondo_sandbox.records import Limits, Result, Status
 
 START_SECONDS = 20.0
 SPARE_SECONDS = 10.0

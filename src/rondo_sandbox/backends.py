@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rondo.core.errors import SandboxError
-from rondo.sandbox import seccomp
-from rondo.sandbox.records import Limits
+from rondo_sandbox import seccomp
+from rondo_sandbox.records import Limits
 
 HERE = str(Path(__file__).resolve().parent)
 # Imported, not run as a file, so that its compiled code is used.

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from rondo.sandbox import Limits, open_sandbox, seccomp
-from rondo.sandbox.escapes import _CALLS
+from rondo_sandbox import Limits, open_sandbox, seccomp
+from rondo_sandbox.escapes import _CALLS
 
 ALLOW, KILL = "allow", "kill"
 COLUMNS = {"x86_64": 0, "aarch64": 1}
