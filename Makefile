@@ -132,7 +132,7 @@ $(VENV_ENVIRONMENTS)/.stamp-environments: constraints/environments.txt pyproject
 .PHONY: test-environments
 test-environments: $(VENV_ENVIRONMENTS)/.stamp-environments
 	OMP_NUM_THREADS=1 $(VENV_ENVIRONMENTS)/bin/python -m pytest $(BY_FILE) \
-	  tests/environments/packages -m "$(WHICH)" $(PYTEST_ARGS)
+	  tests/rondo_worlds/packages -m "$(WHICH)" $(PYTEST_ARGS)
 
 # A test that fails once in many runs is found here: make test-chance TESTS="tests/x.py::test_y tests/z.py"
 TESTS ?= $(shell grep -v '^\#' tests/chance.txt)

@@ -40,7 +40,7 @@ class Bounds:
     file: int = 600  # raw lines of a file
     function: int = 100  # raw lines of a function
     small: int = 73  # files of fewer than SMALL raw lines, without __init__ and __main__
-    arrows: int = 122  # between rooms
+    arrows: int = 126  # between rooms
     imports: int = 29  # files of ours that one file imports; the aim is 25
 
 

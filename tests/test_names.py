@@ -5,13 +5,16 @@ recipes, the documentation and the examples. Each leads to something.
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
+from rondo.core.errors import our_folders
 from rondo.system.names import KINDS
 from tests.house import ROOT, SRC, read
 
-DOTTED = re.compile(r"(?<![\w./@-])rondo(?:_sandbox|_search|_verl)?(?:\.[A-Za-z_]\w*)+")
+OURS = "|".join(Path(folder).name for folder in our_folders())
+DOTTED = re.compile(rf"(?<![\w./@-])(?:{OURS})(?:\.[A-Za-z_]\w*)+")
 PLACES = ("src", "docs", "examples", "benchmarks")
 FILES = sorted(
     path

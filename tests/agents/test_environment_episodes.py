@@ -25,8 +25,8 @@ from rondo.core.types import Prompt, SamplingParams, Trajectory
 from rondo.data.rows import rows_from_trajectories
 from rondo.environments import Observation
 from rondo.environments.choices import load_environments
-from rondo.environments.frozen_lake import way_to_goal
 from rondo.rewards.builtin import environment, success
+from rondo_worlds.frozen_lake import way_to_goal
 from tests.agents.own_worlds import ROOMS, Counted, Meets, takes_both
 from tests.agents.scripted import episode, saying
 from tests.serving.conftest import STOPS, TOKENIZER

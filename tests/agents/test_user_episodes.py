@@ -10,9 +10,9 @@ import pytest
 
 import rondo
 from rondo.core.errors import ConfigError, EnvironmentFailedError, TrainError
-from rondo.environments import served
-from rondo.environments.observed import Observed
-from rondo.environments.user import User
+from rondo_worlds import served
+from rondo_worlds.observed import Observed
+from rondo_worlds.user import User
 from tests.agents.test_updates import rows_of
 from tests.trainers.conftest import RECIPE, metrics
 from tests.trainers.test_journal import assert_equal

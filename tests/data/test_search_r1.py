@@ -12,9 +12,9 @@ from rondo.chat import MessageReader, encode_conversations, encode_prompt
 from rondo.config import load
 from rondo.config.schema import ToolConfig
 from rondo.core.errors import ConfigError
-from rondo.environments.search_qa import CORPUS, FIRST, LAST, PLACES, RIVERS, THINGS, corpus, questions
-from rondo.recipes.search_r1 import demonstrations, rows, tokenizer
 from rondo_search.tool import Search
+from rondo_worlds.recipes.search_r1 import demonstrations, rows, tokenizer
+from rondo_worlds.search_qa import CORPUS, FIRST, LAST, PLACES, RIVERS, THINGS, corpus, questions
 
 
 @pytest.fixture(autouse=True)

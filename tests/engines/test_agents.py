@@ -31,8 +31,8 @@ from rondo.core.types import (
 )
 from rondo.environments import StepResult
 from rondo.environments.choices import load_environments
-from rondo.environments.frozen_lake import FrozenLake
 from rondo.trainers.commands.train import train
+from rondo_worlds.frozen_lake import FrozenLake
 from tests.agents import calling
 from tests.agents.own_worlds import Held
 from tests.byte_tokenizers import ends_after, late_stop, tokenizer_of_200

@@ -10,14 +10,14 @@ import pytest
 
 from rondo.core.errors import ConfigError, EnvironmentFailedError
 from rondo.environments import Observation, episodes
-from rondo.environments.bandit import Bandit
-from rondo.environments.frozen_lake import FrozenLake, way_to_goal
-from rondo.environments.gymnasium_adapter import Gymnasium
 from rondo.environments.registry import check_protocol, environment_class
-from rondo.environments.sokoban import MOVES, Level, Sokoban, shortest_solution
-from rondo.recipes.frozen_lake import demonstrations, move, prompt
-from tests.environments.shipped import LAKE
+from rondo_worlds.bandit import Bandit
+from rondo_worlds.frozen_lake import FrozenLake, way_to_goal
+from rondo_worlds.gymnasium_adapter import Gymnasium
+from rondo_worlds.recipes.frozen_lake import demonstrations, move, prompt
+from rondo_worlds.sokoban import MOVES, Level, Sokoban, shortest_solution
 from tests.environments.worlds import Honest
+from tests.rondo_worlds.shipped import LAKE
 
 
 def walk(world: Any, *actions: str) -> list[tuple[float, bool, bool]]:

@@ -40,8 +40,8 @@ LAKE = [
     "data.eval=[]",
     "trainer.evaluation={before: false, after: false, every: null}",
     "rollout.environments=[frozen_lake]",
-    "rollout.agent={name: steps, max_steps: 3, prompt: rondo.recipes.frozen_lake.prompt, "
-    "action: rondo.recipes.frozen_lake.move}",
+    "rollout.agent={name: steps, max_steps: 3, prompt: rondo_worlds.recipes.frozen_lake.prompt, "
+    "action: rondo_worlds.recipes.frozen_lake.move}",
     "rollout.episode_workers=2",
 ]
 OFFLOAD = ["actor.offload_params=true", "actor.offload_optimizer=true"]

@@ -1,4 +1,6 @@
-"""Worlds that a policy acts in, step by step (docs/environments.md). They know nothing of policies."""
+"""What an environment is, in which a policy acts step by step, and whether one keeps its promises
+(docs/environments.md). They know nothing of policies.
+"""
 
 from rondo.environments.conformance import check_environment
 from rondo.environments.protocol import Environment, Observation, StepResult

@@ -1,0 +1,104 @@
+"""FrozenLake: a way over the ice, round the holes."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from rondo.core.errors import ConfigError
+from rondo.environments.protocol import Observation, StepResult
+from rondo_worlds.levels import level_of
+from rondo_worlds.tiles import draw
+
+Cell = tuple[int, int]
+MOVES: Mapping[str, Cell] = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
+ICE, HOLE, GOAL, PLAYER, DROWNED = "_", "O", "G", "P", "X"
+SIGNS: Mapping[str, tuple[str, ...]] = {
+    ICE: ("ice",),
+    HOLE: ("ice", "hole"),
+    GOAL: ("ice", "goal"),
+    PLAYER: ("ice", "player"),
+    DROWNED: ("ice", "hole", "player"),
+}
+
+
+class FrozenLake:
+    """A square lake: start in one corner, goal in the other, holes with odds `holes`; there is always a way.
+
+    Reward 1 at the goal. A step into a hole ends the episode. slippery: a third of the steps each goes to
+    one side or the other. image: observations have a picture, too.
+    """
+
+    instructions = (
+        "Walk over the frozen lake from P to G. O is a hole: do not step into it. _ is ice. "
+        "Answer with one move, such as <action>left</action>."
+    )
+
+    def __init__(
+        self, *, size: int = 4, holes: float = 0.2, slippery: bool = False, image: bool = False
+    ) -> None:
+        if not 2 <= size <= 32 or not 0 <= holes <= 0.9:
+            raise ConfigError(f"frozen_lake: needs size 2 to 32 and holes 0 to 0.9, got {size} and {holes}")
+        self._size = size
+        self._holes = holes
+        self._slippery = slippery
+        self._image = image
+        self._level: tuple[str, ...] = ()
+
+    def reset(self, seed: int, task: Any = None) -> Observation:
+        """Freezes a lake. task: `{size: 6}`, where it is to have another size."""
+        size = int((task or {}).get("size", self._size))
+        self._level = level_of(f"frozen_lake {size} {self._holes}", seed, lambda rng: self._draw(rng, size))
+        self._rng = random.Random(f"rondo frozen_lake slips: {seed}")
+        self._at: Cell = (0, 0)
+        return self._observe()
+
+    def _draw(self, rng: random.Random, size: int) -> tuple[str, ...] | None:
+        ice = [HOLE if rng.random() < self._holes else ICE for _ in range(size * size)]
+        ice[0], ice[-1] = ICE, GOAL
+        level = tuple("".join(ice[start : start + size]) for start in range(0, size * size, size))
+        return level if way_to_goal(level, (0, 0)) is not None else None
+
+    def step(self, action: str) -> StepResult:
+        """Goes one step; at the edge it stays."""
+        down, right = MOVES[action]
+        if self._slippery and (slip := self._rng.randrange(3)):
+            down, right = (right, down) if slip == 1 else (-right, -down)
+        last = len(self._level) - 1
+        self._at = (min(max(self._at[0] + down, 0), last), min(max(self._at[1] + right, 0), last))
+        there = self._level[self._at[0]][self._at[1]]
+        won = there == GOAL
+        return StepResult(self._observe(), float(won), done=there in (GOAL, HOLE), success=won)
+
+    def _observe(self) -> Observation:
+        row, column = self._at
+        player = DROWNED if self._level[row][column] == HOLE else PLAYER
+        lines = list(self._level)
+        lines[row] = lines[row][:column] + player + lines[row][column + 1 :]
+        return Observation("\n".join(lines), tuple(MOVES), image=draw(lines, SIGNS) if self._image else None)
+
+    def state(self) -> Mapping[str, Any]:
+        """Returns the lake without the player, and where the player is."""
+        return {"level": list(self._level), "at": list(self._at)}
+
+    def close(self) -> None:
+        """Has nothing to end."""
+
+
+def way_to_goal(level: tuple[str, ...], start: Cell) -> list[str] | None:
+    """Returns the moves of a shortest way (on ice that is not slippery); None: there is none."""
+    ways: dict[Cell, list[str]] = {start: []}
+    frontier = deque([start])
+    while frontier:
+        at = frontier.popleft()
+        if level[at[0]][at[1]] == GOAL:
+            return ways[at]
+        for name, (down, right) in MOVES.items():
+            to = (at[0] + down, at[1] + right)
+            inside = 0 <= to[0] < len(level) and 0 <= to[1] < len(level)
+            if inside and to not in ways and level[to[0]][to[1]] != HOLE:
+                ways[to] = [*ways[at], name]
+                frontier.append(to)
+    return None

@@ -1,0 +1,93 @@
+"""Environments of gymnasium's API with discrete actions, which have names here. Needs rondo-rl[gymnasium]."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rondo.config.functions import resolve_function
+from rondo.core.errors import ConfigError, EnvironmentFailedError
+from rondo.environments.protocol import Observation, StepResult
+from rondo_worlds.packages import require_package
+
+
+class Gymnasium:
+    """An environment that `gymnasium.make(id, **further options)` makes.
+
+    actions: names of the actions, from the first on. text: a function `(observation, environment) -> str`
+    that writes an observation for the policy; without one, those that are text are taken as they are.
+    success: the least return of an episode that ended by the rules and counts as a success.
+    """
+
+    def __init__(
+        self,
+        *,
+        id: str,
+        actions: Sequence[str],
+        text: str | Callable[..., str] | None = None,
+        success: float = 1.0,
+        **options: Any,
+    ) -> None:
+        self.check(id=id, actions=actions, text=text, success=success, **options)
+        import gymnasium
+
+        self._made: Any = gymnasium.make(id, **options)
+        self._actions = tuple(actions)
+        self._text = None if text is None else resolve_function(text)
+        self._success = success
+        self._last: Any = None
+        self._return = 0.0
+        first = self._made.action_space
+        if not isinstance(first, gymnasium.spaces.Discrete) or first.n != len(actions):
+            self._made.close()
+            raise ConfigError(f"gymnasium: {id} has the actions {first}, and there are {len(actions)} names")
+
+    @classmethod
+    def check(cls, *, id: str, actions: Sequence[str], text: Any = None, **options: Any) -> None:
+        """Raises ConfigError where the package is missing or does not know the environment."""
+        require_package("gymnasium", "gymnasium")
+        import gymnasium
+
+        if isinstance(actions, str) or len(set(actions)) != len(actions):
+            raise ConfigError(f"gymnasium: actions are a list of different names, not {actions!r}")
+        if text is not None:
+            resolve_function(text)
+        try:
+            gymnasium.spec(id)
+        except gymnasium.error.Error as error:
+            raise ConfigError(f"gymnasium knows no environment {id!r}: {error}") from error
+
+    def reset(self, seed: int, task: Any = None) -> Observation:
+        """Begins an episode. task: gymnasium's `options` of `reset`."""
+        self._return = 0.0
+        seen, _ = self._made.reset(seed=seed % 2**32, options=task)
+        return self._observe(seen)
+
+    def step(self, action: str) -> StepResult:
+        """Takes the action of this name."""
+        seen, reward, terminated, truncated, _ = self._made.step(self._actions.index(action))
+        self._return += float(reward)
+        won = bool(terminated) and self._return >= self._success
+        return StepResult(self._observe(seen), float(reward), bool(terminated), bool(truncated), won)
+
+    def _observe(self, seen: Any) -> Observation:
+        self._last = seen
+        if self._text is not None:
+            return Observation(str(self._text(seen, self._made.unwrapped)), self._actions)
+        if not isinstance(seen, str):
+            raise EnvironmentFailedError(
+                f"gymnasium: an observation is {type(seen).__name__}; set the option text to a function that "
+                "writes it: my.py:text"
+            )
+        return Observation(seen, self._actions)
+
+    def state(self) -> Mapping[str, Any]:
+        """Returns the last observation."""
+        plain = self._last.tolist() if isinstance(self._last, np.ndarray | np.generic) else self._last
+        return {"observation": plain}
+
+    def close(self) -> None:
+        """Closes it."""
+        self._made.close()
