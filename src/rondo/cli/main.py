@@ -14,12 +14,12 @@ import errno
 import os
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 
 from rondo import __version__
 from rondo.core.errors import ConfigError, RondoError, StorageError, TrainError, WorkerError
-from rondo.system.border import EscapeError, contained, described
+from rondo.system.border import EscapeError, contained, described, users_code
 from rondo.system.names import offered
 from rondo.system.signals import exit_code, interrupting
 from rondo.system.storage import DISK_FULL, FAULTS, refused
@@ -47,11 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     show_traceback = "--traceback" in arguments or os.environ.get("RONDO_TRACEBACK", "0") not in ("", "0")
     arguments = [argument for argument in arguments if argument != "--traceback"]
     command = next((argument for argument in arguments if not argument.startswith("-")), None)
+    parser, subparsers = _parser()
     try:
-        modules = _modules(command)
+        modules = _registered(command, subparsers)
     except ConfigError as error:  # a command of another package's
         return _told(str(command), error)
-    parser = _parser(dict.fromkeys(modules.values()))
     args = _parse(parser, arguments)
     if args.command is None:
         parser.print_help()
@@ -62,18 +62,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(modules[args.command], args, show_traceback)
 
 
-def _modules(command: str | None) -> Mapping[str, ModuleType]:
-    """Returns the module of a command; where there is none of that name those of all that can be imported,
-    for the help. Raises ConfigError.
+def _registered(
+    command: str | None, subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
+) -> Mapping[str, ModuleType]:
+    """Registers a command, and returns its module by its name; where there is none of that name all that can
+    be, for the help. Raises ConfigError.
     """
     commands = offered("commands")
-    if command is not None and command in commands:
-        return {command: commands[command]}
-    modules = {}
-    for name in commands:
+    modules: dict[str, ModuleType] = {}
+    for name in [command] if command is not None and command in commands else commands:
         try:
-            modules[name] = commands[name]
+            module = commands[name]
+            if module not in modules.values():  # it may have several commands
+                with users_code(f"command {name!r}: add_parser", ConfigError):
+                    module.add_parser(subparsers)
+            if name not in subparsers.choices:
+                raise ConfigError(
+                    f"command {name!r}: add_parser of {module.__name__} makes none of that name"
+                )
+            modules[name] = module
         except ConfigError as error:
+            if name == command:
+                raise
             print(f"note: {error}", file=sys.stderr)
     return modules
 
@@ -127,7 +137,7 @@ def error_block(command: str, error: RondoError) -> str:
     return "\n".join(lines)
 
 
-def _parser(modules: Iterable[ModuleType]) -> argparse.ArgumentParser:
+def _parser() -> tuple[argparse.ArgumentParser, argparse._SubParsersAction[argparse.ArgumentParser]]:
     parser = argparse.ArgumentParser(
         prog="rondo",
         description=DESCRIPTION,
@@ -135,10 +145,7 @@ def _parser(modules: Iterable[ModuleType]) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"rondo {__version__}")
-    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for module in modules:
-        module.add_parser(subparsers)
-    return parser
+    return parser, parser.add_subparsers(dest="command", metavar="COMMAND")
 
 
 def _parse(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Namespace:

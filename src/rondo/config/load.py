@@ -117,29 +117,30 @@ def load(
 def _is_program(file: str) -> bool:
     if file.endswith((".yaml", ".yml")) or file in offered("recipes"):
         return False
-    return any(spelling.is_program(file) for _, spelling in _spellings() if spelling is not None)
+    return any(spelling.is_program(file) for spelling in _spellings([]))
 
 
-def _spellings() -> Iterator[tuple[str, Spelling | None]]:
-    """Yields every translator with an empty text; None and what is wrong for one that cannot be used."""
+def _spellings(faults: list[ConfigError]) -> Iterator[Spelling]:
+    """Yields every translator; what is wrong with one that cannot be used joins `faults`."""
     for name in offered("keys"):
-        try:
-            yield "", offered("keys")[name]
-        except ConfigError as error:  # that package's fault, and no reason not to ask the others
-            yield str(error), None
+        with collected(faults):  # that package's fault, and no reason not to ask the others
+            yield offered("keys")[name]
 
 
 def _translated(tree: Node) -> Translation:
     notes: list[str] = []
     problems: list[ConfigError] = []
-    for fault, spelling in _spellings() if has_unknown_keys(tree) else ():
-        if spelling is None:
-            notes.append(fault)
-        elif has_unknown_keys(tree):
+    faults: list[ConfigError] = []
+    if has_unknown_keys(tree):
+        for spelling in _spellings(faults):
             one = spelling.translate(tree)
             tree = one.tree
             notes += one.notes
             problems += one.problems
+            if not has_unknown_keys(tree):
+                break
+        else:
+            problems += faults
     return Translation(tree, tuple(notes), tuple(problems))
 
 

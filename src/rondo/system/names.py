@@ -46,9 +46,12 @@ KINDS: Mapping[str, str] = {
     "commands": "command",  # modules with add_parser(subparsers) and run(args)
     "keys": "translator of keys",  # modules: config.load.Spelling
 }
+# What a module has to have, where a name of the kind is one.
+_OF_MODULES: Mapping[str, tuple[str, ...]] = {
+    "commands": ("add_parser", "run"),
+    "keys": ("translate", "is_program"),
+}
 OURS = Path(__file__).parent.parent / "entry_points.txt"
-Groups = Mapping[str, Mapping[str, str]]
-"""Entry points: what a name stands for, by group."""
 _DISTRIBUTION = "rondo-rl"
 _log = logging.getLogger(__name__)
 
@@ -71,10 +74,18 @@ class Entry:
         whose = f"{KINDS[self.kind]} {self.name!r}{f' of {self.package}' if self.package else ''}"
         if self.fault:
             raise ConfigError(f"{whose}: {self.fault}")
+        if self.kind == "recipes":
+            return Path(self.target)
         try:
-            return Path(self.target) if self.kind == "recipes" else resolved(self.target)
+            found = resolved(self.target)
         except ConfigError as error:
             raise ConfigError(f"{whose}: {error}") from error
+        wanted = _OF_MODULES.get(self.kind, ())
+        if missing := [name for name in wanted if not hasattr(found, name)]:
+            raise ConfigError(f"{whose}: {self.target} has no {missing[0]}")
+        if not wanted and isinstance(found, ModuleType):
+            raise ConfigError(f"{whose}: {self.target} is a module; name what is meant in it: module:name")
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,9 +134,11 @@ def _only(entries: list[Entry]) -> Entry:
     """Returns the entry of a name, or what says that several packages offer it."""
     if len(entries) == 1:
         return entries[0]
+    entries = sorted(entries, key=lambda entry: entry.package)  # as they are found, they have any order
     packages = " and ".join(entry.package for entry in entries)
     targets = " or ".join(entry.target for entry in entries)
-    fault = f"both offer this name; write {targets} instead"
+    remedy = "uninstall one" if entries[0].kind in _OF_MODULES else f"write {targets} instead"
+    fault = f"both offer this name; {remedy}"
     return Entry(entries[0].kind, entries[0].name, targets, packages, fault)
 
 
@@ -147,43 +160,41 @@ def _ours(kind: str) -> Iterator[Entry]:
 
 
 def _of_others(kind: str) -> Iterator[Entry]:
-    for package, groups, fault in _other_packages():
-        if isinstance(groups, str):
-            yield Entry(kind, package.partition(" ")[0], "", package, groups)
+    """Yields what other distributions offer: of two with one name the first on the path, as Python does."""
+    seen = {"", _DISTRIBUTION}
+    for one in distributions():
+        if "rondo." not in _entry_points(one):  # of most; their metadata would take a tenth of a second
             continue
-        for name, target in groups.get(f"rondo.{kind}", {}).items():
-            yield from _spread(Entry(kind, name, target, package, fault))
-
-
-@functools.cache
-def _other_packages() -> list[tuple[str, Groups | str, str]]:
-    """Returns (name and version, entry points or why they cannot be read, fault) of every other distribution
-    that offers something. Of two with one name the first on the path counts, as for Python.
-    """
-    found: list[tuple[str, Groups | str, str]] = []
-    seen = {_DISTRIBUTION}
-    for distribution in distributions():
-        text = distribution.read_text("entry_points.txt") or ""
-        if "[rondo." not in text:  # before its metadata, which takes twenty times as long to read
-            continue
-        name = _normal(str(distribution.metadata["Name"] or ""))
+        name = _normalized(str(one.metadata["Name"] or ""))
         if name in seen:
             continue
         seen.add(name)
-        package = f"{name} {distribution.version}"
+        found = next(iter(distributions(name=name)), one)
+        package = f"{name} {found.version}"
         try:
-            found.append((package, read_groups(text), _made_for_another(distribution)))
+            group = read_groups(_entry_points(found)).get(f"rondo.{kind}", {})
         except configparser.Error as error:
-            found.append((package, f"its entry_points.txt cannot be read: {error}", ""))
-    return found
+            why = f"its entry_points.txt cannot be read: {' '.join(str(error).split())}"
+            yield Entry(kind, name, "", package, why)
+            continue
+        fault = _made_for_another(found) if group else ""
+        for key, target in group.items():
+            yield from _spread(Entry(kind, key, target, package, fault))
 
 
-def _normal(name: str) -> str:
-    """Returns the name of a distribution as all its spellings are compared."""
+def _entry_points(found: Distribution) -> str:
+    """Returns a distribution's entry points; empty: it has none, or they are no text."""
+    try:
+        return found.read_text("entry_points.txt") or ""
+    except UnicodeDecodeError:
+        return ""
+
+
+def _normalized(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def read_groups(text: str) -> Groups:
+def read_groups(text: str) -> Mapping[str, Mapping[str, str]]:
     """Returns entry points: target by name, by group. Raises configparser.Error."""
     parser = configparser.ConfigParser(delimiters=("=",), interpolation=None, default_section="")
     parser.optionxform = str  # type: ignore[assignment,method-assign]  # names keep their case
@@ -200,8 +211,10 @@ def _made_for_another(found: Distribution) -> str:
             wanted = Requirement(line)
         except InvalidRequirement:
             continue  # pip, too, has accepted the package
-        if _normal(wanted.name) != _DISTRIBUTION or wanted.marker is not None:
+        if _normalized(wanted.name) != _DISTRIBUTION:
             continue
+        if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
+            continue  # of an extra, or of another Python
         if not wanted.specifier.contains(__version__, prereleases=True):
             return f"it was made for rondo-rl{wanted.specifier}, and this is {__version__}"
     return ""
@@ -209,18 +222,18 @@ def _made_for_another(found: Distribution) -> str:
 
 def _spread(entry: Entry) -> Iterator[Entry]:
     """Yields an entry; in place of a package of recipes each of its files."""
-    if entry.kind != "recipes" or entry.fault:
+    if entry.kind != "recipes":
         yield entry
         return
     top, *inner = entry.target.split(".")
-    spec = importlib.util.find_spec(top)  # looks for it, and imports nothing
+    spec = importlib.util.find_spec(top) if top else None  # looks for it, and imports nothing
     folders = [Path(place, *inner) for place in (spec.submodule_search_locations if spec else None) or ()]
     files = sorted(file for folder in folders for file in folder.glob("*.yaml"))
     if not files:
         why = f"{entry.target} is no folder of a package with YAML files in it"
-        yield Entry(entry.kind, entry.name, entry.target, entry.package, why)
+        yield Entry(entry.kind, entry.name, entry.target, entry.package, entry.fault or why)
     for file in files:
-        yield Entry(entry.kind, file.stem, str(file), entry.package)
+        yield Entry(entry.kind, file.stem, str(file), entry.package, entry.fault)
 
 
 # --- importing by name ---
