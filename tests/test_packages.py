@@ -101,6 +101,7 @@ def test_the_page_has_all_files_and_these_commands() -> None:
         "rondo toss 7",
         "rondo check coins",
         "rondo train coins",
+        "rondo doctor",
         "python -m pytest rondo-coins/tests",
     ]
 
@@ -145,6 +146,20 @@ class TestInstalled:
         said = place.said("rondo", "check", "coins")
         assert "\n rollout.agent.action: rondo_coins.world.said\n" in said
         assert "\n 4. advantages <- controller (grpo)\n" in said
+
+    def test_doctor(self, place: Place) -> None:
+        found = json.loads(place.said("rondo", "doctor", "--json"))
+        assert [one for one in found if one["section"] == "packages"] == [
+            {
+                "section": "packages",
+                "what": "rondo-coins 1.0",
+                "state": "ok",
+                "detail": (
+                    "environment coins, reward function brief, tool count_heads, recipe coins, command toss"
+                ),
+                "remedy": "",
+            }
+        ]
 
     def test_training_writes_what_happened_in_the_environment(self, place: Place) -> None:
         place.said("rondo", "train", "coins")
@@ -224,7 +239,7 @@ def test_one_that_was_made_for_another_rondo_says_so_and_leaves_all_else(tmp_pat
     project = place.folder / "rondo-coins" / "pyproject.toml"
     project.write_text(project.read_text().replace("rondo-rl>=0.1", "rondo-rl>=99"))
     place.pip_install("./rondo-coins")
-    why = f"of rondo-coins 1.0: it was made for rondo-rl>=99, and this is {__version__}\n"
+    why = f"of rondo-coins 1.0: it was made for rondo-rl>=99, and this is {__version__}; update one of them\n"
     for words, whose in [
         (("train", "coins"), "recipe 'coins'"),
         (("toss", "7"), "command 'toss'"),

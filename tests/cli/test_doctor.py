@@ -16,11 +16,13 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
+from rondo import __version__
 from rondo.checkpoint import CheckpointStore
 from rondo.cli import doctor
 from rondo.cli.main import main
 from rondo.config.schema import FrozenEngineConfig
 from rondo.models import ModelSource
+from rondo.system.names import offered
 from rondo.training import make_engine
 from tests.training.conftest import mesh  # noqa: F401 (a fixture)
 from tests.training.helpers import ARCHITECTURES
@@ -105,6 +107,68 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     finding = findings()["machine", "C compiler"]
     assert (finding.state, finding.detail) == ("no", "no cc, gcc or clang on the path")
     assert "twice as fast" in finding.remedy
+
+
+def test_other_packages_and_their_faults(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of each what it offers, and in one row all that is wrong for one reason; nothing is imported."""
+
+    def install(name: str, entry_points: str, requires: str = "rondo-rl") -> None:
+        info = tmp_path / f"{name.replace('-', '_')}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Name: {name}\nVersion: 1.0\nRequires-Dist: {requires}\n")
+        (info / "entry_points.txt").write_text(entry_points)
+
+    world = "[rondo.environments]\ncoins = nowhere:Coins\n"
+    install("rondo-coins", f"{world}dice = nowhere:Dice\n[rondo.tools]\nflip = nowhere:flip\n")
+    install("rondo-mint", f"{world}bandit = nowhere:Bandit\n[rondo.commands]\ntrain = nowhere\n")
+    install(
+        "rondo-new", "[rondo.rewards]\nnew = nowhere:new\n[rondo.tools]\nold = nowhere:old", "rondo-rl>=99"
+    )
+    install("rondo-torn", "[rondo.tools]\nflip")
+    monkeypatch.syspath_prepend(tmp_path)
+    offered.cache_clear()
+    try:
+        found = [finding for finding in doctor.examine() if finding.section == "packages"]
+        assert main(["doctor"]) == 0
+    finally:
+        offered.cache_clear()
+    assert [(one.what, one.state, one.detail, one.remedy) for one in found] == [
+        ("rondo-coins 1.0", "ok", "environment dice, tool flip", ""),
+        (
+            "rondo-coins 1.0 and rondo-mint 1.0",
+            "no",
+            "environment coins: both offer this name",
+            "write nowhere:Coins or nowhere:Coins instead",
+        ),
+        (
+            "rondo-mint 1.0",
+            "no",
+            "command train: rondo has this name, and its own is meant",
+            "rename it there",
+        ),
+        (
+            "rondo-mint 1.0",
+            "no",
+            "environment bandit: rondo has this name, and its own is meant",
+            "write nowhere:Bandit for this one",
+        ),
+        (
+            "rondo-new 1.0",
+            "no",
+            f"reward function new, tool old: it was made for rondo-rl>=99, and this is {__version__}",
+            "update one of them",
+        ),
+        (
+            "rondo-torn 1.0",
+            "no",
+            "its entry_points.txt cannot be read: "
+            "Source contains parsing errors: '<string>' [line 2]: 'flip'",
+            "install another version of it",
+        ),
+    ]
+    assert "environment dice, tool flip" in capsys.readouterr().out
 
 
 def flip(path: Path) -> None:

@@ -79,6 +79,10 @@ def refused(kind: str, name: str) -> str:
     return str(caught.value)
 
 
+def faults(kind: str) -> list[str]:
+    return [entry.told for entry in offered(kind).faults()]
+
+
 def on_the_page(text: str) -> bool:
     """Whether docs/packages.md has a message, in this version of rondo."""
     return f"`{text.replace(__version__, '0.1.0')}`" in PAGE
@@ -205,7 +209,7 @@ class TestFaults:
             "more_coins:Coins or rondo_coins.world:Coins instead"
         )
         assert on_the_page(text)
-        assert offered("environments").faults() == [text]
+        assert faults("environments") == [text]
         assert offered("environments")["dice"] is sys.modules["more_coins"].Coins
 
     def test_two_packages_with_one_command_have_no_other_name_for_it(
@@ -235,11 +239,11 @@ class TestFaults:
         from rondo.environments.bandit import Bandit
 
         text = (
-            "environment 'bandit' is rondo's own; rondo-coins 1.0 offers another by this name: "
-            "rondo_coins.world:Bandit"
+            "environment 'bandit' of rondo-coins 1.0: rondo has this name, and its own is meant; write "
+            "rondo_coins.world:Bandit for this one"
         )
         assert on_the_page(text)
-        assert offered("environments").faults() == [text]
+        assert faults("environments") == [text]
         with caplog.at_level(logging.WARNING):
             assert [offered("environments")["bandit"] for _ in range(3)] == [Bandit] * 3
             assert offered("environments")["shop"].__name__ == "Shop"
@@ -266,7 +270,7 @@ class TestFaults:
         if not told:
             assert offered("environments")["coins"].__name__ == "Coins"
             return
-        fault = f"it was made for rondo-rl{told}, and this is {__version__}"
+        fault = f"it was made for rondo-rl{told}, and this is {__version__}; update one of them"
         assert refused("environments", "coins") == f"environment 'coins' of rondo-coins 1.0: {fault}"
         assert told != "<0.1" or on_the_page(f"environment 'coins' of rondo-coins 1.0: {fault}")
         assert "rondo_coins" not in sys.modules
@@ -346,10 +350,12 @@ class TestFaults:
         files = {"rondo_coins/__init__.py": "", "rondo_coins/recipes/README.md": ""}
         install("rondo-coins", {"recipes": {"rondo_coins": target}}, files)
         whose = "recipe 'rondo_coins' of rondo-coins 1.0: "
-        text = f"{whose}{target} is no folder of a package with YAML files in it"
+        text = (
+            f"{whose}{target} is no folder of a package with YAML files in it; put them into its package-data"
+        )
         assert target != "rondo_coins.recipes" or on_the_page(text)
         assert refused("recipes", "rondo_coins") == text
-        assert offered("recipes").faults() == [text]
+        assert faults("recipes") == [text]
         assert cli.main(["recipes"]) == 0
         printed = capsys.readouterr()
         assert printed.err == f"note: {text}\n"
@@ -363,9 +369,10 @@ class TestFaults:
         install("rondo-coins", text)
         install("more-coins", {"environments": {"dice": "more_coins:Coins"}}, {"more_coins.py": WORLD})
         for kind in KINDS:
-            (fault,) = offered(kind).faults()
+            (fault,) = faults(kind)
             start = f"{KINDS[kind]} 'rondo-coins' of rondo-coins 1.0: its entry_points.txt cannot be read: "
             assert fault.startswith(start)
+            assert fault.endswith("; install another version of it")
             assert "\n" not in fault
         assert offered("environments")["dice"].__name__ == "Coins"
 

@@ -74,6 +74,7 @@ def examine() -> list[Finding]:
         _backends,
         _attention,
         _optional,
+        _packages,
     )
     return [finding for section in sections for finding in section()]
 
@@ -259,6 +260,26 @@ def _optional() -> Iterator[Finding]:
         state: State = "ok" if found else "no"
         detail = f"{found or 'not installed'}{f': {purpose}' if purpose else ''}"
         yield Finding(section, what, state, detail, "" if found else f'pip install "rondo-rl[{extra}]"')
+
+
+def _packages() -> Iterator[Finding]:
+    """Other packages that offer names, of which nothing is imported."""
+    from rondo.system.names import KINDS, offered
+
+    usable: dict[str, list[str]] = {}
+    faults: dict[tuple[str, str, str], list[str]] = {}
+    for kind, one in KINDS.items():
+        for entry in offered(kind).entries.values():
+            if entry.package and not entry.fault:
+                usable.setdefault(entry.package, []).append(f"{one} {entry.name}")
+        for entry in offered(kind).faults():  # a row for all that has the same: a package for another rondo
+            names = faults.setdefault((entry.package, entry.fault, entry.remedy), [])
+            if entry.target:  # else its file says nothing that can be read
+                names.append(f"{one} {entry.name}")
+    for package, names in sorted(usable.items()):
+        yield Finding("packages", package, "ok", ", ".join(names))
+    for (package, fault, remedy), names in sorted(faults.items()):
+        yield Finding("packages", package, "no", ": ".join(filter(None, [", ".join(names), fault])), remedy)
 
 
 def _gib(number: float) -> str:

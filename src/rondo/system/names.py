@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import configparser
 import contextlib
+import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -68,23 +69,32 @@ class Entry:
     """Who offers it, with its version; empty: rondo."""
     fault: str = ""
     """Why it cannot be used; empty: it can."""
+    remedy: str = ""
+    """Of the fault."""
+
+    def __str__(self) -> str:
+        return f"{KINDS[self.kind]} {self.name!r}{f' of {self.package}' if self.package else ''}"
+
+    @property
+    def told(self) -> str:
+        """What is said of the fault."""
+        return f"{self}: {self.fault}; {self.remedy}"
 
     def load(self) -> Any:
         """Returns the object, or the path of a recipe's file. Raises ConfigError, which names the package."""
-        whose = f"{KINDS[self.kind]} {self.name!r}{f' of {self.package}' if self.package else ''}"
         if self.fault:
-            raise ConfigError(f"{whose}: {self.fault}")
+            raise ConfigError(self.told)
         if self.kind == "recipes":
             return Path(self.target)
         try:
             found = resolved(self.target)
         except ConfigError as error:
-            raise ConfigError(f"{whose}: {error}") from error
+            raise ConfigError(f"{self}: {error}") from error
         wanted = _OF_MODULES.get(self.kind, ())
         if missing := [name for name in wanted if not hasattr(found, name)]:
-            raise ConfigError(f"{whose}: {self.target} has no {missing[0]}")
+            raise ConfigError(f"{self}: {self.target} has no {missing[0]}")
         if not wanted and isinstance(found, ModuleType):
-            raise ConfigError(f"{whose}: {self.target} is a module; name what is meant in it: module:name")
+            raise ConfigError(f"{self}: {self.target} is a module; name what is meant in it: module:name")
         return found
 
 
@@ -98,7 +108,7 @@ class Offered(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         if name in self.hidden:
-            _warn_once(_shadowed(self.hidden[name]))
+            _warn_once(self.hidden[name].told)
         return self.entries[name].load()
 
     def __contains__(self, name: object) -> bool:
@@ -110,13 +120,9 @@ class Offered(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self.entries)
 
-    def faults(self) -> list[str]:
-        """Returns what is wrong with what other packages offer, a line each, as far as it shows without
-        importing them.
-        """
-        broken = [entry for entry in self.entries.values() if entry.fault]
-        lines = [f"{KINDS[entry.kind]} {entry.name!r} of {entry.package}: {entry.fault}" for entry in broken]
-        return lines + [_shadowed(entry) for entry in self.hidden.values()]
+    def faults(self) -> list[Entry]:
+        """Returns what other packages offer and cannot be used, as far as it shows without importing them."""
+        return [*(entry for entry in self.entries.values() if entry.fault), *self.hidden.values()]
 
 
 @functools.cache
@@ -127,7 +133,7 @@ def offered(kind: str) -> Offered:
     for entry in _of_others(kind):
         theirs.setdefault(entry.name, []).append(entry)
     added = {name: _only(entries) for name, entries in sorted(theirs.items()) if name not in ours}
-    return Offered({**ours, **added}, {name: theirs[name][0] for name in theirs if name in ours})
+    return Offered({**ours, **added}, {name: _hidden(theirs[name][0]) for name in theirs if name in ours})
 
 
 def _only(entries: list[Entry]) -> Entry:
@@ -138,20 +144,18 @@ def _only(entries: list[Entry]) -> Entry:
     packages = " and ".join(entry.package for entry in entries)
     targets = " or ".join(entry.target for entry in entries)
     remedy = "uninstall one" if entries[0].kind in _OF_MODULES else f"write {targets} instead"
-    fault = f"both offer this name; {remedy}"
-    return Entry(entries[0].kind, entries[0].name, targets, packages, fault)
+    return Entry(entries[0].kind, entries[0].name, targets, packages, "both offer this name", remedy)
+
+
+def _hidden(entry: Entry) -> Entry:
+    """Returns an entry whose name rondo has."""
+    remedy = "rename it there" if entry.kind in _OF_MODULES else f"write {entry.target} for this one"
+    return dataclasses.replace(entry, fault="rondo has this name, and its own is meant", remedy=remedy)
 
 
 @functools.cache
 def _warn_once(text: str) -> None:
     _log.warning("%s", text)
-
-
-def _shadowed(entry: Entry) -> str:
-    return (
-        f"{KINDS[entry.kind]} {entry.name!r} is rondo's own; {entry.package} offers another by this name: "
-        f"{entry.target}"
-    )
 
 
 def _ours(kind: str) -> Iterator[Entry]:
@@ -175,11 +179,11 @@ def _of_others(kind: str) -> Iterator[Entry]:
             group = read_groups(_entry_points(found)).get(f"rondo.{kind}", {})
         except configparser.Error as error:
             why = f"its entry_points.txt cannot be read: {' '.join(str(error).split())}"
-            yield Entry(kind, name, "", package, why)
+            yield Entry(kind, name, "", package, why, "install another version of it")
             continue
         fault = _made_for_another(found) if group else ""
         for key, target in group.items():
-            yield from _spread(Entry(kind, key, target, package, fault))
+            yield from _spread(Entry(kind, key, target, package, fault, "update one of them"))
 
 
 def _entry_points(found: Distribution) -> str:
@@ -231,9 +235,9 @@ def _spread(entry: Entry) -> Iterator[Entry]:
     files = sorted(file for folder in folders for file in folder.glob("*.yaml"))
     if not files:
         why = f"{entry.target} is no folder of a package with YAML files in it"
-        yield Entry(entry.kind, entry.name, entry.target, entry.package, entry.fault or why)
+        yield dataclasses.replace(entry, fault=why, remedy="put them into its package-data")
     for file in files:
-        yield Entry(entry.kind, file.stem, str(file), entry.package, entry.fault)
+        yield dataclasses.replace(entry, name=file.stem, target=str(file))
 
 
 # --- importing by name ---
