@@ -237,7 +237,7 @@ def test_an_editable_install_follows_its_source_and_an_uninstalled_one_is_gone(t
 def test_one_that_was_made_for_another_rondo_says_so_and_leaves_all_else(tmp_path: Path) -> None:
     place = Place(tmp_path)
     project = place.folder / "rondo-coins" / "pyproject.toml"
-    project.write_text(project.read_text().replace("rondo-rl>=0.1", "rondo-rl>=99"))
+    project.write_text(project.read_text().replace("rondo-rl>=0.2", "rondo-rl>=99"))
     place.pip_install("./rondo-coins")
     why = f"of rondo-coins 1.0: it was made for rondo-rl>=99, and this is {__version__}; update one of them\n"
     for words, whose in [

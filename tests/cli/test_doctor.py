@@ -128,6 +128,7 @@ def test_other_packages_and_their_faults(
     )
     install("rondo-torn", "[rondo.tools]\nflip")
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
     offered.cache_clear()
     try:
         found = [finding for finding in doctor.examine() if finding.section == "packages"]

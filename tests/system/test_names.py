@@ -85,7 +85,7 @@ def faults(kind: str) -> list[str]:
 
 def on_the_page(text: str) -> bool:
     """Whether docs/packages.md has a message, in this version of rondo."""
-    return f"`{text.replace(__version__, '0.1.0')}`" in PAGE
+    return f"`{text.replace(__version__, '0.2.0')}`" in PAGE
 
 
 class TestOurs:
@@ -236,7 +236,7 @@ class TestFaults:
     ) -> None:
         entries = {"bandit": "rondo_coins.world:Bandit"}
         install("rondo-coins", {"environments": entries}, {"rondo_coins.py": "raise OSError"})
-        from rondo.environments.bandit import Bandit
+        from rondo_worlds.bandit import Bandit
 
         text = (
             "environment 'bandit' of rondo-coins 1.0: rondo has this name, and its own is meant; write "
@@ -252,7 +252,7 @@ class TestFaults:
     @pytest.mark.parametrize(
         ("line", "told"),
         [
-            ("rondo-rl<0.1", "<0.1"),
+            ("rondo-rl<0.2", "<0.2"),
             ("Rondo.RL[serve] ==99.*", "==99.*"),
             ('rondo-rl>=99 ; python_version >= "3"', ">=99"),
             ("rondo-rl>=0.0.1", ""),
@@ -272,7 +272,7 @@ class TestFaults:
             return
         fault = f"it was made for rondo-rl{told}, and this is {__version__}; update one of them"
         assert refused("environments", "coins") == f"environment 'coins' of rondo-coins 1.0: {fault}"
-        assert told != "<0.1" or on_the_page(f"environment 'coins' of rondo-coins 1.0: {fault}")
+        assert told != "<0.2" or on_the_page(f"environment 'coins' of rondo-coins 1.0: {fault}")
         assert "rondo_coins" not in sys.modules
         assert offered("environments")["bandit"].__name__ == "Bandit"
 
@@ -287,7 +287,7 @@ class TestFaults:
     def test_recipes_for_another_rondo_are_found_by_their_names(self, install: Install) -> None:
         files = {"rondo_coins/recipes/coins.yaml": "include: quickstart"}
         entries = {"recipes": {"any": "rondo_coins.recipes"}}
-        install("rondo-coins", entries, files, requires=["rondo-rl<0.1"])
+        install("rondo-coins", entries, files, requires=["rondo-rl<0.2"])
         assert refused("recipes", "coins").startswith(
             "recipe 'coins' of rondo-coins 1.0: it was made for rondo"
         )
