@@ -27,7 +27,7 @@ from rondo.chat import decode, encode_prompt, stop_token_ids
 from rondo.config.schema import EnvironmentConfig, FunctionConfig
 from rondo.core.types import Completion, GenerateRequest, Prompt, SamplingParams
 from rondo.environments import Observation, StepResult
-from rondo.environments.choices import load_environments
+from rondo.environments.registry import load_environments
 from rondo.recipes.quickstart import tokenizer
 from rondo.serving import Endpoint, Sessions
 from rondo.serving.http import HttpServer

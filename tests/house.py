@@ -35,11 +35,11 @@ SMALL = 80  # raw lines; of files with fewer, one has to open too many to follow
 class Bounds:
     """The most that the house may have. Lower a number when a change makes it smaller."""
 
-    folders: int = 26  # of src/rondo; the aim is 24
+    folders: int = 23  # of src/rondo; `platform` may still come
     modules: int = 0  # of src/rondo, beside __init__ and __main__
     file: int = 600  # raw lines of a file
     function: int = 100  # raw lines of a function
-    small: int = 73  # files of fewer than SMALL raw lines, without __init__ and __main__
+    small: int = 63  # files of fewer than SMALL raw lines, without __init__ and __main__
     arrows: int = 126  # between rooms
     imports: int = 29  # files of ours that one file imports; the aim is 25
 

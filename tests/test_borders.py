@@ -34,8 +34,8 @@ from rondo.core.errors import (
     TrainError,
 )
 from rondo.data.sources import open_source
-from rondo.environments.choices import load_environments
 from rondo.environments.played import Played
+from rondo.environments.registry import load_environments
 from rondo.models.loading import load_tokenizer
 from rondo.models.source import TokenizerSource
 from rondo.rewards.functions import load_functions

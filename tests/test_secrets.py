@@ -31,7 +31,7 @@ from rondo.core.errors import ConfigError, DataError
 from rondo.core.masking import digest
 from rondo.data.sources import open_sources, source_name
 from rondo.environments import Observation, StepResult
-from rondo.environments.choices import load_environments
+from rondo.environments.registry import load_environments
 from rondo.rewards.functions import load_functions
 from rondo.system.access import SANDBOX_KEY
 from rondo.system.storage import AppendedFile, write_atomic

@@ -24,7 +24,7 @@ from rondo.core.errors import ConfigError, DataError
 from rondo.core.types import Prompt, SamplingParams, Trajectory
 from rondo.data.rows import rows_from_trajectories
 from rondo.environments import Observation
-from rondo.environments.choices import load_environments
+from rondo.environments.registry import load_environments
 from rondo.rewards.builtin import environment, success
 from rondo_worlds.frozen_lake import way_to_goal
 from tests.agents.own_worlds import ROOMS, Counted, Meets, takes_both

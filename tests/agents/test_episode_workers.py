@@ -23,7 +23,7 @@ from rondo.chat import decode, encode_prompt
 from rondo.config.schema import EnvironmentConfig, FunctionConfig
 from rondo.core.errors import ConfigError, RolloutError
 from rondo.core.types import Completion, GenerateRequest, Prompt, SamplingParams, Trajectory
-from rondo.environments.choices import load_environments
+from rondo.environments.registry import load_environments
 from rondo.system import forkserver
 from rondo.workers.rollout import Unscored
 from tests.agents.scripted import saying

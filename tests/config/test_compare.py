@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from rondo.config.compare import changes, differing, leaves_of
+from rondo.config.printing import changes, differing, leaves_of
 from rondo.config.schema import (
     AlgorithmConfig,
     Config,

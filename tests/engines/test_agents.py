@@ -30,7 +30,7 @@ from rondo.core.types import (
     request_seed,
 )
 from rondo.environments import StepResult
-from rondo.environments.choices import load_environments
+from rondo.environments.registry import load_environments
 from rondo.trainers.commands.train import train
 from rondo_worlds.frozen_lake import FrozenLake
 from tests.agents import calling

@@ -10,7 +10,7 @@ import pytest
 from rondo.config.schema import EnvironmentConfig
 from rondo.core.errors import ConfigError
 from rondo.environments import check_environment
-from rondo.environments.choices import load_environments
+from rondo.environments.registry import load_environments
 from rondo_worlds import frozen_lake, sokoban
 from rondo_worlds.frozen_lake import FrozenLake
 from rondo_worlds.sokoban import Sokoban

@@ -15,7 +15,7 @@ import pytest
 from rondo.config.schema import EnvironmentConfig
 from rondo.core.errors import ConfigError, EnvironmentFailedError
 from rondo.environments import Observation, check_environment
-from rondo.environments.choices import load_environments
+from rondo.environments.registry import load_environments
 from rondo_worlds import served
 from rondo_worlds.frozen_lake import FrozenLake, way_to_goal
 from rondo_worlds.observed import Observed

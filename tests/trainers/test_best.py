@@ -16,7 +16,7 @@ from rondo.checkpoint import CheckpointStore
 from rondo.config import BestConfig, load
 from rondo.core.errors import ConfigError
 from rondo.trainers.commands.train import train
-from rondo.trainers.loop.best import Best
+from rondo.trainers.loop.checkpoints import Best
 from rondo.trainers.sessions import open_session
 from tests.trainers.conftest import SFT_RECIPE, inline, metrics, weights
 

@@ -40,11 +40,10 @@ from rondo.core.columns import column
 from rondo.core.errors import ConfigError
 from rondo.trainers.commands.check import check_rl
 from rondo.trainers.program.plan import plan_program, plan_schedule
-from rondo.trainers.program.pretraining import lm_weights
 from rondo.trainers.program.producers import stages
 from rondo.trainers.program.stages import Resampling
 from rondo.trainers.program.step import Roles, Stage, Step
-from rondo.trainers.program.update import ActorWeights, without_idle
+from rondo.trainers.program.update import ActorWeights, lm_weights, without_idle
 from rondo.trainers.supervised.tasks import total_steps as supervised_steps
 from tests.trainers.conftest import MODEL, RECIPE, inline, metrics, weights
 

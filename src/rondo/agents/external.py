@@ -29,13 +29,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from rondo.agents.agent_workers import AgentWorkers
 from rondo.agents.environment_loops import LOOPS, Concatenated
 from rondo.agents.policy import MODEL, Policy
 from rondo.agents.record import rows_of
 from rondo.agents.running import in_thread, on_agents_loop, said_by
-from rondo.agents.tool_loop import use_tools
 from rondo.agents.tools import Tool, Toolbox, ToolStats, end_tools
+from rondo.agents.worker_pool import AgentWorkers
 from rondo.agents.worlds import World, Worlds
 from rondo.chat import decode
 from rondo.config.functions import called_with, check_options, resolve_function
@@ -58,6 +57,27 @@ from rondo.serving import Endpoint, Session, SessionRules, Sessions, prompt_key
 
 if TYPE_CHECKING:
     from rondo.serving.http import HttpServer
+
+
+# ---- the agent of rollout.tools where rollout.agent names none ----
+
+
+async def use_tools(
+    messages: Sequence[Mapping[str, Any]], policy: Policy, tools: Toolbox, *, max_turns: int = 8
+) -> str:
+    """Returns the first answer without a tool call, or that of turn `max_turns`, whose calls are not made. A
+    call that cannot be read is one, too: the policy is told what is wrong with it.
+    """
+    if max_turns < 1:
+        raise ConfigError(f"rollout.agent: max_turns must be at least 1, got {max_turns}")
+    said = list(messages)
+    for _ in range(max_turns - 1):
+        answer = await policy.chat(said, tools=tools.schemas)
+        if not answer.tool_calls and not answer.malformed:
+            return answer.text
+        said += [answer.message, *await tools.answer(answer)]
+    return (await policy.chat(said, tools=tools.schemas)).text
+
 
 OVER_HTTP = ("base_url", "api_key", "model")
 IN_PROCESS = ("policy", "tools", "environment")

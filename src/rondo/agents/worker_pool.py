@@ -9,22 +9,26 @@ One that dies is started again when it is next wanted, and what it held is begun
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
+import inspect
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Generic, Literal, TypeVar
 
 from rondo.agents.running import in_thread
-from rondo.core.errors import ConfigError, EpisodeLostError, RolloutError
+from rondo.config.schema import FunctionConfig
+from rondo.core.errors import ConfigError, DataError, EpisodeLostError, RolloutError
 from rondo.system.child import Answer, CallFailedError, Child, ProcessLostError
 from rondo.system.forkserver import ForkServer, fork_server
+from rondo.system.link import PICKLE_ERRORS
 from rondo.system.process import import_path
 
 START_SECONDS = 120.0  # for a process to import what it is to run
 # What every worker's program imports. Not the program itself, which each runs as its own.
-_PRELOADED = ("rondo.agents.running", "rondo.environments.choices", "rondo.environments.played")
+_PRELOADED = ("rondo.agents.running", "rondo.environments.registry", "rondo.environments.played")
 MAX_RESTARTS = 5  # in a row, of processes that died before they were asked anything
 MAX_REISSUES = 2  # of an episode that was in a call when its process died
 _log = logging.getLogger(__name__)
@@ -186,3 +190,66 @@ class EpisodeWorkers(Generic[W]):
 def _environment() -> dict[str, str]:
     own = {"PYTHONPATH": import_path(), "CUDA_VISIBLE_DEVICES": ""}
     return {**os.environ, **own, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+
+# ---- agents that ask over HTTP, in episode workers ----
+
+
+_THREADS = 64  # plain functions that run at one time in a process
+
+
+class _Agents(EpisodeWorker):
+    kind = "agent"
+
+
+class AgentWorkers:
+    """count processes that run the function of `config`."""
+
+    def __init__(self, count: int, config: FunctionConfig, function: Callable[..., Any]) -> None:
+        given = (config.name, dict(config.options))
+        self._pool: EpisodeWorkers[_Agents] = EpisodeWorkers(
+            count, lambda number, forkserver: _Agents(number, given, forkserver)
+        )
+        plain = not inspect.iscoroutinefunction(function)
+        self._slots = asyncio.Semaphore(count * _THREADS) if plain else contextlib.nullcontext()
+
+    async def run(
+        self, episode: str, arguments: Mapping[str, Any], deadline_seconds: float | None
+    ) -> tuple[str, str]:
+        """Returns what the agent said, and why it failed. Waiting for a thread, or a process, does not count
+        as its time. Raises TimeoutError, EpisodeLostError, DataError.
+        """
+        async with self._slots:
+            worker = await self._pool.place()
+            try:
+                said = await self._asked(worker, arguments, deadline_seconds)
+            except ProcessLostError as error:
+                why = f"its {error} with {worker.episodes} episodes in it; it printed last:\n{error.tail}"
+                if self._pool.blame(episode):
+                    raise EpisodeLostError(why) from error
+                said = "", f"{why}\nso it was {MAX_REISSUES + 1} times"
+            except PICKLE_ERRORS as error:
+                raise DataError(
+                    f"{episode}: the prompt's fields cannot be handed to an episode worker ({error}); have "
+                    "values of Python's own types in rows, or rollout.episode_workers=0"
+                ) from error
+            finally:
+                worker.episodes -= 1
+        self._pool.forget(episode)
+        return said
+
+    async def _asked(
+        self, worker: _Agents, arguments: Mapping[str, Any], deadline_seconds: float | None
+    ) -> tuple[str, str]:
+        answer = worker.ask("run", dict(arguments))
+        async with asyncio.timeout(deadline_seconds):
+            try:
+                said: tuple[str, str] = await asyncio.wrap_future(answer)
+            except asyncio.CancelledError:
+                worker.drop(answer)
+                raise
+        return said
+
+    def close(self) -> None:
+        """Ends the processes. From any thread."""
+        self._pool.close()

@@ -20,8 +20,8 @@ from typing import Any
 from rondo.agents.running import in_thread, said_by
 from rondo.config.functions import resolve_function
 from rondo.config.schema import EnvironmentConfig
-from rondo.environments.choices import EnvironmentChoice, load_environments
 from rondo.environments.played import Played, Shown
+from rondo.environments.registry import EnvironmentChoice, load_environments
 from rondo.system.border import awaited
 from rondo.system.link import Call, Link, serve, serve_in_turn
 

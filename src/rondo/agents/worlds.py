@@ -17,8 +17,8 @@ from rondo.agents.places import Place, Threads, Workers
 from rondo.core.errors import ConfigError, EnvironmentFailedError, EpisodeLostError, RondoError
 from rondo.core.types import Call, Prompt, StepStats, TurnFlag, request_seed
 from rondo.environments import Observation, StepResult
-from rondo.environments.choices import EnvironmentChoice
 from rondo.environments.played import Shown
+from rondo.environments.registry import EnvironmentChoice
 from rondo.environments.rows import start_of
 from rondo.serving.sessions import ModelCall
 

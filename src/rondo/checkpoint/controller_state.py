@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rondo.checkpoint.store import Checkpoint, Draft
-from rondo.config.compare import changes, leaves_of
+from rondo.config.printing import changes, leaves_of
 from rondo.config.schema import Config
 from rondo.core.batch import Batch
 from rondo.core.errors import CheckpointError, RondoError

@@ -2,9 +2,8 @@
 
 # ruff: noqa: F401
 from rondo.config.auto import DEVICES, config_for
-from rondo.config.compare import changes, leaves_of
 from rondo.config.load import LoadedConfig, collected, load, recipe_path, shipped_recipe
-from rondo.config.printing import show, to_yaml
+from rondo.config.printing import changes, leaves_of, show, to_yaml
 from rondo.config.schema import (
     ActorConfig,
     AlgorithmConfig,

@@ -1,13 +1,18 @@
-"""Environments by name, and what an environment's class has to be."""
+"""Environments by name: which a run has chosen (`rollout.environments`), and what the class of one must be."""
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from rondo.config.functions import resolve_function
+from rondo.config.functions import called_with, check_options, resolve_function
+from rondo.config.schema import EnvironmentConfig
 from rondo.core.errors import ConfigError
+from rondo.environments.protocol import Environment
+from rondo.system.border import inside
 from rondo.system.names import offered
 
 METHODS = {"reset": ("seed", "task"), "step": ("action",), "state": (), "close": ()}
@@ -49,3 +54,55 @@ def check_protocol(made: Any, where: str) -> None:
             raise ConfigError(
                 f"{where}: {made.__name__}.step_many is no class method with (environments, actions): {error}"
             ) from error
+
+
+# ---- what a run has chosen ----
+
+
+@dataclass(frozen=True)
+class EnvironmentChoice:
+    """One of rollout.environments. make: an instance of it."""
+
+    name: str
+    """What prompts' rows and metrics call it."""
+    config: EnvironmentConfig
+    make: Callable[[], Environment]
+    check: Callable[[], object] | None
+    """Looks whether this machine has what it needs. Raises RondoError."""
+    steps_many: bool = False
+    """Its class has a `step_many`."""
+
+
+def load_environments(configs: Sequence[EnvironmentConfig]) -> tuple[EnvironmentChoice, ...]:
+    """Returns the environments of a run. Raises ConfigError: unknown, two of one name, no environment,
+    options that it does not have.
+    """
+    loaded: list[EnvironmentChoice] = []
+    for place, config in enumerate(configs):
+        choice = _load(config, f"rollout.environments.{place}")
+        if any(choice.name == other.name for other in loaded):
+            raise ConfigError(
+                f"rollout.environments.{place}: there are two environments called {choice.name}, and rows "
+                "of prompts could not say which they mean"
+            )
+        loaded.append(choice)
+    return tuple(loaded)
+
+
+def _load(config: EnvironmentConfig, where: str) -> EnvironmentChoice:
+    made: Any = environment_class(config.name, where)
+    check_protocol(made, where)
+    check_options(made, config.options, where, given=0, chosen=config)
+    if config.options.get("image") is True:
+        raise ConfigError(f"{where}: image: true shows pictures, and no policy sees one yet; leave it out")
+    options = called_with(config.options, where)
+    check = getattr(made, "check", None)
+    if check is not None:
+        check = inside(functools.partial(check, **options), where, ConfigError)
+    return EnvironmentChoice(
+        row_name(config.name, made),
+        config,
+        make=functools.partial(made, **options),
+        check=check,
+        steps_many=hasattr(made, "step_many"),
+    )

@@ -35,7 +35,7 @@ from rondo.core.types import (
     Trajectory,
 )
 from rondo.data.rows import prompt_text, rows_from_trajectories
-from rondo.environments.choices import load_environments
+from rondo.environments.registry import load_environments
 from rondo.models import load_tokenizer
 from rondo.models.loading import model_on_meta
 from rondo.models.lora import adapter_set

@@ -17,8 +17,7 @@ from rondo.rollout.in_process import InProcessEngine, as_torch, check_sizes
 from rondo.rollout.native.blocks import blocks_of
 from rondo.rollout.native.cache import count_blocks
 from rondo.rollout.protocol import Capabilities
-from rondo.rollout.transformers.decoder import Sequence, TurnDecoder
-from rondo.rollout.transformers.forward import CachedForward
+from rondo.rollout.transformers.decoder import CachedForward, Sequence, TurnDecoder
 from rondo.rollout.weights import WeightStore, build_module
 
 # The one that computes all that models ask of attention (sinks, soft-caps, windows); others leave some out.

@@ -15,7 +15,7 @@ from rondo.config import Config, FunctionConfig, LoadedConfig
 from rondo.core.columns import GREEDY_REWARD, TOPK_IDS
 from rondo.core.errors import ConfigError, about, did_you_mean
 from rondo.core.roles import ROLES, ROLLOUT
-from rondo.environments.choices import load_environments
+from rondo.environments.registry import load_environments
 from rondo.rewards import load_functions
 from rondo.system.border import users_code
 from rondo.tracking import check_trackers

@@ -26,7 +26,6 @@ from rondo.trainers.program.plan import (
     schedule_of,
     warmup_steps,
 )
-from rondo.trainers.program.pretraining import Pretraining
 from rondo.trainers.program.roles import (
     check_parallel,
     create_model,
@@ -62,5 +61,6 @@ from rondo.trainers.program.update import (
     Learner,
     LearnerUpdate,
     MiniBatches,
+    Pretraining,
     update_actor,
 )

@@ -17,7 +17,7 @@ from rondo.core.errors import ConfigError, DataError
 from rondo.core.types import Prompt, SamplingParams
 from rondo.data import ConversationStream, PromptStream, eval_prompts
 from rondo.data.rollout_files import Recording
-from rondo.environments.choices import load_environments
+from rondo.environments.registry import load_environments
 from rondo.environments.rows import start_of
 from rondo.models import load_model_config, load_tokenizer
 from rondo.models.carried import sampling_defaults
