@@ -26,7 +26,7 @@ sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "src")]
 from rondo.config.schema import EngineConfig, OptimizerConfig, TorchBackendConfig  # noqa: E402
 from rondo.models import ModelSource  # noqa: E402
 from rondo.training import make_engine  # noqa: E402
-from rondo.training.shards import local_of  # noqa: E402
+from rondo.training.views import local_of  # noqa: E402
 from tests.ranks import run_ranks  # noqa: E402
 from tests.training.helpers import VOCAB, PolicyLoss, make_batch  # noqa: E402
 from tests.training.layouts import layout  # noqa: E402

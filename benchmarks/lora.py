@@ -48,7 +48,7 @@ def measure(arguments: argparse.Namespace, case: dict[str, Any]) -> dict[str, fl
     from rondo.models import ModelSource
     from rondo.system.usage import process_usage
     from rondo.training import make_engine
-    from rondo.training.shards import local_of
+    from rondo.training.views import local_of
     from tests.training.helpers import PolicyLoss, one_rank_mesh
 
     settings = dict(case)

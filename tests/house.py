@@ -21,6 +21,7 @@ import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -29,6 +30,47 @@ ROOT = Path(__file__).resolve().parent.parent
 SRC = ROOT / "src"
 BUDGET = ROOT / "budget.toml"
 SMALL = 80  # raw lines; of files with fewer, one has to open too many to follow a call
+ADDED = (
+    "rondo/agents/calculator.py",
+    "rondo/algorithms/*",
+    "rondo/chat/tools/harmony.py",
+    "rondo/cli/*",
+    "rondo/recipes/*",
+    "rondo/rewards/retrieval.py",
+    "rondo_sandbox/tool.py",
+    "rondo_search/command.py",
+    "rondo_search/*_index.py",
+    "rondo_verl/programs.py",
+    "rondo_worlds/*",
+)
+"""What somebody adds, who looks for one of its kind: a small file of its own is easiest to copy."""
+APART: Mapping[str, str] = {
+    "rondo/chat/tools/forced.py": "imports the parser that __init__ has",
+    "rondo/config/auto.py": "goes to `platform`",
+    "rondo/controller/process_host.py": "a program",
+    "rondo/controller/ray_address.py": "imports no Ray",
+    "rondo/controller/start.py": "the factory: the kinds of clusters import the base class",
+    "rondo/core/arithmetic.py": "standard library only",
+    "rondo/core/moved.py": "standard library only",
+    "rondo/core/readonly.py": "imports no more than numpy",
+    "rondo/environments/protocol.py": "what an environment is, on one screen",
+    "rondo/environments/rows.py": "rows for a source of data; no names of environments",
+    "rondo/models/carried.py": "files only: no torch",
+    "rondo/models/positions.py": "configs only: no torch",
+    "rondo/models/precision.py": "read by loading, training and engines",
+    "rondo/models/source.py": "records that travel: no torch",
+    "rondo/models/value_head.py": "read by all of training",
+    "rondo/planning/memory.py": "pure; the planner comes here",
+    "rondo/rewards/marks.py": "what a scorer's file imports, and nothing of ours",
+    "rondo/rollout/server/wire.py": "both ends import it",
+    "rondo/serving/problems.py": "read by all of serving",
+    "rondo/training/make.py": "the one place that names a framework",
+    "rondo/training/telling.py": "checkpoints and exports import it, and no layout",
+    "rondo/training/torch_backend/parameters.py": "adapters and backend import it",
+    "rondo_sandbox/inside/wire.py": "read in the sandbox, without rondo",
+    "rondo_sandbox/records.py": "all sides import it",
+}
+"""All other small files, each with the reason why it does not join what reads it; the aim is 15."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +81,6 @@ class Bounds:
     modules: int = 0  # of src/rondo, beside __init__ and __main__
     file: int = 600  # raw lines of a file
     function: int = 100  # raw lines of a function
-    small: int = 63  # files of fewer than SMALL raw lines, without __init__ and __main__
     arrows: int = 126  # between rooms
     imports: int = 29  # files of ours that one file imports; the aim is 25
 
@@ -246,6 +287,12 @@ def small_files(house: House) -> list[File]:
     return [file for file in house.files.values() if file.raw < SMALL and not file.is_dunder]
 
 
+def apart(house: House) -> list[str]:
+    """Returns the paths of the small files that are not ADDED."""
+    paths = [file.path for file in small_files(house)]
+    return [path for path in paths if not any(fnmatch(path, pattern) for pattern in ADDED)]
+
+
 def widest_files(house: House) -> list[tuple[str, int]]:
     """Returns every file that imports files of ours with their number, most first."""
     return Counter(start for start, _ in sorted(house.arrows)).most_common()
@@ -314,7 +361,6 @@ def _way_back(ends: Mapping[str, list[str]], start: str) -> list[str]:
 def over_bounds(house: House, bounds: Bounds = BOUNDS) -> list[str]:
     """Returns what is more than `bounds` allow, but for single files and functions (`too_long`)."""
     folders, modules = first_floor(house)
-    small = [f"{file.path} ({file.raw})" for file in small_files(house)]
     wrong = []
     if len(folders) > bounds.folders:
         wrong.append(f"src/rondo has {len(folders)} folders, {bounds.folders} allowed: {', '.join(folders)}")
@@ -322,11 +368,6 @@ def over_bounds(house: House, bounds: Bounds = BOUNDS) -> list[str]:
         wrong.append(
             f"src/rondo has {len(modules)} modules beside its folders, {bounds.modules} allowed; "
             f"put the new one into a room: {', '.join(modules)}"
-        )
-    if len(small) > bounds.small:
-        wrong.append(
-            f"{len(small)} files have fewer than {SMALL} raw lines, {bounds.small} may; "
-            f"a file with one reader joins it: {', '.join(small)}"
         )
     arrows = len(arrows_between_rooms(house))
     if arrows > bounds.arrows:
@@ -461,7 +502,10 @@ def figures(house: House, budget: Budget, bounds: Bounds = BOUNDS) -> str:
         lines.append(f"lines of src/rondo that name {wing}: {number} (≤ {budget.toll.get(wing, 0)})")
     lines += ["", f"widest files, by the files of ours that they import (≤ {bounds.imports})"]
     lines += [f"{number:4}  {path}" for path, number in widest_files(house)[:20]]
-    lines += ["", f"files of fewer than {SMALL} raw lines: {len(small)} (≤ {bounds.small})"]
+    lines += [
+        "",
+        f"files of fewer than {SMALL} raw lines: {len(small)}, {len(apart(house))} of them not ADDED",
+    ]
     lines += [f"{file.raw:4}  {file.path}" for file in small]
     return "\n".join(lines)
 

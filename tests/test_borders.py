@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from rondo.agents.places import Workers
-from rondo.agents.running import in_thread, on_agents_loop, said_by
 from rondo.agents.tools import Toolbox, ToolFailedError, load_tools, prepare_tools
 from rondo.algorithms import Kind, bind
 from rondo.config.schema import (
@@ -40,7 +39,7 @@ from rondo.models.loading import load_tokenizer
 from rondo.models.source import TokenizerSource
 from rondo.rewards.functions import load_functions
 from rondo.rewards.scorer import Scorer
-from rondo.system.border import users_code
+from rondo.system.border import in_thread, on_agents_loop, said_by, users_code
 from rondo.tracking.run_folder import RunFolder
 from rondo.tracking.trackers import TrackerContext, make_trackers
 from rondo_search.corpus import _rows

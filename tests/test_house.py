@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 
 from tests.house import (
+    APART,
     BOUNDS,
     BUDGET,
     SRC,
     Bounds,
     Budget,
     House,
+    apart,
     arrows_between_rooms,
     circles_of_files,
     circles_of_folders,
@@ -184,7 +186,7 @@ BOUND = {
     "rondo/batch.py": "\n",
     "rondo_worlds/games.py": "def play():\n    return 1\n",
 }
-TIGHT = Bounds(folders=2, modules=1, file=81, function=2, small=2, arrows=1, imports=2)
+TIGHT = Bounds(folders=2, modules=1, file=81, function=2, arrows=1, imports=2)
 
 
 @pytest.mark.parametrize(
@@ -197,11 +199,6 @@ TIGHT = Bounds(folders=2, modules=1, file=81, function=2, small=2, arrows=1, imp
         ),
         ("file", "rondo/core/urls.py has 81 lines, 80 allowed"),
         ("function", "rondo_worlds/games.py:1 play has 2 lines, 1 allowed"),
-        (
-            "small",
-            "2 files have fewer than 80 raw lines, 1 may; a file with one reader joins it: "
-            "rondo/batch.py (1), rondo_worlds/games.py (2)",
-        ),
         (
             "arrows",
             "1 arrows between rooms, 0 allowed: two rooms that did not know each other do now; "
@@ -333,6 +330,16 @@ def test_a_budget_that_is_none_is_refused(tmp_path: Path, text: str, message: st
         read_budget(path)
     assert message in str(caught.value)
     assert str(path) in str(caught.value)
+
+
+def test_a_small_file_is_what_somebody_adds_or_stands_apart_for_a_reason() -> None:
+    """A file with fewer lines that has one reader joins it; one that has grown leaves the list."""
+    assert set(apart(read(SRC))) == set(APART)
+    assert len(APART) <= 24
+
+
+def test_small_files_that_nobody_adds_are_found(tmp_path: Path) -> None:
+    assert apart(planted(tmp_path, BOUND)) == ["rondo/batch.py"]
 
 
 def test_the_figures_of_a_small_house(tmp_path: Path) -> None:

@@ -141,10 +141,9 @@ HIDDEN = (
 # Boundaries between threads, tasks and processes, and around the user's code: what is raised is carried on
 # to whoever waits for the answer. Everywhere else `except Exception` must end in `raise`.
 BOUNDARIES = {
-    "rondo/system/border.py": "where an exception has no text, as writing it raises, that is said instead",
+    "rondo/system/border.py": "an exception without a text is described; a user's agent fails its trajectory",
     "rondo/agents/mcp_servers.py": "why a server did not start travels to whoever waits for it",
     "rondo/agents/places.py": "why a call of an episode worker failed travels to all who wait for it",
-    "rondo/agents/running.py": "what a user's agent raises is a failed trajectory",
     "rondo/agents/tools.py": "what a tool raises ends its episode, typed and told",
     "rondo/controller/host.py": "a worker's exception travels to the controller as a Failure",
     "rondo/models/fused.py": "a module that raises when it is tried keeps its own code",

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import os
+import urllib.request
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from http.client import HTTPException
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -14,7 +17,7 @@ from rondo.config.functions import resolve_function
 from rondo.core.errors import ConfigError, EnvironmentFailedError
 from rondo.core.masking import warn_of_open_way
 from rondo.environments.protocol import Observation, StepResult
-from rondo_worlds.served import models, say
+from rondo.system.urls import open_there
 
 PERSONA = (
     "You play a user who talks to an assistant. Say what that user would say, one message at a time, and "
@@ -142,3 +145,54 @@ def _own_key(base_url: str) -> str:
     host = parts.hostname or ""
     theirs = parts.scheme == "https" and (host == "api.openai.com" or host.endswith(".api.openai.com"))
     return os.environ.get("OPENAI_API_KEY", "") if theirs else ""
+
+
+# ---- a model behind an OpenAI-compatible endpoint ----
+
+
+_SECONDS = 300.0  # of a request whose step timeout_seconds has ended
+
+
+def say(
+    base_url: str,
+    model: str,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    seed: int,
+    max_tokens: int = 256,
+    temperature: float = 0.0,
+    key: str = "",
+) -> str:
+    """Returns a model's answer to a conversation. base_url: a server's `…/v1`. key: of the server, if it
+    wants one. Raises EnvironmentFailedError.
+    """
+    sampling = {"seed": seed, "max_tokens": max_tokens, "temperature": temperature}
+    answer = ask(base_url, "chat/completions", key, {"model": model, "messages": [*messages], **sampling})
+    try:
+        return str(answer["choices"][0]["message"]["content"] or "").strip()
+    except (LookupError, TypeError) as error:
+        raise EnvironmentFailedError(f"{base_url} answers without a message") from error
+
+
+def models(base_url: str, key: str = "") -> list[str]:
+    """Returns the names of a server's models. Raises EnvironmentFailedError."""
+    try:
+        return [str(one["id"]) for one in ask(base_url, "models", key)["data"]]
+    except (LookupError, TypeError) as error:
+        raise EnvironmentFailedError(f"{base_url} does not say which models it has") from error
+
+
+def ask(base_url: str, path: str, key: str, body: Mapping[str, Any] | None = None) -> Any:
+    """Returns the JSON that a server answers. body: of a POST. Raises EnvironmentFailedError."""
+    url = f"{base_url.rstrip('/')}/{path}"
+    headers = {"Content-Type": "application/json"}
+    if key:
+        headers["Authorization"] = f"Bearer {key}"
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, headers)
+    opening = open_there if key else urllib.request.urlopen
+    try:
+        with opening(request, timeout=_SECONDS) as answer:
+            return json.load(answer)
+    except (OSError, HTTPException, ValueError) as error:
+        raise EnvironmentFailedError(f"{url} does not answer: {error}") from error

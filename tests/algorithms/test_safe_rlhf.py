@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 
-from rondo.algorithms.advantages.gae import gae, safe_rlhf
-from rondo.algorithms.constraint import smooth_cost, update_multiplier
+from rondo.algorithms.advantages.gae import gae, safe_rlhf, smooth_cost, update_multiplier
 
 T = torch.tensor
 NAN = float("nan")

@@ -16,9 +16,9 @@ from rondo.config import load
 from rondo.config.schema import AttentionBalanceConfig, TokenBalanceConfig
 from rondo.controller import Mesh, WorkerContext, WorkerGroup, start_cluster
 from rondo.controller.calls import Answer, Call, Failure
-from rondo.controller.dispatch import Placer, cut
 from rondo.controller.host import Host
 from rondo.controller.local import LocalHandle
+from rondo.controller.worker import Placer, cut
 from rondo.core.batch import ROW_ID, Batch, BatchRef, ragged_rows
 from rondo.core.errors import WorkerError
 from tests.controller.sample_workers import Calculator

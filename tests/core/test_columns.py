@@ -25,7 +25,7 @@ from rondo.config.schema import (
     RewardModelConfig,
     RolloutCorrectionConfig,
 )
-from rondo.controller.dispatch import MARK
+from rondo.controller.worker import MARK
 from rondo.core.columns import (
     ADVANTAGE_STAGE,
     CORRECTION,

@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 
 from rondo.core.errors import ConfigError, TrainError
 from rondo.models import kernels
-from rondo.models.attention import SHORT, choose_kernel, fitting, varlen_attention
+from rondo.models.attention import SHORT, Window, choose_kernel, fitting, varlen_attention
 from rondo.models.documents import Documents, Kernel, plan_documents
 from rondo.models.flash import flash_kernel
 from rondo.models.kernels import causal_mask
-from rondo.models.masks import Window
 
 CPU = torch.device("cpu")
 

@@ -13,8 +13,7 @@ import pytest
 
 from rondo.core.errors import DeadlyRequestError, ReplicaLostError, RolloutError
 from rondo.core.types import Completion, GenerateRequest, StepStats
-from rondo.rollout.members import Affinity
-from rondo.rollout.quarantine import Suspects
+from rondo.rollout.members import Affinity, Suspects
 from rondo.rollout.requests import so_far
 from rondo.rollout.router import Router, choose
 from tests.rollout.conftest import request

@@ -19,9 +19,8 @@ from rondo.core.errors import ConfigError, RewardError
 from rondo.core.types import SamplingParams, StepStats
 from rondo.rewards import check_dropped_share
 from rondo.trainers.commands.check import check_rl
-from rondo.trainers.loop.buffer import Buffer
+from rondo.trainers.loop.buffer import Buffer, group_filter
 from rondo.trainers.loop.engine_side import EngineSide
-from rondo.trainers.loop.filter import group_filter
 from rondo.trainers.loop.publish import WeightPublisher
 from rondo.trainers.program.inputs import Prompts, complete_model, load_prompts, settled
 from rondo.trainers.program.roles import create_model, create_rollout

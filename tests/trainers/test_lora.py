@@ -23,8 +23,8 @@ from rondo.trainers.commands.check_supervised import check_supervised
 from rondo.trainers.commands.supervised import preference, reward_model, sft
 from rondo.trainers.program import plan_program, reference_in_actor, shares_weights
 from rondo.trainers.supervised import PREFERENCE
-from rondo.training.shards import as_shard
 from rondo.training.torch_backend.adapters import Adapters
+from rondo.training.views import as_shard
 from tests.trainers.conftest import RECIPE, inline, metrics, weights
 
 pytest.importorskip("peft")

@@ -11,7 +11,7 @@ from transformers import Qwen3Config
 
 from rondo.config import load
 from rondo.recipes.quickstart import tokenizer
-from rondo.trainers.commands.read_before import read_otherwise
+from rondo.trainers.commands.open_run import read_otherwise
 
 BEGUN = "an older rondo began this run, and read conversations otherwise: "
 NOTHING = "no source has message parts, calls, flags or nulls"

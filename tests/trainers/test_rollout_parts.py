@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rondo.api.run import Run
-from rondo.controller.dispatch import dispatch
+from rondo.controller.worker import dispatch
 from rondo.core.batch import Batch, BatchRef
 from rondo.core.errors import DataError, StorageError
 from rondo.data.rollout_files import open_recording

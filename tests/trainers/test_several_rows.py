@@ -27,8 +27,7 @@ from rondo.core.errors import DataError, TrainError
 from rondo.core.types import Call, Completion, Prompt, StepStats, Trajectory
 from rondo.data import firsts, is_cut_off, lasts, trajectory_of_rows
 from rondo.data.rows import rows_from_trajectories
-from rondo.trainers.loop.buffer import Group, failures
-from rondo.trainers.loop.filter import group_filter
+from rondo.trainers.loop.buffer import Group, failures, group_filter
 from rondo.trainers.loop.report import describe_rows
 from rondo.trainers.program.advantages import AdvantageStage
 from rondo.trainers.program.stages import PreparationStage, Resampling, RewardModelScores

@@ -14,8 +14,8 @@ from rondo.core.errors import ConfigError
 from rondo.planning.batches import balance
 from rondo.training import Engine
 from rondo.training.gathering import gather_buckets
-from rondo.training.shards import local_of
 from rondo.training.torch_backend.activations import tile_mlps
+from rondo.training.views import local_of
 from tests.models.families import source_of
 from tests.ranks import run_ranks
 from tests.training.helpers import (

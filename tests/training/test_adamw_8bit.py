@@ -16,10 +16,10 @@ from rondo.config.schema import LoraConfig, OptimizerConfig
 from rondo.core.errors import CheckpointError
 from rondo.planning.batches import balance
 from rondo.training import Engine
-from rondo.training.shards import local_of
 from rondo.training.torch_backend import adamw_8bit
 from rondo.training.torch_backend import optimizer as optimizer_module
 from rondo.training.torch_backend.adamw_8bit import AdamW8bit, block_of, dynamic_map, moments_8bit, shape_of
+from rondo.training.views import local_of
 from tests.ranks import run_ranks
 from tests.training.helpers import FLOAT64, PolicyLoss, make_batch, relative_difference, source, tiny_engine
 from tests.training.layouts import layout, rows_of

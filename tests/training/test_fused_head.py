@@ -21,7 +21,7 @@ from rondo.core.errors import ConfigError, TrainError
 from rondo.models.family import AS_THEY_ARE, LogitTransform
 from rondo.training.torch_backend import build, head
 from rondo.training.torch_backend.head import token_log_probs
-from rondo.training.vocabulary import Vocabulary
+from rondo.training.views import Vocabulary
 from tests.ranks import run_ranks
 from tests.training.helpers import (
     PolicyLoss,

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
-from rondo.controller.dispatch import cut
+from rondo.controller.worker import cut
 from rondo.core.batch import Batch, wide_array
 from rondo.core.errors import DataError, TrainError
 from rondo.training import Engine

@@ -24,9 +24,9 @@ from rondo.core.batch import Batch
 from rondo.core.errors import ConfigError, TrainError
 from rondo.core.types import StepStats
 from rondo.models import ModelSource
-from rondo.training.shards import as_shard, local_of
 from rondo.training.torch_backend import optimizer as optimizer_module
 from rondo.training.torch_backend.optimizer import lr_ratio
+from rondo.training.views import as_shard, local_of
 from rondo.workers import ActorWorker, CriticWorker
 from tests.training.helpers import VOCAB, PolicyLoss, ValueLoss, full_gradients, make_batch, tiny_engine
 

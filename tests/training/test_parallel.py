@@ -26,10 +26,9 @@ from rondo.models.loading import build_model, load_model_config
 from rondo.system.usage import process_usage
 from rondo.training import Engine
 from rondo.training.gathering import gather_buckets
-from rondo.training.shards import local_of
 from rondo.training.torch_backend.axes import check_axes
 from rondo.training.torch_backend.head import token_log_probs
-from rondo.training.vocabulary import Vocabulary
+from rondo.training.views import Vocabulary, local_of
 from rondo.weights.checksum import checksum
 from tests.models.families import source_of
 from tests.ranks import run_ranks

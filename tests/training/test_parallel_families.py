@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from rondo.core.errors import ConfigError
 from rondo.training.gathering import gather_buckets
-from rondo.training.shards import local_of
+from rondo.training.views import local_of
 from tests.models.families import FAMILIES, source_of
 from tests.ranks import run_ranks
 from tests.training.helpers import FLOAT64, PolicyLoss, relative_difference, tiny_engine

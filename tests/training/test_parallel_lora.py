@@ -19,9 +19,8 @@ from rondo.core.errors import ConfigError
 from rondo.models import ModelSource
 from rondo.training import Engine
 from rondo.training.gathering import gather_buckets
-from rondo.training.shards import local_of
 from rondo.training.torch_backend.adapters import Adapters
-from rondo.training.views import Views
+from rondo.training.views import Views, local_of
 from rondo.weights.checksum import checksum
 from tests.models.families import FAMILIES, source_of
 from tests.ranks import run_ranks

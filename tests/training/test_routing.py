@@ -27,7 +27,7 @@ from rondo.models import ModelSource
 from rondo.models.loading import build_model
 from rondo.training import Engine
 from rondo.training.gathering import gather_buckets
-from rondo.training.shards import local_of
+from rondo.training.views import local_of
 from tests.models.families import source_of
 from tests.ranks import run_ranks
 from tests.training.helpers import (

@@ -32,7 +32,6 @@ import numpy as np
 from rondo.agents.environment_loops import LOOPS, Concatenated
 from rondo.agents.policy import MODEL, Policy
 from rondo.agents.record import rows_of
-from rondo.agents.running import in_thread, on_agents_loop, said_by
 from rondo.agents.tools import Tool, Toolbox, ToolStats, end_tools
 from rondo.agents.worker_pool import AgentWorkers
 from rondo.agents.worlds import World, Worlds
@@ -54,6 +53,7 @@ from rondo.core.types import (
     request_seed,
 )
 from rondo.serving import Endpoint, Session, SessionRules, Sessions, prompt_key
+from rondo.system.border import in_thread, on_agents_loop, said_by
 
 if TYPE_CHECKING:
     from rondo.serving.http import HttpServer

@@ -18,11 +18,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from rondo.agents.running import in_thread
 from rondo.agents.worker_pool import MAX_REISSUES, EpisodeWorker, EpisodeWorkers
 from rondo.core.errors import EnvironmentFailedError, EpisodeLostError
 from rondo.environments.played import Played, Shown
 from rondo.environments.registry import EnvironmentChoice
+from rondo.system.border import in_thread
 from rondo.system.child import CallFailedError, ProcessLostError
 from rondo.system.forkserver import ForkServer
 from rondo.system.link import PICKLE_ERRORS

@@ -33,13 +33,12 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create
 
 from rondo.agents.mcp_servers import McpServer
 from rondo.agents.policy import Answer
-from rondo.agents.running import in_thread
 from rondo.chat import decode, tokenise_up_to
 from rondo.config.functions import called_with, check_options, resolve_function
 from rondo.config.schema import ToolConfig
 from rondo.core.errors import ConfigError, ToolError, about
 from rondo.core.types import ToolResult
-from rondo.system.border import awaited, contained, described, inside
+from rondo.system.border import awaited, contained, described, in_thread, inside
 from rondo.system.names import offered
 
 T = TypeVar("T")

@@ -18,9 +18,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, Literal, TypeVar
 
-from rondo.agents.running import in_thread
 from rondo.config.schema import FunctionConfig
 from rondo.core.errors import ConfigError, DataError, EpisodeLostError, RolloutError
+from rondo.system.border import in_thread
 from rondo.system.child import Answer, CallFailedError, Child, ProcessLostError
 from rondo.system.forkserver import ForkServer, fork_server
 from rondo.system.link import PICKLE_ERRORS
@@ -28,7 +28,7 @@ from rondo.system.process import import_path
 
 START_SECONDS = 120.0  # for a process to import what it is to run
 # What every worker's program imports. Not the program itself, which each runs as its own.
-_PRELOADED = ("rondo.agents.running", "rondo.environments.registry", "rondo.environments.played")
+_PRELOADED = ("rondo.system.border", "rondo.environments.registry", "rondo.environments.played")
 MAX_RESTARTS = 5  # in a row, of processes that died before they were asked anything
 MAX_REISSUES = 2  # of an episode that was in a call when its process died
 _log = logging.getLogger(__name__)

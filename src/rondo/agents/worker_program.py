@@ -17,12 +17,11 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rondo.agents.running import in_thread, said_by
 from rondo.config.functions import resolve_function
 from rondo.config.schema import EnvironmentConfig
 from rondo.environments.played import Played, Shown
 from rondo.environments.registry import EnvironmentChoice, load_environments
-from rondo.system.border import awaited
+from rondo.system.border import awaited, in_thread, said_by
 from rondo.system.link import Call, Link, serve, serve_in_turn
 
 

@@ -7,8 +7,8 @@ function with a decorator. Importing the package registers the built-in ones; a 
 
 # ruff: noqa: F401
 from rondo.algorithms import advantages, aggregation, filters, kl, pair_losses, policy_losses, value_loss
+from rondo.algorithms.advantages.gae import smooth_cost, update_multiplier
 from rondo.algorithms.aggregation import Aggregate, loss_weights, seq_mean_token_mean, token_mean
-from rondo.algorithms.constraint import smooth_cost, update_multiplier
 from rondo.algorithms.filters import draw
 from rondo.algorithms.kl import kl_reward, update_kl_coef
 from rondo.algorithms.objective import GAP, ActorLoss, CriticLoss, PrmLoss, SftLoss

@@ -27,8 +27,14 @@ from rondo.chat.messages import (
     as_messages,
 )
 from rondo.chat.options import check_template_options, template_options
-from rondo.chat.running import RunningText
-from rondo.chat.stops import StopMatcher, before_stop, length_before_stop, split_stops, stop_token_ids
+from rondo.chat.stops import (
+    RunningText,
+    StopMatcher,
+    before_stop,
+    length_before_stop,
+    split_stops,
+    stop_token_ids,
+)
 from rondo.chat.strict_json import JsonError, read_json
 from rondo.chat.template_keys import TemplateKeys, template_keys
 from rondo.chat.tools import MalformedCall, ParsedAnswer, ToolCall, ToolParser, tool_format

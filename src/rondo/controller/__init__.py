@@ -2,11 +2,10 @@
 models."""
 
 from rondo.controller.cluster import Cluster, planned_device
-from rondo.controller.dispatch import dispatch
 from rondo.controller.group import WorkerGroup, together
 from rondo.controller.mesh import Mesh
 from rondo.controller.start import start_cluster
-from rondo.controller.worker import Worker, WorkerContext
+from rondo.controller.worker import Worker, WorkerContext, dispatch
 
 __all__ = [
     "Cluster",

@@ -13,12 +13,11 @@ import torch
 
 from rondo.config.schema import ClusterConfig
 from rondo.controller.calls import Call, CallWatcher, HostHandle, invoke
-from rondo.controller.dispatch import Placer
 from rondo.controller.group import WorkerGroup
 from rondo.controller.host import CREATE, JOIN, NewMesh, NewWorker
 from rondo.controller.mesh import Mesh
 from rondo.controller.watch import HangWatch
-from rondo.controller.worker import Worker
+from rondo.controller.worker import Placer, Worker
 from rondo.core.batch import Batch, BatchRef
 from rondo.core.errors import ConfigError
 

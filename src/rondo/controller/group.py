@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 
 from rondo.controller.calls import Answer, Call, CallWatcher, HostHandle, Reply, invoke
-from rondo.controller.dispatch import MARK, Dispatch, Placer
 from rondo.controller.mesh import Mesh
-from rondo.controller.worker import Worker
+from rondo.controller.worker import MARK, Dispatch, Placer, Worker
 from rondo.core.batch import ROW_ID, BatchRef, Block, Resolver
 from rondo.core.errors import DataError, WorkerError
 from rondo.core.types import StepStats

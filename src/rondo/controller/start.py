@@ -7,9 +7,9 @@ from pathlib import Path
 
 from rondo.config.schema import ClusterConfig
 from rondo.controller.cluster import Cluster
-from rondo.controller.dispatch import Placer
 from rondo.controller.local import start_local
 from rondo.controller.process_backend import start_process_cluster
+from rondo.controller.worker import Placer
 from rondo.system.storage import make_folder
 
 

@@ -1,18 +1,119 @@
 """What a worker is handed: its place in the group, its device, its mesh, and the other workers of its
-process."""
+process. And dispatch: how a method's arguments are spread over the ranks, and who reads and writes which
+columns.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
 
+import numpy as np
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from rondo.controller.dispatch import dispatch
+from rondo.config.schema import BalanceConfig, TokenBalanceConfig
 from rondo.controller.distributed import device_mesh_of
 from rondo.controller.mesh import DATA, Mesh
+from rondo.core.batch import ROW_ID, Batch
+from rondo.core.columns import UNIT, column, declared
+from rondo.planning.batches import attention_work, balance
+
+# ---- dispatch ----
+
+
+How = Literal["broadcast", "split", "per_rank"]
+COST_COLUMNS = declared("prompt_length", "response_length")
+GROUP_COLUMN = column("mini_batch").name
+
+BY_TOKENS: BalanceConfig = TokenBalanceConfig()
+
+MARK = "__rondo_dispatch__"  # the attribute of a marked method that holds its Dispatch
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """The mark of a method. reads: columns shipped with a BatchRef. takes: more of them, of a batch that has
+    them. writes: columns it may return; () is not checked. replaces: columns it may return that the batch
+    has, which are then those that it returned.
+    """
+
+    how: How
+    reads: tuple[str, ...] = ()
+    takes: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    replaces: tuple[str, ...] = ()
+
+
+def dispatch(
+    how: How,
+    *,
+    reads: tuple[str, ...] = (),
+    takes: tuple[str, ...] = (),
+    writes: tuple[str, ...] = (),
+    replaces: tuple[str, ...] = (),
+) -> Callable[[Method], Method]:
+    """Marks a worker method that the controller may `call`.
+
+    broadcast: the same arguments to every rank, the result of rank 0. split: the first argument is a BatchRef
+    whose rows are cut over the data-parallel axis; each rank gets a Batch of `reads`, and of what there is of
+    `takes`. per_rank: every argument is a list with one entry per rank, and so is the result.
+    """
+
+    def mark(method: Method) -> Method:
+        setattr(method, MARK, Dispatch(how, reads, takes, writes, replaces))
+        return method
+
+    return mark
+
+
+class Placer:
+    """Places the rows of a step on data-parallel ranks: once for all calls that read the same rows in the
+    same mini-batches, and so on the same ranks. by: what the ranks are to be even in.
+
+    It knows rows again by the very columns that decide (those of a batch are never written, and pass from one
+    stage's batch to the next's), and remembers the latest few: those of a step, and of the part of its rows
+    that an update computes apart (`trainers/program/update.py`).
+    """
+
+    _REMEMBERED = 4
+
+    def __init__(self, by: BalanceConfig = BY_TOKENS) -> None:
+        self.by = by
+        self._placed: list[tuple[int, dict[str, Any], list[np.ndarray]]] = []  # the latest last
+
+    def place(self, index: Batch, parts: int) -> list[np.ndarray]:
+        """Returns what `cut` does."""
+        names = (ROW_ID, *COST_COLUMNS, GROUP_COLUMN, UNIT)
+        deciding = {name: index.array(name) for name in names if name in index.columns}
+        for number, known, rows in self._placed:
+            same = number == parts and known.keys() == deciding.keys()
+            if same and all(known[name] is array for name, array in deciding.items()):
+                return rows
+        rows = cut(index, parts, self.by)
+        self._placed = [*self._placed[1 - self._REMEMBERED :], (parts, deciding, rows)]
+        return rows
+
+
+def cut(index: Batch, parts: int, by: BalanceConfig = BY_TOKENS) -> list[np.ndarray]:
+    """Returns the row positions of each data-parallel shard: balanced by work within every mini-batch, and a
+    function of the index.
+
+    The work of a row follows from its prompt_length + response_length (1 per row where the index has
+    neither), groups are the column `mini_batch` if there is one; rows of equal `unit`, if the index has that,
+    stay on one shard. Shards may be uneven and empty.
+    """
+    present = [name for name in COST_COLUMNS if name in index.columns]
+    costs = np.zeros(len(index)) if present else np.ones(len(index))
+    for name in present:
+        costs += index.scalars(name)
+    if by.name == "attention":
+        costs = attention_work(costs, by.linear)
+    groups, units = (index.scalars(name) if name in index.columns else None for name in (GROUP_COLUMN, UNIT))
+    return balance(costs, parts, groups, units, equal_sizes=by.equal_sizes)
 
 
 class Worker:

@@ -12,20 +12,20 @@ documents of at most SHORT tokens; on a CPU 2-3 times faster than SDPA there); `
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 
 from rondo.core.errors import ConfigError
-from rondo.models import masks
 from rondo.models.documents import Documents, Kernel
 from rondo.models.family import head_widths
 from rondo.models.flash import flash_kernel, why_not_flash
 from rondo.models.kernels import Rule, attend
-from rondo.models.masks import Window
 from rondo.models.source import Attention
 
 IMPLEMENTATION = "rondo_varlen"
@@ -39,7 +39,7 @@ _IRRELEVANT = {"position_ids", "position_embeddings", "cache_position", "use_cac
 
 def register_varlen() -> None:
     """Makes transformers know `rondo_varlen`; called when a model is built (importing has no effect)."""
-    masks.register(IMPLEMENTATION, varlen_attention)
+    register(IMPLEMENTATION, varlen_attention)
 
 
 @contextmanager
@@ -121,7 +121,7 @@ def varlen_attention(
     seen = _SEEN.get()
     if seen is not None:
         seen.add(id(module))
-    window = masks.window_of_call(module, attention_mask, sliding_window)
+    window = window_of_call(module, attention_mask, sliding_window)
     if window is not None and documents.max_length <= window:
         window = None
     rule = Rule(query.shape[-1] ** -0.5 if scaling is None else scaling, window, softcap)
@@ -155,3 +155,69 @@ def _refuse(
         f"{type(module).__name__} calls packed attention with {what}, which it does not support; choose "
         "another model"
     )
+
+
+# ---- what a model's masks say, for attention functions that need no mask ----
+
+
+@dataclass(frozen=True)
+class Window:
+    """Stands in the place of a causal mask."""
+
+    positions: int | None
+    """How many positions a query sees, its own included; None: all up to its own."""
+
+
+def register(name: str, attention: Callable[..., Any]) -> None:
+    """Makes transformers know an attention function under the names that `implementation` gives (idempotent;
+    importing has no effect).
+    """
+    AttentionInterface.register(name, attention)
+    AttentionInterface.register(_with_windows(name), attention)
+    AttentionMaskInterface.register(_with_windows(name), _window_for_mask)
+
+
+def implementation(name: str, config: PreTrainedConfig) -> str:
+    """The name under which a model of this config asks for the attention function `name`: of models without
+    any window no mask is asked for.
+    """
+    has_window = getattr(config.get_text_config(), "sliding_window", None) is not None
+    return _with_windows(name) if has_window else name
+
+
+def _with_windows(name: str) -> str:
+    return f"{name}_with_windows"
+
+
+def _window_for_mask(
+    *, config: PreTrainedConfig, local_size: int | None = None, use_vmap: bool = False, **_: Any
+) -> Window:
+    """Takes the arguments of transformers' AttentionMaskInterface."""
+    if use_vmap:  # transformers' own sign of a mask function that a model has added
+        raise ConfigError(
+            f"a {config.model_type} model changes its causal mask in a way of its own "
+            "(attention that is not causal?), which rondo does not do; choose another model"
+        )
+    return Window(local_size)
+
+
+def window_of_call(
+    module: torch.nn.Module, mask: Window | torch.Tensor | None, asked_for: int | None
+) -> int | None:
+    """Returns the window of one call of attention, of its mask and its keyword `sliding_window`. Raises
+    ConfigError for another mask, or where the two contradict each other.
+    """
+    if mask is None:
+        return asked_for
+    if not isinstance(mask, Window):
+        raise ConfigError(
+            f"{type(module).__name__} makes an attention mask of its own, which rondo does not know; choose "
+            "another model"
+        )
+    if asked_for is not None and asked_for != mask.positions:
+        raise ConfigError(
+            f"{type(module).__name__} asks its attention for a window of {asked_for} positions, and its mask "
+            f"for {mask.positions or 'none'}: transformers' own implementations would disagree; choose "
+            "another model"
+        )
+    return mask.positions

@@ -26,7 +26,7 @@ from transformers.utils import logging as hf_logging
 
 from rondo.config.functions import resolve_function
 from rondo.core.errors import ConfigError, DataError, about, did_you_mean
-from rondo.models.attention import IMPLEMENTATION, register_varlen
+from rondo.models.attention import IMPLEMENTATION, implementation, register_varlen
 from rondo.models.carried import end_token_ids
 from rondo.models.family import Family, family_of, record_of
 from rondo.models.files import (
@@ -39,7 +39,6 @@ from rondo.models.files import (
 )
 from rondo.models.fused import use_fused_modules
 from rondo.models.liger import use_liger
-from rondo.models.masks import implementation
 from rondo.models.names import parts_of, weights_of, whole_part
 from rondo.models.override import overridden
 from rondo.models.precision import cast_model

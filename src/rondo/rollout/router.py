@@ -6,7 +6,7 @@
 
 Requests wait in the queue while the router is paused, while every replica is full, and while replicas that
 died are being replaced or have no weights yet. Requests that several replicas died with are suspects: they
-wait for one replica that is theirs alone (`quarantine`). Tokens pass through untouched.
+wait for one replica that is theirs alone (`members`). Tokens pass through untouched.
 
 Requests belong to one event loop; replicas may come and go from any thread (`members`).
 """
@@ -24,9 +24,8 @@ from typing import Any
 
 from rondo.core.errors import ReplicaLostError, RolloutError
 from rondo.core.types import Completion, GenerateRequest, StepStats
-from rondo.rollout.members import Entry, Members, OnLost, Replica
+from rondo.rollout.members import Entry, Members, OnLost, Replica, deadly_error
 from rondo.rollout.protocol import OnTokens, RolloutEngine
-from rondo.rollout.quarantine import deadly_error
 from rondo.rollout.requests import complete_as_it_is, so_far
 
 REMEMBER = 4096  # affinity keys, and requests that were running when a replica died

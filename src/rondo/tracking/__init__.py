@@ -4,9 +4,8 @@
 from rondo.tracking.clock import Clock
 from rondo.tracking.console import Console
 from rondo.tracking.curves import matplotlib_available, plot_curves
-from rondo.tracking.log import logged_to
 from rondo.tracking.metrics import build_summary, read_metrics
-from rondo.tracking.run_folder import RunFolder
+from rondo.tracking.run_folder import RunFolder, logged_to
 from rondo.tracking.shown import BeforeAfter, Header, Kind, Report, Sample
 from rondo.tracking.timeline import Timeline
 from rondo.tracking.trackers import Tracker, TrackerContext, check_trackers, make_trackers

@@ -36,7 +36,7 @@ from rondo.training.gathering import boxes_here
 from rondo.training.loss import Loss, Numbers, numbers_of, step_stats
 from rondo.training.packed import PackedRows, expand_columns, in_row_order
 from rondo.training.passes import Passes, Recorded
-from rondo.training.shards import copied
+from rondo.training.views import copied
 from rondo.weights.sync import Sent, WeightSource
 
 _CAUSAL = 16  # tokens of a prompt and of an answer

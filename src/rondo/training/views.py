@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -21,7 +22,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from rondo.config.schema import ParallelConfig
 from rondo.core.errors import ConfigError
 from rondo.models.context import Context
-from rondo.training.vocabulary import Vocabulary
 from rondo.weights.layout import Spec
 
 REPLICATE, SHARD, TENSOR = "replicate", "shard", "tensor"
@@ -124,3 +124,128 @@ def _sliced(mesh: DeviceMesh, wanted: Iterable[str]) -> DeviceMesh:
 
 def _cuts_too(one: Placement, other: Shard | _StridedShard) -> bool:
     return isinstance(one, Shard | _StridedShard) and one.dim == other.dim
+
+
+# ---- the vocabulary, shared out by ranks that compute the same rows (tensor parallel) ----
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """size: tokens of all ranks. rank: this one's number among `ranks`. A rank's are those of its part of the
+    weight, as DTensor cuts rows.
+    """
+
+    group: dist.ProcessGroup
+    rank: int
+    ranks: int
+    size: int
+
+    @property
+    def own(self) -> slice:
+        """Returns this rank's tokens."""
+        each = -(-self.size // self.ranks)
+        return slice(min(self.rank * each, self.size), min((self.rank + 1) * each, self.size))
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Adds up what each rank has of the sums over all tokens, in place."""
+        dist.all_reduce(values, group=self.group)
+        return values
+
+    def largest(self, values: torch.Tensor) -> torch.Tensor:
+        """Takes the largest of what each rank has, in place."""
+        dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
+        return values
+
+    def log_softmax(self, logits: torch.Tensor) -> torch.Tensor:
+        """Returns log p of own tokens, [M, own], p being the softmax over all of them."""
+        largest = self.largest(logits.max(-1, keepdim=True).values)
+        logits = logits - largest
+        return logits.sub_(self.sum(logits.exp().sum(-1, keepdim=True)).log_())
+
+    def pick(self, values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Gathers [M, K] out of [M, own] of each rank, by the tokens' ids."""
+        here, at = self._located(ids)
+        return self.sum(values.gather(1, at).masked_fill_(~here, 0))
+
+    def add(self, values: torch.Tensor, ids: torch.Tensor, addends: torch.Tensor) -> None:
+        """Adds [M, K] to [M, own] of each rank, by the tokens' ids."""
+        here, at = self._located(ids)
+        values.scatter_add_(1, at, addends.masked_fill(~here, 0))
+
+    def likeliest(self, log_probs: torch.Tensor, k: int) -> torch.Tensor:
+        """Returns the ids [M, k] of the largest of all ranks' [M, own], in descending order."""
+        width = min(k, -(-self.size // self.ranks))
+        most = log_probs.new_full((len(log_probs), width), -torch.inf)
+        ids = torch.zeros(most.shape, dtype=torch.int64, device=most.device)
+        found = log_probs.topk(min(width, log_probs.shape[1]), -1)
+        most[:, : found.values.shape[1]] = found.values
+        ids[:, : found.values.shape[1]] = found.indices + self.own.start
+        every = [torch.empty_like(most) for _ in range(self.ranks)]
+        every_id = [torch.empty_like(ids) for _ in range(self.ranks)]
+        dist.all_gather(every, most, group=self.group)
+        dist.all_gather(every_id, ids, group=self.group)
+        best = torch.cat(every, -1).topk(k, -1).indices
+        return torch.cat(every_id, -1).gather(1, best)
+
+    def _located(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns which ids are own tokens, and where these are among them (the others anywhere)."""
+        own = self.own
+        return (ids >= own.start) & (ids < own.stop), (ids - own.start).clamp(0, own.stop - own.start - 1)
+
+
+# ---- tensors that are spread over ranks, and this rank's part of each ----
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns this rank's part of a tensor, or the tensor where it is not sharded; shares its storage."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def moved(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
+    """Returns a tensor on a device; itself where it is there already, or device is None. What comes from a
+    CUDA device to host memory is pinned there, which makes copies between the two fast.
+    """
+    if device is None or tensor.device == device:
+        return tensor
+    if tensor.device.type == "cuda" and device.type == "cpu":
+        return torch.empty_like(tensor, device=device, pin_memory=True).copy_(tensor)
+    return tensor.to(device)
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a copy in host memory, sharded as the tensor is."""
+    local = local_of(tensor)
+    copy = local.clone() if local.device.type == "cpu" else moved(local, torch.device("cpu"))
+    return as_shard(tensor, copy, tensor.device_mesh) if isinstance(tensor, DTensor) else copy
+
+
+def as_shard(
+    like: torch.Tensor, local: torch.Tensor, mesh: DeviceMesh, shape: tuple[int, ...] | None = None
+) -> DTensor:
+    """Returns `local`, wherever it rests, as this rank's part of a tensor that is spread as `like` is; every
+    rank of the mesh has all of one that is not. The result shares the storage of `local`.
+
+    shape: of the whole, where that is another than `like` has.
+    """
+    if isinstance(like, DTensor):
+        mesh, placements = like.device_mesh, like.placements
+    else:
+        placements = (Replicate(),) * mesh.ndim
+    where = _mesh_at(local, mesh)
+    whole = like if shape is None else torch.empty(shape, device="meta")
+    tensor = DTensor.from_local(
+        local, where, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+    assert tensor.to_local().data_ptr() == local.data_ptr()
+    return tensor
+
+
+def _mesh_at(local: torch.Tensor, mesh: DeviceMesh) -> DeviceMesh:
+    """Returns the mesh where the tensor rests: from_local would copy it to the device of another one."""
+    kind = local.device.type
+    if mesh.device_type == kind:
+        return mesh
+    names = mesh.mesh_dim_names
+    if mesh.ndim == 1:
+        return DeviceMesh.from_group(mesh.get_group(), kind, mesh_dim_names=names)
+    return DeviceMesh.from_group(mesh.get_all_groups(), kind, mesh=mesh.mesh, mesh_dim_names=names)

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rondo.chat.encode import decode
-from rondo.chat.tools.calls import MalformedCall, ToolCall, read_calls
+from rondo.chat.tools.calls import MalformedCall, ToolCall, read_calls, regions, settled_text
 from rondo.chat.tools.formats import ToolFormat, tool_format
 from rondo.chat.tools.harmony import harmony_pieces, join_harmony, settled_harmony
-from rondo.chat.tools.regions import regions, settled_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

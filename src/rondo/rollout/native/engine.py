@@ -16,7 +16,7 @@ from rondo.rollout.native import generic
 from rondo.rollout.native.cache import check_tables, count_blocks
 from rondo.rollout.native.choose import Decode, choose_path, refuse_what_attention_hides
 from rondo.rollout.native.decoder import PagedDecoder
-from rondo.rollout.native.experts import use_even_experts
+from rondo.rollout.native.generic import use_even_experts
 from rondo.rollout.native.scheduler import Sequence
 from rondo.rollout.protocol import Capabilities
 from rondo.rollout.weights import WeightStore, build_module

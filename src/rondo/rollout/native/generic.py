@@ -8,6 +8,7 @@ never ignored.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -16,12 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from rondo.core.errors import ConfigError, RolloutError
-from rondo.models import masks
-from rondo.models.masks import Window
-from rondo.models.routers import RouteRecorder
+from rondo.models import attention
+from rondo.models.attention import Window
+from rondo.models.routers import RouteRecorder, routers_of
 from rondo.rollout.native.blocks import BLOCK, blocks_of
 from rondo.rollout.native.cache import BlockCache, LayerShape, block_bytes, round_up
 from rondo.rollout.native.sampling import sample, uniforms
@@ -83,8 +85,8 @@ def register(config: PreTrainedConfig) -> str:
     """Makes the attention function known to transformers (idempotent), and returns the name under which a
     model of this config asks for it.
     """
-    masks.register(ATTENTION, decode_attention)
-    return masks.implementation(ATTENTION, config)
+    attention.register(ATTENTION, decode_attention)
+    return attention.implementation(ATTENTION, config)
 
 
 def decode_attention(
@@ -110,7 +112,7 @@ def decode_attention(
             f"{type(module).__name__} asks attention for {', '.join(unknown)}, which the native engine does "
             "not do; set rollout.engine=transformers"
         )
-    window = masks.window_of_call(module, attention_mask, sliding_window)
+    window = attention.window_of_call(module, attention_mask, sliding_window)
     if window is not None and window >= step.max_context:
         window = None
     layer = module.layer_idx
@@ -437,3 +439,36 @@ class GenericPath:
             return logits
         finally:
             _STEP.reset(token)
+
+
+# ---- experts that give a token the same bits whichever other tokens go to them ----
+
+
+_NAMES = {MIN_ROWS: "rondo_decode", MIN_ROWS_THREADED: "rondo_decode_threaded"}
+
+
+def use_even_experts(module: PreTrainedModel, device: torch.device, threads: int) -> None:
+    """Has the experts of a mixture computed so, in place; on a CPU, whose rounding is known."""
+    if not routers_of(module) or device.type != "cpu":
+        return
+    rows = MIN_ROWS if threads == 1 else MIN_ROWS_THREADED
+    ALL_EXPERTS_FUNCTIONS.register(_NAMES[rows], functools.partial(_forward, rows=rows))
+    module.set_experts_implementation(_NAMES[rows])
+
+
+def _forward(
+    experts: torch.nn.Module, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, *, rows: int
+) -> torch.Tensor:
+    """hidden [N, H], chosen int64 [N, k], weights [N, k] -> [N, H]."""
+    flat = chosen.flatten()
+    counts = torch.bincount(flat, minlength=experts.num_experts)
+    filled = torch.where(counts > 0, ((counts + 7) // 8 * 8).clamp_min(rows), 0)
+    padding = torch.repeat_interleave(filled - counts)
+    # Each pair of a token and an expert is a row of its own; padding is of the first token.
+    tokens = torch.arange(len(hidden), device=hidden.device).repeat_interleave(chosen.shape[1])
+    tokens = torch.cat([tokens, torch.zeros_like(padding)])
+    pairs = torch.cat([flat, padding])[:, None]
+    out = grouped_mm_experts_forward(
+        experts, hidden[tokens], pairs, torch.ones_like(pairs, dtype=hidden.dtype)
+    )
+    return (out[: len(flat)].view(*chosen.shape, -1) * weights[..., None]).sum(1).to(hidden.dtype)

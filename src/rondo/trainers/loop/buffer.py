@@ -17,8 +17,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from rondo.algorithms import bind, columns_read
+from rondo.config import FunctionConfig
 from rondo.core.batch import BatchRef
-from rondo.core.errors import TrainError
+from rondo.core.errors import ConfigError, TrainError
 from rondo.data import firsts, is_scored, trajectory_of_rows
 from rondo.planning import Order, may_admit, select
 from rondo.trainers.loop.journal import RunJournal
@@ -459,3 +461,36 @@ class Buffer:
         self.num_aborted = self.num_given_back = 0
         self.ledger.produced = []
         return counts
+
+
+# ---- dynamic sampling: which complete groups are dropped (algorithm.filter) ----
+
+
+def group_filter(chosen: FunctionConfig) -> Callable[[Group], str | None]:
+    """Dynamic sampling: `keep` of a Buffer by a filter's name (`algorithms/filters.py`): why a group is
+    dropped, or None. The filter sees the group's scored trajectories, a row each.
+
+    Raises ConfigError for an unknown name or option; when called, for a row without `accuracy`.
+    """
+    decide = bind("filter", chosen)
+    read = columns_read(decide)
+
+    def keep(group: Group) -> str | None:
+        index = group.ref.index.take(firsts(group.ref.index))
+        scored = is_scored(index)
+        columns = {name: index.scalars(name)[scored] for name in read}
+        if "accuracy" in columns and np.isnan(columns["accuracy"]).any():
+            raise ConfigError(
+                f"algorithm.filter={chosen.name} reads whether an answer is right, and an answer to a prompt "
+                f"of source {index.scalars('source')[0]!r} does not have the score that says so; name one in "
+                "reward.accuracy that every source has"
+            )
+        reason = decide(**columns)
+        if reason is not None and not isinstance(reason, str):
+            raise TrainError(
+                f"algorithm.filter={chosen.name} returned {reason!r}; a filter returns None to keep a group, "
+                "or the reason for which it is dropped"
+            )
+        return reason
+
+    return keep

@@ -34,12 +34,11 @@ from rondo.core.errors import RewardError, TrainError
 from rondo.core.types import StepStats
 from rondo.data import firsts, is_scored
 from rondo.rewards import check_dropped_share
-from rondo.trainers.loop.buffer import Group, Ledger
+from rondo.trainers.loop.buffer import Group, Ledger, group_filter
 from rondo.trainers.loop.checkpoints import Checkpoints
 from rondo.trainers.loop.engine_side import RolloutSide
 from rondo.trainers.loop.evaluation import EvaluationResult
 from rondo.trainers.loop.feeder import cancel
-from rondo.trainers.loop.filter import group_filter
 from rondo.trainers.loop.journal import RunJournal
 from rondo.trainers.loop.publish import WeightPublisher
 from rondo.trainers.loop.report import Reporter, describe_rows

@@ -25,13 +25,12 @@ from rondo.training.checkpoint import State
 from rondo.training.gathering import boxes_here, checksums_of, gather_buckets
 from rondo.training.packed import PackedRows
 from rondo.training.passes import Passes, Recorded
-from rondo.training.shards import as_shard, local_of
 from rondo.training.torch_backend.adapters import BASE, Adapters
 from rondo.training.torch_backend.build import build_sharded
 from rondo.training.torch_backend.optimizer import ShardedAdamW
 from rondo.training.torch_backend.parameters import LocalRows, layout_of, wire_dtypes
 from rondo.training.torch_backend.routing import Routing
-from rondo.training.views import Views
+from rondo.training.views import Views, as_shard, local_of
 from rondo.weights.layout import Layout
 from rondo.weights.sync import Sent, WeightSource
 

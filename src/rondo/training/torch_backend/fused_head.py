@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 
 from rondo.models.family import LogitTransform
-from rondo.training.vocabulary import Vocabulary
+from rondo.training.views import Vocabulary
 
 FUSED_OUTPUTS = ("log_probs", "entropy", "sum_p_squared")
 _PARTS = 16  # of the tokens, by programs of their own: a few rows alone would leave most of a device idle

@@ -19,7 +19,7 @@ from rondo.models.family import AS_THEY_ARE, LogitTransform
 from rondo.models.stored import random_parameters
 from rondo.models.value_head import ValueHead
 from rondo.training.packed import PackedRows
-from rondo.training.vocabulary import Vocabulary
+from rondo.training.views import Vocabulary
 
 LM_OUTPUTS = ("log_probs", "entropy", "sum_p_squared", "topk_log_probs", "topk_ids")
 VALUE_OUTPUTS = ("values", "scores")

@@ -15,9 +15,8 @@ from torch.distributed.tensor import DTensor
 from rondo.config.schema import OptimizerConfig, ScheduleConfig
 from rondo.core.errors import ConfigError
 from rondo.training.backend import OptimizerStats
-from rondo.training.shards import as_shard, local_of, moved
 from rondo.training.torch_backend.adamw_8bit import AdamW8bit, moments_8bit, shape_of
-from rondo.training.views import Views
+from rondo.training.views import Views, as_shard, local_of, moved
 
 STEP = "step"  # what torch's optimizers call the counter that each parameter has beside its moments
 BLOCK_BYTES = 1 << 30  # of moments that come to the device at one time
