@@ -47,6 +47,7 @@ ADDED = (
 APART: Mapping[str, str] = {
     "rondo/chat/tools/forced.py": "imports the parser that __init__ has",
     "rondo/config/auto.py": "goes to `platform`",
+    "rondo/config/json_schema.py": "imports pydantic, which the help does without",
     "rondo/controller/process_host.py": "a program",
     "rondo/controller/ray_address.py": "imports no Ray",
     "rondo/controller/start.py": "the factory: the kinds of clusters import the base class",

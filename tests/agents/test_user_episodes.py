@@ -10,7 +10,7 @@ import pytest
 
 import rondo
 from rondo.core.errors import ConfigError, EnvironmentFailedError, TrainError
-from rondo_worlds import served
+from rondo_worlds import user as served
 from rondo_worlds.observed import Observed
 from rondo_worlds.user import User
 from tests.agents.test_updates import rows_of

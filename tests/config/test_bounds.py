@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from rondo.cli.config_command import json_schema
 from rondo.config import load
+from rondo.config.json_schema import json_schema
 from rondo.config.tree import MOST_BYTES, MOST_DIGITS, MOST_LEVELS, MOST_NODES
 from rondo.core.errors import ConfigError
 

@@ -10,8 +10,8 @@ import pytest
 
 from rondo import recipes
 from rondo.cli import main as cli
-from rondo.cli.config_command import json_schema
 from rondo.config import load, schema, to_yaml
+from rondo.config.json_schema import json_schema
 from rondo.config.keys import fields_of, meaning
 from rondo.config.tree import read_argument, read_file
 from rondo.system.names import offered

@@ -16,7 +16,7 @@ from rondo.config.schema import EnvironmentConfig
 from rondo.core.errors import ConfigError, EnvironmentFailedError
 from rondo.environments import Observation, check_environment
 from rondo.environments.registry import load_environments
-from rondo_worlds import served
+from rondo_worlds import user as served
 from rondo_worlds.frozen_lake import FrozenLake, way_to_goal
 from rondo_worlds.observed import Observed
 from rondo_worlds.user import User
