@@ -135,7 +135,7 @@ def test_games_share_engines_and_leave_no_folder_in_the_home(tmp_path: Path) -> 
     """In a process of its own, which ends as it should."""
     code = """
 import os
-from rondo.environments import alfworld_adapter
+from rondo_worlds import alfworld_adapter
 for episode in range(4):
     pair = [alfworld_adapter.AlfWorld(others=0) for _ in range(2)]
     for world in pair:
