@@ -1,4 +1,4 @@
-"""Environments by name: which a run has chosen (`rollout.environments`), and what the class of one has."""
+"""Environments by name: which a run has chosen (`rollout.environments`), and what their classes must be."""
 
 from __future__ import annotations
 
