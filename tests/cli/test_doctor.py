@@ -22,7 +22,7 @@ from rondo.cli import doctor
 from rondo.cli.main import main
 from rondo.config.schema import FrozenEngineConfig
 from rondo.models import ModelSource
-from rondo.system.names import offered
+from rondo.system import names
 from rondo.training import make_engine
 from tests.training.conftest import mesh  # noqa: F401 (a fixture)
 from tests.training.helpers import ARCHITECTURES
@@ -129,12 +129,14 @@ def test_other_packages_and_their_faults(
     install("rondo-torn", "[rondo.tools]\nflip")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
-    offered.cache_clear()
+    for read in (names.offered, names._others):
+        read.cache_clear()
     try:
         found = [finding for finding in doctor.examine() if finding.section == "packages"]
         assert main(["doctor"]) == 0
     finally:
-        offered.cache_clear()
+        for read in (names.offered, names._others):
+            read.cache_clear()
     assert [(one.what, one.state, one.detail, one.remedy) for one in found] == [
         ("rondo-coins 1.0", "ok", "environment dice, tool flip", ""),
         (

@@ -33,12 +33,6 @@ ROWS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache/rondo/search"
-
-
 @pytest.fixture
 def passages(tmp_path: Path) -> Path:
     return written(tmp_path / "passages.jsonl", ROWS)

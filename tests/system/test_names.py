@@ -32,10 +32,10 @@ Install = Callable[..., None]
 def _read_anew() -> Iterator[None]:
     """What is offered is read once per process."""
     before = set(sys.modules)
-    for read in (offered, names._warn_once):
+    for read in (offered, names._others, names._warn_once):
         read.cache_clear()
     yield
-    for read in (offered, names._warn_once):
+    for read in (offered, names._others, names._warn_once):
         read.cache_clear()
     for module in set(sys.modules) - before:
         if module.startswith(("rondo_coins", "more_coins")):
@@ -149,6 +149,7 @@ class TestAnother:
         assert "old" not in offered("environments")
         assert offered("environments").faults() == []
         (first / "rondo_coins-2.0.dist-info" / "entry_points.txt").unlink()
+        names._others.cache_clear()
         offered.cache_clear()
         assert "coins" not in offered("environments")
 

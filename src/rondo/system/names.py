@@ -163,17 +163,24 @@ def _ours(kind: str) -> Iterator[Entry]:
         yield from _spread(Entry(kind, name, target))
 
 
-def _of_others(kind: str) -> Iterator[Entry]:
-    """Yields what other distributions offer: of two with one name the first on the path, as Python does."""
-    seen = {"", _DISTRIBUTION}
+@functools.cache
+def _others() -> Mapping[str, Distribution]:
+    """Returns the other distributions that say something of rondo, by name: of two with one name the first on
+    the path, as Python does. Looked for once, whatever kinds are asked for.
+    """
+    found: dict[str, Distribution] = {}
     for one in distributions():
         if "rondo." not in _entry_points(one):  # of most; their metadata would take a tenth of a second
             continue
         name = _normalized(str(one.metadata["Name"] or ""))
-        if name in seen:
-            continue
-        seen.add(name)
-        found = next(iter(distributions(name=name)), one)
+        if name not in ("", _DISTRIBUTION, *found):
+            found[name] = next(iter(distributions(name=name)), one)
+    return found
+
+
+def _of_others(kind: str) -> Iterator[Entry]:
+    """Yields what other distributions offer."""
+    for name, found in _others().items():
         package = f"{name} {found.version}"
         try:
             group = read_groups(_entry_points(found)).get(f"rondo.{kind}", {})
