@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from rondo.core.types import GenerateRequest, SamplingParams
 from rondo.models.source import ModelSource
-from rondo.rollout.build import start_engine
+from rondo.rollout import start_engine
 from rondo.rollout.protocol import EngineSpec
 
 PROMPT, NEW, GROUP, VOCAB = 16, 112, 8, 442

@@ -19,9 +19,9 @@ READS = {
     "rondo/rollout/sglang/worker.py": "its own engine's process, which started it",
     "rondo_sandbox/inside/wire.py": "the host, over a pipe; read in the sandbox (marshal: no code runs)",
     "rondo/training/checkpoint.py": "anybody: by a reader that knows ten classes",
+    "rondo/system/actor.py": OURS,
     "rondo/system/forkserver.py": OURS,
     "rondo/system/frames.py": OURS,
-    "rondo/system/link.py": OURS,
 }
 # What unpickles: by module and name, and what hands objects to others by pickles in collectives.
 MODULES = ("pickle", "cloudpickle", "dill", "marshal")

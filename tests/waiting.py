@@ -55,16 +55,17 @@ def is_gone(pid: int) -> bool:
 
 
 def is_program(process: psutil.Process, module: str) -> bool:
-    """Whether it is `python [-P] -m MODULE`, executed or forked: then its command is the fork server's, as is
-    its guard's, whose parent that is. One that has just died is none.
+    """Whether it is `python [-P] -m MODULE`, or an actor whose class is there, executed or forked: then its
+    command is the fork server's, as is its guard's, whose parent that is. One that has just died is none.
     """
     try:
         command = process.cmdline()
         above = [one.cmdline() for one in process.parents()[:2]]
     except psutil.NoSuchProcess:
         return False
-    executed = [word for word in command[1:4] if word != "-P"]
-    return executed[:2] == ["-m", module] or (module in command and above == [command, command])
+    executed = [word for word in command[1:5] if word not in ("-P", "-m", "rondo.system.actor_program")][:1]
+    is_forked = module in command and above == [command, command]
+    return [word.partition(":")[0] for word in executed] == [module] or is_forked
 
 
 def engine_processes(pid: int | None = None, but: Iterable[int] = ()) -> list[psutil.Process]:

@@ -101,7 +101,7 @@ class NotThere(Counts):
     """Cannot be imported in a process of its own."""
 
 
-if sys.argv[0].endswith("worker_program.py") and os.environ.get("RONDO_TEST_NOT_THERE"):
+if sys.argv[0].endswith("actor_program.py") and os.environ.get("RONDO_TEST_NOT_THERE"):
     print("there is no display", flush=True)
     os._exit(3)
 

@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 from rondo.config import load
 from rondo.config.schema import AttentionBalanceConfig, TokenBalanceConfig
 from rondo.controller import Mesh, WorkerContext, WorkerGroup, start_cluster
-from rondo.controller.calls import Answer, Call, Failure
+from rondo.controller.calls import Ended, RankCall
 from rondo.controller.host import Host
 from rondo.controller.local import LocalHandle
 from rondo.controller.worker import Placer, cut
 from rondo.core.batch import ROW_ID, Batch, BatchRef, ragged_rows
 from rondo.core.errors import WorkerError
+from rondo.system.actor import Failure
 from tests.controller.sample_workers import Calculator
 
 MESHES = [
@@ -157,7 +158,7 @@ def test_a_broadcast_is_packed_once_for_all_ranks() -> None:
     packed = []
 
     class Spy(LocalHandle):
-        def pack(self, call: Call, alike: object) -> Call:
+        def pack(self, call: RankCall, alike: object) -> RankCall:
             packed.append(call.method)
             return call
 
@@ -174,7 +175,7 @@ def test_a_broadcast_is_packed_once_for_all_ranks() -> None:
 
 def test_a_call_whose_host_breaks_before_it_has_begun_fails_with_the_reason() -> None:
     class Silent(LocalHandle):
-        async def send(self, packed: Call, ticket: int | None) -> Answer:
+        async def send(self, packed: RankCall, ticket: int | None) -> Ended:
             await asyncio.Event().wait()
             raise AssertionError
 

@@ -25,7 +25,7 @@ from rondo.core.types import Completion, GenerateRequest, SamplingParams
 from rondo.models.loading import load_model_config
 from rondo.models.names import persistent_buffers
 from rondo.models.source import ModelSource, TokenizerSource
-from rondo.rollout.build import build_engine, start_engine
+from rondo.rollout import build_engine, start_engine
 from rondo.rollout.protocol import EngineSpec, RolloutEngine
 from rondo.weights.checksum import checksum
 from tests.waiting import is_program

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from rondo.config import load
-from rondo.rollout.build import build_engine, start_engine
+from rondo.rollout import build_engine, start_engine
 from rondo.trainers.commands.train import train
 from tests.engines.conftest import TOLERANCE, Bench, engine_spec, prompt, request
 from tests.trainers.conftest import RECIPE, metrics

@@ -17,7 +17,7 @@ import pytest
 from rondo.core.errors import ConfigError, ReplicaLostError
 from rondo.core.types import Completion
 from rondo.models.source import ModelSource
-from rondo.rollout.build import check_engine, start_engine
+from rondo.rollout import check_engine, start_engine
 from rondo.rollout.sglang.options import ENGINE, model_module
 from tests.engines.conftest import (
     LONG,

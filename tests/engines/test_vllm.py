@@ -25,7 +25,7 @@ from rondo.core.errors import ConfigError, ReplicaLostError, RolloutError, Weigh
 from rondo.core.types import Completion, GenerateRequest, SamplingParams
 from rondo.models.loading import load_model_config
 from rondo.models.source import ModelSource
-from rondo.rollout.build import check_engine, start_engine
+from rondo.rollout import check_engine, start_engine
 from rondo.rollout.protocol import EngineSpec
 from rondo.rollout.vllm.arguments import engine_arguments
 from rondo.rollout.vllm.options import ENGINE

@@ -16,10 +16,10 @@ import torch
 from rondo.core.errors import ConfigError, ReplicaLostError, RolloutError, WeightSyncError
 from rondo.core.types import Completion, GenerateRequest
 from rondo.models.source import ModelSource
-from rondo.rollout import EngineSpec, NativeEngine, RolloutEngine, start_engine
-from rondo.rollout.build import check_engine, visible_devices
+from rondo.rollout import EngineSpec, NativeEngine, RolloutEngine, check_engine, start_engine
 from rondo.rollout.router import Router
 from rondo.rollout.server import EngineProcess, client
+from rondo.rollout.server.client import visible_devices
 from rondo.rollout.server.wire import Tokens
 from rondo.system import forkserver
 from rondo.system.activity import pulse
@@ -129,7 +129,7 @@ class TestOneProcess:
             assert pulse().moves[0] > before[0]
         there = own.pulse().result(240)
         assert there.pid == own.pid
-        assert "rondo/rollout/server/child.py" in there.stacks
+        assert "rondo/system/actor.py" in there.stacks
 
     def test_what_on_tokens_raises(self, here: NativeEngine, own: EngineProcess) -> None:
         def refuse(part: Completion) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -20,7 +21,7 @@ import pytest
 from rondo.cli import main as cli
 from rondo.core.errors import DataError
 from rondo.core.types import Prompt
-from rondo.system.child import Child
+from rondo.system.process import ChildProcess
 from rondo.system.streams import CleanStream, LogFormatter, clean_text, command_streams, drawing, drawn_on
 from rondo.tracking import Console, Header, logged_to
 from rondo.tracking.console import CleanConsole
@@ -232,10 +233,13 @@ def test_what_a_process_of_ours_prints_is_spelled_out(tmp_path: Path) -> None:
     """In its log, in the tail that errors quote, and where it is logged."""
     (tmp_path / "printing.py").write_text(f"import sys\nsys.stderr.write({EVIL!r} + '.\\n')\n")
     log = tmp_path / "host-0.log"
-    child = Child("it", ["printing"], {**os.environ, "PYTHONPATH": str(tmp_path)}, log=log)
-    assert child.process.wait(20)
-    assert child.process.tail() == SPELLED.replace(r"\r", "\n") + "."  # the end of a line, in a pipe
-    assert log.read_text().endswith(f"{child.process.tail()}\n")
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        process = ChildProcess("it", ["printing"], theirs.fileno(), environment, log=log)
+        assert process.wait(20)
+    assert process.tail() == SPELLED.replace(r"\r", "\n") + "."  # the end of a line, in a pipe
+    assert log.read_text().endswith(f"{process.tail()}\n")
 
 
 @pytest.mark.parametrize("mode", ["auto", "plain"])

@@ -107,7 +107,7 @@ def test_engines_say_where_they_are(two: Replicas, monkeypatch: pytest.MonkeyPat
         assert [part.splitlines()[0] for part in parts] == [
             f"{engine.name} (pid {engine.pid}) ---" for engine in engines
         ]
-        whole = all("rondo/rollout/server/child.py" in part for part in parts)
+        whole = all("rondo/system/actor.py" in part for part in parts)
 
 
 def test_killed_while_idle(

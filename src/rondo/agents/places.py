@@ -19,13 +19,13 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rondo.agents.worker_pool import MAX_REISSUES, EpisodeWorker, EpisodeWorkers
+from rondo.config.schema import EnvironmentConfig
 from rondo.core.errors import EnvironmentFailedError, EpisodeLostError
 from rondo.environments.played import Played, Shown
-from rondo.environments.registry import EnvironmentChoice
+from rondo.environments.registry import EnvironmentChoice, load_environments
+from rondo.system.actor import PICKLE_ERRORS, Actor, CallFailedError, ProcessLostError
 from rondo.system.border import in_thread
-from rondo.system.child import CallFailedError, ProcessLostError
 from rondo.system.forkserver import ForkServer
-from rondo.system.link import PICKLE_ERRORS
 
 _THREADS = 32  # that step at one time; what hangs holds none
 
@@ -107,6 +107,35 @@ class _InThreads:
 # ---- in episode workers
 
 
+class Environments(Actor):
+    """The environments of many episodes, by the number that the host gave each. Answers are pickled by
+    themselves: a class in one that the host cannot find is that episode's failure, and not the frame's.
+    """
+
+    def __init__(self, configs: Sequence[EnvironmentConfig]) -> None:
+        self._choices = {choice.name: choice for choice in load_environments(configs)}
+        self._played: dict[int, Played] = {}
+
+    def reset(self, numbers: Sequence[int], names: Sequence[str], seeds: Any, tasks: Any) -> bytes:
+        """Makes an environment, and begins an episode in it."""
+        (number,), choice = numbers, self._choices[names[0]]
+        played = self._played[number] = Played(choice.make, keep_state=choice.config.keep_state)
+        return pickle.dumps([played.reset(seeds[0], tasks[0])])
+
+    def step(self, numbers: Sequence[int], actions: Sequence[str]) -> bytes:
+        """Makes one step of each; those of a vectorised environment come as one call."""
+        played = [self._played[number] for number in numbers]
+        several = len(played) > 1
+        shown: list[Shown] = Played.step_many(played, actions) if several else [played[0].step(actions[0])]
+        return pickle.dumps(shown)
+
+    def close(self, numbers: Sequence[int]) -> bytes:
+        """Ends an episode."""
+        (number,) = numbers
+        self._played.pop(number).close()
+        return pickle.dumps([None])
+
+
 @dataclass(eq=False)
 class _Asked:
     """A call that waits in the line before a process."""
@@ -120,7 +149,7 @@ class _Asked:
 class _Line(EpisodeWorker):
     """A process in which environments live, and the calls that wait for it."""
 
-    kind = "environments"
+    serves = Environments
 
     def __init__(self, number: int, given: tuple[Any, ...], forkserver: ForkServer) -> None:
         super().__init__(number, given, forkserver)
@@ -180,7 +209,7 @@ class _Line(EpisodeWorker):
         columns = zip(*(each.arguments for each in asked), strict=True)
         try:
             async with asyncio.timeout(limit):
-                said = await asyncio.wrap_future(self.ask(what, numbers, *map(list, columns)))
+                said = await self.ask(what, numbers, *map(list, columns))
             answers: list[Any] = pickle.loads(said)
         except TimeoutError as error:
             failure = over(what, limit)

@@ -1,7 +1,7 @@
 """Episode workers (`rollout.episode_workers`): processes on processors only, in which environments live, or
-agents that ask over HTTP. This is the host's side; `worker_program` is the process's.
+agents that ask over HTTP.
 
-    EpisodeWorkers ── place() ─▶ the EpisodeWorker with the fewest episodes ── Child ─▶ worker_program
+    EpisodeWorkers ── place() ─▶ the EpisodeWorker with the fewest episodes ══ a process ══▶ Agent
 
 One that dies is started again when it is next wanted, and what it held is begun again (EpisodeLostError).
 """
@@ -16,19 +16,25 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, TypeVar
 
+from rondo.config.functions import resolve_function
 from rondo.config.schema import FunctionConfig
 from rondo.core.errors import ConfigError, DataError, EpisodeLostError, RolloutError
-from rondo.system.border import in_thread
-from rondo.system.child import Answer, CallFailedError, Child, ProcessLostError
+from rondo.system.actor import (
+    PICKLE_ERRORS,
+    Actor,
+    ActorHandle,
+    Answer,
+    CallFailedError,
+    ProcessLostError,
+    spawn,
+)
+from rondo.system.border import awaited, in_thread, said_by
 from rondo.system.forkserver import ForkServer, fork_server
-from rondo.system.link import PICKLE_ERRORS
 from rondo.system.process import import_path
 
 START_SECONDS = 120.0  # for a process to import what it is to run
-# What every worker's program imports. Not the program itself, which each runs as its own.
-_PRELOADED = ("rondo.system.border", "rondo.environments.registry", "rondo.environments.played")
 MAX_RESTARTS = 5  # in a row, of processes that died before they were asked anything
 MAX_REISSUES = 2  # of an episode that was in a call when its process died
 _log = logging.getLogger(__name__)
@@ -39,13 +45,13 @@ class EpisodeWorker:
     from.
     """
 
-    kind: Literal["environments", "agent"]
+    serves: type[Actor]
 
     def __init__(self, number: int, given: tuple[Any, ...], forkserver: ForkServer) -> None:
         self.who = f"episode worker {number}"
         self.episodes = 0
         self.was_asked = False
-        self._child: Child | None = None
+        self._child: ActorHandle | None = None
         self._ended = ""
         self._loading = asyncio.ensure_future(self._load(given, forkserver))
 
@@ -54,12 +60,11 @@ class EpisodeWorker:
         await asyncio.shield(self._loading)
 
     async def _load(self, given: tuple[Any, ...], forkserver: ForkServer) -> None:
-        command = ["rondo.agents.worker_program", self.kind]
-        start = functools.partial(Child, self.who, command, _environment(), forkserver=forkserver)
+        start = functools.partial(spawn, self.serves, self.who, _environment(), forkserver=forkserver)
         try:
             async with asyncio.timeout(START_SECONDS):
                 self._child = await asyncio.wrap_future(in_thread(start, "start"))
-                await asyncio.wrap_future(self._child.call("load", *given))
+                await self._child.begin(*given)
         except TimeoutError as error:
             await self.kill("it took too long to start")
             raise RolloutError(f"{self.who} was not ready within {START_SECONDS:.0f} s") from error
@@ -94,11 +99,6 @@ class EpisodeWorker:
             return self._child.call(operation, *arguments)
         except ProcessLostError as error:
             raise EpisodeLostError(str(error)) from error
-
-    def drop(self, answer: Answer) -> None:
-        """Gives up a call."""
-        assert self._child is not None
-        self._child.drop(answer)
 
     async def kill(self, why: str) -> None:
         """Ends it and all that it has started."""
@@ -160,7 +160,7 @@ class EpisodeWorkers(Generic[W]):
                     f"anything. Its last lines:\n{before.last_words() or '(none)'}"
                 )
         if self._forkserver is None:
-            self._forkserver = fork_server(_PRELOADED, _environment())
+            self._forkserver = fork_server([__name__, "rondo.environments.played"], _environment())
         return self._start(number, self._forkserver)
 
     def blame(self, episode: str) -> bool:
@@ -198,8 +198,22 @@ def _environment() -> dict[str, str]:
 _THREADS = 64  # plain functions that run at one time in a process
 
 
+class Agent(Actor):
+    """The function of an agent that asks over HTTP."""
+
+    def __init__(self, name: str, options: Mapping[str, Any]) -> None:
+        self._function = functools.partial(resolve_function(name), **options)
+
+    async def run(self, arguments: Mapping[str, Any]) -> tuple[str, str]:
+        """Runs it; returns what it said, and why it failed."""
+        if inspect.iscoroutinefunction(self._function.func):
+            return await said_by(awaited(self._function(**arguments)))
+        run = functools.partial(self._function, **arguments)
+        return await said_by(asyncio.wrap_future(in_thread(run, "agent")))
+
+
 class _Agents(EpisodeWorker):
-    kind = "agent"
+    serves = Agent
 
 
 class AgentWorkers:
@@ -243,11 +257,7 @@ class AgentWorkers:
     ) -> tuple[str, str]:
         answer = worker.ask("run", dict(arguments))
         async with asyncio.timeout(deadline_seconds):
-            try:
-                said: tuple[str, str] = await asyncio.wrap_future(answer)
-            except asyncio.CancelledError:
-                worker.drop(answer)
-                raise
+            said: tuple[str, str] = await answer
         return said
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """One call of a worker group: the records that travel, the controller's end of a host, and the wait for all
 ranks.
 
-invoke ─▶ HostHandle.submit ─▶ Host.run of each rank ─▶ (Reply, handle) per rank
+invoke ─▶ HostHandle.submit ─▶ Host.run of each rank ─▶ (Ran, handle) per rank
                                          a first failure ─▶ WorkerError; a rank that still hangs is broken
 """
 
@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from rondo.core.batch import Batch, Shard
 from rondo.core.errors import RondoError, WorkerError
 from rondo.system.activity import Pulse
+from rondo.system.actor import Failure
 
 # After a first failure: how long peers may take to report theirs (the earliest is the cause), and how long to
 # wait for the cause when all that arrived are echoes ("connection closed by peer").
@@ -27,7 +28,7 @@ ECHO_GRACE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class Call:
+class RankCall:
     """One method on one rank."""
 
     role: str
@@ -46,29 +47,6 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Failure:
-    """Why a call has no result."""
-
-    message: str
-    traceback: str = ""
-    # Seconds since the epoch on the host's clock.
-    at: float = 0.0
-    # It only reports a peer's failure.
-    echo: bool = False
-    # The host process is gone.
-    died: bool = False
-    # No code raised it: a process died, or nobody moved any more.
-    outage: bool = False
-    # The exception itself, or None where it could not travel.
-    cause: BaseException | None = None
-
-    def for_other_calls(self) -> Failure:
-        """Returns why all other calls fail of the host that this failure made unusable."""
-        message = f"this rank's host process is unusable since: {self.message}"
-        return Failure(message, self.traceback, self.at, outage=self.outage)
-
-
-@dataclass(frozen=True)
 class Kept:
     """A returned Batch that stayed with the host: its index, and the names and size of the columns left
     behind."""
@@ -79,19 +57,26 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Reply:
-    """What travels back."""
+class Ran:
+    """What travels back of a call that gave something."""
 
     # The result, less the Batch if that was kept.
     value: Any = None
     kept: Kept | None = None
-    failure: Failure | None = None
-    # When it ran: start and end in seconds since the epoch on the host's clock; (0, 0) if it never did.
+    # When it ran: start and end in seconds since the epoch on the host's clock.
     span: tuple[float, float] = (0.0, 0.0)
 
 
-# What a call ends with: the reply, and the handle of the Batch that was kept (None: none was).
-Answer = tuple[Reply, Any]
+# What a call gave, and the handle of the Batch that was kept (None: none was).
+Answer = tuple[Ran, Any]
+# What it ends with.
+Ended = Answer | tuple[Failure, None]
+
+
+def for_other_calls(failure: Failure) -> Failure:
+    """Returns why all other calls fail of the host that a failure made unusable."""
+    message = f"this rank's host process is unusable since: {failure.message}"
+    return Failure(message, failure.traceback, at=failure.at, outage=failure.outage)
 
 
 class CallWatcher(Protocol):
@@ -133,15 +118,15 @@ class HostHandle:
         # Bytes of calls and replies that passed through the controller.
         self.num_bytes = 0
         self._tickets = itertools.count()
-        self._tasks: set[asyncio.Task[Answer]] = set()  # the event loop holds tasks weakly
+        self._tasks: set[asyncio.Task[Ended]] = set()  # the event loop holds tasks weakly
 
-    def pack(self, call: Call, alike: dict[Any, bytes]) -> Any:
+    def pack(self, call: RankCall, alike: dict[Any, bytes]) -> Any:
         """Returns what travels; it may be submitted to several hosts. alike: what was pickled of the calls
         to other ranks, so that nothing is twice; it goes with these calls, for it knows objects by `id`.
         """
         return call
 
-    def send(self, packed: Any, ticket: int | None) -> Coroutine[Any, Any, Answer]:
+    def send(self, packed: Any, ticket: int | None) -> Coroutine[Any, Any, Ended]:
         """Sends a call; the coroutine ends with its answer. ticket: the place of a sync call among those of
         this host."""
         raise NotImplementedError
@@ -152,7 +137,7 @@ class HostHandle:
         """
         raise NotImplementedError
 
-    def submit(self, packed: Any, is_async: bool) -> asyncio.Task[Answer]:
+    def submit(self, packed: Any, is_async: bool) -> asyncio.Task[Ended]:
         """Sends a call now; sync ones run in this order."""
         ticket = None if is_async else next(self._tickets)
         task = asyncio.get_running_loop().create_task(self.send(packed, ticket))
@@ -163,7 +148,7 @@ class HostHandle:
             task.add_done_callback(self._answered)
         return task
 
-    def _answered(self, task: asyncio.Task[Answer]) -> None:
+    def _answered(self, task: asyncio.Task[Ended]) -> None:
         self.owed -= 1
 
     def condemn(self, failure: Failure) -> None:
@@ -175,7 +160,7 @@ class HostHandle:
 
 
 async def invoke(
-    calls: Mapping[int, Call], hosts: Sequence[HostHandle], watchers: Sequence[CallWatcher] = ()
+    calls: Mapping[int, RankCall], hosts: Sequence[HostHandle], watchers: Sequence[CallWatcher] = ()
 ) -> dict[int, Answer]:
     """Submits one call per rank to the ranks' hosts without a pause in between, and waits for all answers.
 
@@ -185,7 +170,7 @@ async def invoke(
     for watcher in watchers:
         for rank, call in calls.items():
             watcher.call_sent(call.role, rank, hosts[rank].device, call.method)
-    tasks: dict[asyncio.Task[Answer], int] = {}
+    tasks: dict[asyncio.Task[Ended], int] = {}
     answers: dict[int, Answer] = {}
     try:
         packed: dict[int, Any] = {}
@@ -193,14 +178,17 @@ async def invoke(
         for rank, call in calls.items():
             broken = hosts[rank].broken
             if broken is not None:
-                raise _error(call, rank, broken.for_other_calls(), died=True)
+                raise _error(call, rank, for_other_calls(broken), died=True)
             if id(call) not in packed:  # a broadcast is one call to all
                 packed[id(call)] = hosts[rank].pack(call, alike)
         tasks = {hosts[rank].submit(packed[id(call)], call.is_async): rank for rank, call in calls.items()}
         if not await _all_well(tasks):
             error = await _first_cause(tasks, calls, hosts)
             raise error from error.cause_error
-        answers = {rank: task.result() for task, rank in tasks.items()}
+        for task, rank in tasks.items():
+            ran, kept = task.result()
+            assert isinstance(ran, Ran)
+            answers[rank] = ran, kept
         return answers
     except asyncio.CancelledError:
         for task, rank in tasks.items():
@@ -217,17 +205,17 @@ async def invoke(
                 watcher.call_ended(call.role, rank, device, call.method, *span, died=died)
 
 
-async def _all_well(tasks: Collection[asyncio.Task[Answer]]) -> bool:
+async def _all_well(tasks: Collection[asyncio.Task[Ended]]) -> bool:
     """Waits for all tasks (True), or for the first that has no result (False). It wakes up once, however many
     ranks there are: `asyncio.wait` would look through all of them whenever one of them is done.
     """
     done = asyncio.get_running_loop().create_future()
     left = len(tasks)
 
-    def ended(task: asyncio.Task[Answer]) -> None:
+    def ended(task: asyncio.Task[Ended]) -> None:
         nonlocal left
         left -= 1
-        failed = task.cancelled() or task.result()[0].failure is not None
+        failed = task.cancelled() or isinstance(task.result()[0], Failure)
         if (failed or not left) and not done.done():
             done.set_result(not failed)
 
@@ -237,7 +225,7 @@ async def _all_well(tasks: Collection[asyncio.Task[Answer]]) -> bool:
 
 
 async def _first_cause(
-    tasks: Mapping[asyncio.Task[Answer], int], calls: Mapping[int, Call], hosts: Sequence[HostHandle]
+    tasks: Mapping[asyncio.Task[Ended], int], calls: Mapping[int, RankCall], hosts: Sequence[HostHandle]
 ) -> WorkerError:
     """Returns why a call failed, as far as its ranks say so within the grace; those that still hang then are
     condemned."""
@@ -259,17 +247,17 @@ async def _first_cause(
     return _error(calls[first], first, failures[first], died=hosts[first].broken is not None)
 
 
-def _failure(task: asyncio.Task[Answer], host: HostHandle) -> Failure | None:
+def _failure(task: asyncio.Task[Ended], host: HostHandle) -> Failure | None:
     """Returns why a call has no result, if so. What waited for a host that broke was cancelled."""
     if task.cancelled() and host.broken is not None:
-        return host.broken.for_other_calls()
-    return task.result()[0].failure
+        return for_other_calls(host.broken)
+    ran, _ = task.result()
+    return ran if isinstance(ran, Failure) else None
 
 
-def _error(call: Call, rank: int, failure: Failure, *, died: bool) -> WorkerError:
+def _error(call: RankCall, rank: int, failure: Failure, *, died: bool) -> WorkerError:
     error = WorkerError(call.role, rank, call.method, failure.message, failure.traceback)
-    error.cause_error = failure.cause
+    error.cause_error = cause = failure.cause()
     error.died = died
-    cause = failure.cause
     error.is_outage = failure.outage or (isinstance(cause, RondoError) and cause.is_outage)
     return error

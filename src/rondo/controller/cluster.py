@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 
 from rondo.config.schema import ClusterConfig
-from rondo.controller.calls import Call, CallWatcher, HostHandle, invoke
+from rondo.controller.calls import CallWatcher, HostHandle, RankCall, invoke
 from rondo.controller.group import WorkerGroup
 from rondo.controller.host import CREATE, JOIN, NewMesh, NewWorker
 from rondo.controller.mesh import Mesh
@@ -80,11 +80,11 @@ class Cluster:
                 "give the second one another name or other devices"
             )
         # All hosts of the world take part in making process groups.
-        join = Call(role, JOIN, (NewMesh(mesh, firsts),))
+        join = RankCall(role, JOIN, (NewMesh(mesh, firsts),))
         watchers = () if self._watch is None else (self._watch,)
         await invoke(dict.fromkeys(range(self.num_devices), join), self._handles, watchers)
         workers = [NewWorker(worker_class, rank, given[rank]) for rank in range(mesh.size)]
-        create = {rank: Call(role, CREATE, (new,), kwargs) for rank, new in enumerate(workers)}
+        create = {rank: RankCall(role, CREATE, (new,), kwargs) for rank, new in enumerate(workers)}
         await invoke(create, chosen, watchers)
         for host in chosen:
             host.roles.add(role)

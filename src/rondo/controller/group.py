@@ -1,6 +1,6 @@
 """Worker groups: plan a call (who gets what), have it carried out, join the results.
 
-call ─▶ mark of the method ─▶ one Call per rank ─▶ invoke (calls.py) ─▶ (Reply, handle) per rank ─▶ result
+call ─▶ mark of the method ─▶ one RankCall per rank ─▶ invoke (calls.py) ─▶ (Ran, handle) per rank ─▶ result
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from rondo.controller.calls import Answer, Call, CallWatcher, HostHandle, Reply, invoke
+from rondo.controller.calls import Answer, CallWatcher, HostHandle, Ran, RankCall, invoke
 from rondo.controller.mesh import Mesh
 from rondo.controller.worker import MARK, Dispatch, Placer, Worker
 from rondo.core.batch import ROW_ID, BatchRef, Block, Resolver
@@ -203,28 +203,26 @@ class WorkerGroup:
         }
         answers = await invoke(calls, self._hosts, self._watchers)
         chosen = [answers[rank] for rank in self.mesh.collect_ranks]
-        extra = _join([reply.value for reply, _ in chosen])
-        if all(reply.kept is None for reply, _ in chosen):
+        extra = _join([ran.value for ran, _ in chosen])
+        if all(ran.kept is None for ran, _ in chosen):
             return extra
-        for shard, (reply, _), rank in zip(shards, chosen, self.mesh.collect_ranks, strict=True):
-            self._check_rows(
-                f"{self.role}[{rank}].{method.__name__}", mark, shard.index.scalars(ROW_ID), reply
-            )
+        for shard, (ran, _), rank in zip(shards, chosen, self.mesh.collect_ranks, strict=True):
+            self._check_rows(f"{self.role}[{rank}].{method.__name__}", mark, shard.index.scalars(ROW_ID), ran)
         grown = ref.with_blocks(_blocks(chosen), replace=bool(mark.replaces))
         return grown if extra is None else (grown, extra)
 
-    def _check_rows(self, where: str, mark: Dispatch, row_ids: np.ndarray, reply: Reply) -> None:
-        if reply.kept is None:
+    def _check_rows(self, where: str, mark: Dispatch, row_ids: np.ndarray, ran: Ran) -> None:
+        if ran.kept is None:
             raise DataError(
                 f"{where} returned no Batch where another rank did; all ranks return the same kind"
             )
-        returned = reply.kept.index.scalars(ROW_ID)
+        returned = ran.kept.index.scalars(ROW_ID)
         same = np.array_equal(returned, row_ids) or np.array_equal(np.sort(returned), np.sort(row_ids))
         if not same:
             raise DataError(
                 f"{where} returned {len(returned)} rows that are not the {len(row_ids)} of its shard"
             )
-        undeclared = sorted(set(reply.kept.columns) - {*mark.writes, *mark.replaces})
+        undeclared = sorted(set(ran.kept.columns) - {*mark.writes, *mark.replaces})
         if mark.writes and undeclared:
             raise DataError(f"{where} returned {', '.join(undeclared)}, not declared in writes={mark.writes}")
 
@@ -235,14 +233,14 @@ class WorkerGroup:
         kwargs: Mapping[str, Any],
         reads: tuple[str, ...] = (),
         **options: Any,
-    ) -> Call:
+    ) -> RankCall:
         own = getattr(self.worker_class, method.__name__, None)
         if own is None:
             raise TypeError(f"{self.role}'s {self.worker_class.__name__} has no method {method.__name__}")
         if args and isinstance(args[0], BatchRef):
             options["shard"], args = args[0].shard(reads), args[1:]
         is_async = inspect.iscoroutinefunction(own)
-        return Call(self.role, method.__name__, args, kwargs, is_async=is_async, **options)
+        return RankCall(self.role, method.__name__, args, kwargs, is_async=is_async, **options)
 
 
 def _blocks(answers: Sequence[Answer]) -> tuple[Block, ...]:

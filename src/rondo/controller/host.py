@@ -1,9 +1,9 @@
 """The host: everything of one process. Its workers by role, one training thread, and the one place that runs
 a call.
 
-    controller ── Call + ticket ─▶ Host.run ──┬─ sync method: the training thread, in the order of the tickets
-                                              └─ async method: the event loop, at once
-               ◀── Reply (+ kept Batch) ───────
+    controller ── RankCall, ticket ─▶ Host.run ─┬─ sync method: the training thread, in the order of tickets
+                                                └─ async method: the event loop, at once
+               ◀── Ran (+ kept Batch), or Failure
 
 Both backends run this class: `local` in the controller's own process, `ray` inside one actor per device.
 Tickets are handed out by the controller, the same way for every host, so that two calls that overlap run in
@@ -30,13 +30,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rondo.controller.calls import Call, Failure, Kept, Reply
+from rondo.controller.calls import Answer, Ended, Kept, Ran, RankCall
 from rondo.controller.distributed import Groups, axis_groups, flight_record, init_distributed, is_echo
 from rondo.controller.mesh import Mesh
 from rondo.controller.worker import Worker, WorkerContext
 from rondo.core.batch import Batch
 from rondo.system import activity
 from rondo.system.activity import Activity, Pulse
+from rondo.system.actor import Failure
 
 JOIN, CREATE = "join a mesh", "__init__"
 _log = logging.getLogger(__name__)
@@ -59,9 +60,6 @@ class NewMesh:
     ranks: tuple[int, ...]
 
 
-Result = tuple[Reply, Batch | None]
-
-
 def failure_of(error: BaseException) -> Failure:
     """Returns the record of a worker's exception; its traceback begins in the worker's code, not in this
     file.
@@ -74,7 +72,7 @@ def failure_of(error: BaseException) -> Failure:
     text = "".join(traceback.format_exception(type(error), error, frames))
     echo = is_echo(error)
     message = f"{type(error).__name__}: {error}"
-    return Failure(message, text, time.time(), echo, outage=echo, cause=error)
+    return Failure(message, text, at=time.time(), echo=echo, outage=echo, error=error)
 
 
 class Host:
@@ -115,7 +113,7 @@ class Host:
             init_distributed, self.rank, self.world_size, self.device, store, self._timeout
         )
 
-    async def run(self, call: Call, blocks: Sequence[Batch], ticket: int | None) -> Result:
+    async def run(self, call: RankCall, blocks: Sequence[Batch], ticket: int | None) -> Ended:
         """Runs one call. blocks: what the handles of `call.shard` stand for. ticket: None for async
         methods.
         """
@@ -128,7 +126,7 @@ class Host:
             with self._activity(call, in_turn=False):
                 return _ended(call, clock, await self._bound(call, blocks)())
         except (Exception, SystemExit) as error:
-            return _ended(call, clock, failure_of(error))
+            return failure_of(error), None
 
     async def skip(self, ticket: int) -> None:
         """Lets a ticket pass whose call cannot run."""
@@ -154,15 +152,15 @@ class Host:
         return done
 
     # Here, and in `run` for async methods, a worker's exception, whatever it is, becomes a Failure.
-    def _run_sync(self, call: Call, blocks: Sequence[Batch]) -> Result:
+    def _run_sync(self, call: RankCall, blocks: Sequence[Batch]) -> Ended:
         clock = time.time(), time.perf_counter()
         try:
             with self._activity(call, in_turn=True):
                 return _ended(call, clock, self._bound(call, blocks)())
         except (Exception, SystemExit) as error:
-            return _ended(call, clock, failure_of(error))
+            return failure_of(error), None
 
-    def _activity(self, call: Call, *, in_turn: bool) -> Activity:
+    def _activity(self, call: RankCall, *, in_turn: bool) -> Activity:
         """Returns what this process does while it runs a call. Engines may compile when they are built."""
         worker = self.workers.get(call.role)
         rank = self.rank if worker is None else worker.context.rank
@@ -179,7 +177,7 @@ class Host:
         below = [worker.stacks() for worker in list(self.workers.values())]
         return replace(own, stacks="\n".join(filter(None, [own.stacks, *below, flight_record()])))
 
-    def _bound(self, call: Call, blocks: Sequence[Batch]) -> Callable[[], Any]:
+    def _bound(self, call: RankCall, blocks: Sequence[Batch]) -> Callable[[], Any]:
         """Returns the method of a call with all its arguments."""
         if call.method == JOIN:
             return partial(self._join, call)
@@ -188,7 +186,7 @@ class Host:
         args = call.args if call.shard is None else (call.shard.assemble(blocks), *call.args)
         return partial(getattr(self.workers[call.role], call.method), *args, **call.kwargs)
 
-    def _join(self, call: Call) -> None:
+    def _join(self, call: RankCall) -> None:
         new: NewMesh = call.args[0]
         self._meshes[call.role] = (
             new,
@@ -198,7 +196,7 @@ class Host:
             },
         )
 
-    def _create(self, call: Call) -> None:
+    def _create(self, call: RankCall) -> None:
         new: NewWorker = call.args[0]
         placed, groups = self._meshes[call.role]
         context = WorkerContext(
@@ -227,9 +225,9 @@ class Host:
 
     def _close_workers(self) -> None:
         for role, worker in reversed(self.workers.items()):
-            reply, _ = self._run_sync(Call(role, "close"), ())
-            if reply.failure is not None:
-                _log.warning("%s[%d].close failed: %s", role, worker.context.rank, reply.failure.traceback)
+            ran, _ = self._run_sync(RankCall(role, "close"), ())
+            if isinstance(ran, Failure):
+                _log.warning("%s[%d].close failed: %s", role, worker.context.rank, ran.traceback)
         self.workers.clear()
         gc.unfreeze()
         if self._started_distributed:
@@ -237,20 +235,18 @@ class Host:
             self._started_distributed = False
 
 
-def _ended(call: Call, clock: tuple[float, float], result: Any) -> Result:
-    """Returns the reply to a call that began at `clock` and ended now, and the Batch that stays here.
+def _ended(call: RankCall, clock: tuple[float, float], result: Any) -> Answer:
+    """Returns the answer to a call that began at `clock` and ended now, and the Batch that stays here.
 
     clock: `time.time()` and `time.perf_counter()`. The first may be set meanwhile, so it is read once: spans
     are never negative.
     """
     span = clock[0], clock[0] + time.perf_counter() - clock[1]
-    if isinstance(result, Failure):
-        return Reply(failure=result, span=span), None
     if not call.collect:
-        return Reply(span=span), None
+        return Ran(span=span), None
     is_pair = isinstance(result, tuple) and len(result) == 2
     batch, rest = result if is_pair else (result, None)
     if call.keep is None or not isinstance(batch, Batch):
-        return Reply(result, span=span), None
+        return Ran(result, span=span), None
     index, data = batch.parted(call.keep)
-    return Reply(rest, Kept(index, tuple(data.columns), data.num_bytes), span=span), data
+    return Ran(rest, Kept(index, tuple(data.columns), data.num_bytes), span=span), data

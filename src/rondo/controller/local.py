@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rondo.config.schema import ClusterConfig
-from rondo.controller.calls import Answer, Call, HostHandle
+from rondo.controller.calls import Ended, HostHandle, Ran, RankCall
 from rondo.controller.cluster import Cluster, planned_device
 from rondo.controller.host import Host
 from rondo.core.batch import Batch, BatchRef
@@ -25,17 +25,17 @@ class LocalHandle(HostHandle):
         super().__init__(host.rank)
         self._host = host
 
-    async def send(self, packed: Call, ticket: int | None) -> Answer:
+    async def send(self, packed: RankCall, ticket: int | None) -> Ended:
         """Runs the call; nothing travels, and the index and the positions of rows are counted as if they
         did."""
         shard = packed.shard
         if shard is not None:
             self.num_bytes += shard.index.num_bytes
             self.num_bytes += sum(part.block.nbytes + part.row.nbytes for part in shard.parts)
-        reply, kept = await self._host.run(packed, () if shard is None else shard.handles, ticket)
-        if reply.kept is not None:
-            self.num_bytes += reply.kept.index.num_bytes
-        return reply, kept
+        ended = await self._host.run(packed, () if shard is None else shard.handles, ticket)
+        if isinstance(ended[0], Ran) and ended[0].kept is not None:
+            self.num_bytes += ended[0].kept.index.num_bytes
+        return ended
 
     def pulse(self, stacks: bool) -> Future[Pulse]:
         """See HostHandle.pulse."""

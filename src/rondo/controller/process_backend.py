@@ -1,6 +1,6 @@
 """The `process` backend: the devices of one machine, each with a host process of its own, without Ray.
 
-    ProcessHandle ── run(ticket, call, blocks) ─▶ rondo.controller.process_host: HostProgram
+    ProcessHandle ── run(ticket, call, blocks) ─▶ ProcessHost
                   ◀── reply, kept block ────────
 
 A block is a `SharedObject`: memory without a name, of which the controller holds a descriptor and no mapping.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import resource
 import time
 from collections.abc import Sequence
@@ -18,19 +19,44 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from rondo.config.schema import ClusterConfig
-from rondo.controller.calls import Failure
 from rondo.controller.cluster import planned_device
-from rondo.controller.remote import RemoteCluster, RemoteHandle, worker_environment
+from rondo.controller.remote import (
+    HostProgram,
+    RemoteCluster,
+    RemoteHandle,
+    log_everything,
+    worker_environment,
+)
 from rondo.core.batch import Batch
 from rondo.core.errors import ConfigError, WorkerError, outage
 from rondo.core.roles import WORKER_MODULES
 from rondo.system.activity import Pulse
-from rondo.system.child import Child, ProcessLostError
+from rondo.system.actor import ActorHandle, Failure, ProcessLostError, spawn
 from rondo.system.forkserver import fork_server
 from rondo.system.frames import SharedObject
+
+
+class ProcessHost(HostProgram):
+    """The process of one device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        log_everything()
+        # Forks of one process begin with the same state of every generator.
+        random.seed()
+        np.random.seed(int.from_bytes(os.urandom(4), "little"))
+        torch.seed()
+
+    async def run_on(
+        self, ticket: int | None, payload: bytes, blocks: Sequence[SharedObject]
+    ) -> tuple[bytes, SharedObject | None]:
+        """Runs one packed call on blocks that it maps."""
+        reply, kept = await self.run(ticket, payload, [block.load() for block in blocks])
+        return reply, None if kept is None else SharedObject.of(kept)
 
 
 class ProcessHandle(RemoteHandle):
@@ -38,28 +64,24 @@ class ProcessHandle(RemoteHandle):
 
     gone = ProcessLostError
 
-    def __init__(self, device: int, child: Child) -> None:
+    def __init__(self, device: int, child: ActorHandle) -> None:
         super().__init__(device)
         self.child = child
         self.log = child.process.log
 
     def pulse(self, stacks: bool) -> Future[Pulse]:
         """See HostHandle.pulse."""
-        return self.child.call("pulse", stacks)
+        return self.child.pulse(stacks)
 
     async def ask(self, operation: str, *args: Any) -> Any:
         """See RemoteHandle.ask."""
-        return await asyncio.wrap_future(self.child.call(operation, *args))
+        return await self.child.call(operation, *args)
 
     async def run(self, ticket: int | None, payload: bytes, places: Sequence[Any]) -> tuple[bytes, Any]:
         """See RemoteHandle.run."""
-        answer = self.child.call("run", ticket, payload, places)
-        try:
-            reply: tuple[bytes, Any] = await asyncio.wrap_future(answer)
-        except asyncio.CancelledError:
-            if ticket is None:
-                self.child.drop(answer)
-            raise
+        answer = self.child.call("run_on", ticket, payload, places)
+        # A call with a ticket ends in the background: others wait for its turn to be over.
+        reply: tuple[bytes, Any] = await (answer if ticket is None else asyncio.wrap_future(answer))
         return reply
 
     def died(self, error: Exception) -> Failure:
@@ -74,8 +96,8 @@ class ProcessCluster(RemoteCluster):
     def __init__(self, config: ClusterConfig, device: str, threads: int, logs: Path | None) -> None:
         super().__init__(config.devices, device, threads, config.timeout_seconds, logs)
         self._environment = {**os.environ, **worker_environment(config, threads)}
-        self._forkserver = fork_server(["rondo.controller.remote", *WORKER_MODULES], self._environment)
-        self._children: list[Child] = []
+        self._forkserver = fork_server([ProcessHost.__module__, *WORKER_MODULES], self._environment)
+        self._children: list[ActorHandle] = []
 
     async def start_hosts(self) -> None:
         """Starts one process per device, and lets them join one torch.distributed world."""
@@ -83,14 +105,14 @@ class ProcessCluster(RemoteCluster):
             environment = dict(self._environment)
             if self.device == "cuda":
                 environment["CUDA_VISIBLE_DEVICES"] = _visible_gpus()[device]
-            command = ["rondo.controller.process_host"]
-            child = Child(
+            child = spawn(
+                ProcessHost,
                 f"host process {device}",
-                command,
                 environment,
                 forkserver=self._forkserver,
                 log=None if self._logs is None else self._logs / f"host-{device}.log",
             )
+            child.begin()
             self._children.append(child)
             self._handles.append(ProcessHandle(device, child))
         await self.join_world("127.0.0.1")

@@ -26,7 +26,6 @@ from typing import Any, Literal
 import torch
 
 from rondo.config.schema import ClusterConfig
-from rondo.controller.calls import Failure
 from rondo.controller.ray_address import check_answers
 from rondo.controller.ray_leftovers import Watcher
 from rondo.controller.remote import (
@@ -40,6 +39,7 @@ from rondo.controller.remote import (
 from rondo.core.batch import Batch
 from rondo.core.errors import ConfigError, WorkerError, outage
 from rondo.system.activity import Pulse
+from rondo.system.actor import Failure
 from rondo.system.process import TAIL_LINES, header
 
 _ENVIRONMENT = dict(os.environ)  # importing Ray writes into it
@@ -148,7 +148,7 @@ class RayHandle(RemoteHandle):
         where = f"pid {self.place.pid} on {self.place.address}"
         message = f"its host process ({where}) died or cannot be reached: {type(error).__name__}: {first}"
         message += self.last_words("" if self.log is None else _tail(self.log))
-        return Failure(message, str(error), time.time(), died=True, outage=True)
+        return Failure(message, str(error), at=time.time(), died=True, outage=True)
 
 
 class RayPools:

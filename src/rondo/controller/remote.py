@@ -21,7 +21,7 @@ import cloudpickle
 import torch.distributed as dist
 
 from rondo.config.schema import ClusterConfig
-from rondo.controller.calls import Answer, Call, Failure, HostHandle, Reply
+from rondo.controller.calls import Ended, HostHandle, Ran, RankCall
 from rondo.controller.cluster import Cluster
 from rondo.controller.host import Host, failure_of
 from rondo.core.batch import ROW_ID, Batch, BatchRef, Block, Shard
@@ -29,7 +29,7 @@ from rondo.core.errors import WorkerError
 from rondo.system import activity
 from rondo.system.access import is_loopback
 from rondo.system.activity import Activity, Pulse
-from rondo.system.link import PICKLE_ERRORS
+from rondo.system.actor import PICKLE_ERRORS, Actor, Failure
 from rondo.system.process import users_path
 from rondo.system.streams import log_to_stderr
 from rondo.system.usage import children_cpu_seconds
@@ -83,23 +83,26 @@ class RemoteHandle(HostHandle):
         where = f"; its log is {self.log}" if self.log is not None else ""
         return f"{where}; its last lines:\n{tail}" if tail else where
 
-    async def send(self, packed: Packed, ticket: int | None) -> Answer:
+    async def send(self, packed: Packed, ticket: int | None) -> Ended:
         """See HostHandle.send; a dead process becomes a Failure."""
         self._count(len(packed.payload), *packed.handles)
         try:
             raw, place = await self.run(ticket, packed.payload, [handle.place for handle in packed.handles])
         except self.gone as error:
-            return Reply(failure=self.died(error)), None
-        reply = unpack_reply(raw)
-        kept = None if reply.kept is None else StoredBlock(place, reply.kept.num_bytes)
+            return self.died(error), None
+        ran = unpack_reply(raw)
+        if isinstance(ran, Failure):
+            self._count(len(raw))
+            return ran, None
+        kept = None if ran.kept is None else StoredBlock(place, ran.kept.num_bytes)
         self._count(len(raw), *([] if kept is None else [kept]))
-        return reply, kept
+        return ran, kept
 
     def _count(self, num_bytes: int, *blocks: StoredBlock) -> None:
         inline = [block.num_bytes for block in blocks if block.num_bytes <= self.inline_bytes]
         self.num_bytes += num_bytes + sum(inline)
 
-    def pack(self, call: Call, alike: dict[Any, bytes]) -> Packed:
+    def pack(self, call: RankCall, alike: dict[Any, bytes]) -> Packed:
         """Pickles a call (classes and functions of `__main__` by value); blocks travel apart from it."""
         shard = call.shard
         if shard is None:
@@ -213,41 +216,33 @@ class RemoteCluster(Cluster):
             await self.end_hosts()
 
 
-def unpack_call(raw: bytes) -> Call:
+def unpack_call(raw: bytes) -> RankCall:
     """Returns what `RemoteHandle.pack` packed, less the handles."""
     body, rows = pickle.loads(raw)
-    call: Call = pickle.loads(body)
+    call: RankCall = pickle.loads(body)
     if rows is None:
         return call
     index, parts = rows
     return replace(call, shard=Shard(index, parts, ()))
 
 
-def unpack_reply(raw: bytes) -> Reply:
+def unpack_reply(raw: bytes) -> Ran | Failure:
     """Returns what `HostProgram.run` sent."""
-    body, cause = pickle.loads(raw)
     try:
-        reply: Reply = pickle.loads(body)
+        ran: Ran | Failure = pickle.loads(raw)
     except PICKLE_ERRORS as error:
-        return Reply(failure=replace(failure_of(error), message=f"the result cannot be read here: {error}"))
-    if reply.failure is None or cause is None:
-        return reply
-    try:
-        return replace(reply, failure=replace(reply.failure, cause=pickle.loads(cause)))
-    except PICKLE_ERRORS:  # the class lives only in the worker's process: its name is in the message
-        return reply
+        return replace(failure_of(error), message=f"the result cannot be read here: {error}")
+    return ran
 
 
-def _pack_reply(reply: Reply) -> bytes:
+def _pack_reply(ran: Ran | Failure) -> bytes:
     """Pickles the exception on its own: where it cannot be read, the failure still arrives."""
-    cause = reply.failure.cause if reply.failure is not None else None
-    if reply.failure is not None:
-        reply = replace(reply, failure=replace(reply.failure, cause=None))
+    if isinstance(ran, Failure):
+        ran = replace(ran, pickled=_pickled(ran.error))
     try:
-        return pickle.dumps((cloudpickle.dumps(reply), _pickled(cause)))
+        return cloudpickle.dumps(ran)
     except PICKLE_ERRORS as error:
-        failure = replace(failure_of(error), cause=None, message=f"the result cannot be pickled: {error}")
-        return pickle.dumps((cloudpickle.dumps(Reply(failure=failure)), None))
+        return pickle.dumps(replace(failure_of(error), message=f"the result cannot be pickled: {error}"))
 
 
 def _pickled(cause: BaseException | None) -> bytes | None:
@@ -266,7 +261,7 @@ def log_everything() -> None:
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
 
 
-class HostProgram:
+class HostProgram(Actor):
     """The process of one device; all its methods but `pulse` run on one event loop. See Host for what runs
     where.
     """
@@ -321,12 +316,11 @@ class HostProgram:
         try:
             call = unpack_call(payload)
         except PICKLE_ERRORS as error:  # e.g. the worker class's module cannot be imported here
-            reply = Reply(failure=failure_of(error))
             if ticket is not None:
                 await self._host.skip(ticket)
-            return _pack_reply(reply), None
-        reply, kept = await self._host.run(call, blocks, ticket)
-        return _pack_reply(reply), kept
+            return _pack_reply(failure_of(error)), None
+        ran, kept = await self._host.run(call, blocks, ticket)
+        return _pack_reply(ran), kept
 
     def pulse(self, stacks: bool = False) -> Pulse:
         """Returns what this process is doing; from any thread, whatever the others do. See Host.pulse."""

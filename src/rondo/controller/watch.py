@@ -22,11 +22,12 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from pathlib import Path
 
-from rondo.controller.calls import Failure, HostHandle
+from rondo.controller.calls import HostHandle
 from rondo.controller.hangs import Seen, SentCall, describe, is_hopeless, waiting_for
 from rondo.core.errors import RondoError
 from rondo.system import activity
 from rondo.system.activity import Deed, Pulse
+from rondo.system.actor import Failure
 from rondo.system.usage import state_of
 
 CALLS = "calls"

@@ -11,12 +11,13 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Literal
+from typing import Any
 
 from rondo.core.errors import ConfigError, DataError, RewardError
 from rondo.rewards.marks import SPENT
+from rondo.rewards.worker import Coroutines, Function
+from rondo.system.actor import Answer, CallFailedError, ProcessLostError, spawn
 from rondo.system.border import contained
-from rondo.system.child import CallFailedError, Child, ProcessLostError
 from rondo.system.process import import_path
 
 _START_SECONDS = 120.0  # for a process to import the user's reward function
@@ -107,12 +108,12 @@ class _NotAloneError(Exception):
 
 
 class _Process:
-    """A process (`rondo.rewards.worker`) for one reward function, and the calls that run in it."""
+    """A process (`worker`) for one reward function, and the calls that run in it."""
 
-    def __init__(self, spec: str, mode: Literal["in_turn", "at_once"]) -> None:
+    def __init__(self, spec: str, serves: type[Coroutines | Function]) -> None:
         own = {"PYTHONPATH": import_path(), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         environment = {**os.environ, **own}
-        self.child = Child("the reward function's process", ["rondo.rewards.worker", mode], environment)
+        self.child = spawn(serves, "the reward function's process", environment)
         self.loading = asyncio.ensure_future(self._load(spec))
         self.calls = 0
         self.ended_with = 0
@@ -120,7 +121,7 @@ class _Process:
 
     async def _load(self, spec: str) -> None:
         try:
-            await _answer(self.child.call("load", spec), _START_SECONDS)
+            await _answer(self.child.begin(spec), _START_SECONDS)
         except TimeoutError as error:
             raise ScorerCrashError(f"{spec} was not imported within {_START_SECONDS:g} s") from error
 
@@ -170,7 +171,7 @@ class ProcessPool:
                 self._end(process)
 
     def _start(self) -> _Process:
-        process = _Process(self._spec, "in_turn" if self._at_once == 1 else "at_once")
+        process = _Process(self._spec, Function if self._at_once == 1 else Coroutines)
         self._processes.add(process)
         return process
 
@@ -183,7 +184,6 @@ class ProcessPool:
         self, process: _Process, args: tuple[Any, ...], options: dict[str, Any], timeout: float
     ) -> Any:
         process.calls += 1
-        answer = None
         try:
             await asyncio.shield(process.loading)
             answer = process.child.call("score", args, options, timeout, timeout * _CPU_SHARE)
@@ -209,8 +209,6 @@ class ProcessPool:
         except asyncio.CancelledError:
             if self._at_once == 1:  # busy, and so of no more use
                 self._end(process)
-            elif answer is not None:
-                process.child.drop(answer)
             raise
         finally:
             process.calls -= 1
@@ -220,8 +218,9 @@ class ProcessPool:
             self._end(process)
 
 
-async def _answer(answer: Future[Any], timeout: float) -> Any:
-    return await asyncio.wait_for(asyncio.wrap_future(answer), timeout)
+async def _answer(answer: Answer, timeout: float) -> Any:
+    async with asyncio.timeout(timeout):
+        return await answer
 
 
 def _error_of(error: CallFailedError) -> Exception:

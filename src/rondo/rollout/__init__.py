@@ -5,11 +5,11 @@ from rondo.rollout.build import (
     check_engine,
     check_engine_adapters,
     check_engine_model,
-    start_engine,
 )
 from rondo.rollout.native.cache import cache_bytes
 from rondo.rollout.native.engine import NativeEngine
 from rondo.rollout.protocol import WASTED_TOKENS, Capabilities, EngineSpec, RolloutEngine
+from rondo.rollout.server import start_engine
 
 __all__ = [
     "WASTED_TOKENS",

@@ -1,34 +1,24 @@
-"""Which engine: in this process (`build_engine`) or in one of its own (`start_engine`)."""
+"""Which engine, and whether it can be built."""
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
-import os
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from rondo.core.errors import ConfigError
 from rondo.models import STRETCH, check_positions, load_model_config
 from rondo.models.lora import AdapterSet
-from rondo.rollout.interpreter import environment_of, interpreter
 from rondo.rollout.native.engine import NativeEngine
 from rondo.rollout.protocol import EngineSpec, RolloutEngine
 from rondo.rollout.third_party import ThirdParty
 from rondo.rollout.transformers.engine import TransformersEngine
-from rondo.system.forkserver import are_kept
-from rondo.system.process import import_path
-
-if TYPE_CHECKING:
-    from rondo.rollout.server.client import EngineProcess
 
 OWN = {"native": NativeEngine, "transformers": TransformersEngine}
 # The class of each third-party engine, in the module `engine` of its folder; `options` has its ThirdParty.
 CLASSES = {"vllm": "VllmEngine", "sglang": "SglangEngine"}
-# Modules of theirs that take long to import.
-IMPORTS = {"vllm": ("rondo.rollout.vllm.core",), "sglang": ("rondo.rollout.sglang.engine",)}
 
 
 def build_engine(spec: EngineSpec, parameters: Mapping[str, torch.Tensor] | None = None) -> RolloutEngine:
@@ -65,49 +55,6 @@ def build_engine(spec: EngineSpec, parameters: Mapping[str, torch.Tensor] | None
     )
 
 
-def start_engine(
-    spec: EngineSpec,
-    *,
-    name: str = "0",
-    bucket_bytes: int = 256 << 20,
-    accelerators: Sequence[str] = (),
-) -> EngineProcess:
-    """Starts the engine of `spec` in a process of its own; returns when it is ready. Raises ConfigError or
-    RolloutError with the engine's own message.
-
-    accelerators: the GPUs that it may use, as CUDA_VISIBLE_DEVICES has them; (): those of this process from
-    spec.device on.
-    """
-    from rondo.rollout.server.client import EngineProcess  # it starts processes: nothing for who has none
-
-    if accelerators:  # the first of them is its first, whatever number that one has in this process
-        spec = dataclasses.replace(spec, device=spec.device.partition(":")[0])
-    spec, devices = visible_devices(spec, ",".join(accelerators) or os.environ.get("CUDA_VISIBLE_DEVICES"))
-    own = {"OMP_NUM_THREADS": str(spec.threads)}
-    if spec.engine in CLASSES:
-        own = _third_party(spec.engine).environment(spec)
-    python, environment = None, {**os.environ, "PYTHONPATH": import_path()}
-    if spec.python is not None:  # there, the engine is one of this environment
-        python, environment = interpreter(spec.python).executable, environment_of(spec.python)
-        spec = dataclasses.replace(spec, python=None)
-    environment |= {**own, **devices}
-    return EngineProcess(
-        spec,
-        environment,
-        name=name,
-        bucket_bytes=bucket_bytes,
-        python=python,
-        preload=IMPORTS.get(spec.engine, ()) if _is_forked(spec, python) else None,
-    )
-
-
-def _is_forked(spec: EngineSpec, python: str | None) -> bool:
-    """Says whether an engine is forked: where fork servers are kept. Nobody has tried what imports of
-    third-party engines do with a GPU before a fork, so of these only those on CPUs are.
-    """
-    return are_kept() and python is None and (spec.engine in OWN or spec.device == "cpu")
-
-
 def check_engine(
     engine: str, options: Mapping[str, Any], *, device: str, sleep: bool = False, python: str | None = None
 ) -> None:
@@ -116,7 +63,7 @@ def check_engine(
     its environment, to say what that has. sleep: whether the engine will be asked for that.
     """
     if engine in CLASSES:
-        _third_party(engine, python).check(options, device, sleep=sleep)
+        third_party(engine, python).check(options, device, sleep=sleep)
         return
     if engine not in OWN:
         known = ", ".join([*OWN, *CLASSES])
@@ -126,7 +73,7 @@ def check_engine(
 def check_engine_model(engine: str, model_config: Any, device: str) -> None:
     """Raises ConfigError for a model that a third-party engine is not known to serve as it is."""
     if engine in CLASSES:
-        _third_party(engine).check_model(model_config, device)
+        third_party(engine).check_model(model_config, device)
 
 
 def check_engine_adapters(engine: str, adapters: AdapterSet, model_config: Any) -> None:
@@ -135,29 +82,10 @@ def check_engine_adapters(engine: str, adapters: AdapterSet, model_config: Any) 
     """
     if engine in CLASSES:
         modules = [one.module for one in adapters.by_weight.values()]
-        _third_party(engine).check_adapters(adapters.rank, modules, model_config)
+        third_party(engine).check_adapters(adapters.rank, modules, model_config)
 
 
-def visible_devices(spec: EngineSpec, visible: str | None) -> tuple[EngineSpec, dict[str, str]]:
-    """Says what an engine's process sees of this process's GPUs: its `tensor_parallel` ones from spec.device
-    on, numbered from 0. visible: CUDA_VISIBLE_DEVICES here. Returns the process's spec and variables.
-
-    Raises ConfigError when this process does not see them all.
-    """
-    kind, _, index = spec.device.partition(":")
-    if kind != "cuda":
-        return spec, {}
-    first, count = int(index or 0), spec.tensor_parallel
-    here = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
-    if first + count > len(here):
-        raise ConfigError(
-            f"rollout.engine.tensor_parallel={count} from {spec.device} on, but this process sees "
-            f"{len(here)} GPUs ({', '.join(here)})"
-        )
-    own = {"CUDA_VISIBLE_DEVICES": ",".join(here[first : first + count])}
-    return dataclasses.replace(spec, device="cuda:0"), own
-
-
-def _third_party(engine: str, python: str | None = None) -> ThirdParty:
+def third_party(engine: str, python: str | None = None) -> ThirdParty:
+    """Returns what is known of an engine before it is built. python: of the environment that it is in."""
     known: ThirdParty = importlib.import_module(f"rondo.rollout.{engine}.options").ENGINE
     return known if python is None else type(known)(python)

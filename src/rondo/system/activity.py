@@ -30,7 +30,12 @@ _FILES = f"{_COLLECTIVES}checkpoint{os.sep}"
 _OPERATORS = (f"{os.sep}torch{os.sep}_ops.py", f"{os.sep}torch{os.sep}_library{os.sep}")
 _WAITS = f"{_COLLECTIVES}_functional_collectives.py"
 # Where threads of pools and links are that wait for work.
-_IDLE = {("thread.py", "_worker"), ("link.py", "_write"), ("frames.py", "_exactly"), ("process.py", "_watch")}
+_IDLE = {
+    ("thread.py", "_worker"),
+    ("actor.py", "_write"),
+    ("frames.py", "_exactly"),
+    ("process.py", "_watch"),
+}
 # How the stacks of threads and programs begin.
 _BEGINNINGS = {"<frozen runpy>", "forkserver.py", "guard.py", "threading.py", "thread.py"}
 

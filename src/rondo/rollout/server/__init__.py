@@ -1,9 +1,8 @@
 """An engine in its own process.
 
-client.EngineProcess (host) ══ one socket pair, frames of wire ══ child.Server (engine's process)
-process.ChildProcess ── starts and watches ── guard.py ── starts, and ends with all its children ── the engine
+client.EngineProcess (host) ══ calls, replies and the tokens of `wire` ══ child.Server (engine's process)
 """
 
-from rondo.rollout.server.client import EngineProcess
+from rondo.rollout.server.client import EngineProcess, start_engine
 
-__all__ = ["EngineProcess"]
+__all__ = ["EngineProcess", "start_engine"]

@@ -11,7 +11,9 @@ elsewhere (`ReplicaLostError.partial`).
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -22,20 +24,25 @@ from typing import Any
 
 import torch
 
-from rondo.core.errors import ReplicaLostError, RolloutError, RondoError, WeightSyncError
+from rondo.core.errors import ConfigError, ReplicaLostError, RolloutError, RondoError, WeightSyncError
 from rondo.core.types import Completion, GenerateRequest, StepStats
+from rondo.rollout.build import CLASSES, OWN, third_party
+from rondo.rollout.interpreter import environment_of, interpreter
 from rondo.rollout.protocol import WASTED_TOKENS, Capabilities, EngineSpec, OnTokens
 from rondo.rollout.requests import Pending, deliver
+from rondo.rollout.server.child import Server
 from rondo.rollout.server.wire import Done, Ready, Tokens
 from rondo.system.activity import Activity, progress
-from rondo.system.child import Answer, CallFailedError, Child, ProcessLostError
-from rondo.system.forkserver import fork_server
+from rondo.system.actor import Answer, CallFailedError, ProcessLostError, spawn
+from rondo.system.forkserver import are_kept, fork_server
+from rondo.system.process import import_path
 from rondo.weights.bucket import BucketWriter, Confirmation, SharedBucket
 
 START_SECONDS = 900.0  # an engine may have to compile
 ANSWER_SECONDS = 600.0  # an operation that takes longer hangs
 GRACE_SECONDS = 5.0  # how far over its deadline a request may be before the host ends it by itself
-COMMAND = "rondo.rollout.server.child"
+# Modules of third-party engines that take long to import.
+IMPORTS = {"vllm": ("rondo.rollout.vllm.core",), "sglang": ("rondo.rollout.sglang.engine",)}
 _log = logging.getLogger(__name__)
 
 
@@ -92,14 +99,16 @@ class EngineProcess:
         self._bucket_writer: BucketWriter | None = None
         # Since the last `stats`, of calls that were cancelled.
         self._wasted_tokens = 0
-        # Generate calls that wait, by the number of the call; the threads share them under the lock.
+        # Generate calls that wait, by their keys; the threads share them under the lock.
         self._lock = threading.Lock()
         self._streams: dict[int, _Stream] = {}
-        self._forkserver = None if preload is None else fork_server([COMMAND, *preload], environment)
+        self._keys = itertools.count()
+        modules = None if preload is None else [Server.__module__, *preload]
+        self._forkserver = None if modules is None else fork_server(modules, environment)
         who = f"the rollout engine's process {name} ({spec.engine})"
-        start = partial(Child, who, [COMMAND], environment)
+        start = partial(spawn, Server, who, environment, take=self._take)
         try:
-            self._child = start(take=self._take, forkserver=self._forkserver, python=python)
+            self._child = start(forkserver=self._forkserver, python=python)
         except OSError as error:
             self._give_back()
             raise RolloutError(f"{who} cannot be started: {error}") from error
@@ -110,7 +119,8 @@ class EngineProcess:
     def _built(self, spec: EngineSpec, seconds: float) -> Ready:
         try:
             with _errors_of_rondo(), Activity(f"starting {self._child.who}", bound=False):
-                ready: Ready = self._child.call("build", spec).result(seconds)
+                self._child.begin(spec).result(seconds)
+                ready: Ready = self._child.call("ready").result(seconds)
         except BaseException as error:
             self._child.kill()
             self._give_back()
@@ -149,7 +159,7 @@ class EngineProcess:
 
     def pulse(self) -> Answer:
         """Asks for an `activity.Pulse` of its process, with all stacks. Raises ProcessLostError."""
-        return self._child.call("pulse", True)
+        return self._child.pulse(stacks=True)
 
     def when_lost(self, tell: Callable[[str], None]) -> None:
         """Has `tell(why)` called once, on some thread, when the process dies (at once, if it is dead), but
@@ -169,27 +179,27 @@ class EngineProcess:
         """Does as `RolloutEngine.generate`. A request that the engine leaves unanswered is ended here, a few
         seconds after its deadline.
         """
-        stream = _Stream(request, on_tokens)
+        stream, key = _Stream(request, on_tokens), next(self._keys)
+        with self._lock:
+            self._streams[key] = stream
+        timer = None
         try:
-            with self._lock:  # its tokens are not read before it is among the streams
-                answer = self._child.call("generate", request)
-                self._streams[answer.number] = stream
+            answer = self._child.call("generate", key, request)
+            answer.add_done_callback(partial(_settle, stream))
+            if request.deadline_seconds is not None:
+                seconds = request.deadline_seconds + GRACE_SECONDS
+                timer = stream.loop.call_later(seconds, self._give_up, stream)
+            try:
+                return await stream.future
+            except asyncio.CancelledError:
+                answer.drop()
+                self._wasted_tokens += len(stream.completion("cancelled").token_ids)
+                raise
         except ProcessLostError as error:
             raise ReplicaLostError(str(error), request.prefix, error.tail) from error
-        answer.add_done_callback(partial(_settle, stream))
-        timer = None
-        if request.deadline_seconds is not None:
-            seconds = request.deadline_seconds + GRACE_SECONDS
-            timer = stream.loop.call_later(seconds, self._give_up, stream)
-        try:
-            return await stream.future
-        except asyncio.CancelledError:
-            self._child.drop(answer)
-            self._wasted_tokens += len(stream.completion("cancelled").token_ids)
-            raise
         finally:
             with self._lock:
-                del self._streams[answer.number]
+                del self._streams[key]
             if timer is not None:
                 timer.cancel()
 
@@ -307,9 +317,7 @@ class EngineProcess:
         """Hands one frame's new tokens to the event loops of those who wait; on the reading thread."""
         progress()
         with self._lock:
-            parts = [
-                (self._streams.get(number), part) for record in records for number, part in record.parts()
-            ]
+            parts = [(self._streams.get(key), part) for record in records for key, part in record.parts()]
         deliver((stream, part, None) for stream, part in parts if stream is not None)
 
 
@@ -341,3 +349,64 @@ def _errors_of_rondo() -> Iterator[None]:
         if error.closed:
             raise RolloutError(str(error)) from error
         raise ReplicaLostError(str(error), last_lines=error.tail) from error
+
+
+def start_engine(
+    spec: EngineSpec,
+    *,
+    name: str = "0",
+    bucket_bytes: int = 256 << 20,
+    accelerators: Sequence[str] = (),
+) -> EngineProcess:
+    """Starts the engine of `spec` in a process of its own; returns when it is ready. Raises ConfigError or
+    RolloutError with the engine's own message.
+
+    accelerators: the GPUs that it may use, as CUDA_VISIBLE_DEVICES has them; (): those of this process from
+    spec.device on.
+    """
+    if accelerators:  # the first of them is its first, whatever number that one has in this process
+        spec = replace(spec, device=spec.device.partition(":")[0])
+    spec, devices = visible_devices(spec, ",".join(accelerators) or os.environ.get("CUDA_VISIBLE_DEVICES"))
+    own = {"OMP_NUM_THREADS": str(spec.threads)}
+    if spec.engine in CLASSES:
+        own = third_party(spec.engine).environment(spec)
+    python, environment = None, {**os.environ, "PYTHONPATH": import_path()}
+    if spec.python is not None:  # there, the engine is one of this environment
+        python, environment = interpreter(spec.python).executable, environment_of(spec.python)
+        spec = replace(spec, python=None)
+    environment |= {**own, **devices}
+    return EngineProcess(
+        spec,
+        environment,
+        name=name,
+        bucket_bytes=bucket_bytes,
+        python=python,
+        preload=IMPORTS.get(spec.engine, ()) if _is_forked(spec, python) else None,
+    )
+
+
+def _is_forked(spec: EngineSpec, python: str | None) -> bool:
+    """Says whether an engine is forked: where fork servers are kept. Nobody has tried what imports of
+    third-party engines do with a GPU before a fork, so of these only those on CPUs are.
+    """
+    return are_kept() and python is None and (spec.engine in OWN or spec.device == "cpu")
+
+
+def visible_devices(spec: EngineSpec, visible: str | None) -> tuple[EngineSpec, dict[str, str]]:
+    """Says what an engine's process sees of this process's GPUs: its `tensor_parallel` ones from spec.device
+    on, numbered from 0. visible: CUDA_VISIBLE_DEVICES here. Returns the process's spec and variables.
+
+    Raises ConfigError when this process does not see them all.
+    """
+    kind, _, index = spec.device.partition(":")
+    if kind != "cuda":
+        return spec, {}
+    first, count = int(index or 0), spec.tensor_parallel
+    here = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
+    if first + count > len(here):
+        raise ConfigError(
+            f"rollout.engine.tensor_parallel={count} from {spec.device} on, but this process sees "
+            f"{len(here)} GPUs ({', '.join(here)})"
+        )
+    own = {"CUDA_VISIBLE_DEVICES": ",".join(here[first : first + count])}
+    return replace(spec, device="cuda:0"), own

@@ -1,7 +1,7 @@
-"""What travels between an engine's process and its host, besides calls and replies (`system.link`).
+"""What travels between an engine's process and its host, besides calls and replies (`system.actor`).
 
-host → engine   Call: build, generate and the rest (`child.Server`)
-engine → host   Reply (of build, a Ready; of generate, a Done) | Tokens (of many generate calls)
+host → engine   Call: generate and the rest (`child.Server`)
+engine → host   Reply (of ready, a Ready; of generate, a Done) | Tokens (of many generate calls)
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class Ready:
 
 @dataclass(frozen=True)
 class Tokens:
-    """New tokens of several generate calls, one after the other. numbers: of the calls; lengths int64 [R];
+    """New tokens of several generate calls, one after the other. keys: of the calls; lengths int64 [R];
     token_ids int32 [T], log_probs float32 [T], policy_versions int32 [T].
     """
 
-    numbers: tuple[int, ...]
+    keys: tuple[int, ...]
     lengths: np.ndarray
     token_ids: np.ndarray
     log_probs: np.ndarray
@@ -50,12 +50,12 @@ class Tokens:
         )
 
     def parts(self) -> Iterator[tuple[int, Completion]]:
-        """(number of the call, its new tokens; nothing else of the completions is said)."""
+        """(key of the call, its new tokens; nothing else of the completions is said)."""
         nothing = np.empty(0, np.int32)
         every = Completion("", nothing, self.token_ids, self.log_probs, self.policy_versions, "length")
         start = 0
-        for number, length in zip(self.numbers, self.lengths.tolist(), strict=True):
-            yield number, every.part(start, start + length)
+        for key, length in zip(self.keys, self.lengths.tolist(), strict=True):
+            yield key, every.part(start, start + length)
             start += length
 
 
