@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rondo.agents.record import rows_of
-from rondo.core.types import Call, Completion, Row, Turn
+from rondo.core.types import Completion, PolicyCall, Row, Turn
 
 
 def call(
     prompt: list[int], made: list[int], inserted: str = "tool", version: int = 0, **more: object
-) -> Call:
+) -> PolicyCall:
     completion = Completion(
         "r",
         np.array(prompt, np.int32),
@@ -21,7 +21,7 @@ def call(
         np.full(len(made), version, np.int32),
         "stop",
     )
-    return Call(completion, inserted, **more)  # type: ignore[arg-type]
+    return PolicyCall(completion, inserted, **more)  # type: ignore[arg-type]
 
 
 def plain(row: Row) -> tuple[list[int], list[int], list[int], list[float], list[int]]:
@@ -97,11 +97,11 @@ ids = st.lists(st.integers(0, 3), min_size=1, max_size=4)
 
 
 @st.composite
-def episodes(draw: st.DrawFn) -> list[Call]:
+def episodes(draw: st.DrawFn) -> list[PolicyCall]:
     """Calls that go on from any earlier one, from the middle of one, or from nothing; few tokens, so that
     prefixes meet by accident, too.
     """
-    calls: list[Call] = []
+    calls: list[PolicyCall] = []
     for number in range(draw(st.integers(1, 8))):
         prompt = draw(ids)
         if calls and draw(st.booleans()):
@@ -114,7 +114,7 @@ def episodes(draw: st.DrawFn) -> list[Call]:
 
 
 @given(episodes())
-def test_every_sampled_token_is_trained_on_once_behind_what_the_engine_had(calls: list[Call]) -> None:
+def test_every_sampled_token_is_trained_on_once_behind_what_the_engine_had(calls: list[PolicyCall]) -> None:
     wanted = []
     for one in calls:
         made = one.completion

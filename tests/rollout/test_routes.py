@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from rondo.agents.record import rows_of
 from rondo.core.columns import PROMPT_ROUTED, ROUTED
 from rondo.core.errors import ConfigError
-from rondo.core.types import Call, Completion, Prompt, RouteShape, Trajectory
+from rondo.core.types import Completion, PolicyCall, Prompt, RouteShape, Trajectory
 from rondo.data.rows import rows_from_trajectories
 from rondo.models.routers import RouteRecorder
 from rondo.models.source import ModelSource
@@ -179,29 +179,29 @@ def numbered(*numbers: int) -> np.ndarray:
     return np.repeat(np.array(numbers, np.uint8)[:, None], 4, 1)
 
 
-ROWS: list[tuple[Callable[[], list[Call]], list[int], list[int]]] = [
+ROWS: list[tuple[Callable[[], list[PolicyCall]], list[int], list[int]]] = [
     # One call: the prompt's tokens but the last, then where each token was predicted.
-    (lambda: [Call(completion([1, 2, 3], [4, 5], numbered(10, 11, 12, 13)))], [10, 11], [12, 13]),
+    (lambda: [PolicyCall(completion([1, 2, 3], [4, 5], numbered(10, 11, 12, 13)))], [10, 11], [12, 13]),
     # The second call goes on from the first, behind what a tool wrote (6): 14 is where the first call's last
     # token was read, 20 where 6 was; what the first call said of its own tokens stays.
     (
         lambda: [
-            Call(completion([1, 2], [3, 4], numbered(10, 11, 12))),
-            Call(completion([1, 2, 3, 4, 6], [7], numbered(90, 91, 92, 14, 20))),
+            PolicyCall(completion([1, 2], [3, 4], numbered(10, 11, 12))),
+            PolicyCall(completion([1, 2, 3, 4, 6], [7], numbered(90, 91, 92, 14, 20))),
         ],
         [10],
         [11, 12, 14, 20],
     ),
     # Nothing is known of the first call.
-    (lambda: [Call(completion([1, 2], [3, 4], None))], [255], [255, 255]),
+    (lambda: [PolicyCall(completion([1, 2], [3, 4], None))], [255], [255, 255]),
     # Of its end nothing is known.
-    (lambda: [Call(completion([1, 2], [3, 4], numbered(10)))], [10], [255, 255]),
+    (lambda: [PolicyCall(completion([1, 2], [3, 4], numbered(10)))], [10], [255, 255]),
 ]
 
 
 @pytest.mark.parametrize(("calls", "before", "after"), ROWS)
 def test_rows_have_the_routes_of_their_calls(
-    calls: Callable[[], list[Call]], before: list[int], after: list[int]
+    calls: Callable[[], list[PolicyCall]], before: list[int], after: list[int]
 ) -> None:
     rows = tuple(rows_of(calls()))
     whole = Trajectory(Prompt(0, "p", "s", rows[0].prompt_ids), "t", 0, rows, reward=1.0)

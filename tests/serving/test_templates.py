@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from rondo.agents.record import rows_of
 from rondo.chat import encode_piece, render, stop_token_ids
 from rondo.core.errors import DataError
-from rondo.core.types import Call, Completion, GenerateRequest, SamplingParams
+from rondo.core.types import Completion, GenerateRequest, PolicyCall, SamplingParams
 from rondo.recipes.quickstart import CHAT_TEMPLATE, tokenizer
 from rondo.serving import ApiError, Endpoint, Session, SessionRules, Sessions
 from tests.chat.test_continuation import CALLS_ONLY_TEMPLATE, PLAIN_TEMPLATE
@@ -176,7 +176,7 @@ def check_any_agent(template: str, moves: list[tuple[str, int, int]], seed: int)
         return agent
 
     agent = asyncio.run(episode())
-    rows = rows_of(Call(call.completion, call.inserted) for call in agent.session.calls)
+    rows = rows_of(PolicyCall(call.completion, call.inserted) for call in agent.session.calls)
     assert sorted(trained(rows)) == sorted(agent.stub.seen)
     return agent
 

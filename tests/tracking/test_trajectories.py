@@ -10,7 +10,7 @@ import pytest
 
 from rondo.agents.record import rows_of
 from rondo.core.errors import DataError
-from rondo.core.types import Call, Completion, Prompt, Trajectory
+from rondo.core.types import Completion, PolicyCall, Prompt, Trajectory
 from rondo.data.rows import rows_from_trajectories
 from rondo.tracking.trajectories import read_trajectories, written
 from tests.trainers.conftest import inline
@@ -19,7 +19,7 @@ from tests.trainers.conftest import inline
 def trajectory(number: int, prompt: str, tokens: tuple[int, ...] = (3,), **changes: Any) -> Trajectory:
     asked = Prompt(number, f"train/0/{number}", "train", np.array([1], np.int32), {"prompt": prompt})
     calls = [
-        Call(
+        PolicyCall(
             Completion(
                 "r",
                 np.array([10 * step], np.int32),

@@ -24,7 +24,7 @@ from rondo.config.schema import (
 from rondo.controller import Cluster, start_cluster
 from rondo.core.batch import ROW_ID, Batch, BatchRef, ragged_rows
 from rondo.core.errors import DataError, TrainError
-from rondo.core.types import Call, Completion, Prompt, StepStats, Trajectory
+from rondo.core.types import Completion, PolicyCall, Prompt, StepStats, Trajectory
 from rondo.data import firsts, is_cut_off, lasts, trajectory_of_rows
 from rondo.data.rows import rows_from_trajectories
 from rondo.trainers.loop.buffer import Group, failures, group_filter
@@ -44,7 +44,7 @@ FINISH = [["stop", "length"], ["stop"], ["stop", "stop", "stop"], ["length"]]
 def trajectory(number: int, **changes: Any) -> Trajectory:
     prompt = Prompt(number // 2, f"train/0/{number // 2}", "train", np.array([9], np.int32))
     calls = [
-        Call(
+        PolicyCall(
             Completion(
                 "r",
                 np.array([10 * number + step], np.int32),

@@ -41,10 +41,10 @@ from rondo.config.schema import FunctionConfig, RolloutConfig
 from rondo.core.errors import ConfigError, EpisodeLostError, did_you_mean
 from rondo.core.types import (
     MAX_ROWS,
-    Call,
     Completion,
     GenerateRequest,
     Outcome,
+    PolicyCall,
     Prompt,
     Row,
     SamplingParams,
@@ -309,7 +309,9 @@ class ExternalAgent:
         """Makes the trajectory of an episode's calls. said, failure: see `_run`."""
         if session.exhausted:  # the episode was cut off at rollout.max_tokens, and the agent was told so
             failure = ""
-        calls = world.calls() if world else [Call(call.completion, call.inserted) for call in session.calls]
+        calls = (
+            world.calls() if world else [PolicyCall(call.completion, call.inserted) for call in session.calls]
+        )
         rows = rows_of(calls)
         if session.exhausted and rows:
             rows[-1] = replace(rows[-1], finish_reason="length")

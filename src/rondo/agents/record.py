@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rondo.core.types import Call, FinishReason, Row, Turn, longer_routes
+from rondo.core.types import FinishReason, PolicyCall, Row, Turn, longer_routes
 
 
-def rows_of(calls: Iterable[Call]) -> list[Row]:
+def rows_of(calls: Iterable[PolicyCall]) -> list[Row]:
     """Returns the rows of an episode's calls, which come in the order in which they ended; the row with the
     last call comes last. Calls for which nothing was sampled are in none.
 
@@ -56,7 +56,7 @@ class _Growing:
     finish_reason: FinishReason = "cancelled"
 
     @classmethod
-    def of(cls, call: Call) -> _Growing:
+    def of(cls, call: PolicyCall) -> _Growing:
         prompt_ids = np.asarray(call.completion.prompt_ids, np.int32)
         return cls(prompt_ids, len(prompt_ids))
 
@@ -65,7 +65,7 @@ class _Growing:
         length = len(self.ids)
         return length <= len(prompt_ids) and np.array_equal(self.ids, prompt_ids[:length])
 
-    def insert(self, call: Call) -> None:
+    def insert(self, call: PolicyCall) -> None:
         """Adds what others wrote since: no version of the policy (-1) made it."""
         new = call.completion.prompt_ids[len(self.ids) :]
         n = len(new)
@@ -74,7 +74,7 @@ class _Growing:
             stop = len(self.ids) - self.prompt_length
             self.turns.append(Turn(call.inserted, stop - n, stop))
 
-    def add(self, call: Call) -> None:
+    def add(self, call: PolicyCall) -> None:
         made = call.completion
         n = len(made.token_ids)
         self._extend(made.token_ids, np.ones(n), made.log_probs, made.policy_versions)

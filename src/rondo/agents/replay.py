@@ -27,7 +27,7 @@ from rondo.agents.runner import AgentLoop, Generate, TrajectoryScorer
 from rondo.core.batch import Batch
 from rondo.core.columns import PROMPT_ROUTED, ROUTED, declared
 from rondo.core.errors import RefusedRequestError
-from rondo.core.types import Call, Completion, GenerateRequest, Prompt, Row, Trajectory
+from rondo.core.types import Completion, GenerateRequest, PolicyCall, Prompt, Row, Trajectory
 
 # What time may decide, or the death of a process: a deadline, a timeout of a scorer, tool or environment.
 IMPOSED = ("reward_timeout", "rollout_error", "tool_error", "environment_error")
@@ -90,7 +90,9 @@ def pieces(
             prompt=prompt,
             trajectory_id=f"train/{prompt.prompt_id}/{sample_index}",
             sample_index=sample_index,
-            rows=tuple(row for one in made for row in rows_of([Call(one)]) or [Row.empty(one.prompt_ids)]),
+            rows=tuple(
+                row for one in made for row in rows_of([PolicyCall(one)]) or [Row.empty(one.prompt_ids)]
+            ),
         )
 
     return run

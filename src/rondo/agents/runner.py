@@ -15,9 +15,9 @@ import numpy as np
 from rondo.agents.record import rows_of
 from rondo.core.errors import DeadlyRequestError, EpisodeLostError, RolloutError
 from rondo.core.types import (
-    Call,
     Completion,
     GenerateRequest,
+    PolicyCall,
     Prompt,
     Row,
     SamplingParams,
@@ -79,7 +79,7 @@ async def single_turn(
         failure = f"{length} tokens after rollout.deadline_seconds = {deadline_seconds}"
     elif length == 0:
         failure = f"no token was generated ({completion.finish_reason})"
-    rows = rows_of([Call(completion)]) or [Row.empty(prompt.token_ids, completion.finish_reason)]
+    rows = rows_of([PolicyCall(completion)]) or [Row.empty(prompt.token_ids, completion.finish_reason)]
     return Trajectory(
         prompt=prompt,
         trajectory_id=trajectory_id,

@@ -15,7 +15,7 @@ from typing import Any, NoReturn, TypeVar
 
 from rondo.agents.places import Place, Threads, Workers
 from rondo.core.errors import ConfigError, EnvironmentFailedError, EpisodeLostError, RondoError
-from rondo.core.types import Call, Prompt, StepStats, TurnFlag, request_seed
+from rondo.core.types import PolicyCall, Prompt, StepStats, TurnFlag, request_seed
 from rondo.environments import Observation, StepResult
 from rondo.environments.played import Shown
 from rondo.environments.registry import EnvironmentChoice
@@ -165,7 +165,7 @@ class World:
                 self._is_seated = False
                 self._seats.release()
 
-    def calls(self) -> list[Call]:
+    def calls(self) -> list[PolicyCall]:
         """Returns the policy's calls with what they were credited with. What was put between the answers is
         the environment's. What is to be seen after the last step is in no call's prompt, and noted.
         """
@@ -176,7 +176,7 @@ class World:
                 last, notes=(*last.notes, f"[environment] {self._seen.text}")
             )
         return [
-            Call(
+            PolicyCall(
                 call.completion,
                 "environment" if call.inserted == "user" else call.inserted,
                 credit.reward,

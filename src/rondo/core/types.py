@@ -200,7 +200,7 @@ class Completion:
 
 
 @dataclass(frozen=True)
-class Call:
+class PolicyCall:
     """One call of the policy by an agent: what the engine got and what it made of that.
 
     inserted: who wrote what stands in the prompt behind the context so far. reward, anchor, flags, note,
@@ -305,7 +305,7 @@ class Trajectory:
     """The response as scorers read it; of an agent, what it returned."""
     transcripts: tuple[str, ...] = ()
     """Of an agent's episode, for each row: the text of its turns, behind who wrote it."""
-    calls: tuple[Call, ...] = ()
+    calls: tuple[PolicyCall, ...] = ()
     """Of an agent: what its rows were made of, in the order in which they ended."""
     tool_results: tuple[ToolResult, ...] = ()
     """Of `rollout.tools`, in the order of the calls; without calls that came to nothing."""
