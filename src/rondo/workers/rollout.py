@@ -19,8 +19,7 @@ from rondo.agents.runner import AgentLoop, EpisodeRunner, TrajectoryScorer, sing
 from rondo.agents.tools import load_tools, prepare_tools
 from rondo.agents.worlds import Worlds
 from rondo.chat import decode
-from rondo.config.functions import called_with
-from rondo.config.schema import LoraConfig, RewardConfig, RolloutConfig
+from rondo.config.schema import RewardConfig, RolloutConfig
 from rondo.controller import Worker, WorkerContext, dispatch
 from rondo.core.batch import ROW_ID, Batch
 from rondo.core.columns import GREEDY_REWARD, ROUTES, SCORE
@@ -38,9 +37,7 @@ from rondo.data.rows import prompt_text, rows_from_trajectories
 from rondo.environments.registry import load_environments
 from rondo.models import load_tokenizer
 from rondo.models.loading import model_on_meta
-from rondo.models.lora import adapter_set
 from rondo.models.routers import routers_of, shape_of_routes
-from rondo.models.source import ModelSource, TokenizerSource
 from rondo.planning.placement import Phase
 from rondo.rewards import Scorer
 from rondo.rewards.answers import final_answer
@@ -64,53 +61,26 @@ def runs_in_own_process(rollout: RolloutConfig) -> bool:
 
 
 class RolloutWorker(ReceivesWeights, Worker):
-    """share: the storage of weights_from's engine is used in place (one rank, same process). adapters: those
-    that come by themselves, beside a base (which is what is shared then); versions: how many at a time.
-    routes: rows have those of the mixture that this is.
+    """spec: of its engines, on this worker's device. share: the storage of the actor's engine is used in
+    place (one rank, same process): the weights, or, where adapters come by themselves, their base.
     """
 
     def __init__(
         self,
         context: WorkerContext,
         *,
-        source: ModelSource,
-        tokenizer: TokenizerSource,
+        spec: EngineSpec,
         rollout: RolloutConfig,
         reward: RewardConfig,
-        dtype: str,
-        max_context: int,
-        run_seed: int,
-        threads: int,
-        weights_from: str = "actor",
         share: bool = False,
-        adapters: LoraConfig | None = None,
-        versions: int = 1,
-        routes: bool = False,
     ) -> None:
         super().__init__(context)
-        self._weights_from = weights_from
-        self._share = share and adapters is None
+        self._spec = spec = dataclasses.replace(spec, device=context.device)
+        self._share = share and spec.adapters is None
         self._sleep = rollout.sleep
         self._bucket_bytes = rollout.bucket_bytes
-        self._dtype = dtype
-        spec = EngineSpec(
-            engine=rollout.engine.name,
-            source=source,
-            tokenizer=tokenizer,
-            dtype=dtype,
-            device=context.device,
-            max_context=max_context,
-            max_concurrent=rollout.max_concurrent,
-            threads=threads,
-            tensor_parallel=rollout.engine.tensor_parallel,
-            seed=run_seed,
-            options=called_with(rollout.engine.options, "rollout.engine"),
-            python=rollout.engine.python,
-            adapters=None if adapters is None else adapter_set(source, adapters, versions),
-            routes=routes,
-        )
-        self._routes = shape_of_routes(routers_of(model_on_meta(source))) if routes else None
-        trainer: Any = context.peers[weights_from] if share else None  # for all, or the base
+        self._routes = shape_of_routes(routers_of(model_on_meta(spec.source))) if spec.routes else None
+        trainer: Any = context.peers["actor"] if share else None
         self.replicas = Replicas(
             spec,
             count=rollout.replicas,
@@ -119,9 +89,9 @@ class RolloutWorker(ReceivesWeights, Worker):
             parameters=trainer.engine.parameters_in_place() if trainer is not None else None,
             accelerators=context.accelerators,
         )
-        self._run_seed = run_seed
-        self._tokenizer = load_tokenizer(tokenizer)
-        self.scorer = Scorer(reward, seed=run_seed) if reward.functions else None
+        assert spec.tokenizer is not None
+        self._tokenizer = load_tokenizer(spec.tokenizer)
+        self.scorer = Scorer(reward, seed=spec.seed) if reward.functions else None
         self._scores: Scorer | Unscored = self.scorer or Unscored()
         self._score_columns = {SCORE(name): name for name in self._scores.names}
         chosen, tools = agent_of(rollout), load_tools(rollout.tools)
@@ -134,7 +104,7 @@ class RolloutWorker(ReceivesWeights, Worker):
             ExternalAgent(
                 chosen,
                 self._tokenizer,
-                max_context=max_context,
+                max_context=spec.max_context,
                 tools=tools,
                 worlds=worlds,
                 on_full=rollout.on_full,
@@ -157,7 +127,7 @@ class RolloutWorker(ReceivesWeights, Worker):
             first if urgent else self.replicas.router.generate,
             scorer,
             lambda ids: decode(self._tokenizer, ids),
-            run_seed=self._run_seed,
+            run_seed=self._spec.seed,
             agent=agent,
         )
 
@@ -167,7 +137,7 @@ class RolloutWorker(ReceivesWeights, Worker):
 
         One that dies meanwhile is left out, and wants weights (`wants_weights`, `restarted`).
         """
-        trainer: Any = self.context.peers[self._weights_from].engine  # type: ignore[attr-defined]
+        trainer: Any = self.context.peers["actor"].engine  # type: ignore[attr-defined]
         if self._share:
             (engine,) = self.replicas.router.engines().values()
             assert isinstance(engine, InProcessEngine)
@@ -180,7 +150,7 @@ class RolloutWorker(ReceivesWeights, Worker):
             self.replicas.sink(what),
             version,
             self._bucket_bytes,
-            dtype=self._dtype,
+            dtype=self._spec.dtype,
             processes=self.replicas.num_processes,
         )
         self.replicas.loaded(version)

@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 
 from rondo.config import Config, LoadedConfig
-from rondo.config.functions import called_with
 from rondo.core.errors import ConfigError
 from rondo.models import STRETCH, build_model, check_positions, load_model_config, longest_context
 from rondo.models.names import persistent_buffers
@@ -29,12 +28,11 @@ from rondo.trainers.commands.recipe import changed_keys, located
 from rondo.trainers.loop import Mender
 from rondo.trainers.program import (
     complete_model,
+    engine_spec,
     model_source,
     open_tokenizer,
-    rollout_dtype,
     sampling_params,
     settled,
-    tokenizer_source,
 )
 from rondo.workers import Replicas, runs_in_own_process
 
@@ -178,24 +176,12 @@ def _check(config: Config, asked: Asked) -> None:
 
 
 def _spec(config: Config, max_context: int) -> EngineSpec:
-    rollout, engine, device = config.rollout, config.rollout.engine, engine_device(config)
+    engine, device = config.rollout.engine, engine_device(config)
     if device != "cpu" and not torch.cuda.is_available():
         raise ConfigError("cluster.device=cuda, but torch sees no CUDA device here: set cluster.device=cpu")
     check_engine(engine.name, engine.options, device=device, python=engine.python)
-    return EngineSpec(
-        engine=engine.name,
-        source=model_source(config),
-        tokenizer=tokenizer_source(config),
-        dtype=rollout_dtype(config),
-        device=device,
-        max_context=max_context,
-        max_concurrent=rollout.max_concurrent,
-        threads=config.cluster.threads or max(1, (os.cpu_count() or 1) // rollout.replicas),
-        tensor_parallel=engine.tensor_parallel,
-        seed=config.trainer.seed,
-        options=called_with(engine.options, "rollout.engine"),
-        python=engine.python,
-    )
+    threads = config.cluster.threads or max(1, (os.cpu_count() or 1) // config.rollout.replicas)
+    return engine_spec(config, device, threads, max_context)
 
 
 async def _serve(

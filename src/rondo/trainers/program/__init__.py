@@ -31,6 +31,7 @@ from rondo.trainers.program.roles import (
     create_model,
     create_rollout,
     engine_of,
+    engine_spec,
     mesh_of,
     model_source,
     on_one_pool,

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rondo.config import Config, FrozenEngineConfig, OptimizerConfig, ParallelConfig, RewardModelConfig
+from rondo.config.functions import called_with
 from rondo.controller import Cluster, Mesh, Worker, WorkerGroup
 from rondo.core.errors import ConfigError, DataError
 from rondo.core.roles import REWARD_MODEL, ROLES, ROLLOUT, Role
@@ -21,8 +22,10 @@ from rondo.models import (
     load_model_config,
     longest_context,
 )
+from rondo.models.lora import adapter_set
 from rondo.models.value_head import FILE as VALUE_HEAD_FILE
 from rondo.planning import Placement, SameDevices, plan_placement
+from rondo.rollout import EngineSpec
 from rondo.system.hub import copy_of, local_folder
 from rondo.training import Loss
 from rondo.training.torch_backend.axes import check_axes, exchanges_tokens
@@ -330,30 +333,42 @@ async def create_rollout(
             f"rollout.engine.tensor_parallel={size} on the devices {tuple(devices)}: each engine takes "
             f"{size} with consecutive numbers; name others, or lower it"
         )
+    longest = config.data.max_prompt_tokens + config.rollout.max_tokens
+    spec = engine_spec(config, cluster.device, cluster.threads, longest)
     lora = config.actor.lora
-    adapters = None
     if lora is not None and lora.send == "adapters":
-        adapters = dataclasses.replace(lora, path=None)  # which modules have one, not their numbers
+        chosen = dataclasses.replace(lora, path=None)  # which modules have one, not their numbers
+        # One for each version that an answer in flight may have begun with.
+        versions = config.trainer.max_staleness + 1
+        spec = dataclasses.replace(spec, adapters=adapter_set(spec.source, chosen, versions))
+    spec = dataclasses.replace(spec, routes=config.actor.router.replay == "sampler")
     return await cluster.create_group(
         ROLLOUT,
         worker_class(ROLES[ROLLOUT]),
         devices=placement_of(config).devices("rollout") if devices is None else tuple(devices)[::size],
         devices_per_rank=size,
-        kwargs={
-            "source": model_source(config),
-            "tokenizer": tokenizer_source(config),
-            "rollout": config.rollout,
-            "reward": config.reward,
-            "dtype": rollout_dtype(config),
-            "max_context": config.data.max_prompt_tokens + config.rollout.max_tokens,
-            "run_seed": config.trainer.seed,
-            "threads": cluster.threads,
-            "share": share,
-            "adapters": adapters,
-            # One for each version that an answer in flight may have begun with.
-            "versions": config.trainer.max_staleness + 1,
-            "routes": config.actor.router.replay == "sampler",
-        },
+        kwargs={"spec": spec, "rollout": config.rollout, "reward": config.reward, "share": share},
+    )
+
+
+def engine_spec(config: Config, device: str, threads: int, max_context: int) -> EngineSpec:
+    """Says how to build the generation engines of a settled configuration, whose weights come merged. device:
+    of the first, as each worker knows better. max_context: prompt and response tokens of a request.
+    """
+    rollout, engine = config.rollout, config.rollout.engine
+    return EngineSpec(
+        engine=engine.name,
+        source=model_source(config),
+        tokenizer=tokenizer_source(config),
+        dtype=rollout_dtype(config),
+        device=device,
+        max_context=max_context,
+        max_concurrent=rollout.max_concurrent,
+        threads=threads,
+        tensor_parallel=engine.tensor_parallel,
+        seed=config.trainer.seed,
+        options=called_with(engine.options, "rollout.engine"),
+        python=engine.python,
     )
 
 
