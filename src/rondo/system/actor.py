@@ -342,6 +342,7 @@ def spawn(
     a frame's records at once and before the replies of that frame, on the reading thread. log: a file for
     what it prints. python: another environment's interpreter. Raises OSError, StorageError.
     """
+    assert actor.__module__ != "__main__", "its process could not import it"
     connection, theirs = socket.socketpair()
     command = ["rondo.system.actor_program", f"{actor.__module__}:{actor.__qualname__}"]
     with theirs:
