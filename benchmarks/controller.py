@@ -112,8 +112,6 @@ class Network:
 class SimulatedHandle(RemoteHandle):
     """A host without a process. answer(call, blocks): what its worker returns."""
 
-    gone = ConnectionError
-
     def __init__(self, device: int, meter: Meter, network: Network, answer: Callable[..., Any]) -> None:
         super().__init__(device)
         self._meter, self._network, self._answer = meter, network, answer

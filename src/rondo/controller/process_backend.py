@@ -13,7 +13,6 @@ import asyncio
 import os
 import random
 import resource
-import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -35,7 +34,7 @@ from rondo.core.batch import Batch
 from rondo.core.errors import ConfigError, WorkerError, outage
 from rondo.core.roles import WORKER_MODULES
 from rondo.system.activity import Pulse
-from rondo.system.actor import ActorHandle, Failure, ProcessLostError, spawn
+from rondo.system.actor import ActorHandle, ProcessLostError, spawn
 from rondo.system.forkserver import fork_server
 from rondo.system.frames import SharedObject
 
@@ -62,8 +61,6 @@ class ProcessHost(HostProgram):
 class ProcessHandle(RemoteHandle):
     """Sends calls to one host process."""
 
-    gone = ProcessLostError
-
     def __init__(self, device: int, child: ActorHandle) -> None:
         super().__init__(device)
         self.child = child
@@ -83,11 +80,6 @@ class ProcessHandle(RemoteHandle):
         # A call with a ticket ends in the background: others wait for its turn to be over.
         reply: tuple[bytes, Any] = await (answer if ticket is None else asyncio.wrap_future(answer))
         return reply
-
-    def died(self, error: Exception) -> Failure:
-        """See RemoteHandle.died."""
-        assert isinstance(error, ProcessLostError)
-        return Failure(f"{error}{self.last_words(error.tail)}", at=time.time(), died=True, outage=True)
 
 
 class ProcessCluster(RemoteCluster):

@@ -39,14 +39,14 @@ from rondo.controller.remote import (
 from rondo.core.batch import Batch
 from rondo.core.errors import ConfigError, WorkerError, outage
 from rondo.system.activity import Pulse
-from rondo.system.actor import Failure
+from rondo.system.actor import CallFailedError, Failure, ProcessLostError
 from rondo.system.process import TAIL_LINES, header
 
 _ENVIRONMENT = dict(os.environ)  # importing Ray writes into it
 try:
     import ray
     from ray._private import services
-    from ray.exceptions import RayError
+    from ray.exceptions import RayError, RayTaskError
     from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 except ImportError as error:
@@ -114,8 +114,6 @@ class HostActor(HostProgram):
 class RayHandle(RemoteHandle):
     """Sends calls to one host actor."""
 
-    gone = RayError
-
     def __init__(self, device: int, actor: Any, place: Whereabouts, inline_bytes: int) -> None:
         super().__init__(device)
         self.actor = actor
@@ -130,25 +128,32 @@ class RayHandle(RemoteHandle):
 
     async def ask(self, operation: str, *args: Any) -> Any:
         """See RemoteHandle.ask."""
-        return await getattr(self.actor, operation).remote(*args)
+        with self._errors_of_actors():
+            return await getattr(self.actor, operation).remote(*args)
 
     async def run(self, ticket: int | None, payload: bytes, places: Sequence[Any]) -> tuple[bytes, Any]:
         """See RemoteHandle.run."""
         reply, kept = self.actor.run_on.options(num_returns=2).remote(ticket, payload, *places)
         try:
-            return await reply, kept
+            with self._errors_of_actors():
+                return await reply, kept
         except asyncio.CancelledError:
             if ticket is None and self.broken is None:
                 ray.cancel(reply)
             raise
 
-    def died(self, error: Exception) -> Failure:
-        """See RemoteHandle.died."""
-        first = str(error).strip().partition("\n")[0]
-        where = f"pid {self.place.pid} on {self.place.address}"
-        message = f"its host process ({where}) died or cannot be reached: {type(error).__name__}: {first}"
-        message += self.last_words("" if self.log is None else _tail(self.log))
-        return Failure(message, str(error), at=time.time(), died=True, outage=True)
+    @contextmanager
+    def _errors_of_actors(self) -> Iterator[None]:
+        """Raises what a process of our own would."""
+        try:
+            yield
+        except RayTaskError as error:
+            raise CallFailedError(Failure.of(error.cause)) from error
+        except RayError as error:
+            first = str(error).strip().partition("\n")[0]
+            where = f"pid {self.place.pid} on {self.place.address}"
+            why = f"its host process ({where}) died or cannot be reached: {type(error).__name__}: {first}"
+            raise ProcessLostError(why, "" if self.log is None else _tail(self.log), closed=False) from error
 
 
 class RayPools:

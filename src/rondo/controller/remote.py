@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import cloudpickle
 import torch.distributed as dist
@@ -29,7 +29,7 @@ from rondo.core.errors import WorkerError
 from rondo.system import activity
 from rondo.system.access import is_loopback
 from rondo.system.activity import Activity, Pulse
-from rondo.system.actor import PICKLE_ERRORS, Actor, Failure
+from rondo.system.actor import PICKLE_ERRORS, Actor, Failure, ProcessLostError
 from rondo.system.process import users_path
 from rondo.system.streams import log_to_stderr
 from rondo.system.usage import children_cpu_seconds
@@ -59,37 +59,30 @@ class StoredBlock:
 class RemoteHandle(HostHandle):
     """Sends calls to a host process. A backend says how they travel: `ask` and `run`."""
 
-    # What a backend raises where the process is gone.
-    gone: ClassVar[type[Exception]]
     # Blocks up to this size travel inside the messages.
     inline_bytes = 0
 
     async def ask(self, operation: str, *args: Any) -> Any:
-        """Has the process carry out an operation of HostProgram. Raises `gone`."""
+        """Has the process carry out an operation of HostProgram. Raises ProcessLostError, CallFailedError."""
         raise NotImplementedError
 
     async def run(self, ticket: int | None, payload: bytes, places: Sequence[Any]) -> tuple[bytes, Any]:
         """Has the process run a packed call on the blocks at these places; returns the packed reply and the
-        place of the kept Batch. Cancelling it cancels the call, if that has no ticket. Raises `gone`.
+        place of the kept Batch. Cancelling it cancels the call, if that has no ticket. Raises
+        ProcessLostError.
         """
         raise NotImplementedError
 
-    def died(self, error: Exception) -> Failure:
-        """Returns the failure of a call for which `gone` was raised."""
-        raise NotImplementedError
-
-    def last_words(self, tail: str) -> str:
-        """Returns how the message of a death goes on: where its log is, and the last lines there."""
-        where = f"; its log is {self.log}" if self.log is not None else ""
-        return f"{where}; its last lines:\n{tail}" if tail else where
-
     async def send(self, packed: Packed, ticket: int | None) -> Ended:
-        """See HostHandle.send; a dead process becomes a Failure."""
+        """See HostHandle.send; a dead process becomes a Failure, which says where its log is."""
         self._count(len(packed.payload), *packed.handles)
         try:
             raw, place = await self.run(ticket, packed.payload, [handle.place for handle in packed.handles])
-        except self.gone as error:
-            return self.died(error), None
+        except ProcessLostError as error:
+            log = f"; its log is {self.log}" if self.log is not None else ""
+            last = f"; its last lines:\n{error.tail}" if error.tail else ""
+            said = "" if error.__cause__ is None else str(error.__cause__)
+            return Failure(f"{error}{log}{last}", said, at=time.time(), died=True, outage=True), None
         ran = unpack_reply(raw)
         if isinstance(ran, Failure):
             self._count(len(raw))
@@ -189,7 +182,7 @@ class RemoteCluster(Cluster):
 
         async def ask(handle: RemoteHandle) -> None:
             # Dead since: it adds nothing more. Or busy, or hung: it is counted the next time.
-            with contextlib.suppress(handle.gone, TimeoutError):
+            with contextlib.suppress(ProcessLostError, TimeoutError):
                 used[handle.device] = await asyncio.wait_for(handle.ask("cpu_seconds"), COUNT_SECONDS)
 
         await asyncio.gather(*(ask(handle) for handle in self._handles if handle.broken is None))
@@ -204,7 +197,7 @@ class RemoteCluster(Cluster):
         gc.unfreeze()
 
         async def close(handle: RemoteHandle) -> None:
-            with contextlib.suppress(handle.gone):
+            with contextlib.suppress(ProcessLostError):
                 await asyncio.wait_for(handle.ask("close"), CLOSE_SECONDS)
 
         try:
