@@ -14,11 +14,10 @@ import sys
 import threading
 import time
 import traceback
-from collections import Counter
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import dropwhile
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Self
 
 from rondo.system.usage import children_cpu_seconds, state_of
@@ -45,25 +44,26 @@ _running: dict[int, Activity] = {}
 _current: ContextVar[Activity | None] = ContextVar("rondo_activity", default=None)
 
 
+@dataclass(eq=False, slots=True)
 class Activity:
     """Something that this process does from `with` to its end, inside of what the same task or thread does.
 
     in_turn: a call that runs in the controller's order, as all that is inside of it: collectives are there.
     bound: True, it is over within seconds or never, so a hang in it ends the run; False, it may take any
     time, or has a limit of its own; None, as what it is inside of, or unknown. in_bytes: what is counted.
+    thread: Python's number of it, and the kernel's.
     """
 
-    __slots__ = ("_parent", "bound", "done", "in_bytes", "in_turn", "name", "started", "thread", "total")
-
-    def __init__(
-        self, name: str, *, in_turn: bool = False, bound: bool | None = None, in_bytes: bool = False
-    ) -> None:
-        self.name = name
-        self.in_turn = in_turn
-        self.bound = bound
-        self.in_bytes = in_bytes
-        self.done = 0
-        self.total = 0
+    name: str
+    _: KW_ONLY
+    in_turn: bool = False
+    bound: bool | None = None
+    in_bytes: bool = False
+    done: int = field(default=0, init=False)
+    total: int = field(default=0, init=False)
+    thread: tuple[int, int] = field(init=False)
+    started: float = field(init=False)
+    _parent: Activity | None = field(init=False)
 
     def __enter__(self) -> Self:
         self._parent = parent = _current.get()
@@ -77,9 +77,7 @@ class Activity:
         _moves[self.in_turn] += 1
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         _running.pop(id(self), None)
         _current.set(self._parent)
         _moves[self.in_turn] += 1
@@ -102,12 +100,10 @@ def progress(count: int = 1, *, of: int = 0) -> None:
     of: how many they will be.
     """
     inner = _current.get()
-    if inner is None:
-        _moves[False] += 1
-        return
-    inner.done += count
-    inner.total = of or inner.total
-    _moves[inner.in_turn] += 1
+    if inner is not None:
+        inner.done += count
+        inner.total = of or inner.total
+    _moves[inner is not None and inner.in_turn] += 1
 
 
 @dataclass(frozen=True)
@@ -126,6 +122,14 @@ class Deed:
     """Its thread waits for a disk, or a file system."""
     times: int = 1
     """How many such deeds there are, of which this is the oldest."""
+    cpu_seconds: float = 0.0
+    """Of its thread, if it is in turn."""
+
+    @property
+    def call(self) -> tuple[str, str]:
+        """Returns role and method of the call that it is part of: "actor[0].update_actor"."""
+        name = self.path[0]
+        return name.partition("[")[0], name.rpartition(".")[2].partition(" ")[0]
 
 
 @dataclass(frozen=True)
@@ -146,28 +150,29 @@ def pulse(stacks: bool = False) -> Pulse:
     frames = sys._current_frames()
     running = list(_running.values())
     outer = {id(one._parent) for one in running}
-    found: dict[tuple[str, ...], Deed] = {}
-    counts: Counter[tuple[str, ...]] = Counter()
+    alike: dict[tuple[str, ...], list[Activity]] = {}
     for one in running:
-        if id(one) in outer:
-            continue
-        ident, native = one.thread
-        frame = frames.get(ident)
-        deed = Deed(
-            path=one.path(),
-            seconds=time.monotonic() - one.started,
-            in_turn=one.in_turn,
-            bound=one.bound,
-            collective=_collective(frame) if one.in_turn else "",
-            on_disk=one.in_turn and state_of(f"self/task/{native}")[0] == "D",
-        )
-        counts[deed.path] += 1
-        if deed.path not in found or deed.seconds > found[deed.path].seconds:
-            found[deed.path] = deed
-    deeds = tuple(replace(deed, times=counts[path]) for path, deed in found.items())
-    text = _stacks() if stacks else ""
-    return Pulse(
-        os.getpid(), (_moves[0], _moves[1]), time.process_time() + children_cpu_seconds(), deeds, text
+        if id(one) not in outer:
+            alike.setdefault(one.path(), []).append(one)
+    deeds = tuple(_deed(path, ones, frames) for path, ones in alike.items())
+    cpu_seconds = time.process_time() + children_cpu_seconds()
+    return Pulse(os.getpid(), (_moves[0], _moves[1]), cpu_seconds, deeds, _stacks() if stacks else "")
+
+
+def _deed(path: tuple[str, ...], alike: list[Activity], frames: dict[int, FrameType]) -> Deed:
+    """Returns what others see of activities that are in the same place; frames: of all threads."""
+    oldest = min(alike, key=lambda one: one.started)
+    ident, native = oldest.thread
+    state, cpu_seconds = state_of(f"self/task/{native}") if oldest.in_turn else ("", 0.0)
+    return Deed(
+        path=path,
+        seconds=time.monotonic() - oldest.started,
+        in_turn=oldest.in_turn,
+        bound=oldest.bound,
+        collective=_collective(frames.get(ident)) if oldest.in_turn else "",
+        on_disk=state == "D",
+        times=len(alike),
+        cpu_seconds=cpu_seconds,
     )
 
 
