@@ -1,5 +1,6 @@
-"""What hangs is told, with who waits for whom; it is ended where it can never end by itself, and nowhere
-else."""
+"""What hangs is told, with who waits for whom, and what is slow in one line; a hang is ended where it can
+never end by itself, and nowhere else.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from rondo.config import load
 from rondo.config.schema import ClusterConfig
 from rondo.controller import Cluster, Worker, WorkerContext, WorkerGroup, dispatch, distributed, start_cluster
-from rondo.controller.hangs import Seen, SentCall, describe, is_hopeless, waiting_for
+from rondo.controller.calls import HostHandle
+from rondo.controller.hangs import Seen, SentCall, describe, describe_work, is_hopeless, slow, waiting_for
 from rondo.controller.watch import _Host
 from rondo.core.errors import ConfigError, WorkerError
 from rondo.system.activity import Activity, Deed, Pulse, progress, pulse
@@ -80,12 +82,37 @@ class Hangs(Worker):
         self.gate.clear()
         return "compiled"
 
+    def _compute(self, until: threading.Event) -> None:
+        while not until.is_set():
+            sum(range(1000))
+
+    @dispatch("broadcast")
+    def computes(self, busy: int) -> None:
+        if self.context.rank == busy:
+            self._compute(self.gate)
+            self.gate.clear()
+
+    @dispatch("broadcast")
+    def computes_and_meets(self, busy: int) -> None:
+        self.computes(busy)
+        self._meet()
+
     @dispatch("broadcast")
     def waits(self) -> str:
         with Activity("waiting at the gate"):
             self.gate.wait()
         self.gate.clear()
         return "through"
+
+    @dispatch("broadcast")
+    def waits_beside_another_thread(self) -> str:
+        """Which computes meanwhile."""
+        over = threading.Event()
+        threading.Thread(target=self._compute, args=(over,)).start()
+        try:
+            return self.waits()
+        finally:
+            over.set()
 
     @dispatch("broadcast")
     async def answers_late(self) -> str:
@@ -133,7 +160,7 @@ def told(records: list[logging.LogRecord]) -> list[str]:
         if record.name == "rondo.controller.watch":
             message = record.getMessage()
             if "it moves again" not in message:
-                of_the_test = "waits for hangs.__init__" not in message
+                of_the_test = not re.search(r"waits for hangs.__init__|works: \w+\[\d\].__init__", message)
             if of_the_test:
                 said.append(message)
     return said
@@ -223,7 +250,9 @@ def test_what_moves_is_no_hang(group: WorkerGroup, run: Run, caplog: pytest.LogC
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", [Hangs.waits, Hangs.answers_late, Hangs.compiles])
+@pytest.mark.parametrize(
+    "method", [Hangs.waits, Hangs.waits_beside_another_thread, Hangs.answers_late, Hangs.compiles]
+)
 def test_what_has_no_bound_is_told_once_and_goes_on(
     group: WorkerGroup, run: Run, caplog: pytest.LogCaptureFixture, method: object
 ) -> None:
@@ -243,6 +272,63 @@ def test_what_has_no_bound_is_told_once_and_goes_on(
     assert f"hangs[0].{method.__name__}" in report  # type: ignore[attr-defined]
     assert f"hangs[1].{method.__name__}" in report  # type: ignore[attr-defined]
     assert "it moves again" in end
+
+
+def compute(
+    group: WorkerGroup, run: Run, caplog: pytest.LogCaptureFixture, method: object, messages: int
+) -> None:
+    """Rank 1 computes until that many messages are told, then for as long as another one would take."""
+
+    async def wait_and_open() -> None:
+        call = asyncio.ensure_future(group.call(method, 1))
+        while len(told(caplog.records)) < messages and not call.done():
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(2 * HANG_SECONDS)
+        said = told(caplog.records)
+        await group.call_rank(1, Hangs.open_gate)
+        await call
+        assert len(said) == messages
+
+    run(wait_and_open())
+
+
+SLOW_LINE = (
+    r"host 1 works: hangs\[1\]\.computes, since \d+ s; nothing was counted for \d s \(cluster.hang_seconds\)"
+)
+
+
+@pytest.mark.slow
+def test_what_computes_gets_one_line(group: WorkerGroup, run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    compute(group, run, caplog, Hangs.computes, 1)
+    run(group.call(Hangs.counts, 10))  # until the watch has seen that it is over, of which nothing is told
+    (line,) = told(caplog.records)
+    assert re.fullmatch(SLOW_LINE, line)
+    assert "stacks" not in caplog.text
+
+
+@pytest.mark.slow
+def test_what_computes_for_five_times_as_long_tells_its_stacks_once(
+    group: WorkerGroup, run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    compute(group, run, caplog, Hangs.computes, 2)
+    wait_until_it_moves(caplog)
+    line, report, end = told(caplog.records)
+    assert re.fullmatch(SLOW_LINE, line)
+    assert re.match(r"nothing has moved for 1[0-9] s", report)
+    assert re.search(r"test_hangs.py:\d+ _compute: ", report)
+    assert re.fullmatch(r"it moves again, after 1[0-9] s", end)
+
+
+@pytest.mark.slow
+def test_what_computes_while_another_rank_waits_for_it_tells_its_stacks_at_once(
+    group: WorkerGroup, run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    compute(group, run, caplog, Hangs.computes_and_meets, 1)
+    wait_until_it_moves(caplog)
+    report, _ = told(caplog.records)
+    assert re.match(r"nothing has moved for \d s", report)
+    assert "waits in all_reduce for host 1 (hangs[1].computes_and_meets)" in report
+    assert re.search(r"test_hangs.py:\d+ _compute: ", report)
 
 
 @pytest.mark.slow
@@ -390,6 +476,10 @@ def seen(*deeds: Deed, silent: float | None = None, state: str = "", works: bool
     return Seen(0, 7, frozenset({"actor"}), (CALL,), deeds, silent, state, works)
 
 
+def computing(*deeds: Deed, device: int = 0) -> Seen:
+    return replace(seen(*deeds, works=True), device=device, computes=True)
+
+
 @pytest.mark.parametrize(
     ("processes", "hopeless"),
     [
@@ -417,6 +507,35 @@ def test_what_can_never_end_by_itself(processes: list[Seen], hopeless: bool) -> 
     assert is_hopeless(processes) is hopeless
 
 
+@pytest.mark.parametrize(
+    ("processes", "who"),
+    [
+        ([computing(TRAINING)], [0]),
+        ([computing(TRAINING), computing(TRAINING, device=1)], [0, 1]),
+        ([computing(TRAINING), replace(seen(), calls=())], [0]),  # its part is done
+        ([computing(TRAINING), seen(EPISODE)], [0]),  # which waits for the trainer
+        ([computing(COMPILING)], [0]),
+        ([computing(EPISODE)], [0]),  # nothing is in turn
+        ([computing(TRAINING), replace(computing(device=1), owes=True)], [0, 1]),
+        ([computing(TRAINING), replace(seen(), owes=True)], []),
+        ([computing(EPISODE), seen(EPISODE)], []),
+        ([seen(TRAINING, works=True)], []),  # it has worked, and sleeps now
+        ([computing(TRAINING), seen(TRAINING)], []),
+        ([computing(TRAINING), seen(MEETING)], []),  # a peer waits
+        ([computing(TRAINING), computing(MEETING)], []),  # and spins
+        ([computing(MEETING), computing(MEETING)], []),
+        ([computing(MEETING)], []),
+        ([computing(JOINING)], []),
+        ([replace(computing(TRAINING), silent_seconds=70.0, state="R")], []),
+        ([computing(TRAINING), seen(EPISODE, silent=70.0)], []),
+    ],
+)
+def test_who_is_only_slow(processes: list[Seen], who: list[int]) -> None:
+    assert [one.device for one in slow(processes, 4.9, "cpu")] == who
+    assert slow(processes, 5.0, "cpu") == []
+    assert slow(processes, 1.0, "cuda") == []
+
+
 def test_words() -> None:
     other = replace(seen(TRAINING), device=1)
     mine = seen(EPISODE, MEETING)
@@ -431,17 +550,47 @@ def test_words() -> None:
     )
 
 
+def test_words_of_who_is_slow() -> None:
+    both = [computing(TRAINING), computing(COMPILING, device=1)]
+    assert describe_work(both) == (
+        "host 0 works: actor[0].update_actor > forward 3 of 7, since 63 s; host 1 works: actor[0].__init__, "
+        "since 63 s"
+    )
+
+
 def test_to_write_stacks_down_is_no_work() -> None:
-    host = _Host(None)
+    host = _Host(HostHandle(0))
     quiet = Pulse(7, (0, 0), 1.0, ())
-    host._hear(quiet, 1.0)
-    host._hear(replace(quiet, cpu_seconds=1.01), 6.0)
+    host.hear(quiet, 1.0)
+    host.hear(replace(quiet, cpu_seconds=1.01), 6.0)
     assert host.worked == 1.0  # the first pulse: what it used before is not known
-    host._hear(replace(quiet, cpu_seconds=3.0, stacks="thread MainThread"), 11.0)
-    host._hear(replace(quiet, cpu_seconds=4.0), 16.0)  # its engines' stacks
+    host.hear(replace(quiet, cpu_seconds=3.0, stacks="thread MainThread"), 11.0)
+    host.hear(replace(quiet, cpu_seconds=4.0), 16.0)  # its engines' stacks
     assert host.worked == 1.0
-    host._hear(replace(quiet, cpu_seconds=5.0), 21.0)
+    host.hear(replace(quiet, cpu_seconds=5.0), 21.0)
     assert host.worked == 21.0
+
+
+def test_a_call_in_turn_computes_where_its_thread_has_lately() -> None:
+    host = _Host(HostHandle(0))
+
+    def hear(now: float, process: float, thread: float | None = None) -> None:
+        deeds = () if thread is None else (replace(TRAINING, cpu_seconds=thread),)
+        host.hear(Pulse(7, (0, 0), process, deeds), now)
+
+    def facts(now: float) -> tuple[bool, bool]:
+        one = host.seen(now, 50.0)
+        return one.works, one.computes
+
+    hear(1.0, 1.0, 1.0)
+    hear(46.0, 1.0, 1.0)
+    hear(51.0, 2.0, 1.6)
+    assert [facts(now) for now in (51.0, 75.0, 76.0)] == [(True, True), (True, True), (True, False)]
+    assert facts(101.0) == (False, False)
+    hear(102.0, 20.0, 1.6)  # others of the process compute
+    assert facts(103.0) == (True, False)
+    hear(107.0, 30.0)  # nothing is in turn
+    assert facts(108.0) == (True, True)
 
 
 def test_a_pulse_says_where_everybody_is() -> None:

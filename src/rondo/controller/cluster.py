@@ -42,7 +42,7 @@ class Cluster:
 
     def watch(self, seconds: float, limit: float, log: Path | None) -> None:
         """Has a thread look whether anything moves; see HangWatch. Ends with the cluster."""
-        self._watch = HangWatch(self._handles, seconds, limit, log)
+        self._watch = HangWatch(self._handles, self.device, seconds, limit, log)
         self.call_watchers.append(self._watch)
         self._watch.start()
 

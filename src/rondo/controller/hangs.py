@@ -1,4 +1,6 @@
-"""Hangs, in words, and whether one can ever end: pure functions of what was seen of every process."""
+"""Hangs: whether it is one, in words, and whether it can ever end: pure functions of what was seen of every
+process.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ from dataclasses import dataclass
 
 from rondo.system.activity import Deed
 
+PATIENCE = 5  # times `cluster.hang_seconds`: how long nothing may move where all compute, without stacks
 _STATES = {
     "T": "it is stopped (SIGSTOP, or a debugger)",
     "t": "a debugger has stopped it",
@@ -43,6 +46,8 @@ class Seen:
     """Of one that does not answer, the kernel's letter (`usage.state_of`), where it is on this machine."""
     works: bool = False
     """It has used a processor, or a disk, in the last `cluster.hang_seconds`."""
+    computes: bool = False
+    """It used a processor in the latter half of that time; if it is in a call in turn, that thread did."""
     owes: bool = False
     """It answers, and is in no call in turn, but one is under way: on the way to it, behind another, or its
     answer on the way back."""
@@ -58,11 +63,6 @@ class Seen:
         return self.owes or bool(self.in_turn) or (self.silent_seconds is not None and bool(self.calls))
 
     @property
-    def is_stopped(self) -> bool:
-        """Says whether it stands still, whatever it was in, until somebody else lets it go on."""
-        return self.silent_seconds is not None and self.state in ("T", "t", "Z")
-
-    @property
     def waits(self) -> bool:
         """Says whether it is in something that is over within seconds, or never."""
         return self.silent_seconds is None and any(deed.collective or deed.bound for deed in self.in_turn)
@@ -70,8 +70,8 @@ class Seen:
     @property
     def may_go_on(self) -> bool:
         """Says whether it may move again by itself: it computes, is to begin, or in what may take long."""
-        if self.is_stopped:
-            return False
+        if self.silent_seconds is not None and self.state in ("T", "t", "Z"):
+            return False  # it is stopped, or has ended: others would have to let it go on
         long = any(deed.bound is False and not deed.collective for deed in self.in_turn)
         return self.works or self.owes or long
 
@@ -83,6 +83,17 @@ def is_hopeless(processes: Sequence[Seen]) -> bool:
     part = [one for one in processes if one.takes_part]
     may_come = any(one.works and one.calls for one in processes)
     return any(one.waits for one in part) and not may_come and not any(one.may_go_on for one in part)
+
+
+def slow(processes: Sequence[Seen], times: float, device: str) -> list[Seen]:
+    """Returns who is at the calls under way if they are only slow, as far as is known: all compute, on a CPU,
+    and none is in a collective. On a card, and in a collective, a processor is used for waiting, too. Returns
+    nobody where stacks are due, as when nothing has moved for PATIENCE `times` hang_seconds.
+    """
+    part = [one for one in processes if one.takes_part] or [one for one in processes if one.calls]
+    if device != "cpu" or times >= PATIENCE:
+        return []
+    return part if all(one.computes and not one.waits and one.silent_seconds is None for one in part) else []
 
 
 def waiting_for(processes: Sequence[Seen]) -> str:
@@ -103,11 +114,20 @@ def waiting_for(processes: Sequence[Seen]) -> str:
 def describe(process: Seen, others: Sequence[Seen]) -> str:
     """Writes one line: where a process is, and for whom it waits there."""
     who = f"host {process.device}" + ("" if process.pid is None else f" (pid {process.pid})")
-    deeds = "; ".join(_deed(deed, process, others) for deed in process.deeds) or "nothing to do"
+    deeds = _deeds(process, others)
     if process.silent_seconds is None:
         return f"{who}: {deeds}"
     why = _STATES.get(process.state, "something in it may hold Python's lock (GIL)")
     return f"{who} has not answered for {process.silent_seconds:.0f} s: {why}; the last it said: {deeds}"
+
+
+def describe_work(processes: Sequence[Seen]) -> str:
+    """Writes what each of those does who are slow."""
+    return "; ".join(f"host {one.device} works: {_deeds(one, processes)}" for one in processes)
+
+
+def _deeds(process: Seen, others: Sequence[Seen]) -> str:
+    return "; ".join(_deed(deed, process, others) for deed in process.deeds) or "nothing to do"
 
 
 def _deed(deed: Deed, process: Seen, others: Sequence[Seen]) -> str:
@@ -116,8 +136,7 @@ def _deed(deed: Deed, process: Seen, others: Sequence[Seen]) -> str:
         text = f"{deed.times} x {text}"
     if not deed.collective:
         return text
-    role = deed.path[0].partition("[")[0]
-    late = [one for one in others if one is not process and role in one.roles and not one.waits]
+    late = [one for one in others if one is not process and deed.call[0] in one.roles and not one.waits]
     hosts = ", ".join(f"host {one.device} ({_short(one)})" for one in late)
     hosts = hosts or "the others, which are in collectives, too"
     return f"{text}, waits in {deed.collective} for {hosts}"
