@@ -170,7 +170,7 @@ class ClusterConfig:
     balance: Annotated[BalanceConfig, Chosen()] = TokenBalanceConfig()
     """By what rows are spread over the ranks of a worker group."""
     hang_seconds: Seconds | None = 50.0
-    """When nothing has moved for so long, say who waits for whom, with all stacks; null: never."""
+    """When nothing has moved for so long, say who waits for whom, with stacks, or who works; null: never."""
     timeout_seconds: Seconds = 1800.0
     """Of one collective operation, and without a word of a host: who is waited for longer has failed."""
     env: Mapping[str, str | Seed] = Field(default_factory=dict)
