@@ -278,10 +278,12 @@ def test_a_value_that_cannot_travel_fails_alone(start: Callable[..., ActorHandle
 
 def test_whoever_awaits_it_and_is_cancelled_drops_it(start: Callable[..., ActorHandle]) -> None:
     child = start("Loop")
+    answer = child.call("wait", 7)
+    assert child.call("waited").result(240) == []  # by now, the call before it has begun
 
     async def give_up() -> None:
-        async with asyncio.timeout(0.05):
-            await child.call("wait", 7)
+        async with asyncio.timeout(0.01):
+            await answer
 
     with pytest.raises(TimeoutError):
         asyncio.run(give_up())
