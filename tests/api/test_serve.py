@@ -20,10 +20,11 @@ import yaml
 
 import rondo
 from rondo.core.errors import ConfigError, RolloutError, WeightSyncError
+from rondo.rollout import members
 from rondo.rollout.native import choose, generic
+from rondo.system.pool import Supervision
 from rondo.system.signals import ask_elsewhere
 from rondo.trainers.commands import serve as command
-from rondo.workers import replicas
 from tests.cli.test_serve import ASK, folder  # noqa: F401
 from tests.serving.test_templates import TWO_ENDS_TEMPLATE
 from tests.trainers.conftest import PYTHONPATH
@@ -213,7 +214,7 @@ def test_an_engine_that_died_for_good_is_not_silent(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(replicas, "MAX_RESTARTS", 0)
+    monkeypatch.setattr(members, "ENGINES", Supervision(restarts=0, deaths=2))
     others = engines()
     server = rondo.serve(folder, config=OWN)
     (engine,) = engines(others)

@@ -21,6 +21,7 @@ from rondo.chat import encode_prompt
 from rondo.cli import serve_command
 from rondo.recipes.quickstart import tokenizer
 from rondo.system.access import add_keys, keys_of
+from rondo.system.pool import Supervision
 from rondo.trainers.commands.serve import Serving
 from tests.trainers.conftest import MODEL, PYTHONPATH, inline
 from tests.waiting import engine_processes
@@ -109,7 +110,7 @@ def test_it_ends_with_the_error_of_its_last_engine(folder: Path, monkeypatch: py
         engine.kill()
 
     monkeypatch.setattr(serve_command, "_announce", kill)
-    monkeypatch.setattr("rondo.workers.replicas.MAX_RESTARTS", 0)
+    monkeypatch.setattr("rondo.rollout.members.ENGINES", Supervision(restarts=0, deaths=2))
     settings = ("cluster.threads=1", "rollout.engine.decode=lean", "rollout.engine.process=own")
     done = inline("serve", str(folder), *settings, "--port", "0", check=False)
     assert done.returncode == 2

@@ -17,8 +17,10 @@ from rondo.core.errors import DeadlyRequestError, ReplicaLostError, RolloutError
 from rondo.core.types import Completion, GenerateRequest, SamplingParams, StepStats
 from rondo.models.source import ModelSource
 from rondo.rollout import EngineSpec
+from rondo.rollout.members import ENGINES
 from rondo.rollout.requests import so_far
 from rondo.rollout.server import EngineProcess
+from rondo.system.pool import Supervision
 from rondo.workers import replicas as module
 from rondo.workers.replicas import Replicas
 
@@ -169,7 +171,7 @@ def test_wrong_weights_serve_nothing(two: Replicas, weights: dict[str, torch.Ten
 def test_the_last_one_dies_for_good(
     two: Replicas, weights: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MAX_RESTARTS", 2)
+    monkeypatch.setattr(two.router.members.supervisor, "numbers", Supervision(restarts=2, deaths=2))
 
     async def main() -> None:
         running = asyncio.create_task(generate(two))
@@ -206,7 +208,7 @@ class Fake:
 
 
 def test_deaths_that_a_request_is_to_blame_for_are_no_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
-    deaths = {"poison": 9, "unlucky": 2, "unluckier": 1, "the last straw": 1}
+    deaths = {"poison": 8, "unlucky": 1, "unluckier": 1, "unluckiest": 1, "the last straw": 1}
     monkeypatch.setattr(module, "start_engine", lambda *args, **settings: Fake(deaths))
     replicas = Replicas(SPEC, count=1, own_process=True, bucket_bytes=10_000)
 
@@ -216,13 +218,13 @@ def test_deaths_that_a_request_is_to_blame_for_are_no_restarts(monkeypatch: pyte
         return (await replicas.router.generate(request)).finish_reason
 
     async def main() -> None:
-        for died in (3, 4, 5, 6, 7, 8, 9):  # once it is known, one engine each time
+        for died in (2, 3, 4, 5, 6, 7, 8):  # once it is known, one engine each time
             with pytest.raises(
                 DeadlyRequestError, match=rf"'poison' \(3 prompt tokens.* {died} replicas died"
             ):
                 await ask("poison")
-        assert [await ask("unlucky"), await ask("unluckier")] == ["stop", "stop"]
-        assert (await replicas.router.statistics()).sums["rollout/engine_restarts"] == 9 + module.MAX_RESTARTS
+        assert [await ask(name) for name in ("unlucky", "unluckier", "unluckiest")] == ["stop"] * 3
+        assert (await replicas.router.statistics()).sums["rollout/engine_restarts"] == 8 + ENGINES.restarts
         with pytest.raises(RolloutError, match=r"no replica left \(0: it fell over\)"):
             await ask("the last straw")
 

@@ -1,6 +1,6 @@
 """Which replicas a router has: they join, die, are replaced or given up, from any thread.
 
-What a replica was running when it died falls under suspicion (`Suspects`, below: no clock, no engine).
+What a replica was running when it died falls under suspicion (`system/pool.py`).
 """
 
 from __future__ import annotations
@@ -9,16 +9,20 @@ import asyncio
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rondo.core.errors import DeadlyRequestError, ReplicaLostError, RolloutError
 from rondo.core.types import GenerateRequest
 from rondo.rollout.protocol import RolloutEngine
+from rondo.system.pool import Supervision, Supervisor
 
+ENGINES = Supervision(restarts=3, deaths=2)  # of one router, in a run
+_LAST_LINES = 10  # of a dead engine's output, in the error of the request that it died of
 _log = logging.getLogger(__name__)
 
-# (name, why): a replica died. Returns whether another will take its place (`add` or `give_up` follows).
+# (name, why): a replica died that may be replaced. Returns whether another will take its place (`add` or
+# `give_up` follows).
 OnLost = Callable[[str, str], bool]
 
 
@@ -33,9 +37,16 @@ class Replica:
     dead: str | None = None
     # It is dead, but another will take its place.
     coming: bool = False
+    # The id of the request that it died of.
+    guilty: str | None = None
     # How long it has had work, counted until `counted_at` (time.monotonic).
     busy_seconds: float = 0.0
     counted_at: float = 0.0
+
+    @property
+    def runs_suspect(self) -> bool:
+        """Says whether it runs one that has to be alone."""
+        return len(self.running) == 1 and all(entry.suspect for entry in self.running)
 
 
 @dataclass(eq=False)
@@ -50,10 +61,8 @@ class Entry:
     # The one that runs it.
     replica: Replica | None = None
     cancelled: bool = False
-    # See `Suspects.company`.
-    company: int | None = None
-    # A replica died of it.
-    guilty: bool = False
+    # It is to run alone.
+    suspect: bool = False
 
 
 class Affinity:
@@ -86,7 +95,7 @@ class Members:
         # By name, the dead ones included.
         self.replicas: dict[str, Replica] = {}
         self.affinity = Affinity(remember)
-        self.suspects = Suspects(remember)
+        self.supervisor: Supervisor[str] = Supervisor(ENGINES, remember)
         # No request runs.
         self.paused = False
         # Replicas that died and are being replaced, since somebody set it to 0.
@@ -114,36 +123,22 @@ class Members:
             if replica is None or replica.dead is not None or engine not in (None, replica.engine):
                 return
             replica.dead = why
-            replica.coming = self._on_lost is not None
             self.affinity.forget(name)
-            if not self.paused:  # nothing runs in a pause: whatever it died of, it was no request
-                self._blame(replica.running)
+            # nothing runs in a pause: whatever it died of, it was no request
+            running = [] if self.paused else [entry.request.request_id for entry in replica.running]
+            replica.guilty = self.supervisor.died(running)
+            replica.coming = self._on_lost is not None and not self.supervisor.gives_up
         replaced = False
         try:
             # not under the lock: it takes locks of its own
-            replaced = self._on_lost is not None and self._on_lost(name, why)
+            replaced = replica.coming and self._on_lost is not None and self._on_lost(name, why)
         finally:
             with self.lock:
                 replica.coming &= replaced
                 self.restarts += replaced
             then = "another is being started in its place" if replaced else "none takes its place"
-            _log.warning("replica %s is lost: %s; %s", name, why, then)
+            _log.warning("replica %s is lost: %s; %s; it ran %d requests", name, why, then, len(running))
             self._changed()
-
-    def _blame(self, running: set[Entry]) -> None:
-        """Suspects, or finds guilty, what a replica was running when it died."""
-        if self.suspects.died([entry.request.request_id for entry in running]):
-            next(iter(running)).guilty = True
-            return
-        suspects = sum(self.suspects.company(entry.request.request_id) is not None for entry in running)
-        if suspects:
-            _log.warning("%d requests that it was running go into quarantine", suspects)
-
-    @property
-    def num_explained(self) -> int:
-        """Counts deaths of replicas that were the fault of one request each, or of the same."""
-        with self.lock:
-            return self.suspects.num_explained
 
     def give_up(self, name: str, why: str) -> None:
         """Notes that nothing will take the place of a dead replica."""
@@ -170,68 +165,10 @@ class Members:
                 )
 
 
-# ---- which requests are suspected of ending replicas: pure decisions over small records ----
-
-
-SUSPECT_DEATHS = 2  # of replicas that were running a request: now it is a suspect
-SUSPECTS_TOGETHER = 8  # on one replica; after another death each runs alone
-LAST_LINES = 10  # of a dead engine's output, in the error of the request that it died of
-
-
-class Suspects:
-    """Which requests were running on replicas when those died. Most of them are innocent: nobody knows which
-    of a replica's requests it died of, until it has died of one that was alone.
-
-    The `remember` requests that saw a death last are known, also when they are issued anew meanwhile. deaths:
-    request id → the numbers of the deaths that it saw.
-    """
-
-    def __init__(self, remember: int) -> None:
-        self._remember = remember
-        self.deaths: OrderedDict[str, list[int]] = OrderedDict()
-        self._num_deaths = 0
-        self._explained: set[int] = set()
-
-    @property
-    def num_explained(self) -> int:
-        """Counts deaths that some request was found to be the cause of."""
-        return len(self._explained)
-
-    def num_deaths(self, request_id: str) -> int:
-        """Counts deaths of replicas that were running this request."""
-        return len(self.deaths.get(request_id, ()))
-
-    def company(self, request_id: str) -> int | None:
-        """Says how many suspects may run on its replica, itself included; None: it is no suspect."""
-        deaths = self.num_deaths(request_id)
-        if deaths < SUSPECT_DEATHS:
-            return None
-        return SUSPECTS_TOGETHER if deaths == SUSPECT_DEATHS else 1
-
-    def died(self, running: Sequence[str]) -> bool:
-        """Notes that a replica died while it was running these requests. Returns whether that was the fault
-        of the only one: it had been a suspect already. Then all the deaths that it saw are explained.
-        """
-        self._num_deaths += 1
-        for request_id in running:
-            self.deaths.setdefault(request_id, []).append(self._num_deaths)
-            self.deaths.move_to_end(request_id)
-        guilty = len(running) == 1 and len(self.deaths[running[0]]) > SUSPECT_DEATHS
-        if guilty:
-            self._explained.update(self.deaths[running[0]])
-        while len(self.deaths) > self._remember:
-            self.deaths.popitem(last=False)
-        return guilty
-
-    def ended(self, request_id: str) -> None:
-        """Clears a request that a replica answered, and lives."""
-        self.deaths.pop(request_id, None)
-
-
 def deadly_error(request: GenerateRequest, num_deaths: int, error: ReplicaLostError) -> DeadlyRequestError:
     """Returns the error of a request that replicas die of. error: how the last one did."""
     made = 0 if request.prefix is None else len(request.prefix.token_ids)
-    last = "\n".join(error.last_lines.splitlines()[-LAST_LINES:])
+    last = "\n".join(error.last_lines.splitlines()[-_LAST_LINES:])
     return DeadlyRequestError(
         f"request {request.request_id!r} ({len(request.token_ids)} prompt tokens, {made} made) is given up: "
         f"{num_deaths} replicas died while they were running it, the last one while it was running nothing "

@@ -5,8 +5,8 @@
         └──────────────┴── ReplicaLostError: the tokens so far become the prefix
 
 Requests wait in the queue while the router is paused, while every replica is full, and while replicas that
-died are being replaced or have no weights yet. Requests that several replicas died with are suspects: they
-wait for one replica that is theirs alone (`members`). Tokens pass through untouched.
+died are being replaced or have no weights yet. Requests that a replica was running when it died are suspects
+(`system/pool.py`): each runs alone, on one replica that is theirs meanwhile. Tokens pass through untouched.
 
 Requests belong to one event loop; replicas may come and go from any thread (`members`).
 """
@@ -19,7 +19,7 @@ import dataclasses
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from rondo.core.errors import ReplicaLostError, RolloutError
@@ -66,7 +66,6 @@ class Router:
     ) -> None:
         self._limit = limit
         self._queues: dict[str, deque[Entry]] = {kind: deque() for kind in ("suspect", "urgent", "rest")}
-        self._quarantine: Replica | None = None  # gets suspects only
         self._active: dict[str, Entry] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._in_flight = 0
@@ -77,7 +76,7 @@ class Router:
         self.members = Members(remember, changed=self._wake, on_lost=on_lost)
         self._replicas = self.members.replicas
         self._affinity = self.members.affinity
-        self._suspects = self.members.suspects
+        self._supervisor = self.members.supervisor
         for name, engine in engines.items():
             self.members.add(name, engine)
 
@@ -134,15 +133,11 @@ class Router:
     async def _place(self, entry: Entry) -> Replica | None:
         """Returns the replica that will run it, counted there; None: cancelled, or the deadline has come."""
         place = entry.place = asyncio.get_running_loop().create_future()
-        if self._suspects.deaths:
-            with self.members.lock:
-                entry.company = self._suspects.company(entry.request.request_id)
-        if entry.company is None:
-            queue = self._queues["urgent" if entry.request.urgent else "rest"]
-            queue.append(entry)
-        else:  # those that run alone first: soon it is known which one it was
-            queue = self._queues["suspect"]
-            queue.insert(sum((one.company or 0) <= entry.company for one in queue), entry)
+        with self.members.lock:
+            entry.suspect = self._supervisor.is_suspect(entry.request.request_id)
+        kind = "urgent" if entry.request.urgent else "rest"
+        queue = self._queues["suspect" if entry.suspect else kind]
+        queue.append(entry)
         self._pump()
         try:
             async with asyncio.timeout_at(entry.deadline):
@@ -172,9 +167,9 @@ class Router:
             if entry.cancelled:  # between getting its place and this
                 return so_far(request, "cancelled")
             done = await replica.engine.generate(request, on_tokens)
-            if self._suspects.deaths and done.finish_reason in ("stop", "length"):
+            if done.finish_reason in ("stop", "length"):
                 with self.members.lock:
-                    self._suspects.ended(request.request_id)
+                    self._supervisor.ended(request.request_id)
             return done
         except ReplicaLostError as error:
             return self._after_death(entry, replica, error)
@@ -190,8 +185,8 @@ class Router:
         if entry.cancelled:
             return so_far(entry.request, "cancelled")
         whole = complete_as_it_is(entry.request)
-        if whole is None and entry.guilty:
-            deadly = deadly_error(entry.request, self._suspects.num_deaths(entry.request.request_id), error)
+        if whole is None and replica.guilty == entry.request.request_id:
+            deadly = deadly_error(entry.request, self._supervisor.num_deaths(replica.guilty), error)
             _log.error("%s", deadly)
             raise deadly from error
         self._reissued += whole is None
@@ -272,15 +267,14 @@ class Router:
     def _pump(self) -> None:
         """Gives those at the front of the queues their places, or a RolloutError when there is no hope."""
         with self.members.lock:
-            if self._quarantine is None and not any(self._queues.values()):
+            if not any(self._queues.values()):
                 return  # nobody waits
             serving = [one for one in self._replicas.values() if one.dead is None and one.engine.version >= 0]
             if not serving:
                 self._tell_the_hopeless()
             if not self.members.paused:
-                if self._suspects.deaths or self._quarantine is not None:
-                    self._seat_suspects(serving)
-                in_flight = {one.name: len(one.running) for one in serving if one is not self._quarantine}
+                own = self._seat_suspect(serving)
+                in_flight = {one.name: len(one.running) for one in serving if one is not own}
                 for queue in (self._queues["urgent"], self._queues["rest"]):
                     while queue:
                         entry = queue[0]
@@ -304,26 +298,24 @@ class Router:
                 while entry := _first(queue):
                     entry.place.set_exception(RolloutError(str(error)))
 
-    def _seat_suspects(self, serving: Sequence[Replica]) -> None:
-        """Seats suspects. While there are any, one replica gets them only: the least loaded, from when it has
-        answered what it had. The others go on.
+    def _seat_suspect(self, serving: list[Replica]) -> Replica | None:
+        """Seats the next suspect, and returns the replica that is theirs while there are any: the least
+        loaded, from when it has answered what it had. The others go on, with those that have been cleared.
         """
-        queue, own = self._queues["suspect"], self._quarantine
-        if own not in serving:
-            own = None
-        if _first(queue) is None:
-            busy = own is not None and any(entry.company is not None for entry in own.running)
-            self._quarantine = own if busy else None
-            return
-        if own is None:
+        queue = self._queues["suspect"]
+        cleared = [entry for entry in queue if not self._supervisor.is_suspect(entry.request.request_id)]
+        for entry in cleared:
+            entry.suspect = False
+            queue.remove(entry)
+        self._queues["rest"].extendleft(reversed(cleared))
+        own = next((one for one in serving if one.runs_suspect), None)
+        suspect = _first(queue)
+        if own is None and suspect is not None:
             own = min(serving, key=lambda one: len(one.running), default=None)
-        self._quarantine = own
-        while own is not None and (entry := _first(queue)) is not None:
-            assert entry.company is not None
-            alike = all(one.company == entry.company for one in own.running)  # others may not run beside it
-            if not alike or len(own.running) >= min(entry.company, self._limit):
-                break
-            self._seat(entry, own)
+            if own is not None and not own.running:
+                self._seat(suspect, own)
+                queue.popleft()
+        return own
 
     def _seat(self, entry: Entry, replica: Replica) -> None:
         """Gives a waiting request its place, counted there."""

@@ -19,7 +19,6 @@ from rondo.rollout.server import EngineProcess
 from rondo.system.activity import Activity
 from rondo.weights import Sent
 
-MAX_RESTARTS = 3  # of a worker's engines, in a run, but for deaths that a request is to blame for
 POLL_SECONDS = 0.1
 STACKS_SECONDS = 1.0  # for engines to say where they are
 _log = logging.getLogger(__name__)
@@ -46,8 +45,7 @@ class Replicas:
         self._spec = spec
         self._bucket_bytes = bucket_bytes
         self._accelerators = accelerators
-        self._lock = threading.Lock()  # guards the next four
-        self._restarts = 0
+        self._lock = threading.Lock()  # guards the next three
         self._closed = False
         self._news: str | None = None
         self._threads: list[threading.Thread] = []
@@ -169,7 +167,7 @@ class Replicas:
     def _restart(self, name: str, why: str) -> bool:
         """The router's on_lost, from any thread: whether the replica is being started again."""
         with self._lock:
-            if self._closed or self._restarts - self.router.members.num_explained >= MAX_RESTARTS:
+            if self._closed:
                 return False
             thread = threading.Thread(
                 target=self._start_again, args=(name, why), name=f"rondo-restart-{name}", daemon=True
@@ -179,7 +177,6 @@ class Replicas:
             except RuntimeError as error:  # no thread left
                 _log.error("replica %s cannot be started again: %s", name, error)
                 return False
-            self._restarts += 1
             self._threads.append(thread)
         return True
 

@@ -1,0 +1,105 @@
+"""Who is to blame for a process that dies, and when no other one is started."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from rondo.system.pool import Supervision, Supervisor
+
+TWO = Supervision(restarts=3, deaths=2)
+
+
+def suspects(of: Supervisor[str], names: str) -> str:
+    return "".join(name for name in names if of.is_suspect(name))
+
+
+def test_what_dies_alone_is_guilty_and_explains_what_it_saw() -> None:
+    of: Supervisor[str] = Supervisor(TWO)
+    assert of.died("pqr") is None  # one of them, or none
+    assert of.died("s") is None  # alone, but for the first time
+    assert suspects(of, "pqrst") == "pqrs"
+    of.ended("q")
+    assert suspects(of, "pqrst") == "prs"
+    assert of.died("pr") is None  # their user did not keep them apart
+    assert of.num_unexplained == 3
+    assert of.died("p") == "p"
+    assert (of.num_deaths("p"), of.num_unexplained) == (3, 1)  # of s nobody knows
+    assert suspects(of, "pqrs") == "ps"  # r saw only deaths of p
+    assert of.died("p") == "p"  # issued again
+    assert (of.num_deaths("p"), of.num_unexplained) == (4, 1)
+    assert of.died() is None
+    assert of.num_unexplained == 2
+
+
+@pytest.mark.parametrize("deaths", [1, 2, 3])
+def test_so_many_deaths_the_last_one_alone(deaths: int) -> None:
+    of: Supervisor[str] = Supervisor(Supervision(restarts=0, deaths=deaths))
+    assert [of.died("p") for _ in range(deaths)] == [*[None] * (deaths - 1), "p"]
+    assert [of.died("qr") for _ in range(deaths)] == [None] * deaths
+    assert of.died("q") == "q"
+    assert not of.is_suspect("r")
+
+
+def test_a_budget_is_of_deaths_that_nobody_is_guilty_of() -> None:
+    of: Supervisor[str] = Supervisor(TWO)
+    said = []
+    for running in ("p", "p", "p", "", "q", "r"):
+        of.died(running)
+        said.append((of.num_unexplained, of.gives_up))
+    assert said == [(1, False), (0, False), (0, False), (1, False), (2, False), (3, False)]
+    of.died()
+    assert of.gives_up
+    assert of.died("q") == "q"  # and so the first death of q was no chance
+    assert (of.num_unexplained, of.gives_up) == (3, False)
+
+
+def test_deaths_in_a_row() -> None:
+    of: Supervisor[str] = Supervisor(Supervision(restarts=1, deaths=2))
+    of.died("pq")
+    of.worked()
+    assert of.num_unexplained == 0
+    assert suspects(of, "pqr") == "pq"
+    of.died("r")
+    assert not of.gives_up
+    assert of.died("r") == "r"
+    assert suspects(of, "pqr") == "pqr"  # p and q saw a death that r did not
+    of.died()
+    of.died()
+    assert of.gives_up
+
+
+def test_memory_is_bounded() -> None:
+    of: Supervisor[str] = Supervisor(Supervision(restarts=3, deaths=9), remember=2)
+    for name in "pqpr":
+        of.died(name)
+    assert [of.num_deaths(name) for name in "pqr"] == [2, 0, 1]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_exactly_those_that_processes_die_of_are_guilty(seed: int) -> None:
+    """Forty keys run four at a time, suspects alone, in an order by chance; five of them end processes."""
+    chance = random.Random(seed)
+    of: Supervisor[int] = Supervisor(TWO)
+    waiting, deadly = list(range(40)), set(chance.sample(range(40), 5))
+    guilty, ended, num_deaths = [], [], 0
+    while waiting:
+        chance.shuffle(waiting)
+        alone = [key for key in waiting if of.is_suspect(key)][:1]
+        running = alone or waiting[:4]
+        if deadly.isdisjoint(running):
+            ended += running
+            waiting = [key for key in waiting if key not in running]
+            for key in running:
+                of.ended(key)
+            continue
+        num_deaths += 1
+        if (found := of.died(running)) is not None:
+            guilty.append(found)
+            waiting.remove(found)
+    assert set(guilty) == deadly
+    assert len(guilty) == 5
+    assert sorted(ended) == sorted(set(range(40)) - deadly)
+    assert num_deaths == 10
+    assert of.num_unexplained == 0
