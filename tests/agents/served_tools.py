@@ -62,6 +62,16 @@ async def die_once(file: str) -> str:
     return "lived"
 
 
+@server.tool()
+async def die_when(came: int, file: str) -> str:
+    """Ends the server: the first time when so many calls have come, then at once."""
+    CAME.append(0)
+    while len(CAME) < came and not Path(file).exists():
+        await asyncio.sleep(0.01)
+    Path(file).touch()
+    os._exit(3)
+
+
 @server.tool(structured_output=False)
 def much() -> str:
     """Says 10 MB."""
@@ -78,6 +88,12 @@ def see(name: str) -> list[object]:
 if __name__ == "__main__":
     print("served_tools is here", file=sys.stderr, flush=True)
     how = sys.argv[1] if len(sys.argv) > 1 else ""
+    if how in ("counted", "once"):
+        with Path(os.environ["STARTS"]).open("a+") as starts:
+            starts.write("+")
+            starts.seek(0)
+            if how == "once" and starts.read() != "+":
+                sys.exit("somebody has it open")
     if how == "dies":
         sys.exit("the database is gone")
     if how == "mute":

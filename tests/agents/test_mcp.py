@@ -23,6 +23,7 @@ from rondo.agents.tools import Tool, Toolbox, ToolFailedError, _lean, end_tools,
 from rondo.chat import decode
 from rondo.config.schema import FunctionConfig, ToolConfig
 from rondo.core.errors import ConfigError
+from rondo.system.pool import Supervision
 from tests.agents.scripted import call, episode, saying
 from tests.serving.conftest import TOKENIZER
 from tests.trainers.conftest import PYTHONPATH, REPOSITORY, inline
@@ -65,7 +66,7 @@ def ask(tools: Sequence[Tool], *calls: tuple[str, dict[str, Any]]) -> tuple[list
 
 def test_the_tools_are_the_servers(tools: Sequence[Tool]) -> None:
     names = [tool.name for tool in tools]
-    assert names == ["add", "fail", "meet", "shout", "die", "die_once", "much", "see"]
+    assert names == ["add", "fail", "meet", "shout", "die", "die_once", "die_when", "much", "see"]
     assert tools[0].schema == {
         "type": "function",
         "function": {
@@ -161,12 +162,35 @@ def test_an_episode_ends_with_a_server_that_is_down() -> None:
 
 
 @pytest.mark.slow
-def test_it_is_not_started_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mcp_servers, "_MOST_DEATHS", 2)
-    loaded = load_tools([served()])
-    ask(loaded, ("die", {}))
-    _, box = ask(loaded, ("add", {"a": 1}))
-    assert "died 2 times and answered nothing between; it is not started again" in box.failure
+def test_only_calls_that_a_server_dies_of_fail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Two of 22 that are under way at its first death, each of which is made again alone."""
+    starts = tmp_path / "starts"
+    monkeypatch.setenv("STARTS", str(starts))
+    loaded = load_tools([served("counted", timeout_seconds=200, env=["STARTS"])])
+    mild = [("meet", {"others": 0})] * 10
+    deadly = ("die_when", {"came": 22, "file": str(tmp_path / "came")})
+    said, box = ask(loaded, *mild, deadly, deadly, *mild)
+    assert [text for text in said if isinstance(text, str)] == ["0 others"] * 20
+    assert box.stats.failures == {"die_when": 2}
+    for _ in range(3):
+        ask(loaded, ("die", {}))
+    assert ask(loaded, ("add", {"a": 1}))[0] == ["2"]  # deaths that a call is guilty of cost no restart
+    end_tools(loaded)
+    assert len(starts.read_text()) == 1 + 3 + 3 * 2  # each death is followed by a start
+
+
+@pytest.mark.slow
+def test_it_is_not_started_again_without_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One that cannot be started a second time."""
+    monkeypatch.setattr(mcp_servers, "SUPERVISION", Supervision(restarts=1, deaths=2))
+    monkeypatch.setenv("STARTS", str(tmp_path / "starts"))
+    loaded = load_tools([served("once", env=["STARTS"])])
+    _, box = ask(loaded, ("die", {}))
+    assert "ended before it said which tools it has" in box.failure
+    for _ in range(2):
+        _, box = ask(loaded, ("add", {"a": 1}))
+        assert "died 2 times and answered nothing between; it is not started again" in box.failure
+    assert (tmp_path / "starts").read_text() == "++"
     end_tools(loaded)
 
 

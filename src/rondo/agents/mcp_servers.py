@@ -22,8 +22,8 @@ import shlex
 import shutil
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
@@ -32,6 +32,7 @@ from rondo.config.functions import NEVER_HANDED_OVER
 from rondo.core.errors import ConfigError, ToolError
 from rondo.core.masking import masked_urls, warn_of_open_way
 from rondo.system.border import described
+from rondo.system.pool import Supervision, Supervisor
 from rondo.system.process import TAIL_LINES, guarded
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from mcp.types import CallToolResult, ContentBlock
 
 T = TypeVar("T")
-_MOST_DEATHS = 5  # in a row, with no answer between them
+SUPERVISION = Supervision(restarts=4, deaths=2)  # in a row: with no answer between them
 _log = logging.getLogger(__name__)
 
 
@@ -100,8 +101,10 @@ class McpServer:
         self._start_seconds = start_seconds
         self._connection: _Connection | None = None
         self._closed = False
-        self._deaths = 0
-        self._alone = asyncio.Lock()
+        self._supervisor: Supervisor[object] = Supervisor(SUPERVISION)
+        self._calls: set[object] = set()  # that are under way
+        self._no_calls = asyncio.Event()
+        self._turn = asyncio.Lock()
 
     def start(self) -> list[ServedTool]:
         """Connects, and returns the tools that are wanted. Raises ConfigError."""
@@ -141,15 +144,30 @@ class McpServer:
     # ---- on the loop of the connections
 
     async def _answered(self, name: str, arguments: Mapping[str, Any]) -> str:
+        call = object()
+        async with self._turn:  # others wait behind one that is to be alone
+            pass
         try:
-            return await self._asked(name, arguments)
-        except ServerDownError:
-            # One call may have been its death: those that were under way are made again one by one, so that
-            # no other call dies of that one twice.
-            async with self._alone:
-                return await self._asked(name, arguments)
+            with self._under_way(call):
+                return await self._asked(call, name, arguments)
+        except ServerDownError:  # maybe by another call: if the server dies of this one alone, it is guilty
+            async with self._turn:
+                await self._no_calls.wait()
+                with self._under_way(call):
+                    return await self._asked(call, name, arguments)
 
-    async def _asked(self, name: str, arguments: Mapping[str, Any]) -> str:
+    @contextmanager
+    def _under_way(self, call: object) -> Iterator[None]:
+        self._calls.add(call)
+        self._no_calls.clear()
+        try:
+            yield
+        finally:
+            self._calls.remove(call)
+            if not self._calls:
+                self._no_calls.set()
+
+    async def _asked(self, call: object, name: str, arguments: Mapping[str, Any]) -> str:
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED, INVALID_PARAMS, INVALID_REQUEST
 
@@ -163,10 +181,11 @@ class McpServer:
             forgot = bool(self._url) and error.code == INVALID_REQUEST  # the session
             if error.code != CONNECTION_CLOSED and not forgot:
                 raise
-            self._lost(connection)
+            self._lost(connection, self._calls)
             await connection.end()
             raise ServerDownError(f"{self} died{connection.last_words()}") from error
-        self._deaths = 0
+        self._supervisor.ended(call)
+        self._supervisor.worked()
         text = _text_of(result)
         if result.is_error:
             raise ToolError(text)
@@ -177,24 +196,25 @@ class McpServer:
         if self._connection is None:
             if self._closed:
                 raise ServerDownError(f"{self} was closed")
-            if self._command and self._deaths >= _MOST_DEATHS:
+            if self._command and self._supervisor.gives_up:
+                times = self._supervisor.num_unexplained
                 raise ServerDownError(
-                    f"{self} died {self._deaths} times and answered nothing between; it is not started again"
+                    f"{self} died {times} times and answered nothing between; it is not started again"
                 )
             self._connection = _Connection(self._streams, str(self), self._start_seconds)
         connection = self._connection
         try:
             await asyncio.shield(connection.ready)
         except ServerDownError:
-            self._lost(connection)
+            self._lost(connection, ())
             raise
         return connection
 
-    def _lost(self, connection: _Connection) -> None:
-        """Counts a death, once, whoever tells of it."""
+    def _lost(self, connection: _Connection, calls: Collection[object]) -> None:
+        """Counts a death, once, whoever tells of it. calls: that were under way."""
         if self._connection is connection:
             self._connection = None
-            self._deaths += 1
+            self._supervisor.died(calls)
             connection.over.set()
 
     async def _close(self) -> None:
