@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rondo.core.types import Prompt, Trajectory
@@ -146,3 +147,21 @@ def computes(messages: Any, base_url: str, api_key: str, model: str, *, what: st
             raise OSError("no such file")
         asked.chat.completions.create(model=model, messages=[*messages, {"role": "user", "content": "Sure?"}])
     return str(os.getpid())
+
+
+def falls(messages: Any, base_url: str, api_key: str, model: str, fields: Any, *, folder: str) -> str:
+    """Eight of them: when all have come, the third ends its process. The others wait for that, once."""
+    import openai
+
+    with openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0) as asked:
+        asked.chat.completions.create(model=model, messages=messages)
+    here = Path(folder, str(fields["seed"]))
+    had_come = here.exists()
+    here.touch()
+    if fields["seed"] == 3:
+        while len(list(Path(folder).iterdir())) < 8:
+            time.sleep(0.01)
+        os._exit(7)
+    if not had_come:
+        time.sleep(600)
+    return "lived"

@@ -506,7 +506,7 @@ def test_a_process_that_died_between_two_calls_is_no_failure(scorer):
     async def main():
         before = await s.score(make_trajectory("abc"))
         (pool,) = s._pools.values()
-        (process,) = pool._shared
+        process = pool.processes[0]
         process.child.close()
         return before, await s.score(make_trajectory("abc"))
 

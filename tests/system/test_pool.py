@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 
 import pytest
 
-from rondo.system.pool import Supervision, Supervisor
+from rondo.core.errors import RondoError
+from rondo.system.pool import Pool, Pooled, Supervision, Supervisor
 
 TWO = Supervision(restarts=3, deaths=2)
 
@@ -103,3 +105,98 @@ def test_exactly_those_that_processes_die_of_are_guilty(seed: int) -> None:
     assert sorted(ended) == sorted(set(range(40)) - deadly)
     assert num_deaths == 10
     assert of.num_unexplained == 0
+
+
+class Box(Pooled):
+    """What a process is to a pool."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+        self.gone = asyncio.Event()
+
+    @property
+    def ended(self) -> bool:
+        return self.gone.is_set()
+
+    def end(self) -> None:
+        self.gone.set()
+
+
+def boxes(count: int, room: int | None = None, deaths: int = 2) -> tuple[Pool[Box], list[Box]]:
+    """A pool, and all that it starts."""
+    started: list[Box] = []
+
+    def start(number: int, before: Box | None) -> Box:
+        assert before is None or before.ended
+        started.append(Box(number))
+        return started[-1]
+
+    return Pool(count, start, Supervision(restarts=None, deaths=deaths), room), started
+
+
+def test_a_pool_has_room_for_so_many_and_starts_what_it_needs() -> None:
+    async def main() -> None:
+        pool, started = boxes(2, room=2)
+        leave = [asyncio.Event() for _ in range(6)]
+        came: list[tuple[int, int]] = []
+
+        async def be_in(key: int) -> None:
+            async with pool.place(key) as box:
+                came.append((key, box.number))
+                await leave[key].wait()
+
+        tasks = [asyncio.create_task(be_in(key)) for key in range(6)]
+        await asyncio.sleep(0)
+        assert came == [(0, 0), (1, 1), (2, 0), (3, 1)]
+        tasks[4].cancel()
+        leave[3].set()
+        await tasks[3]
+        await asyncio.sleep(0)
+        assert came[4:] == [(5, 1)]
+        for event in leave:
+            event.set()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert [box.running for box in started] == [set(), set()]
+        pool.close()
+        assert all(box.ended for box in started)
+        with pytest.raises(RondoError, match="have ended"):
+            await be_in(7)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("deaths", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(5))
+def test_in_a_pool_only_the_guilty_are_given_up_and_suspects_are_alone(seed: int, deaths: int) -> None:
+    """Forty keys in two processes with room for eight; five of them end what they are in."""
+
+    async def main() -> None:
+        chance = random.Random(seed)
+        pool, _ = boxes(2, 8, deaths)
+        deadly = set(chance.sample(range(40), 5))
+        guilty, ended = [], []
+
+        async def run(key: int) -> None:
+            while True:
+                async with pool.place(key) as box:
+                    if pool.supervisor.is_suspect(key):
+                        assert (box.number, box.running) == (2, {key})
+                    for _ in range(chance.randrange(1, 9)):
+                        await asyncio.sleep(0)
+                    if key in deadly:
+                        box.end()
+                    if not box.ended:
+                        pool.supervisor.ended(key)
+                        ended.append(key)
+                        return
+                    if pool.died_of(key, box):
+                        guilty.append(key)
+                        return
+
+        await asyncio.gather(*map(run, range(40)))
+        assert (set(guilty), len(guilty)) == (deadly, 5)
+        assert sorted(ended) == sorted(set(range(40)) - deadly)
+        assert pool.supervisor.num_unexplained == 0
+
+    asyncio.run(main())

@@ -18,14 +18,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from rondo.agents.worker_pool import MAX_REISSUES, EpisodeWorker, EpisodeWorkers
+from rondo.agents.worker_pool import EpisodeWorker, EpisodeWorkers
 from rondo.config.schema import EnvironmentConfig
 from rondo.core.errors import EnvironmentFailedError, EpisodeLostError
 from rondo.environments.played import Played, Shown
 from rondo.environments.registry import EnvironmentChoice, load_environments
 from rondo.system.actor import PICKLE_ERRORS, Actor, CallFailedError, ProcessLostError
 from rondo.system.border import in_thread
-from rondo.system.forkserver import ForkServer
 
 _THREADS = 32  # that step at one time; what hangs holds none
 
@@ -151,8 +150,8 @@ class _Line(EpisodeWorker):
 
     serves = Environments
 
-    def __init__(self, number: int, given: tuple[Any, ...], forkserver: ForkServer) -> None:
-        super().__init__(number, given, forkserver)
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
         self._waiting: deque[_Asked] = deque()
         self._working: asyncio.Task[None] | None = None
 
@@ -172,7 +171,7 @@ class _Line(EpisodeWorker):
 
     def _next(self) -> list[_Asked]:
         """Returns the calls that are made next, as one: all steps that wait of one vectorised environment,
-        but for those with which a process has died before.
+        but for those of suspects.
         """
         first = self._waiting.popleft()
         asked = [first]
@@ -189,6 +188,8 @@ class _Line(EpisodeWorker):
         started = time.monotonic()
         answers: Sequence[Any]
         try:
+            await self.loaded()
+            started = time.monotonic()
             answers = await self._answers(asked)
         except Exception as error:  # whatever it is, it is told to those who wait, and the line goes on
             answers = [error] * len(asked)
@@ -204,6 +205,7 @@ class _Line(EpisodeWorker):
 
     async def _answers(self, asked: Sequence[_Asked]) -> list[Any]:
         first, several = asked[0], len(asked) > 1
+        episodes = [each.of.episode for each in asked]
         limit, what = first.of.choice.config.timeout_seconds, first.operation
         numbers = [each.of.number for each in asked]
         columns = zip(*(each.arguments for each in asked), strict=True)
@@ -214,22 +216,27 @@ class _Line(EpisodeWorker):
         except TimeoutError as error:
             failure = over(what, limit)
             await self.kill(f"{what} of {first.of.choice.name} took longer than {limit} s")
-            raise (_InCallError(str(failure)) if several else failure) from error
+            raise (self._again(episodes, str(failure)) if several else failure) from error
         except ProcessLostError as error:
             said = error.tail.splitlines()[-1:]
             why = "; it printed last: ".join([f"{what}: its process died, {self.how_it_ended()}", *said])
-            raise _InCallError(why) from error
+            raise self._again(episodes, why) from error
         except CallFailedError as error:
             cause = error.failure.cause()
             told = cause if isinstance(cause, EnvironmentFailedError) else _unreadable(what, error)
-            raise (_InCallError(str(told)) if several else told) from error
+            raise (self._again(episodes, str(told)) if several else told) from error
         except PICKLE_ERRORS as error:
             raise _unreadable(what, error) from error
         return answers
 
-
-class _InCallError(EpisodeLostError):
-    """And the episode was in the call, so that it may be to blame."""
+    def _again(self, episodes: Sequence[str], why: str) -> Exception:
+        """Returns what is raised to the episodes of a call that failed: one that was alone in it may be
+        guilty.
+        """
+        guilty = self.supervisor.died(episodes)
+        if guilty is None:
+            return EpisodeLostError(why)
+        return EnvironmentFailedError(f"{why}; so it was {self.supervisor.num_deaths(guilty)} times")
 
 
 def _unreadable(what: str, error: Exception) -> EnvironmentFailedError:
@@ -243,10 +250,7 @@ class Workers:
     """Processes of their own, in which one call is made at a time. choices: of all that may live there."""
 
     def __init__(self, count: int, choices: Sequence[EnvironmentChoice]) -> None:
-        given = ([choice.config for choice in choices],)
-        self.pool: EpisodeWorkers[_Line] = EpisodeWorkers(
-            count, lambda number, forkserver: _Line(number, given, forkserver)
-        )
+        self.pool = EpisodeWorkers(count, _Line, ([choice.config for choice in choices],))
         self.numbers = itertools.count()
 
     def open(self, choice: EnvironmentChoice, episode: str) -> Placed:
@@ -263,7 +267,7 @@ class _InWorker:
         self.seconds = 0.0
         self.choice = choice
         self.number = next(workers.numbers)
-        self._episode = episode
+        self.episode = episode
         self._pool = workers.pool
         self._line: _Line | None = None
         self._lost = False
@@ -271,10 +275,10 @@ class _InWorker:
     @property
     def goes_with_others(self) -> bool:
         """Says whether its steps may be made in one call with those of others."""
-        return self.choice.steps_many and not self._pool.is_suspect(self._episode)
+        return self.choice.steps_many and not self._pool.supervisor.is_suspect(self.episode)
 
     async def reset(self, seed: int, task: Any) -> Shown:
-        self._line = await self._pool.place()
+        self._line = self._pool.seat(self)
         shown: Shown = await self._answer(self._line, "reset", self.choice.name, seed, task)
         return shown
 
@@ -286,17 +290,15 @@ class _InWorker:
     async def close(self) -> None:
         line, self._line = self._line, None
         if line is not None:
-            line.episodes -= 1
+            line.running.discard(self)
             if not line.ended:  # with all that lived in it
                 await self._answer(line, "close")
         if not self._lost:
-            self._pool.forget(self._episode)
+            self._pool.supervisor.ended(self.episode)
 
     async def _answer(self, line: _Line, operation: str, *arguments: Any) -> Any:
         try:
             return await line.answer(self, operation, *arguments)
-        except EpisodeLostError as error:
-            if isinstance(error, _InCallError) and not self._pool.blame(self._episode):
-                raise EnvironmentFailedError(f"{error}; so it was {MAX_REISSUES + 1} times") from error
+        except EpisodeLostError:
             self._lost = True
             raise

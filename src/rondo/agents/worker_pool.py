@@ -9,14 +9,12 @@ One that dies is started again when it is next wanted, and what it held is begun
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import inspect
 import logging
 import os
-from collections import Counter
-from collections.abc import Callable, Mapping
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, TypeVar
 
 from rondo.config.functions import resolve_function
 from rondo.config.schema import FunctionConfig
@@ -32,32 +30,39 @@ from rondo.system.actor import (
 )
 from rondo.system.border import awaited, in_thread, said_by
 from rondo.system.forkserver import ForkServer, fork_server
+from rondo.system.pool import Pool, Pooled, Supervision, Supervisor
 from rondo.system.process import import_path
 
 START_SECONDS = 120.0  # for a process to import what it is to run
-MAX_RESTARTS = 5  # in a row, of processes that died before they were asked anything
-MAX_REISSUES = 2  # of an episode that was in a call when its process died
+# Restarts in a row, of processes that died before they were asked anything; deaths in calls of an episode.
+SUPERVISION = Supervision(restarts=5, deaths=3)
 _log = logging.getLogger(__name__)
 
 
-class EpisodeWorker:
-    """A process, and how many episodes live in it. given: what it is to load. forkserver: what it is forked
-    from.
+class EpisodeWorker(Pooled):
+    """A process, and what lives in it. given: what it is to load. forkserver: what it is forked from.
+    supervisor: of the pool that it is in.
     """
 
     serves: type[Actor]
 
-    def __init__(self, number: int, given: tuple[Any, ...], forkserver: ForkServer) -> None:
+    def __init__(
+        self, number: int, given: tuple[Any, ...], forkserver: ForkServer, supervisor: Supervisor[Hashable]
+    ) -> None:
+        super().__init__()
+        self.supervisor = supervisor
         self.who = f"episode worker {number}"
-        self.episodes = 0
         self.was_asked = False
         self._child: ActorHandle | None = None
         self._ended = ""
         self._loading = asyncio.ensure_future(self._load(given, forkserver))
 
     async def loaded(self) -> None:
-        """Returns when it can be asked. Raises ProcessLostError, ConfigError, RolloutError."""
-        await asyncio.shield(self._loading)
+        """Returns when it can be asked. Raises EpisodeLostError where it died, ConfigError, RolloutError."""
+        try:
+            await asyncio.shield(self._loading)
+        except ProcessLostError as error:
+            raise EpisodeLostError(str(error)) from error
 
     async def _load(self, given: tuple[Any, ...], forkserver: ForkServer) -> None:
         start = functools.partial(spawn, self.serves, self.who, _environment(), forkserver=forkserver)
@@ -114,74 +119,37 @@ class EpisodeWorker:
 W = TypeVar("W", bound=EpisodeWorker)
 
 
-class EpisodeWorkers(Generic[W]):
-    """count processes, each started when there is an episode for it, by a fork of one that has imported
-    rondo's part. All on one event loop, but for `close`. start: makes the one of a number.
+class EpisodeWorkers(Pool[W]):
+    """Episode workers, forked from one process that has imported rondo's part. kind: of which each is. given:
+    what it is to load. room: see `Pool`.
     """
 
-    def __init__(self, count: int, start: Callable[[int, ForkServer], W]) -> None:
-        self._start = start
+    def __init__(self, count: int, kind: type[W], given: tuple[Any, ...], room: int | None = None) -> None:
+        super().__init__(count, self._anew, SUPERVISION, room)
+        self._kind = kind
+        self._given = given
         self._forkserver: ForkServer | None = None
-        self._workers: list[W | None] = [None] * count
-        self._restarts = 0  # in a row
-        self._closed = False
-        self._deaths: Counter[str] = Counter()  # in a call of the episode of this name
-
-    async def place(self) -> W:
-        """Returns one for a new episode, which is counted as its. Raises RolloutError where they die as they
-        start, ConfigError for what they cannot load.
-        """
-        while True:
-            counts = [0 if one is None or one.ended else one.episodes for one in self._workers]
-            number = counts.index(min(counts))
-            worker = self._workers[number]
-            if worker is None or worker.ended:
-                worker = self._workers[number] = self._anew(number, worker)
-            worker.episodes += 1
-            try:
-                await worker.loaded()
-            except ProcessLostError:
-                worker.episodes -= 1
-            except BaseException:
-                worker.episodes -= 1
-                raise
-            else:
-                return worker
 
     def _anew(self, number: int, before: W | None) -> W:
-        if self._closed:
-            raise RolloutError("the run's episode workers have ended")
+        """Raises RolloutError where they die as they start."""
         if before is not None:
             _log.warning("%s; it is started again", before.ended)
-            self._restarts = 0 if before.was_asked else self._restarts + 1
-            if self._restarts > MAX_RESTARTS:
+            if before.was_asked:
+                self.supervisor.worked()
+            else:
+                self.supervisor.died()
+            if self.supervisor.gives_up:
                 raise RolloutError(
-                    f"{before.ended}, after {MAX_RESTARTS} others that also died before they were asked "
-                    f"anything. Its last lines:\n{before.last_words() or '(none)'}"
+                    f"{before.ended}, after {SUPERVISION.restarts} others that also died before they were "
+                    f"asked anything. Its last lines:\n{before.last_words() or '(none)'}"
                 )
         if self._forkserver is None:
             self._forkserver = fork_server([__name__, "rondo.environments.played"], _environment())
-        return self._start(number, self._forkserver)
-
-    def blame(self, episode: str) -> bool:
-        """Counts a death in a call of this episode. Says whether it may be begun again."""
-        self._deaths[episode] += 1
-        return self._deaths[episode] <= MAX_REISSUES
-
-    def is_suspect(self, episode: str) -> bool:
-        """Says whether a process has died in a call of this episode."""
-        return episode in self._deaths
-
-    def forget(self, episode: str) -> None:
-        """Is told that an episode has ended for good."""
-        self._deaths.pop(episode, None)
+        return self._kind(number, self._given, self._forkserver, self.supervisor)
 
     def close(self) -> None:
         """Ends the processes. From any thread."""
-        self._closed = True
-        for worker in self._workers:
-            if worker is not None:
-                worker.end()
+        super().close()
         if self._forkserver is not None:
             self._forkserver.give_back()
             self._forkserver = None
@@ -220,12 +188,8 @@ class AgentWorkers:
     """count processes that run the function of `config`."""
 
     def __init__(self, count: int, config: FunctionConfig, function: Callable[..., Any]) -> None:
-        given = (config.name, dict(config.options))
-        self._pool: EpisodeWorkers[_Agents] = EpisodeWorkers(
-            count, lambda number, forkserver: _Agents(number, given, forkserver)
-        )
-        plain = not inspect.iscoroutinefunction(function)
-        self._slots = asyncio.Semaphore(count * _THREADS) if plain else contextlib.nullcontext()
+        room = None if inspect.iscoroutinefunction(function) else _THREADS
+        self._pool = EpisodeWorkers(count, _Agents, (config.name, dict(config.options)), room)
 
     async def run(
         self, episode: str, arguments: Mapping[str, Any], deadline_seconds: float | None
@@ -233,23 +197,22 @@ class AgentWorkers:
         """Returns what the agent said, and why it failed. Waiting for a thread, or a process, does not count
         as its time. Raises TimeoutError, EpisodeLostError, DataError.
         """
-        async with self._slots:
-            worker = await self._pool.place()
+        async with self._pool.place(episode) as worker:
             try:
+                await worker.loaded()
                 said = await self._asked(worker, arguments, deadline_seconds)
             except ProcessLostError as error:
-                why = f"its {error} with {worker.episodes} episodes in it; it printed last:\n{error.tail}"
-                if self._pool.blame(episode):
+                why = f"its {error} with {len(worker.running)} episodes in it; it printed last:\n{error.tail}"
+                if not self._pool.died_of(episode, worker):
                     raise EpisodeLostError(why) from error
-                said = "", f"{why}\nso it was {MAX_REISSUES + 1} times"
+                deaths = self._pool.supervisor.num_deaths(episode)
+                return "", f"{why}\nso it was {deaths} times, the last one alone"
             except PICKLE_ERRORS as error:
                 raise DataError(
                     f"{episode}: the prompt's fields cannot be handed to an episode worker ({error}); have "
                     "values of Python's own types in rows, or rollout.episode_workers=0"
                 ) from error
-            finally:
-                worker.episodes -= 1
-        self._pool.forget(episode)
+        self._pool.supervisor.ended(episode)
         return said
 
     async def _asked(

@@ -18,10 +18,12 @@ from rondo.rewards.marks import SPENT
 from rondo.rewards.worker import Coroutines, Function
 from rondo.system.actor import Answer, CallFailedError, ProcessLostError, spawn
 from rondo.system.border import contained
+from rondo.system.pool import Pool, Pooled, Supervision
 from rondo.system.process import import_path
 
 _START_SECONDS = 120.0  # for a process to import the user's reward function
 _GRACE_SECONDS = 2.0  # a process ends itself at the time limit; after this much more it is killed
+SUPERVISION = Supervision(restarts=None, deaths=1)
 _CPU_SHARE = 0.5  # of the time limit; where calls have limits of CPU time, these strike before the clock
 
 
@@ -107,17 +109,16 @@ class _NotAloneError(Exception):
     """The process ended with several calls in it: whose fault it was is not known."""
 
 
-class _Process:
+class _Process(Pooled):
     """A process (`worker`) for one reward function, and the calls that run in it."""
 
     def __init__(self, spec: str, serves: type[Coroutines | Function]) -> None:
+        super().__init__()
         own = {"PYTHONPATH": import_path(), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         environment = {**os.environ, **own}
         self.child = spawn(serves, "the reward function's process", environment)
         self.loading = asyncio.ensure_future(self._load(spec))
-        self.calls = 0
-        self.ended_with = 0
-        """How many calls were in it when it ended."""
+        self._was_ended = False
 
     async def _load(self, spec: str) -> None:
         try:
@@ -125,12 +126,18 @@ class _Process:
         except TimeoutError as error:
             raise ScorerCrashError(f"{spec} was not imported within {_START_SECONDS:g} s") from error
 
+    @property
+    def ended(self) -> bool:
+        """Says whether it can be asked no more."""
+        return self._was_ended or self.child.lost is not None
+
     def end(self) -> None:
-        self.ended_with = self.ended_with or self.calls
+        """Ends it at once."""
+        self._was_ended = True
         self.child.kill()
 
 
-class ProcessPool:
+class ProcessPool(Pool[_Process]):
     """Calls of one reward function in processes that are killed at the time limit; started when first
     needed, and anew where one has died.
 
@@ -139,13 +146,10 @@ class ProcessPool:
     """
 
     def __init__(self, spec: str, processes: int, at_once: int = 1, limited: bool = False) -> None:
-        self._spec = spec
-        self._at_once = at_once
+        serves = Function if at_once == 1 else Coroutines
+        super().__init__(processes, lambda number, before: _Process(spec, serves), SUPERVISION, at_once)
+        self._in_turn = at_once == 1
         self._limited = limited
-        self._slots = asyncio.Semaphore(processes * at_once)
-        self._alone = asyncio.Semaphore(1)
-        self._processes: set[_Process] = set()
-        self._shared: set[_Process] = set()  # those of them that take further calls
 
     async def run(self, args: tuple[Any, ...], options: dict[str, Any], timeout: float) -> Any:
         """Returns the function's result. Raises TimeoutError after `timeout` seconds, ScorerCrashError with
@@ -155,35 +159,25 @@ class ProcessPool:
         that were in one process when it died are each made again by themselves: then it is known whose fault
         it is.
         """
-        async with self._slots:
-            self._shared = {p for p in self._shared if p.child.lost is None}  # or it died with no call in it
-            process = next((p for p in self._shared if p.calls < self._at_once), None) or self._start()
-            self._shared.add(process)
-            try:
-                return await self._score(process, args, options, timeout)
-            except _NotAloneError:
-                pass
-        async with self._alone:
-            process = self._start()
-            try:
-                return await self._score(process, args, options, timeout)
-            finally:
-                self._end(process)
-
-    def _start(self) -> _Process:
-        process = _Process(self._spec, Function if self._at_once == 1 else Coroutines)
-        self._processes.add(process)
-        return process
-
-    def _end(self, process: _Process) -> None:
-        self._processes.discard(process)
-        self._shared.discard(process)
-        process.end()
+        call = object()
+        try:
+            while True:
+                async with self.place(call) as process:
+                    try:
+                        return await self._score(call, process, args, options, timeout)
+                    except _NotAloneError:
+                        continue
+        finally:
+            self.supervisor.ended(call)
 
     async def _score(
-        self, process: _Process, args: tuple[Any, ...], options: dict[str, Any], timeout: float
+        self,
+        call: object,
+        process: _Process,
+        args: tuple[Any, ...],
+        options: dict[str, Any],
+        timeout: float,
     ) -> Any:
-        process.calls += 1
         try:
             await asyncio.shield(process.loading)
             answer = process.child.call("score", args, options, timeout, timeout * _CPU_SHARE)
@@ -191,8 +185,9 @@ class ProcessPool:
         except CallFailedError as error:
             raise _error_of(error) from None
         except (ProcessLostError, TimeoutError) as error:
-            self._end(process)
-            if process.ended_with > 1:
+            is_guilty = self.died_of(call, process)
+            process.end()
+            if not is_guilty:
                 raise _NotAloneError from error
             ended = process.child.process.how_it_ended()
             if self._limited and ended == "signal SIGPROF":
@@ -207,15 +202,9 @@ class ProcessPool:
                 raise LimitError("the reward function was over its time limit") from error
             raise ScorerCrashError(f"{error.tail}\n{error}, maybe for want of memory") from error
         except asyncio.CancelledError:
-            if self._at_once == 1:  # busy, and so of no more use
-                self._end(process)
+            if self._in_turn:  # busy, and so of no more use
+                process.end()
             raise
-        finally:
-            process.calls -= 1
-
-    def close(self) -> None:
-        for process in list(self._processes):
-            self._end(process)
 
 
 async def _answer(answer: Answer, timeout: float) -> Any:

@@ -4,17 +4,24 @@ episode workers, scorers and MCP servers.
     a process dies ─▶ what ran in it is suspected, and runs again alone ─┬─▶ it ends: innocent
                                                                          └─▶ a process dies of it: guilty
 
-Decisions only: no clock, no process, and no lock (their users have one, or one thread).
+`Supervisor` only decides: no clock, no process, and no lock (its users have one, or one event loop). `Pool`
+is several processes of one kind under it.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Collection, Hashable
+from collections.abc import AsyncIterator, Callable, Collection, Hashable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from rondo.core.errors import RondoError
+
 K = TypeVar("K", bound=Hashable)
+P = TypeVar("P", bound="Pooled")
 _REMEMBER = 4096  # keys that saw a death last
 
 
@@ -22,8 +29,10 @@ _REMEMBER = 4096  # keys that saw a death last
 class Supervision:
     """The numbers of the policy, for one kind of process."""
 
-    restarts: int
-    """So many processes are started in the place of dead ones, but for deaths that a key is guilty of."""
+    restarts: int | None
+    """So many processes are started in the place of dead ones, but for deaths that a key is guilty of; None:
+    any number.
+    """
     deaths: int
     """So many make a key guilty that saw them, the last one while nothing else ran in the process."""
 
@@ -88,4 +97,87 @@ class Supervisor(Generic[K]):
     @property
     def gives_up(self) -> bool:
         """Says that no other process may be started in the place of the one that died last."""
-        return self.num_unexplained > self.numbers.restarts
+        return self.numbers.restarts is not None and self.num_unexplained > self.numbers.restarts
+
+
+class Pooled(ABC):
+    """A process of a pool."""
+
+    def __init__(self) -> None:
+        self.running: set[Hashable] = set()
+        """The keys of what is in it."""
+        self.judged = False
+        """Its death was counted."""
+        self.guilty: Hashable = None
+        """The key that it died of."""
+
+    @property
+    @abstractmethod
+    def ended(self) -> object:
+        """Says, true or false, whether it can be asked no more."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """Ends it at once. From any thread."""
+
+
+class Pool(Generic[P]):
+    """count processes, each started when there is something for it to run, and one more for suspects, which
+    run there one at a time. All on one event loop, but for `close`.
+
+    start: starts the one of a number, in the place of the one before it. room: for so many keys each, at a
+    time.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        start: Callable[[int, P | None], P],
+        numbers: Supervision,
+        room: int | None = None,
+    ) -> None:
+        self.supervisor: Supervisor[Hashable] = Supervisor(numbers)
+        self.processes: list[P | None] = [None] * (count + 1)
+        self._start = start
+        self._slots = contextlib.nullcontext() if room is None else asyncio.Semaphore(count * room)
+        self._alone = asyncio.Lock()
+        self._closed = False
+
+    @contextlib.asynccontextmanager
+    async def place(self, key: Hashable) -> AsyncIterator[P]:
+        """Waits for a place in a process, which is the key's until the end."""
+        alone = self.supervisor.is_suspect(key)
+        async with self._alone if alone else self._slots:
+            process = self.seat(key, alone)
+            try:
+                yield process
+            finally:
+                process.running.discard(key)
+
+    def seat(self, key: Hashable, alone: bool = False) -> P:
+        """Returns the process with the least to do, which has one key more now; alone: the suspects'."""
+        if self._closed:
+            raise RondoError("the processes that this would run in have ended")
+        *others, _ = (0 if one is None or one.ended else len(one.running) for one in self.processes)
+        number = len(others) if alone else others.index(min(others))
+        process = self.processes[number]
+        if process is None or process.ended:
+            process = self.processes[number] = self._start(number, process)
+        process.running.add(key)
+        return process
+
+    def died_of(self, key: Hashable, process: P) -> bool:
+        """Says whether a process that has died died of this key. The first that asks has its death counted,
+        with all that are in it by then.
+        """
+        if not process.judged:
+            process.judged = True
+            process.guilty = self.supervisor.died(process.running)
+        return process.guilty == key
+
+    def close(self) -> None:
+        """Ends the processes. From any thread."""
+        self._closed = True
+        for process in self.processes:
+            if process is not None:
+                process.end()
