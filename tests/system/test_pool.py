@@ -190,7 +190,7 @@ def test_in_a_pool_only_the_guilty_are_given_up_and_suspects_are_alone(seed: int
                         pool.supervisor.ended(key)
                         ended.append(key)
                         return
-                    if pool.died_of(key, box):
+                    if pool.died(box, box.running) == key:
                         guilty.append(key)
                         return
 

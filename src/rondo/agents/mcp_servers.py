@@ -4,9 +4,10 @@
     episodes   ──call───▶    │  ▲                └──────▶ or a URL
                              └──┘ died: connected again
 
-One server serves all episodes of a process, which ask it at the same time. All connections live on one event
-loop in a thread of its own: what opens one (and its process) closes it, and the loop is never the user's. The
-command runs under a guard (system/guard.py): it ends with this process, whatever it thinks of SIGTERM.
+One server serves all episodes of a process, which ask it at the same time; one more serves the calls that it
+may have died of, one by one. All connections live on one event loop in a thread of its own: what opens one
+(and its process) closes it, and the loop is never the user's. The command runs under a guard
+(system/guard.py): it ends with this process, whatever it thinks of SIGTERM.
 
 `mcp` is imported here only, when there is a server.
 """
@@ -22,8 +23,8 @@ import shlex
 import shutil
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
@@ -32,7 +33,7 @@ from rondo.config.functions import NEVER_HANDED_OVER
 from rondo.core.errors import ConfigError, ToolError
 from rondo.core.masking import masked_urls, warn_of_open_way
 from rondo.system.border import described
-from rondo.system.pool import Supervision, Supervisor
+from rondo.system.pool import Pool, Pooled, Supervision
 from rondo.system.process import TAIL_LINES, guarded
 
 if TYPE_CHECKING:
@@ -99,18 +100,13 @@ class McpServer:
         self._environment = _chosen_environment(env, where)
         self._wanted = _names(tools, f"{where}: tools")
         self._start_seconds = start_seconds
-        self._connection: _Connection | None = None
-        self._closed = False
-        self._supervisor: Supervisor[object] = Supervisor(SUPERVISION)
-        self._calls: set[object] = set()  # that are under way
-        self._no_calls = asyncio.Event()
-        self._turn = asyncio.Lock()
+        self._pool: Pool[_Connection] = Pool(1, self._connect, SUPERVISION)
 
     def start(self) -> list[ServedTool]:
         """Connects, and returns the tools that are wanted. Raises ConfigError."""
         warn_of_open_way(self._where, self._url, key=False)
         try:
-            there = _on_loop(self._connected()).tools
+            there = _on_loop(self._listed())
         except ServerDownError as error:
             self.close()
             raise ConfigError(f"{self._where}: {error}") from error
@@ -135,7 +131,7 @@ class McpServer:
         )
 
     def close(self) -> None:
-        """Ends the connection, and the process of a command with all that it has started."""
+        """Ends the connections, and the processes of a command with all that they have started."""
         _on_loop(self._close())
 
     def __str__(self) -> str:
@@ -143,85 +139,59 @@ class McpServer:
 
     # ---- on the loop of the connections
 
+    async def _listed(self) -> list[ServedTool]:
+        async with self._pool.place("") as connection:
+            await self._ready(connection)
+            return connection.tools
+
     async def _answered(self, name: str, arguments: Mapping[str, Any]) -> str:
-        call = object()
-        async with self._turn:  # others wait behind one that is to be alone
-            pass
-        try:
-            with self._under_way(call):
-                return await self._asked(call, name, arguments)
-        except ServerDownError:  # maybe by another call: if the server dies of this one alone, it is guilty
-            async with self._turn:
-                await self._no_calls.wait()
-                with self._under_way(call):
-                    return await self._asked(call, name, arguments)
-
-    @contextmanager
-    def _under_way(self, call: object) -> Iterator[None]:
-        self._calls.add(call)
-        self._no_calls.clear()
-        try:
-            yield
-        finally:
-            self._calls.remove(call)
-            if not self._calls:
-                self._no_calls.set()
-
-    async def _asked(self, call: object, name: str, arguments: Mapping[str, Any]) -> str:
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED, INVALID_PARAMS, INVALID_REQUEST
 
-        connection = await self._connected()
-        assert connection.session is not None
-        try:
-            result = await connection.session.call_tool(name, dict(arguments))
-        except MCPError as error:
-            if error.code == INVALID_PARAMS:
-                raise ToolError(error.message) from error
-            forgot = bool(self._url) and error.code == INVALID_REQUEST  # the session
-            if error.code != CONNECTION_CLOSED and not forgot:
-                raise
-            self._lost(connection, self._calls)
-            await connection.end()
-            raise ServerDownError(f"{self} died{connection.last_words()}") from error
-        self._supervisor.ended(call)
-        self._supervisor.worked()
+        call, result = object(), None
+        while result is None:
+            async with self._pool.place(call) as connection:
+                session = await self._ready(connection)
+                try:
+                    result = await session.call_tool(name, dict(arguments))
+                except MCPError as error:
+                    if error.code == INVALID_PARAMS:
+                        raise ToolError(error.message) from error
+                    forgot = bool(self._url) and error.code == INVALID_REQUEST  # the session
+                    if error.code != CONNECTION_CLOSED and not forgot:
+                        raise
+                    guilty = self._pool.died(connection, connection.running)
+                    await connection.gone()
+                    if guilty is call:
+                        raise ServerDownError(f"{self} died{connection.last_words()}") from error
+        self._pool.supervisor.ended(call)
+        self._pool.supervisor.worked()
         text = _text_of(result)
         if result.is_error:
             raise ToolError(text)
         return text
 
-    async def _connected(self) -> _Connection:
-        """Returns a connection that is well, as far as anybody knows. Raises ServerDownError."""
-        if self._connection is None:
-            if self._closed:
-                raise ServerDownError(f"{self} was closed")
-            if self._command and self._supervisor.gives_up:
-                times = self._supervisor.num_unexplained
-                raise ServerDownError(
-                    f"{self} died {times} times and answered nothing between; it is not started again"
-                )
-            self._connection = _Connection(self._streams, str(self), self._start_seconds)
-        connection = self._connection
+    async def _ready(self, connection: _Connection) -> ClientSession:
         try:
-            await asyncio.shield(connection.ready)
+            return await asyncio.shield(connection.ready)
         except ServerDownError:
-            self._lost(connection, ())
+            self._pool.died(connection)
             raise
-        return connection
 
-    def _lost(self, connection: _Connection, calls: Collection[object]) -> None:
-        """Counts a death, once, whoever tells of it. calls: that were under way."""
-        if self._connection is connection:
-            self._connection = None
-            self._supervisor.died(calls)
-            connection.over.set()
+    def _connect(self, number: int, before: _Connection | None) -> _Connection:
+        supervisor = self._pool.supervisor
+        if self._command and supervisor.gives_up:
+            raise ServerDownError(
+                f"{self} died {supervisor.num_unexplained} times and answered nothing between; it is not "
+                "started again"
+            )
+        return _Connection(self._streams, str(self), self._start_seconds)
 
     async def _close(self) -> None:
-        self._closed = True
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            await connection.end()
+        self._pool.close()
+        for connection in self._pool.processes:
+            if connection is not None:
+                await connection.gone()
 
     @asynccontextmanager
     async def _streams(self, last_lines: deque[str]) -> AsyncIterator[Sequence[Any]]:
@@ -245,28 +215,36 @@ class McpServer:
         await asyncio.to_thread(reader.join, 1.0)  # all that the process said, for the error about its end
 
 
-class _Connection:
+class _Connection(Pooled):
     """One start of a server. A task of its own opens and closes it: what enters `mcp`'s contexts has to leave
     them.
     """
 
     def __init__(self, streams: _Streams, who: str, start_seconds: float) -> None:
-        self.session: ClientSession | None = None
+        super().__init__()
         self.tools: list[ServedTool] = []
-        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done when `session` and `tools` are there; ServerDownError: they will not be."""
-        self.over = asyncio.Event()
-        """To be set when it is not wanted any more."""
+        self.ready: asyncio.Future[ClientSession] = asyncio.get_running_loop().create_future()
+        """Done when `tools` are there, too; ServerDownError: they will not be."""
+        self._over = asyncio.Event()
         self._who = who
         self._start_seconds = start_seconds
         self._last_lines: deque[str] = deque(maxlen=TAIL_LINES)
         self._task = asyncio.create_task(self._live(streams))
 
-    async def end(self) -> None:
-        """Returns when it is closed, and its process has ended."""
-        self.over.set()
+    @property
+    def ended(self) -> bool:
+        """Says whether it can be asked no more."""
+        return self._over.is_set()
+
+    def end(self) -> None:
+        """Has it closed."""
+        self._over.set()
         if not self.ready.done():
             self._task.cancel()
+
+    async def gone(self) -> None:
+        """Ends it, and returns when it is closed, and its process has ended."""
+        self.end()
         await asyncio.wait([self._task])
 
     def last_words(self) -> str:
@@ -283,9 +261,8 @@ class _Connection:
                 async with asyncio.timeout(self._start_seconds):
                     await session.initialize()
                     self.tools = await _tools_of(session)
-                self.session = session
-                self.ready.set_result(None)
-                await self.over.wait()
+                self.ready.set_result(session)
+                await self._over.wait()
         except Exception as error:  # the boundary: it travels to whoever waits for `ready`
             first = _first(error)
             if isinstance(first, TimeoutError):
@@ -295,6 +272,7 @@ class _Connection:
             else:
                 fault = f"cannot be reached: {described(first)}"
         finally:
+            self._over.set()
             if not self.ready.done():
                 self.ready.set_exception(ServerDownError(f"{self._who} {fault}{self.last_words()}"))
                 self.ready.exception()  # it may be that nobody waits any more

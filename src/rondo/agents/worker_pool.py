@@ -136,8 +136,6 @@ class EpisodeWorkers(Pool[W]):
             _log.warning("%s; it is started again", before.ended)
             if before.was_asked:
                 self.supervisor.worked()
-            else:
-                self.supervisor.died()
             if self.supervisor.gives_up:
                 raise RolloutError(
                     f"{before.ended}, after {SUPERVISION.restarts} others that also died before they were "
@@ -203,7 +201,7 @@ class AgentWorkers:
                 said = await self._asked(worker, arguments, deadline_seconds)
             except ProcessLostError as error:
                 why = f"its {error} with {len(worker.running)} episodes in it; it printed last:\n{error.tail}"
-                if not self._pool.died_of(episode, worker):
+                if self._pool.died(worker, worker.running) != episode:
                     raise EpisodeLostError(why) from error
                 deaths = self._pool.supervisor.num_deaths(episode)
                 return "", f"{why}\nso it was {deaths} times, the last one alone"

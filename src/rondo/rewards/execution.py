@@ -185,9 +185,9 @@ class ProcessPool(Pool[_Process]):
         except CallFailedError as error:
             raise _error_of(error) from None
         except (ProcessLostError, TimeoutError) as error:
-            is_guilty = self.died_of(call, process)
+            guilty = self.died(process, process.running)
             process.end()
-            if not is_guilty:
+            if guilty is not call:
                 raise _NotAloneError from error
             ended = process.child.process.how_it_ended()
             if self._limited and ended == "signal SIGPROF":

@@ -162,18 +162,20 @@ class Pool(Generic[P]):
         number = len(others) if alone else others.index(min(others))
         process = self.processes[number]
         if process is None or process.ended:
+            if process is not None:
+                self.died(process)
             process = self.processes[number] = self._start(number, process)
         process.running.add(key)
         return process
 
-    def died_of(self, key: Hashable, process: P) -> bool:
-        """Says whether a process that has died died of this key. The first that asks has its death counted,
-        with all that are in it by then.
+    def died(self, process: P, running: Collection[Hashable] = ()) -> Hashable:
+        """Counts the death of a process that was running these, whoever tells of it first. Returns the guilty
+        key.
         """
         if not process.judged:
             process.judged = True
-            process.guilty = self.supervisor.died(process.running)
-        return process.guilty == key
+            process.guilty = self.supervisor.died(running)
+        return process.guilty
 
     def close(self) -> None:
         """Ends the processes. From any thread."""
