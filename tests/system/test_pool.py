@@ -55,6 +55,7 @@ def test_a_budget_is_of_deaths_that_nobody_is_guilty_of() -> None:
     assert of.gives_up
     assert of.died("q") == "q"  # and so the first death of q was no chance
     assert (of.num_unexplained, of.gives_up) == (3, False)
+    assert suspects(of, "pqrs") == "pqr"  # who was guilty once stays alone
 
 
 def test_deaths_in_a_row() -> None:
@@ -187,7 +188,6 @@ def test_in_a_pool_only_the_guilty_are_given_up_and_suspects_are_alone(seed: int
                     if key in deadly:
                         box.end()
                     if not box.ended:
-                        pool.supervisor.ended(key)
                         ended.append(key)
                         return
                     if pool.died(box, box.running) == key:
@@ -198,5 +198,6 @@ def test_in_a_pool_only_the_guilty_are_given_up_and_suspects_are_alone(seed: int
         assert (set(guilty), len(guilty)) == (deadly, 5)
         assert sorted(ended) == sorted(set(range(40)) - deadly)
         assert pool.supervisor.num_unexplained == 0
+        assert [key for key in range(40) if pool.supervisor.is_suspect(key)] == sorted(deadly)
 
     asyncio.run(main())

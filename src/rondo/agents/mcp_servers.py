@@ -164,7 +164,6 @@ class McpServer:
                     await connection.gone()
                     if guilty is call:
                         raise ServerDownError(f"{self} died{connection.last_words()}") from error
-        self._pool.supervisor.ended(call)
         self._pool.supervisor.worked()
         text = _text_of(result)
         if result.is_error:

@@ -198,7 +198,7 @@ class AgentWorkers:
         async with self._pool.place(episode) as worker:
             try:
                 await worker.loaded()
-                said = await self._asked(worker, arguments, deadline_seconds)
+                return await self._asked(worker, arguments, deadline_seconds)
             except ProcessLostError as error:
                 why = f"its {error} with {len(worker.running)} episodes in it; it printed last:\n{error.tail}"
                 if self._pool.died(worker, worker.running) != episode:
@@ -210,8 +210,6 @@ class AgentWorkers:
                     f"{episode}: the prompt's fields cannot be handed to an episode worker ({error}); have "
                     "values of Python's own types in rows, or rollout.episode_workers=0"
                 ) from error
-        self._pool.supervisor.ended(episode)
-        return said
 
     async def _asked(
         self, worker: _Agents, arguments: Mapping[str, Any], deadline_seconds: float | None

@@ -160,15 +160,12 @@ class ProcessPool(Pool[_Process]):
         it is.
         """
         call = object()
-        try:
-            while True:
-                async with self.place(call) as process:
-                    try:
-                        return await self._score(call, process, args, options, timeout)
-                    except _NotAloneError:
-                        continue
-        finally:
-            self.supervisor.ended(call)
+        while True:
+            async with self.place(call) as process:
+                try:
+                    return await self._score(call, process, args, options, timeout)
+                except _NotAloneError:
+                    continue
 
     async def _score(
         self,

@@ -47,6 +47,7 @@ class Supervisor(Generic[K]):
         self._remember = remember
         # Which deaths a key has seen, by their numbers.
         self._seen: OrderedDict[K, list[int]] = OrderedDict()
+        self._guilty: set[K] = set()
         self._num_deaths = 0
         # Those that a key is guilty of, and how many there were when a process last did something.
         self._explained: set[int] = set()
@@ -63,14 +64,15 @@ class Supervisor(Generic[K]):
         guilty = None
         if len(running) == 1 and self.num_deaths(*running) >= self.numbers.deaths:
             (guilty,) = running
+            self._guilty.add(guilty)
             self._explained.update(self._seen[guilty])
             self._seen = OrderedDict(
                 (key, seen)
                 for key, seen in self._seen.items()
-                if key == guilty or not self._explained.issuperset(seen)
+                if key in self._guilty or not self._explained.issuperset(seen)
             )
         while len(self._seen) > self._remember:
-            self._seen.popitem(last=False)
+            self.ended(next(iter(self._seen)))
         return guilty
 
     def num_deaths(self, key: K) -> int:
@@ -84,6 +86,7 @@ class Supervisor(Generic[K]):
     def ended(self, key: K) -> None:
         """Clears a key that ran to its end."""
         self._seen.pop(key, None)
+        self._guilty.discard(key)
 
     def worked(self) -> None:
         """Forgets the deaths so far, where only those in a row count: a process has done something."""
@@ -145,7 +148,9 @@ class Pool(Generic[P]):
 
     @contextlib.asynccontextmanager
     async def place(self, key: Hashable) -> AsyncIterator[P]:
-        """Waits for a place in a process, which is the key's until the end."""
+        """Waits for a place in a process, which is the key's until the end. One that leaves a process that
+        lives is no suspect any more.
+        """
         alone = self.supervisor.is_suspect(key)
         async with self._alone if alone else self._slots:
             process = self.seat(key, alone)
@@ -153,6 +158,8 @@ class Pool(Generic[P]):
                 yield process
             finally:
                 process.running.discard(key)
+                if not (process.judged or process.ended):
+                    self.supervisor.ended(key)
 
     def seat(self, key: Hashable, alone: bool = False) -> P:
         """Returns the process with the least to do, which has one key more now; alone: the suspects'."""
