@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 
 import pytest
 
 from rondo.core.errors import RondoError
-from rondo.system.pool import Pool, Pooled, Supervision, Supervisor
+from rondo.system.pool import Pool, Pooled, Supervision, Supervisor, begun
 
 TWO = Supervision(restarts=3, deaths=2)
 
@@ -42,6 +43,35 @@ def test_so_many_deaths_the_last_one_alone(deaths: int) -> None:
     assert [of.died("qr") for _ in range(deaths)] == [None] * deaths
     assert of.died("q") == "q"
     assert not of.is_suspect("r")
+
+
+def test_a_death_that_is_forgiven_makes_no_suspect() -> None:
+    of: Supervisor[str] = Supervisor(Supervision(restarts=3, deaths=3, forgiven=1))
+    assert of.died("pqr") is None
+    assert suspects(of, "pqr") == ""
+    assert of.died("pq") is None
+    assert suspects(of, "pqr") == "pq"
+    of.ended("q")
+    assert of.died("p") == "p"
+    assert (suspects(of, "qr"), of.num_deaths("p"), of.num_unexplained) == ("", 3, 0)
+    assert of.died("r") is None  # the death that it saw is explained
+
+
+def test_a_start_that_failed_when_nobody_waits_any_more_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    async def work() -> None:
+        raise RondoError("it was closed")
+
+    async def main() -> None:
+        task = begun(work())
+        await asyncio.wait([task])
+        with pytest.raises(RondoError, match="it was closed"):
+            await task
+        begun(work())
+        await asyncio.sleep(0)
+
+    asyncio.run(main())
+    gc.collect()
+    assert not caplog.records
 
 
 def test_a_budget_is_of_deaths_that_nobody_is_guilty_of() -> None:

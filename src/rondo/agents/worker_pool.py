@@ -30,7 +30,7 @@ from rondo.system.actor import (
 )
 from rondo.system.border import awaited, in_thread, said_by
 from rondo.system.forkserver import ForkServer, fork_server
-from rondo.system.pool import Pool, Pooled, Supervision, Supervisor
+from rondo.system.pool import Pool, Pooled, Supervision, Supervisor, begun
 from rondo.system.process import import_path
 
 START_SECONDS = 120.0  # for a process to import what it is to run
@@ -55,7 +55,7 @@ class EpisodeWorker(Pooled):
         self.was_asked = False
         self._child: ActorHandle | None = None
         self._ended = ""
-        self._loading = asyncio.ensure_future(self._load(given, forkserver))
+        self._loading = begun(self._load(given, forkserver))
 
     async def loaded(self) -> None:
         """Returns when it can be asked. Raises EpisodeLostError where it died, ConfigError, RolloutError."""

@@ -18,7 +18,7 @@ from rondo.rewards.marks import SPENT
 from rondo.rewards.worker import Coroutines, Function
 from rondo.system.actor import Answer, CallFailedError, ProcessLostError, spawn
 from rondo.system.border import contained
-from rondo.system.pool import Pool, Pooled, Supervision
+from rondo.system.pool import Pool, Pooled, Supervision, begun
 from rondo.system.process import import_path
 
 _START_SECONDS = 120.0  # for a process to import the user's reward function
@@ -117,7 +117,7 @@ class _Process(Pooled):
         own = {"PYTHONPATH": import_path(), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         environment = {**os.environ, **own}
         self.child = spawn(serves, "the reward function's process", environment)
-        self.loading = asyncio.ensure_future(self._load(spec))
+        self.loading = begun(self._load(spec))
         self._was_ended = False
 
     async def _load(self, spec: str) -> None:

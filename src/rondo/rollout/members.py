@@ -17,7 +17,7 @@ from rondo.core.types import GenerateRequest
 from rondo.rollout.protocol import RolloutEngine
 from rondo.system.pool import Supervision, Supervisor
 
-ENGINES = Supervision(restarts=3, deaths=2)  # of one router, in a run
+ENGINES = Supervision(restarts=3, deaths=3, forgiven=1)  # of one router, in a run
 _LAST_LINES = 10  # of a dead engine's output, in the error of the request that it died of
 _log = logging.getLogger(__name__)
 

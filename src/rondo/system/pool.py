@@ -14,9 +14,9 @@ import asyncio
 import contextlib
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Collection, Hashable
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Hashable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from rondo.core.errors import RondoError
 
@@ -35,6 +35,10 @@ class Supervision:
     """
     deaths: int
     """So many make a key guilty that saw them, the last one while nothing else ran in the process."""
+    forgiven: int = 0
+    """So many a key may see before it is suspected: where much runs at once, and to run it all alone takes
+    long, for processes also die of what no key is to blame for.
+    """
 
 
 class Supervisor(Generic[K]):
@@ -80,8 +84,8 @@ class Supervisor(Generic[K]):
         return len(self._seen.get(key, ()))
 
     def is_suspect(self, key: K) -> bool:
-        """Says whether it has to run alone: it saw a death, and has not ended since."""
-        return key in self._seen
+        """Says whether it has to run alone: it saw more deaths than are forgiven, and has not ended since."""
+        return self.num_deaths(key) > self.numbers.forgiven
 
     def ended(self, key: K) -> None:
         """Clears a key that ran to its end."""
@@ -101,6 +105,15 @@ class Supervisor(Generic[K]):
     def gives_up(self) -> bool:
         """Says that no other process may be started in the place of the one that died last."""
         return self.numbers.restarts is not None and self.num_unexplained > self.numbers.restarts
+
+
+def begun(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    """Returns the task of a process that starts. Those who wait for it hear that it failed, and nobody does
+    where none waits any more, because the run has ended.
+    """
+    task = asyncio.get_running_loop().create_task(work)
+    task.add_done_callback(lambda task: None if task.cancelled() else task.exception())
+    return task
 
 
 class Pooled(ABC):
