@@ -328,14 +328,14 @@ def test_a_bad_agent_is_a_failed_episode(what: str, why: str) -> None:
 
 @pytest.mark.slow
 def test_only_the_agent_that_ends_its_process_fails(tmp_path: Path) -> None:
-    """It is in the process with seven others, and then twice alone; each of them is alone once."""
+    """It is in the process with seven others, twice, and then alone, as each of them is."""
     agent = FunctionConfig(f"{WORLDS}:falls", {"folder": str(tmp_path)})
     made, values = play([prompt(number) for number in range(8)], None, agent=agent)
     assert [t.outcome for t in made] == ["scored"] * 3 + ["rollout_error"] + ["scored"] * 4
     assert {t.text for t in made if t.outcome == "scored"} == {"lived"}
     assert "with 1 episodes in it" in made[3].failure
     assert made[3].failure.endswith("so it was 3 times, the last one alone")
-    assert values["agent/reissued"] == 8 + 1
+    assert values["agent/reissued"] == 8 + 8
 
 
 # ---- runs

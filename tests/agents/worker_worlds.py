@@ -150,18 +150,18 @@ def computes(messages: Any, base_url: str, api_key: str, model: str, *, what: st
 
 
 def falls(messages: Any, base_url: str, api_key: str, model: str, fields: Any, *, folder: str) -> str:
-    """Eight of them: when all have come, the third ends its process. The others wait for that, once."""
+    """Eight of them: when all have come, the fourth ends its process. The others wait for that, twice."""
     import openai
 
     with openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0) as asked:
         asked.chat.completions.create(model=model, messages=messages)
-    here = Path(folder, str(fields["seed"]))
-    had_come = here.exists()
-    here.touch()
+    with Path(folder, str(fields["seed"])).open("a") as visits:
+        visits.write("x")
+        times = visits.tell()
     if fields["seed"] == 3:
-        while len(list(Path(folder).iterdir())) < 8:
+        while times < 3 and sum(path.stat().st_size >= times for path in Path(folder).iterdir()) < 8:
             time.sleep(0.01)
         os._exit(7)
-    if not had_come:
+    if times < 3:
         time.sleep(600)
     return "lived"

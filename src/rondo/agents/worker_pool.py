@@ -35,7 +35,7 @@ from rondo.system.process import import_path
 
 START_SECONDS = 120.0  # for a process to import what it is to run
 # Restarts in a row, of processes that died before they were asked anything; deaths in calls of an episode.
-SUPERVISION = Supervision(restarts=5, deaths=3)
+SUPERVISION = Supervision(restarts=5, deaths=3, forgiven=1)
 _log = logging.getLogger(__name__)
 
 
