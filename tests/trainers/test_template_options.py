@@ -123,9 +123,10 @@ def test_workers_are_told(folder: Path) -> None:
 
     class NoCluster:
         threads = 1
+        device = "cpu"
 
         async def create_group(self, role: str, worker: type, **settings: Any) -> None:
-            told.update(settings["kwargs"])
+            told["tokenizer"] = settings["kwargs"]["spec"].tokenizer
 
     config = settled(configured(folder, OFF, "model.tool_format=mistral"))
     asyncio.run(create_rollout(NoCluster(), config, share=False, devices=(0,)))  # type: ignore[arg-type]
