@@ -138,16 +138,16 @@ class WorkerGroup:
         declared = mark.reads if mark else ()
         columns = declared if reads is None else tuple(reads)
         plan = self._plan(method, args, kwargs, columns, keep=None if keep is None else tuple(keep))
-        reply, handle = (await invoke({rank: plan}, self._hosts, self._watchers))[rank]
+        ran, handle = (await invoke({rank: plan}, self._hosts, self._watchers))[rank]
         if keep is None:
-            return reply.value
-        if reply.kept is None:
-            found = type(reply.value).__name__
+            return ran.value
+        if ran.kept is None:
+            found = type(ran.value).__name__
             raise TypeError(f"{self.role}.{method.__name__} returned {found}, of which nothing can be kept")
-        index, names = reply.kept.index, reply.kept.columns
+        index, names = ran.kept.index, ran.kept.columns
         blocks = (Block(handle, names, index.scalars(ROW_ID)),) if names else ()
         ref = BatchRef(index, blocks, self._resolve)
-        return ref if reply.value is None else (ref, reply.value)
+        return ref if ran.value is None else (ref, ran.value)
 
     async def call_parts(
         self,
@@ -247,9 +247,7 @@ def _blocks(answers: Sequence[Answer]) -> tuple[Block, ...]:
     """Returns blocks of what the ranks kept. An empty one counts only if all are: it carries the columns of
     an empty batch.
     """
-    kept = [
-        (reply.kept, handle) for reply, handle in answers if reply.kept is not None and reply.kept.columns
-    ]
+    kept = [(ran.kept, handle) for ran, handle in answers if ran.kept is not None and ran.kept.columns]
     full = [(batch, handle) for batch, handle in kept if len(batch.index)] or kept[:1]
     return tuple(Block(handle, batch.columns, batch.index.scalars(ROW_ID)) for batch, handle in full)
 
