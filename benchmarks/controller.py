@@ -109,24 +109,37 @@ class Network:
             asyncio.get_running_loop().call_soon(self._deliver)
 
 
-class SimulatedHandle(RemoteHandle):
+class SimulatedProcess:
     """A host without a process. answer(call, blocks): what its worker returns."""
 
-    def __init__(self, device: int, meter: Meter, network: Network, answer: Callable[..., Any]) -> None:
-        super().__init__(device)
+    def __init__(self, meter: Meter, network: Network, answer: Callable[..., Any]) -> None:
         self._meter, self._network, self._answer = meter, network, answer
+
+    async def call(self, method: str, ticket: int | None, payload: bytes, *places: Any) -> tuple[bytes, Any]:
+        with self._meter.elsewhere():
+            answered = simulate_call(self._answer, payload, places)
+        await self._network.travel()
+        return answered
+
+    def pulse(self, stacks: bool) -> Any:
+        raise NotImplementedError
+
+    def kill(self) -> None:
+        """Has nothing to end."""
+
+
+class SimulatedHandle(RemoteHandle):
+    """Sends calls to one."""
+
+    def __init__(self, device: int, meter: Meter, network: Network, answer: Callable[..., Any]) -> None:
+        super().__init__(device, SimulatedProcess(meter, network, answer), log=None)
+        self._meter = meter
 
     def pack(self, call: Any, alike: dict[Any, bytes]) -> Any:
         if self._meter.planning:
             self._meter.seconds["plan"] += self._meter.now() - self._meter.mark
             self._meter.planning = False
         return super().pack(call, alike)
-
-    async def run(self, ticket: int | None, payload: bytes, places: Sequence[Any]) -> tuple[bytes, Any]:
-        with self._meter.elsewhere():
-            answered = simulate_call(self._answer, payload, places)
-        await self._network.travel()
-        return answered
 
 
 def simulate_call(answer: Callable[..., Any], payload: bytes, places: Sequence[Any]) -> tuple[bytes, Any]:

@@ -1,7 +1,7 @@
 """The `process` backend: the devices of one machine, each with a host process of its own, without Ray.
 
-    ProcessHandle ── run(ticket, call, blocks) ─▶ ProcessHost
-                  ◀── reply, kept block ────────
+    RemoteHandle ── run_on(ticket, call, blocks) ─▶ ProcessHost
+                 ◀── reply, kept block ────────────
 
 A block is a `SharedObject`: memory without a name, of which the controller holds a descriptor and no mapping.
 Workers of any host map it; its bytes pass through nobody, and it outlives the host that made it.
@@ -14,9 +14,7 @@ import os
 import random
 import resource
 from collections.abc import Sequence
-from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -33,8 +31,7 @@ from rondo.controller.remote import (
 from rondo.core.batch import Batch
 from rondo.core.errors import ConfigError, WorkerError, outage
 from rondo.core.roles import WORKER_MODULES
-from rondo.system.activity import Pulse
-from rondo.system.actor import ActorHandle, ProcessLostError, spawn
+from rondo.system.actor import ProcessLostError, spawn
 from rondo.system.forkserver import fork_server
 from rondo.system.frames import SharedObject
 
@@ -51,35 +48,11 @@ class ProcessHost(HostProgram):
         torch.seed()
 
     async def run_on(
-        self, ticket: int | None, payload: bytes, blocks: Sequence[SharedObject]
+        self, ticket: int | None, payload: bytes, *blocks: SharedObject
     ) -> tuple[bytes, SharedObject | None]:
         """Runs one packed call on blocks that it maps."""
         reply, kept = await self.run(ticket, payload, [block.load() for block in blocks])
         return reply, None if kept is None else SharedObject.of(kept)
-
-
-class ProcessHandle(RemoteHandle):
-    """Sends calls to one host process."""
-
-    def __init__(self, device: int, child: ActorHandle) -> None:
-        super().__init__(device)
-        self.child = child
-        self.log = child.process.log
-
-    def pulse(self, stacks: bool) -> Future[Pulse]:
-        """See HostHandle.pulse."""
-        return self.child.pulse(stacks)
-
-    async def ask(self, operation: str, *args: Any) -> Any:
-        """See RemoteHandle.ask."""
-        return await self.child.call(operation, *args)
-
-    async def run(self, ticket: int | None, payload: bytes, places: Sequence[Any]) -> tuple[bytes, Any]:
-        """See RemoteHandle.run."""
-        answer = self.child.call("run_on", ticket, payload, places)
-        # A call with a ticket ends in the background: others wait for its turn to be over.
-        reply: tuple[bytes, Any] = await (answer if ticket is None else asyncio.wrap_future(answer))
-        return reply
 
 
 class ProcessCluster(RemoteCluster):
@@ -89,7 +62,6 @@ class ProcessCluster(RemoteCluster):
         super().__init__(config.devices, device, threads, config.timeout_seconds, logs)
         self._environment = {**os.environ, **worker_environment(config, threads)}
         self._forkserver = fork_server([ProcessHost.__module__, *WORKER_MODULES], self._environment)
-        self._children: list[ActorHandle] = []
 
     async def start_hosts(self) -> None:
         """Starts one process per device, and lets them join one torch.distributed world."""
@@ -97,16 +69,12 @@ class ProcessCluster(RemoteCluster):
             environment = dict(self._environment)
             if self.device == "cuda":
                 environment["CUDA_VISIBLE_DEVICES"] = _visible_gpus()[device]
-            child = spawn(
-                ProcessHost,
-                f"host process {device}",
-                environment,
-                forkserver=self._forkserver,
-                log=None if self._logs is None else self._logs / f"host-{device}.log",
+            log = None if self._logs is None else self._logs / f"host-{device}.log"
+            process = spawn(
+                ProcessHost, f"host process {device}", environment, forkserver=self._forkserver, log=log
             )
-            child.begin()
-            self._children.append(child)
-            self._handles.append(ProcessHandle(device, child))
+            process.begin()
+            self._handles.append(RemoteHandle(device, process, log=log))
         await self.join_world("127.0.0.1")
 
     def accelerators(self, role: str, devices: Sequence[int]) -> tuple[str, ...]:
@@ -126,7 +94,7 @@ class ProcessCluster(RemoteCluster):
     async def end_hosts(self) -> None:
         """See RemoteCluster.end_hosts."""
         loop = asyncio.get_running_loop()
-        await asyncio.gather(*(loop.run_in_executor(None, child.kill) for child in self._children))
+        await asyncio.gather(*(loop.run_in_executor(None, handle.process.kill) for handle in self._handles))
         await loop.run_in_executor(None, self._forkserver.give_back)
 
 

@@ -106,41 +106,44 @@ class HostActor(HostProgram):
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         return assigned_device(ray.get_gpu_ids(), visible, torch.cuda.device_count())
 
+    @ray.method(num_returns=2)  # type: ignore[untyped-decorator]
     async def run_on(self, ticket: int | None, payload: bytes, *blocks: Batch) -> tuple[bytes, Batch | None]:
         """Runs one packed call; Ray brings the blocks, because each is an argument of its own."""
         return await self.run(ticket, payload, blocks)
 
 
-class RayHandle(RemoteHandle):
-    """Sends calls to one host actor."""
+class RayActor:
+    """A process that Ray has started: called as an `ActorHandle` is, with the same errors. log: its file."""
 
-    def __init__(self, device: int, actor: Any, place: Whereabouts, inline_bytes: int) -> None:
-        super().__init__(device)
-        self.actor = actor
-        self.place = place
-        self.inline_bytes = inline_bytes
-        self.here = place.node == ray.get_runtime_context().get_node_id()
+    def __init__(self, actor: Any) -> None:
+        self.place = Whereabouts("", "a node that is not known yet", 0, ())
+        self.log: Path | None = None
+        self._actor = actor
+
+    async def start(self) -> None:
+        """Returns when it runs, and `place` is known."""
+        self.place = await self.call("whereabouts")
 
     def pulse(self, stacks: bool) -> Future[Pulse]:
-        """See HostHandle.pulse."""
-        answer: Future[Pulse] = self.actor.pulse.options(concurrency_group=WATCH).remote(stacks).future()
+        """See ActorHandle.pulse."""
+        answer: Future[Pulse] = self._actor.pulse.options(concurrency_group=WATCH).remote(stacks).future()
         return answer
 
-    async def ask(self, operation: str, *args: Any) -> Any:
-        """See RemoteHandle.ask."""
-        with self._errors_of_actors():
-            return await getattr(self.actor, operation).remote(*args)
-
-    async def run(self, ticket: int | None, payload: bytes, places: Sequence[Any]) -> tuple[bytes, Any]:
-        """See RemoteHandle.run."""
-        reply, kept = self.actor.run_on.options(num_returns=2).remote(ticket, payload, *places)
+    async def call(self, method: str, *args: Any) -> Any:
+        """See ActorHandle.call. Of several results the first comes here, and a reference to each other."""
+        made = getattr(self._actor, method).remote(*args)
+        first, *others = made if isinstance(made, list) else [made]
         try:
             with self._errors_of_actors():
-                return await reply, kept
+                value = await first
         except asyncio.CancelledError:
-            if ticket is None and self.broken is None:
-                ray.cancel(reply)
+            ray.cancel(first)
             raise
+        return (value, *others) if others else value
+
+    def kill(self) -> None:
+        """Ends it at once."""
+        ray.kill(self._actor, no_restart=True)
 
     @contextmanager
     def _errors_of_actors(self) -> Iterator[None]:
@@ -219,8 +222,7 @@ class RayCluster(RemoteCluster):
         self._pools = RayPools(pools, device)
         self._connection = connection
         self._inline_bytes = INLINE_BYTES if connection.origin == "started" else RAY_DEFAULT_INLINE_BYTES
-        self._actors: list[Any] = []
-        self._places: list[Whereabouts] = []  # by device, as the actors are
+        self._actors: list[RayActor] = []  # by device, once they run
 
     async def start_hosts(self, env: Mapping[str, str]) -> None:
         """Starts the actors of each pool, numbers them node by node, and lets them join one torch.distributed
@@ -235,33 +237,33 @@ class RayCluster(RemoteCluster):
         host, started = ray.remote(concurrency_groups={WATCH: 1})(HostActor), []
         for strategies in await self._pools.reserve():
             made = [host.options(**options, scheduling_strategy=strategy) for strategy in strategies]
-            started.append([actor.remote(os.getcwd()) for actor in made])
+            started.append([RayActor(actor.remote(os.getcwd())) for actor in made])
         self._actors = [actor for pool in started for actor in pool]
         try:
-            found = await asyncio.wait_for(_all(a.whereabouts.remote() for a in self._actors), START_SECONDS)
-        except (TimeoutError, RayError) as error:
+            await asyncio.wait_for(_all(actor.start() for actor in self._actors), START_SECONDS)
+        except (TimeoutError, CallFailedError, ProcessLostError) as error:
             raise ConfigError(
                 f"Ray started no {self.num_devices} host processes within {START_SECONDS:.0f} s, {error!r}: "
                 f"are its resources ({ray.available_resources()}) taken by another job? See `ray status`"
             ) from error
-        order = _node_by_node(found, [len(pool) for pool in started])
+        order = _node_by_node([actor.place for actor in self._actors], [len(pool) for pool in started])
         self._actors = [self._actors[i] for i in order]
-        self._places = [found[i] for i in order]
-        self._handles += [
-            RayHandle(device, actor, place, self._inline_bytes)
-            for device, (actor, place) in enumerate(zip(self._actors, self._places, strict=True))
-        ]
-        if self._logs is not None:
-            for handle, actor in zip(self._handles, self._actors, strict=True):
-                log = self._logs / f"host-{handle.device}.log"
-                if await actor.log_to.remote(str(log), f"host process {handle.device}"):
-                    handle.log = log
-        one_node = len({place.node for place in self._places}) == 1
-        await self.join_world("127.0.0.1" if one_node else self._places[0].address)
+        this = ray.get_runtime_context().get_node_id()
+        for device, actor in enumerate(self._actors):
+            if self._logs is not None:
+                log = self._logs / f"host-{device}.log"
+                if await actor.call("log_to", str(log), f"host process {device}"):
+                    actor.log = log
+            here = actor.place.node == this
+            self._handles.append(
+                RemoteHandle(device, actor, log=actor.log, here=here, inline_bytes=self._inline_bytes)
+            )
+        one_node = len({actor.place.node for actor in self._actors}) == 1
+        await self.join_world("127.0.0.1" if one_node else self._actors[0].place.address)
 
     def accelerators(self, role: str, devices: Sequence[int]) -> tuple[str, ...]:
         """Returns the GPUs of one rank on several devices; () for a rank on one, which sees its own only."""
-        places = [self._places[device] for device in devices]
+        places = [self._actors[device].place for device in devices]
         if len({place.node for place in places}) > 1:
             addresses = ", ".join(dict.fromkeys(place.address for place in places))
             raise ConfigError(
@@ -290,10 +292,10 @@ class RayCluster(RemoteCluster):
     async def end_hosts(self) -> None:
         """See RemoteCluster.end_hosts; gives the devices back, and stops Ray where it was started here."""
         for actor in self._actors:
-            ray.kill(actor, no_restart=True)
+            actor.kill()
         here = ray.util.get_node_ip_address()
         try:
-            await _gone([place.pid for place in self._places if place.address == here])
+            await _gone([actor.place.pid for actor in self._actors if actor.place.address == here])
         finally:  # also when a second Ctrl-C comes now
             self._pools.remove()
             self._connection.end(self._environment_before)

@@ -12,10 +12,11 @@ import pickle
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import cloudpickle
 import torch.distributed as dist
@@ -56,28 +57,49 @@ class StoredBlock:
     num_bytes: int
 
 
-class RemoteHandle(HostHandle):
-    """Sends calls to a host process. A backend says how they travel: `ask` and `run`."""
+class Remote(Protocol):
+    """The process of a host: an `ActorHandle`, or what stands for it where another has started it."""
 
-    # Blocks up to this size travel inside the messages.
-    inline_bytes = 0
+    def call(self, method: str, *args: Any) -> Awaitable[Any]:
+        """See ActorHandle.call. Whoever awaits it and is cancelled gives up the call."""
+
+    def pulse(self, stacks: bool) -> Future[Pulse]:
+        """See ActorHandle.pulse."""
+
+    def kill(self) -> None:
+        """Ends it, and what it has started."""
+
+
+class RemoteHandle(HostHandle):
+    """Sends calls to a host process. here: it is on the controller's machine. inline_bytes: blocks up to this
+    size travel inside the messages.
+    """
+
+    def __init__(
+        self, device: int, process: Remote, *, log: Path | None, here: bool = True, inline_bytes: int = 0
+    ) -> None:
+        super().__init__(device)
+        self.process = process
+        self.log = log
+        self.here = here
+        self._inline_bytes = inline_bytes
+
+    def pulse(self, stacks: bool) -> Future[Pulse]:
+        """See HostHandle.pulse."""
+        return self.process.pulse(stacks)
 
     async def ask(self, operation: str, *args: Any) -> Any:
         """Has the process carry out an operation of HostProgram. Raises ProcessLostError, CallFailedError."""
-        raise NotImplementedError
-
-    async def run(self, ticket: int | None, payload: bytes, places: Sequence[Any]) -> tuple[bytes, Any]:
-        """Has the process run a packed call on the blocks at these places; returns the packed reply and the
-        place of the kept Batch. Cancelling it cancels the call, if that has no ticket. Raises
-        ProcessLostError.
-        """
-        raise NotImplementedError
+        return await self.process.call(operation, *args)
 
     async def send(self, packed: Packed, ticket: int | None) -> Ended:
         """See HostHandle.send; a dead process becomes a Failure, which says where its log is."""
         self._count(len(packed.payload), *packed.handles)
         try:
-            raw, place = await self.run(ticket, packed.payload, [handle.place for handle in packed.handles])
+            places = [handle.place for handle in packed.handles]
+            answer = self.process.call("run_on", ticket, packed.payload, *places)
+            # A call with a ticket ends in the background: others wait for its turn to be over.
+            raw, place = await (answer if ticket is None else asyncio.shield(answer))
         except ProcessLostError as error:
             log = f"; its log is {self.log}" if self.log is not None else ""
             last = f"; its last lines:\n{error.tail}" if error.tail else ""
@@ -92,7 +114,7 @@ class RemoteHandle(HostHandle):
         return ran, kept
 
     def _count(self, num_bytes: int, *blocks: StoredBlock) -> None:
-        inline = [block.num_bytes for block in blocks if block.num_bytes <= self.inline_bytes]
+        inline = [block.num_bytes for block in blocks if block.num_bytes <= self._inline_bytes]
         self.num_bytes += num_bytes + sum(inline)
 
     def pack(self, call: RankCall, alike: dict[Any, bytes]) -> Packed:
