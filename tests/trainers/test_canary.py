@@ -23,8 +23,7 @@ from rondo.rollout.native.engine import NativeEngine
 from rondo.rollout.protocol import Capabilities
 from rondo.rollout.router import Router
 from rondo.trainers.loop.canary import Canary
-from rondo.trainers.loop.moving_routes import GatheredRoute
-from rondo.trainers.loop.routes import SharedRoute, make_route
+from rondo.trainers.loop.routes import GatheredRoute, SharedRoute, make_route
 from rondo.trainers.program.inputs import Prompts, complete_model, load_prompts, settled
 from rondo.trainers.program.roles import create_model, create_rollout
 from rondo.trainers.program.step import Roles
@@ -76,7 +75,7 @@ def with_roles(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             try:
                 actor = await create_model(cluster, "actor", config)
                 prompts = load_prompts(config)
-                rollout = await create_rollout(cluster, config, share=share)
+                rollout = await create_rollout(cluster, config, actor.devices)
                 roles = Roles(actor, rollout)
                 route = make_route(config, roles, tmp_path)
                 assert isinstance(route, SharedRoute if share else GatheredRoute)

@@ -56,7 +56,7 @@ def with_rollout(recipe: Path) -> Callable[..., Any]:
             try:
                 actor = await create_model(cluster, "actor", config)
                 prompts = load_prompts(config)
-                rollout = await create_rollout(cluster, config, share=True)
+                rollout = await create_rollout(cluster, config, actor.devices)
                 return await use(Roles(actor, rollout), prompts, config)
             finally:
                 await cluster.shutdown()

@@ -21,7 +21,7 @@ from rondo.models.lora import Adapter
 from rondo.trainers.commands.check import check_rl
 from rondo.trainers.commands.check_supervised import check_supervised
 from rondo.trainers.commands.supervised import preference, reward_model, sft
-from rondo.trainers.program import plan_program, reference_in_actor, shares_weights
+from rondo.trainers.program import plan_program, reference_in_actor
 from rondo.trainers.supervised import PREFERENCE
 from rondo.training.torch_backend.adapters import Adapters
 from rondo.training.views import as_shard
@@ -237,12 +237,10 @@ def test_an_engine_that_ignores_the_adapters_is_noticed(
     assert "without the adapters" in message or (dtype == "float32" and "tolerance" in message)
 
 
-def test_a_run_with_adapters_never_shares_its_storage() -> None:
-    arguments = ["model.path=x", "trainer.total_steps=1", "actor.compute_dtype=float32"]
+def test_adapters_are_on_all_linear_layers_where_nothing_is_said() -> None:
+    arguments = ["model.path=x", "trainer.total_steps=1"]
     config = load([], arguments).config
     adapted = load([], [*arguments, "actor.lora={}"]).config
-    assert shares_weights(config)
-    assert not shares_weights(adapted)
     assert adapted.actor.lora == ActorLoraConfig()
     assert adapted.actor.lora.targets == ("all-linear",)
     assert config.actor.lora is None

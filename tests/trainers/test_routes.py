@@ -13,8 +13,7 @@ from rondo.config import load
 from rondo.config.schema import Config
 from rondo.core.errors import ConfigError, WeightSyncError, WorkerError, outage
 from rondo.trainers.commands.train import train
-from rondo.trainers.loop.moving_routes import CollectiveRoute, DiskRoute, GatheredRoute
-from rondo.trainers.loop.routes import SharedRoute, make_route
+from rondo.trainers.loop.routes import CollectiveRoute, DiskRoute, GatheredRoute, SharedRoute, make_route
 from rondo.trainers.program.inputs import settled
 from rondo.trainers.program.roles import create_rollout
 from rondo.trainers.program.step import Roles
@@ -263,8 +262,8 @@ def test_nobody_is_waited_for_who_will_never_answer(
     config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One side failed, or hangs: the other one would wait for its messages for ten minutes, or for ever."""
-    monkeypatch.setattr("rondo.trainers.loop.moving_routes.CAUSE_SECONDS", 0.01)
-    monkeypatch.setattr("rondo.trainers.loop.moving_routes.DEATH_SECONDS", 0.01)
+    monkeypatch.setattr("rondo.trainers.loop.routes.CAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("rondo.trainers.loop.routes.DEATH_SECONDS", 0.01)
 
     def load_with(sent: Any, received: Callable[[int], Any], *, hung: set[int], hangs: bool = False) -> None:
         actor, rollout = groups(sent, received)
@@ -295,4 +294,4 @@ def test_an_engine_on_several_devices_takes_consecutive_ones(config: Callable[..
     wide = config("rollout.engine=vllm", "rollout.engine.tensor_parallel=2")
     for devices in ((0, 2), (0, 1, 2)):
         with pytest.raises(ConfigError, match=r"each engine takes 2 with consecutive numbers"):
-            asyncio.run(create_rollout(None, wide, share=False, devices=devices))  # type: ignore[arg-type]
+            asyncio.run(create_rollout(None, wide, (0,), devices=devices))  # type: ignore[arg-type]

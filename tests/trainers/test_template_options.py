@@ -129,7 +129,7 @@ def test_workers_are_told(folder: Path) -> None:
             told["tokenizer"] = settings["kwargs"]["spec"].tokenizer
 
     config = settled(configured(folder, OFF, "model.tool_format=mistral"))
-    asyncio.run(create_rollout(NoCluster(), config, share=False, devices=(0,)))  # type: ignore[arg-type]
+    asyncio.run(create_rollout(NoCluster(), config, (1,), devices=(0,)))  # type: ignore[arg-type]
     assert told["tokenizer"] == tokenizer_source(config)
     assert load_tokenizer(told["tokenizer"]).chat_template_options == {"enable_thinking": False}
     assert load_tokenizer(told["tokenizer"]).tool_format == "mistral"

@@ -4,3 +4,11 @@
 from rondo.planning.admission import OnUpdate, Order, effective_on_update, may_admit, select
 from rondo.planning.batches import mini_batch_orders, plan_mini_batches
 from rondo.planning.placement import Phase, Placement, SameDevices, plan_placement
+from rondo.planning.weights import (
+    WeightPlan,
+    adapters_of,
+    carried,
+    plan_weights,
+    rollout_dtype,
+    runs_in_own_process,
+)

@@ -14,4 +14,4 @@ from rondo.workers.models import (
     update_columns,
 )
 from rondo.workers.replicas import Replicas
-from rondo.workers.rollout import EvaluationRecord, RolloutWorker, runs_in_own_process
+from rondo.workers.rollout import EvaluationRecord, RolloutWorker

@@ -38,7 +38,7 @@ from rondo.environments.registry import load_environments
 from rondo.models import load_tokenizer
 from rondo.models.loading import model_on_meta
 from rondo.models.routers import routers_of, shape_of_routes
-from rondo.planning.placement import Phase
+from rondo.planning import Phase, runs_in_own_process
 from rondo.rewards import Scorer
 from rondo.rewards.answers import final_answer
 from rondo.rollout import EngineSpec
@@ -50,14 +50,6 @@ from rondo.workers.transfer import ReceivesWeights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-def runs_in_own_process(rollout: RolloutConfig) -> bool:
-    """Says whether engines have processes of their own; rollout.engine.process=auto: one engine shares the
-    host's process.
-    """
-    process = rollout.engine.process
-    return rollout.replicas > 1 if process == "auto" else process == "own"
 
 
 class RolloutWorker(ReceivesWeights, Worker):

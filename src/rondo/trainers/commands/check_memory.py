@@ -9,6 +9,7 @@ import torch
 from rondo.config import Config
 from rondo.controller import planned_device
 from rondo.models import count_parameters
+from rondo.planning import plan_weights, rollout_dtype, runs_in_own_process
 from rondo.planning.memory import PROCESS_BYTES, ROW_BYTES, Need, check_fits, model_bytes
 from rondo.rollout.build import OWN
 from rondo.system.usage import reachable_bytes
@@ -16,12 +17,8 @@ from rondo.trainers.program import (
     engine_of,
     parallel_of,
     placement_of,
-    rollout_dtype,
-    shares_base,
-    shares_weights,
     source_of,
 )
-from rondo.workers import runs_in_own_process
 
 
 def check_memory(config: Config, roles: Sequence[str], trained: Collection[str]) -> None:
@@ -92,11 +89,14 @@ def _of_models(config: Config, roles: Sequence[str], trained: Collection[str]) -
         copies = parallel_of(role, config)[1].replicate
         held = copies * model_bytes(size(role), itemsize, moments)
         yield Need(role, held, (f"{section}.param_dtype",))
-    if "rollout" in roles and not shares_weights(config):
+    if "rollout" not in roles:
+        return
+    placement = placement_of(config)
+    weights = plan_weights(config, placement.devices("actor"), placement.devices("rollout"))
+    if weights.route != "shared":
         itemsize = getattr(torch, rollout_dtype(config)).itemsize
         copies = _engines(config)
-        lora, own = config.actor.lora, config.rollout.engine.name in OWN
-        if lora is not None and lora.send == "adapters" and own and not shares_base(config):
+        if weights.adapters == "alone" and not weights.shares_base and config.rollout.engine.name in OWN:
             copies *= 2  # they merge, and keep the base
         held = copies * model_bytes(size("actor"), itemsize)
         yield Need("rollout engines", held, ("rollout.replicas", "rollout.dtype"))

@@ -31,10 +31,8 @@ from rondo.trainers.program import (
     load_prompts,
     model_source,
     on_one_pool,
-    one_storage,
     open_tokenizer,
     settled,
-    shares_base,
 )
 from rondo.workers import RolloutWorker
 
@@ -69,7 +67,7 @@ async def _serving(
     """
     async with await start_cluster(config.cluster) as cluster:
         actor = await create_model(cluster, "actor", config)
-        rollout = await create_rollout(cluster, config, share=one_storage(config) or shares_base(config))
+        rollout = await create_rollout(cluster, config, actor.devices, trains=False)
 
         async def load() -> None:
             await rollout.call(RolloutWorker.pause)

@@ -16,6 +16,7 @@ from rondo.config import Config, LoadedConfig
 from rondo.core.errors import ConfigError
 from rondo.models import STRETCH, build_model, check_positions, load_model_config, longest_context
 from rondo.models.names import persistent_buffers
+from rondo.planning import runs_in_own_process
 from rondo.rollout import EngineSpec, check_engine
 from rondo.serving import Endpoint, Sessions
 from rondo.serving.http import HttpServer, check_installed
@@ -34,7 +35,7 @@ from rondo.trainers.program import (
     sampling_params,
     settled,
 )
-from rondo.workers import Replicas, runs_in_own_process
+from rondo.workers import Replicas
 
 MAX_SESSIONS = 1024  # that are remembered
 MAX_WAITING = 1024  # sequences in the queue

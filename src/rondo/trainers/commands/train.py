@@ -34,8 +34,6 @@ from rondo.trainers.program import (
     load_prompts,
     plan_schedule,
     schedule_of,
-    shares_base,
-    shares_weights,
 )
 from rondo.trainers.replay import (
     FollowedJournal,
@@ -133,5 +131,4 @@ async def create_roles(cluster: Cluster, config: Config, program: Program, sched
         models[role] = await create_model(cluster, role, config, losses, steps.get(role))
     if program.recorded is not None:
         return Roles(actor, None, models)
-    share = shares_weights(config) or shares_base(config)
-    return Roles(actor, await create_rollout(cluster, config, share=share), models)
+    return Roles(actor, await create_rollout(cluster, config, actor.devices), models)

@@ -9,9 +9,8 @@ from rondo.trainers.loop.evaluation import EvaluationResult, evaluate
 from rondo.trainers.loop.feeder import EpisodeFeeder, Episodes
 from rondo.trainers.loop.finish import finish, show_finished
 from rondo.trainers.loop.journal import JOURNAL_FILE, JOURNAL_FORMAT, RunJournal
-from rondo.trainers.loop.moving_routes import what_to_send
 from rondo.trainers.loop.publish import Mender
 from rondo.trainers.loop.report import Reporter
 from rondo.trainers.loop.resume import already_finished, config_of, differences, read_summary
 from rondo.trainers.loop.rl import RLRun, RLTrainer
-from rondo.trainers.loop.routes import Route, remove_files
+from rondo.trainers.loop.routes import Route, remove_files, what_to_send

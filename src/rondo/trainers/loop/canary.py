@@ -13,7 +13,7 @@ from rondo.core.batch import Batch, BatchRef
 from rondo.core.errors import WeightSyncError
 from rondo.core.types import Prompt, SamplingParams, request_seed
 from rondo.models.precision import LARGEST_GAP
-from rondo.trainers.program import rollout_dtype
+from rondo.planning import adapters_of, rollout_dtype
 from rondo.weights import Sent
 from rondo.workers import ActorWorker, RolloutWorker
 from rondo.workers.transfer import probed
@@ -58,10 +58,9 @@ class Canary:
         count = min(NUM_TOKENS, sampling.max_tokens)
         self._sampling = dataclasses.replace(sampling, max_tokens=count)
         self._seed = request_seed(config.trainer.seed, "canary")
-        lora = config.actor.lora
-        self._adapters = lora is not None
+        self._adapters = config.actor.lora is not None
         # What an engine can be asked for: with adapters by themselves it received no merged weights.
-        self._held: Sent = "all" if lora is not None and lora.send == "adapters" else "merged"
+        self._held: Sent = "all" if adapters_of(config) == "alone" else "merged"
         self._dtypes = sorted({self._dtype, config.actor.compute_dtype})
         self.tolerance = max(LARGEST_GAP[dtype] for dtype in self._dtypes)
 

@@ -15,7 +15,7 @@ from rondo.core.batch import BatchRef
 from rondo.core.errors import WorkerError
 from rondo.core.types import Ended, Prompt, StepStats
 from rondo.data import index_columns
-from rondo.planning import OnUpdate, Phase, effective_on_update
+from rondo.planning import OnUpdate, Phase, effective_on_update, runs_in_own_process
 from rondo.rollout import WASTED_TOKENS
 from rondo.trainers.loop.buffer import Buffer
 from rondo.trainers.loop.canary import Canary
@@ -23,7 +23,7 @@ from rondo.trainers.loop.evaluation import EvaluationResult, evaluate
 from rondo.trainers.loop.feeder import EpisodeFeeder, Episodes, cancel
 from rondo.trainers.loop.routes import Route, make_route
 from rondo.trainers.program import Prompts, Roles
-from rondo.workers import RolloutWorker, runs_in_own_process
+from rondo.workers import RolloutWorker
 
 
 class RolloutSide(Episodes, Protocol):

@@ -24,12 +24,20 @@ from rondo.models import (
 )
 from rondo.models.lora import adapter_set
 from rondo.models.value_head import FILE as VALUE_HEAD_FILE
-from rondo.planning import Placement, SameDevices, plan_placement
+from rondo.planning import (
+    Placement,
+    SameDevices,
+    carried,
+    plan_placement,
+    plan_weights,
+    rollout_dtype,
+    runs_in_own_process,
+)
 from rondo.rollout import EngineSpec
 from rondo.system.hub import copy_of, local_folder
 from rondo.training import Loss
 from rondo.training.torch_backend.axes import check_axes, exchanges_tokens
-from rondo.workers import ModelWorker, runs_in_own_process
+from rondo.workers import ModelWorker
 
 EXPORT_OF_ONE = "name the export folder of `rondo reward-model`"
 
@@ -321,11 +329,16 @@ async def create_model(
 
 
 async def create_rollout(
-    cluster: Cluster, config: Config, *, share: bool, devices: Sequence[int] | None = None
+    cluster: Cluster,
+    config: Config,
+    actor: Sequence[int],
+    *,
+    devices: Sequence[int] | None = None,
+    trains: bool = True,
 ) -> WorkerGroup:
-    """Starts the generation engines. devices: of all engines together (default: those of the rollout's pool);
-    with rollout.engine.tensor_parallel > 1 each engine takes that many, with consecutive numbers: ConfigError
-    where they are not.
+    """Starts the generation engines. actor: its devices. devices: of all engines together (default: those of
+    the rollout's pool); with rollout.engine.tensor_parallel > 1 each engine takes that many, with consecutive
+    numbers: ConfigError where they are not. trains: see `plan_weights`.
     """
     size = config.rollout.engine.tensor_parallel
     if devices is not None and [at + i for at in devices[::size] for i in range(size)] != list(devices):
@@ -333,10 +346,12 @@ async def create_rollout(
             f"rollout.engine.tensor_parallel={size} on the devices {tuple(devices)}: each engine takes "
             f"{size} with consecutive numbers; name others, or lower it"
         )
+    devices = placement_of(config).devices("rollout") if devices is None else tuple(devices)[::size]
+    weights = plan_weights(config, actor, devices, trains=trains)
     longest = config.data.max_prompt_tokens + config.rollout.max_tokens
     spec = engine_spec(config, cluster.device, cluster.threads, longest)
     lora = config.actor.lora
-    if lora is not None and lora.send == "adapters":
+    if lora is not None and weights.adapters == "alone":
         chosen = dataclasses.replace(lora, path=None)  # which modules have one, not their numbers
         # One for each version that an answer in flight may have begun with.
         versions = config.trainer.max_staleness + 1
@@ -345,9 +360,14 @@ async def create_rollout(
     return await cluster.create_group(
         ROLLOUT,
         worker_class(ROLES[ROLLOUT]),
-        devices=placement_of(config).devices("rollout") if devices is None else tuple(devices)[::size],
+        devices=devices,
         devices_per_rank=size,
-        kwargs={"spec": spec, "rollout": config.rollout, "reward": config.reward, "share": share},
+        kwargs={
+            "spec": spec,
+            "rollout": config.rollout,
+            "reward": config.reward,
+            "share": weights.shares_storage,
+        },
     )
 
 
@@ -372,65 +392,18 @@ def engine_spec(config: Config, device: str, threads: int, max_context: int) -> 
     )
 
 
-def rollout_dtype(config: Config) -> str:
-    """Returns the dtype of the generation engines, and of the weights on their way to them, so that no byte
-    is sent to be thrown away. The configuration is `settled`.
-    """
-    dtype = config.rollout.dtype or config.actor.compute_dtype
-    assert dtype != "auto"
-    return dtype
-
-
-def one_storage(config: Config) -> bool:
-    """Says whether trainer and sampler can use the same tensors: one rank each, in one process, the same
-    dtype, parameters that stay where they are and are whole without adapters.
-    """
-    return config.actor.lora is None and _in_one_place(config)
-
-
-def shares_base(config: Config) -> bool:
-    """Says whether the sampler can use the trainer's weights without adapters, which never change, in place;
-    A and B come by themselves.
-    """
-    lora = config.actor.lora
-    alone = lora is not None and lora.send == "adapters" and lora.base_dtype is None
-    return alone and _in_one_place(config) and config.rollout.weight_transport == "auto"
-
-
-def _in_one_place(config: Config) -> bool:
-    placement, rollout = placement_of(config), config.rollout
-    same_process = not runs_in_own_process(rollout)
-    same_dtype = rollout_dtype(config) == config.actor.param_dtype
-    one_device = len(placement.devices("actor")) == 1 and placement.colocated("actor", "rollout")
-    return one_device and same_process and same_dtype and not config.actor.offload_params
-
-
-def shares_weights(config: Config) -> bool:
-    """Says whether trainer and sampler do: as `one_storage`, and synchronous (otherwise the sampler goes on
-    with the old weights during an update), and no other transport is asked for.
-    """
-    synchronous, free = config.trainer.max_staleness == 0, config.rollout.weight_transport == "auto"
-    return one_storage(config) and synchronous and free
-
-
 def describe_planned(config: Config) -> str:
-    """Writes engines and route in a few words for `rondo check`, before there are any groups; decided as in
-    `make_route`.
-    """
+    """Writes engines and route in a few words for `rondo check`, before there are any groups."""
     rollout, placement = config.rollout, placement_of(config)
+    weights = plan_weights(config, placement.devices("actor"), placement.devices("rollout"))
     own = runs_in_own_process(rollout)
     number = f"{rollout.replicas} per rank, each in its" if rollout.replicas > 1 else "in its"
     where = f"{number} own process" if own else "in the host's process"
-    if rollout.weight_transport == "disk":
-        route = "by way of files in the run folder"
-    elif not placement.colocated("actor", "rollout"):
-        route = "point to point, from pool to pool"
-    elif shares_weights(config):
-        route = "in place: one storage for both"
-    else:
-        route = "gathered in buckets, next to the engines"
-    if config.actor.lora is not None:
-        alone = config.actor.lora.send == "adapters"
-        route += ", adapters alone after the first time" if alone else ", adapters merged"
+    route = {
+        "shared": "in place: one storage for both",
+        "gathered": "gathered in buckets, next to the engines",
+        "collective": "point to point, from pool to pool",
+        "disk": "by way of files in the run folder",
+    }[weights.route] + carried(config)
     sleep = "; key/value cache given back from `take` to here" if rollout.sleep else ""
     return f"({rollout.engine.name}, {where}), {route}{sleep}"

@@ -35,8 +35,6 @@ from rondo.trainers.program import (
     effective_correction,
     placement_of,
     plan_schedule,
-    shares_base,
-    shares_weights,
 )
 from rondo.trainers.sessions.handles import (
     Actor,
@@ -138,8 +136,7 @@ class Session:
         config = dataclasses.replace(self.config, algorithm=algorithm)
         check_names(config)
         model = await self._create("actor", actor_losses(config), devices)
-        share = (shares_weights(config) or shares_base(config)) and model.size == 1
-        rollout = await create_rollout(self.cluster, config, share=share, devices=devices)
+        rollout = await create_rollout(self.cluster, config, model.devices, devices=devices)
         roles = Roles(model, rollout, self._models)
         reads_accuracy = "accuracy" in columns_of_hooks(config)
         names = score_names(config.reward, self.data.train.source_names, reads_accuracy=reads_accuracy)

@@ -1,0 +1,103 @@
+"""How the trainer's weights reach the generation engines: decided once, for whoever makes the engines, moves
+the weights, counts their memory or describes the run.
+
+same process, same dtype, one rank       shared       nothing moves
+same host processes                      gathered     all-gather in buckets, then each rank's engines
+other host processes                     collective   point to point, along a transfer plan
+rollout.weight_transport=disk            disk         safetensors in the run folder
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rondo.config.schema import Config, RolloutConfig
+from rondo.core.errors import ConfigError
+
+Adapters = Literal["none", "merged", "alone"]
+
+
+@dataclass(frozen=True)
+class WeightPlan:
+    """What `plan_weights` decides."""
+
+    route: Literal["shared", "gathered", "collective", "disk"]
+    adapters: Adapters
+    """How they come: in the weights, or by themselves after the first time."""
+    shares_base: bool
+    """Engines use the trainer's weights without adapters in place; these never change."""
+
+    @property
+    def shares_storage(self) -> bool:
+        """Says whether engines are made of the trainer's tensors."""
+        return self.route == "shared" or self.shares_base
+
+
+def plan_weights(
+    config: Config, actor: Sequence[int], rollout: Sequence[int], *, trains: bool = True
+) -> WeightPlan:
+    """Decides it from the devices of both, of a configuration that is settled. trains: False where the
+    weights that engines are given first are their last: what matters between two versions does not.
+
+    Raises ConfigError where the two share some of their devices but not all.
+    """
+    lora, transport = config.actor.lora, config.rollout.weight_transport if trains else "auto"
+    adapters, mine, theirs = adapters_of(config), set(actor), set(rollout)
+    # One storage wants whole parameters that stay where they are, in the dtype of both.
+    in_one_place = (
+        len(mine) == 1
+        and mine == theirs
+        and not runs_in_own_process(config.rollout)
+        and rollout_dtype(config) == config.actor.param_dtype
+        and not config.actor.offload_params
+        and transport == "auto"
+    )
+    # Engines that go on during an update need the old weights.
+    synchronous = config.trainer.max_staleness == 0 or not trains
+    route: Literal["shared", "gathered", "collective", "disk"] = "gathered"
+    if transport == "disk":
+        route = "disk"
+    elif mine.isdisjoint(theirs):
+        route = "collective"
+    elif not theirs <= mine:
+        raise ConfigError(
+            f"the actor is on devices {sorted(mine)} and the rollout engines on {sorted(theirs)}: give both "
+            "one pool, or two that have no device in common; or use rollout.weight_transport=disk"
+        )
+    elif in_one_place and lora is None and synchronous:
+        route = "shared"
+    whole_base = lora is not None and lora.base_dtype is None
+    return WeightPlan(route, adapters, in_one_place and adapters == "alone" and whole_base)
+
+
+def adapters_of(config: Config) -> Adapters:
+    """Says how the actor's adapters reach the engines."""
+    lora = config.actor.lora
+    if lora is None:
+        return "none"
+    return "alone" if lora.send == "adapters" else "merged"
+
+
+def carried(config: Config) -> str:
+    """Writes it behind a route's description."""
+    written = {"none": "", "merged": ", adapters merged", "alone": ", adapters alone after the first time"}
+    return written[adapters_of(config)]
+
+
+def runs_in_own_process(rollout: RolloutConfig) -> bool:
+    """Says whether engines have processes of their own; rollout.engine.process=auto: one engine shares the
+    host's process.
+    """
+    process = rollout.engine.process
+    return rollout.replicas > 1 if process == "auto" else process == "own"
+
+
+def rollout_dtype(config: Config) -> str:
+    """Returns the dtype of the generation engines, and of the weights on their way to them, so that no byte
+    is sent to be thrown away. The configuration is `settled`.
+    """
+    dtype = config.rollout.dtype or config.actor.compute_dtype
+    assert dtype != "auto"
+    return dtype
