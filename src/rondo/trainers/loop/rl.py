@@ -5,11 +5,20 @@ is in `sessions/`).
        ▲ credits                                                                                    │
        └──────── advance ◀── publish: update, hold, load, snapshot, release ◀───────────────────────┘
 
-The feeder waits for credit (buffer.ticket), this loop waits for complete groups (buffer.take), a publish
-waits for the feeder to hold: until what is in flight is done (finish), or at a token boundary (resume,
-abort). Evaluation runs while episodes are held after a drain; otherwise beside them from the release on, and
-the next publish waits for it. The trainer owns the policy version, the engine stamps every token with it, the
-buffer learns it last. A step's metrics and rollouts are on disk before its checkpoint is renamed into place.
+loop                   consumes              waits for                          is unblocked by
+---------------------  --------------------  ---------------------------------  -----------------------------
+feeder (feeder.py)     the prompts' order    credit for a group: buffer.ticket  advance, the end of a publish
+episodes (there)       a prompt              engines that serve                 release
+the steps (here)       scored groups         a step's groups: buffer.take       put, of the last of them
+publish (publish.py)   the update's weights  episodes to be held: done          the feeder's hold
+                                             (finish) or at a token boundary
+                                             (resume, abort)
+evaluation (here)      the held-out prompts  a drain; else it runs beside       publish; the next one waits
+                                             episodes from the release on       for it
+checkpoint             what a publish cut    a step's metrics and rollouts      the end of the step
+                                             on disk
+
+The trainer owns the policy version, the engine stamps every token with it, the buffer learns it last.
 """
 
 from __future__ import annotations
@@ -17,8 +26,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import Any, Literal
 
 import numpy as np
@@ -55,9 +64,12 @@ from rondo.trainers.program import (
 )
 from rondo.workers import ActorWorker, ModelWorker
 
+# Of a run, with the groups of each and all their rows.
+Steps = AsyncGenerator[tuple[Step, Sequence[Group], BatchRef], None]
+
 
 class RLRun:
-    """`await start()`, then `async with serving():` and in it `async with feeding():` around the steps."""
+    """`await start()`, then `steps()`: what each computes is their consumer's."""
 
     def __init__(
         self,
@@ -84,6 +96,7 @@ class RLRun:
         self.checkpoints = checkpoints
         self.journal = journal
         self.step = 0
+        self.stopped = False  # on request, before the last step; its state is saved then
         self.total_steps = schedule.total_steps
         self.coefficients = Coefficients(config.algorithm)
         self._learners = learners
@@ -144,8 +157,26 @@ class RLRun:
             gap = await mender.served(self.side.canary(self.step))
         self.reporter.note(f"canary: largest log-prob gap between sampler and trainer {gap:.1e}")
 
+    async def steps(self) -> Steps:
+        """Yields each step, its groups, and all their rows, failures included. When the next one is asked
+        for, the step ends: weights are served, the metrics of `Step.rows` told, a due checkpoint written. A
+        consumer that raises something has to say so: see `end`.
+        """
+        async with self._serving():
+            async with self._feeding():
+                while groups := await self.take():
+                    step, rows = self._begin(groups)
+                    yield step, groups, rows
+                    await self._end(step)
+            await self._ended()
+
+    async def end(self, steps: Steps, error: BaseException | None) -> None:
+        """Ends what `steps` began, where its consumer stopped. error: what that one raised, raised again."""
+        with suppress(StopAsyncIteration):
+            await (steps.aclose() if error is None else steps.athrow(error))
+
     @asynccontextmanager
-    async def serving(self) -> AsyncIterator[None]:
+    async def _serving(self) -> AsyncIterator[None]:
         """Opens the console's stage; inside, engines that are started again get weights."""
         parameters = await self.roles.actor.call(ActorWorker.num_parameters)
         with self.reporter.running(self.total_steps, self.step, parameters):
@@ -158,7 +189,7 @@ class RLRun:
                 self.clock.count_cpu(await self.cluster.cpu_seconds())
 
     @asynccontextmanager
-    async def feeding(self) -> AsyncIterator[None]:
+    async def _feeding(self) -> AsyncIterator[None]:
         """Lets episodes run inside; afterwards what is in flight is in the ledger, to be issued again."""
         feeding = asyncio.create_task(self.feeder.run(), name="feeder")
         try:
@@ -179,17 +210,14 @@ class RLRun:
         if failed := self.buffer.failed_rows():
             await self.reporter.rollouts(self.step + 1, BatchRef.concat(failed))
 
-    async def ended(self) -> bool:
-        """Comes after the last step. Returns False when the run was stopped on request before its end; then
-        its state is saved.
-        """
-        stopped = self.buffer.stopped and self.step < self.total_steps
-        if stopped:
+    async def _ended(self) -> None:
+        """Comes after the last step; the state of a run that was stopped before its end is saved."""
+        self.stopped = self.buffer.stopped and self.step < self.total_steps
+        if self.stopped:
             await self.checkpoints.save_now(self)
         elif self.step < self.total_steps:
             await self._ran_out_of_prompts()
-        self.reporter.stopped = stopped
-        return not stopped
+        self.reporter.stopped = self.stopped
 
     async def _ran_out_of_prompts(self) -> None:
         """Ends a run of which so many groups were dropped that the epochs ended early: the end is an end all
@@ -226,15 +254,34 @@ class RLRun:
             multiplier=self.coefficients.multiplier,
         )
 
-    def begin_step(self, groups: Sequence[Group]) -> tuple[BatchRef, Step]:
-        """Returns all rows of the groups, failures included, and what the stages of the step share."""
+    def _begin(self, groups: Sequence[Group]) -> tuple[Step, BatchRef]:
+        """Returns what the stages of the step share, and all rows of the groups, failures included."""
         step = self.new_step()
         stats, ages = step.stats, self.buffer.staleness(groups)
         stats.add_mean("buffer/staleness_mean", float(sum(ages)), len(ages))
         stats.add_max("buffer/staleness_max", float(max(ages)))
         for age in range(self.config.trainer.max_staleness + 1):  # the share of the groups at each
             stats.add_mean(f"buffer/staleness_{age}", float(ages.count(age)), len(ages))
-        return BatchRef.concat([group.ref for group in groups]), step
+        return step, BatchRef.concat([group.ref for group in groups])
+
+    async def _end(self, step: Step) -> None:
+        await self.weights.hold(if_shared=True)  # as in a step that updates; else versions count on
+        if step.updated:
+            if step.rows is not None:  # for the next step: this one's rows have had theirs
+                self.coefficients.adapt(step.rows, step.stats)
+            elif self.coefficients.adapts:
+                raise TrainError(
+                    "an adaptive KL coefficient or a constraint follows what the program logs, and this step "
+                    "logged nothing: call session.log(batch, metrics) in every step that updates the actor"
+                )
+        await self.publish(step.stats)
+        step.updated = False
+        if step.rows is not None:
+            await self.report(step.rows, step.stats)
+        # Last: a run that goes on from the checkpoint must find the metrics of its step on disk.
+        with self.clock.phase("checkpoint"):
+            if self.checkpoints.cut is not None:
+                await self.checkpoints.write(self)
 
     def scored(self, everything: BatchRef, stats: StepStats) -> BatchRef:
         """Returns the rows with a reward. Failures are in no baseline; too many of them stop the run (in the
@@ -413,14 +460,16 @@ class RLTrainer(RLRun):
 
     async def run(self) -> bool:
         """Trains. Returns False when stopped on request before the end."""
-        async with self.serving():
-            async with self.feeding():
-                while groups := await self.take():
-                    await self._train_step(groups)
-            return await self.ended()
+        steps = self.steps()
+        try:
+            async for step, _, everything in steps:
+                await self._compute(step, everything)
+        except BaseException as error:
+            await self.end(steps, error)
+            raise
+        return not self.stopped
 
-    async def _train_step(self, groups: Sequence[Group]) -> None:
-        everything, step = self.begin_step(groups)
+    async def _compute(self, step: Step, everything: BatchRef) -> None:
         await self.let_engines_rest()
         scored = await self._through(self.program.scoring, self.scored(everything, step.stats), step)
         with self.clock.phase("write_rollouts"):
@@ -428,6 +477,7 @@ class RLTrainer(RLRun):
             await self.reporter.rollouts(self.step + 1, rows)
         batch = await self._through(self.program.stages, scored, step)
         await self.weights.hold(if_shared=True)  # samplers must not read what an optimizer step writes
+        step.rows = scored
         if self.step >= self._warmup_steps:
             with self.clock.phase("update_actor"):
                 program, epochs = self.program, self.config.actor.epochs
@@ -442,13 +492,7 @@ class RLTrainer(RLRun):
                     old_is_current=not program.bypass,
                 )
                 step.stats.merge(await updated)
-            self.coefficients.adapt(scored, step.stats)  # for the next step: this one's rows have had theirs
-        await self.publish(step.stats)
-        await self.report(scored, step.stats)
-        # Last: a run that goes on from the checkpoint must find the metrics of its step on disk.
-        with self.clock.phase("checkpoint"):
-            if self.checkpoints.cut is not None:
-                await self.checkpoints.write(self)
+            step.updated = True
 
     async def _through(self, stages: Sequence[Stage], batch: BatchRef, step: Step) -> BatchRef:
         for stage in stages:

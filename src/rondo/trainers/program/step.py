@@ -132,6 +132,10 @@ class Step:
     """λ of algorithm.constraint in this step."""
     stats: StepStats = field(default_factory=StepStats)
     """The step's metrics so far; stages add to them."""
+    rows: BatchRef | None = None
+    """Those that its metrics tell of, and that what adapts follows. None: nothing is told."""
+    updated: bool = False
+    """The actor was updated, and its weights are not served yet."""
 
 
 class Stage(Protocol):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from rondo.core.types import Prompt, StepStats
 from rondo.rewards import load_functions, score_names
 from rondo.trainers.commands.check import check_token_budget
 from rondo.trainers.commands.check_machine import check_names
-from rondo.trainers.loop import Checkpoints, EngineSide, Reporter, RLRun
+from rondo.trainers.loop import Checkpoints, EngineSide, Reporter, RLRun, Steps
 from rondo.trainers.program import (
     AdvantageStage,
     CorrectionStage,
@@ -82,12 +81,10 @@ class Session:
         critics = [critic_learner(config, role.name) for role in of_section("critic")]
         self._learners = {learner.role: learner for learner in critics}
         self._schedule = plan_schedule(config, data.train.rows_per_epoch, critics)
-        self._steps: AsyncGenerator[list[Prompt], None] | None = None
+        self._steps: Steps | None = None
         self._step: Step | None = None  # of the program's loop; None outside of it
         self._outside: Step | None = None
         self._generated: tuple[BatchRef, dict[str, int]] | None = None  # rows, and group ids by prompt
-        self._logged: BatchRef | None = None
-        self._has_updated = False
         self._asked: tuple[int, frozenset[object]] = (0, frozenset())
         """The version of the weights, and the prompts that were sampled under them: ids; seqs with tokens."""
 
@@ -227,44 +224,17 @@ class Session:
                 f"cluster.pools.{pool}: no role of this program is in that pool, and its devices stand idle; "
                 "name it for a role that the program makes in cluster.placement, or remove it"
             )
-        self._steps = self._each_step(self.run)
-        async for prompts in self._steps:
+        await self.run.start()
+        self._steps = self.run.steps()
+        async for step, groups, rows in self._steps:
+            self._step = step
+            prompts = [self.data.train.prompt(group.seq) for group in groups]
+            ids = {prompt.prompt_id: group.seq for prompt, group in zip(prompts, groups, strict=True)}
+            self._generated = (rows, ids)
             yield prompts
-
-    async def _each_step(self, run: RLRun) -> AsyncGenerator[list[Prompt], None]:
-        await run.start()
-        async with run.serving():
-            async with run.feeding():
-                while groups := await run.take():
-                    everything, step = run.begin_step(groups)
-                    self._step = step
-                    prompts = [self.data.train.prompt(group.seq) for group in groups]
-                    ids = {prompt.prompt_id: group.seq for prompt, group in zip(prompts, groups, strict=True)}
-                    self._generated = (everything, ids)
-                    yield prompts
-                    await self._end_step(run, step)
-            self.stopped = not await run.ended()
-
-    async def _end_step(self, run: RLRun, step: Step) -> None:
-        self._generated = None
-        logged = self._logged
-        self._logged = None
-        await run.weights.hold(if_shared=True)  # as in a step that updates; else versions count on
-        if self._has_updated and logged is not None:
-            run.coefficients.adapt(logged, step.stats)
-        elif self._has_updated and run.coefficients.adapts:
-            raise TrainError(
-                "an adaptive KL coefficient or a constraint follows what the program logs, and this step "
-                "logged nothing: call session.log(batch, metrics) in every step that updates the actor"
-            )
-        self._has_updated = False
-        await run.publish(step.stats)
+            self._generated = None
         self._step = None
-        if logged is not None:
-            await run.report(logged, step.stats)
-        with run.clock.phase("checkpoint"):
-            if run.checkpoints.cut is not None:
-                await run.checkpoints.write(run)
+        self.stopped = self.run.stopped
 
     def generated(self, prompts: Sequence[Prompt]) -> BatchRef | None:
         """Returns the rows that the run generated for `prompts` in this step, failures included, in their
@@ -297,7 +267,7 @@ class Session:
 
     def check_published(self, verb: str) -> None:
         """Raises TrainError where the engines stand still for weights that this step still changes."""
-        if self._has_updated:
+        if self._step is not None and self._step.updated:
             raise TrainError(
                 f"{verb} after update_actor in one step: the new weights are served when the step ends; "
                 "generate before the update, or in the next step"
@@ -308,7 +278,7 @@ class Session:
         their own.
         """
         if self._step is not None:
-            self._has_updated = True
+            self._step.updated = True
             return
         await self.run.publish(StepStats())
 
@@ -392,7 +362,7 @@ class Session:
         for part in metrics:
             step.stats.merge(part)
         await self._reporter.rollouts(step.number + 1, batch)
-        self._logged = batch
+        step.rows = batch
 
     # ---- the end ----
 
@@ -404,10 +374,5 @@ class Session:
 
     async def close(self, error: BaseException | None = None) -> None:
         """Ends what runs; `open_session` calls it. error: what ended the program."""
-        if self._steps is None:
-            return
-        if error is None:
-            await self._steps.aclose()
-        else:
-            with contextlib.suppress(StopAsyncIteration):
-                await self._steps.athrow(error)
+        if self._steps is not None:
+            await self.run.end(self._steps, error)
