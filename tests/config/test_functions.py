@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -117,6 +118,25 @@ def estimator(
 def rows(size: int, hard: bool = False) -> None: ...
 
 
+Method = Literal["strict", "flexible"]
+
+
+def judge(
+    prompt: object,
+    *,
+    method: Method = "strict",
+    stops: Sequence[str] = (),
+    sizes: tuple[int, ...] | None = None,
+    weights: dict[str, float] | None = None,
+    tokens: list[str | int] | int = 0,
+    where: Path = Path(),
+    hook: Callable[..., object] | None = None,
+) -> None: ...
+
+
+def half_known(prompt: object, *, known: int = 0, unknown: Unknown = None) -> None: ...  # type: ignore[name-defined] # noqa: F821
+
+
 def anything(prompt: object, trajectory: object, **options: object) -> None: ...
 
 
@@ -144,6 +164,45 @@ class TestOptions:
     )
     def test_wrong(self, options: dict[str, object], expected: str) -> None:
         assert failure(lambda: check_options(estimator, options, "here")) == expected
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"method": "flexible", "stops": ["a", "b"], "sizes": [1, 2], "weights": {"a": 1, "b": 0.5}},
+            {"stops": [], "sizes": None, "weights": {}, "tokens": ["a", 1]},
+            {"stops": ("a",), "sizes": (1,), "tokens": 3},  # from Python
+            {"where": "here.txt", "hook": "whatever"},  # the function's own business
+        ],
+    )
+    def test_types_that_a_recipe_can_write(self, options: dict[str, object]) -> None:
+        check_options(judge, options, "here")
+
+    @pytest.mark.parametrize(
+        ("options", "expected"),
+        [
+            (
+                {"method": "stict"},
+                "'method' of judge must be 'strict' or 'flexible', got str 'stict'; did you mean 'strict'?",
+            ),
+            ({"method": 1}, "'method' of judge must be 'strict' or 'flexible', got int 1"),
+            ({"stops": "ab"}, "'stops' of judge must be Sequence[str], got str 'ab'"),
+            ({"stops": ["a", 1]}, "'stops' of judge must be Sequence[str], got list ['a', 1]"),
+            ({"sizes": [1.5]}, "'sizes' of judge must be tuple[int, ...] or None, got list [1.5]"),
+            ({"sizes": [True]}, "'sizes' of judge must be tuple[int, ...] or None, got list [True]"),
+            (
+                {"weights": {"a": "1"}},
+                "'weights' of judge must be dict[str, float] or None, got dict {'a': '1'}",
+            ),
+            ({"tokens": [None]}, "'tokens' of judge must be list[str | int] or int, got list [None]"),
+            ({"stops": {"a"}}, "'stops' of judge must be Sequence[str], got set {'a'}"),  # from Python
+        ],
+    )
+    def test_types_that_are_another(self, options: dict[str, object], expected: str) -> None:
+        assert failure(lambda: check_options(judge, options, "here")) == f"here: option {expected}"
+
+    def test_an_annotation_that_cannot_be_evaluated_says_nothing(self) -> None:
+        check_options(half_known, {"known": 1, "unknown": 3}, "here")
+        assert "must be int" in failure(lambda: check_options(half_known, {"known": "1"}, "here"))
 
     def test_given_positionals(self) -> None:
         assert failure(lambda: check_options(rows, {}, "here", given=0)) == (

@@ -576,7 +576,7 @@ def test_without_group_functions_score_group_changes_nothing(scorer):
         ),
         (
             RewardFunctionConfig("gsm8k", options={"method": "stric"}),
-            "method must be one of strict, flexible",
+            "'method' of gsm8k must be 'strict' or 'flexible'",
         ),
         (RewardFunctionConfig("countdown", options={"format_score": "x"}), "format_score.*must be float"),
         (RewardFunctionConfig("format"), "needs the option 'tags'"),

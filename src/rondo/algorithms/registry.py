@@ -241,7 +241,8 @@ def _with_own(function: Callable[..., Any], options: Mapping[str, Any]) -> funct
 
 def _options(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     """Returns what a recipe may set of a function; a `prepare` gets its `seed` from the run."""
-    options = {p.name: p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    parameters = functions.signature_of(function).parameters.values()
+    options = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
     if function in _PREPARE.values():
         options.pop("seed", None)
     return options

@@ -1,6 +1,6 @@
 """Functions chosen by name in a recipe (built-in, `path/to/file.py:name`, dotted name), and their options.
 
-Standard library only. What the function means (columns, scores, rows) is the caller's business.
+What the function means (columns, scores, rows) is the caller's business.
 """
 
 from __future__ import annotations
@@ -11,25 +11,24 @@ import importlib
 import importlib.util
 import inspect
 import io
+import json
 import os
 import pickle
 import sys
+import types
+import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from rondo.core.errors import ConfigError, about, did_you_mean
 from rondo.core.masking import VARIABLE, is_secret, masked, variable_of, was_masked
 from rondo.system.names import attribute_of, importable, importing, module_by_name
 
-_SIMPLE_TYPES: Mapping[str, tuple[type, ...]] = {
-    "int": (int,),
-    "float": (int, float),
-    "bool": (bool,),
-    "str": (str,),
-    "None": (type(None),),
-}
+# What a recipe can write, alone or inside of each other: options of these types are checked.
+_WRITTEN: Collection[Any] = (int, float, bool, str, type(None), Any, list, tuple, dict, Sequence, Mapping)
+_UNIONS = (types.UnionType, typing.Union)
 
 # What opens a person's own models, data and machines is handed to nobody, whatever a recipe says.
 NEVER_HANDED_OVER = (
@@ -108,12 +107,13 @@ def check_options(
     """Checks that `function` takes `options` as options, and that none it requires is missing.
 
     Options are the keyword-only parameters and the positional ones after the first `given`, which the caller
-    fills itself (None: all positional parameters without a default). Values are checked against plain
-    annotations (int, float, bool, str and unions of them); everything else is the function's own business.
+    fills itself (None: all positional parameters without a default). Values are checked against annotations
+    of what a recipe can write (numbers, texts, Literal[…], lists and mappings of them, and unions);
+    everything else is the function's own business.
     where: the key (and its origin) for the message. chosen: the entry of the recipe that has them, whose name
     and further keys the message then has. Raises ConfigError.
     """
-    parameters = list(inspect.signature(function).parameters.values())
+    parameters = list(signature_of(function).parameters.values())
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if given is None:
         candidates = [p for p in positional if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is not p.empty]
@@ -125,6 +125,27 @@ def check_options(
     keys = () if chosen is None else [f.name for f in dataclasses.fields(chosen)]
     beside = [key for key in keys if key not in ("name", "options")]
     check_declared(candidates, options, where, title, takes_any=takes_any, beside=beside)
+
+
+def signature_of(function: Callable[..., Any]) -> inspect.Signature:
+    """Returns a function's signature; annotations that are text are evaluated where their module can."""
+    signature = inspect.signature(function)
+    module = sys.modules.get(getattr(function, "__module__", ""))
+    scope = getattr(function, "__globals__", vars(module) if module else {})
+    return signature.replace(
+        parameters=[
+            p.replace(annotation=_evaluated(p.annotation, scope)) for p in signature.parameters.values()
+        ]
+    )
+
+
+def _evaluated(annotation: Any, scope: dict[str, Any]) -> Any:
+    if not isinstance(annotation, str):
+        return annotation
+    try:
+        return eval(annotation, scope)
+    except (NameError, TypeError, AttributeError, SyntaxError):  # a name for type checkers only, say
+        return annotation
 
 
 def check_declared(
@@ -148,7 +169,7 @@ def check_declared(
             variable = _checked_variable(key, value, f"{where}.{key}")
             if key in known:
                 given = value if variable is None else variable  # a text, as the secret will be
-                _check_plain_type(known[key], given, f"{where}: option '{key}' of {title}")
+                _check_type(known[key], given, f"{where}: option '{key}' of {title}")
             elif not takes_any:
                 _refuse_older_form(key, known, where)
                 near = did_you_mean(key, [*known, *beside])
@@ -222,18 +243,42 @@ def _refuse_older_form(key: str, known: Collection[str], where: str) -> None:
         raise ConfigError(f"{where}: {key}: NAME is written {name}: {{env: NAME}} now")
 
 
-def _check_plain_type(parameter: inspect.Parameter, value: Any, where: str) -> None:
-    annotation = parameter.annotation
-    text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
-    names = [part.strip() for part in text.split("|")]
-    if not all(name in _SIMPLE_TYPES for name in names):
+def _check_type(parameter: inspect.Parameter, value: Any, where: str) -> None:
+    from pydantic import ConfigDict, TypeAdapter, ValidationError  # which a scorer's process need not import
+
+    if not _is_written(parameter.annotation):
         return
-    fits = any(isinstance(value, _SIMPLE_TYPES[name]) for name in names)
-    if fits and isinstance(value, bool) and "bool" not in names:
-        fits = False  # bool is an int to Python, not to a user
-    if not fits:
+    try:  # as JSON, which is what YAML says: a list may stand for a tuple, and nothing else for another
+        TypeAdapter(parameter.annotation, config=ConfigDict(strict=True)).validate_json(json.dumps(value))
+    except (ValidationError, TypeError):
         shown = masked(parameter.name, value)
-        raise ConfigError(f"{where} must be {' or '.join(names)}, got {type(value).__name__} {shown!r}")
+        choices = [choice for choice in typing.get_args(parameter.annotation) if isinstance(choice, str)]
+        near = did_you_mean(value, choices) if choices and isinstance(value, str) else ""
+        raise ConfigError(
+            f"{where} must be {_in_words(parameter.annotation)}, got {type(value).__name__} {shown!r}{near}"
+        ) from None
+
+
+def _is_written(kind: Any) -> bool:
+    """Says whether an annotation is one of what a recipe can write."""
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Literal:
+        return True
+    if origin in _UNIONS or origin in _WRITTEN:
+        return all(one is ... or _is_written(one) for one in inner)
+    return kind in _WRITTEN
+
+
+def _in_words(kind: Any) -> str:
+    """Writes an annotation: `int or None`, `'a' or 'b'`, `list[str]`."""
+    if typing.get_origin(kind) in _UNIONS:
+        return " or ".join(map(_in_words, typing.get_args(kind)))
+    if typing.get_origin(kind) is Literal:
+        return " or ".join(map(repr, typing.get_args(kind)))
+    if kind is type(None):
+        return "None"
+    name = kind.__name__ if isinstance(kind, type) and not typing.get_args(kind) else str(kind)
+    return name.replace("collections.abc.", "").replace("typing.", "")
 
 
 def _module_from_file(path: str, name: str) -> ModuleType:

@@ -9,13 +9,12 @@ import inspect
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from rondo.config.functions import called_with, check_options, resolve_function
 from rondo.config.schema import RewardConfig, RewardFunctionConfig
 from rondo.core.columns import judges
 from rondo.core.errors import ConfigError, about, did_you_mean
-from rondo.core.masking import masked
 from rondo.core.readonly import read_only
 from rondo.rewards.marks import Marks, RunIn, marks_of
 from rondo.system.names import offered
@@ -142,20 +141,7 @@ def _check_signature(
             f"{where}: {spec}{signature} cannot be called as a reward function, ({wanted}, "
             f"**options): {error}"
         ) from error
-    for key, choices in _literals(function).items():
-        if key in options and options[key] not in choices:
-            shown = masked(key, options[key])
-            raise ConfigError(f"{where}: {spec}.{key} must be one of {', '.join(choices)}, got {shown!r}")
     return takes_seed
-
-
-def _literals(function: Callable[..., Any]) -> dict[str, tuple[Any, ...]]:
-    """Returns the parameters that are annotated with Literal[…], and their choices."""
-    try:
-        hints = typing.get_type_hints(function)
-    except (NameError, TypeError, AttributeError):  # annotations that cannot be evaluated say nothing
-        return {}
-    return {key: typing.get_args(hint) for key, hint in hints.items() if typing.get_origin(hint) is Literal}
 
 
 def _free_name(name: str, taken: Sequence[str]) -> str:

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from rondo.algorithms import statistics
-from rondo.algorithms.arguments import require
+from rondo.algorithms.arguments import ranked, require
 from rondo.algorithms.registry import advantage
 from rondo.core.errors import ConfigError
 
 
+@ranked("rows")
 def gae_of_rows(
     token_rewards: Tensor,
     values: Tensor,
@@ -91,6 +92,8 @@ def accumulate(
     """Accumulates Â [B, T] backwards over trained tokens; it is 0 where the mask is 0. lam: [B]. ends: tokens
     behind which nothing follows, beside the last.
     """
+    assert rewards.shape == values.shape == counted.shape
+    assert lam.shape == rewards.shape[:1]
     decay = gamma * lam
     next_value = rewards.new_zeros(len(rewards))
     next_advantage = rewards.new_zeros(len(rewards))
@@ -106,6 +109,7 @@ def accumulate(
     return torch.where(counted, out.t(), 0.0)
 
 
+@ranked("rows")
 def safe_rlhf_of_rows(
     token_rewards: Tensor,
     values: Tensor,

@@ -31,6 +31,7 @@ def returns_to_go(token_rewards: Tensor, response_mask: Tensor, gamma: float = 1
     return out
 
 
+@ranked("rows")
 def reinforce_pp_of_rows(token_rewards: Tensor, response_mask: Tensor, *, gamma: float = 1.0) -> Tensor:
     """Is `reinforce_pp` before it whitens."""
     require("algorithm.advantage: reinforce_pp", at_least=0, at_most=1, gamma=gamma)
