@@ -17,8 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from rondo.core.errors import ConfigError, RolloutError
 from rondo.core.types import Completion, GenerateRequest
 from rondo.rollout import NativeEngine
-from rondo.rollout.transformers.decoder import nbytes
-from rondo.rollout.transformers.engine import TransformersEngine
+from rondo.rollout.transformers.engine import TransformersEngine, nbytes
 from tests.engines.conftest import Collected, gaps, greedy, paused_in_flight, request
 from tests.models.families import FAMILIES, MAX_POSITIONS, VOCAB, make, persistent
 
