@@ -38,7 +38,8 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Qwen3Config
 
 from rondo.core.types import GenerateRequest, SamplingParams
-from rondo.rollout import NativeEngine
+from rondo.models import ModelSource
+from rondo.rollout import EngineSpec, NativeEngine
 from rondo.rollout.native.kernels import library
 
 PROMPT, NEW, GROUP = 16, 48, 8
@@ -129,16 +130,10 @@ def contestants(
         "generate, dynamic cache": lambda: run_generate(model, ids, "dynamic"),
         "generate, static cache": lambda: run_generate(model, ids, "static"),
     }
+    source = ModelSource(config=config.to_dict())
+    spec = EngineSpec("native", source, dtype, device, PROMPT + NEW, max_concurrent=batch, threads=1)
     for decode in ("generic", "lean", "compiled") if device == "cpu" else ("generic", "lean"):
-        engine = NativeEngine(
-            config,
-            parameters=parameters,
-            dtype=dtype,  # type: ignore[arg-type]
-            device=device,
-            max_concurrent=batch,
-            max_context=PROMPT + NEW,
-            decode=decode,  # type: ignore[arg-type]
-        )
+        engine = NativeEngine(spec, config, parameters, decode=decode)  # type: ignore[arg-type]
         turns[f"rondo {decode}"] = lambda engine=engine: run_engine(engine, ids)  # type: ignore[misc]
     return turns
 
@@ -211,13 +206,10 @@ def measure_paged(cache_bytes: int | None) -> dict[str, float]:
     config = quickstart_config()
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    engine = NativeEngine(
-        config,
-        parameters={name: p.data for name, p in model.named_parameters()},
-        max_concurrent=LONG_REQUESTS,
-        max_context=LONG_CONTEXT,
-        **({} if cache_bytes is None else {"cache_bytes": cache_bytes}),
-    )
+    parameters = {name: p.data for name, p in model.named_parameters()}
+    source = ModelSource(config=config.to_dict())
+    spec = EngineSpec("native", source, "float32", "cpu", LONG_CONTEXT, LONG_REQUESTS, threads=1)
+    engine = NativeEngine(spec, config, parameters, cache_bytes=cache_bytes)
     run_engine(engine, prompts(GROUP))
     lengths = long_lengths()
     rows = prompts(LONG_REQUESTS * GROUP)[::GROUP].numpy().astype(np.int32)  # no two alike

@@ -15,6 +15,7 @@ from rondo.config import load
 from rondo.core.types import GenerateRequest, SamplingParams
 from rondo.rollout import NativeEngine
 from rondo.trainers.commands.train import train
+from tests.rollout.conftest import own_engine
 from tests.trainers.conftest import MODEL, RECIPE, metrics
 
 pytestmark = pytest.mark.gpu
@@ -31,9 +32,8 @@ def model(dtype: torch.dtype) -> torch.nn.Module:
 @pytest.mark.parametrize("decode", ["generic", "lean", "auto"])
 def test_greedy_equals_generate_on_cuda(decode: str) -> None:
     reference = model(torch.float32)
-    engine = NativeEngine(
-        reference.config, dtype="float32", device="cuda", max_concurrent=8, max_context=128, decode=decode
-    )
+    sizes = {"max_concurrent": 8, "max_context": 128}
+    engine = own_engine(NativeEngine, reference.config, device="cuda", decode=decode, **sizes)
     engine.begin(0)
     for name, tensor in reference.state_dict().items():
         if name in engine.parameters():

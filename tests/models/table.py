@@ -10,6 +10,7 @@ from rondo.rollout import NativeEngine
 from rondo.rollout.sglang.options import ENGINE as SGLANG
 from rondo.rollout.vllm.options import ENGINE as VLLM
 from tests.models.families import FAMILIES, MAX_POSITIONS, config_of, source_of
+from tests.rollout.conftest import own_engine
 
 _WHAT = {
     "sliding_window": "window",
@@ -51,7 +52,7 @@ def lines() -> list[str]:
 
 def _decode_path(config: Any) -> str:
     try:
-        engine = NativeEngine(config, max_context=MAX_POSITIONS)
+        engine = own_engine(NativeEngine, config, max_context=MAX_POSITIONS)
     except RondoError:
         return "`transformers`"
     engine.close()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -25,7 +25,12 @@ from transformers import (
 
 from rondo.core.types import Completion, GenerateRequest, SamplingParams
 from rondo.models.names import persistent_buffers
-from rondo.rollout import NativeEngine
+from rondo.models.source import ModelSource
+from rondo.rollout import EngineSpec, NativeEngine
+from rondo.rollout.build import OWN
+from rondo.rollout.transformers.engine import TransformersEngine
+
+EngineT = TypeVar("EngineT", NativeEngine, TransformersEngine)
 
 VOCAB = 101
 _BASE = {
@@ -86,7 +91,21 @@ def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def make_engine(model: torch.nn.Module, **settings: Any) -> NativeEngine:
     """Shares the model's storage unless told otherwise."""
     settings = {"parameters": weights(model), "max_concurrent": 8, "max_context": 100} | settings
-    return NativeEngine(model.config, **settings)
+    return own_engine(NativeEngine, model.config, **settings)
+
+
+def own_engine(
+    kind: type[EngineT],
+    model_config: Any,
+    parameters: Mapping[str, torch.Tensor] | None = None,
+    **settings: Any,
+) -> EngineT:
+    """An engine of rondo's own in this process; settings: fields of its spec, and its options."""
+    options = {name: settings.pop(name) for name in ("decode", "cache_bytes") if name in settings}
+    defaults = {"dtype": "float32", "device": "cpu", "max_context": 2048, "max_concurrent": 256, "threads": 1}
+    name = next(name for name, own in OWN.items() if own is kind)
+    source = ModelSource(config={"model_type": model_config.model_type})
+    return kind(EngineSpec(name, source, **{**defaults, **settings}), model_config, parameters, **options)
 
 
 def prompt(length: int, seed: int = 0) -> np.ndarray:

@@ -16,6 +16,7 @@ from tests.rollout.conftest import (
     LLAMA_LIKE,
     build,
     make_engine,
+    own_engine,
     prompt,
     request,
     run,
@@ -115,15 +116,15 @@ def test_what_attention_cannot_do_is_refused() -> None:
     tiny = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
             "intermediate_size": 32, "vocab_size": 32, "head_dim": 16}  # fmt: skip
     with pytest.raises(ConfigError, match="linear_attention"):
-        NativeEngine(Qwen3NextConfig(**tiny), max_concurrent=1, max_context=32)
+        own_engine(NativeEngine, Qwen3NextConfig(**tiny), max_concurrent=1, max_context=32)
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32}
     factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
     longrope = Phi3Config(
         **{**tiny, "pad_token_id": None}, original_max_position_embeddings=32, rope_parameters=rope | factors
     )
     with pytest.raises(ConfigError, match=r"sequences of more than 32 tokens, .*max_context is 33"):
-        NativeEngine(longrope, max_concurrent=1, max_context=33)
-    NativeEngine(longrope, max_concurrent=1, max_context=32).close()
+        own_engine(NativeEngine, longrope, max_concurrent=1, max_context=33)
+    own_engine(NativeEngine, longrope, max_concurrent=1, max_context=32).close()
 
 
 @pytest.mark.parametrize("family", sorted(CONFIGS))

@@ -25,6 +25,7 @@ from tests.rollout.conftest import (
     Hold,
     build,
     make_engine,
+    own_engine,
     prompt,
     request,
     run,
@@ -379,7 +380,7 @@ def test_request_ids_are_unique_and_close_tells_who_waits(model: torch.nn.Module
 def test_the_callers_config_and_generator_stay_as_they_were() -> None:
     config = CONFIGS["qwen3"]()
     before, state = config.to_dict(), torch.get_rng_state()
-    NativeEngine(config, max_concurrent=2, max_context=32).close()
+    own_engine(NativeEngine, config, max_concurrent=2, max_context=32).close()
     assert config.to_dict() == before
     assert torch.equal(torch.get_rng_state(), state)
 

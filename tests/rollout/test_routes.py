@@ -23,7 +23,7 @@ from rondo.models.routers import RouteRecorder
 from rondo.models.source import ModelSource
 from rondo.rollout import EngineSpec, NativeEngine, start_engine
 from rondo.rollout.transformers.engine import TransformersEngine
-from tests.rollout.conftest import _BASE, Hold, build, prompt, request, run, weights
+from tests.rollout.conftest import _BASE, Hold, build, own_engine, prompt, request, run, weights
 from tests.rollout.test_paging import long_requests, run_in_order
 
 SHAPE = RouteShape(4, 4)  # two layers, two of four experts
@@ -52,7 +52,7 @@ def expected(model: torch.nn.Module, completion: Completion) -> np.ndarray:
 
 def make(kind: type[Any], model: torch.nn.Module, **settings: Any) -> Any:
     settings = {"parameters": weights(model), "max_concurrent": 8, "max_context": 192} | settings
-    return kind(model.config, routes=True, **settings)
+    return own_engine(kind, model.config, routes=True, **settings)
 
 
 @pytest.mark.parametrize("kind", [NativeEngine, TransformersEngine])
@@ -103,7 +103,8 @@ def test_who_gives_its_blocks_back_keeps_its_routes(model: torch.nn.Module) -> N
 
 def test_tokens_keep_the_routes_of_the_weights_that_sampled_them(model: torch.nn.Module) -> None:
     """Weights come in the middle of an answer: its beginning goes through the new ones, too."""
-    other, engine = build("qwen3_moe", seed=5), NativeEngine(model.config, max_context=192, routes=True)
+    other = build("qwen3_moe", seed=5)
+    engine = own_engine(NativeEngine, model.config, max_context=192, routes=True)
 
     def send(one: torch.nn.Module, version: int) -> None:
         engine.begin(version)

@@ -20,6 +20,7 @@ from rondo.rollout import NativeEngine
 from rondo.rollout.transformers.engine import TransformersEngine, nbytes
 from tests.engines.conftest import Collected, gaps, greedy, paused_in_flight, request
 from tests.models.families import FAMILIES, MAX_POSITIONS, VOCAB, make, persistent
+from tests.rollout.conftest import own_engine
 
 # State-space models and hybrids beside the families that users bring: caches under three names, and Bamba,
 # which counts positions from 0 whatever its cache holds.
@@ -70,7 +71,7 @@ def model_of(family: str) -> PreTrainedModel:
 def engine_of(model: PreTrainedModel, **settings: Any) -> TransformersEngine:
     """Shares the model's storage unless told otherwise."""
     settings = {"parameters": persistent(model), "max_concurrent": 4, "max_context": MAX_CONTEXT} | settings
-    return TransformersEngine(model.config, **settings)
+    return own_engine(TransformersEngine, model.config, **settings)
 
 
 def prompt(length: int, seed: int = 0) -> np.ndarray:
@@ -253,17 +254,17 @@ def test_a_model_without_a_cache_for_each_sequence_is_refused(family: str) -> No
     if family == "openai-gpt":
         names = {"n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": VOCAB}
     with pytest.raises(ConfigError, match=r"returns no cache to go on from .* choose another model"):
-        TransformersEngine(AutoConfig.for_model(family, **names), max_context=16)
+        own_engine(TransformersEngine, AutoConfig.for_model(family, **names), max_context=16)
 
 
 def test_an_encoder_decoder_is_refused() -> None:
     config = AutoConfig.for_model("bart", d_model=32, vocab_size=VOCAB)
     for engine in (NativeEngine, TransformersEngine):
         with pytest.raises(ConfigError, match="bart is an encoder-decoder model"):
-            engine(config, max_context=16)
+            own_engine(engine, config, max_context=16)
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "mamba", "bloom", "mpt", "lfm2", "llama4_text"])
 def test_what_the_native_engine_refuses_it_sends_here(family: str) -> None:
     with pytest.raises((ConfigError, RolloutError), match=r"set rollout\.engine=transformers"):
-        NativeEngine(model_of(family).config, max_context=MAX_POSITIONS)
+        own_engine(NativeEngine, model_of(family).config, max_context=MAX_POSITIONS)

@@ -21,6 +21,7 @@ from rondo.recipes.quickstart import tokenizer
 from rondo.rollout import NativeEngine
 from rondo.serving import Endpoint, Sessions
 from rondo.serving.http import HttpServer, Limits
+from tests.rollout.conftest import own_engine
 
 TOKEN = "correct-horse"
 MODEL = "tiny"
@@ -45,14 +46,14 @@ def engine() -> Iterator[NativeEngine]:
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     parameters = {name: parameter.data for name, parameter in model.named_parameters()}
-    engine = NativeEngine(
+    engine = own_engine(
+        NativeEngine,
         config,
-        parameters=parameters,
+        parameters,
         tokenizer=TokenizerSource("rondo.recipes.quickstart.tokenizer"),
         max_concurrent=64,
         max_context=CONTEXT,
         decode="lean",
-        threads=1,
     )
     engine.set_version(3)
     yield engine

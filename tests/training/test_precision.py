@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rondo.models import ModelSource
 from rondo.rollout import NativeEngine
+from tests.rollout.conftest import own_engine
 from tests.training.helpers import SHAPE, PolicyLoss, make_batch, source, tiny_engine
 
 LONG = 4096
@@ -58,8 +59,8 @@ def test_a_router_stays_in_float32(mesh: DeviceMesh, param_dtype: str, compute_d
 def test_the_sampler_keeps_the_same_parameters_in_float32(mesh: DeviceMesh) -> None:
     trainer = tiny_engine(mesh, ModelSource(config=ERNIE, seed=3), None, {"param_dtype": "bfloat16"})
     arguments: dict[str, Any] = {"dtype": "bfloat16", "max_concurrent": 2, "max_context": 16}
-    own = NativeEngine(trainer.hf_config, **arguments)
-    shared = NativeEngine(trainer.hf_config, parameters=trainer.parameters_in_place(), **arguments)
+    own = own_engine(NativeEngine, trainer.hf_config, **arguments)
+    shared = own_engine(NativeEngine, trainer.hf_config, trainer.parameters_in_place(), **arguments)
     for engine in (own, shared):
         dtypes = {name: tensor.dtype for name, tensor in engine.parameters().items()}
         assert dtypes[ROUTER] == torch.float32

@@ -22,8 +22,12 @@ CLASSES = {"vllm": "VllmEngine", "sglang": "SglangEngine"}
 
 
 def build_engine(spec: EngineSpec, parameters: Mapping[str, torch.Tensor] | None = None) -> RolloutEngine:
-    """Builds the engine of `spec` in this process. parameters: the trainer's storage, to use in place (not
-    by third-party engines). Raises ConfigError.
+    """Builds the engine of `spec` in this process. Raises ConfigError or, for parameters that do not fit,
+    WeightSyncError.
+
+    parameters: checkpoint name → tensor, used in place (the trainer's storage, not by third-party engines;
+    say `set_version` after every change), without `spec.adapters`, which are merged into a copy. None: the
+    engine's own storage, filled by begin, receive, commit before the first request.
     """
     check_engine(spec.engine, spec.options, device=spec.device)
     model_config = load_model_config(spec.source)
@@ -39,20 +43,7 @@ def build_engine(spec: EngineSpec, parameters: Mapping[str, torch.Tensor] | None
         module = importlib.import_module(f"rondo.rollout.{spec.engine}.engine")
         engine: RolloutEngine = getattr(module, CLASSES[spec.engine])(spec)
         return engine
-    return OWN[spec.engine](
-        model_config,
-        parameters=parameters,
-        tokenizer=spec.tokenizer,
-        dtype=spec.dtype,
-        device=spec.device,
-        max_concurrent=spec.max_concurrent,
-        max_context=spec.max_context,
-        trust_remote_code=spec.source.trust_remote_code,
-        threads=spec.threads,
-        adapters=spec.adapters,
-        routes=spec.routes,
-        **spec.options,
-    )
+    return OWN[spec.engine](spec, model_config, parameters, **spec.options)
 
 
 def check_engine(

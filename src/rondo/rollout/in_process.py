@@ -25,9 +25,8 @@ import torch
 
 from rondo.core.errors import ConfigError, RolloutError, WeightSyncError
 from rondo.core.types import Completion, GenerateRequest, StepStats
-from rondo.models.source import TokenizerSource
 from rondo.rollout.decoder import Decoder, PendingT
-from rondo.rollout.protocol import Capabilities, OnTokens
+from rondo.rollout.protocol import Capabilities, EngineSpec, OnTokens
 from rondo.rollout.requests import StopText, check_ready, check_request, complete_as_it_is, deliver
 from rondo.rollout.weights import WeightStore
 from rondo.system.activity import progress
@@ -45,20 +44,17 @@ class InProcessEngine(Generic[PendingT]):
 
     def __init__(
         self,
+        spec: EngineSpec,
         weights: WeightStore,
         decoder: Decoder[PendingT],
         *,
-        # Whose text stop strings are found in; None: requests cannot have any.
-        tokenizer: TokenizerSource | None,
-        max_context: int,
         vocab_size: int,
+        # That of the spec, with its number.
         device: torch.device,
-        # Threads that the decode thread computes with.
-        threads: int,
     ) -> None:
-        self.max_context = max_context
+        self.max_context = spec.max_context
         self._weights = weights
-        self._stop_text = StopText(tokenizer)
+        self._stop_text = StopText(spec.tokenizer)
         self._decoder = decoder
         self._vocab_size = vocab_size
         self._lock = threading.Lock()
@@ -67,7 +63,7 @@ class InProcessEngine(Generic[PendingT]):
         self._serving = self._paused = self._closed = False
         self._next_report = 0.0  # on the clock of time.monotonic
         self._steps_untold = 0  # since the last report
-        self._executor = ThreadPoolExecutor(1, "rondo-decode", self._prepare_thread, (threads, device))
+        self._executor = ThreadPoolExecutor(1, "rondo-decode", self._prepare_thread, (spec.threads, device))
         if weights.complete:
             decoder.weights_changed()
         _log.info("%s", self.describe())
@@ -314,18 +310,17 @@ class InProcessEngine(Generic[PendingT]):
             torch.cuda.set_device(device)
 
 
-def check_sizes(max_concurrent: int, max_context: int, threads: int) -> None:
+def check_sizes(spec: EngineSpec) -> None:
     """Raises ConfigError for one that is below 1."""
-    if min(max_concurrent, max_context, threads) < 1:
+    if min(spec.max_concurrent, spec.max_context, spec.threads) < 1:
         raise ConfigError("max_concurrent, max_context and threads must be at least 1")
 
 
-def as_torch(dtype: torch.dtype | str, device: torch.device | str) -> tuple[torch.dtype, torch.device]:
+def as_torch(dtype: str, device: str) -> tuple[torch.dtype, torch.device]:
     """Returns both as torch has them; the device with its number, since `torch.cuda.set_device` does not take
     "cuda" alone.
     """
-    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    device = torch.device(device)
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    return dtype, device
+    found = torch.device(device)
+    if found.type == "cuda" and found.index is None:
+        found = torch.device("cuda", torch.cuda.current_device())
+    return getattr(torch, dtype), found

@@ -22,30 +22,37 @@ OnTokens = Callable[[Completion], None]
 class EngineSpec:
     """How to build an engine, in this process or another; picklable."""
 
-    engine: str  # native, transformers, vllm, sglang
+    engine: str
+    """native, transformers, vllm or sglang."""
     source: ModelSource
+    """The model that it serves; its weights come later."""
     dtype: str
-    # "cpu", "cuda:i" or, with tensor_parallel > 1, the first of them.
+    """Of the weights, and of what is computed with them: torch's name."""
     device: str
-    # Prompt and response tokens of one request.
+    """"cpu", "cuda:i" or, with tensor_parallel > 1, the first of them."""
     max_context: int
+    """Most prompt and response tokens of one request together."""
     max_concurrent: int
+    """Requests that are decoded at one time; others wait."""
     threads: int
+    """That one engine computes with on a CPU."""
     tensor_parallel: int = 1
+    """Devices of one engine."""
     seed: int = 0
-    # The engine's own arguments (rollout.engine.options).
+    """Of what a third-party engine draws itself; requests bring their own."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    # Whose text stop strings are found in; None: requests cannot have any.
+    """The engine's own arguments (rollout.engine.options)."""
     tokenizer: TokenizerSource | None = None
-    # For files that go with the engine's process; None: the machine's temporary folder.
+    """Whose text stop strings are found in; None: requests cannot have any."""
     folder: str | None = None
-    # The interpreter of the environment in which the engine is installed; None: this one's.
+    """For files that go with the engine's process; None: the machine's temporary folder."""
     python: str | None = None
-    # Those that come by themselves, beside the model's own weights; None: weights come as they are computed
-    # with.
+    """The interpreter of the environment in which the engine is installed; None: this one's."""
     adapters: AdapterSet | None = None
-    # Completions have a mixture's routes.
+    """Those that come by themselves, beside the model's own weights; None: weights come as they are computed
+    with."""
     routes: bool = False
+    """Completions have a mixture's routes."""
 
 
 @dataclass(frozen=True)

@@ -20,15 +20,13 @@ from transformers import __version__ as version
 from rondo.chat import StopMatcher
 from rondo.core.errors import ConfigError, RolloutError
 from rondo.core.types import FinishReason, GenerateRequest, StepStats
-from rondo.models.lora import AdapterSet
 from rondo.models.routers import RouteRecorder
-from rondo.models.source import TokenizerSource
 from rondo.rollout.decoder import Decoder
 from rondo.rollout.in_process import InProcessEngine, as_torch, check_sizes
 from rondo.rollout.native.blocks import blocks_of
 from rondo.rollout.native.cache import count_blocks
 from rondo.rollout.native.sampling import sample, uniforms
-from rondo.rollout.protocol import Capabilities, OnTokens
+from rondo.rollout.protocol import Capabilities, EngineSpec, OnTokens
 from rondo.rollout.requests import News, Pending
 from rondo.rollout.weights import WeightStore, build_module
 
@@ -297,54 +295,39 @@ class TransformersEngine(InProcessEngine[Sequence]):
 
     def __init__(
         self,
-        # A transformers config.
+        spec: EngineSpec,
+        # The transformers config of `spec.source`.
         model_config: Any,
-        *,
-        # Checkpoint name → tensor, used in place (the trainer's storage; say `set_version` after every
-        # change). None: the engine's own storage, filled by begin, receive, commit before the first request.
+        # See `build_engine`.
         parameters: Mapping[str, torch.Tensor] | None = None,
-        # Whose text stop strings are found in; None: requests cannot have any.
-        tokenizer: TokenizerSource | None = None,
-        dtype: torch.dtype | str = torch.float32,
-        device: torch.device | str = "cpu",
-        # Requests that take turns; others wait.
-        max_concurrent: int = 256,
-        # Most prompt and response tokens of one request together.
-        max_context: int = 2048,
+        *,
         # Bytes of all caches. None: what all sequences could need, at most a share of the free memory.
         cache_bytes: int | None = None,
-        trust_remote_code: bool = False,
-        # Threads that the decode thread computes with.
-        threads: int = 1,
-        # Those that come by themselves and are merged here; `parameters` are the weights without them then.
-        adapters: AdapterSet | None = None,
-        # Completions have a mixture's routes.
-        routes: bool = False,
     ) -> None:
-        check_sizes(max_concurrent, max_context, threads)
-        dtype, device = as_torch(dtype, device)
-        module = build_module(model_config, ATTENTION, dtype, device, trust_remote_code=trust_remote_code)
-        weights = WeightStore(module, parameters, dtype, device, adapters)
-        recorder = RouteRecorder(module) if routes else None
+        check_sizes(spec)
+        dtype, device = as_torch(spec.dtype, spec.device)
+        module = build_module(
+            model_config, ATTENTION, dtype, device, trust_remote_code=spec.source.trust_remote_code
+        )
+        weights = WeightStore(module, parameters, dtype, device, spec.adapters)
+        recorder = RouteRecorder(module) if spec.routes else None
         forward = CachedForward(module, device)
-        longest = blocks_of(max_context)
+        longest = blocks_of(spec.max_context)
         num_blocks = count_blocks(
-            -(-forward.cache_bytes(max_context) // longest),
+            -(-forward.cache_bytes(spec.max_context) // longest),
             spare=longest,  # the latest prompt's
-            max_concurrent=max_concurrent,
-            max_context=max_context,
+            max_concurrent=spec.max_concurrent,
+            max_context=spec.max_context,
             limit=cache_bytes,
             device=device,
         )
         self._max_running = num_blocks // longest
         super().__init__(
+            spec,
             weights,
             TurnDecoder(forward, self._max_running, recorder),
-            tokenizer=tokenizer,
-            max_context=max_context,
             vocab_size=int(module.get_input_embeddings().weight.shape[0]),
             device=device,
-            threads=threads,
         )
 
     def describe(self) -> str:
