@@ -6,7 +6,7 @@
                     program; caller.py with the program and these arguments; tester.py again, which now knows
                     the answer …
 
-So what is right is never where the program is, and what the program says is data to whoever knows it.
+So what is right is never where the program is, and what the program says is data to the one who knows.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ SPARE_SECONDS = 10.0
 
 
 class Head:
-    """A running sandbox. One question at a time; whoever does not wait for an answer ends it."""
+    """A running sandbox. One question at a time; a caller that stops waiting ends it."""
 
     def __init__(self, process: asyncio.subprocess.Process, backend: Backend, start: Start) -> None:
         self._process = process

@@ -179,7 +179,7 @@ class RemoteHead:
 
 
 class _Call:
-    """One POST, in a thread of its own; whoever does not wait for it any more ends it."""
+    """One POST, in a thread of its own; its caller ends it when it stops waiting."""
 
     def __init__(self, url: str, body: str, seconds: float) -> None:
         parts = urllib.parse.urlsplit(url)

@@ -253,7 +253,7 @@ class _Browser:
             try:
                 self._out.write(json.dumps(message).encode() + b"\0")
             except OSError as error:
-                self.gone = self.gone or _GONE  # whoever comes next takes another one
+                self.gone = self.gone or _GONE  # the next user takes another one
                 raise EnvironmentFailedError(_GONE) from error
         return self.wait(future, method)
 

@@ -262,7 +262,7 @@ class _Connection(Pooled):
                     self.tools = await _tools_of(session)
                 self.ready.set_result(session)
                 await self._over.wait()
-        except Exception as error:  # the boundary: it travels to whoever waits for `ready`
+        except Exception as error:  # the boundary: it travels to those who wait for `ready`
             first = _first(error)
             if isinstance(first, TimeoutError):
                 fault = f"has not said within start_seconds = {self._start_seconds:g} which tools it has"

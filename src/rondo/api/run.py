@@ -131,7 +131,7 @@ class Run:
 
 
 def load(path: str | Path) -> Run:
-    """Returns a run from its folder, whoever made it. Raises DataError."""
+    """Returns a run from its folder, also one of another program. Raises DataError."""
     return Run(path)
 
 

@@ -126,7 +126,7 @@ class Server:
             self.close()
 
     def close(self) -> None:
-        """Ends it; every process that it started has ended then. Once more does no harm. Raises what had
+        """Ends it; every process that it started has ended then. May be called twice. Raises what had
         ended it before: RolloutError where its last engine had died for good.
         """
         self._end()

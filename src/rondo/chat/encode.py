@@ -80,7 +80,7 @@ def _try(
     options = template_options(tokenizer)
     try:
         template = tokenizer.get_chat_template(None, tools)
-    except ValueError:  # none of several is for this; whoever renders says so
+    except ValueError:  # none of several is for this; rendering says so
         return
     if (template, repr(options)) in _tried:
         return

@@ -1,6 +1,6 @@
 """Options of a chat template (`enable_thinking`, `reasoning_effort`, …): variables that it reads besides the
-conversation. They travel as an attribute of the tokenizer, like the template itself, so that whoever renders
-a conversation uses the same ones.
+conversation. They travel as an attribute of the tokenizer, like the template itself, so that every
+rendering of a conversation uses the same ones.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""JSON of clients and of models, read so that whoever gets the value can write it again."""
+"""JSON of clients and of models, read so that the value can always be written again."""
 
 from __future__ import annotations
 

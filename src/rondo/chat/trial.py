@@ -3,7 +3,7 @@
 A template is a program: it cannot reach out of Jinja's sandbox, but it can compute for hours and fill the
 memory. Here the kernel ends it. It runs as a file, with jinja2 and without rondo, torch and transformers:
 that takes a tenth of a second. The environment is that of transformers. What the template raises is of no
-interest here: whoever renders it in earnest is told.
+interest here: rendering it in earnest says it.
 """
 
 from __future__ import annotations

@@ -192,7 +192,7 @@ class _Python:
         """Notes which module has to be imported for a use of `import a.b`."""
         imported = [module for module in self._plain if f"{whole}.".startswith(f"{module}.")]
         longest = max(imported, key=len, default=root)
-        if longest == root:  # whoever imported it, it is there
+        if longest == root:  # some import has brought it
             self._needed[now.partition(".")[0]] = root
         else:
             self._needed[now.rsplit(".", whole.count(".") - longest.count("."))[0]] = root

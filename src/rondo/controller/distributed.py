@@ -82,7 +82,7 @@ def axis_groups(
     for axis, (name, size) in enumerate(axes):
         for members in map(tuple, np.moveaxis(grid, axis, -1).reshape(-1, size).tolist()):
             if members not in known and (size > 1 or here in members or alone_together):
-                # Else whoever is alone makes its group alone: the world would wait for each of them.
+                # Else a rank alone makes its group alone: the world would wait for each of them.
                 known[members] = dist.new_group(
                     members,
                     timeout=timeout,

@@ -1,4 +1,4 @@
-"""Hosts in processes of their own, whoever starts them: calls, replies and blocks, and the host's program."""
+"""Hosts in processes of their own, rondo's or Ray's: calls, replies and blocks, and the host's program."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Remote(Protocol):
     """The process of a host: an `ActorHandle`, or what stands for it where another has started it."""
 
     def call(self, method: str, *args: Any) -> Awaitable[Any]:
-        """See ActorHandle.call. Whoever awaits it and is cancelled gives up the call."""
+        """See ActorHandle.call. Cancelling an `await` of it gives up the call."""
 
     def pulse(self, stacks: bool) -> Future[Pulse]:
         """See ActorHandle.pulse."""

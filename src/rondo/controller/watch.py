@@ -67,7 +67,7 @@ class _Host:
 
     def ask(self, stacks: bool = False) -> None:
         """Asks the process for its pulse. One of this machine that owes an answer, and is to tell its stacks,
-        has to write them to its log, whoever has the GIL.
+        has to write them to its log, also while a thread holds the GIL.
         """
         if self.answer is None and not self.lost:
             with suppress(RondoError):  # it has just died, which its calls find out

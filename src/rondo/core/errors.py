@@ -19,8 +19,8 @@ _STANDARD_LIBRARY = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 
 
 class RondoError(Exception):
-    """Base of every error that rondo raises on purpose. Its text has no passwords in URLs, whoever wrote
-    it.
+    """Base of every error that rondo raises on purpose. Its text has no passwords in URLs, also where
+    a user wrote them.
     """
 
     def __init__(self, *arguments: object) -> None:
@@ -58,7 +58,7 @@ class ConfigError(RondoError, ValueError):
     def __init__(self, message: str = "", *, key: str | None = None) -> None:
         super().__init__(message)
         self.key = key
-        """Which one, also where whoever raises it does not know the place; `commands/recipe.py` adds that."""
+        """Which one, also where the raising code does not know the place; `commands/recipe.py` adds that."""
         self._several: tuple[ConfigError, ...] = ()
 
     @property
@@ -102,7 +102,7 @@ class RefusedRequestError(RolloutError):
 
 class ReplicaLostError(RolloutError):
     """A replica died or cannot be reached. partial: what it had made of the request (a `types.Completion`),
-    for whoever goes on with it elsewhere; None: nothing. last_lines: what its process wrote last.
+    to go on with it elsewhere; None: nothing. last_lines: what its process wrote last.
     """
 
     def __init__(self, message: str, partial: object = None, last_lines: str = "") -> None:

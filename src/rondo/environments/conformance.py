@@ -1,4 +1,4 @@
-"""Whether an environment keeps its promises: for tests of whoever writes one."""
+"""Whether an environment keeps its promises: for the tests of its author."""
 
 from __future__ import annotations
 

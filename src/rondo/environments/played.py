@@ -1,5 +1,5 @@
-"""An environment in one episode, as whoever plays it calls it: made when the episode begins, what it shows
-checked, and what it raises typed and told.
+"""An environment in one episode: made when the episode begins, what it shows checked, and what it raises
+typed and reported.
 """
 
 from __future__ import annotations

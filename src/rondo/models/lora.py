@@ -258,7 +258,7 @@ def _shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
 def adapters_off(model: torch.nn.Module) -> Iterator[None]:
     """Inside, the model is the one without adapters, bit for bit.
 
-    peft's own switch also takes `requires_grad` from the adapters; FSDP would keep that for ever, if the
+    peft's own switch also takes `requires_grad` from the adapters; FSDP would keep that until the end, if the
     first pass of all was inside.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer

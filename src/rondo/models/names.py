@@ -1,8 +1,8 @@
 """What checkpoints call the tensors of a model, and how they cut them.
 
 The modules of transformers hold some tensors in another form than checkpoints do: the experts of a mixture
-are one tensor in the module and one per matrix in the file. Weights travel as the module has them; whoever
-wants a checkpoint's tensors (vLLM, SGLang, an exported folder) takes them apart here, without copying. Names
+are one tensor in the module and one per matrix in the file. Weights travel as the module has them; for a
+checkpoint's tensors (vLLM, SGLang, an exported folder) they are taken apart here, without copying. Names
 and shapes come from transformers' own table of conversions, read backwards.
 """
 

@@ -62,8 +62,8 @@ class QuantisedLinear(torch.nn.Linear):
     """A linear module that keeps its weight in four bits and multiplies with what they stand for, in the
     weight's own dtype, made anew in each pass. The weight does not learn.
 
-    Its parameter `weight` only says the shape and dtype: one NaN in memory, so that whoever takes it for
-    the numbers notices.
+    Its parameter `weight` only says the shape and dtype: one NaN in memory, which shows
+    where it is taken for the numbers.
     """
 
     def __init__(self, module: torch.nn.Linear, name: str, device: torch.device) -> None:

@@ -1,5 +1,5 @@
-"""How the trainer's weights reach the generation engines: decided once, for whoever makes the engines, moves
-the weights, counts their memory or describes the run.
+"""How the trainer's weights reach the generation engines: decided once, for all who make the engines, move
+the weights, count their memory or describe the run.
 
 same process, same dtype, one rank       shared       nothing moves
 same host processes                      gathered     all-gather in buckets, then each rank's engines

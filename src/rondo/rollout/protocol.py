@@ -130,5 +130,5 @@ class RolloutEngine(Protocol):
         ...
 
     def close(self) -> None:
-        """Frees everything and ends its processes. A second call does no harm."""
+        """Frees everything and ends its processes. May be called twice."""
         ...

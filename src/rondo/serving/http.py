@@ -63,8 +63,8 @@ class Limits:
 
 
 class HttpServer:
-    """An Endpoint on a port. keys: of which every request but that for /health must bear one; whoever has the
-    first has the endpoint's sessions, with another one its own.
+    """An Endpoint on a port. keys: of which every request but that for /health must bear one; the first
+    opens the endpoint's sessions, another one its own.
 
     Raises ConfigError without aiohttp.
     """

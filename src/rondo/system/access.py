@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from rondo.core.errors import ConfigError, RondoError
 
-# Variables of the environment that name a server's key, to the server and to whoever asks it.
+# Variables of the environment that name a server's key, to the server and to its clients.
 ENDPOINT_KEY = "RONDO_TOKEN"
 SANDBOX_KEY = "RONDO_SANDBOX_TOKEN"
 SEARCH_KEY = "RONDO_SEARCH_TOKEN"

@@ -1,10 +1,10 @@
-"""What this process is doing, for whoever watches that it goes on (`controller/watch.py`).
+"""What this process is doing, for the watch (`controller/watch.py`), which looks whether it goes on.
 
     with Activity("actor[0].update_actor", in_turn=True):
         with Activity("forward and backward"):
             progress(1, of=7)                           micro-batches, bytes: whatever is counted
 
-To enter, to leave and to count is to move. None of them takes a lock: a lost count does no harm.
+To enter, to leave and to count is to move. None of them takes a lock: a count may be lost.
 """
 
 from __future__ import annotations

@@ -192,7 +192,7 @@ class ProcessLostError(RondoError):
 class Answer(Future[Any]):
     """What a call will have given. number: the call's.
 
-    Whoever awaits it and is cancelled gives up the call, which is then cancelled in the process, too.
+    Cancelling an `await` of it gives up the call, which is then cancelled in the process, too.
     """
 
     def __init__(self, number: int, give_up: Callable[[int], None]) -> None:

@@ -1,7 +1,7 @@
 """The border to code of the user's: whatever rondo calls or imports because a recipe names it.
 
 What such code raises becomes an error of rondo's that names the function, the key that chose it and the
-user's own line. So does what would end or cancel whoever called it (`sys.exit`, a CancelledError that nobody
+user's own line. So does what would end or cancel its caller (`sys.exit`, a CancelledError that nobody
 asked for); a real Ctrl-C and a real cancellation pass through. Standard library only.
 """
 
@@ -39,7 +39,7 @@ class EscapeError(Exception):
 @contextmanager
 def contained(*, awaiting: bool = False) -> Iterator[None]:
     """What is raised inside is an Exception: EscapeError, with the same traceback, for what is none, and for
-    the end of an iteration, which no future takes: whoever waits would wait for ever.
+    the end of an iteration, which no future takes: its caller would wait without an end.
 
     awaiting: a coroutine is awaited inside, which may be closed from outside.
     """
@@ -154,7 +154,7 @@ def in_thread(call: Callable[[], Out], name: str) -> Future[Out]:
         try:
             with contained():
                 result.set_result(call())
-        except Exception as error:  # the boundary: it travels to whoever waits for the result
+        except Exception as error:  # the boundary: it travels to those who wait for the result
             result.set_exception(error)
 
     threading.Thread(target=run, name=f"rondo-{name}", daemon=True).start()

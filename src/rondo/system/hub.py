@@ -86,7 +86,7 @@ def _say(name: str, hub: str, directory: str) -> None:
 @functools.cache
 def _copy(url: str, weights: bool) -> str:
     """Copies a model's files into the cache of this machine, under a name that says which: when the files at
-    the URL change, that is another copy. Whoever comes first copies, and others wait for it.
+    the URL change, that is another copy. The first process copies, and others wait for it.
     """
     place = Far(url)
     files = place.files()

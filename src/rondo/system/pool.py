@@ -189,9 +189,7 @@ class Pool(Generic[P]):
         return process
 
     def died(self, process: P, running: Collection[Hashable] = ()) -> Hashable:
-        """Counts the death of a process that was running these, whoever tells of it first. Returns the guilty
-        key.
-        """
+        """Counts the death of a process that was running these, once. Returns the guilty key."""
         if not process.judged:
             process.judged = True
             process.guilty = self.supervisor.died(running)

@@ -1,8 +1,8 @@
 """What a file system refuses, as one error: where, why, what is free where the disk is full, and what helps;
 and files that survive a kill and never hold a part of what was to be written. Standard library only.
 
-Whoever writes or reads does so inside `with storing(path):`. Damage (a file that can be read, and holds
-something else than it should) is the business of whoever knows what it should hold.
+All writing and reading is done inside `with storing(path):`. Damage (a file that can be read, and holds
+something else than it should) is found by the code that knows what it should hold.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ FAULTS: Mapping[int, str] = {
 """What helps, by errno."""
 
 DAMAGE = (ValueError, LookupError, TypeError, AttributeError)
-"""What the reading of a file raises that holds something else than was written: whoever knows what should be
-in it makes an error of that, with a way out.
+"""What reading a file raises that holds something else than was written. Code that knows what should be in it
+makes an error of that, with a way out.
 """
 
 
@@ -317,7 +317,7 @@ def entries_of(folder: Path) -> list[Path]:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Removes what a kill left under way in a folder. For whoever holds the lock of the run it is part of."""
+    """Removes what a kill left under way in a folder. Only for the holder of the run's lock."""
     for path in entries_of(folder):
         with storing(path, "removed"):
             if path.name.startswith((WRITING, REMOVING)):

@@ -40,7 +40,7 @@ class CleanStream:
 
     def __init__(self, stream: TextIO) -> None:
         self.drawn_on = stream
-        """Takes everything as it is: for whoever draws on a terminal, and cleans what is not its own."""
+        """Takes everything as it is: for code that draws on a terminal, and cleans what is not its own."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.drawn_on, name)  # encoding, fileno, flush, …

@@ -322,7 +322,7 @@ class Writing:
         """
         with contextlib.suppress(StorageError), self._refusing():
             if hasattr(self._file, "_upload_chunk"):  # fsspec's own kind, which object stores have
-                self._file.closed = True  # else whoever drops the file sends what is in it
+                self._file.closed = True  # else dropping the file sends what is in it
                 self._file.discard()
             else:
                 self._file.close()

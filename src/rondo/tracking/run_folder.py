@@ -398,7 +398,7 @@ _OURS = logging.getLogger("rondo")
 
 class _RunLog(logging.FileHandler):
     """Makes its file, and the folder, when there is something to write: behind a line for the attempt. What
-    cannot be written is dropped: whoever logs is not the one to end a run.
+    cannot be written is dropped: logging does not end a run.
     """
 
     def __init__(self, path: Path, attempt: int) -> None:

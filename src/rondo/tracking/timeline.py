@@ -6,7 +6,7 @@ process "device 3: actor"  the calls of one role's worker on one device
 Each process of a run (attempt) writes a file of its own. Every span is a pair of async events with an id of
 its own: spans may overlap, and the viewer lays them out. The file is a JSON array with one event per line
 that is only ever appended to, so its closing bracket is left out, which the format allows. Times are
-microseconds since the epoch on the clock of whoever did the work: the spans of a host are on that host's.
+microseconds since the epoch on the clock of the machine that did the work: a host's spans are on that host's.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def export_folder(
         if number % world == rank and failure is None:
             written, failure = _tried(_write_file, folder / name, entries, arrived)
             files[name] = written or ()
-        for _ in arrived:  # whoever writes, and whatever fails: all ranks gather all tensors
+        for _ in arrived:  # on every rank, also when writing fails: all gather all tensors
             pass
     _raise_first(path, failure, group)
     listed = told_files(files, group)

@@ -42,7 +42,7 @@ def checksums_of(
             else box_sum(local, box.offset, parameter.shape)
         )
         firsts.append(layout.specs[parameter.name].first(rank))
-    every = torch.stack(parts)  # of all, and of whoever is the first to hold what it holds: read at one time
+    every = torch.stack(parts)  # of all, and of the first rank that holds the same: read at one time
     totals = torch.stack([every * torch.tensor(firsts, device=every.device), every])
     dist.all_reduce(totals, group=group)
     out = {}

@@ -2,8 +2,8 @@
 
     the world's groups                         this one
     made by all ranks of the world, by         made by its members alone, which meet in the store first: the
-    splitting its communicator                 next sync makes another one without whoever is gone
-    watched by a thread of torch, which ends   watched by whoever waits, here: what breaks is reported, and
+    splitting its communicator                 next sync makes another one without those gone
+    watched by a thread of torch, which ends   watched here, where one waits: what breaks is told, and
     this process when a peer is gone           this process goes on
 
 Not run: no test has had a GPU. Written against ProcessGroupNCCL.cpp of about torch 2.10, and against what the

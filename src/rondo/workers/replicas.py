@@ -130,7 +130,7 @@ class Replicas:
         return "\n".join(parts)
 
     def close(self) -> None:
-        """Ends the engines and their processes. Twice does no harm."""
+        """Ends the engines and their processes. May be called twice."""
         with self._lock:
             self._closed = True
         engines = list(self.router.engines().values())

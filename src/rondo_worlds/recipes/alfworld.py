@@ -1,7 +1,7 @@
 """ALFWorld for a small model that is made here: a prompt of six short lines, an answer of one or two words,
 and demonstrations of somebody who searches.
 
-Whoever plays knows what was done and what is to be seen, and not where things lie: the searcher looks into
+The player knows what was done and what is to be seen, and not where things lie: the searcher looks into
 one piece of furniture after the other. Demonstrations are played in rooms that are drawn, without the game.
 """
 

@@ -166,7 +166,7 @@ def tool_format(tokenizer: PreTrainedTokenizerBase) -> ToolFormat:
 
 
 def call_end_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Returns the tokens that end an answer because it has a call, of a format that has such ones."""
+    """Returns the tokens that end an answer because it has a call; () where the format has none."""
     asked = getattr(tokenizer, "tool_format", "auto")
     known = _of_template(tokenizer) if asked == "auto" else _BY_NAME[asked]
     vocabulary = tokenizer.get_added_vocab() if known and known.ends else {}

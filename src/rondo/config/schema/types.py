@@ -1,7 +1,7 @@
 """What the sections share: how strict they are, kinds of numbers, and a function chosen by name.
 
-No file of this folder imports annotations from __future__: pydantic would look for the names in them among
-those of whoever makes a section first, and a program's own `Path` is not ours.
+No file of this folder imports annotations from __future__: pydantic would look for the names in them in
+the module that makes a section first, and a program's own `Path` is not ours.
 """
 
 import dataclasses

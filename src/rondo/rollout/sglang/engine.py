@@ -153,7 +153,7 @@ class SglangEngine(ThirdPartyEngine[_Job]):
         return await self._on_loop(take())
 
     def close(self) -> None:
-        """Ends SGLang's processes; calls that still wait get a RolloutError. A second call does no harm."""
+        """Ends SGLang's processes; calls that still wait get a RolloutError. May be called twice."""
         if self._closed:
             return
         self._closed = True

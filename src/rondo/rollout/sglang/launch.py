@@ -400,6 +400,6 @@ def _say_that_a_worker_died(*_: object) -> None:
 
 
 def _end_this_process(*_: object) -> None:
-    """Afterwards: what is left of the engine is of no use. Whoever started this process sees its end."""
+    """Afterwards: what is left of the engine is of no use. The parent process sees its end."""
     _log.error("a worker of SGLang died; so does the engine")
     os._exit(1)

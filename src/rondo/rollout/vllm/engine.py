@@ -217,7 +217,7 @@ class VllmEngine(ThirdPartyEngine[Pending]):
         return await self._on_thread(take)
 
     def close(self) -> None:
-        """Ends the workers; calls that still wait get a RolloutError. A second call does no harm."""
+        """Ends the workers; calls that still wait get a RolloutError. May be called twice."""
         with self._condition:
             self._closed = True
             self._condition.notify()
@@ -249,7 +249,7 @@ class VllmEngine(ThirdPartyEngine[Pending]):
                 return
             try:
                 future.set_result(function())
-            except BaseException as error:  # to whoever waits for the future
+            except BaseException as error:  # to those who wait for the future
                 future.set_exception(error)
 
         if not self._post(run):

@@ -175,7 +175,7 @@ def unread_of_reference(loaded: LoadedConfig) -> Iterator[ConfigError]:
 
 
 def _columns_of_unread(program: Program) -> dict[str, str]:
-    """Returns the sections of roles that a run does not have, and the columns that would bring such one."""
+    """Returns the sections of roles that a run does not have, and the columns that would bring the role."""
     made = {column for producer in program.producers for column in producer.columns}
     sections = {ROLES[role].section for role in program.all_roles if role in ROLES}
     unread = {r.section: r.read_by for r in ROLES.values() if r.read_by and r.section not in sections}

@@ -163,7 +163,7 @@ async def restarted(rollout: WorkerGroup) -> str:
             done, _ = await asyncio.wait(polls, return_when=asyncio.FIRST_COMPLETED)
             for poll in done:
                 rank, error = polls.pop(poll), poll.exception()
-                if not (isinstance(error, WorkerError) and error.died):  # whoever waits for it will say so
+                if not (isinstance(error, WorkerError) and error.died):  # those who wait for it will say so
                     return f"rollout[{rank}]: {poll.result()}"
     finally:
         await cancel(*polls)

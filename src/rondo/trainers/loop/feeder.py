@@ -126,7 +126,7 @@ class EpisodeFeeder:
             self._load[rank] -= 1
 
     def _alive(self, why: str = "") -> Sequence[int]:
-        """Returns the ranks that groups may go to. Says once of each that it is lost, whoever noticed it."""
+        """Returns the ranks that groups may go to. Says once of each that it is lost."""
         alive = self._episodes.alive()
         lost = sorted(self._seen_alive.difference(alive))
         if alive and lost:

@@ -1,7 +1,7 @@
 """Weights on their way to the engines: hold, load, confirm, release (`WeightPublisher`). And the one place
 where an engine that was started again gets weights (`Mender`).
 
-An engine process that dies is started again by its host, without weights, and whoever waits for its answers
+An engine process that dies is started again by its host, without weights, and those who wait for its answers
 would wait without end. While the trainer holds the version that is served, the mender loads it. While the
 trainer's weights change (`changing` is held) it cannot: the publish at the end brings new ones to every
 engine, and who must not wait that long (a drain, an evaluation, a replay) waits `unless_stranded`.
@@ -208,7 +208,7 @@ class Mender:
             if self.changing.locked():
                 self._news = news
                 self._stranded.set()
-                async with self.changing:  # whoever changed the weights has given new ones to all engines
+                async with self.changing:  # the one who changed the weights has given new ones to all engines
                     self._stranded.clear()
                 continue
             async with self.changing:

@@ -176,7 +176,7 @@ class CollectiveRoute:
         receiving: Mapping[int, asyncio.Task[SyncReport]],
     ) -> dict[int, str]:
         """Returns rollout ranks that died meanwhile, when all others are done. Raises what is no death,
-        without waiting for those who now wait for ever.
+        without waiting for those who now wait without an end.
         """
         pending: set[asyncio.Task[Any]] = {sending, *receiving.values()}
         while pending:

@@ -6,7 +6,7 @@
 Every line is one change of the buffer's ledger, and all of them together are what is trained when, and what
 `buffer/…` says of it. Lines of groups that ended say how each trajectory did (`agents/ended.py`: tokens per
 policy version, timeouts), which is all that time decides about its bits. A replay does the same changes in
-the same order: whoever is ready waits for its turn. A trajectory is made in pieces, one per version; `hold`
+the same order: what is ready waits for its turn. A trajectory is made in pieces, one per version; `hold`
 lets no version pass before every group has its tokens of it. Nothing is aborted: a group that was given back
 in the journal is not even started before.
 
