@@ -11,6 +11,7 @@ from typing import Any, Literal
 from rondo.agents.policy import Policy
 from rondo.agents.tools import Toolbox
 from rondo.core.errors import ToolError
+from rondo.core.types import ToolResult
 
 CLOSED: list[int] = []
 
@@ -62,6 +63,26 @@ def breaks(what: str) -> Any:
         case "much":
             return "red " * 2_500_000
     return None
+
+
+class Keeps:
+    """Finds one passage more in each call, and keeps what it says in one place."""
+
+    def __init__(self) -> None:
+        self.data: dict[str, list[str]] = {"ids": []}
+
+    def __call__(self) -> ToolResult:
+        self.data["ids"].append(str(len(self.data["ids"])))
+        return ToolResult("found", self.data)
+
+
+async def rewrites(policy: Policy, tools: Toolbox) -> str:
+    """Searches twice, and writes into what was found."""
+    await policy.complete([1, 2, 3], max_tokens=2)
+    await tools.call("Keeps", {})
+    await tools.call("Keeps", {})
+    tools.results[0].data["ids"].append("7")
+    return "written"
 
 
 def no_type(city) -> str:  # type: ignore[no-untyped-def]

@@ -149,6 +149,16 @@ def told(made: Sequence[Trajectory]) -> list[Any]:
 # ---- environments
 
 
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_task_is_read_only(count: int) -> None:
+    """Wherever the environment lives: other samples of the prompt have the same task."""
+    asked = prompt(0, goals=["red"])
+    (made,), _ = play([asked], counts("Writes"), count=count)
+    assert made.outcome == "environment_error"
+    assert "ValueError: this list is lent and read-only" in made.failure
+    assert asked.fields["task"] == made.prompt.fields["task"] == {"goals": ["red"]}
+
+
 @pytest.mark.slow
 def test_episodes_are_what_they_are_in_threads() -> None:
     prompts = [prompt(number) for number in range(6)]

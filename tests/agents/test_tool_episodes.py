@@ -4,6 +4,7 @@ says, or a tiny model; and training on both.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,15 @@ def test_an_agent_cannot_make_a_reward_of_a_tool_that_is_down() -> None:
     tools = [ToolConfig(f"{OWN}:breaks")]
     trajectory, _ = episode(saying("I guess 7"), FunctionConfig(f"{OWN}:swallows"), tools)
     assert trajectory.outcome == "tool_error"
+
+
+def test_what_a_tool_has_said_is_changed_by_nobody() -> None:
+    """Neither by the tool, in a later call, nor by the agent."""
+    trajectory, _ = episode(
+        saying("Let me see."), FunctionConfig(f"{OWN}:rewrites"), [ToolConfig(f"{OWN}:Keeps")]
+    )
+    assert re.search("ValueError: this list is lent and read-only", trajectory.failure)
+    assert [result.data for result in trajectory.tool_results] == [{"ids": ["0"]}, {"ids": ["0", "1"]}]
 
 
 @pytest.mark.parametrize(("on_full", "outcome"), [("score", "scored"), ("drop", "context_full")])

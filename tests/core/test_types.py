@@ -1,10 +1,25 @@
-"""Completions: parts of them, and parts put together."""
+"""Completions: parts of them, and parts put together. Rows that are lent."""
 
 from __future__ import annotations
 
-import numpy as np
+import copy
+import dataclasses
+import pickle
+from collections.abc import Callable
 
-from rondo.core.types import Completion, GenerateRequest, RouteShape, SamplingParams
+import numpy as np
+import pytest
+
+from rondo.core.types import (
+    Completion,
+    GenerateRequest,
+    Prompt,
+    RouteShape,
+    Row,
+    SamplingParams,
+    ToolResult,
+    Trajectory,
+)
 
 REQUEST = GenerateRequest("r", np.array([7, 8]), SamplingParams(4))
 WHOLE = Completion(
@@ -59,3 +74,68 @@ def test_routes_of_many_experts_take_two_bytes() -> None:
     wide = RouteShape(2, 256).padded(np.array([[7, 300]], np.uint16), 3)
     assert (wide.dtype, wide.tolist()) == (np.uint16, [[7, 300], [65535, 65535], [65535, 65535]])
     assert RouteShape(1, 8).padded(np.array([[1], [2]], np.uint8), 1).tolist() == [[1]]
+
+
+def an_episode() -> Trajectory:
+    ids, ones = np.zeros(2, np.int32), np.ones(2, np.uint8)
+    prompt = Prompt(0, "s/0/0", "s", ids, {"nested": {"list": []}}, ({"role": "user", "content": "q"},))
+    row = Row(ids.copy(), ids.copy(), ones, np.zeros(2, np.float32), ids.copy(), (), "stop")
+    said = (ToolResult("x", {"ids": ["a"]}),)
+    return Trajectory(prompt, "t", 0, (row,), scores={"length": 2.0}, tool_results=said)
+
+
+WRITES: list[Callable[[Trajectory], object]] = [
+    lambda t: t.prompt.fields["nested"]["list"].append(1),
+    lambda t: t.prompt.fields.update(answer=7),  # type: ignore[attr-defined]
+    lambda t: t.prompt.messages[0].update(content="x"),  # type: ignore[attr-defined]
+    lambda t: t.prompt.token_ids.fill(7),
+    lambda t: t.rows[0].prompt_ids.fill(7),
+    lambda t: t.response_ids.fill(7),
+    lambda t: t.response_mask.fill(7),
+    lambda t: t.rollout_log_probs.fill(7),
+    lambda t: t.policy_versions.fill(7),
+    lambda t: t.scores.update(length=3.0),  # type: ignore[attr-defined]
+    lambda t: t.tool_results[0].data["ids"].append("b"),
+]
+
+
+def refuses_writes(trajectory: Trajectory) -> bool:
+    for write in WRITES:
+        with pytest.raises(ValueError, match="read-only"):
+            write(trajectory)
+    return True
+
+
+def test_a_row_that_is_lent_is_read_only_at_every_depth() -> None:
+    made = an_episode()
+    before = repr(made)
+    assert made.lent() is made
+    assert refuses_writes(made)
+    assert repr(made) == before
+    assert made.lent() is made
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda row: pickle.loads(pickle.dumps(row, 4))])
+def test_a_copy_of_a_lent_row_is_lent_anew(copied: Callable[[Trajectory], Trajectory]) -> None:
+    """However often: the mark of a lent row is not copied with it."""
+    lent = an_episode().lent()
+    assert refuses_writes(copied(lent).lent())
+    assert refuses_writes(copied(copied(lent)).lent())
+    own = copy.deepcopy(lent)
+    for write in WRITES:
+        write(own)
+    assert lent.prompt.fields == {"nested": {"list": []}}
+
+
+def test_a_row_with_another_field_is_lent_anew() -> None:
+    changed = dataclasses.replace(an_episode().lent(), scores={"length": 1.0})
+    changed.scores.update(length=2.0)  # type: ignore[attr-defined]
+    assert changed.scores == {"length": 2.0}
+    assert refuses_writes(changed.lent())
+
+
+def test_what_a_row_was_made_of_changes_it_no_more() -> None:
+    fields = {"list": [1]}
+    prompt = Prompt(0, "s/0/0", "s", np.zeros(1, np.int32), fields).lent()
+    fields["list"].append(2)
+    assert prompt.fields == {"list": [1]}

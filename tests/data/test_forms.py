@@ -25,7 +25,7 @@ from rondo.config.build import build
 from rondo.config.schema import FileSourceConfig, HuggingfaceSourceConfig, SourceConfig, TaskSourceConfig
 from rondo.config.tree import Node, Origin, read_value
 from rondo.core.errors import ConfigError, DataError
-from rondo.data import ConversationStream, PairStream, PromptStream
+from rondo.data import ConversationStream, PairStream, PromptStream, eval_prompts
 from rondo.data.sources import open_source
 from rondo.recipes import quickstart
 
@@ -315,6 +315,21 @@ def test_other_columns_of_a_function_reach_scorers_as_they_are(tmp_path: Path) -
     assert prompt.messages == ({"role": "user", "content": "q"},)
     assert prompt.fields["cases"] == cases
     assert (type(prompt.fields["x"]), prompt.fields["x"].tolist()) == (np.ndarray, [0, 1])
+
+
+def test_prompts_are_read_only(tmp_path: Path) -> None:
+    """A program gets them from its session; the next epoch has the same row."""
+    source = as_lines([{"prompt": "q", "cases": [1]}], tmp_path)
+    stream = PromptStream((source,), TOKENIZER, max_prompt_tokens=100)
+    (held_out,) = eval_prompts((source,), TOKENIZER, max_prompt_tokens=100)
+    for prompt in (stream.prompt(0), held_out):
+        with pytest.raises(ValueError, match="read-only"):
+            prompt.fields["cases"].append(2)
+        with pytest.raises(ValueError, match="read-only"):
+            prompt.messages[0].update(content="x")  # type: ignore[attr-defined]
+        with pytest.raises(ValueError, match="read-only"):
+            prompt.token_ids[0] = 7
+    assert stream.prompt(1).fields == {"cases": [1]}
 
 
 def test_an_empty_column_of_pictures_is_none(tmp_path: Path) -> None:

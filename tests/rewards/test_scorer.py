@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import math
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -105,6 +107,27 @@ def writes(prompt, trajectory, *, found=[]):
      "field": lambda: prompt.fields["nested"]["list"].append(1),
      "scores": lambda: trajectory.scores.update(length=1.0),
      "option": lambda: found.append(1)}[trajectory.text]()
+    return 1.0
+
+@reward_function(group=True)
+def writes_into_a_group(trajectories):
+    trajectories.sort(key=lambda t: t.sample_index)  # the list is its own
+    first = trajectories[0]
+    writes(first.prompt, first)
+
+async def writes_later(prompt, trajectory):
+    await asyncio.sleep(0)
+    writes(prompt, trajectory)
+
+@reward_function(run_in="loop")
+def writes_in_the_loop(prompt, trajectory):
+    writes(prompt, trajectory)
+
+def writes_first(prompt, **options):
+    prompt.fields["nested"]["list"].append(1)
+
+@reward_function(run_in="process", reference=writes_first)
+def writes_as_it_reads(prompt, trajectory):
     return 1.0
 
 calls = []
@@ -482,6 +505,39 @@ def test_what_a_function_is_lent_is_read_only(scorer, path, isolation, what):
         run(s, shown)
     assert shown.response_ids.tolist() == [0]
     assert shown.prompt.fields == {"nested": {"list": []}}
+
+
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+@pytest.mark.parametrize("function", ["writes_later", "writes_in_the_loop", "writes_as_it_reads"])
+def test_so_it_is_wherever_the_function_runs(scorer, isolation, function):
+    shown = make_trajectory("field", nested={"list": []})
+    with pytest.raises(RewardError, match=r"(?s)ValueError: .*read-only"):
+        run(scorer(function, isolation=isolation), shown)
+    assert shown.prompt.fields == {"nested": {"list": []}}
+
+
+@pytest.mark.parametrize("function", ["writes", "writes_later", "writes_into_a_group"])
+def test_an_array_that_can_be_written_when_it_is_unpickled_is_lent_again(scorer, function):
+    """As one that is not contiguous."""
+    shown = make_trajectory("array")
+    row = dataclasses.replace(shown.rows[0], response_ids=np.zeros(4, np.int32)[::2])
+    shown = dataclasses.replace(shown, rows=(row,)).lent()
+    assert pickle.loads(pickle.dumps(shown)).response_ids.flags.writeable
+    with pytest.raises(RewardError, match=r"(?s)ValueError: .*read-only"):
+        run_group(scorer(function, isolation="process"), [shown])
+
+
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+@pytest.mark.parametrize("what", ["array", "field", "scores"])
+def test_so_it_is_of_a_group(scorer, isolation, what):
+    s = scorer("length", "writes_into_a_group", isolation=isolation)
+    shown = [make_trajectory(what, i, nested={"list": []}) for i in (1, 0)]
+    scored = run(s, *shown)
+    with pytest.raises(RewardError, match=r"(?s)ValueError: .*read-only"):
+        asyncio.run(s.score_group(scored))
+    assert [t.scores for t in scored] == [{"length": len(what)}] * 2
+    assert [t.response_ids.tolist() for t in scored] == [[0], [0]]
+    assert [t.prompt.fields for t in scored] == [{"nested": {"list": []}}] * 2
 
 
 def test_a_module_that_its_process_does_not_import_is_no_time_limit(tmp_path, monkeypatch):

@@ -221,6 +221,22 @@ def test_a_prompt_that_is_asked_again_would_get_the_same_samples(run: Any) -> No
     run(program)
 
 
+def test_a_prompt_of_the_programs_own_is_read_only_from_the_call_on(run: Any) -> None:
+    async def program(session: Session) -> None:
+        actor = await session.actor()
+        fields = {"answer": ["7"]}
+        own = dataclasses.replace(first(session)[0], prompt_id="train/own/0", seq=1 << 20, fields=fields)
+        asked = asyncio.create_task(actor.generate_sequences([own], n=1))
+        await asyncio.sleep(0)
+        fields["answer"].append("8")
+        with pytest.raises(ValueError, match="read-only"):
+            own.fields["answer"].append("9")
+        assert own.fields == {"answer": ["7"]}
+        assert len((await asked).index) == 1
+
+    run(program)
+
+
 def test_a_session_has_one_actor(run: Any) -> None:
     async def program(session: Session) -> None:
         await session.actor()

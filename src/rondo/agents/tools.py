@@ -152,7 +152,7 @@ class Toolbox:
         started = time.monotonic()
         try:
             said = _result(await self._called(tool, given))
-            result = replace(said, text=self._cut(said.text, tool), tool=name)
+            result = replace(said, text=self._cut(said.text, tool), tool=name).lent()
             self._results[place] = result
             return result.text
         except ToolError as error:

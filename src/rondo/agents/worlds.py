@@ -236,7 +236,7 @@ class Worlds:
         name, seed = start_of(prompt.fields, tuple(self._choices))
         if seed is None:
             seed = request_seed(run_seed, "environment", prompt.prompt_id)
-        task = prompt.fields.get("task")
+        task = prompt.lent().fields.get("task")
         seats = self._seats.get(name)
         return World(self._choices[name], seed, task, calls, self._place, episode, self._starts, seats)
 

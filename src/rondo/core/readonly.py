@@ -7,9 +7,13 @@ Writing raises ValueError where it is written, as numpy does for arrays. A copy 
 from __future__ import annotations
 
 import copy
-from typing import Any, NoReturn, SupportsIndex
+from typing import Any, NoReturn, Self, SupportsIndex
 
 import numpy as np
+
+_PLAIN = frozenset(
+    {str, int, float, bool, type(None)}
+)  # most values: they cannot be changed, and need no call
 
 
 def _refuse(lent: object, *args: object, **kwargs: object) -> NoReturn:
@@ -49,10 +53,30 @@ class ReadOnlyList(list[Any]):
         return list(self)
 
 
+class Lendable:
+    """A row, as a frozen dataclass: its maker's until it is lent."""
+
+    _is_lent = False
+
+    def lent(self) -> Self:
+        """Returns this very row, its fields `read_only` from here on: for code of the user's. A copy, pickled
+        or not, is not lent, nor is what `dataclasses.replace` makes of it.
+        """
+        if not self._is_lent:
+            vars(self).update(_held(vars(self).copy()), _is_lent=True)
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leaves the mark behind: arrays may be written again where they are unpickled."""
+        return {name: value for name, value in vars(self).items() if name != "_is_lent"}
+
+
 def read_only(value: Any) -> Any:
-    """Returns the value with its dicts, lists, tuples and arrays read-only, at every depth; arrays are views.
-    What is neither of these is returned as it is.
+    """Returns the value with its dicts, lists, tuples, arrays and rows read-only, at every depth; arrays are
+    views. What is none of these is returned as it is.
     """
+    if isinstance(value, Lendable):
+        return value.lent()
     if isinstance(value, np.ndarray):
         if not value.flags.writeable:
             return value
@@ -60,9 +84,13 @@ def read_only(value: Any) -> Any:
         view.flags.writeable = False
         return view
     if type(value) is dict:
-        return ReadOnlyDict({key: read_only(inner) for key, inner in value.items()})
+        return ReadOnlyDict(_held(value))
     if type(value) is list:
         return ReadOnlyList([read_only(inner) for inner in value])
     if type(value) is tuple:
         return tuple(read_only(inner) for inner in value)
     return value
+
+
+def _held(values: dict[Any, Any]) -> dict[Any, Any]:
+    return {name: value if type(value) in _PLAIN else read_only(value) for name, value in values.items()}

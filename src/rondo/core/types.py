@@ -1,6 +1,7 @@
 """Rows with names: what travels between data, episodes, rollout engines, buffer and trainer.
 
 Arrays are numpy, never lists of ints. Nothing here does work; a missing field fails where the row is made.
+Those that are `Lendable` are read-only from where code of the user's gets them, or has made them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from rondo.core.readonly import read_only
+from rondo.core.readonly import Lendable
 
 FinishReason = Literal["stop", "length", "cancelled", "deadline"]
 MAX_ROWS = 1 << 12  # of a trajectory
@@ -41,11 +42,6 @@ Outcome = Literal[
 ]
 
 
-def _hold(row: Prompt | ToolResult | Row | Trajectory, state: Mapping[str, Any]) -> None:
-    """Sets fields of a frozen row, read-only: user code gets these rows, and others hold the same values."""
-    vars(row).update({name: read_only(value) for name, value in state.items()})
-
-
 def request_seed(run_seed: int, *key: object) -> int:
     """Returns a 63-bit seed that is a function of what a request *is* (run seed, prompt, sample, turn), never
     of when it ran.
@@ -55,14 +51,14 @@ def request_seed(run_seed: int, *key: object) -> int:
 
 
 @dataclass(frozen=True)
-class Prompt:
+class Prompt(Lendable):
     """One prompt of the stream, tokenised.
 
     seq: position in the (infinite) prompt stream; the sampler's only state.
     prompt_id: "source/epoch/row", unique in a run. token_ids: int32 [P]. fields: the row's other columns
     (answer, …) as handed to rewards. messages: the chat messages behind token_ids (empty for a raw text
     prompt). opening: what the chat template writes in front of every answer, the end of the prompt: a header,
-    and perhaps `<think>`. All of it is read-only.
+    and perhaps `<think>`.
     """
 
     seq: int
@@ -72,12 +68,6 @@ class Prompt:
     fields: Mapping[str, Any] = field(default_factory=dict)
     messages: tuple[Mapping[str, Any], ...] = ()
     opening: str = ""
-
-    def __post_init__(self) -> None:
-        _hold(self, vars(self))
-
-    def __setstate__(self, state: Mapping[str, Any]) -> None:
-        _hold(self, state)
 
 
 @dataclass(frozen=True)
@@ -236,30 +226,24 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class ToolResult:
+class ToolResult(Lendable):
     """What a tool said in one call: `text`, which the policy read, and `data`, which it did not, for rewards
-    (`ids` of passages that were found). tool: its name. All of it is read-only.
+    (`ids` of passages that were found). tool: its name.
     """
 
     text: str
     data: Mapping[str, Any] = field(default_factory=dict)
     tool: str = ""
 
-    def __post_init__(self) -> None:
-        _hold(self, vars(self))
-
-    def __setstate__(self, state: Mapping[str, Any]) -> None:
-        _hold(self, state)
-
 
 @dataclass(frozen=True)
-class Row:
+class Row(Lendable):
     """A context of a trajectory that only grew, with what the policy wrote in it: what is trained on as one
     sequence. All per-token arrays have the response's length T.
 
     prompt_ids: int32 [P], of the context's first call. response_ids: int32 [T], what followed.
     response_mask: uint8 [T], 1 on tokens of the policy; where it is 0, rollout_log_probs is 0 and
-    policy_versions -1. finish_reason: of its last call. routes: see `Completion`. All of it is read-only.
+    policy_versions -1. finish_reason: of its last call. routes: see `Completion`.
     """
 
     prompt_ids: np.ndarray
@@ -277,21 +261,14 @@ class Row:
         ids, floats = np.empty(0, np.int32), np.empty(0, np.float32)
         return cls(prompt_ids, ids, np.empty(0, np.uint8), floats, ids, (), finish_reason)
 
-    def __post_init__(self) -> None:
-        _hold(self, vars(self))
-
-    def __setstate__(self, state: Mapping[str, Any]) -> None:
-        _hold(self, state)
-
 
 @dataclass(frozen=True)
-class Trajectory:
+class Trajectory(Lendable):
     """One episode: one row, or several where an agent wrote its context anew (at least one; of a failure one
     without a token, perhaps).
 
     reward is the number that is trained on and is NaN unless outcome == "scored"; scores are the named parts.
-    All of it is read-only. What is said of a response (`response_ids` and so on) is of the last row: the one
-    with the last call.
+    What is said of a response (`response_ids` and so on) is of the last row: the one with the last call.
     """
 
     prompt: Prompt
@@ -313,10 +290,6 @@ class Trajectory:
 
     def __post_init__(self) -> None:
         assert self.rows, "a trajectory has a row"
-        _hold(self, vars(self))
-
-    def __setstate__(self, state: Mapping[str, Any]) -> None:
-        _hold(self, state)
 
     @property
     def transcript(self) -> str:

@@ -136,4 +136,4 @@ def _prompt(kept: Kept[Encoded], place: Place, seq: int, opening: str | None, pr
     if tools:
         fields["tools"] = tools
     prompt_id = f"{prefix}{source.name}/{place.epoch}/{row}"
-    return Prompt(seq, prompt_id, source.name, token_ids, fields, messages, opening or "")
+    return Prompt(seq, prompt_id, source.name, token_ids, fields, messages, opening or "").lent()

@@ -180,8 +180,8 @@ class Scorer:
 
     async def _call(self, function: RewardFunction, shown: Sequence[Trajectory]) -> Any:
         """Runs the function where it wants to be run. shown: its group, or the one trajectory."""
-        trajectory, options = shown[0], dict(function.options)
-        args = (list(shown),) if function.marks.group else (trajectory.prompt, trajectory)
+        trajectory, options = shown[0].lent(), dict(function.options)
+        args = ([t.lent() for t in shown],) if function.marks.group else (trajectory.prompt, trajectory)
         if function.takes_seed:
             options["seed"] = request_seed(
                 self._seed, function.name, trajectory.prompt.prompt_id, trajectory.sample_index

@@ -14,7 +14,7 @@ import importlib
 import inspect
 import resource
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -51,6 +51,10 @@ class _Loaded(Actor):
         if memory is not None:
             resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
 
+    def _lent(self, args: Any) -> Sequence[Any]:
+        """Returns what a function is called with. The list of a group is its own, as it is in threads."""
+        return ([t.lent() for t in args[0]],) if self._marks.group else [row.lent() for row in args]
+
 
 class Function(_Loaded):
     """Calls it, one call after the other."""
@@ -59,8 +63,8 @@ class Function(_Loaded):
         """Calls the function, until a timer ends the process."""
         with _at_most(signal.ITIMER_REAL, timeout), contained():
             if self._marks.reference is not None:
-                return self._limited(self._marks.reference, args, options, cpu_seconds)
-            value = self._function(*args, **options)
+                return self._limited(self._marks.reference, self._lent(args), options, cpu_seconds)
+            value = self._function(*self._lent(args), **options)
             return asyncio.run(awaited(value)) if inspect.isawaitable(value) else value
 
     def _limited(self, reference: Any, args: Any, options: Any, cpu_seconds: float) -> dict[str, Any]:
@@ -85,4 +89,4 @@ class Coroutines(_Loaded):
 
     async def score(self, args: Any, options: Any, timeout: float, cpu_seconds: float) -> Any:
         """Awaits the coroutine function."""
-        return await asyncio.wait_for(awaited(self._function(*args, **options)), timeout)
+        return await asyncio.wait_for(awaited(self._function(*self._lent(args), **options)), timeout)

@@ -117,7 +117,7 @@ class Actor:
                 self.rollout.call_rank(
                     i % self.rollout.size,
                     RolloutWorker.run_group,
-                    prompt,
+                    prompt.lent(),
                     sampling,
                     number,
                     purpose=purpose,
