@@ -13,12 +13,14 @@ import pytest
 from rondo.core.types import (
     Completion,
     GenerateRequest,
+    PolicyCall,
     Prompt,
     RouteShape,
     Row,
     SamplingParams,
     ToolResult,
     Trajectory,
+    Turn,
 )
 
 REQUEST = GenerateRequest("r", np.array([7, 8]), SamplingParams(4))
@@ -79,9 +81,12 @@ def test_routes_of_many_experts_take_two_bytes() -> None:
 def an_episode() -> Trajectory:
     ids, ones = np.zeros(2, np.int32), np.ones(2, np.uint8)
     prompt = Prompt(0, "s/0/0", "s", ids, {"nested": {"list": []}}, ({"role": "user", "content": "q"},))
-    row = Row(ids.copy(), ids.copy(), ones, np.zeros(2, np.float32), ids.copy(), (), "stop")
+    turn = Turn("policy", 0, 2, states=({"board": ["x"]},))
+    row = Row(ids.copy(), ids.copy(), ones, np.zeros(2, np.float32), ids.copy(), (turn,), "stop")
     said = (ToolResult("x", {"ids": ["a"]}),)
-    return Trajectory(prompt, "t", 0, (row,), scores={"length": 2.0}, tool_results=said)
+    made = Completion("r", ids.copy(), ids.copy(), np.zeros(2, np.float32), ids.copy(), "stop")
+    calls = (PolicyCall(made, states=({"board": ["x"]},)),)
+    return Trajectory(prompt, "t", 0, (row,), calls=calls, scores={"length": 2.0}, tool_results=said)
 
 
 WRITES: list[Callable[[Trajectory], object]] = [
@@ -96,6 +101,9 @@ WRITES: list[Callable[[Trajectory], object]] = [
     lambda t: t.policy_versions.fill(7),
     lambda t: t.scores.update(length=3.0),  # type: ignore[attr-defined]
     lambda t: t.tool_results[0].data["ids"].append("b"),
+    lambda t: t.rows[0].turns[0].states[0]["board"].append("o"),
+    lambda t: t.calls[0].states[0]["board"].append("o"),
+    lambda t: t.calls[0].completion.policy_versions.fill(7),
 ]
 
 

@@ -138,7 +138,7 @@ def longer_routes(known: np.ndarray | None, new: np.ndarray, start: int = 0) -> 
 
 
 @dataclass(frozen=True)
-class Completion:
+class Completion(Lendable):
     """What came back: token_ids int32 [T], log_probs float32 [T], policy_versions int32 [T] (one per token).
 
     prompt_ids are the engine's own; the caller compares them with what it sent. routes: of a mixture whose
@@ -190,7 +190,7 @@ class Completion:
 
 
 @dataclass(frozen=True)
-class PolicyCall:
+class PolicyCall(Lendable):
     """One call of the policy by an agent: what the engine got and what it made of that.
 
     inserted: who wrote what stands in the prompt behind the context so far. reward, anchor, flags, note,
@@ -207,7 +207,7 @@ class PolicyCall:
 
 
 @dataclass(frozen=True)
-class Turn:
+class Turn(Lendable):
     """One stretch of a row's response: positions [start, stop) and who wrote it. reward: what the agent loop
     gave for it. anchor: a name of what the policy saw before it, equal for equal observations. flags: what
     came of it: an invalid action, the task done, an end by a limit. note: lines that say so in a transcript.
