@@ -25,7 +25,7 @@ sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "src")]
 
 from rondo.config.schema import EngineConfig, OptimizerConfig, TorchBackendConfig  # noqa: E402
 from rondo.models import ModelSource  # noqa: E402
-from rondo.training import make_engine  # noqa: E402
+from rondo.training import ModelSpec, make_engine  # noqa: E402
 from rondo.training.views import local_of  # noqa: E402
 from tests.ranks import run_ranks  # noqa: E402
 from tests.training.helpers import VOCAB, PolicyLoss, make_batch  # noqa: E402
@@ -81,7 +81,7 @@ def one_pass(
     model["num_key_value_heads"] = model["num_attention_heads"]
     config = EngineConfig(token_budget=1 << 20, gradient_checkpointing=True)
     backend = TorchBackendConfig(mlp_chunk=mlp_chunk)
-    engine = make_engine(ModelSource(config=model), config, OptimizerConfig(), mesh=views, backend=backend)
+    engine = make_engine(ModelSpec(ModelSource(config=model), config, OptimizerConfig(), backend), mesh=views)
     batch = batch if index == 0 else batch.take([])
     engine.forward_backward(batch, PolicyLoss())  # gradients are there from here on
     known = [local_of(one) for one in engine.backend.by_name.values()]

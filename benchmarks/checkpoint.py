@@ -35,6 +35,7 @@ from rondo.models.source import ModelSource
 from rondo.system.usage import process_usage
 from rondo.tracking import RunFolder
 from rondo.trainers.loop.checkpoints import Checkpoints
+from rondo.training import ModelSpec
 from rondo.workers import ActorWorker
 
 MB = 10**6
@@ -104,7 +105,7 @@ async def measure(megabytes: int, ranks: int, repeat: int, folder: Path) -> None
     }
     backend = LocalBackendConfig() if ranks == 1 else ProcessBackendConfig()
     config = Config()
-    kwargs = {"source": ModelSource(config=model), "engine": EngineConfig(), "optimizer": OptimizerConfig()}
+    kwargs = {"model": ModelSpec(ModelSource(config=model), EngineConfig(), OptimizerConfig())}
     parts: dict[str, list[tuple[float, float, int]]] = {"save": [], "resume": []}
     size = 0
     async with await start_cluster(

@@ -47,7 +47,7 @@ def measure(arguments: argparse.Namespace, case: dict[str, Any]) -> dict[str, fl
     from rondo.core.batch import Batch, ragged_rows
     from rondo.models import ModelSource
     from rondo.system.usage import process_usage
-    from rondo.training import make_engine
+    from rondo.training import ModelSpec, make_engine
     from rondo.training.views import local_of
     from tests.training.helpers import PolicyLoss, one_rank_mesh
 
@@ -61,7 +61,8 @@ def measure(arguments: argparse.Namespace, case: dict[str, Any]) -> dict[str, fl
     mesh = one_rank_mesh()
     source = ModelSource(config=_model(arguments))
     before = process_usage().peak_memory_bytes
-    engine = make_engine(source, EngineConfig(lora=lora, **settings), OptimizerConfig(lr=1e-4), mesh=mesh)
+    spec = ModelSpec(source, EngineConfig(lora=lora, **settings), OptimizerConfig(lr=1e-4))
+    engine = make_engine(spec, mesh=mesh)
     random = np.random.default_rng(0)
     rows, length = 2, 16
     tokens = [random.integers(0, arguments.vocab, length) for _ in range(2 * rows)]

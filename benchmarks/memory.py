@@ -77,7 +77,7 @@ def train(folder: str, options: argparse.Namespace, store: str, answers: Any) ->
     from rondo.core.batch import Batch, ragged_rows
     from rondo.models import ModelSource
     from rondo.planning.memory import model_bytes
-    from rondo.training import make_engine
+    from rondo.training import ModelSpec, make_engine
 
     mesh, before = rank_of(0, 1, store), peak()
     config = EngineConfig(gradient_checkpointing=options.checkpointing, logits_bytes=options.logits_bytes)
@@ -85,7 +85,7 @@ def train(folder: str, options: argparse.Namespace, store: str, answers: Any) ->
         OptimizerConfig(moments=options.moments),
         TorchBackendConfig(mlp_chunk=options.mlp_chunk),
     )
-    engine = make_engine(ModelSource(path=folder), config, optimizer, mesh=mesh, backend=backend)
+    engine = make_engine(ModelSpec(ModelSource(path=folder), config, optimizer, backend), mesh=mesh)
     built, rng, rows = peak(), np.random.default_rng(0), options.tokens // options.row
     ids = [rng.integers(0, SHAPE["vocab_size"], options.row // 2) for _ in range(2 * rows)]
     batch = Batch.of(
@@ -118,10 +118,10 @@ def train(folder: str, options: argparse.Namespace, store: str, answers: Any) ->
 def load(rank: int, folder: str, options: argparse.Namespace, store: str, answers: Any) -> None:
     from rondo.config.schema import FrozenEngineConfig
     from rondo.models import ModelSource
-    from rondo.training import make_engine
+    from rondo.training import ModelSpec, make_engine
 
     mesh, before = rank_of(rank, options.load, store), peak()
-    engine = make_engine(ModelSource(path=folder), FrozenEngineConfig(), None, mesh=mesh)
+    engine = make_engine(ModelSpec(ModelSource(path=folder), FrozenEngineConfig()), mesh=mesh)
     loaded = peak()
     with engine.parameters().local() as shards:
         own = sum(one.nbytes for one in shards.values()) / 1e9

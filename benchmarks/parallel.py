@@ -25,7 +25,7 @@ sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "src")]
 from rondo.config.schema import EngineConfig, OptimizerConfig  # noqa: E402
 from rondo.core.batch import Batch, ragged_rows  # noqa: E402
 from rondo.models import ModelSource  # noqa: E402
-from rondo.training import make_engine  # noqa: E402
+from rondo.training import ModelSpec, make_engine  # noqa: E402
 from tests.ranks import run_ranks  # noqa: E402
 from tests.training.helpers import PolicyLoss  # noqa: E402
 from tests.training.layouts import layout  # noqa: E402
@@ -81,7 +81,7 @@ def one_pass(
     """The bytes received in one forward and backward pass, and the model's parameters."""
     views, index, _ = layout(world, **({} if axis == "shard" else {axis: world}))
     source = ModelSource(config=model(layers, width, mixture=axis == "expert"))
-    engine = make_engine(source, EngineConfig(token_budget=1 << 20), OptimizerConfig(), mesh=views)
+    engine = make_engine(ModelSpec(source, EngineConfig(token_budget=1 << 20), OptimizerConfig()), mesh=views)
     rng = np.random.default_rng(index)
     batch = Batch.of(
         {

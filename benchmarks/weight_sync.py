@@ -228,7 +228,7 @@ def trainer(rank: int, case: dict[str, Any]) -> Any:
     from torch.distributed.device_mesh import DeviceMesh
 
     from rondo.config.schema import FrozenEngineConfig
-    from rondo.training import make_engine
+    from rondo.training import ModelSpec, make_engine
 
     ranks, axes = case["ranks"], axes_of(case)
     if axes:
@@ -239,7 +239,8 @@ def trainer(rank: int, case: dict[str, Any]) -> Any:
     else:
         group = dist.new_group(list(range(ranks)))
         mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",)) if rank < ranks else None
-    return None if mesh is None else make_engine(model_source(case), FrozenEngineConfig(), None, mesh=mesh)
+    spec = ModelSpec(model_source(case), FrozenEngineConfig())
+    return None if mesh is None else make_engine(spec, mesh=mesh)
 
 
 def axes_of(case: dict[str, Any]) -> dict[str, int]:

@@ -23,7 +23,7 @@ from rondo.cli.main import main
 from rondo.config.schema import FrozenEngineConfig
 from rondo.models import ModelSource
 from rondo.system import names
-from rondo.training import make_engine
+from rondo.training import ModelSpec, make_engine
 from tests.training.conftest import mesh  # noqa: F401 (a fixture)
 from tests.training.helpers import ARCHITECTURES
 
@@ -192,7 +192,7 @@ def saved_run(
             draft.write("controller.json", b"{}")
             draft.write("actor/rank-0.bin", bytes(5_000_000))
     source = ModelSource(config={**ARCHITECTURES["qwen3"], "tie_word_embeddings": False})
-    make_engine(source, FrozenEngineConfig(), None, mesh=mesh).export(str(tmp_path / "export"))
+    make_engine(ModelSpec(source, FrozenEngineConfig()), mesh=mesh).export(str(tmp_path / "export"))
     return tmp_path
 
 

@@ -63,20 +63,24 @@ def test_arguments_of_a_worker_come_from_the_sections_of_its_row() -> None:
     config = Config(model=POLICY, critic=CriticConfig(path="a"), prm=PrmConfig(lr=0.5, beta=0.25))
     worker, critic = role_spec("cost_critic", config, {}, 7)
     assert worker is CriticWorker
-    assert (critic["source"].path, critic["engine"], critic["head"]) == ("a", config.critic, "value")
-    assert (critic["optimizer"], critic["total_optimizer_steps"]) == (config.critic.optimizer, 7)
+    model = critic["model"]
+    assert (model.source.path, model.config, model.head) == ("a", config.critic, "value")
+    assert (model.optimizer, model.total_optimizer_steps) == (config.critic.optimizer, 7)
     _, prm = role_spec("prm", config, {})
-    assert (prm["engine"], prm["beta"]) == (config.actor, 0.25)
-    assert prm["optimizer"] == dataclasses.replace(config.actor.optimizer, lr=0.5)
-    assert prm["temperature"] == config.rollout.temperature
+    assert (prm["model"].config, prm["beta"]) == (config.actor, 0.25)
+    assert prm["model"].optimizer == dataclasses.replace(config.actor.optimizer, lr=0.5)
+    assert prm["model"].temperature == config.rollout.temperature
 
 
 def test_a_model_that_is_only_used_has_no_optimizer() -> None:
     config = Config(model=POLICY)
-    assert set(role_spec("actor", config)[1]) == {"source", "engine", "backend", "temperature"}
-    trained = {"optimizer", "losses", "total_optimizer_steps"}
-    assert set(role_spec("actor", config, {})[1]) == {"source", "engine", "backend", "temperature", *trained}
-    assert not trained & set(role_spec("reference", config, {})[1])
+    used = role_spec("actor", config)[1]
+    trained = dataclasses.replace(used["model"], optimizer=config.actor.optimizer)
+    assert role_spec("actor", config, {})[1] == {"model": trained, "losses": {}}
+    reference = role_spec("reference", config, {})[1]
+    for kwargs in (used, reference):
+        assert set(kwargs) == {"model"}
+        assert kwargs["model"].optimizer is None
 
 
 def test_a_reward_model_is_a_role_by_its_name(tmp_path: Path) -> None:
@@ -88,7 +92,7 @@ def test_a_reward_model_is_a_role_by_its_name(tmp_path: Path) -> None:
     (tmp_path / VALUE_HEAD_FILE).touch()
     worker, harm = role_spec("harm", config)
     assert worker is worker_class(REWARD_MODEL)
-    assert (harm["source"].path, harm["head"]) == (str(tmp_path), "value")
+    assert (harm["model"].source.path, harm["model"].head) == (str(tmp_path), "value")
 
 
 def test_what_is_no_role_or_names_no_weights_is_an_error() -> None:

@@ -25,8 +25,8 @@ from rondo.models.names import parts_of, persistent_buffers, separate, weights_o
 from rondo.models.precision import kept_in_float32
 from rondo.rollout.third_party_engine import expected_weights
 from rondo.rollout.weights import WeightStore, build_module
+from rondo.training import ModelSpec, make_engine
 from rondo.training import engine as rondo_engine
-from rondo.training import make_engine
 from rondo.training.export import export_folder
 from rondo.weights.checksum import checksum
 from rondo.weights.layout import Box
@@ -112,7 +112,7 @@ def test_exports_and_samplers_get_all_of_it(
     mesh: Any,  # noqa: F811
     tmp_path: Path,
 ) -> None:
-    engine = make_engine(checkpoint.source, EngineConfig(), OptimizerConfig(), mesh=mesh)
+    engine = make_engine(ModelSpec(checkpoint.source, EngineConfig(), OptimizerConfig()), mesh=mesh)
     engine.export(str(tmp_path))
     back, found = AutoModelForCausalLM.from_pretrained(
         tmp_path, dtype=torch.float32, output_loading_info=True
@@ -133,11 +133,11 @@ def test_exports_and_samplers_get_all_of_it(
 
 def _from_two_ranks(rank: int, world: int, folder: str, export: str) -> dict[str, int]:
     ranks = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
-    engine = make_engine(ModelSource(path=folder), EngineConfig(), OptimizerConfig(), mesh=ranks)
+    engine = make_engine(ModelSpec(ModelSource(path=folder), EngineConfig(), OptimizerConfig()), mesh=ranks)
     checksums = engine.parameters().checksums()
     engine.export(export)
     files = engine.save(export + "-state")
-    other = make_engine(source_of("deepseek_v3"), EngineConfig(), OptimizerConfig(), mesh=ranks)
+    other = make_engine(ModelSpec(source_of("deepseek_v3"), EngineConfig(), OptimizerConfig()), mesh=ranks)
     assert other.parameters().checksums() != checksums
     other.load(export + "-state", files)
     assert other.parameters().checksums() == checksums
@@ -162,7 +162,7 @@ def test_an_export_that_comes_back_as_another_is_no_export(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engine = make_engine(source_of("qwen3"), EngineConfig(), OptimizerConfig(), mesh=mesh)
+    engine = make_engine(ModelSpec(source_of("qwen3"), EngineConfig(), OptimizerConfig()), mesh=mesh)
 
     def damaged(tensors: Any, *rest: Any) -> None:
         changed = ((n, t + torch.arange(len(t)).eq(3) if n == "model.norm.weight" else t) for n, t in tensors)
@@ -238,7 +238,9 @@ def test_the_text_tower_of_kimi_k25_is_what_is_trained(
     save_file(published, tmp_path / "model.safetensors", metadata={"format": "pt"})
     source = ModelSource(path=str(tmp_path))
     equal(dict(weights_of(build_model(source, torch.float32))), model)
-    make_engine(source, EngineConfig(), OptimizerConfig(), mesh=mesh).export(str(tmp_path / "export"))
+    make_engine(ModelSpec(source, EngineConfig(), OptimizerConfig()), mesh=mesh).export(
+        str(tmp_path / "export")
+    )
     back = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
     assert back.config.model_type == "deepseek_v3"
     equal(back.state_dict(), model)
@@ -277,7 +279,9 @@ def test_fp8_blocks_are_what_they_stand_for(
                 tensor.data[i, j] = quantised[i, j].float() * scale[i // block[0], j // block[1]]
     quantisation = {"quant_method": "fp8", "weight_block_size": list(block), "activation_scheme": "dynamic"}
     _quantise(tmp_path, quantisation, stored)
-    engine = make_engine(ModelSource(path=str(tmp_path)), EngineConfig(), OptimizerConfig(), mesh=mesh)
+    engine = make_engine(
+        ModelSpec(ModelSource(path=str(tmp_path)), EngineConfig(), OptimizerConfig()), mesh=mesh
+    )
     for name, tensor in separate(engine.parameters().gathered(1 << 20), parts_of(model)):
         assert torch.equal(tensor, plain[name]), name
     engine.export(str(tmp_path / "export"))
@@ -373,7 +377,7 @@ def test_log_probs_and_gradients_are_those_of_transformers(
     wanted = {name: one.grad for name, one in checkpoint.model.named_parameters() if one.grad is not None}
     for token_budget in (1000, 34):
         config = EngineConfig(token_budget=token_budget)
-        engine = make_engine(checkpoint.source, config, OptimizerConfig(), mesh=mesh)
+        engine = make_engine(ModelSpec(checkpoint.source, config, OptimizerConfig()), mesh=mesh)
         found = engine.forward(batch, {"log_probs": "log_probs"}).rows("log_probs")
         for ours, theirs in zip(found, expected, strict=True):
             np.testing.assert_allclose(ours, theirs.detach().numpy(), atol=1e-5)

@@ -16,7 +16,7 @@ from rondo.models import ModelSource, build_model, load_model_config, longest_co
 from rondo.models.override import overridden
 from rondo.rollout import EngineSpec
 from rondo.rollout.third_party_engine import model_folder
-from rondo.training import make_engine
+from rondo.training import ModelSpec, make_engine
 from tests.training.conftest import mesh  # noqa: F401 (a fixture)
 
 BASE = {
@@ -144,7 +144,7 @@ def test_trainer_export_and_engines_have_it(
     source = ModelSource(path=str(folder), override={"rope_parameters": YARN})
     model = build_model(source, torch.float32, kernels="transformers")
     assert model.config.rope_parameters == STRETCHED
-    make_engine(source, FrozenEngineConfig(), None, mesh=mesh).export(str(tmp_path / "export"))
+    make_engine(ModelSpec(source, FrozenEngineConfig()), mesh=mesh).export(str(tmp_path / "export"))
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32)
     assert theirs.config.rope_parameters == STRETCHED
     old = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

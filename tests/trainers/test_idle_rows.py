@@ -28,7 +28,7 @@ from rondo.planning import plan_mini_batches
 from rondo.trainers.program.stages import PreparationStage
 from rondo.trainers.program.step import Roles, Step
 from rondo.trainers.program.update import update_actor
-from rondo.training import Engine
+from rondo.training import Engine, ModelSpec
 from rondo.workers import ActorWorker
 from tests.trainers.conftest import registered_for_now
 from tests.training.helpers import VOCAB, source
@@ -120,10 +120,9 @@ def updated(
     async def main() -> StepStats:
         async with await start_cluster(cluster) as running:
             engine = EngineConfig(token_budget=120, param_dtype="float64", compute_dtype="float64")
-            model = {"source": source(), "engine": engine, "losses": {"policy": loss}}
-            actor = await running.create_group(
-                "actor", ActorWorker, kwargs=model | {"optimizer": OptimizerConfig(lr=3e-2)}
-            )
+            model = ModelSpec(source(), engine, OptimizerConfig(lr=3e-2))
+            kwargs = {"model": model, "losses": {"policy": loss}}
+            actor = await running.create_group("actor", ActorWorker, kwargs=kwargs)
             rows = rows_of_a_step()
             batch = running.put(rows, [column for column in rows.columns if column not in PER_TOKEN])
             if old:

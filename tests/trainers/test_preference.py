@@ -22,7 +22,7 @@ from rondo.recipes.quickstart import train_rows
 from rondo.trainers.commands.check_supervised import check_supervised
 from rondo.trainers.commands.supervised import preference, reward_model
 from rondo.trainers.supervised.tasks import PREFERENCE, pair_stream
-from rondo.training import make_engine
+from rondo.training import ModelSpec, make_engine
 from tests.trainers.conftest import RECIPE, SFT_RECIPE, inline, metrics, said_at_once, weights
 from tests.training.conftest import mesh  # noqa: F401 (a fixture)
 
@@ -119,7 +119,7 @@ def test_a_reward_model_learns_and_its_export_gives_the_same_scores(
     pairs = pair_stream(config, True, RewardModelLoss(config.algorithm.reward_model_loss))
     batch = pairs.batch(range(pairs.rows_per_epoch))
     source = ModelSource(path=str(folder / "export"))
-    engine = make_engine(source, config.actor, None, mesh=mesh, head="value")
+    engine = make_engine(ModelSpec(source, config.actor, head="value"), mesh=mesh)
     scores = [row[-1] for row in engine.forward(batch, {"scores": "scores"}).rows("scores")]
     margins = np.array(scores[::2]) - np.array(scores[1::2])
     assert lines[-1]["eval/pair/margin"] == pytest.approx(margins.mean(), rel=1e-4)

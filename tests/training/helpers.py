@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from rondo.config.schema import EngineConfig, OptimizerConfig
 from rondo.core.batch import Batch, ragged_rows
 from rondo.models import ModelSource
-from rondo.training import Engine, make_engine
+from rondo.training import Engine, ModelSpec, make_engine
 
 VOCAB = 61
 SHAPE = {
@@ -128,7 +128,8 @@ def tiny_engine(
     config: Mapping[str, Any] = {},
     **arguments: Any,
 ) -> Engine:
-    return make_engine(model or source(), EngineConfig(**config), optimizer, mesh=mesh, **arguments)
+    spec = ModelSpec(model or source(), EngineConfig(**config), optimizer, **arguments)
+    return make_engine(spec, mesh=mesh)
 
 
 def full_gradients(engine: Engine) -> dict[str, torch.Tensor]:

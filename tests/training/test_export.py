@@ -18,7 +18,7 @@ from rondo.checkpoint.checked import faults_in, read_manifest
 from rondo.core.errors import StorageError
 from rondo.models import ModelSource
 from rondo.models.loading import build_empty, build_model
-from rondo.training import export, make_engine
+from rondo.training import ModelSpec, export, make_engine
 from tests.ranks import run_ranks
 from tests.training.helpers import SHAPE, one_rank_mesh, source, tiny_engine
 
@@ -168,9 +168,8 @@ def folder(tmp_path: Path) -> Path:
 def _checksums(rank: int, world: int, path: str) -> tuple[bool, dict[str, int]]:
     """Whether the folder was read by parts, and the checksums of an engine made from it."""
     _, stored = build_empty(ModelSource(path=path), torch.float32)
-    return stored is not None, make_engine(
-        ModelSource(path=path), tiny_engine(_mesh(world)).config, None, mesh=_mesh(world)
-    ).parameters().checksums()
+    spec = ModelSpec(ModelSource(path=path), tiny_engine(_mesh(world)).config)
+    return stored is not None, make_engine(spec, mesh=_mesh(world)).parameters().checksums()
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ the trainer calls them."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from rondo.config.schema import ClusterConfig, EngineConfig, OptimizerConfig
 from rondo.controller import Cluster, WorkerGroup, start_cluster
 from rondo.core.batch import ROW_ID, Batch, BatchRef
 from rondo.core.errors import WorkerError
+from rondo.training import ModelSpec
 from rondo.workers.models import (
     ActorWorker,
     CriticWorker,
@@ -35,9 +36,11 @@ class Roles:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
 
-    async def create(self, role: str, worker: type[ModelWorker], **kwargs: Any) -> WorkerGroup:
-        model = {"source": source(), "engine": EngineConfig(token_budget=60), **kwargs}
-        return await self.cluster.create_group(role, worker, kwargs=model)
+    async def create(
+        self, role: str, worker: type[ModelWorker], options: Mapping[str, Any] = {}, **model: Any
+    ) -> WorkerGroup:
+        spec = ModelSpec(**{"source": source(), "config": EngineConfig(token_budget=60), **model})
+        return await self.cluster.create_group(role, worker, kwargs={"model": spec, **options})
 
     def put(self, batch: Batch) -> BatchRef:
         return self.cluster.put(batch, [name for name in batch.columns if name.endswith("mini_batch")])
@@ -56,8 +59,8 @@ def test_teacher_prm_and_reward_model_write_their_columns() -> None:
     async def main(roles: Roles) -> Batch:
         actor = await roles.create("actor", ActorWorker)
         reference = await roles.create("reference", ReferenceWorker, source=source(initializer_range=0.1))
-        teacher = await roles.create("teacher", TeacherWorker, top_k=3)
-        prm = await roles.create("prm", PrmWorker, beta=0.5)
+        teacher = await roles.create("teacher", TeacherWorker, {"top_k": 3})
+        prm = await roles.create("prm", PrmWorker, {"beta": 0.5})
         judge = await roles.create("judge", RewardModelWorker, head="value")
         batch = roles.put(make_batch())
         alone = await (await actor.call(ActorWorker.compute_log_prob, batch)).fetch(["old_log_probs"])
@@ -92,10 +95,11 @@ def test_two_critics_and_a_prm_learn_under_their_own_names() -> None:
     """One class for both critics; columns, mini-batches and metrics follow the role."""
 
     async def main(roles: Roles) -> None:
-        head = {"head": "value", "losses": {"critic": ValueLoss()}, **TRAINED}
-        critic = await roles.create("critic", CriticWorker, **head)
-        cost = await roles.create("cost_critic", CriticWorker, **head)
-        prm = await roles.create("prm", PrmWorker, beta=0.1, losses={"prm": PolicyLoss()}, **TRAINED)
+        losses = {"losses": {"critic": ValueLoss()}}
+        critic = await roles.create("critic", CriticWorker, losses, head="value", **TRAINED)
+        cost = await roles.create("cost_critic", CriticWorker, losses, head="value", **TRAINED)
+        options = {"beta": 0.1, "losses": {"prm": PolicyLoss()}}
+        prm = await roles.create("prm", PrmWorker, options, **TRAINED)
         halves = np.arange(len(make_batch())) % 2
         batch = roles.put(
             make_batch().with_columns({f"{r}_mini_batch": halves for r in ("critic", "cost_critic", "prm")})
@@ -120,8 +124,8 @@ def test_two_critics_and_a_prm_learn_under_their_own_names() -> None:
 
 def test_the_reference_takes_over_the_actors_parameters() -> None:
     async def main(roles: Roles) -> None:
-        losses = {"policy": PolicyLoss()}
-        actor = await roles.create("actor", ActorWorker, losses=losses, **TRAINED)
+        losses = {"losses": {"policy": PolicyLoss()}}
+        actor = await roles.create("actor", ActorWorker, losses, **TRAINED)
         reference = await roles.create("reference", ReferenceWorker)
         batch = roles.put(make_batch().with_columns({"mini_batch": np.zeros(len(make_batch()), np.int64)}))
         reads = ["prompt_ids", "response_ids", *PolicyLoss.columns, "mini_batch"]

@@ -6,19 +6,42 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedConfig
 
+from rondo.config.schema import FrozenEngineConfig, OptimizerConfig, TorchBackendConfig
 from rondo.core.types import RouteShape, StepStats
 from rondo.models.names import Parts
+from rondo.models.source import ModelSource
 from rondo.training.checkpoint import State
 from rondo.training.packed import PackedLayout, PackedRows
 from rondo.training.passes import Passes, Recorded
 from rondo.weights.sync import Sent, WeightSource
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """How to build a role's engine, the same on all of its ranks; picklable."""
+
+    source: ModelSource
+    """Where the model comes from."""
+    config: FrozenEngineConfig
+    """The engine's section of the configuration."""
+    optimizer: OptimizerConfig | None = None
+    """None: a frozen model."""
+    backend: TorchBackendConfig = field(default_factory=TorchBackendConfig)
+    """What computes."""
+    head: Literal["lm", "value"] = "lm"
+    """What is behind the last block; a value head gives a number per token."""
+    temperature: float = 1.0
+    """Divides the logits; above 0."""
+    total_optimizer_steps: int | None = None
+    """For schedules that fall."""
+
 
 # Is handed each micro-batch, dummies too, with its outputs, [M] or wide [M, K], in at least float32. Returns
 # what is minimised, a sum: None only where there is no backward pass.

@@ -16,7 +16,7 @@ import torch
 
 from rondo.algorithms import GAP
 from rondo.checkpoint import Files
-from rondo.config.schema import ActorConfig, FrozenEngineConfig, OptimizerConfig, TorchBackendConfig
+from rondo.config.schema import ActorConfig
 from rondo.controller import Worker, WorkerContext, dispatch
 from rondo.controller.mesh import DATA
 from rondo.core.batch import ROW_ID, Batch, ragged_array
@@ -26,9 +26,8 @@ from rondo.core.roles import ROLES
 from rondo.core.types import StepStats
 from rondo.models.context import Context
 from rondo.models.loading import dtype_of
-from rondo.models.source import ModelSource
 from rondo.system.storage import storing
-from rondo.training import Loss, make_engine
+from rondo.training import Loss, ModelSpec, make_engine
 from rondo.training.loss import equal_rows, metrics_of
 from rondo.training.views import Views
 from rondo.workers.estimating import EstimatingWorker
@@ -90,28 +89,12 @@ class ModelWorker(Worker):
         self,
         context: WorkerContext,
         *,
-        source: ModelSource,
-        engine: FrozenEngineConfig,
-        backend: TorchBackendConfig | None = None,
-        optimizer: OptimizerConfig | None = None,
-        head: str = "lm",
-        temperature: float = 1.0,
-        total_optimizer_steps: int | None = None,
+        model: ModelSpec,
         losses: dict[str, Loss] | None = None,
     ) -> None:
         super().__init__(context)
-        self.engine = make_engine(
-            source,
-            engine,
-            optimizer,
-            mesh=views_of(context),
-            backend=backend,
-            head=head,  # type: ignore[arg-type]
-            temperature=temperature,
-            total_optimizer_steps=total_optimizer_steps,
-            device=context.device,
-        )
-        if optimizer is not None and head == "lm":
+        self.engine = make_engine(model, mesh=views_of(context), device=context.device)
+        if model.optimizer is not None and model.head == "lm":
             self.engine.check_causal()
         self._losses = losses or {}
         self._snapshot: Any = None
@@ -326,8 +309,8 @@ class ReferenceWorker(ModelWorker):
 class TeacherWorker(ModelWorker):
     """The frozen model that is distilled from. top_k: how many tokens per position `compute_topk` gives."""
 
-    def __init__(self, context: WorkerContext, *, top_k: int, **model: Any) -> None:
-        super().__init__(context, **model)
+    def __init__(self, context: WorkerContext, *, model: ModelSpec, top_k: int) -> None:
+        super().__init__(context, model=model)
         self._top_k = top_k
 
     @dispatch("split", reads=TOKENS, writes=("teacher_log_probs",))
@@ -359,8 +342,15 @@ class PrmWorker(ModelWorker):
     log-ratio to the reference is the reward of a token. beta: its scale.
     """
 
-    def __init__(self, context: WorkerContext, *, beta: float, **model: Any) -> None:
-        super().__init__(context, **model)
+    def __init__(
+        self,
+        context: WorkerContext,
+        *,
+        model: ModelSpec,
+        beta: float,
+        losses: dict[str, Loss] | None = None,
+    ) -> None:
+        super().__init__(context, model=model, losses=losses)
         self._beta = beta
 
     @dispatch("split", reads=(*TOKENS, "ref_log_probs"), writes=("process_rewards",))

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rondo.config import Config, FrozenEngineConfig, OptimizerConfig, ParallelConfig, RewardModelConfig
 from rondo.config.functions import called_with
+from rondo.config.schema import EngineConfig
 from rondo.controller import Cluster, Mesh, Worker, WorkerGroup
 from rondo.core.errors import ConfigError, DataError
 from rondo.core.roles import REWARD_MODEL, ROLES, ROLLOUT, Role
@@ -35,9 +35,8 @@ from rondo.planning import (
 )
 from rondo.rollout import EngineSpec
 from rondo.system.hub import copy_of, local_folder
-from rondo.training import Loss
+from rondo.training import Loss, ModelSpec
 from rondo.training.torch_backend.axes import check_axes, exchanges_tokens
-from rondo.workers import ModelWorker
 
 EXPORT_OF_ONE = "name the export folder of `rondo reward-model`"
 
@@ -58,7 +57,7 @@ def model_source(config: Config, section: str = "model") -> ModelSource:
 
 
 def section_at(config: Config, key: str) -> Any:
-    """Returns the section of the configuration that a dotted key names."""
+    """Returns what a dotted key of the configuration names: a section, or a value."""
     found: Any = config
     for part in key.split("."):
         found = found[int(part)] if part.isdigit() else getattr(found, part)
@@ -275,27 +274,33 @@ def role_spec(
     config: Config,
     losses: Mapping[str, Loss] | None = None,
     total_optimizer_steps: int | None = None,
+    value_head: bool = False,
 ) -> tuple[type[Worker], dict[str, Any]]:
     """Returns the worker class of a role with a training engine and the keyword arguments that build it.
 
-    losses: by name, for a role that is trained; None: its model is only used, without an optimizer. Raises
-    ConfigError for a role that the configuration does not describe.
+    losses: by name, for a role that is trained; None: its model is only used, without an optimizer.
+    value_head: in place of the model's own head, also where the role has that otherwise. Raises ConfigError
+    for a role that the configuration does not describe.
     """
     row = ROLES.get(role, REWARD_MODEL)
-    kwargs: dict[str, Any] = {
-        "source": source_of(role, config),
-        "engine": engine_of(role, config)[1],
-        "backend": config.actor.backend,
-    }
-    if row.engine is not None and row.section != row.engine and kwargs["engine"].lora is not None:
+    source, engine = source_of(role, config), engine_of(role, config)[1]
+    if row.section != row.engine and isinstance(engine, EngineConfig) and engine.lora is not None:
         # On the actor's engine, and not from its adapter.
-        lora = dataclasses.replace(kwargs["engine"].lora, path=None)
-        kwargs["engine"] = dataclasses.replace(kwargs["engine"], lora=lora)
-    kwargs |= {"head": "value"} if row.value_head else {"temperature": config.rollout.temperature}
-    kwargs |= {name: functools.reduce(getattr, key.split("."), config) for name, key in row.options.items()}
+        engine = dataclasses.replace(engine, lora=dataclasses.replace(engine.lora, path=None))
+    kwargs: dict[str, Any] = {name: section_at(config, key) for name, key in row.options.items()}
+    optimizer = None
     if row.learns_from is not None and losses is not None:
-        kwargs |= {"losses": dict(losses), "total_optimizer_steps": total_optimizer_steps}
-        kwargs["optimizer"] = _optimizer_of(row, config)
+        optimizer = _optimizer_of(row, config)
+        kwargs["losses"] = dict(losses)
+    kwargs["model"] = ModelSpec(
+        source,
+        engine,
+        optimizer,
+        config.actor.backend,
+        head="value" if value_head or row.value_head else "lm",
+        temperature=config.rollout.temperature,
+        total_optimizer_steps=total_optimizer_steps,
+    )
     return worker_class(row), kwargs
 
 
@@ -317,12 +322,12 @@ async def create_model(
     losses: Mapping[str, Loss] | None = None,
     total_optimizer_steps: int | None = None,
     devices: Sequence[int] | None = None,
+    value_head: bool = False,
 ) -> WorkerGroup:
     """Starts the worker group of a role with a training engine; see `role_spec`. devices: default those of
     its pool (cluster.placement).
     """
-    worker, kwargs = role_spec(role, config, losses, total_optimizer_steps)
-    assert issubclass(worker, ModelWorker)
+    worker, kwargs = role_spec(role, config, losses, total_optimizer_steps, value_head=value_head)
     devices = placement_of(config).devices(role) if devices is None else devices
     mesh = mesh_of(role, config, devices)
     return await cluster.create_group(role, worker, mesh=mesh, kwargs=kwargs, devices=devices)

@@ -18,8 +18,9 @@ from rondo.core.batch import Batch, BatchRef
 from rondo.core.columns import per_row
 from rondo.core.types import StepStats
 from rondo.trainers.loop import Checkpoints, Reporter
-from rondo.trainers.program import Roles, create_model, mesh_of, notes_on_tokenizers, placement_of, role_spec
+from rondo.trainers.program import Roles, create_model, notes_on_tokenizers, placement_of
 from rondo.trainers.supervised.tasks import RowStream, Task, total_steps
+from rondo.training import Loss
 from rondo.workers import ActorWorker, ReferenceWorker, update_columns
 
 
@@ -55,12 +56,10 @@ class SupervisedTrainer:
         """Starts the worker groups, and resumes if there is something to resume."""
         config, task = self.config, self.task
         with self.reporter.console.phase("starting worker groups"):
-            worker, kwargs = role_spec("actor", config, {task.kind: self.loss}, self.total_steps)
-            kwargs |= {"head": "value"} if task.value_head else {}
+            losses: dict[str, Loss] = {task.kind: self.loss}
             devices = placement_of(config, task.roles(config)).devices("actor")
-            mesh = mesh_of("actor", config, devices)
-            actor = await self.cluster.create_group(
-                "actor", worker, mesh=mesh, kwargs=kwargs, devices=devices
+            actor = await create_model(
+                self.cluster, "actor", config, losses, self.total_steps, devices, value_head=task.value_head
             )
             self.roles = Roles(actor, None)
             if "reference" in task.roles(config):

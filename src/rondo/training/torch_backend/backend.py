@@ -7,20 +7,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from rondo.config.schema import EngineConfig, FrozenEngineConfig, OptimizerConfig, TorchBackendConfig
+from rondo.config.schema import EngineConfig
 from rondo.core.errors import TrainError
 from rondo.models.names import persistent_buffers
 from rondo.models.routers import shape_of_routes
-from rondo.models.source import ModelSource
 from rondo.models.value_head import PREFIX as VALUE_HEAD
 from rondo.system.activity import Activity
-from rondo.training.backend import OptimizerStats, Use
+from rondo.training.backend import ModelSpec, OptimizerStats, Use
 from rondo.training.checkpoint import State
 from rondo.training.gathering import boxes_here, checksums_of, gather_buckets
 from rondo.training.packed import PackedRows
@@ -40,33 +39,17 @@ class TorchBackend:
 
     def __init__(
         self,
-        source: ModelSource,
-        # Without `auto`.
-        config: FrozenEngineConfig,
-        settings: TorchBackendConfig,
-        # None: a frozen model.
-        optimizer: OptimizerConfig | None,
-        *,
+        # Its config without `auto`.
+        spec: ModelSpec,
         views: Views,
-        head: Literal["lm", "value"],
-        temperature: float,
-        total_optimizer_steps: int | None,
         device: torch.device,
     ) -> None:
+        config, optimizer = spec.config, spec.optimizer
         self.device = device
         self.views = views
         self.group = views.everyone
         self._offloads = config.offload_params
-        built = build_sharded(
-            source,
-            config,
-            settings,
-            views,
-            device,
-            head=head,
-            temperature=temperature,
-            trained=optimizer is not None,
-        )
+        built = build_sharded(spec, views, device)
         self.model = built.model
         self._units = built.units
         self.parts = built.parts
@@ -79,7 +62,7 @@ class TorchBackend:
         self.by_name = {name.removeprefix("lm."): one for name, one in self.model.named_parameters()}
         self._bind()
         if built.stored is not None:
-            with Activity(f"reading {source.path}", bound=False):
+            with Activity(f"reading {spec.source.path}", bound=False):
                 held = boxes_here(self.parameters().layout(), LocalRows(self.shards))
                 boxes = (one for one in held if not one[0].startswith(VALUE_HEAD))
                 filled = boxes if self.adapters is None else self.adapters.filling(boxes)
@@ -90,7 +73,7 @@ class TorchBackend:
             resting = torch.device("cpu") if elsewhere and device.type != "cpu" else None
             own, factors = Adapters.split(self.by_name)
             learned = {name: one for name, one in (own | factors).items() if one.requires_grad}
-            self.optimizer = ShardedAdamW(learned, optimizer, total_optimizer_steps, views, resting)
+            self.optimizer = ShardedAdamW(learned, optimizer, spec.total_optimizer_steps, views, resting)
         if self.adapters is not None:
             self.adapters.check_path(self.shards, views)
         if device.type != "cpu":

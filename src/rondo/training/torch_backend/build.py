@@ -7,7 +7,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -19,9 +18,9 @@ from rondo.models.loading import Kernels, build_empty
 from rondo.models.names import Parts, parts_of
 from rondo.models.nf4 import check_nf4
 from rondo.models.precision import kept_in_float32
-from rondo.models.source import ModelSource
 from rondo.models.stored import StoredModel, materialise
 from rondo.models.value_head import replace_lm_head
+from rondo.training.backend import ModelSpec
 from rondo.training.packed import PackedLayout
 from rondo.training.torch_backend.activations import checkpoint_blocks, tile_mlps
 from rondo.training.torch_backend.adapters import Adapters
@@ -50,20 +49,12 @@ class Built:
     stored: StoredModel | None
 
 
-def build_sharded(
-    source: ModelSource,
-    engine: FrozenEngineConfig,
-    backend: TorchBackendConfig,
-    views: Views,
-    device: torch.device,
-    *,
-    head: Literal["lm", "value"],
-    temperature: float,
-    trained: bool,
-) -> Built:
+def build_sharded(spec: ModelSpec, views: Views, device: torch.device) -> Built:
     """Builds a model whose parameters have memory on the device, this rank's part of each, and, where
-    `stored` says so, nothing in it yet. engine: without `auto`. Raises ConfigError, DataError.
+    `stored` says so, nothing in it yet. spec: its config without `auto`. Raises ConfigError, DataError.
     """
+    source, engine, backend = spec.source, spec.config, spec.backend
+    trained = spec.optimizer is not None
     dtype, compute_dtype = getattr(torch, engine.param_dtype), getattr(torch, engine.compute_dtype)
     lora, sizes = engine.lora if isinstance(engine, EngineConfig) else None, views.sizes
     if lora is not None and lora.base_dtype is not None:
@@ -71,13 +62,13 @@ def build_sharded(
     kernels: Kernels = backend.kernels
     if kernels == "auto" and (sizes.tensor, sizes.context) != (1, 1):
         kernels = "norms"  # leaner attention multiplies with whole weights, and needs all tokens
-    lm, stored = build_empty(source, dtype, device, kernels, output_head=head == "lm")
+    lm, stored = build_empty(source, dtype, device, kernels, output_head=spec.head == "lm")
     check_axes(lm.config, sizes)
     if isinstance(engine, EngineConfig):
         check_router(lm, engine.router, lora=lora is not None, tiles=backend.mlp_chunk is not None)
     text, family, parts = lm.config.get_text_config(), family_of(lm.config), parts_of(lm)
     value_head = None
-    if head == "value":
+    if spec.head == "value":
         wide = torch.promote_types(dtype, torch.float32)
         value_head = replace_lm_head(lm, source.path, wide).to(device)
     else:
@@ -89,7 +80,7 @@ def build_sharded(
     model = TokenModel(
         lm,
         value_head,
-        temperature=temperature,
+        temperature=spec.temperature,
         logits_bytes=engine.logits_bytes,
         transform=family.logits,
         vocabulary=views.vocabulary(text.vocab_size),
