@@ -62,7 +62,8 @@ def test_tiles_of_other_families(mesh: DeviceMesh, family: str) -> None:
     """Tuples with a router's scores, fused experts, other names, shared experts."""
     config = {**FLOAT64, "gradient_checkpointing": True}
     plain, tiled = (
-        tiny_engine(mesh, source_of(family), config=config, backend=backend) for backend in (None, TILES)
+        tiny_engine(mesh, source_of(family), config=config, backend=backend)
+        for backend in (TorchBackendConfig(), TILES)
     )
     _same(_gradients(tiled), _gradients(plain), 1e-6)
     batch = make_batch(LONG)
