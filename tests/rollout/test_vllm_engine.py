@@ -54,7 +54,7 @@ class FakeCore:
 
 
 class Token:
-    """A `Step` that ends its request."""
+    """A `VllmStep` that ends its request."""
 
     token_ids, log_probs, finished, cached = (7,), (-1.0,), "length", 0
 
@@ -66,7 +66,7 @@ class Token:
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[VllmEngine]:
     can = Capabilities("vllm", "0", sleep=True, reads_back=False)
     module = ModuleType("rondo.rollout.vllm.core")
-    module.Core = FakeCore  # type: ignore[attr-defined]
+    module.VllmCore = FakeCore  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "rondo.rollout.vllm.core", module)
     monkeypatch.setattr(ENGINE, "check", lambda *_: None)
     monkeypatch.setattr(ENGINE, "capabilities", lambda *_: can)

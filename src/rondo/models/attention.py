@@ -25,7 +25,7 @@ from rondo.core.errors import ConfigError
 from rondo.models.documents import Documents, Kernel
 from rondo.models.family import head_widths
 from rondo.models.flash import flash_kernel, why_not_flash
-from rondo.models.kernels import Rule, attend
+from rondo.models.kernels import ScoreRule, attend
 from rondo.models.source import Attention
 
 IMPLEMENTATION = "rondo_varlen"
@@ -124,7 +124,7 @@ def varlen_attention(
     window = window_of_call(module, attention_mask, sliding_window)
     if window is not None and documents.max_length <= window:
         window = None
-    rule = Rule(query.shape[-1] ** -0.5 if scaling is None else scaling, window, softcap)
+    rule = ScoreRule(query.shape[-1] ** -0.5 if scaling is None else scaling, window, softcap)
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [N, heads, D]
     context = documents.context
     if context is None:

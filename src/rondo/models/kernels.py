@@ -21,7 +21,7 @@ _BLOCK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}  # scores of all heads that 
 _LEAST_QUERIES = 64  # of a block, however long the document
 
 
-class Rule(NamedTuple):
+class ScoreRule(NamedTuple):
     """What a layer does with its scores before the softmax."""
 
     scale: float
@@ -41,7 +41,7 @@ def attend(
     v: torch.Tensor,
     sinks: torch.Tensor | None,
     documents: Documents,
-    rule: Rule,
+    rule: ScoreRule,
 ) -> torch.Tensor:
     """q [N, H, D], k [N, K, D], v [N, K, Dv] -> [N, H, Dv].
 
@@ -56,7 +56,7 @@ def _flash(
     v: torch.Tensor,
     sinks: torch.Tensor | None,
     documents: Documents,
-    rule: Rule,
+    rule: ScoreRule,
 ) -> torch.Tensor:
     kernel = flash_kernel()
     assert kernel is not None
@@ -71,7 +71,7 @@ def _sdpa(
     v: torch.Tensor,
     sinks: torch.Tensor | None,
     documents: Documents,
-    rule: Rule,
+    rule: ScoreRule,
 ) -> torch.Tensor:
     if sinks is not None or not rule.plain:
         return _blocked(q, k, v, sinks, documents, rule)
@@ -98,7 +98,7 @@ class Probabilities(NamedTuple):
 
 
 def _probabilities(
-    q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor, sinks: torch.Tensor | None, rule: Rule
+    q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor, sinks: torch.Tensor | None, rule: ScoreRule
 ) -> Probabilities:
     """sinks [matrices, rows, 1]."""
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -115,7 +115,7 @@ def _probabilities(
 
 
 def _score_gradients(
-    grad: torch.Tensor, probs: Probabilities, rule: Rule
+    grad: torch.Tensor, probs: Probabilities, rule: ScoreRule
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """From the gradients of the probabilities, those of q · kᵀ and of the sinks of every row.
 
@@ -176,7 +176,7 @@ class _ShortAttention(torch.autograd.Function):
         v: torch.Tensor,
         sinks: torch.Tensor | None,
         documents: Documents,
-        rule: Rule,
+        rule: ScoreRule,
     ) -> torch.Tensor:
         (N, H, _), (K, D_out) = q.shape, v.shape[1:]
         buckets, unpadding = documents.plans.of((H, K))
@@ -264,7 +264,7 @@ class _Blocked(torch.autograd.Function):
         v: torch.Tensor,
         sinks: torch.Tensor | None,
         documents: Documents,
-        rule: Rule,
+        rule: ScoreRule,
     ) -> torch.Tensor:
         out = q.new_empty(*q.shape[:2], v.shape[2])
         for queries, keys in _blocks(documents, q, rule.window):
@@ -314,7 +314,7 @@ def _block(
     sinks: torch.Tensor | None,
     queries: slice,
     keys: slice,
-    rule: Rule,
+    rule: ScoreRule,
 ) -> tuple[Probabilities, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The probabilities of a block, and its queries [K, group * width, D], keys and values [K, seen, D]."""
     (H, K), width = (q.shape[1], k.shape[1]), queries.stop - queries.start

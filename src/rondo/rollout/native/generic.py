@@ -44,7 +44,7 @@ _HARMLESS = frozenset(
 
 
 @dataclass
-class Step:
+class DecodeStep:
     """What attention needs to know of R rows with C columns, each of which has one new position."""
 
     positions: torch.Tensor
@@ -65,7 +65,7 @@ class Step:
     """The masks of windows, made at the first layer that has one of so many positions."""
 
 
-_STEP: ContextVar[Step] = ContextVar("rondo_decode_step")
+_STEP: ContextVar[DecodeStep] = ContextVar("rondo_decode_step")
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ PLAIN = Rule()
 
 
 def cached_attention(
-    step: Step, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Rule = PLAIN
+    step: DecodeStep, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Rule
 ) -> torch.Tensor:
     """Stores the new keys and values, and attends to all that the rows' blocks hold; shapes as in
     `decode_attention`.
@@ -155,7 +155,7 @@ def cached_attention(
     return outs[0].contiguous() if len(outs) == 1 else torch.cat(outs)
 
 
-def _windowed_mask(step: Step, window: int) -> torch.Tensor:
+def _windowed_mask(step: DecodeStep, window: int) -> torch.Tensor:
     """The step's mask, with -inf also before a query's window; made once per step."""
     if window not in step.windowed:
         width = step.mask.shape[3]
@@ -273,7 +273,7 @@ class GenericPath:
         zeros = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         try:
             with torch.no_grad():
-                self._run_module(Step(zeros, self._max_context, probe=layers), zeros)
+                self._run_module(DecodeStep(zeros, self._max_context, probe=layers), zeros)
         except (AttributeError, TypeError) as error:  # MPT needs its own mask, Mamba takes no positions
             raise ConfigError(
                 f"{type(self.module).__name__} does not run with attention that is not its own ({error}); "
@@ -367,7 +367,7 @@ class GenericPath:
 
     def _decode_step(
         self, tokens: np.ndarray, positions: np.ndarray, blocks: np.ndarray
-    ) -> tuple[Step, torch.Tensor]:
+    ) -> tuple[DecodeStep, torch.Tensor]:
         """Returns the step, and its tokens on the device, of rows of which the longest comes first."""
         ids, at, with_padding = self.padded(tokens, positions, blocks)
         return self._step(at, with_padding, self.parts(positions, *with_padding.shape)), ids
@@ -390,7 +390,7 @@ class GenericPath:
         return max(round_up(active, 8), self._min_rows), num_blocks
 
     def parts(self, positions: np.ndarray, num_rows: int, columns: int) -> list[tuple[int, int, int]]:
-        """Cuts the rows of a decode step, of `positions` and padding, into parts for `Step`."""
+        """Cuts the rows of a decode step, of `positions` and padding, into parts for `DecodeStep`."""
         parts: list[tuple[int, int, int]] = []
         first = 0
         while first < num_rows:
@@ -404,11 +404,11 @@ class GenericPath:
 
     def _step(
         self, positions: torch.Tensor, blocks: torch.Tensor, parts: Sequence[tuple[int, int, int]]
-    ) -> Step:
+    ) -> DecodeStep:
         """Returns the step. Of blocks [R, n + 1] the last takes what is written beyond the n others."""
         addresses = blocks.gather(1, positions // BLOCK) * BLOCK + positions % BLOCK
         mask = self._mask(positions, (blocks.shape[1] - 1) * BLOCK)
-        return Step(positions, self._max_context, self.cache, blocks, addresses.flatten(), mask, parts)
+        return DecodeStep(positions, self._max_context, self.cache, blocks, addresses.flatten(), mask, parts)
 
     def _mask(self, positions: torch.Tensor, width: int) -> torch.Tensor:
         """Returns [R, 1, C, width]: 0 where a cache position is at or before the query's, -inf after it."""
@@ -420,12 +420,12 @@ class GenericPath:
     def _on_device(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)
 
-    def forward(self, step: Step, tokens: torch.Tensor, *, want_logits: bool) -> torch.Tensor | None:
+    def forward(self, step: DecodeStep, tokens: torch.Tensor, *, want_logits: bool) -> torch.Tensor | None:
         """Takes tokens [R, C] through the model. Returns logits [R, V] of the last column if wanted."""
         logits = self._run_module(step, tokens)
         return logits[:, -1] if want_logits else None
 
-    def _run_module(self, step: Step, tokens: torch.Tensor) -> torch.Tensor:
+    def _run_module(self, step: DecodeStep, tokens: torch.Tensor) -> torch.Tensor:
         token = _STEP.set(step)
         positions = step.positions.clamp(max=self._max_context - 1)  # padding's is beyond any position table
         try:

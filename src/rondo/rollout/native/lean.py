@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from rondo.models.family import FAMILIES
 from rondo.rollout.native.blocks import BLOCK, blocks_of
-from rondo.rollout.native.generic import GenericPath, Step, cached_attention
+from rondo.rollout.native.generic import PLAIN, DecodeStep, GenericPath, cached_attention
 
 
 def why_not_lean(module: torch.nn.Module, max_context: int) -> str:
@@ -136,7 +136,7 @@ class LeanPath(GenericPath):
 
         return self._graphs.run(logits, *self.padded(tokens, positions, blocks))
 
-    def forward(self, step: Step, tokens: torch.Tensor, *, want_logits: bool) -> torch.Tensor | None:
+    def forward(self, step: DecodeStep, tokens: torch.Tensor, *, want_logits: bool) -> torch.Tensor | None:
         R, C = tokens.shape
         x = F.embedding(tokens, self.module.model.embed_tokens.weight)
         cos, sin = self._cos[step.positions][:, :, None], self._sin[step.positions][:, :, None]
@@ -148,7 +148,7 @@ class LeanPath(GenericPath):
             if layer.q_norm is not None and layer.k_norm is not None:
                 q, k = self._rms_norm(q, layer.q_norm), self._rms_norm(k, layer.k_norm)
             q, k, v = (one.transpose(1, 2) for one in (_rotate(q, cos, sin), _rotate(k, cos, sin), v))
-            attended = cached_attention(step, number, q, k, v)
+            attended = cached_attention(step, number, q, k, v, PLAIN)
             x = x + layer.o(attended.flatten(2))
             h = self._rms_norm(x, layer.post_norm)
             x = x + layer.down(F.silu(layer.gate(h)).mul_(layer.up(h)))

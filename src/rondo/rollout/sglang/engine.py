@@ -1,6 +1,6 @@
-"""SGLang as a `RolloutEngine`: requests, pauses, versions and weights around `launch.Core`.
+"""SGLang as a `RolloutEngine`: requests, pauses, versions and weights around `launch.SglangCore`.
 
-    caller's loop ── generate ──▶ a task on the engine's own loop (a thread) ──▶ Core ──▶ SGLang
+    caller's loop ── generate ──▶ a task on the engine's own loop (a thread) ──▶ SglangCore ──▶ SGLang
           ▲   ◀── on_tokens ────────────┘
     weights thread ── begin, receive_bucket, commit ──▶ the same loop
 
@@ -26,7 +26,7 @@ from rondo.core.types import Completion, FinishReason, GenerateRequest, StepStat
 from rondo.rollout.adapters import Served, Shelf
 from rondo.rollout.protocol import EngineSpec, OnTokens
 from rondo.rollout.requests import Pending, complete_as_it_is, deliver
-from rondo.rollout.sglang.launch import Core, Step
+from rondo.rollout.sglang.launch import SglangCore, SglangStep
 from rondo.rollout.sglang.options import ENGINE
 from rondo.rollout.third_party_engine import ThirdPartyEngine
 from rondo.weights.bucket import SharedBucket
@@ -55,7 +55,7 @@ class SglangEngine(ThirdPartyEngine[_Job]):
 
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(spec, ENGINE, _COLDEST)
-        self._core = Core(spec)
+        self._core = SglangCore(spec)
         self._loop = asyncio.new_event_loop()
         self._gate = asyncio.Event()  # no holds
         self._change = asyncio.Lock()  # of holds
@@ -283,7 +283,7 @@ class SglangEngine(ThirdPartyEngine[_Job]):
             del self._ahead[prompt]
             known.set()
 
-    def _why(self, job: _Job, step: Step) -> FinishReason:
+    def _why(self, job: _Job, step: SglangStep) -> FinishReason:
         if step.finished == "stop":
             return "stop"
         if step.finished == "abort":
@@ -324,7 +324,7 @@ class SglangEngine(ThirdPartyEngine[_Job]):
                 await self._core.resume()
                 self._gate.set()
 
-    def _count(self, job: _Job, step: Step) -> None:
+    def _count(self, job: _Job, step: SglangStep) -> None:
         self._stats.add_sum("perf/decoded_tokens", len(step.token_ids))
         if not job.started:
             job.started = True

@@ -1,6 +1,6 @@
 """SGLang's own engine, started and spoken to: everything here runs on one event loop.
 
-    Core (this process) ─ messages ─▶ scheduler 0 … tensor_parallel − 1, each with worker.py
+    SglangCore (this process) ─ messages ─▶ scheduler 0 … tensor_parallel − 1, each with worker.py
 
 SGLang's process for detokenizing is not started: nothing here is text.
 """
@@ -60,7 +60,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Step:
+class SglangStep:
     """New tokens of one request. finished: "", "stop", "length" or "abort". cached: prompt tokens (prefix
     included) whose keys and values were there already, as of the last prefill. routes: with the last step of
     a mixture's, those of prompt and response, int32 [n, layers, k]; layers without experts say nothing.
@@ -85,7 +85,7 @@ class _Engine(Engine):
         return [], []
 
 
-class Core:
+class SglangCore:
     """Builds the engine, and blocks until it can take requests. Afterwards every coroutine runs on one and
     the same event loop. Raises ConfigError; whatever SGLang raises.
     """
@@ -123,7 +123,7 @@ class Core:
 
     async def generate(
         self, key: str, request: GenerateRequest, adapters: Served | None = None
-    ) -> AsyncIterator[Step]:
+    ) -> AsyncIterator[SglangStep]:
         """Gives every new token as it comes. key: unique among all that were ever given, and no other one's
         beginning. Prompt and prefix are prefilled together. adapters: without them SGLang computes with the
         base, and says nothing.
@@ -359,7 +359,7 @@ def _route_shape(spec: EngineSpec) -> tuple[int, int]:
     return int(config.num_hidden_layers), int(config.num_experts_per_tok)
 
 
-def _step(out: dict[str, Any], route_shape: tuple[int, int] | None) -> Step:
+def _step(out: dict[str, Any], route_shape: tuple[int, int] | None) -> SglangStep:
     meta = out["meta_info"]
     ended = meta["finish_reason"] or {}
     routes = None
@@ -367,8 +367,8 @@ def _step(out: dict[str, Any], route_shape: tuple[int, int] | None) -> Step:
         flat = np.frombuffer(base64.b64decode(meta["routed_experts"]), np.int32)
         routes = flat.reshape(-1, *route_shape)
     if "cached_tokens" not in meta:  # a request that never ran, or was in the queue again: all tokens are out
-        return Step((), (), ended["type"], ended.get("message", ""), out["prompt_token_ids"], 0, routes)
-    return Step(
+        return SglangStep((), (), ended["type"], ended.get("message", ""), out["prompt_token_ids"], 0, routes)
+    return SglangStep(
         token_ids=out["output_ids"],
         log_probs=[entry[0] for entry in meta["output_token_logprobs"]],
         finished=ended.get("type", ""),

@@ -1,8 +1,8 @@
 """In the processes that hold a part of the model (SGLang's schedulers): weights in, and the sampler.
 
-run (instead of SGLang's run_scheduler_process) ── prepare ──▶ SGLang's own scheduler
-                                                                 ├─ CountedSampler  draws the tokens
-                                                                 └─ load            takes a bucket of weights
+run (in place of SGLang's run_scheduler_process) ─ prepare ──▶ SGLang's own scheduler
+                                                            ├─ SglangCountedSampler  draws the tokens
+                                                            └─ load                  takes a bucket of weights
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rondo.rollout.sglang.options import model_module
 from rondo.weights.bucket import SharedBucket
 from rondo.weights.checksum import checksum
 
-SAMPLER = "pytorch"  # CountedSampler takes this backend's place; SGLang has no other on CPUs
+SAMPLER = "pytorch"  # SglangCountedSampler takes this backend's place; SGLang has no other on CPUs
 LOADER = "rondo.rollout.sglang.worker.load"  # the name that SGLang imports `load` by
 PAUSED_SECONDS = 0.002  # a paused scheduler looks for messages this often, instead of all the time
 
@@ -60,7 +60,7 @@ def register_model(folder: Path) -> None:
 
 def prepare() -> None:
     """Make this process's SGLang know the sampler; give requests' seeds to it; let a paused one rest."""
-    register_sampler_backend(SAMPLER, CountedSampler)
+    register_sampler_backend(SAMPLER, SglangCountedSampler)
     make_batch = SamplingBatchInfo.from_schedule_batch.__func__
 
     def with_seeds(cls: type, batch: Any, vocab_size: int) -> Any:
@@ -120,7 +120,7 @@ def _never_pin() -> None:
 # ---- the sampler ----
 
 
-class CountedSampler(Sampler):
+class SglangCountedSampler(Sampler):
     """SGLang's sampler with the native engine's noise: one uniform number per token, a function of the
     request's seed and the token's index alone, and the inverse of the cumulative distribution.
 

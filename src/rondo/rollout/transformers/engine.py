@@ -35,7 +35,7 @@ ATTENTION = "eager"
 
 
 @dataclass(eq=False)
-class Sequence(Pending):
+class TransformersSequence(Pending):
     """A generate call here."""
 
     together: int = field(init=False)
@@ -58,7 +58,7 @@ class Prefilled:
     routes: np.ndarray | None
 
 
-class TurnDecoder(Decoder[Sequence]):
+class TurnDecoder(Decoder[TransformersSequence]):
     """Decodes with `forward`; at most `max_running` sequences have a cache, and the latest prompt. recorder:
     of a mixture's routes, which completions have then.
     """
@@ -70,17 +70,17 @@ class TurnDecoder(Decoder[Sequence]):
         self._forward = forward
         self._recorder = recorder
         self._max_running = max_running
-        self._waiting: deque[Sequence] = deque()
+        self._waiting: deque[TransformersSequence] = deque()
         # In the order of their turns.
-        self._running: deque[Sequence] = deque()
+        self._running: deque[TransformersSequence] = deque()
         self._latest: Prefilled | None = None
 
     def sequence(
         self, request: GenerateRequest, on_tokens: OnTokens | None, matcher: StopMatcher | None
-    ) -> Sequence:
-        return Sequence(request, on_tokens, matcher=matcher)
+    ) -> TransformersSequence:
+        return TransformersSequence(request, on_tokens, matcher=matcher)
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: TransformersSequence) -> None:
         """Puts it behind those that wait; an urgent one only behind others of its kind."""
         if sequence.request.urgent:
             ahead = sum(one.request.urgent for one in self._waiting)  # they are all in front
@@ -88,7 +88,7 @@ class TurnDecoder(Decoder[Sequence]):
         else:
             self._waiting.append(sequence)
 
-    def sequences(self) -> list[Sequence]:
+    def sequences(self) -> list[TransformersSequence]:
         return [*self._running, *self._waiting]
 
     def step(self, version: int) -> list[News]:
@@ -124,7 +124,7 @@ class TurnDecoder(Decoder[Sequence]):
         parts = ((one, one.news()) for one in self._running)
         return [(one, part, None) for one, part in parts if part is not None]
 
-    def _leave(self, who: Callable[[Sequence], bool], reason: FinishReason) -> list[News]:
+    def _leave(self, who: Callable[[TransformersSequence], bool], reason: FinishReason) -> list[News]:
         gone = [one for one in self.sequences() if who(one)]
         for one in gone:
             (self._running if one in self._running else self._waiting).remove(one)
@@ -133,7 +133,7 @@ class TurnDecoder(Decoder[Sequence]):
 
     # ---- the model ----
 
-    def _next_logits(self, sequence: Sequence) -> torch.Tensor:
+    def _next_logits(self, sequence: TransformersSequence) -> torch.Tensor:
         """Returns logits [1, V] behind the sequence's newest token, which its cache has then."""
         tokens, done = sequence.tokens, sequence.num_tokens - 1
         if sequence.cache is None:
@@ -199,7 +199,7 @@ class TurnDecoder(Decoder[Sequence]):
         return stats
 
 
-def _drawn(sequence: Sequence, logits: torch.Tensor) -> tuple[int, float]:
+def _drawn(sequence: TransformersSequence, logits: torch.Tensor) -> tuple[int, float]:
     """Returns the next token, by the noise of its seed and index, and its log-prob."""
     request, sampling = sequence.request, sequence.request.sampling
     # A seed of 2^63 or more becomes the int64 of the same bits.
@@ -287,7 +287,7 @@ def _tensors(held: Any, seen: set[int]) -> Iterator[torch.Tensor]:
 # ---- the engine ----
 
 
-class TransformersEngine(InProcessEngine[Sequence]):
+class TransformersEngine(InProcessEngine[TransformersSequence]):
     """Serves any causal LM that transformers can generate with, as its `generate` does: slow, exact, and the
     same bits whatever else is under way. Raises ConfigError or WeightSyncError when it is made of what cannot
     work.

@@ -38,7 +38,7 @@ _URGENT = -1  # vLLM takes small numbers first, and of equal ones those that cam
 
 
 @dataclass(frozen=True)
-class Step:
+class VllmStep:
     """New tokens of one request. finished: "", "stop" or "length". cached: prompt tokens (prefix included)
     whose keys and values were there already; on a request's first tokens only, else 0.
     """
@@ -51,7 +51,7 @@ class Step:
     cached: int
 
 
-class Core:
+class VllmCore:
     """Builds the engine, and blocks until it can take requests. Raises ConfigError; whatever vLLM raises."""
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -123,18 +123,18 @@ class Core:
         self._engine.abort_request(list(keys))
         self._seen.difference_update(keys)
 
-    def step(self) -> list[Step]:
+    def step(self) -> list[VllmStep]:
         """Makes one token for every running request; may return nothing (a long prompt in pieces)."""
         return [self._taken(output) for output in self._engine.step()]
 
-    def _taken(self, output: Any) -> Step:
+    def _taken(self, output: Any) -> VllmStep:
         part = output.outputs[0]
         log_probs = part.logprobs
         first = output.request_id not in self._seen
         self._seen.add(output.request_id)
         if output.finished:
             self._seen.discard(output.request_id)
-        return Step(
+        return VllmStep(
             key=output.request_id,
             token_ids=part.token_ids,
             log_probs=[log_probs.logprobs[start] for start in log_probs.start_indices],

@@ -33,7 +33,7 @@ from rondo.rollout.vllm.options import ENGINE
 from rondo.weights.bucket import SharedBucket
 
 if TYPE_CHECKING:
-    from rondo.rollout.vllm.core import Core
+    from rondo.rollout.vllm.core import VllmCore
 
 _log = logging.getLogger(__name__)
 _COLDEST = 0.01  # vLLM takes it for smaller temperatures, too
@@ -57,7 +57,7 @@ class VllmEngine(ThirdPartyEngine[Pending]):
         self._pending: dict[str, Pending] = {}  # by key, of the step thread
         self._numbers = itertools.count()
         self._stats = StepStats()
-        self._core: Core
+        self._core: VllmCore
         started: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(started,), name="rondo-vllm", daemon=True)
         self._thread.start()
@@ -313,10 +313,10 @@ class VllmEngine(ThirdPartyEngine[Pending]):
         return ReplicaLostError(f"vLLM stopped: {self._lost}", pending.completion("cancelled"))
 
     def _build(self) -> None:
-        from rondo.rollout.vllm.core import Core
+        from rondo.rollout.vllm.core import VllmCore
 
         try:
-            self._core = Core(self._spec)
+            self._core = VllmCore(self._spec)
         except RondoError:
             raise
         except Exception as error:

@@ -39,7 +39,7 @@ class WorkerExtension:
     def rondo_prepare(self) -> None:
         """Puts the sampler in its place; once, before the first request."""
         runner = self.model_runner
-        runner.sampler = CountedSampler(runner)
+        runner.sampler = VllmCountedSampler(runner)
         self._rondo_open = False
         self._rondo_wrapped: list[tuple[torch.nn.Module, str, torch.nn.Module]] = []
 
@@ -133,7 +133,7 @@ class _Rows:
     cuts: tuple[torch.Tensor, ...] | None
 
 
-class CountedSampler(Sampler):
+class VllmCountedSampler(Sampler):
     """vLLM's sampler, with two differences.
 
     Log-probs are those of log_softmax(logits / temperature), before top-k, top-p and min-p; greedy rows at
